@@ -1,0 +1,38 @@
+"""The one asyncio loop of a process: a background thread that owns its HTTP connections and semaphores."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_lock = threading.Lock()
+_loop: asyncio.AbstractEventLoop | None = None
+_thread: threading.Thread | None = None
+
+
+def get_loop() -> asyncio.AbstractEventLoop:
+    """The process's background loop, started on first use."""
+    global _loop, _thread
+    with _lock:
+        if _loop is None or _thread is None or not _thread.is_alive():
+            _loop = asyncio.new_event_loop()
+            _thread = threading.Thread(target=_loop.run_forever, name="slime-asyncio", daemon=True)
+            _thread.start()
+        return _loop
+
+
+def run(coro: Coroutine[Any, Any, T]) -> T:
+    """Run `coro` on the background loop and return its result; the caller's thread blocks."""
+    if threading.current_thread() is _thread:
+        coro.close()
+        raise RuntimeError("slime.utils.async_utils.run was called on the loop it would wait for: use `await` there")
+    future = asyncio.run_coroutine_threadsafe(coro, get_loop())
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()  # a Ctrl-C in the waiting thread must not leave the coroutine running
+        raise

@@ -1,0 +1,137 @@
+"""HTTP for rollout code: one session per event loop, retries where they help, errors that say what happened.
+
+A 4xx is the caller's mistake and is raised at once; 5xx, refused and broken connections are retried with back-off,
+because an engine that died is being restarted meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import socket
+import weakref
+from typing import Any
+
+import aiohttp
+
+_MAX_CONNECTIONS = 4096
+_BACKOFF_CAP_S = 5.0
+# Failures of the connection itself: the request may be sent again.
+_RETRYABLE = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError, asyncio.TimeoutError)
+
+_sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = weakref.WeakKeyDictionary()
+
+
+class HttpError(RuntimeError):
+    """An answer that is an error. `status` 0: no answer at all."""
+
+    def __init__(self, status: int, body: str, url: str):
+        super().__init__(f"{url} answered {status}: {body[:2000]}" if status else f"{url}: {body}")
+        self.status, self.body, self.url = status, body, url
+
+
+def get_session() -> aiohttp.ClientSession:
+    """The session of the running loop; sockets must not be shared between loops."""
+    loop = asyncio.get_running_loop()
+    session = _sessions.get(loop)
+    if session is None or session.closed:
+        connector = aiohttp.TCPConnector(limit=_MAX_CONNECTIONS, limit_per_host=0, keepalive_timeout=30)
+        session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+        _sessions[loop] = session
+    return session
+
+
+async def close_session() -> None:
+    session = _sessions.pop(asyncio.get_running_loop(), None)
+    if session is not None:
+        await session.close()
+
+
+async def post(
+    url: str,
+    payload: Any,
+    max_retries: int = 60,
+    headers: dict[str, str] | None = None,
+    *,
+    timeout_s: float | None = None,
+) -> Any:
+    """POST JSON and return the decoded answer (text when it is not JSON)."""
+    return await _request("POST", url, payload, max_retries, headers, timeout_s)
+
+
+async def get(
+    url: str, max_retries: int = 0, headers: dict[str, str] | None = None, *, timeout_s: float | None = None
+) -> Any:
+    return await _request("GET", url, None, max_retries, headers, timeout_s)
+
+
+async def _request(
+    method: str, url: str, payload: Any, max_retries: int, headers: dict[str, str] | None, timeout_s: float | None
+) -> Any:
+    attempt = 0
+    while True:
+        try:
+            return await _once(method, url, payload, headers, timeout_s)
+        except HttpError as error:
+            if error.status < 500 or attempt >= max_retries:
+                raise
+        except _RETRYABLE as error:
+            if attempt >= max_retries:
+                what = f"no answer after {attempt + 1} attempts ({type(error).__name__}: {error})"
+                raise HttpError(0, what, url) from error
+        attempt += 1
+        await asyncio.sleep(min(0.1 * 2 ** min(attempt, 10), _BACKOFF_CAP_S) * random.uniform(0.5, 1.0))
+
+
+async def _once(method: str, url: str, payload: Any, headers: dict[str, str] | None, timeout_s: float | None) -> Any:
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    async with get_session().request(method, url, json=payload, headers=headers, timeout=timeout) as response:
+        body = await response.read()
+        if response.status >= 400:
+            raise HttpError(response.status, body.decode(errors="replace"), url)
+    try:
+        return json.loads(body) if body else None
+    except ValueError:
+        return body.decode(errors="replace")
+
+
+def find_available_port(base_port: int = 0) -> int:
+    """A port that was free a moment ago, searching upwards from `base_port` (0: the system's choice).
+
+    Prefer binding to port 0 and reporting what was bound: this function cannot keep the port.
+    """
+    if base_port == 0:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            return probe.getsockname()[1]
+    for port in range(base_port, 65536):
+        if is_port_available(port):
+            return port
+    raise OSError(f"no free port from {base_port} up")
+
+
+def is_port_available(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+        return True
+
+
+def get_host_info() -> tuple[str, str]:
+    """(host name, address by which other machines may reach this one; loopback when there is no network)."""
+    hostname = socket.gethostname()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("203.0.113.1", 9))  # nothing is sent: this asks the routing table for our address
+            return hostname, probe.getsockname()[0]
+        except OSError:
+            return hostname, "127.0.0.1"
+
+
+def get_rollout_num_engines(args: Any) -> int:
+    """How many engines serve the policy."""
+    return max(1, args.rollout_num_gpus // args.rollout_num_gpus_per_engine)

@@ -1,0 +1,123 @@
+"""Small helpers shared by everything: loading a function by path, grouping, periodic actions, binary metadata."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+
+@functools.cache
+def load_function(path: str) -> Any:
+    """The object behind `pkg.module.name` or `path/to/file.py:name` (a function or a class)."""
+    if ":" in path:
+        file, _, name = path.rpartition(":")
+        module = _load_file(file) if file.endswith(".py") else importlib.import_module(file)
+    else:
+        module_name, _, name = path.rpartition(".")
+        if not module_name:
+            raise ValueError(f"{path!r} is not an import path: write pkg.module.function or path/to/file.py:function")
+        module = importlib.import_module(module_name)
+    if not hasattr(module, name):
+        public = sorted(n for n in vars(module) if not n.startswith("_") and callable(getattr(module, n)))
+        raise AttributeError(f"{path!r}: module {module.__name__} has no {name!r}; it defines {', '.join(public)}")
+    return getattr(module, name)
+
+
+def _load_file(file: str) -> Any:
+    resolved = Path(file).expanduser().resolve()
+    if not resolved.is_file():
+        raise FileNotFoundError(f"no such plug-in file: {file}")
+    # A name of its own, registered, so that objects defined there can be pickled within the run.
+    name = f"slime_plugin_{resolved.stem}_{abs(hash(str(resolved))):x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, resolved)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+class SingletonMeta(type):
+    """Metaclass: one instance per class and process."""
+
+    _instances: dict[type, Any] = {}  # noqa: RUF012 - shared on purpose
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls not in SingletonMeta._instances:
+            SingletonMeta._instances[cls] = super().__call__(*args, **kwargs)
+        return SingletonMeta._instances[cls]
+
+    @staticmethod
+    def clear_all_instances() -> None:
+        SingletonMeta._instances.clear()
+
+
+class Box:
+    """Carries a reference without letting the transport resolve it."""
+
+    def __init__(self, inner: Any):
+        self._inner = inner
+
+    @property
+    def inner(self) -> Any:
+        return self._inner
+
+
+def group_by(items: Iterable[Any], key: Callable[[Any], Hashable]) -> dict[Hashable, list[Any]]:
+    """Items by key, keys in order of first appearance."""
+    groups: dict[Hashable, list[Any]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
+def should_run_periodic_action(
+    rollout_id: int, interval: int | None, num_rollout_per_epoch: int | None = None, num_rollout: int | None = None
+) -> bool:
+    """True after every `interval` rollouts, at each epoch's end and, when `num_rollout` is given, after the last."""
+    if interval is None:
+        return False
+    if num_rollout is not None and rollout_id == num_rollout - 1:
+        return True
+    step = rollout_id + 1
+    return step % interval == 0 or bool(num_rollout_per_epoch and step % num_rollout_per_epoch == 0)
+
+
+def chunk_named_params_by_size(
+    named_params: Iterable[tuple[str, torch.Tensor]], chunk_size: int
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Consecutive chunks of at most `chunk_size` bytes; a larger tensor is a chunk of its own."""
+    chunk: list[tuple[str, torch.Tensor]] = []
+    held = 0
+    for name, param in named_params:
+        nbytes = param.numel() * param.element_size()
+        if chunk and held + nbytes > chunk_size:
+            yield chunk
+            chunk, held = [], 0
+        chunk.append((name, param))
+        held += nbytes
+    if chunk:
+        yield chunk
+
+
+def decode_int32_meta_array(value: Any) -> np.ndarray:
+    """Int32 array from what engines send: base64 text, bytes, or a list of numbers."""
+    if isinstance(value, str):
+        value = base64.b64decode(value)
+    if isinstance(value, (bytes, bytearray)):
+        return np.frombuffer(value, dtype=np.int32)
+    return np.asarray(value, dtype=np.int32)

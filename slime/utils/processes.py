@@ -1,0 +1,72 @@
+"""Children that die with their parent, and thread counts per role.
+
+A child inherits the read end of a pipe whose write end only the parent holds. When the parent ends, by any signal,
+the kernel closes the write end and the child reads end-of-file. PDEATHSIG would fire when the *thread* that spawned
+the child ends, which is wrong for children started from a worker thread.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable
+
+
+class LifePipe:
+    """Held by the parent for as long as its children may live."""
+
+    def __init__(self) -> None:
+        self.read_fd, self._write_fd = os.pipe()  # both close on exec; the read end is passed on explicitly
+
+    def close(self) -> None:
+        for fd in (self.read_fd, self._write_fd):
+            try:
+                os.close(fd)
+            except OSError:
+                continue  # already closed
+        self.read_fd = self._write_fd = -1
+
+
+def watch_parent(fd: int, on_death: Callable[[], None] | None = None) -> None:
+    """In a child: end this process at once when the parent is gone. `on_death` cleans up what the parent owned."""
+
+    def wait_for_eof() -> None:
+        try:
+            while os.read(fd, 1):
+                pass
+        except OSError:
+            pass  # a closed pipe means the same
+        try:
+            if on_death is not None:
+                on_death()
+        finally:
+            os._exit(1)
+
+    threading.Thread(target=wait_for_eof, name="parent-watch", daemon=True).start()
+
+
+def thread_environment(num_threads: int) -> dict[str, str]:
+    """Environment of a child that computes with `num_threads` and waits without spinning."""
+    n = str(num_threads)
+    return {
+        "OMP_NUM_THREADS": n,
+        "MKL_NUM_THREADS": n,
+        "OPENBLAS_NUM_THREADS": n,
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "KMP_BLOCKTIME": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def stop_process(process: subprocess.Popen, grace_s: float = 5.0) -> None:
+    """Ask, wait, then kill; returns when the process is gone."""
+    if process.poll() is not None:
+        return
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(grace_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -1,0 +1,99 @@
+"""Blocks of bytes that processes of one machine share: plain files in memory, cleaned up by name prefix.
+
+A segment's name starts with the run's prefix (`slime-<pid of the driver>-...`), so that whoever survives a crash
+can remove all of them, and the next start removes those whose driver is gone.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import tempfile
+from pathlib import Path
+
+import psutil
+import torch
+
+_DIRECTORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
+
+
+def make_prefix() -> str:
+    """A prefix for this driver process; two runs on one machine never share it."""
+    return f"slime-{os.getpid()}-{secrets.token_hex(3)}"
+
+
+class Segment:
+    """A mapped file. `buffer` is a uint8 tensor over the bytes, shared with every process that opens the name."""
+
+    def __init__(self, name: str, mapping: mmap.mmap, nbytes: int):
+        self.name = name
+        self.nbytes = nbytes
+        self._mapping = mapping
+        self.buffer = torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes) if nbytes else torch.empty(0).byte()
+
+    @property
+    def path(self) -> Path:
+        return _DIRECTORY / self.name
+
+    def close(self) -> None:
+        """Forget the mapping; the memory goes when the last tensor over it does."""
+        self.buffer = torch.empty(0, dtype=torch.uint8)
+        self._mapping = None
+
+    def unlink(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+
+def create_segment(nbytes: int, prefix: str) -> Segment:
+    """A new segment of zeros, writable."""
+    name = f"{prefix}-{secrets.token_hex(6)}"
+    path = _DIRECTORY / name
+    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    try:
+        # Reserve now: a sparse file would raise SIGBUS at the first write once the memory is full.
+        os.posix_fallocate(fd, 0, max(nbytes, 1))
+        mapping = mmap.mmap(fd, max(nbytes, 1))
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise OSError(f"no room for a shared segment of {nbytes} bytes in {_DIRECTORY}: {error}") from error
+    finally:
+        os.close(fd)
+    return Segment(name, mapping, nbytes)
+
+
+def open_segment(name: str) -> Segment:
+    """An existing segment. The name must be a bare one: a path would reach outside the shared folder."""
+    if "/" in name or not name.startswith("slime-"):
+        raise ValueError(f"{name!r} is not the name of a shared segment")
+    path = _DIRECTORY / name
+    if not path.exists():
+        raise FileNotFoundError(f"shared segment {name} does not exist (its owner may have gone)")
+    fd = os.open(path, os.O_RDWR)
+    try:
+        nbytes = os.fstat(fd).st_size
+        mapping = mmap.mmap(fd, nbytes)
+    finally:
+        os.close(fd)
+    return Segment(name, mapping, nbytes)
+
+
+def list_segments(prefix: str) -> list[str]:
+    return sorted(p.name for p in _DIRECTORY.glob(f"{prefix}-*"))
+
+
+def unlink_prefix(prefix: str) -> None:
+    """Remove every segment of a run; safe to call from several processes at once."""
+    for path in _DIRECTORY.glob(f"{prefix}-*"):
+        path.unlink(missing_ok=True)
+
+
+def unlink_stale() -> list[str]:
+    """Remove segments whose driver process no longer exists; returns their names."""
+    removed = []
+    for path in _DIRECTORY.glob("slime-*-*"):
+        pid = path.name.split("-")[1]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            path.unlink(missing_ok=True)
+            removed.append(path.name)
+    return removed

@@ -1,0 +1,364 @@
+"""The nouns of slime: one trajectory (`Sample`), what training receives (`RolloutBatch`), and why a reward is missing."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Literal, TypedDict
+
+import numpy as np
+import torch
+
+from slime.utils.misc import decode_int32_meta_array
+
+
+@dataclass(frozen=True, slots=True)
+class RewardFailure:
+    """Why a sample has no score. `invalid`: the answer cannot be judged; `infra_error`: the judge broke."""
+
+    kind: Literal["invalid", "infra_error"]
+    reason: str
+
+
+def invalid(reason: str) -> RewardFailure:
+    return RewardFailure("invalid", reason)
+
+
+def infra_error(reason: str) -> RewardFailure:
+    return RewardFailure("infra_error", reason)
+
+
+@dataclass
+class SpecInfo:
+    """Speculative-decoding counters, summed over the requests of one sample."""
+
+    spec_accept_token_num: int = 0
+    spec_draft_token_num: int = 0
+    spec_verify_ct: int = 0
+    completion_token_num: int = 0
+
+    @property
+    def spec_accept_rate(self) -> float:
+        return self.spec_accept_token_num / self.spec_draft_token_num if self.spec_draft_token_num else 0.0
+
+    @property
+    def spec_accept_length(self) -> float:
+        return self.completion_token_num / self.spec_verify_ct if self.spec_verify_ct else 0.0
+
+    def add(self, meta_info: dict[str, Any]) -> None:
+        self.spec_accept_token_num += meta_info.get("spec_accept_token_num", 0)
+        self.spec_draft_token_num += meta_info.get("spec_draft_token_num", 0)
+        self.spec_verify_ct += meta_info.get("spec_verify_ct", 0)
+        self.completion_token_num += meta_info.get("completion_tokens", 0)
+
+    def to_dict(self) -> dict[str, int]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, int]) -> SpecInfo:
+        return cls(**data)
+
+
+@dataclass
+class PrefixCacheInfo:
+    """Prompt tokens that the engine found in its prefix cache, summed over the requests of one sample."""
+
+    cached_tokens: int = 0
+    total_prompt_tokens: int = 0
+
+    @property
+    def prefix_cache_hit_rate(self) -> float:
+        return self.cached_tokens / self.total_prompt_tokens if self.total_prompt_tokens else 0.0
+
+    def add(self, meta_info: dict[str, Any]) -> None:
+        self.cached_tokens += meta_info.get("cached_tokens", 0)
+        self.total_prompt_tokens += meta_info.get("prompt_tokens", 0)
+
+    def to_dict(self) -> dict[str, int]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, int]) -> PrefixCacheInfo:
+        return cls(**data)
+
+
+class SampleStatus(Enum):
+    """Where a sample stands: not generated, ended by itself, cut by length, stopped by us, given up."""
+
+    PENDING = "pending"
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+_STATUS_OF_FINISH = {
+    "length": SampleStatus.TRUNCATED,
+    "abort": SampleStatus.ABORTED,
+    "stop": SampleStatus.COMPLETED,
+}
+
+
+@dataclass
+class Sample:
+    """One trajectory. Token ids are the truth: text is never tokenised again after generation.
+
+    Example: prompt ids [5, 6], response ids [7, 8, 2] of which 8 came from a tool:
+    tokens=[5, 6, 7, 8, 2], response_length=3, loss_mask=[1, 0, 1], rollout_log_probs=[-.1, 0.0, -.2],
+    version_spans=[("run:3", 0, 1), ("run:4", 2, 3)] (response coordinates; the tool token belongs to no version).
+    """
+
+    Status = SampleStatus
+    SpecInfo = SpecInfo
+    PrefixCacheInfo = PrefixCacheInfo
+
+    group_index: int | None = None  # the prompt group; all copies of one prompt share it
+    index: int | None = None  # unique over the run
+    rollout_id: int | None = None  # one execution; fan-out siblings share it; None: this sample stands alone
+    prompt: str | list[dict[str, Any]] = ""
+    tokens: list[int] = field(default_factory=list)
+    multimodal_inputs: dict[str, Any] | None = None
+    multimodal_train_inputs: dict[str, Any] | None = None
+    multimodal_train_input_id: str | None = None
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    response: str = ""
+    response_length: int = 0
+    label: Any = None
+    reward: float | dict[str, Any] | None = None  # only ever a score; a failure is in `reward_failure`
+    reward_failure: RewardFailure | None = None
+    loss_mask: list[int] | None = None  # one entry per response token; None: all ones
+    weight_versions: list[str] = field(default_factory=list)  # one entry per engine answer, in order
+    version_spans: list[tuple[str, int, int]] = field(default_factory=list)  # (version, start, end) in the response
+    rollout_log_probs: list[float] | None = None
+    rollout_top_p_token_ids: list[int] | None = None
+    rollout_top_p_token_offsets: list[int] | None = None
+    rollout_routed_experts: np.ndarray | None = None
+    remove_sample: bool = False  # set by a sample filter: stays in the statistics, trains nothing
+    teacher_log_probs: list[float] | None = None
+    status: SampleStatus = SampleStatus.PENDING
+    metadata: dict[str, Any] = field(default_factory=dict)
+    generate_function_path: str | None = None
+    custom_rm_path: str | None = None
+    train_metadata: dict[str, Any] | None = None
+    session_id: str | None = None
+    non_generation_time: float = 0.0
+    spec_info: SpecInfo = field(default_factory=SpecInfo)
+    prefix_cache_info: PrefixCacheInfo = field(default_factory=PrefixCacheInfo)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain types (and tensors or arrays a plug-in put in), with attributes attached later included."""
+        data = dict(self.__dict__)
+        data["status"] = self.status.value
+        data["spec_info"] = self.spec_info.to_dict()
+        data["prefix_cache_info"] = self.prefix_cache_info.to_dict()
+        if self.reward_failure is not None:
+            data["reward_failure"] = {"kind": self.reward_failure.kind, "reason": self.reward_failure.reason}
+        return data
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Sample:
+        """Inverse of `to_dict`; keys that are no field become attributes."""
+        data = dict(data)
+        data["status"] = SampleStatus(data.get("status", "pending"))
+        data["spec_info"] = SpecInfo.from_dict(data.get("spec_info", {}))
+        data["prefix_cache_info"] = PrefixCacheInfo.from_dict(data.get("prefix_cache_info", {}))
+        if isinstance(data.get("reward_failure"), dict):
+            data["reward_failure"] = RewardFailure(**data["reward_failure"])
+        data["version_spans"] = [tuple(span) for span in data.get("version_spans", [])]
+        names = {f.name for f in dataclasses.fields(cls)}
+        sample = cls(**{k: v for k, v in data.items() if k in names})
+        for key in data.keys() - names:
+            setattr(sample, key, data[key])
+        return sample
+
+    def get_reward_value(self, args: Any) -> float:
+        return self.reward if not args.reward_key else self.reward[args.reward_key]
+
+    @property
+    def effective_response_length(self) -> int:
+        return sum(self.loss_mask) if self.loss_mask is not None else self.response_length
+
+    def append_response_tokens(
+        self,
+        args: Any = None,
+        *,
+        tokens: Sequence[int] | None = None,
+        log_probs: Sequence[float] | None = None,
+        trainable: bool = True,
+        meta_info: dict[str, Any] | None = None,
+        text: str | None = None,
+        update_terminal_info: bool = True,
+    ) -> None:
+        """The one place that keeps tokens, mask, log-probs and versions aligned.
+
+        Trainable tokens come from the policy and need log-probs; the rest (tool output, environment text) must
+        have none and gets log-prob 0 and mask 0. `meta_info` is the engine's answer of the same name.
+        """
+        new = [int(t) for t in tokens or ()]
+        self._check_append(new, log_probs, trainable)
+        if self.loss_mask is None:
+            self.loss_mask = [1] * self.response_length
+        start = self.response_length
+        self.tokens.extend(new)
+        self.response_length += len(new)
+        self.loss_mask.extend([int(trainable)] * len(new))
+        values = [float(x) for x in log_probs] if trainable and log_probs is not None else [0.0] * len(new)
+        if new or log_probs is not None:
+            self.rollout_log_probs = (self.rollout_log_probs or []) + values
+        if text:
+            self.response += text
+        if not trainable and self.rollout_top_p_token_offsets is not None:
+            self.rollout_top_p_token_offsets.extend([self.rollout_top_p_token_offsets[-1]] * len(new))
+        if meta_info is not None:
+            self._apply_meta_info(args, meta_info, start, len(new), update_terminal_info)
+        self._check_lengths()
+
+    def _name(self) -> str:
+        return f"sample {self.index} (group {self.group_index})"
+
+    def _check_append(self, new: list[int], log_probs: Sequence[float] | None, trainable: bool) -> None:
+        if log_probs is not None and len(log_probs) != len(new):
+            raise ValueError(f"{len(log_probs)} log-probs for {len(new)} new tokens in {self._name()}")
+        if trainable and new and log_probs is None:
+            raise ValueError(f"trainable tokens appended to {self._name()} without log-probs: pass the engine's")
+        if not trainable and log_probs is not None:
+            raise ValueError(f"tokens that are not trained have no log-probs ({self._name()}): drop `log_probs`")
+        recorded = len(self.rollout_log_probs or ())
+        if trainable and new and recorded != self.response_length:
+            raise ValueError(
+                f"{self._name()} has {self.response_length} response tokens but {recorded} log-probs: "
+                "earlier tokens were added without log-probs, so trainable ones cannot follow"
+            )
+
+    def _apply_meta_info(self, args: Any, meta: dict[str, Any], start: int, count: int, terminal: bool) -> None:
+        self._merge_top_p(meta, count)
+        self._merge_routed_experts(args, meta)
+        for span in meta.get("weight_versions") or ():
+            self.version_spans.append((str(span["version"]), start + span["start"], start + span["end"]))
+        if not meta.get("weight_versions") and count and meta.get("weight_version") is not None:
+            self.version_spans.append((str(meta["weight_version"]), start, start + count))
+        if not terminal or "finish_reason" not in meta:
+            return
+        if "spec_verify_ct" in meta:
+            self.spec_info.add(meta)
+        self.prefix_cache_info.add(meta)
+        if meta.get("weight_version") is not None:
+            self.weight_versions.append(str(meta["weight_version"]))
+        finish = meta["finish_reason"] or {}
+        self.status = _STATUS_OF_FINISH.get(finish.get("type"), self.status)
+
+    def _merge_top_p(self, meta: dict[str, Any], count: int) -> None:
+        ids = meta.get("top_p_token_ids", meta.get("top_p_kept_token_ids"))
+        offsets = meta.get("top_p_token_offsets", meta.get("top_p_kept_token_offsets"))
+        if ids is None or offsets is None:
+            return
+        ids, offsets = decode_int32_meta_array(ids).tolist(), decode_int32_meta_array(offsets).tolist()
+        if len(offsets) != count + 1 or offsets[0] != 0 or offsets[-1] != len(ids):
+            raise ValueError(f"top-p offsets of {self._name()} do not fit {count} new tokens and {len(ids)} kept ids")
+        held = self.rollout_top_p_token_offsets or [0] * (self.response_length - count + 1)
+        base = held[-1]
+        self.rollout_top_p_token_ids = (self.rollout_top_p_token_ids or []) + ids
+        self.rollout_top_p_token_offsets = held + [base + o for o in offsets[1:]]
+
+    def _merge_routed_experts(self, args: Any, meta: dict[str, Any]) -> None:
+        if meta.get("routed_experts") is None:
+            return
+        start = meta.get("routed_experts_start_len", 0)
+        rows = len(self.tokens) - 1 - start
+        routed = decode_int32_meta_array(meta["routed_experts"]).reshape(rows, args.num_layers, args.moe_router_topk)
+        held = self.rollout_routed_experts
+        self.rollout_routed_experts = routed if held is None else np.concatenate([held[:start], routed])
+
+    def _check_lengths(self) -> None:
+        if len(self.loss_mask) != self.response_length:
+            raise ValueError(
+                f"loss_mask has {len(self.loss_mask)} entries for {self.response_length} response tokens in "
+                f"{self._name()}: every appended token needs a mask value."
+            )
+        if self.rollout_log_probs is not None and len(self.rollout_log_probs) != self.response_length:
+            raise ValueError(
+                f"{len(self.rollout_log_probs)} log-probs for {self.response_length} response tokens in {self._name()}"
+            )
+        offsets = self.rollout_top_p_token_offsets
+        if offsets is not None and len(offsets) != self.response_length + 1:
+            raise ValueError(f"{len(offsets)} top-p offsets for {self.response_length} tokens in {self._name()}")
+
+
+class RolloutBatch(TypedDict, total=False):
+    """What training receives: N samples as per-sample lists. L_i: total length, R_i: response length of sample i.
+
+    Optional keys are there for all N samples or not at all. Keys not listed here travel with the batch.
+    """
+
+    tokens: list[torch.Tensor]  # [L_i] int64
+    response_lengths: list[int]  # R_i <= L_i - 1
+    loss_masks: list[torch.Tensor]  # [R_i] 0/1
+    rewards: list[float]  # after group normalisation
+    raw_reward: list[float]
+    group_index: list[int]  # real groups, any size
+    rollout_ids: list[int]  # one execution; fan-out siblings share it
+    rollout_mask_sums: list[float]  # mask total over siblings; not changed by rejection masks
+    sample_indices: list[int]
+    truncated: list[int]
+    rollout_log_probs: list[torch.Tensor]  # [R_i] fp32; 0 where mask 0; absent = none recorded
+    versions: list[torch.Tensor]  # [R_i] int32; -1 = not generated
+    log_probs: list[torch.Tensor]  # [R_i] fp32, of the policy before this step's updates
+    ref_log_probs: list[torch.Tensor]  # [R_i] fp32
+    teacher_log_probs: list[torch.Tensor]  # [R_i] fp32
+    values: list[torch.Tensor]  # [R_i] fp32
+    advantages: list[torch.Tensor]  # [R_i] fp32, set by the trainer
+    returns: list[torch.Tensor]  # [R_i] fp32, set by the trainer
+    routed_experts: list[torch.Tensor]  # [L_i - 1, layers, topk] int32
+    metadata: list[dict[str, Any] | None]
+
+
+def flatten_samples(groups: Iterable[Any]) -> list[Sample]:
+    """All samples of a (nested) structure, in order: groups, fan-out lists inside groups, or a flat list."""
+    flat: list[Sample] = []
+    for item in groups:
+        flat.extend([item] if isinstance(item, Sample) else flatten_samples(item))
+    return flat
+
+
+def is_score(value: Any) -> bool:
+    """Only a finite number is a score; booleans count as 0 and 1."""
+    return isinstance(value, (bool, int, float, np.number)) and math.isfinite(value)
+
+
+@dataclass(frozen=True)
+class ParamInfo:
+    """Description of one parameter as it is sent between ranks."""
+
+    name: str
+    dtype: torch.dtype
+    shape: torch.Size
+    attrs: dict[str, Any]
+    size: int
+    src_rank: int
+
+
+@dataclass(frozen=True)
+class MultimodalType:
+    """A kind of media and the placeholder that stands for one item of it in a prompt."""
+
+    name: str
+    placeholder: str
+
+
+class MultimodalTypes:
+    """The media kinds that prompts may contain."""
+
+    IMAGE = MultimodalType("image", "<image>")
+    VIDEO = MultimodalType("video", "<video>")
+    AUDIO = MultimodalType("audio", "<audio>")
+
+    @classmethod
+    def all(cls) -> list[MultimodalType]:
+        return [cls.IMAGE, cls.VIDEO, cls.AUDIO]
+
+    @classmethod
+    def get(cls, name: str) -> MultimodalType | None:
+        return next((kind for kind in cls.all() if kind.name == name), None)

@@ -1,0 +1,86 @@
+"""Everything that waits has an owner, a name and a deadline; a breach is an error that says all three.
+
+The table of waits in progress is what a live view or a post-mortem shows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class WaitTimeout(TimeoutError):
+    """A named wait took longer than it may."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """One wait in progress. `deadline_s` None: bounded by what it waits for (a user's own code)."""
+
+    name: str
+    owner: str
+    started: float  # time.monotonic()
+    deadline_s: float | None
+
+    @property
+    def age_s(self) -> float:
+        return time.monotonic() - self.started
+
+
+_ids = itertools.count()
+_active: dict[int, Wait] = {}
+_lock = threading.Lock()
+
+
+def active() -> list[Wait]:
+    """The waits of this process that have not ended, oldest first."""
+    with _lock:
+        return sorted(_active.values(), key=lambda w: w.started)
+
+
+@contextlib.contextmanager
+def waiting(name: str, *, owner: str = "", deadline_s: float | None = None) -> Iterator[Wait]:
+    """Registers a wait for its duration; the body enforces the deadline itself."""
+    wait, key = Wait(name, owner, time.monotonic(), deadline_s), next(_ids)
+    with _lock:
+        _active[key] = wait
+    try:
+        yield wait
+    finally:
+        with _lock:
+            del _active[key]
+
+
+async def within(awaitable: Awaitable[T], name: str, deadline_s: float, *, owner: str = "") -> T:
+    """`await` with a name and a deadline."""
+    with waiting(name, owner=owner, deadline_s=deadline_s):
+        try:
+            return await asyncio.wait_for(awaitable, deadline_s)
+        except TimeoutError as error:
+            if isinstance(error, WaitTimeout):
+                raise
+            raise _breach(name, owner, deadline_s) from None
+
+
+def until(
+    condition: Callable[[], bool], name: str, deadline_s: float, *, owner: str = "", interval_s: float = 0.05
+) -> None:
+    """Poll `condition` until it holds. It may raise to give up early with the cause."""
+    with waiting(name, owner=owner, deadline_s=deadline_s) as wait:
+        while not condition():
+            if wait.age_s > deadline_s:
+                raise _breach(name, owner, deadline_s)
+            time.sleep(interval_s)
+
+
+def _breach(name: str, owner: str, deadline_s: float) -> WaitTimeout:
+    by = f" (waited for by {owner})" if owner else ""
+    return WaitTimeout(f"{name}{by}: not done after {deadline_s:.1f} s")
