@@ -1,0 +1,139 @@
+"""The dataset: samples in file order, and for each epoch an order that depends on nothing but (seed, epoch).
+
+The order is computed, not drawn from a shared generator, so a resumed run and every process agree on it.
+"""
+
+import logging
+from collections.abc import Iterable, Sequence
+
+from slime.data.mix import mix64
+from slime.data.prompts import PromptFormat, row_to_sample
+from slime.data.reader import read_file, split_paths
+from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["Dataset", "epoch_order", "filter_long_prompt", "read_file"]
+
+def epoch_order(seed: int, epoch: int, size: int) -> list[int]:
+    """The permutation in which epoch `epoch` visits `size` samples: sorted by a mix of (seed, epoch, index)."""
+    return sorted(range(size), key=lambda index: (mix64(seed, epoch, index), index))
+
+
+def filter_long_prompt(
+    samples: Sequence[Sample], tokenizer, processor=None, max_length: int | None = None, *, batch_size: int = 1024
+) -> list[Sample]:
+    """Samples whose prompt has at most `max_length` tokens, in order. Message lists are rendered first."""
+    if max_length is None:
+        return list(samples)
+    kept: list[Sample] = []
+    for start in range(0, len(samples), batch_size):
+        batch = samples[start : start + batch_size]
+        kept.extend(s for s, n in zip(batch, prompt_lengths(batch, tokenizer, processor), strict=True) if n <= max_length)
+    return kept
+
+
+def prompt_lengths(samples: Sequence[Sample], tokenizer, processor=None) -> list[int]:
+    """Token counts of prompts; media count as the processor expands them."""
+    texts = [_prompt_text(sample, tokenizer) for sample in samples]
+    plain = [i for i, sample in enumerate(samples) if not (processor and sample.multimodal_inputs)]
+    lengths = [0] * len(samples)
+    if plain:
+        encoded = tokenizer([texts[i] for i in plain], add_special_tokens=False)["input_ids"]
+        for i, ids in zip(plain, encoded, strict=True):
+            lengths[i] = len(ids)
+    for i, sample in enumerate(samples):
+        if processor and sample.multimodal_inputs:
+            lengths[i] = len(processor(text=[texts[i]], **sample.multimodal_inputs)["input_ids"][0])
+    return lengths
+
+
+def _prompt_text(sample: Sample, tokenizer) -> str:
+    if isinstance(sample.prompt, str):
+        return sample.prompt
+    return tokenizer.apply_chat_template(
+        sample.prompt,
+        tools=sample.metadata.get("tools"),
+        tokenize=False,
+        add_generation_prompt=True,
+        **sample.apply_chat_template_kwargs,
+    )
+
+
+class Dataset:
+    """All prompts of one or several files. `samples[i]` follows the current epoch's order.
+
+    Example: `Dataset("train.jsonl@[0:100]", tokenizer, None, 512, prompt_key="question", label_key="answer")`.
+    """
+
+    def __init__(
+        self,
+        path: str | Iterable[str],
+        tokenizer=None,
+        processor=None,
+        max_length: int | None = None,
+        *,
+        prompt_key: str = "input",
+        multimodal_keys: dict[str, str] | None = None,
+        label_key: str | None = None,
+        tool_key: str | None = None,
+        metadata_key: str | None = "metadata",
+        seed: int = 42,
+        apply_chat_template: bool = False,
+        apply_chat_template_kwargs: dict | None = None,
+        flag: str = "--prompt-data",
+        length_flag: str = "--rollout-max-prompt-len",
+    ):
+        fmt = PromptFormat(
+            input_key=prompt_key,
+            label_key=label_key,
+            metadata_key=metadata_key,
+            tool_key=tool_key,
+            multimodal_keys=multimodal_keys,
+            apply_chat_template=apply_chat_template,
+            apply_chat_template_kwargs=apply_chat_template_kwargs or {},
+        )
+        read = _read_samples(path, fmt, tokenizer, processor)
+        if not read:
+            raise ValueError(f"{flag} {_show(path)}: no rows; the file (or its slice) is empty.")
+        kept = filter_long_prompt(read, tokenizer, processor, max_length)
+        if not kept:
+            raise ValueError(
+                f"{flag} {_show(path)}: all {len(read)} prompts are longer than {length_flag} {max_length} tokens, "
+                f"0 are left; raise {length_flag} or use shorter prompts."
+            )
+        if len(kept) < len(read):
+            logger.info("%s: %d of %d prompts are at most %s tokens long", _show(path), len(kept), len(read), max_length)
+        self.origin_samples = kept
+        self.num_filtered = len(read) - len(kept)
+        self.seed = seed
+        self.epoch_id = -1  # -1: file order, no epoch has been shuffled
+        self.order: list[int] = list(range(len(kept)))
+
+    def shuffle(self, epoch_id: int) -> None:
+        """Take the order of epoch `epoch_id`."""
+        if epoch_id != self.epoch_id:
+            self.order = epoch_order(self.seed, epoch_id, len(self.origin_samples))
+            self.epoch_id = epoch_id
+
+    @property
+    def samples(self) -> list[Sample]:
+        return [self.origin_samples[i] for i in self.order]
+
+    def __len__(self) -> int:
+        return len(self.origin_samples)
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.origin_samples[self.order[index]]
+
+
+def _read_samples(path, fmt: PromptFormat, tokenizer, processor) -> list[Sample]:
+    samples = []
+    for one in split_paths(path):
+        for number, row in enumerate(read_file([one]), start=1):
+            samples.append(row_to_sample(row, fmt, tokenizer, processor, where=f"{one}, row {number}"))
+    return samples
+
+
+def _show(path) -> str:
+    return path if isinstance(path, str) else ",".join(path)
