@@ -1,0 +1,58 @@
+"""What a dynamic sampling filter answers, how it is called, and how its drops are counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class DynamicFilterOutput:
+    """The verdict on one group.
+
+    `reason` names a drop in the metrics. With `keep_when_insufficient` a dropped group is used after all when the
+    groups still in flight cannot fill the batch.
+    """
+
+    keep: bool
+    reason: str | None = None
+    keep_when_insufficient: bool = False
+
+
+def call_dynamic_filter(fn: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> DynamicFilterOutput:
+    """Call the filter (None keeps everything); a plain true or false is wrapped."""
+    if fn is None:
+        return DynamicFilterOutput(keep=True)
+    output = fn(*args, **kwargs)
+    if isinstance(output, DynamicFilterOutput):
+        return output
+    if output is None:
+        name = f"{fn.__module__}.{fn.__qualname__}"
+        raise ValueError(
+            f"dynamic sampling filter {name} returned None: return DynamicFilterOutput(keep=...) or a bool"
+        )
+    return DynamicFilterOutput(keep=bool(output))
+
+
+def should_drop_dynamic_filter_output(
+    output: DynamicFilterOutput, *, remaining_batch_size: int, target_data_size: int
+) -> bool:
+    """Whether the group goes. `remaining_batch_size`: groups that can still end up in the batch, this one included."""
+    if output.keep:
+        return False
+    return not (output.keep_when_insufficient and remaining_batch_size <= target_data_size)
+
+
+class MetricGatherer:
+    """Counts dropped groups by reason over one rollout."""
+
+    def __init__(self) -> None:
+        self._dropped: Counter[str] = Counter()
+
+    def on_dynamic_filter_drop(self, reason: str | None) -> None:
+        self._dropped[reason or "unspecified"] += 1
+
+    def collect(self) -> dict[str, int]:
+        return {f"rollout/dynamic_filter/drop_{reason}": count for reason, count in self._dropped.items()}
