@@ -1,0 +1,1 @@
+"""The HTTP contract between slime and its inference engines: typed values, a client, one worker's control plane."""

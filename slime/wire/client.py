@@ -1,0 +1,62 @@
+"""The data plane: send a prompt to an engine (or the router before several), get typed tokens back."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from slime.utils import http_utils, waits
+from slime.wire.protocol import GenerateRequest, Generation
+
+SESSION_HEADER = "X-SMG-Routing-Key"  # read by the router's consistent-hashing policy
+
+
+class EngineClient:
+    """Generates through one base url.
+
+    A refused or broken connection and a 5xx are tried again (the engine is being restarted, and a generation has no
+    side effect); a 4xx is the request's own fault and raises `HttpError` at once. `max_running` caps the requests in
+    flight from this client: the rest wait here, where they cost neither a socket nor an engine's queue.
+    """
+
+    def __init__(self, base_url: str, *, timeout_s: float = 1800.0, max_retries: int = 60, max_running: int = 1024):
+        self.base_url = base_url.rstrip("/")
+        self.timeout_s = timeout_s
+        self.max_retries = max_retries
+        self._slots = asyncio.Semaphore(max_running)
+
+    async def generate(self, request: GenerateRequest, headers: Mapping[str, str] | None = None) -> Generation:
+        """One final answer. `request.stream` must be False and `request.sampling.n` 1."""
+        if request.stream or request.sampling.n != 1:
+            raise ValueError("EngineClient.generate reads one final answer: use stream=False and sampling.n=1")
+        answer = await self._post(request.to_json(), self._headers(request, headers), request.rid)
+        return Generation.from_json(answer)
+
+    def _headers(self, request: GenerateRequest, headers: Mapping[str, str] | None) -> dict[str, str]:
+        session = {SESSION_HEADER: request.session} if request.session is not None else {}
+        return {**session, **(headers or {})}
+
+    async def _post(self, payload: dict[str, Any], headers: dict[str, str], rid: str | None) -> Any:
+        url = f"{self.base_url}/generate"
+        async with self._slots:
+            return await waits.within(
+                http_utils.post(url, payload, max_retries=self.max_retries, headers=headers),
+                name=f"POST {url} (request {rid})",
+                deadline_s=self.timeout_s,
+            )
+
+    async def cancel(self, engine_urls: Sequence[str], rids: Sequence[str]) -> None:
+        """Abort requests by id at every worker; each then answers what it has made so far.
+
+        It goes to the workers because the router has no control endpoints. Ids a worker does not hold are ignored; a
+        worker that is gone has nothing left to abort.
+        """
+        posts = [_abort(url, rid) for url in engine_urls for rid in rids]
+        await asyncio.gather(*posts)
+
+
+async def _abort(url: str, rid: str) -> None:
+    try:
+        await http_utils.post(f"{url.rstrip('/')}/abort_request", {"rid": rid}, max_retries=0, timeout_s=30.0)
+    except http_utils.HttpError as error:
+        if error.status != 0:
+            raise

@@ -1,0 +1,116 @@
+"""The control plane of one engine worker: pause, weights, memory, health. Never through the router."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from slime.utils import http_utils, waits
+from slime.wire.manifest import WeightManifest
+from slime.wire.protocol import EngineInfo
+
+PauseMode = Literal["abort", "retract", "in_place"]
+PAUSE_MODES: tuple[PauseMode, ...] = ("abort", "retract", "in_place")
+Tag = Literal["weights", "kv_cache", "cuda_graph"]
+TAGS: tuple[Tag, ...] = ("weights", "kv_cache", "cuda_graph")
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What the engine says it now holds. `None`: this engine does not report it."""
+
+    version: str
+    tensors: int | None
+    nbytes: int | None
+    checksum: int | None
+
+
+class EngineControl:
+    """One worker, addressed directly. Every call has a name and a deadline; no call is repeated behind your back."""
+
+    def __init__(self, url: str, deadline_s: float = 120.0):
+        self.url = url.rstrip("/")
+        self.deadline_s = deadline_s
+
+    async def pause(self, mode: PauseMode = "abort") -> None:
+        """abort: running requests answer now. retract: they lose their KV and start again from their tokens.
+        in_place: they freeze and go on with the KV they have."""
+        await self._post("pause_generation", {"mode": mode})
+
+    async def resume(self) -> None:
+        await self._post("continue_generation", {})
+
+    async def flush(self) -> None:
+        """Forget the prefix cache."""
+        await self._post("flush_cache", {})
+
+    async def release(self, tags: Iterable[Tag] = TAGS) -> None:
+        await self._post("release_memory_occupation", {"tags": list(tags)})
+
+    async def restore(self, tags: Iterable[Tag] = TAGS) -> None:
+        await self._post("resume_memory_occupation", {"tags": list(tags)})
+
+    async def info(self) -> EngineInfo:
+        return EngineInfo.from_json(await self._get("get_server_info"), await self._get("model_info"))
+
+    async def version(self) -> str:
+        return str((await self._get("model_info"))["weight_version"])
+
+    async def load(self) -> tuple[int, int]:
+        """(running, waiting) requests."""
+        loads = (await self._get("v1/loads"))["loads"]
+        return sum(x["num_running_reqs"] for x in loads), sum(x["num_waiting_reqs"] for x in loads)
+
+    async def healthy(self, deadline_s: float = 5.0) -> bool:
+        """True when the worker makes a token within the deadline."""
+        try:
+            await http_utils.get(f"{self.url}/health_generate", timeout_s=deadline_s)
+        except (http_utils.HttpError, TimeoutError):
+            return False
+        return True
+
+    async def abort(self, rids: Sequence[str] | None = None) -> None:
+        """Abort these requests, or all of them when `rids` is None."""
+        if rids is None:
+            await self._post("abort_request", {"abort_all": True})
+            return
+        for rid in rids:
+            await self._post("abort_request", {"rid": rid})
+
+    async def set_version(self, version: str) -> None:
+        await self._post("update_weight_version", {"new_version": version, "abort_all_requests": False})
+
+    async def update_from_disk(self, path: str, version: str) -> Receipt:
+        """Load a checkpoint folder that the worker can read."""
+        payload = {"model_path": str(path), "weight_version": version, "flush_cache": True}
+        return _receipt(await self._post("update_weights_from_disk", payload), version)
+
+    async def update_from_shared_memory(self, manifest: WeightManifest) -> Receipt:
+        """Every bucket is verified before any is applied; on a mismatch this raises and the old version serves on."""
+        answer = await self._post("update_weights_from_shared_memory", manifest.to_json())
+        return _receipt(answer, manifest.version)
+
+    async def check_equal(self, manifest: WeightManifest) -> list[str]:
+        """Names of tensors that differ from the manifest's bytes, or that the manifest does not have."""
+        payload = {"action": "compare", "manifest": manifest.to_json()}
+        return list((await self._post("weights_checker", payload))["mismatched"])
+
+    async def _post(self, endpoint: str, payload: dict[str, Any]) -> Any:
+        url = f"{self.url}/{endpoint}"
+        return await waits.within(
+            http_utils.post(url, payload, max_retries=0), name=f"POST {url}", deadline_s=self.deadline_s
+        )
+
+    async def _get(self, endpoint: str) -> Any:
+        url = f"{self.url}/{endpoint}"
+        return await waits.within(http_utils.get(url), name=f"GET {url}", deadline_s=self.deadline_s)
+
+
+def _receipt(answer: dict[str, Any], version: str) -> Receipt:
+    if not answer.get("success"):
+        raise RuntimeError(f"the engine refused weights {version}: {answer.get('message')}")
+    return Receipt(
+        version=str(answer.get("weight_version", version)),
+        tensors=answer.get("num_tensors"),
+        nbytes=answer.get("nbytes"),
+        checksum=answer.get("checksum"),
+    )

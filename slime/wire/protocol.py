@@ -1,0 +1,279 @@
+"""The part of SGLang's HTTP API that slime speaks, as typed values.
+
+`SamplingParams` and `GenerateRequest` go out, `Generation` and `EngineInfo` come back. Both directions are strict: a
+field that is unknown, of the wrong type or out of range raises ValueError with its name, so a misspelt parameter is
+never ignored silently.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from slime.wire.dialects import Dialect, dialect_of
+
+Finish = Literal["stop", "length", "abort"]
+FINISH_TYPES: tuple[Finish, ...] = ("stop", "length", "abort")
+
+
+def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, got {value!r}")
+    if value < low or value > high or (open_low and value == low):
+        raise ValueError(f"{name} is {value}: it must lie in {'(' if open_low else '['}{low}, {high}]")
+    return float(value)
+
+
+def _integer(name: str, value: Any, low: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} must be an integer, got {value!r}")
+    if value < low:
+        raise ValueError(f"{name} is {value}: it must be at least {low}")
+    return value
+
+
+def _boolean(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false, got {value!r}")
+    return value
+
+
+def _strings(name: str, value: Any) -> tuple[str, ...]:
+    values = () if value is None else (value,) if isinstance(value, str) else value
+    if not isinstance(values, (list, tuple)) or not all(isinstance(v, str) and v for v in values):
+        raise ValueError(f"{name} must be a string or a list of non-empty strings, got {value!r}")
+    return tuple(values)
+
+
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    values = () if value is None else (value,) if isinstance(value, int) else value
+    if not isinstance(values, (list, tuple)):
+        raise ValueError(f"{name} must be a list of token ids, got {value!r}")
+    return tuple(_integer(f"{name}[{i}]", v, 0) for i, v in enumerate(values))
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to draw the tokens of one request; the defaults sample the model's own distribution.
+
+    `SamplingParams(temperature=0.8, max_new_tokens=64, stop=("\\n",)).to_json()` is what a request carries as
+    `sampling_params`. Log-probs that come back are of the distribution after `temperature` and before top_p, top_k and
+    min_p; at temperature 0 (greedy) they are of the unscaled one.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1  # -1: the whole vocabulary
+    min_p: float = 0.0
+    max_new_tokens: int | None = 128  # None: up to the context length
+    min_new_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    no_stop_trim: bool = False
+    sampling_seed: int | None = None  # None: the engine draws one
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        checked = {
+            "temperature": _number("temperature", self.temperature, 0.0, 1e6),
+            "top_p": _number("top_p", self.top_p, 0.0, 1.0, open_low=True),
+            "min_p": _number("min_p", self.min_p, 0.0, 1.0),
+            "top_k": _integer("top_k", self.top_k, -1),
+            "min_new_tokens": _integer("min_new_tokens", self.min_new_tokens, 0),
+            "stop": _strings("stop", self.stop),
+            "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
+            "repetition_penalty": _number("repetition_penalty", self.repetition_penalty, 0.0, 2.0, open_low=True),
+            "frequency_penalty": _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
+            "presence_penalty": _number("presence_penalty", self.presence_penalty, -2.0, 2.0),
+            "n": _integer("n", self.n, 1),
+        }
+        for name in ("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"):
+            checked[name] = _boolean(name, getattr(self, name))
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        self._check_rules()
+
+    def _check_rules(self) -> None:
+        if self.top_k == 0:
+            raise ValueError("top_k is 0: no token could be drawn; use -1 for the whole vocabulary")
+        if self.max_new_tokens is not None:
+            _integer("max_new_tokens", self.max_new_tokens, 0)
+            if self.min_new_tokens > self.max_new_tokens:
+                raise ValueError(
+                    f"min_new_tokens is {self.min_new_tokens}: it must not exceed max_new_tokens {self.max_new_tokens}"
+                )
+        if self.sampling_seed is not None:
+            _integer("sampling_seed", self.sampling_seed, -(2**63))
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0 or self.top_k == 1
+
+    @property
+    def is_filtered(self) -> bool:
+        """True when top_p, top_k or min_p cut the distribution, so that log-probs are not those of what was drawn."""
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+    @classmethod
+    def from_json(cls, data: Any) -> "SamplingParams":
+        if data is None:
+            return cls()
+        if not isinstance(data, Mapping):
+            raise ValueError(f"sampling_params must be an object, got {data!r}")
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(data) - known)
+        if unknown:
+            raise ValueError(f"sampling_params has unknown field `{unknown[0]}`, expected one of {sorted(known)}")
+        return cls(**{k: v for k, v in data.items() if v is not None or k in ("max_new_tokens", "sampling_seed")})
+
+    def to_json(self) -> dict[str, Any]:
+        """Fields that differ from the defaults, and `temperature` and `max_new_tokens` always."""
+        out: dict[str, Any] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value != f.default or f.name in ("temperature", "max_new_tokens"):
+                out[f.name] = list(value) if isinstance(value, tuple) else value
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One prompt, already tokenised. `session` pins follow-ups to the worker that holds their prefix."""
+
+    input_ids: Sequence[int]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    rid: str | None = None  # None: the engine names it, and it cannot be cancelled
+    return_logprob: bool = True
+    stream: bool = False
+    session: str | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)  # engine-specific top-level fields, e.g. image_data
+
+    def to_json(self) -> dict[str, Any]:
+        out = {
+            "input_ids": list(self.input_ids),
+            "sampling_params": self.sampling.to_json(),
+            "return_logprob": self.return_logprob,
+            "stream": self.stream,
+            **self.extra,
+        }
+        if self.rid is not None:
+            out["rid"] = self.rid
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Output tokens `start <= i < end` were drawn from weights `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What an engine made for one request. `ids`, and `log_probs` when they were asked for, have one entry per token.
+
+    Example: `Generation(ids=(7, 2), log_probs=(-0.3, -1.2), finish="stop", finish_detail={"type": "stop", "matched": 2},
+    text="c", spans=(VersionSpan("run:4", 0, 2),), weight_version="run:4", prompt_tokens=5, cached_tokens=0, meta={...})`.
+    A stop token is the last of `ids` and not part of `text`.
+    """
+
+    ids: tuple[int, ...]
+    log_probs: tuple[float, ...] | None  # None: not asked for
+    finish: Finish
+    finish_detail: Mapping[str, Any]
+    text: str
+    spans: tuple[VersionSpan, ...]
+    weight_version: str
+    prompt_tokens: int
+    cached_tokens: int
+    meta: Mapping[str, Any]  # the engine's meta_info as it came
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Generation":
+        """Read one final answer of `/generate`; a list answer (batch, n > 1) is read item by item."""
+        meta = data["meta_info"]
+        detail = meta["finish_reason"]
+        if not isinstance(detail, Mapping) or detail.get("type") not in FINISH_TYPES:
+            raise ValueError(f"finish_reason {detail!r} of request {meta.get('id')} is none of {FINISH_TYPES}")
+        triples = meta.get("output_token_logprobs")
+        if triples is None:
+            ids, log_probs = tuple(data["output_ids"]), None
+        else:
+            ids, log_probs = tuple(t[1] for t in triples), tuple(float(t[0]) for t in triples)
+            if "output_ids" in data and len(data["output_ids"]) != len(ids):
+                raise ValueError(
+                    f"request {meta.get('id')}: {len(ids)} log-probs for {len(data['output_ids'])} output tokens"
+                )
+        version = str(meta.get("weight_version", "default"))
+        return cls(
+            ids=ids,
+            log_probs=log_probs,
+            finish=detail["type"],
+            finish_detail=detail,
+            text=data.get("text", ""),
+            spans=_read_spans(meta, version, len(ids)),
+            weight_version=version,
+            prompt_tokens=int(meta.get("prompt_tokens", 0)),
+            cached_tokens=int(meta.get("cached_tokens") or 0),
+            meta=meta,
+        )
+
+
+def _read_spans(meta: Mapping[str, Any], version: str, num_tokens: int) -> tuple[VersionSpan, ...]:
+    spans = meta.get("weight_versions")
+    if spans is None:
+        return (VersionSpan(version, 0, num_tokens),) if num_tokens else ()
+    out = tuple(VersionSpan(str(s["version"]), int(s["start"]), int(s["end"])) for s in spans if s["end"] > s["start"])
+    edges = [0, *(s.end for s in out)]
+    if [s.start for s in out] != edges[:-1] or edges[-1] != num_tokens:
+        raise ValueError(f"weight_versions {spans} do not cover the {num_tokens} output tokens of {meta.get('id')}")
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What one worker is and can do, read from its server info; capabilities come from its dialect."""
+
+    dialect: Dialect
+    model_path: str
+    weight_version: str
+    vocab_size: int | None  # None: the engine does not say; check ids against the tokenizer or model config
+    context_len: int | None  # None: the engine does not say
+    raw: Mapping[str, Any]
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        return self.dialect.transports
+
+    @property
+    def has_spans(self) -> bool:
+        return self.dialect.has_spans
+
+    @property
+    def has_begin_end(self) -> bool:
+        return self.dialect.has_begin_end
+
+    @property
+    def memory_saver(self) -> bool:
+        return self.dialect.memory_saver or bool(self.raw.get("enable_memory_saver"))
+
+    @classmethod
+    def from_json(cls, server_info: Mapping[str, Any], model_info: Mapping[str, Any] | None = None) -> "EngineInfo":
+        merged = {**server_info, **(model_info or {})}
+        context = merged.get("context_length") or merged.get("max_model_len")
+        return cls(
+            dialect=dialect_of(server_info),
+            model_path=str(merged.get("model_path", "")),
+            weight_version=str(merged.get("weight_version", "default")),
+            vocab_size=merged.get("vocab_size"),
+            context_len=context,
+            raw=server_info,
+        )
