@@ -1,0 +1,44 @@
+"""Rewards: the hub of built-in ones, custom and remote ones, and the one entry the rollout calls, `score_samples`.
+
+The public names load on first use. The light modules of this package (`math_utils`, `math_check`, ...) run inside
+check workers, which must start in milliseconds and therefore must not import torch by way of this file.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slime.rollout.rm_hub.hub import async_rm, batched_async_rm
+    from slime.rollout.rm_hub.outcomes import RewardConfigError, RewardFailuresExceeded, settle_reward
+    from slime.rollout.rm_hub.remote import remote_rm
+    from slime.rollout.rm_hub.scoring import score_samples
+
+_HOMES = {
+    "async_rm": "hub",
+    "batched_async_rm": "hub",
+    "remote_rm": "remote",
+    "score_samples": "scoring",
+    "settle_reward": "outcomes",
+    "RewardConfigError": "outcomes",
+    "RewardFailuresExceeded": "outcomes",
+}
+
+__all__ = [
+    "RewardConfigError",
+    "RewardFailuresExceeded",
+    "async_rm",
+    "batched_async_rm",
+    "remote_rm",
+    "score_samples",
+    "settle_reward",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value  # so that patching the name here works as with any module global
+    return value

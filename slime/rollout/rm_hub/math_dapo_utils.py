@@ -1,0 +1,104 @@
+"""The `dapo` reward: the text after "Answer:" near the end of a solution, normalised, against the reference."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from slime.rollout.rm_hub import math_utils
+
+_TAIL_CHARS = 300  # the answer stands at the end; looking no further keeps the pattern cheap
+_ANSWER_PATTERN = r"(?i)Answer\s*:\s*([^\n]+)"
+# Words that follow a number as its unit, and so say nothing about its value.
+_UNITS = (
+    "square units|square|units|unit|degrees|degree|dollars|dollar|cents|cent|percent|points|point|miles|mile|feet|foot|ft|"
+    "inches|inch|meters|meter|cm|mm|km|hours|hour|hrs|minutes|minute|seconds|second|days|day|weeks|week|months|month|"
+    "years|year|mph|kmh|kg|grams|gram|cubic|per|apples|students|people|ways"
+)
+_UNIT_WORDS = re.compile(rf"(?<![a-zA-Z\\])(?:{_UNITS})(?![a-zA-Z])")
+
+
+def last_boxed_only_string(string: str) -> str | None:
+    """The last complete `\\boxed{...}` with the command itself; None: none."""
+    return math_utils.last_boxed_only_string(string)
+
+
+def remove_boxed(s: str) -> str:
+    """The content of `\\boxed{...}`; ValueError when it is not boxed."""
+    content = math_utils.remove_boxed(s)
+    if content is None:
+        raise ValueError(f"not a boxed answer: {s!r}")
+    return content
+
+
+def normalize_final_answer(final_answer: str) -> str:
+    """One spelling for a final answer: right of the last '=', no units, no LaTeX dressing, no thousands commas."""
+    text = final_answer.split("=")[-1]
+    text = re.sub(r"\\(?:boxed|text|textbf|mathrm|overline)\s*\{([^{}]*)\}", r"\1", text)
+    math_span = re.search(r"\$([^$]*)\$", text)
+    if math_span and math_span.group(1).strip():
+        text = math_span.group(1)
+    text = re.sub(r"\\left|\\right|\\[!,;: ]|\\\$|\\%|\$|%|\^\{?\\circ\}?|\\ldots|\\dots|°", "", text)
+    text = re.sub(r"\\[dt]frac", r"\\frac", text)
+    text = _UNIT_WORDS.sub("", text)
+    text = re.sub(r"(?<![a-zA-Z])(?:an?|the)\s+", "", text)
+    text = re.sub(r"\s+", "", text)
+    text = re.sub(r"\\?frac([^{\\])([^{\\])", r"\\frac{\1}{\2}", text)
+    text = re.sub(r"\\?sqrt([^{\\\[])", r"\\sqrt{\1}", text)
+    text = text.strip(".,;:!?*\"'`")
+    if re.fullmatch(r"-?\d{1,3}(,\d{3})+(\.\d+)?", text) or text.replace(",", "").isdigit():
+        text = text.replace(",", "")
+    return text
+
+
+def is_correct_minerva(
+    solution_str: str, gt: str, gt_need_extract: bool = False, answer_pattern: str = _ANSWER_PATTERN
+) -> tuple[bool, str]:
+    """(correct, prediction) by the last match of `answer_pattern`; prediction "[INVALID]" when there is none."""
+    matches = re.findall(answer_pattern, solution_str)
+    prediction = normalize_final_answer(matches[-1]) if matches else "[INVALID]"
+    if gt_need_extract:
+        boxed = last_boxed_only_string(gt)
+        gt = remove_boxed(boxed) if boxed is not None else gt
+    return prediction == _reference(gt), prediction
+
+
+def is_correct_strict_box(pred: str, gt: str, pause_tokens_index: list[int] | None = None) -> tuple[int, str | None]:
+    """(1 or -1, prediction): only a boxed answer near the end counts, and it must match exactly."""
+    if pause_tokens_index is not None:
+        if len(pause_tokens_index) != 4:
+            raise ValueError(f"pause_tokens_index needs 4 positions, got {len(pause_tokens_index)}")
+        pred = pred[max(0, pause_tokens_index[-1] - 100) :]
+    else:
+        pred = pred[-100:]
+    boxed = last_boxed_only_string(pred)
+    extracted = remove_boxed(boxed) if boxed is not None else None
+    return (1 if extracted == str(gt) else -1), extracted
+
+
+def verify(
+    solution_str: str, answer: str, strict_box_verify: bool = False, pause_tokens_index: list[int] | None = None
+) -> tuple[bool, str | None]:
+    """(correct, prediction) by the strict box, or else by the "Answer:" line."""
+    if strict_box_verify:
+        score, prediction = is_correct_strict_box(solution_str, answer, pause_tokens_index)
+        return score == 1, prediction
+    return is_correct_minerva(solution_str, answer)
+
+
+def compute_score(
+    solution_str: str,
+    ground_truth: Any,
+    strict_box_verify: bool = False,
+    pause_tokens_index: list[int] | None = None,
+) -> dict[str, Any]:
+    """{"score": 1.0 or -1.0, "acc": bool, "pred": text}; train on it with `--reward-key score`."""
+    tail = solution_str[-_TAIL_CHARS:]
+    correct, prediction = verify(tail, str(ground_truth), strict_box_verify, pause_tokens_index)
+    return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": prediction}
+
+
+def _reference(gt: Any) -> str:
+    """The reference in the same spelling; 34.0 means 34, as data sets often store whole numbers as floats."""
+    text = normalize_final_answer(str(gt))
+    return text[: text.index(".")] if re.fullmatch(r"-?\d+\.0+", text) else text

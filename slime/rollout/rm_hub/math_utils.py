@@ -1,0 +1,142 @@
+"""Finds the boxed answer in a solution and decides whether it equals the reference, by text or by algebra."""
+
+from __future__ import annotations
+
+import re
+
+from slime.rollout.rm_hub.expressions import expressions_equal
+
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])")
+
+
+def last_boxed_only_string(string: str) -> str | None:
+    """The last complete `\\boxed{...}` (or `\\fbox{...}`, or `\\boxed 7`), with the command itself; None: none."""
+    for match in reversed(list(_BOX.finditer(string))):
+        rest = string[match.end() :]
+        if rest.lstrip().startswith("{"):
+            end = _matching_brace(string, string.index("{", match.end()))
+            if end is not None:
+                return string[match.start() : end + 1]
+        elif rest.startswith(" "):
+            return string[match.start() : match.end()] + re.split(r"[$\n]", rest, maxsplit=1)[0].rstrip()
+    return None
+
+
+def remove_boxed(s: str | None) -> str | None:
+    """The content of a string made by `last_boxed_only_string`; None when it is not one."""
+    match = _BOX.match(s) if s else None
+    if match is None:
+        return None
+    content = s[match.end() :].strip()
+    return content[1:-1] if content.startswith("{") and content.endswith("}") else content
+
+
+def extract_boxed_answer(solution: str) -> str | None:
+    """The content of the last box in the solution; None: no box."""
+    return remove_boxed(last_boxed_only_string(solution))
+
+
+def extract_answer(passage: str) -> str | None:
+    """The final answer of a passage: what it boxed last."""
+    return extract_boxed_answer(passage)
+
+
+def mathd_normalize_answer(answer: str | None) -> str | None:
+    """One spelling for answers that differ only in LaTeX habits (spaces, \\dfrac, \\left, units, a/b, .5)."""
+    if answer is None:
+        return None
+    text = answer.strip()
+    text = re.sub(r"^\\text\{([^{}]*)\}$", r"\1", text).strip()
+    text = re.sub(r"\\left|\\right|\\!|\\[,;:]|\\\$|\$|\^\{?\\circ\}?|\\degree|\\?%", "", text)
+    text = re.sub(r"\\[dt]frac", r"\\frac", text)
+    text = re.sub(r"\s*\\(?:text|mbox|mathrm)\s*\{[^{}]*\}\s*$", "", text)  # trailing unit
+    text = re.sub(r"^[a-zA-Z]{1,2}\s*=\s*", "", text)  # "x = 3" answers with 3
+    text = re.sub(r"(?<![\d./])(\d+)\s+(\d+)/(\d+)", r"\1\\frac{\2}{\3}", text)  # before spaces go: 2 3/4 is not 23/4
+    text = re.sub(r"\s+", "", text).rstrip(".")
+    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
+    text = re.sub(r"\\sqrt(\w)", r"\\sqrt{\1}", text)
+    text = re.sub(r"\\frac(\w)(\w)", r"\\frac{\1}{\2}", text)
+    text = re.sub(r"\\frac(\w)\{", r"\\frac{\1}{", text)
+    text = re.sub(r"\\frac(\{[^{}]*\})(\w)", r"\\frac\1{\2}", text)
+    text = re.sub(r"^(-?)(\d+)/(\d+)$", r"\1\\frac{\2}{\3}", text)
+    text = re.sub(r"(?<![\d.])\.(?=\d)", "0.", text)
+    text = re.sub(r"^(-?\d+)\.0+$", r"\1", text)
+    return "\\frac{1}{2}" if text == "0.5" else text
+
+
+def grade_answer_mathd(given_answer: str, ground_truth: str) -> bool:
+    """Equal after normalising the spelling."""
+    return mathd_normalize_answer(given_answer) == mathd_normalize_answer(ground_truth)
+
+
+def grade_answer_sympy(given_answer: str, ground_truth: str) -> bool:
+    """Equal as mathematics, element by element for tuples and intervals.
+
+    A whole-number reference wants a whole number and a fraction wants a reduced one: otherwise a model earns the
+    reward by boxing the unevaluated question (12*34 for 408).
+    """
+    given, truth = mathd_normalize_answer(given_answer), mathd_normalize_answer(ground_truth)
+    if not given or not truth:
+        return False
+    if given == truth:
+        return True
+    given_parts, truth_parts = _split_tuple(given), _split_tuple(truth)
+    if len(given_parts) != len(truth_parts):
+        return False
+    if len(truth_parts) > 1 and (given[0], given[-1]) != (truth[0], truth[-1]):
+        return False
+    return all(_elements_equal(g, t) for g, t in zip(given_parts, truth_parts, strict=True))
+
+
+def grade_answer_verl(solution_str: str, ground_truth: str) -> bool:
+    """Grade a whole solution: its boxed answer against the reference (boxed or bare)."""
+    if not ground_truth:
+        return False
+    truth = extract_boxed_answer(ground_truth) if "\\boxed" in ground_truth else ground_truth
+    given = extract_answer(solution_str)
+    if given is None or truth is None:
+        return False
+    return grade_answer_mathd(given, truth) or grade_answer_sympy(given, truth)
+
+
+def _matching_brace(string: str, start: int) -> int | None:
+    depth = 0
+    for i in range(start, len(string)):
+        depth += {"{": 1, "}": -1}.get(string[i], 0)
+        if depth == 0:
+            return i
+    return None
+
+
+def _split_tuple(text: str) -> list[str]:
+    """Elements of `(a,b)` or `[a,b)`; a text that is no tuple is its own only element."""
+    if len(text) < 3 or text[0] not in "([" or text[-1] not in ")]":
+        return [text]
+    parts, depth = [""], 0
+    for char in text[1:-1]:
+        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(char, 0)
+        if depth < 0:
+            return [text]  # (a)(b): the outer brackets are not a pair
+        if char == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += char
+    return parts
+
+
+def _elements_equal(given: str, truth: str) -> bool:
+    if given == truth:
+        return True
+    if _is_integer(truth) and not _is_integer(given):
+        return False
+    if _is_plain_fraction(truth) and _is_plain_fraction(given):
+        return False  # both are written as fractions and differ: one is not reduced, or they are not equal
+    return expressions_equal(given, truth)
+
+
+def _is_integer(text: str) -> bool:
+    return re.fullmatch(r"-?\d+", text) is not None
+
+
+def _is_plain_fraction(text: str) -> bool:
+    return re.fullmatch(r"-?\\frac\{-?\d+\}\{-?\d+\}", text) is not None

@@ -1,0 +1,171 @@
+"""Reward checks in worker processes with a hard deadline: a check that hangs is killed, and the pool stays usable.
+
+A symbolic comparison or a regular expression can run for ever inside one C call; no thread, signal handler or
+asyncio timeout interrupts that. So each check runs in a process of its own kind, and at the deadline that process
+gets SIGKILL and is replaced when the next check needs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import queue
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from slime.utils.processes import thread_environment
+from slime.utils.types import infra_error, invalid
+
+_START_TIMEOUT_S = 120.0  # interpreter start and imports, on a busy machine
+_WORKER = Path(__file__).with_name("worker.py")
+_PROJECT_ROOT = Path(__file__).parents[3]
+
+
+class CheckPool:
+    """`await pool.check("pkg.mod:func", *plain_args)` runs the function in a worker process.
+
+    Workers start when first needed. Waiting for a free worker does not count against the deadline. Use from any
+    event loop; `close()` ends the workers, and they also die with this process.
+    """
+
+    def __init__(self, num_workers: int, deadline_s: float):
+        if num_workers < 1:
+            raise ValueError(f"--reward-num-workers is {num_workers}: at least one worker is needed")
+        if deadline_s <= 0:
+            raise ValueError(f"--reward-timeout-s is {deadline_s}: a check needs a deadline above 0")
+        self.deadline_s = deadline_s
+        self._lock = threading.Lock()
+        self._closed = False
+        self._workers: set[_Worker] = set()
+        self._jobs: queue.SimpleQueue[tuple[Future, str, tuple[Any, ...]] | None] = queue.SimpleQueue()
+        # Each thread starts and owns one worker. The kernel kills a worker when the thread that started it ends,
+        # so the threads last as long as the pool; they are daemons, so a running check never delays our exit.
+        self._threads = [
+            threading.Thread(target=self._serve, name=f"reward-check-{i}", daemon=True) for i in range(num_workers)
+        ]
+        self._started = False
+
+    @property
+    def worker_pids(self) -> list[int]:
+        with self._lock:
+            return sorted(worker.process.pid for worker in self._workers)
+
+    async def check(self, function: str, *arguments: Any) -> Any:
+        """The function's value; `invalid` when it raises or overruns, `infra_error` when its worker breaks."""
+        future: Future = Future()
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the reward check pool is closed")
+            if not self._started:
+                self._started = True
+                for thread in self._threads:
+                    thread.start()
+            self._jobs.put((future, function, arguments))
+        return await asyncio.wrap_future(future)
+
+    def close(self) -> None:
+        """End all workers now; checks that run or wait come back as `infra_error`."""
+        with self._lock:
+            self._closed = True
+            for _ in self._threads:
+                self._jobs.put(None)
+            for worker in self._workers:
+                worker.process.kill()  # its thread notices, answers and cleans up
+
+    def _serve(self) -> None:
+        worker: _Worker | None = None
+        while (job := self._jobs.get()) is not None:
+            future, function, arguments = job
+            if not future.set_running_or_notify_cancel():
+                continue  # given up while it waited for a worker
+            try:
+                if worker is None or not worker.is_alive():
+                    worker = self._replace(worker)
+                future.set_result(worker.run(function, arguments, self.deadline_s))
+            except (EOFError, OSError) as error:  # the worker died: out of memory, a crash, or `close`
+                future.set_result(infra_error(f"reward check {function} lost its worker: {error!r}"))
+                worker = self._drop(worker)
+            except Exception as error:  # arguments that cannot be pickled are the caller's mistake
+                future.set_exception(error)
+        self._drop(worker)
+
+    def _replace(self, old: _Worker | None) -> _Worker:
+        self._drop(old)
+        worker = _Worker()
+        with self._lock:
+            self._workers.add(worker)
+            if self._closed:
+                worker.process.kill()
+        return worker
+
+    def _drop(self, worker: _Worker | None) -> None:
+        if worker is not None:
+            with self._lock:
+                self._workers.discard(worker)
+            worker.kill()
+
+
+class _Worker:
+    """One child process and our end of its pipe. Used by one thread at a time."""
+
+    def __init__(self) -> None:
+        ours, theirs = multiprocessing.Pipe()
+        search_path = os.pathsep.join([str(_PROJECT_ROOT), *(entry for entry in sys.path if entry)])
+        self.process = subprocess.Popen(
+            [sys.executable, str(_WORKER), str(theirs.fileno()), str(os.getpid())],
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **thread_environment(1), "PYTHONPATH": search_path},
+        )
+        theirs.close()
+        self._connection = ours
+
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+    def kill(self) -> int:
+        self.process.kill()
+        code = self.process.wait()
+        self._connection.close()
+        return code
+
+    def run(self, function: str, arguments: tuple[Any, ...], deadline_s: float) -> Any:
+        self._connection.send((function, arguments, deadline_s))
+        if not self._connection.poll(_START_TIMEOUT_S):
+            self.kill()
+            return infra_error(f"reward check {function} was not importable within {_START_TIMEOUT_S:g} s")
+        kind, value = self._connection.recv()
+        if kind == "unloadable":
+            return infra_error(f"reward check {function} cannot be imported: {value}")
+        if not self._connection.poll(deadline_s):
+            self.kill()
+            return invalid(f"timeout: {function} ran longer than --reward-timeout-s {deadline_s:g} and was killed")
+        kind, value = self._connection.recv()
+        return value if kind == "ok" else invalid(f"{function} raised {value}")
+
+
+_pools: dict[tuple[int, float], CheckPool] = {}
+_pools_lock = threading.Lock()
+
+
+def get_pool(args: Any) -> CheckPool:
+    """The process-wide pool of this size and deadline, made on first use."""
+    key = (args.reward_num_workers, args.reward_timeout_s)
+    with _pools_lock:
+        if key not in _pools:
+            _pools[key] = CheckPool(*key)
+        return _pools[key]
+
+
+def close_pools() -> None:
+    """End the workers of all pools made by `get_pool`."""
+    with _pools_lock:
+        pools = list(_pools.values())
+        _pools.clear()
+    for pool in pools:
+        pool.close()

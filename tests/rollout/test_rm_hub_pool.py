@@ -1,0 +1,160 @@
+"""The check pool with real processes: values, failures, a hanging check, and death with the parent."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from slime.rollout.rm_hub.pool import CheckPool
+from slime.utils.types import RewardFailure
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def pool():
+    pool = CheckPool(num_workers=1, deadline_s=1.0)
+    yield pool
+    pool.close()
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "condition not reached in time"
+        time.sleep(0.02)
+
+
+def test_value_comes_back_and_the_worker_is_reused(pool):
+    async def main():
+        return [await pool.check("operator:add", 2, 3), await pool.check("os:getpid"), await pool.check("os:getpid")]
+
+    total, first, second = asyncio.run(main())
+    assert total == 5
+    assert first == second != os.getpid()
+
+
+def test_no_process_exists_before_the_first_check(pool):
+    assert pool.worker_pids == []
+
+
+def test_pool_serves_a_second_event_loop(pool):
+    assert asyncio.run(pool.check("operator:mul", 2, 3)) == 6
+    assert asyncio.run(pool.check("operator:mul", 2, 4)) == 8
+
+
+def test_hanging_check_is_killed_at_the_deadline_and_the_pool_stays_usable(pool):
+    first = asyncio.run(pool.check("os:getpid"))
+    start = time.monotonic()
+    # Catastrophic backtracking: one C call that holds the interpreter for longer than anyone will wait.
+    failure = asyncio.run(pool.check("re:match", r"(a+)+$", "a" * 60 + "b"))
+    assert time.monotonic() - start < 5
+    assert isinstance(failure, RewardFailure) and failure.kind == "invalid"
+    assert failure.reason.startswith("timeout") and "--reward-timeout-s 1" in failure.reason
+    assert not is_running(first)
+    second = asyncio.run(pool.check("os:getpid"))
+    assert second != first
+
+
+def test_queued_checks_survive_a_hanging_neighbour(pool):
+    async def main():
+        return await asyncio.gather(
+            pool.check("time:sleep", 60), *(pool.check("operator:add", i, 1) for i in range(5))
+        )
+
+    hung, *rest = asyncio.run(main())
+    assert hung.kind == "invalid"
+    assert rest == [1, 2, 3, 4, 5]
+
+
+def test_raising_check_is_invalid_with_the_exception(pool):
+    failure = asyncio.run(pool.check("operator:truediv", 1, 0))
+    assert failure.kind == "invalid" and "ZeroDivisionError" in failure.reason
+
+
+def test_missing_function_is_an_infra_error_naming_it(pool):
+    failure = asyncio.run(pool.check("no_such_module:f"))
+    assert failure.kind == "infra_error" and "no_such_module" in failure.reason
+
+
+def test_worker_that_dies_is_an_infra_error_and_is_replaced(pool):
+    failure = asyncio.run(pool.check("os:abort"))
+    assert failure.kind == "infra_error"
+    assert asyncio.run(pool.check("operator:add", 1, 1)) == 2
+
+
+def test_worker_killed_while_idle_is_replaced(pool):
+    pid = asyncio.run(pool.check("os:getpid"))
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not is_running(pid))
+    assert asyncio.run(pool.check("operator:add", 1, 1)) == 2
+
+
+def test_workers_do_not_import_torch(pool):
+    asyncio.run(pool.check("slime.rollout.rm_hub.math_utils:extract_answer", "\\boxed{1}"))
+    code = "'torch' in __import__('sys').modules"
+    assert asyncio.run(pool.check("builtins:eval", code)) is False
+
+
+def test_argument_that_cannot_be_pickled_raises_and_the_pool_stays_usable(pool):
+    with pytest.raises(Exception, match="pickle"):
+        asyncio.run(pool.check("builtins:id", lambda: 0))
+    assert asyncio.run(pool.check("operator:add", 1, 1)) == 2
+
+
+def test_close_ends_workers_busy_or_idle():
+    pool = CheckPool(num_workers=2, deadline_s=30)
+
+    async def main():
+        pids = set()
+        while len(pids) < 2:
+            pids |= set(await asyncio.gather(pool.check("os:getpid"), pool.check("os:getpid")))
+        hanging = asyncio.create_task(pool.check("time:sleep", 60))
+        await asyncio.sleep(0.2)
+        pool.close()
+        return pids, await hanging
+
+    pids, failure = asyncio.run(main())
+    assert failure.kind == "infra_error"
+    wait_until(lambda: not any(map(is_running, pids)))
+    with pytest.raises(RuntimeError, match="closed"):
+        asyncio.run(pool.check("os:getpid"))
+
+
+def test_workers_die_with_a_killed_parent_even_inside_a_c_call():
+    script = """
+import asyncio
+from slime.rollout.rm_hub.pool import CheckPool
+pool = CheckPool(1, 60.0)
+async def main():
+    print(await pool.check("os:getpid"), flush=True)
+    await pool.check("re:match", "(a+)+$", "a" * 60 + "b")
+asyncio.run(main())
+"""
+    parent = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        pid = int(parent.stdout.readline())
+        time.sleep(0.3)
+        assert is_running(pid)
+    finally:
+        parent.kill()
+        parent.wait()
+    wait_until(lambda: not is_running(pid), seconds=5)
+
+
+@pytest.mark.parametrize("size, deadline", [(0, 1.0), (1, 0.0)])
+def test_useless_sizes_are_refused_by_flag_name(size, deadline):
+    with pytest.raises(ValueError, match="--reward-"):
+        CheckPool(size, deadline)
