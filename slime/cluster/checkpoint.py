@@ -1,0 +1,124 @@
+"""A checkpoint is one transaction: trainer, rollout state and manifest in one folder, complete by one rename.
+
+    <save>/step_0000007/manifest.json     format version, rollout id, weight version, run id
+                        rollout.pt        cursor of the trained batch: data source, buffer, counters
+                        trainer/          weights, optimizer, schedule, RNG (torch distributed checkpoint)
+
+A folder that ends in .tmp was interrupted and is never read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FORMAT_VERSION = 1
+_STEP = re.compile(r"step_(\d{7})")
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a checkpoint says of itself."""
+
+    rollout_id: int
+    run_id: str
+    num_pushes: int
+    format_version: int = FORMAT_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A complete checkpoint on disk."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def trainer(self) -> Path:
+        return self.path / "trainer"
+
+    def rollout_state(self) -> dict[str, Any]:
+        return torch.load(self.path / "rollout.pt", weights_only=True)
+
+
+def find_checkpoint(folder: str | Path, step: int | None = None) -> Checkpoint | None:
+    """The latest complete checkpoint of a folder, or that of rollout `step`; None when there is none."""
+    folder = Path(folder)
+    steps = {int(m[1]): p for p in folder.glob("step_*") if (m := _STEP.fullmatch(p.name))}
+    if step is not None and step not in steps:
+        found = ", ".join(map(str, sorted(steps))) or "none"
+        raise ValueError(f"--ckpt-step {step}: {folder} has checkpoints of rollouts {found}")
+    if not steps:
+        return None
+    path = steps[step if step is not None else max(steps)]
+    data = json.loads((path / "manifest.json").read_text())
+    if data["format_version"] != FORMAT_VERSION:
+        raise ValueError(
+            f"{path} has checkpoint format {data['format_version']}, this version of slime reads {FORMAT_VERSION}: "
+            "resume with the version that wrote it, or start from its --save-hf folder"
+        )
+    return Checkpoint(path, Manifest(**data))
+
+
+def resolve_load(load: str | None, save: str | None, step: int | None) -> Checkpoint | None:
+    """What `--load` means. An empty folder is fine only where this run saves too: then it is its first start."""
+    if load is None:
+        return None
+    checkpoint = find_checkpoint(load, step)
+    if checkpoint is None and (save is None or Path(load).resolve() != Path(save).resolve()):
+        raise ValueError(
+            f"--load {load} holds no complete checkpoint (step_*/manifest.json): give a folder written by --save, "
+            "or the same folder as --save to start fresh and resume later"
+        )
+    return checkpoint
+
+
+def write_checkpoint(
+    folder: str | Path,
+    manifest: Manifest,
+    rollout_state: dict[str, Any],
+    write_trainer: Callable[[Path], None],
+    needed_bytes: int,
+) -> Checkpoint:
+    """Everything into `step_N.tmp`, then one rename. An older interrupted attempt is removed first."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
+    if free < needed_bytes:
+        raise OSError(f"--save {folder}: {free >> 20} MiB free, a checkpoint needs about {needed_bytes >> 20} MiB")
+    final = folder / f"step_{manifest.rollout_id:07d}"
+    staging = final.with_name(final.name + ".tmp")
+    for leftover in folder.glob("step_*.tmp"):
+        shutil.rmtree(leftover)
+    staging.mkdir()
+    write_trainer(staging / "trainer")
+    torch.save(rollout_state, staging / "rollout.pt")
+    (staging / "manifest.json").write_text(json.dumps(asdict(manifest)))
+    _sync_tree(staging)
+    if final.exists():  # a resumed run repeats a rollout that was saved but not the newest when it was loaded
+        shutil.rmtree(final)
+    staging.rename(final)
+    _sync_path(folder)
+    return Checkpoint(final, manifest)
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        _sync_path(path)
+    _sync_path(folder)
+
+
+def _sync_path(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,80 @@
+"""Handles, futures and refs: all that the cluster needs to know about where its parts run.
+
+A handle has lanes: calls on one lane run one after another, calls on different lanes do not wait for each other,
+so that a health question or a save never queues behind a long generation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from slime.arguments import Args
+from slime.cluster.placement import Slot
+
+WORK, CONTROL = "work", "control"
+
+
+class WorkerDied(RuntimeError):
+    """A process of the run ended while somebody waited for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """How one object is placed. `near_driver`: it may live in the driver's own process (a debugger works there)."""
+
+    name: str
+    slot: Slot = field(default_factory=Slot)
+    env: dict[str, str] = field(default_factory=dict)
+    near_driver: bool = False
+
+
+class Future(Protocol):
+    """The answer to a call, later."""
+
+    def done(self) -> bool: ...
+
+    def result(self, deadline_s: float | None = None) -> Any:
+        """The answer, or the exception the call raised; `WorkerDied` if the process ended."""
+
+
+class Handle(Protocol):
+    """An object that lives somewhere."""
+
+    name: str
+
+    def call(self, method: str, *args: Any, lane: str = WORK) -> Future: ...
+
+    def kill(self) -> None: ...
+
+
+class Runtime(Protocol):
+    """Where objects live: child processes of this one, or Ray actors."""
+
+    def spawn(self, cls: type, *args: Any, spec: WorkerSpec) -> Handle: ...
+
+    def put(self, value: Any) -> Any:
+        """A reference that any worker can turn back into the value with `slime.cluster.runtime.fetch`."""
+
+    def drop(self, ref: Any) -> None:
+        """The value is no longer needed."""
+
+    def close(self) -> None:
+        """Ends every worker; safe to call twice."""
+
+
+def create_runtime(args: Args, run_dir: Path, shm_prefix: str) -> Runtime:
+    """The runtime that `--runtime` names."""
+    if args.runtime == "ray":
+        from slime.cluster.ray_runtime import RayRuntime  # ray is not installed everywhere
+
+        return RayRuntime(args, run_dir)
+    from slime.cluster.local_runtime import LocalRuntime
+
+    return LocalRuntime(run_dir, shm_prefix)
+
+
+def fetch(ref: Any) -> Any:
+    """The value behind a reference made by `Runtime.put`, in any process of the run."""
+    return ref.load()

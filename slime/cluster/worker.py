@@ -1,0 +1,98 @@
+"""The main program of a child process of the local runtime: one object, driven over a socket.
+
+Frames are pickles between processes of one run: (call id, lane, method, args) in, (call id, ok, value) out. The
+main thread runs the work lane, so that signals and debuggers behave; the control lane has a thread of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pickle
+import queue
+import signal
+import threading
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+from slime.utils import shm
+from slime.utils.misc import load_function
+
+
+class _Worker:
+    """Reads calls, runs them on their lane, writes answers."""
+
+    def __init__(self, connection: Connection, shm_prefix: str):
+        self._connection = connection
+        self._shm_prefix = shm_prefix
+        self._write_lock = threading.Lock()
+        self._lanes: dict[str, queue.SimpleQueue] = {"work": queue.SimpleQueue(), "control": queue.SimpleQueue()}
+        self._target: Any = None
+
+    def run(self) -> None:
+        threading.Thread(target=self._read, name="calls", daemon=True).start()
+        threading.Thread(target=self._serve, args=("control",), name="control", daemon=True).start()
+        self._serve("work")
+
+    def _read(self) -> None:
+        while True:
+            try:
+                frame = self._connection.recv_bytes()
+            except (EOFError, OSError):
+                shm.unlink_prefix(self._shm_prefix)  # the driver is gone: nobody else will
+                os._exit(1)
+            lane = pickle.loads(frame[:64].rstrip(b"\0"))
+            self._lanes[lane].put(frame[64:])
+
+    def _serve(self, lane: str) -> None:
+        while True:
+            frame = self._lanes[lane].get()
+            call_id = None
+            try:
+                call_id, method, args = pickle.loads(frame)
+                self._answer(call_id, True, self._call(method, args))
+            except Exception as error:
+                self._answer(call_id, False, _portable(error))
+
+    def _call(self, method: str, args: tuple) -> Any:
+        if method == "__init__":
+            path, rest = args[0], args[1:]
+            self._target = load_function(path)(*rest)
+            return None
+        return getattr(self._target, method)(*args)
+
+    def _answer(self, call_id: int | None, ok: bool, value: Any) -> None:
+        frame = pickle.dumps((call_id, ok, value))
+        with self._write_lock:
+            self._connection.send_bytes(frame)
+
+
+def _portable(error: Exception) -> Exception:
+    """The exception itself when it survives pickling, with the remote stack as a note."""
+    stack = "".join(traceback.format_exception(error))
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # user code may raise exceptions that cannot be pickled
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    error.__traceback__ = error.__cause__ = error.__context__ = None
+    error.add_note(f"in a worker process:\n{stack}")
+    return error
+
+
+def encode_call(lane: str, call_id: int, method: str, args: tuple) -> bytes:
+    """A frame: the lane in a fixed head (so that the reader needs no unpickling of the arguments), then the call."""
+    return pickle.dumps(lane).ljust(64, b"\0") + pickle.dumps((call_id, method, args))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--shm-prefix", required=True)
+    options = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the driver, which ends us in order
+    _Worker(Connection(options.fd), options.shm_prefix).run()
+
+
+if __name__ == "__main__":
+    main()

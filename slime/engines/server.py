@@ -1,0 +1,149 @@
+"""One engine process: launched with its log in a file, waited for with a deadline, stopped, started again."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from slime.utils import waits
+from slime.utils.processes import LifePipe, stop_process
+
+_LOG_TAIL_LINES = 20
+
+
+class EngineStartError(RuntimeError):
+    """An engine process ended, or kept silent, before it served."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchPlan:
+    """How to start one engine. `command` gets the port to bind (0: any), the ready file and the life pipe's fd."""
+
+    name: str
+    command: Callable[[int, Path, int], list[str]]
+    env: dict[str, str]
+    log_path: Path
+    start_timeout_s: float
+
+
+class EngineServer:
+    """The process and its address. The port is kept over restarts, so that clients need not learn a new one."""
+
+    def __init__(self, plan: LaunchPlan):
+        self.plan = plan
+        self.port = 0
+        self._process: subprocess.Popen | None = None
+        self._life = LifePipe()
+        self._ready_file: Path | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    def launch(self) -> None:
+        """Start the process without waiting."""
+        folder = Path(tempfile.mkdtemp(prefix="slime-engine-"))
+        self._ready_file = folder / "ready.json"
+        command = self.plan.command(self.port, self._ready_file, self._life.read_fd)
+        self.plan.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.plan.log_path, "ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                env={**os.environ, **self.plan.env},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[self._life.read_fd],
+                start_new_session=True,  # Ctrl-C goes to the driver alone, which stops the engine in order
+            )
+
+    def wait_ready(self) -> str:
+        """Wait until it serves; returns its address."""
+        assert self._ready_file is not None, "wait_ready before launch"
+        waits.until(
+            self._is_ready,
+            f"start of {self.plan.name}",
+            self.plan.start_timeout_s,
+            owner="engine fleet",
+            interval_s=0.02,
+        )
+        self.port = json.loads(self._ready_file.read_text())["port"]
+        self._ready_file.unlink()
+        self._ready_file.parent.rmdir()
+        return self.url
+
+    def _is_ready(self) -> bool:
+        if not self.alive():
+            raise EngineStartError(f"{self.plan.name} {self.describe_end()}")
+        return self._ready_file.exists()
+
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def describe_end(self) -> str:
+        """How the process ended and what it last said."""
+        code = self._process.returncode if self._process else None
+        how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with code {code}"
+        lines = self.plan.log_path.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
+        return f"{how}; last lines of {self.plan.log_path}:\n" + "\n".join(lines)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def stop(self) -> None:
+        if self._process is not None:
+            stop_process(self._process)
+        self._life.close()
+
+
+def embedded_command(
+    *,
+    model_path: str,
+    device: str,
+    dtype: str,
+    threads: int,
+    max_running_requests: int,
+    max_total_tokens: int | None,
+    seed: int,
+    shm_prefix: str,
+    await_weights: bool,
+) -> Callable[[int, Path, int], list[str]]:
+    """The command line of our own engine."""
+
+    def command(port: int, ready_file: Path, life_fd: int) -> list[str]:
+        options = {
+            "--model-path": model_path,
+            "--host": "127.0.0.1",
+            "--port": port,
+            "--ready-file": ready_file,
+            "--life-fd": life_fd,
+            "--device": device,
+            "--dtype": dtype,
+            "--threads": threads,
+            "--max-running-requests": max_running_requests,
+            "--max-total-tokens": max_total_tokens,
+            "--seed": seed,
+            "--shm-prefix": shm_prefix,
+        }
+        words = [str(word) for name, value in options.items() if value is not None for word in (name, value)]
+        return [
+            sys.executable,
+            "-m",
+            "slime.engines.embedded",
+            *words,
+            *(["--await-weights"] if await_weights else []),
+        ]
+
+    return command

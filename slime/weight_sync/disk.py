@@ -1,0 +1,92 @@
+"""Weights through a checkpoint folder that the engines can read; written aside and renamed when complete."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from slime.utils import shm
+from slime.weight_sync.base import NamedTensors, Parcel, SenderOptions, Transport
+from slime.wire.control import EngineControl, Receipt
+from slime.wire.manifest import WeightManifest, fill_bucket, plan_bucket
+
+_KEEP = 2  # the version that engines serve, and the one before it while they change over
+
+
+class DiskSender:
+    """One safetensors file per bucket, and an index that names them."""
+
+    def __init__(self, options: SenderOptions):
+        self._folder, self._hf_checkpoint = options.folder, options.hf_checkpoint
+        self._written: list[Path] = []
+        self._index: dict[str, str] = {}
+        self._nbytes = 0
+
+    @property
+    def _staging(self) -> Path:
+        return self._folder / "incoming.tmp"
+
+    def send(self, bucket: NamedTensors) -> None:
+        if not self._index:
+            shutil.rmtree(self._staging, ignore_errors=True)
+            self._staging.mkdir(parents=True)
+        file = f"model-{len(set(self._index.values())) + 1:05d}.safetensors"
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in bucket}
+        save_file(tensors, self._staging / file, metadata={"format": "pt"})
+        self._index.update(dict.fromkeys(tensors, file))
+        self._nbytes += sum(t.numel() * t.element_size() for t in tensors.values())
+
+    def finish(self, version: str) -> Parcel:
+        index = {"metadata": {"total_size": self._nbytes, "version": version}, "weight_map": self._index}
+        (self._staging / "model.safetensors.index.json").write_text(json.dumps(index))
+        self._copy_config()
+        target = self._folder / f"weights-{version.replace(':', '-')}"
+        shutil.rmtree(target, ignore_errors=True)
+        self._staging.rename(target)
+        parcel = Parcel(version, DISK.name, len(self._index), self._nbytes, None, target)
+        self._index, self._nbytes = {}, 0
+        self._written.append(target)
+        for old in self._written[:-_KEEP]:
+            shutil.rmtree(old, ignore_errors=True)
+        del self._written[:-_KEEP]
+        return parcel
+
+    def _copy_config(self) -> None:
+        source = Path(self._hf_checkpoint)
+        if not source.is_dir():
+            return  # a hub name: the engine has its config already
+        for file in source.iterdir():
+            if file.suffix in (".json", ".jinja", ".txt", ".model") and "index" not in file.name:
+                shutil.copy(file, self._staging / file.name)
+
+    def close(self) -> None:
+        shutil.rmtree(self._staging, ignore_errors=True)
+        for folder in self._written:
+            shutil.rmtree(folder, ignore_errors=True)
+        self._written = []
+
+
+async def deliver(parcel: Parcel, control: EngineControl) -> Receipt:
+    receipt = await control.update_from_disk(str(parcel.payload), parcel.version)
+    # The engine counts what its loader made of the files, which need not match them one to one.
+    return Receipt(await control.version(), None, None, receipt.checksum)
+
+
+async def compare(parcel: Parcel, control: EngineControl, shm_prefix: str) -> list[str]:
+    """The files' tensors, laid out in shared memory, against the engine's."""
+    tensors: list[tuple[str, torch.Tensor]] = []
+    for file in sorted(Path(parcel.payload).glob("*.safetensors")):
+        tensors.extend(load_file(file).items())
+    segment = shm.create_segment(plan_bucket(tensors)[1], shm_prefix)
+    try:
+        bucket = fill_bucket(segment.name, segment.buffer, tensors)
+        return await control.check_equal(WeightManifest(parcel.version, (bucket,), len(tensors), bucket.nbytes))
+    finally:
+        segment.unlink()
+
+
+DISK = Transport("disk", "disk", DiskSender, deliver, compare)
