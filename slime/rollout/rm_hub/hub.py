@@ -1,0 +1,187 @@
+"""Which reward scores a sample, and calling it: custom functions first, then the built-in types by name."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import importlib.util
+import inspect
+import random
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from slime.rollout.rm_hub.f1 import f1_score
+from slime.rollout.rm_hub.gpqa import compute_gpqa_reward
+from slime.rollout.rm_hub.ifbench import compute_ifbench_reward
+from slime.rollout.rm_hub.math_dapo_utils import compute_score
+from slime.rollout.rm_hub.math_utils import extract_boxed_answer
+from slime.rollout.rm_hub.outcomes import RewardConfigError
+from slime.rollout.rm_hub.pool import get_pool
+from slime.rollout.rm_hub.remote import remote_rm
+from slime.utils.misc import load_function
+from slime.utils.types import Sample, infra_error, invalid
+
+_BOXED = "boxed_"
+_MAX_REWARD_THREADS = 64
+
+
+async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
+    """What the sample's reward function returns: a number, a dict or a RewardFailure."""
+    path = custom_path_of(args, sample)
+    if path is not None:
+        return await call_custom(args, path, sample, **kwargs)
+    rm_type = rm_type_of(args, sample)
+    response = sample.response
+    if rm_type.startswith(_BOXED):
+        rm_type, response = rm_type.removeprefix(_BOXED), extract_boxed_answer(response) or ""
+    return await _reward_of_type(rm_type)(args, sample, response)
+
+
+async def batched_async_rm(args: Any, samples: Sequence[Sample], **kwargs: Any) -> list[Any]:
+    """One value per sample. With --group-rm the custom function sees the group; otherwise each sample alone."""
+    if scores_groups(args, samples):
+        values = await call_custom(args, args.custom_rm_path, list(samples), **kwargs)
+        return _one_per_sample(args.custom_rm_path, values, len(samples))
+    return list(await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in samples)))
+
+
+def scores_groups(args: Any, samples: Sequence[Sample]) -> bool:
+    """Only --group-rm asks for the batch signature; a function named by the sample itself is always single."""
+    return bool(args.group_rm and args.custom_rm_path) and not any(sample.custom_rm_path for sample in samples)
+
+
+def custom_path_of(args: Any, sample: Sample) -> str | None:
+    """The custom reward of this sample. Its own choice wins over the run's: own path, own metadata rm_type, args."""
+    return sample.custom_rm_path or args.custom_rm_path
+
+
+def rm_type_of(args: Any, sample: Sample) -> str:
+    """The name of the sample's built-in reward: its metadata's `rm_type`, else --rm-type."""
+    metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
+    rm_type = (metadata.get("rm_type") or args.rm_type or "").strip()
+    if not rm_type:
+        raise RewardConfigError(
+            f"sample {sample.index} has no reward: set --rm-type, --custom-rm-path or rm_type in its metadata"
+        )
+    return rm_type
+
+
+async def call_custom(args: Any, path: str, subject: Any, **kwargs: Any) -> Any:
+    """Call a user's reward function, async or plain, with the deadline of a generation."""
+    function = load_function(path)
+    try:
+        async with asyncio.timeout(args.generate_timeout_s):
+            if inspect.iscoroutinefunction(function):
+                return await function(args, subject, **kwargs)
+            value = await _in_thread(lambda: function(args, subject, **kwargs))
+            return await value if inspect.isawaitable(value) else value
+    except TimeoutError as error:
+        if str(error):
+            raise  # the function's own time-out, with its own words
+        return infra_error(f"{path} did not return within --generate-timeout-s {args.generate_timeout_s:g}")
+
+
+async def _in_thread(call: Callable[[], Any]) -> Any:
+    """Run a plain function beside the loop. The thread is a daemon: one that hangs must not hold up our exit."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future = loop.create_future()
+
+    def deliver(method: Callable[[Any], None], value: Any) -> None:
+        if not future.done():
+            method(value)
+
+    def work() -> None:
+        with _thread_slots:
+            try:
+                method, value = future.set_result, call()
+            except Exception as error:
+                method, value = future.set_exception, error
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(deliver, method, value)
+
+    threading.Thread(target=work, name="reward-function", daemon=True).start()
+    return await future
+
+
+_thread_slots = threading.BoundedSemaphore(_MAX_REWARD_THREADS)
+
+
+def _one_per_sample(path: str, values: Any, count: int) -> list[Any]:
+    try:
+        values = list(values)
+    except TypeError:
+        values = [values]
+        return [invalid(f"{path} returned {type(values[0]).__name__} for a group: return a list")] * count
+    if len(values) != count:
+        return [invalid(f"{path} returned {len(values)} rewards for {count} samples")] * count
+    return values
+
+
+def _reward_of_type(rm_type: str) -> Callable[[Any, Sample, str], Awaitable[Any]]:
+    if rm_type not in RM_TYPES:
+        near = difflib.get_close_matches(rm_type, RM_TYPES, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise RewardConfigError(
+            f"unknown --rm-type {rm_type!r}: {hint}known types are {', '.join(sorted(RM_TYPES))}, "
+            f"each also with the prefix {_BOXED!r}"
+        )
+    return RM_TYPES[rm_type]
+
+
+def _missing_label(rm_type: str, sample: Sample) -> Any:
+    return invalid(f"--rm-type {rm_type} needs a label and sample {sample.index} has none: set --label-key")
+
+
+async def _remote(args: Any, sample: Sample, response: str) -> Any:
+    return await remote_rm(args, sample)
+
+
+async def _math(args: Any, sample: Sample, response: str) -> Any:
+    if importlib.util.find_spec("math_verify") is None:
+        raise RewardConfigError("--rm-type math needs the math-verify package: pip install 'slime[math]'")
+    if sample.label in (None, ""):
+        return _missing_label("math", sample)
+    return await get_pool(args).check("slime.rollout.rm_hub.math_check:check_math", response, str(sample.label))
+
+
+async def _deepscaler(args: Any, sample: Sample, response: str) -> Any:
+    if sample.label in (None, ""):
+        return _missing_label("deepscaler", sample)
+    check = "slime.rollout.rm_hub.deepscaler:get_deepscaler_rule_based_reward"
+    return await get_pool(args).check(check, response, sample.label)
+
+
+async def _dapo(args: Any, sample: Sample, response: str) -> Any:
+    return _missing_label("dapo", sample) if sample.label in (None, "") else compute_score(response, sample.label)
+
+
+async def _f1(args: Any, sample: Sample, response: str) -> Any:
+    return _missing_label("f1", sample) if sample.label is None else f1_score(response, str(sample.label))[0]
+
+
+async def _gpqa(args: Any, sample: Sample, response: str) -> Any:
+    if sample.label is None and "correct_letter" not in sample.metadata:
+        return _missing_label("gpqa", sample)
+    return compute_gpqa_reward(response, sample.label, sample.metadata)
+
+
+async def _ifbench(args: Any, sample: Sample, response: str) -> Any:
+    return compute_ifbench_reward(response, sample.label, sample.metadata)
+
+
+async def _random(args: Any, sample: Sample, response: str) -> int:
+    """A coin that a resumed run tosses the same way: it depends on the seed, the sample and what it said."""
+    return random.Random(f"{args.rollout_seed}/{sample.index}/{response}").randint(0, 1)
+
+
+RM_TYPES: dict[str, Callable[[Any, Sample, str], Awaitable[Any]]] = {
+    "remote_rm": _remote,
+    "math": _math,
+    "deepscaler": _deepscaler,
+    "dapo": _dapo,
+    "f1": _f1,
+    "gpqa": _gpqa,
+    "ifbench": _ifbench,
+    "random": _random,
+}

@@ -1,0 +1,72 @@
+"""Reward outcomes: a score is stored as a number; anything else becomes a named failure, never a number."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from slime.utils.types import RewardFailure, Sample, invalid, is_score
+
+
+class RewardConfigError(ValueError):
+    """A reward that can never work as configured: no retry helps, the run stops at once."""
+
+
+class RewardFailuresExceeded(RuntimeError):
+    """Rewards kept failing, so the run stops with the cause instead of training on nothing."""
+
+
+def settle_reward(args: Any, sample: Sample, value: Any, *, evaluation: bool = False) -> None:
+    """Store what a reward function returned: the score in `sample.reward`, or the reason in `reward_failure`."""
+    outcome = judge(args, value, evaluation=evaluation)
+    if isinstance(outcome, RewardFailure):
+        sample.reward, sample.reward_failure = None, outcome
+    else:
+        sample.reward, sample.reward_failure = outcome, None
+
+
+def judge(args: Any, value: Any, *, evaluation: bool = False) -> Any:
+    """The value as a score (number, or dict whose chosen key is one), or the RewardFailure that it amounts to."""
+    if isinstance(value, RewardFailure):
+        return value
+    if isinstance(value, dict):
+        return _judge_dict(args, value, evaluation)
+    number = _plain_number(value)
+    return number if is_score(number) else invalid(f"reward is {_describe(value)}, not a finite number")
+
+
+def _judge_dict(args: Any, value: dict[str, Any], evaluation: bool) -> Any:
+    flag, key = ("--reward-key", args.reward_key)
+    if evaluation and args.eval_reward_key:
+        flag, key = ("--eval-reward-key", args.eval_reward_key)
+    if not key:
+        if args.custom_reward_post_process_path and not evaluation:
+            return value  # that hook chooses what counts
+        raise RewardConfigError(
+            f"the reward is a dict with keys {sorted(map(str, value))} but --reward-key is not set: "
+            "name the key to train on"
+        )
+    if key not in value:
+        return invalid(f"reward dict has no {flag} {key!r}; its keys are {sorted(map(str, value))}")
+    number = _plain_number(value[key])
+    if not is_score(number):
+        return invalid(f"reward[{key!r}] is {_describe(value[key])}, not a finite number")
+    return {**value, key: number}
+
+
+def _plain_number(value: Any) -> Any:
+    """Python numbers out of 0-d arrays and tensors; booleans become 0.0 and 1.0."""
+    if isinstance(value, bool):
+        return float(value)
+    if hasattr(value, "item") and getattr(value, "size", None) is not None:
+        try:
+            return value.item()
+        except (ValueError, RuntimeError):
+            return value  # more than one element: no score
+    return value
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return "None" if value is None else f"{type(value).__name__} {str(value)[:80]!r}"

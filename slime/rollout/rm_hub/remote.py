@@ -1,0 +1,38 @@
+"""The `remote_rm` reward: a judge behind HTTP, asked with bounded retries and one total deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from typing import Any
+
+from slime.rollout.rm_hub.outcomes import RewardConfigError
+from slime.utils.http_utils import HttpError, post
+from slime.utils.types import RewardFailure, Sample, infra_error
+
+_MAX_TRIES = 10
+_DEADLINE_S = 120.0
+_MAX_CONNECTIONS = 64  # a batch finishes all at once; the judge should not see all of it at once
+
+_gates: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
+
+
+async def remote_rm(
+    args: Any, sample: Sample, *, max_tries: int = _MAX_TRIES, deadline_s: float = _DEADLINE_S
+) -> Any | RewardFailure:
+    """The JSON that `--rm-url` answers for {"prompt", "response", "label"}; `infra_error` when it does not."""
+    if not args.rm_url:
+        raise RewardConfigError("--rm-type remote_rm needs --rm-url: the address that scores a sample")
+    payload = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
+    try:
+        async with _gate():
+            async with asyncio.timeout(deadline_s):
+                return await post(args.rm_url, payload, max_retries=max_tries - 1)
+    except TimeoutError:
+        return infra_error(f"--rm-url {args.rm_url} gave no score within {deadline_s:g} s")
+    except HttpError as error:
+        return infra_error(f"--rm-url {error}")
+
+
+def _gate() -> asyncio.Semaphore:
+    return _gates.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(_MAX_CONNECTIONS))

@@ -1,0 +1,130 @@
+"""`score_samples`: the one entry by which the rollout gets rewards, with retries and a breaker for the whole run."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from slime.rollout.rm_hub.hub import async_rm, batched_async_rm, custom_path_of, rm_type_of, scores_groups
+from slime.rollout.rm_hub.outcomes import RewardConfigError, RewardFailuresExceeded, judge, settle_reward
+from slime.utils.types import RewardFailure, Sample, flatten_samples, infra_error
+
+logger = logging.getLogger(__name__)
+
+_RETRY_DELAY_S = 0.1
+
+
+async def score_samples(args: Any, samples: Sequence[Any], *, evaluation: bool = False) -> None:
+    """Give each sample (fan-out lists included) a score in `reward` or a cause in `reward_failure`.
+
+    Samples that already have a reward keep it, except that a group reward sees its whole group. Raises
+    RewardFailuresExceeded when rewards keep failing, RewardConfigError when they never can work.
+    """
+    flat = flatten_samples(samples)
+    if scores_groups(args, flat):
+        if any(sample.reward is None for sample in flat):
+            await _score_group(args, flat, evaluation)
+        return
+    pending = [sample for sample in flat if sample.reward is None]
+    await asyncio.gather(*(_score_one(args, sample, evaluation) for sample in pending))
+
+
+async def _score_one(args: Any, sample: Sample, evaluation: bool) -> None:
+    async def attempt() -> list[Any]:
+        return [await _guarded(lambda: async_rm(args, sample), args, evaluation)]
+
+    [outcome] = await _with_retries(args, [sample], attempt)
+    _conclude(args, sample, outcome, evaluation)
+
+
+async def _score_group(args: Any, samples: list[Sample], evaluation: bool) -> None:
+    async def attempt() -> list[Any]:
+        values = await _guarded(lambda: batched_async_rm(args, samples), args, evaluation, settle=False)
+        if isinstance(values, RewardFailure):
+            return [values] * len(samples)
+        return [judge(args, value, evaluation=evaluation) for value in values]
+
+    outcomes = await _with_retries(args, samples, attempt)
+    for sample, outcome in zip(samples, outcomes, strict=True):
+        _conclude(args, sample, outcome, evaluation)
+
+
+async def _guarded(
+    call: Callable[[], Coroutine[Any, Any, Any]], args: Any, evaluation: bool, *, settle: bool = True
+) -> Any:
+    """The call's outcome; whatever it raises becomes a failure that says so (a configuration error stays one)."""
+    try:
+        value = await call()
+        return judge(args, value, evaluation=evaluation) if settle else value
+    except RewardConfigError:
+        raise
+    except Exception as error:
+        logger.debug("reward function raised", exc_info=True)
+        return infra_error(f"reward function raised {type(error).__name__}: {error}")
+
+
+async def _with_retries(
+    args: Any, samples: list[Sample], attempt: Callable[[], Coroutine[Any, Any, list[Any]]]
+) -> list[Any]:
+    outcomes = await attempt()
+    for retry in range(args.reward_retries):
+        failures = [outcome for outcome in outcomes if isinstance(outcome, RewardFailure)]
+        if not any(_worth_retrying(args, samples[0], failure) for failure in failures):
+            break
+        logger.warning("reward of sample %s failed, retrying: %s", samples[0].index, failures[0].reason)
+        await asyncio.sleep(_RETRY_DELAY_S * 2**retry)
+        outcomes = await attempt()
+    return outcomes
+
+
+def _worth_retrying(args: Any, sample: Sample, failure: RewardFailure) -> bool:
+    """A custom function may do better next time. A built-in check says the same again, unless its worker broke."""
+    if custom_path_of(args, sample) is not None:
+        return True
+    return failure.kind == "infra_error" and rm_type_of(args, sample).removeprefix("boxed_") != "remote_rm"
+
+
+def _conclude(args: Any, sample: Sample, outcome: Any, evaluation: bool) -> None:
+    settle_reward(args, sample, outcome, evaluation=evaluation)
+    if sample.reward_failure is None:
+        _breaker.success()
+        return
+    logger.warning("sample %s has no reward (%s): %s", sample.index, outcome.kind, outcome.reason)
+    limit = 1 if args.reward_failure_action == "stop" else args.reward_failure_limit
+    _breaker.failure(sample, outcome, limit, args.reward_failure_action)
+
+
+class _Breaker:
+    """Counts failed samples in a row over the whole process; a success starts the count anew."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._in_a_row = 0
+
+    def success(self) -> None:
+        with self._lock:
+            self._in_a_row = 0
+
+    def failure(self, sample: Sample, failure: RewardFailure, limit: int, action: str) -> None:
+        with self._lock:
+            self._in_a_row += 1
+            count = self._in_a_row
+            if count < limit:
+                return
+            self._in_a_row = 0  # the next run in this process starts fresh
+        flag = "--reward-failure-action stop" if action == "stop" else f"--reward-failure-limit {limit}"
+        raise RewardFailuresExceeded(
+            f"{count} sample(s) in a row got no reward; the last is sample {sample.index} (group "
+            f"{sample.group_index}), {failure.kind}: {failure.reason}. Fix the reward, or change {flag}."
+        )
+
+
+_breaker = _Breaker()
+
+
+def reset_breaker() -> None:
+    """Forget earlier failures: a new run begins."""
+    _breaker.success()
