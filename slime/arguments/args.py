@@ -1,0 +1,87 @@
+"""`Args`, the settings of one run: flat, frozen, picklable, and aware of where each value came from."""
+
+import copy
+from typing import Any
+
+from slime.arguments.algorithm import AlgorithmFlags
+from slime.arguments.checkpoint import CheckpointFlags
+from slime.arguments.cluster import ClusterFlags
+from slime.arguments.data import DataFlags
+from slime.arguments.debug import DebugFlags
+from slime.arguments.engine import EngineFlags, WeightSyncFlags
+from slime.arguments.eval_config import EvalDatasetConfig
+from slime.arguments.evaluation import EvaluationFlags
+from slime.arguments.optimizer import OptimizerFlags
+from slime.arguments.rewards import RewardFlags
+from slime.arguments.rollout import RolloutFlags
+from slime.arguments.run import RunFlags
+from slime.arguments.tracking import TrackingFlags
+from slime.arguments.training import TrainingFlags
+
+
+class Args(
+    RunFlags,
+    DataFlags,
+    RolloutFlags,
+    RewardFlags,
+    AlgorithmFlags,
+    TrainingFlags,
+    OptimizerFlags,
+    EvaluationFlags,
+    CheckpointFlags,
+    ClusterFlags,
+    EngineFlags,
+    WeightSyncFlags,
+    TrackingFlags,
+    DebugFlags,
+):
+    """Every flag is an attribute: `--rollout-batch-size 32` is `args.rollout_batch_size == 32`.
+
+    Built by `parse_args`. Nothing is written to it afterwards: facts that appear while a run is going (router address,
+    number of rollouts) live in `RunInfo`. The group classes are bases so that editors know names and types.
+    """
+
+    __slots__ = ("_sources",)  # apart from the values, so that vars(args) is exactly the settings
+
+    eval_datasets: list[EvalDatasetConfig]  # from --eval-config or --eval-prompt-data; empty: no evaluation
+
+    def __init__(self, values: dict[str, Any], sources: dict[str, str]):
+        vars(self).update(values)
+        object.__setattr__(self, "_sources", dict(sources))
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """Where each value came from: "default", "file run.yaml", "command line" or "derived: <rule>"."""
+        return dict(self._sources)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A deep copy of all values, free to change."""
+        return copy.deepcopy(vars(self))
+
+    def replace(self, **changes: Any) -> "Args":
+        """A copy with other values. Rules are not run again: give every value that the change implies."""
+        unknown = sorted(set(changes) - set(vars(self)))
+        if unknown:
+            raise ValueError(f"args has no {', '.join(unknown)}: replace() changes flags, it does not invent them")
+        sources = self.sources | dict.fromkeys(changes, "derived: replaced in code")
+        return Args(self.to_dict() | changes, sources)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(
+            f"args.{name} cannot be set: arguments are fixed after parsing. Use args.replace({name}=...) for a copy."
+        )
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"args.{name} cannot be deleted: arguments are fixed after parsing.")
+
+    def __reduce__(self) -> tuple:
+        return Args, (vars(self), self._sources)
+
+    def __eq__(self, other: object) -> bool:
+        return vars(self) == vars(other) if isinstance(other, Args) else NotImplemented
+
+    __hash__ = None
+
+    def __repr__(self) -> str:
+        changed = (f"{k}={v!r}" for k, v in vars(self).items() if self._sources.get(k) != "default" and "key" not in k)
+        return f"Args({', '.join(changed)})"

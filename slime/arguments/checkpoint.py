@@ -1,0 +1,20 @@
+"""Flags about checkpoints: where a run starts from and what it leaves behind."""
+
+from dataclasses import dataclass
+
+from slime.arguments.flag import flag
+
+
+@dataclass(frozen=True)
+class CheckpointFlags:
+    """Checkpoint."""
+
+    load: str | None = flag(
+        None, "folder of checkpoints to resume from (may be empty if it is also --save)", metavar="DIR"
+    )
+    ckpt_step: int | None = flag(None, "which checkpoint of --load; default: the latest", ge=0)
+    finetune: bool = flag(False, "take only the weights of --load and start from rollout 0")
+    save: str | None = flag(None, "folder to save checkpoints in", metavar="DIR")
+    save_interval: int | None = flag(None, "rollouts between checkpoints", ge=1)
+    save_hf: str | None = flag(None, "also write a Hugging Face folder: hf/{rollout_id}", metavar="TEMPLATE")
+    ref_load: str | None = flag(None, "reference model for the KL; default: --hf-checkpoint", metavar="MODEL")

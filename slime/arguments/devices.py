@@ -1,0 +1,16 @@
+"""How many accelerators this machine shows, found out cheaply and only when a size was left to be derived."""
+
+import os
+
+# Without one of these nodes no CUDA or ROCm device can be used, and torch need not be loaded to say so.
+DEVICE_NODES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")
+
+
+def visible_gpus() -> int:
+    """GPUs that this process can use; 0 on a CPU machine."""
+    if not any(os.path.exists(node) for node in DEVICE_NODES):
+        return 0
+    # Loads torch, seconds that a machine without GPUs need not spend on --help or a misspelt flag.
+    from slime.utils.accelerator import device_count
+
+    return device_count()

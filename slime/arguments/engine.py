@@ -1,0 +1,42 @@
+"""Flags about the engines: which kind, how large, how long to wait for them and when to give up."""
+
+from dataclasses import dataclass
+
+from slime.arguments.flag import flag
+
+
+@dataclass(frozen=True)
+class EngineFlags:
+    """Engine."""
+
+    rollout_engine: str = flag("auto", "inference engine", choices=("auto", "embedded"), not_built=("sglang",))
+    sglang_server_concurrency: int = flag(512, "requests in flight per engine", ge=1)
+    embedded_device: str = flag("auto", "device of the embedded engine: auto, cpu, cuda or cuda:N", metavar="DEVICE")
+    embedded_dtype: str = flag(
+        "auto", "precision of the embedded engine; auto: that of the trainer", choices=("auto", "float32", "bfloat16")
+    )
+    embedded_max_running_requests: int = flag(256, "requests decoded together", ge=1)
+    embedded_max_total_tokens: int | None = flag(None, "tokens of KV cache; default: from the memory at hand", ge=1)
+    engine_start_timeout_s: float = flag(300.0, "longest wait for an engine to serve", gt=0)
+    generate_timeout_s: float = flag(1800.0, "longest wait for one generation", gt=0)
+    engine_restart_limit: int = flag(3, "engine deaths within the window that stop the run", ge=0)
+    engine_restart_window_s: float = flag(600.0, "the window of --engine-restart-limit", gt=0)
+    use_fault_tolerance: bool = flag(False, "probe the health of engines while they generate")
+    rollout_health_check_interval: float = flag(30.0, "seconds between probes", gt=0)
+    rollout_health_check_timeout: float = flag(30.0, "seconds until a probe counts as failed", gt=0)
+    rollout_health_check_first_wait: float = flag(0.0, "seconds before the first probe", ge=0)
+
+
+@dataclass(frozen=True)
+class WeightSyncFlags:
+    """Weight sync."""
+
+    update_weight_transport: str = flag(
+        "auto",
+        "how new weights reach the engines; auto: tensor",
+        choices=("auto", "tensor", "disk"),
+        not_built=("nccl",),
+    )
+    update_weight_disk_dir: str | None = flag(None, "folder shared with the engines, for disk", metavar="DIR")
+    update_weight_buffer_size: int = flag(512 * 1024**2, "bytes per bucket of weights", ge=1)
+    check_weight_update_equal: bool = flag(False, "compare every tensor of the engines with the trainer after a push")

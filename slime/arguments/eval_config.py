@@ -1,0 +1,152 @@
+"""Evaluation datasets: each has a name, a file and settings of its own; what it leaves out follows the flags."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any
+
+# Which flags give a field its value when neither the dataset nor the defaults of the file do; the first set one wins.
+FALLBACK_FLAGS: dict[str, tuple[str, ...]] = {
+    "input_key": ("eval_input_key", "input_key"),
+    "label_key": ("eval_label_key", "label_key"),
+    "tool_key": ("eval_tool_key", "tool_key"),
+    "metadata_key": ("metadata_key",),
+    "multimodal_keys": ("multimodal_keys",),
+    "apply_chat_template": ("apply_chat_template",),
+    "apply_chat_template_kwargs": ("apply_chat_template_kwargs",),
+    "n_samples_per_eval_prompt": ("n_samples_per_eval_prompt",),
+    "temperature": ("eval_temperature", "rollout_temperature"),
+    "top_p": ("eval_top_p", "rollout_top_p"),
+    "top_k": ("eval_top_k", "rollout_top_k"),
+    "max_response_len": ("eval_max_response_len", "rollout_max_response_len"),
+    "min_new_tokens": ("eval_min_new_tokens",),
+    "stop": ("rollout_stop",),
+    "stop_token_ids": ("rollout_stop_token_ids",),
+    "skip_special_tokens": ("rollout_skip_special_tokens",),
+}
+
+# Keys of existing files that nothing reads: refused, because a setting without effect misleads.
+UNBUILT_KEYS = (
+    "app_service",
+    "eval_task_timeout",
+    "min_eval_samples",
+    "eval_early_stop_remaining",
+    "eval_early_stop_idle_timeout",
+    "message_processor",
+    "reward_model",
+    "remote_environment",
+)
+
+
+@dataclass
+class EvalDatasetConfig:
+    """One evaluation dataset, fully resolved. `None` means: what the run's own flag or the engine says.
+
+    Example: EvalDatasetConfig(name="aime", path="aime.jsonl", rm_type="math", temperature=0.0, ...) is evaluated
+    greedily and scored as math, whatever --rollout-temperature and --rm-type are.
+    """
+
+    name: str
+    path: str
+    rm_type: str | None = None
+    custom_rm_path: str | None = None
+    input_key: str | None = None
+    label_key: str | None = None
+    tool_key: str | None = None
+    metadata_key: str | None = None
+    multimodal_keys: dict[str, str] | None = None
+    apply_chat_template: bool | None = None
+    apply_chat_template_kwargs: dict[str, Any] | None = None
+    n_samples_per_eval_prompt: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    max_response_len: int | None = None
+    stop: list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    min_new_tokens: int | None = None
+    repetition_penalty: float | None = None
+    skip_special_tokens: bool | None = None
+    no_stop_trim: bool | None = None
+    custom_generate_function_path: str | None = None
+    metadata_overrides: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        where = f"evaluation dataset {self.name!r}"
+        if self.n_samples_per_eval_prompt is not None and self.n_samples_per_eval_prompt < 1:
+            raise ValueError(
+                f"{where}: n_samples_per_eval_prompt is {self.n_samples_per_eval_prompt}; use at least 1."
+            )
+        if self.temperature is not None and self.temperature < 0:
+            raise ValueError(f"{where}: temperature is {self.temperature}; use 0 (greedy) or more.")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"{where}: top_p is {self.top_p}; use a value in (0, 1].")
+        if not isinstance(self.metadata_overrides, dict):
+            raise ValueError(f"{where}: metadata_overrides must be a mapping, not {self.metadata_overrides!r}.")
+
+    @property
+    def cache_key(self) -> tuple[Any, ...]:
+        """Everything that decides what the loaded dataset contains."""
+        kwargs = tuple(sorted((self.apply_chat_template_kwargs or {}).items(), key=str))
+        media = tuple(sorted((self.multimodal_keys or {}).items()))
+        columns = (self.input_key, self.label_key, self.tool_key, self.metadata_key)
+        return (self.name, self.path, *columns, media, self.apply_chat_template, repr(kwargs))
+
+    def inject_metadata(self, sample_metadata: dict[str, Any] | None) -> dict[str, Any]:
+        """A sample's metadata with this dataset's reward type and overrides put on top."""
+        metadata = dict(sample_metadata or {})
+        if self.rm_type is not None:
+            metadata["rm_type"] = self.rm_type
+        return metadata | self.metadata_overrides
+
+
+def ensure_dataset_list(config: Any) -> list[dict[str, Any]]:
+    """`datasets:` as a list of entries, from a list of mappings or from a mapping of name to settings."""
+    if config is None:
+        return []
+    if isinstance(config, dict):
+        for name, entry in config.items():
+            if entry is not None and not isinstance(entry, dict):
+                raise ValueError(f"evaluation dataset {name!r} must be a mapping of settings, not {entry!r}.")
+        return [{"name": name} | (entry or {}) for name, entry in config.items()]
+    if isinstance(config, (list, tuple)):
+        for entry in config:
+            if not isinstance(entry, dict):
+                raise ValueError(f"an evaluation dataset must be a mapping with name and path, not {entry!r}.")
+        return [dict(entry) for entry in config]
+    raise ValueError(f"datasets must be a list or a mapping, not {type(config).__name__}.")
+
+
+def build_eval_dataset_configs(args: Any, raw_config: Any, defaults: dict[str, Any]) -> list[EvalDatasetConfig]:
+    """Resolve every dataset: its own entry, else the defaults of the file, else the flags."""
+    _refuse_unknown_keys(defaults, "eval defaults", not_here=("name", "path"))
+    configs = [_build_one(args, entry, defaults) for entry in ensure_dataset_list(raw_config)]
+    names = [config.name for config in configs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"two evaluation datasets are called {name!r}: their metrics would overwrite each other.")
+    return configs
+
+
+def _build_one(args: Any, entry: dict[str, Any], defaults: dict[str, Any]) -> EvalDatasetConfig:
+    where = f"evaluation dataset {entry.get('name', '(no name)')!r}"
+    for required in ("name", "path"):
+        if not entry.get(required):
+            raise ValueError(f"{where} has no {required}: every dataset needs a name and a path.")
+    _refuse_unknown_keys(entry, where)
+    values = dict(defaults) | entry
+    for name, flags in FALLBACK_FLAGS.items():
+        if values.get(name) is None:
+            values[name] = next((v for v in (getattr(args, flag) for flag in flags) if v is not None), None)
+    return EvalDatasetConfig(**{k: v for k, v in values.items() if v is not None or k != "metadata_overrides"})
+
+
+def _refuse_unknown_keys(entry: dict[str, Any], where: str, not_here: tuple[str, ...] = ()) -> None:
+    known = [f.name for f in dataclasses.fields(EvalDatasetConfig) if f.name not in not_here]
+    for key in entry:
+        if key in UNBUILT_KEYS:
+            raise ValueError(f"{where}: {key} is a slime setting that this version does not build yet; remove it.")
+        if key not in known:
+            near = get_close_matches(str(key), known, n=1)
+            hint = f" Did you mean {near[0]}?" if near else f" Known keys: {', '.join(known)}."
+            raise ValueError(f"{where}: unknown key {key!r}.{hint}")

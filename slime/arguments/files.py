@@ -1,0 +1,37 @@
+"""Settings from YAML files: `--config` (flags), `--custom-config-path` (values for plug-ins), `--eval-config`."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """Safe YAML that refuses a key written twice, where plain YAML would silently keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        seen = set()
+        for key_node, _ in node.value:
+            key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
+            if key is not None and key != "<<" and key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {key!r} is written twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml_mapping(path: str, flag: str) -> dict[str, Any]:
+    """The mapping in a YAML (or JSON) file that a flag names; every mistake names the flag and the file."""
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ValueError(f"{flag} is {path}: there is no such file.")
+    try:
+        content = yaml.load(file.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{flag} {path} is not valid YAML: {error}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ValueError(f"{flag} {path} holds a {type(content).__name__}; write one `flag: value` per line.")
+    return content

@@ -1,0 +1,168 @@
+"""How one flag is declared: a typed dataclass field that carries its help text, its range and its spelling."""
+
+import dataclasses
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class FlagInfo:
+    """What a declaration says about a flag besides its name, type and default."""
+
+    help: str
+    choices: tuple[str, ...] | None = None
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+    metavar: str | None = None
+    off: str | None = None  # the spelling that turns a default-on switch off: `--disable-rewards-normalization`
+    alias: str | None = None
+    repeatable: bool = False  # `--hook a --hook b` collects both
+    secret: bool = False  # never printed
+    not_built: tuple[str, ...] = ()  # values that slime knows and this version refuses
+
+
+def flag(default: Any, help: str, **info: Any) -> Any:
+    """Declare a flag. The field's annotation is its type; `None` in it means "not set", which the help explains."""
+    metadata = {"flag": FlagInfo(help=help, **info)}
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class FlagSpec:
+    """One declared flag, ready for a parser.
+
+    Example: `rollout_stop: list[str] | None = flag(None, "...")` in group "Rollout" becomes
+    FlagSpec(name="rollout_stop", group="Rollout", kind=str, many=True, one_or_many=False, default=None, ...).
+    """
+
+    name: str  # the attribute of args: rollout_batch_size
+    group: str
+    kind: type  # int, float, str, bool or dict (a JSON object)
+    many: bool
+    one_or_many: bool  # one value stays a plain value, several become a list
+    default: Any
+    info: FlagInfo
+
+    @property
+    def option(self) -> str:
+        """The spelling shown to users: `--rollout-batch-size`, or the `--disable-...` form of a default-on switch."""
+        return self.info.off or "--" + self.name.replace("_", "-")
+
+    @property
+    def on_options(self) -> list[str]:
+        """Spellings that set the value (for a switch: that set it to True)."""
+        options = ["--" + self.name.replace("_", "-")]
+        return options + ([self.info.alias] if self.info.alias else [])
+
+    @property
+    def off_options(self) -> list[str]:
+        """Spellings that set a switch to False, so that a command line can undo what a file turned on."""
+        if self.kind is not bool:
+            return []
+        if self.info.off:
+            return [self.info.off]
+        if self.name.startswith("no_"):
+            return ["--" + self.name.removeprefix("no_").replace("_", "-")]
+        return ["--no-" + self.name.replace("_", "-")]
+
+
+def specs_of(group_class: type) -> list[FlagSpec]:
+    """Every flag that one group dataclass declares, in the order of declaration."""
+    hints = typing.get_type_hints(group_class)
+    specs = []
+    for declared in dataclasses.fields(group_class):
+        kind, many, one_or_many = _read_type(hints[declared.name])
+        has_factory = declared.default_factory is not dataclasses.MISSING
+        default = declared.default_factory() if has_factory else declared.default
+        title = group_class.__doc__.splitlines()[0].rstrip(".")
+        specs.append(FlagSpec(declared.name, title, kind, many, one_or_many, default, declared.metadata["flag"]))
+    return specs
+
+
+def _read_type(hint: Any) -> tuple[type, bool, bool]:
+    """`list[str] | None` -> (str, True, False); `str | list[str] | None` -> (str, True, True); `int` -> (int, False, False)."""
+    members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    members = [member for member in members if member is not type(None)]
+    lists = [member for member in members if typing.get_origin(member) is list]
+    if lists:
+        return typing.get_args(lists[0])[0], True, len(members) > 1
+    (member,) = members
+    return typing.get_origin(member) or member, False, False
+
+
+def convert(spec: FlagSpec, value: Any) -> Any:
+    """One value as written (a word of the command line, or a value of a YAML file) as the flag's type.
+
+    Raises ValueError with the reason only; the caller knows where the value was written.
+    """
+    if spec.kind is bool:
+        return _to_bool(value)
+    if spec.kind is dict:
+        return _to_object(value)
+    if spec.kind is str:
+        if isinstance(value, (dict, list)):
+            raise ValueError(f"expected text, found a {type(value).__name__}")
+        value = str(value)
+        if spec.info.choices and value not in spec.info.choices:
+            if value in spec.info.not_built:
+                raise ValueError(f"this version does not build it yet; choose from {', '.join(spec.info.choices)}")
+            raise ValueError(f"choose from {', '.join(spec.info.choices)}")
+        return value
+    return _to_number(spec, value)
+
+
+def _to_bool(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    words = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+    if isinstance(value, str) and value.lower() in words:
+        return words[value.lower()]
+    raise ValueError("expected true or false")
+
+
+def _to_object(value: Any) -> dict:
+    import json  # only flags that take an object need it
+
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"expected a JSON object such as '{{\"key\": 1}}' ({error})") from None
+    if not isinstance(value, dict):
+        raise ValueError("expected a JSON object such as '{\"key\": 1}'")
+    return value
+
+
+def _to_number(spec: FlagSpec, value: Any) -> int | float:
+    words = "a whole number" if spec.kind is int else "a number"
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ValueError(f"expected {words}")
+    try:
+        # YAML reads 1e-6 as text, and 8.0 where a count was meant is a mistake, not 8.
+        number = spec.kind(value) if isinstance(value, str) or spec.kind is float else value
+    except ValueError:
+        raise ValueError(f"expected {words}") from None
+    if spec.kind is int and not isinstance(number, int):
+        raise ValueError(f"expected {words}")
+    check_range(spec, number)
+    return number
+
+
+def check_range(spec: FlagSpec, number: int | float) -> None:
+    info = spec.info
+    if number != number:
+        raise ValueError("not a number")
+    if info.gt is not None and not number > info.gt:
+        raise ValueError(f"must be greater than {info.gt}")
+    if info.ge is not None and not number >= info.ge:
+        raise ValueError(f"must be at least {info.ge}")
+    if info.lt is not None and not number < info.lt:
+        raise ValueError(f"must be less than {info.lt}")
+    if info.le is not None and not number <= info.le:
+        raise ValueError(f"must be at most {info.le}")

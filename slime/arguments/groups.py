@@ -1,0 +1,47 @@
+"""Every flag group in the order a reader meets them; the one list that the parser, the help and the docs walk."""
+
+import functools
+
+from slime.arguments.algorithm import AlgorithmFlags
+from slime.arguments.checkpoint import CheckpointFlags
+from slime.arguments.cluster import ClusterFlags
+from slime.arguments.data import DataFlags
+from slime.arguments.debug import DebugFlags
+from slime.arguments.engine import EngineFlags, WeightSyncFlags
+from slime.arguments.evaluation import EvaluationFlags
+from slime.arguments.flag import FlagSpec, specs_of
+from slime.arguments.optimizer import OptimizerFlags
+from slime.arguments.rewards import RewardFlags
+from slime.arguments.rollout import RolloutFlags
+from slime.arguments.run import RunFlags
+from slime.arguments.tracking import TrackingFlags
+from slime.arguments.training import TrainingFlags
+
+GROUPS = (
+    RunFlags,
+    DataFlags,
+    RolloutFlags,
+    RewardFlags,
+    AlgorithmFlags,
+    TrainingFlags,
+    OptimizerFlags,
+    EvaluationFlags,
+    CheckpointFlags,
+    ClusterFlags,
+    EngineFlags,
+    WeightSyncFlags,
+    TrackingFlags,
+    DebugFlags,
+)
+
+
+@functools.cache
+def all_specs() -> dict[str, FlagSpec]:
+    """Flag name -> declaration, in the order of the help."""
+    specs: dict[str, FlagSpec] = {}
+    for group in GROUPS:
+        for spec in specs_of(group):
+            if spec.name in specs:
+                raise AssertionError(f"--{spec.name} is declared twice: {specs[spec.name].group} and {spec.group}")
+            specs[spec.name] = spec
+    return specs

@@ -1,0 +1,224 @@
+"""The command line: flags from their declarations, values from files and arguments, mistakes as one clear message."""
+
+import argparse
+import copy
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+from slime.arguments.args import Args
+from slime.arguments.draft import COMMAND_LINE, Draft
+from slime.arguments.files import read_yaml_mapping
+from slime.arguments.flag import FlagSpec, convert
+from slime.arguments.groups import all_specs
+from slime.arguments.rules import apply_rules
+from slime.arguments.show import render_config, render_help
+from slime.arguments.unbuilt import is_unbuilt
+
+AddArguments = Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None]
+
+
+def parse_args(argv: Sequence[str] | None = None, *, add_custom_arguments: AddArguments | None = None) -> Args:
+    """The settings of a run from its command line (and the files it names), checked and complete.
+
+    Raises ValueError for anything a user can get wrong. `--help` and `--print-config` print and exit with 0.
+    `add_custom_arguments(parser)` may add flags of its own with `parser.add_argument`.
+    """
+    parser, custom = build_parser(add_custom_arguments)
+    given = _parse_command_line(parser, sys.argv[1:] if argv is None else list(argv))
+    defaults = {name: copy.copy(spec.default) for name, spec in all_specs().items()}
+    draft = Draft(defaults | {name: flag.default for name, flag in custom.items()})
+    if given.get("config"):
+        _apply_config_file(draft, given["config"], custom)
+    for name, value in given.items():
+        draft.set(name, value, COMMAND_LINE)
+    if draft.custom_config_path:
+        _apply_custom_config(draft, draft.custom_config_path)
+    _require_custom(draft, custom)
+    apply_rules(draft)
+    args = draft.freeze()
+    if args.print_config:
+        print(render_config(args))
+        raise SystemExit(0)
+    return args
+
+
+@dataclass(frozen=True)
+class CustomFlag:
+    """A flag that a user's own function added: argparse knows it, and so do --config and --print-config."""
+
+    action: argparse.Action
+    default: Any
+    required: bool
+
+    def read(self, value: Any) -> Any:
+        """A value of a file, or a default; text goes through the flag's own type, as argparse does it."""
+        return self.action.type(value) if isinstance(value, str) and self.action.type else value
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse whose mistakes are ValueErrors, so that one place decides how a user sees them."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message.removeprefix("argument "))
+
+    def format_help(self) -> str:
+        return render_help(self.prog, [a for a in self._actions if a.dest != "help" and a.dest not in all_specs()])
+
+
+def build_parser(
+    add_custom_arguments: AddArguments | None = None,
+) -> tuple[argparse.ArgumentParser, dict[str, CustomFlag]]:
+    """The parser of all flags, and by name those that a user's own function added to it."""
+    parser = _Parser(prog="slime train", allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    for spec in all_specs().values():
+        _add_flag(parser, spec)
+    declared = set(parser._actions)
+    if add_custom_arguments is not None:
+        try:
+            parser = add_custom_arguments(parser) or parser
+        except argparse.ArgumentError as error:
+            raise ValueError(f"add_custom_arguments adds a flag that slime already has: {error}") from None
+    custom = {}
+    for action in parser._actions:
+        if action not in declared and not isinstance(action, argparse._HelpAction):
+            custom[action.dest] = _take_over(action)
+    return parser, custom
+
+
+def _take_over(action: argparse.Action) -> CustomFlag:
+    """Leave argparse only the reading: defaults and required values are decided once files have been read too."""
+    flag = CustomFlag(action, None, action.required)
+    default = None if action.default is argparse.SUPPRESS else flag.read(action.default)
+    action.required, action.default = False, argparse.SUPPRESS
+    return CustomFlag(action, default, flag.required)
+
+
+def _add_flag(parser: argparse.ArgumentParser, spec: FlagSpec) -> None:
+    if spec.kind is bool:
+        parser.add_argument(*spec.on_options, dest=spec.name, action="store_const", const=True)
+        parser.add_argument(*spec.off_options, dest=spec.name, action="store_const", const=False)
+        return
+    options: dict[str, Any] = {"dest": spec.name, "type": _word_reader(spec)}
+    if spec.many:
+        options["nargs"] = "+"
+    if spec.info.repeatable:
+        options["action"] = "extend"
+    parser.add_argument(*spec.on_options, **options)
+
+
+def _word_reader(spec: FlagSpec) -> Callable[[str], Any]:
+    def read(word: str) -> Any:
+        try:
+            return convert(spec, word)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{word!r}: {error}") from None
+
+    return read
+
+
+def _parse_command_line(parser: argparse.ArgumentParser, argv: list[str]) -> dict[str, Any]:
+    namespace, unknown = parser.parse_known_args(argv)
+    if unknown:
+        raise ValueError(_explain_unknown(unknown, known_options(parser)))
+    given = vars(namespace)
+    for name, spec in all_specs().items():
+        if spec.one_or_many and name in given and len(given[name]) == 1:
+            given[name] = given[name][0]
+    return given
+
+
+def known_options(parser: argparse.ArgumentParser) -> list[str]:
+    return [option for action in parser._actions for option in action.option_strings]
+
+
+def _explain_unknown(words: list[str], options: list[str]) -> str:
+    flags = [word.split("=")[0] for word in words if word.startswith("--")]
+    if not flags:
+        return f"unexpected {words[0]!r}: every setting is a flag that starts with --."
+    return "\n".join(_explain_unknown_flag(flag, options) for flag in flags)
+
+
+def _explain_unknown_flag(flag: str, options: list[str]) -> str:
+    spelling = flag.replace("_", "-")
+    near = get_close_matches(spelling, options, n=1, cutoff=0.6)
+    name = spelling.removeprefix("--")
+    if is_unbuilt(name) and not (near and get_close_matches(spelling, near, cutoff=0.93)):
+        return f"{flag} is a slime flag that this version does not build yet."
+    if near:
+        return f"unknown flag {flag}; did you mean {near[0]}?"
+    return f"unknown flag {flag}; `slime train --help` lists all flags."
+
+
+def _apply_config_file(draft: Draft, path: str, custom: dict[str, CustomFlag]) -> None:
+    source = f"file {path}"
+    for key, value in read_yaml_mapping(path, "--config").items():
+        name = str(key).replace("-", "_").removeprefix("__")
+        if name in custom:
+            draft.set(name, custom[name].read(value), source)
+            continue
+        spec, inverted = _find_key(str(key), name, path)
+        if value is None:
+            continue
+        value = read_file_value(spec, value, f"{key} in {path}")
+        draft.set(spec.name, not value if inverted else value, source)
+
+
+def _find_key(key: str, name: str, path: str) -> tuple[FlagSpec, bool]:
+    """The flag a key of a file means, and whether it is the `disable-...` spelling of it."""
+    specs = all_specs()
+    if name in ("config", "print_config"):
+        raise ValueError(f"{path}: {key} can only be given on the command line.")
+    if name in specs:
+        return specs[name], False
+    spellings = {name: (spec, False) for name, spec in specs.items()}
+    for spec in specs.values():
+        for option in spec.off_options:
+            spellings[option.removeprefix("--").replace("-", "_")] = (spec, True)
+        if spec.info.alias:
+            spellings[spec.info.alias.removeprefix("--").replace("-", "_")] = (spec, False)
+    if name in spellings:
+        return spellings[name]
+    if is_unbuilt(name.replace("_", "-")):
+        raise ValueError(f"{path}: {key} is a slime flag that this version does not build yet.")
+    near = get_close_matches(name, spellings, n=1)
+    raise ValueError(f"{path}: unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else "."))
+
+
+def read_file_value(spec: FlagSpec, value: Any, where: str) -> Any:
+    """A value of a YAML file as the flag's type."""
+    try:
+        if not spec.many:
+            if isinstance(value, list):
+                raise ValueError("expected one value, found a list")
+            return convert(spec, value)
+        if not isinstance(value, list):
+            one = convert(spec, value)
+            return one if spec.one_or_many else [one]
+        return [convert(spec, item) for item in value]
+    except ValueError as error:
+        raise ValueError(f"{where} is {value!r}: {error}") from None
+
+
+def _apply_custom_config(draft: Draft, path: str) -> None:
+    """Before the rules, so that nothing set here escapes them. Unknown keys are allowed: they belong to plug-ins."""
+    for key, value in read_yaml_mapping(path, "--custom-config-path").items():
+        name = str(key).replace("-", "_")
+        if hasattr(Args, name) and name not in all_specs():
+            raise ValueError(f"{path}: {key!r} is a name that args uses itself; choose another.")
+        if name in all_specs() and value is not None:
+            value = read_file_value(all_specs()[name], value, f"{key} in {path}")
+        if name in draft and draft.source(name) == COMMAND_LINE and getattr(draft, name) != value:
+            raise ValueError(
+                f"{key} is {value!r} in --custom-config-path {path} and {getattr(draft, name)!r} on the command line; "
+                "keep one of them."
+            )
+        draft.set(name, value, f"file {path}")
+
+
+def _require_custom(draft: Draft, custom: dict[str, CustomFlag]) -> None:
+    for name, flag in custom.items():
+        if flag.required and not draft.was_given(name):
+            raise ValueError(f"{flag.action.option_strings[0]} is required.")

@@ -1,0 +1,49 @@
+"""Files and folders that flags name: missing ones are reported before anything starts."""
+
+import re
+from pathlib import Path
+
+from slime.arguments.draft import Draft
+
+ROW_RANGE = re.compile(r"^(.*)@\[-?\d*:-?\d*\]$")
+# What a model hub calls a model: `name` or `owner/name`. Anything else is meant as a path.
+HUB_ID = re.compile(r"^[\w-][\w.-]*(/[\w.-]+)?$")
+
+
+def check_paths_exist(draft: Draft) -> None:
+    prompt_files = [draft.prompt_data] if isinstance(draft.prompt_data, str) else draft.prompt_data or []
+    if not draft.load_debug_rollout_data:
+        for path in prompt_files:
+            _check_data_file("--prompt-data", path)
+    for dataset in draft.eval_datasets:
+        _check_data_file(f"evaluation dataset {dataset.name!r}", dataset.path)
+    _check_model("--hf-checkpoint", draft.hf_checkpoint)
+    if draft.use_kl_loss or draft.kl_coef != 0:
+        _check_model("--ref-load", draft.ref_load)
+    # A run that resumes itself names the same folder twice, and its first start finds nothing there.
+    if draft.load is not None and draft.load != draft.save and not Path(draft.load).expanduser().is_dir():
+        raise ValueError(
+            f"--load is {draft.load}: there is no such folder. (A folder that may not exist yet is allowed only where "
+            "--save names the same one.)"
+        )
+
+
+def _check_data_file(what: str, path: str) -> None:
+    match = ROW_RANGE.match(path)
+    file = Path(match.group(1) if match else path).expanduser()
+    if not file.exists():
+        raise ValueError(f"{what} is {path}: there is no such file.")
+    if file.is_file() and file.suffix not in (".jsonl", ".parquet"):
+        raise ValueError(f"{what} is {path}: prompts come from .jsonl or .parquet files.")
+
+
+def _check_model(flag: str, model: str | None) -> None:
+    if model is None:
+        return
+    path = Path(model).expanduser()
+    if path.exists():
+        if path.is_dir() and not any(path.iterdir()):
+            raise ValueError(f"{flag} is {model}: the folder is empty; it should hold config.json and weights.")
+        return
+    if not HUB_ID.match(model):
+        raise ValueError(f"{flag} is {model}: there is no such folder (and a hub id looks like owner/name).")

@@ -1,0 +1,290 @@
+"""Rules that span flags, in the order they run: each refuses a combination with a reason and a fix, or derives a value."""
+
+from collections.abc import Callable
+from difflib import get_close_matches
+from pathlib import Path
+
+from slime.arguments.algorithm import ESTIMATORS_WITHOUT_KL
+from slime.arguments.batch import derive_batch
+from slime.arguments.data import DEFAULT_DATA_SOURCE
+from slime.arguments.devices import visible_gpus
+from slime.arguments.draft import Draft
+from slime.arguments.eval_datasets import resolve_eval_datasets
+from slime.arguments.no_effect import refuse_flags_without_effect
+from slime.arguments.paths import check_paths_exist
+from slime.arguments.placement import derive_offload, derive_sizes
+from slime.arguments.rewards import RM_TYPES
+from slime.arguments.rollout import DEFAULT_ROLLOUT_FUNCTION
+
+Rule = Callable[[Draft], None]
+
+
+def apply_rules(draft: Draft) -> None:
+    """Run every rule once. A rule may rely on what the rules before it derived."""
+    for rule in RULES:
+        rule(draft)
+
+
+def debug_modes(draft: Draft) -> None:
+    if draft.load_debug_rollout_data and not draft.debug_train_only:
+        draft.derive("debug_train_only", True, "replayed dumps (load_debug_rollout_data) need no engines")
+    if draft.debug_rollout_only and draft.debug_train_only:
+        why = (
+            "--load-debug-rollout-data implies --debug-train-only" if draft.load_debug_rollout_data else "both are set"
+        )
+        raise ValueError(
+            f"--debug-rollout-only and --debug-train-only leave nothing to run ({why}); keep one of them."
+        )
+
+
+def needed_flags(draft: Draft) -> None:
+    if draft.rollout_batch_size is None:
+        raise ValueError("--rollout-batch-size is required: how many prompts make one rollout, for example 32.")
+    own_rollout = draft.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION
+    if draft.hf_checkpoint is None and not (draft.debug_rollout_only and own_rollout):
+        raise ValueError(
+            "--hf-checkpoint is required: the folder or hub id of the model, for example Qwen/Qwen3-0.6B."
+        )
+    own_data = draft.data_source_path != DEFAULT_DATA_SOURCE or not draft.rollout_global_dataset
+    if draft.prompt_data is None and not own_data and not draft.load_debug_rollout_data:
+        raise ValueError(
+            "--prompt-data is required: a .jsonl or .parquet file of prompts. "
+            "If your rollout function brings its own prompts, say --disable-rollout-global-dataset."
+        )
+    uses_engines = not own_rollout and not draft.debug_train_only and draft.custom_generate_function_path is None
+    if uses_engines and draft.rollout_max_response_len is None:
+        raise ValueError(
+            "--rollout-max-response-len is required: without it an engine cuts responses at a default of its own; "
+            "give the longest response in tokens."
+        )
+
+
+def sampling(draft: Draft) -> None:
+    if not draft.rollout_temperature > 0:
+        raise ValueError(
+            f"--rollout-temperature is {draft.rollout_temperature:g}: greedy decoding is not a policy RL can improve; "
+            "use a value > 0."
+        )
+    if draft.rollout_top_k == 0:
+        raise ValueError("--rollout-top-k is 0, which keeps no token at all; use -1 for all tokens.")
+    if draft.allow_sampling_mismatch or draft.debug_train_only or draft.debug_rollout_only:
+        return
+    for name, neutral in (("rollout_top_p", 1.0), ("rollout_top_k", -1)):
+        value = getattr(draft, name)
+        if value != neutral:
+            raise ValueError(
+                f"--{name.replace('_', '-')} is {value}: the engine then samples from a truncated distribution whose "
+                f"log-probs the trainer does not compute, so importance ratios are wrong. Use {neutral:g}, or accept the "
+                "mismatch with --allow-sampling-mismatch."
+            )
+
+
+def context_length(draft: Draft) -> None:
+    limit = draft.rollout_max_context_len
+    if limit is not None:
+        draft_len = draft.rollout_max_prompt_len
+        if draft_len is None:
+            draft.derive("rollout_max_prompt_len", limit - 1, "rollout_max_context_len - 1, room for one token")
+        elif draft_len > limit - 1:
+            raise ValueError(
+                f"--rollout-max-prompt-len is {draft_len}, but --rollout-max-context-len is {limit}: a prompt must "
+                f"leave room for a response; use at most {limit - 1}."
+            )
+    if draft.eval_max_context_len is None and limit is not None:
+        draft.derive("eval_max_context_len", limit, "same as rollout_max_context_len")
+
+
+def over_sampling(draft: Draft) -> None:
+    if draft.over_sampling_batch_size is None:
+        draft.derive("over_sampling_batch_size", draft.rollout_batch_size, "same as rollout_batch_size")
+    if draft.over_sampling_batch_size < draft.rollout_batch_size:
+        raise ValueError(
+            f"--over-sampling-batch-size is {draft.over_sampling_batch_size}, less than --rollout-batch-size "
+            f"{draft.rollout_batch_size}: one fetch could not fill a rollout; use at least {draft.rollout_batch_size}."
+        )
+
+
+def length_of_run(draft: Draft) -> None:
+    if draft.num_rollout is None and draft.num_epoch is None:
+        raise ValueError(
+            "neither --num-rollout nor --num-epoch is set: say how long to train, for example --num-rollout 100."
+        )
+    if draft.num_rollout is not None and draft.num_epoch is not None:
+        raise ValueError(
+            f"--num-rollout is {draft.num_rollout} and --num-epoch is {draft.num_epoch}: both say how long to train; "
+            "keep one of them."
+        )
+    if draft.num_epoch is not None and not draft.rollout_global_dataset:
+        raise ValueError(
+            "--num-epoch needs the shared dataset to know how long an epoch is; use --num-rollout instead."
+        )
+
+
+def loss(draft: Draft) -> None:
+    if draft.loss_type == "custom_loss" and draft.custom_loss_function_path is None:
+        raise ValueError("--loss-type custom_loss needs --custom-loss-function-path.")
+    if draft.loss_type == "sft_loss" and draft.n_samples_per_prompt != 1:
+        raise ValueError(
+            f"--n-samples-per-prompt is {draft.n_samples_per_prompt} with --loss-type sft_loss: SFT trains on the given "
+            "answer, and copies of it add nothing; use 1."
+        )
+    if draft.advantage_estimator.startswith("reinforce_plus_plus") and not draft.normalize_advantages:
+        raise ValueError(f"--advantage-estimator {draft.advantage_estimator} needs --normalize-advantages.")
+
+
+def clipping(draft: Draft) -> None:
+    if draft.eps_clip_high is None:
+        draft.derive("eps_clip_high", draft.eps_clip, "same as eps_clip")
+
+
+def group_normalisation(draft: Draft) -> None:
+    if draft.n_samples_per_prompt == 1 and draft.grpo_std_normalization:
+        draft.derive("grpo_std_normalization", False, "a group of one sample has no standard deviation")
+
+
+def reference_model(draft: Draft) -> None:
+    if draft.kl_coef != 0 and draft.kl_loss_coef != 0:
+        raise ValueError(
+            f"--kl-coef is {draft.kl_coef:g} and --kl-loss-coef is {draft.kl_loss_coef:g}: the KL would count twice, in the "
+            "reward and in the loss; keep one of them."
+        )
+    if draft.kl_coef != 0 and draft.advantage_estimator in ESTIMATORS_WITHOUT_KL:
+        raise ValueError(
+            f"--kl-coef is {draft.kl_coef:g}, but {draft.advantage_estimator} never subtracts a KL from the reward; use "
+            f"--use-kl-loss --kl-loss-coef {draft.kl_coef:g}."
+        )
+    if (draft.kl_coef != 0 or draft.use_kl_loss) and draft.ref_load is None:
+        draft.derive("ref_load", draft.hf_checkpoint, "the KL needs a reference; taken from hf_checkpoint")
+
+
+def micro_batches(draft: Draft) -> None:
+    if draft.use_dynamic_batch_size and draft.max_tokens_per_gpu is None:
+        raise ValueError(
+            "--use-dynamic-batch-size needs --max-tokens-per-gpu: how many tokens fit in one forward and backward pass."
+        )
+    if draft.balance_by_flops and not draft.use_dynamic_batch_size:
+        raise ValueError("--balance-by-flops balances token-filled micro-batches; it needs --use-dynamic-batch-size.")
+    if draft.balance_by_flops and not draft.balance_data:
+        draft.derive("balance_data", True, "balance_by_flops")
+
+
+def learning_rate(draft: Draft) -> None:
+    if draft.min_lr > draft.lr:
+        raise ValueError(f"--min-lr is {draft.min_lr:g}, more than --lr {draft.lr:g}: a decay goes down; use less.")
+    if draft.lr_decay_iters is None and draft.num_rollout:
+        steps = draft.num_rollout * draft.num_steps_per_rollout
+        draft.derive("lr_decay_iters", steps, "optimizer steps of the whole run")
+    decays = draft.lr_decay_style != "constant" and draft.lr_decay_iters is not None
+    if decays and draft.lr_warmup_iters >= draft.lr_decay_iters:
+        raise ValueError(
+            f"--lr-warmup-iters is {draft.lr_warmup_iters}, but the schedule ends after {draft.lr_decay_iters} optimizer "
+            "steps: no step would be left for the decay; warm up for fewer."
+        )
+
+
+def rewards(draft: Draft) -> None:
+    if draft.rm_type is not None:
+        kind = draft.rm_type.removeprefix("boxed_")
+        if kind not in RM_TYPES:
+            near = get_close_matches(kind, RM_TYPES, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(RM_TYPES)}"
+            raise ValueError(f"--rm-type is {draft.rm_type!r}, which is no built-in reward; {hint}")
+        if kind == "remote_rm" and draft.rm_url is None:
+            raise ValueError("--rm-type remote_rm needs --rm-url: the server that scores samples.")
+    if draft.eval_reward_key is None and draft.reward_key is not None:
+        draft.derive("eval_reward_key", draft.reward_key, "same as reward_key")
+
+
+def evaluation(draft: Draft) -> None:
+    resolve_eval_datasets(draft)
+    if draft.eval_function_path is None:
+        draft.derive("eval_function_path", draft.rollout_function_path, "same as rollout_function_path")
+    own_evaluation = draft.eval_function_path != DEFAULT_ROLLOUT_FUNCTION
+    if draft.eval_interval is not None and not draft.eval_datasets and not own_evaluation:
+        raise ValueError(
+            f"--eval-interval is {draft.eval_interval}, but there is nothing to evaluate on; add --eval-prompt-data name "
+            "file or --eval-config."
+        )
+
+
+def checkpoints(draft: Draft) -> None:
+    if draft.save_interval is not None and draft.save is None:
+        raise ValueError(
+            f"--save-interval is {draft.save_interval}, but there is no folder to save in; add --save DIR."
+        )
+    for name in ("save_hf", "save_debug_rollout_data", "load_debug_rollout_data", "save_debug_train_data"):
+        template = getattr(draft, name)
+        if template is not None:
+            _check_template(f"--{name.replace('_', '-')}", template)
+
+
+def dumps(draft: Draft) -> None:
+    if draft.dump_details is not None:
+        folder = Path(draft.dump_details)
+        for name, part in (("save_debug_rollout_data", "rollout_data"), ("save_debug_train_data", "train_data")):
+            if getattr(draft, name) is None:
+                draft.derive(name, str(folder / part / "{rollout_id}.pt"), "dump_details")
+    if draft.save_debug_rollout_data is not None and draft.save_debug_rollout_data == draft.save_debug_train_data:
+        raise ValueError(
+            f"--save-debug-rollout-data and --save-debug-train-data are both {draft.save_debug_train_data}: one dump would "
+            "overwrite the other; give two templates."
+        )
+
+
+def _check_template(flag: str, template: str) -> None:
+    try:
+        first, second = (template.format(rollout_id=i, rank=0, role="actor", step_id=0) for i in (0, 1))
+    except (KeyError, IndexError, ValueError) as error:
+        raise ValueError(
+            f"{flag} is {template}: not a template ({error}); write {{rollout_id}} where the number goes."
+        ) from None
+    if first == second:
+        raise ValueError(f"{flag} is {template}: every rollout would use the same path; put {{rollout_id}} in it.")
+
+
+def engine_choice(draft: Draft) -> None:
+    if draft.rollout_engine == "auto":
+        draft.derive("rollout_engine", "embedded", "the engine that this version builds")
+    if draft.update_weight_transport == "disk" and draft.update_weight_disk_dir is None:
+        raise ValueError(
+            "--update-weight-transport disk needs --update-weight-disk-dir: a folder that engines can read."
+        )
+    if draft.update_weight_transport == "auto":
+        draft.derive("update_weight_transport", "tensor", "the fastest transport to engines on the same machine")
+
+
+def devices(draft: Draft) -> None:
+    derive_sizes(draft, visible_gpus)
+    derive_offload(draft)
+
+
+def run_folder(draft: Draft) -> None:
+    if draft.run_dir is None:
+        model = Path(draft.hf_checkpoint).name if draft.hf_checkpoint else "run"
+        draft.derive("run_dir", f"runs/{model or 'run'}-{draft.seed}", "runs/<model>-<seed>")
+
+
+RULES: tuple[Rule, ...] = (
+    debug_modes,
+    needed_flags,
+    sampling,
+    context_length,
+    over_sampling,
+    length_of_run,
+    loss,
+    clipping,
+    group_normalisation,
+    reference_model,
+    derive_batch,
+    micro_batches,
+    learning_rate,
+    rewards,
+    evaluation,
+    checkpoints,
+    dumps,
+    engine_choice,
+    refuse_flags_without_effect,
+    devices,
+    run_folder,
+    check_paths_exist,
+)

@@ -1,0 +1,44 @@
+"""Facts that exist only while a run is going, and the namespace that plug-ins see: arguments plus those facts."""
+
+import argparse
+from dataclasses import dataclass
+
+from slime.arguments.args import Args
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What start-up found out. The cluster builds it once; nobody changes it.
+
+    Example: RunInfo("add-1234:7f3a", "runs/add-1234", "127.0.0.1", 40123, ("http://127.0.0.1:40125",), 60, 0, 1, 512, 256).
+    """
+
+    run_id: str
+    run_dir: str
+    router_ip: str | None = None  # None: no engines in this run
+    router_port: int | None = None
+    engine_urls: tuple[str, ...] = ()
+    num_rollout: int | None = None  # None: not known before the dataset was read
+    start_rollout_id: int = 0
+    num_engines: int = 0
+    vocab_size: int | None = None
+    max_context_len: int | None = None
+
+
+def plugin_args(args: Args, run_info: RunInfo) -> argparse.Namespace:
+    """A plain namespace for plug-ins: a copy of all arguments overlaid with the facts of this run. Theirs to change."""
+    return argparse.Namespace(
+        **args.to_dict()
+        | {
+            "sglang_router_ip": run_info.router_ip,
+            "sglang_router_port": run_info.router_port,
+            "num_rollout": run_info.num_rollout,
+            "start_rollout_id": run_info.start_rollout_id,
+            "run_id": run_info.run_id,
+            "run_dir": run_info.run_dir,
+            "engine_urls": list(run_info.engine_urls),
+            "rollout_num_engines": run_info.num_engines,
+            "vocab_size": run_info.vocab_size,
+            "max_context_len": run_info.max_context_len,
+        }
+    )

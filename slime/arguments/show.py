@@ -1,0 +1,112 @@
+"""Settings as text: the help page and the listing of --print-config."""
+
+import argparse
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from slime.arguments.args import Args
+from slime.arguments.flag import FlagSpec
+from slime.arguments.groups import all_specs
+
+COLUMN = 38
+
+
+def render_help(prog: str, custom: Sequence[argparse.Action] = ()) -> str:
+    """The help page: flags grouped by subject, one short line each."""
+    width = min(shutil.get_terminal_size((110, 24)).columns, 119)
+    lines = [
+        f"usage: {prog} [--config run.yaml] [flags]",
+        "",
+        "Train a language model by reinforcement learning. A flag is also a key of the --config file; the command line",
+        "wins. Switches have a --no- form. --print-config shows every value and where it came from.",
+    ]
+    group = None
+    for spec in all_specs().values():
+        if spec.group != group:
+            group = spec.group
+            lines += ["", f"{group}:"]
+        lines += _entry(f"{spec.option}{_value_name(spec)}", spec.info.help + _default_note(spec), width)
+    if custom:
+        lines += ["", "Your own flags:"]
+        lines += [line for a in custom for line in _entry(", ".join(a.option_strings), a.help or "", width)]
+    return "\n".join(lines) + "\n"
+
+
+def _entry(left: str, help: str, width: int) -> list[str]:
+    wrapped = textwrap.wrap(help, max(width - COLUMN, 20)) or [""]
+    head = f"  {left}"
+    first = [f"{head:<{COLUMN}}{wrapped[0]}"] if len(head) < COLUMN else [head, " " * COLUMN + wrapped[0]]
+    return first + [" " * COLUMN + line for line in wrapped[1:]]
+
+
+def _value_name(spec: FlagSpec) -> str:
+    if spec.kind is bool:
+        return ""
+    name = spec.info.metavar or {int: "N", float: "X"}.get(spec.kind, "VALUE")
+    if spec.info.choices:
+        name = "{" + ",".join(spec.info.choices) + "}"
+    return f" {name}" + (" ..." if spec.many else "")
+
+
+def _default_note(spec: FlagSpec) -> str:
+    if spec.kind is bool or spec.default in (None, [], {}):
+        return ""
+    return f" [{spec.default}]"
+
+
+def render_config(args: Args, *, color: bool | None = None) -> str:
+    """Every value and its source, grouped as in the help; a table on a terminal, plain columns elsewhere."""
+    rows = config_rows(args)
+    if color if color is not None else sys.stdout.isatty():
+        return _render_table(rows)
+    name_width = max(len(name) for _, name, _, _ in rows)
+    value_width = min(max(len(value) for _, _, value, _ in rows), 48)
+    lines, group = [], None
+    for row_group, name, value, source in rows:
+        if row_group != group:
+            group = row_group
+            lines += ["", f"# {group}"]
+        lines.append(f"{name:<{name_width}}  {value:<{value_width}}  {source}")
+    return "\n".join(lines).lstrip("\n")
+
+
+def config_rows(args: Args) -> list[tuple[str, str, str, str]]:
+    """(group, name, value, source) of every value; secrets are masked."""
+    specs, sources = all_specs(), args.sources
+    extra = [name for name in vars(args) if name not in specs]
+    rows = []
+    for name in [*specs, *extra]:
+        group = specs[name].group if name in specs else "Other values"
+        secret = name in specs and specs[name].info.secret
+        rows.append((group, name, _value_text(getattr(args, name), secret), sources.get(name, "derived")))
+    return rows
+
+
+def _value_text(value: Any, secret: bool) -> str:
+    if secret and value is not None:
+        return "********"
+    return str(value)
+
+
+def _render_table(rows: list[tuple[str, str, str, str]]) -> str:
+    # Only a terminal needs rich, and importing it takes a moment.
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("flag", "value", "source", title="slime train", show_lines=False)
+    group = None
+    for row_group, name, value, source in rows:
+        if row_group != group:
+            group = row_group
+            table.add_section()
+            table.add_row(Text(group, style="bold"), "", "")
+        style = "dim" if source == "default" else "green" if source.startswith("derived") else "cyan"
+        table.add_row(name, Text(value), Text(source, style=style))
+    console = Console()
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
