@@ -15,6 +15,7 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["Dataset", "epoch_order", "filter_long_prompt", "read_file"]
 
+
 def epoch_order(seed: int, epoch: int, size: int) -> list[int]:
     """The permutation in which epoch `epoch` visits `size` samples: sorted by a mix of (seed, epoch, index)."""
     return sorted(range(size), key=lambda index: (mix64(seed, epoch, index), index))
@@ -29,7 +30,9 @@ def filter_long_prompt(
     kept: list[Sample] = []
     for start in range(0, len(samples), batch_size):
         batch = samples[start : start + batch_size]
-        kept.extend(s for s, n in zip(batch, prompt_lengths(batch, tokenizer, processor), strict=True) if n <= max_length)
+        kept.extend(
+            s for s, n in zip(batch, prompt_lengths(batch, tokenizer, processor), strict=True) if n <= max_length
+        )
     return kept
 
 
@@ -103,7 +106,9 @@ class Dataset:
                 f"0 are left; raise {length_flag} or use shorter prompts."
             )
         if len(kept) < len(read):
-            logger.info("%s: %d of %d prompts are at most %s tokens long", _show(path), len(kept), len(read), max_length)
+            logger.info(
+                "%s: %d of %d prompts are at most %s tokens long", _show(path), len(kept), len(read), max_length
+            )
         self.origin_samples = kept
         self.num_filtered = len(read) - len(kept)
         self.seed = seed

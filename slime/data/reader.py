@@ -26,7 +26,9 @@ def parse_slice(spec: str) -> tuple[str, int | None, int | None]:
     match = _SLICE.match(spec)
     if match is None:
         if re.search(r"@\[.*\]$", spec):
-            raise ValueError(f"{spec}: the rows after '@' must look like [start:end] with whole numbers, e.g. @[0:100].")
+            raise ValueError(
+                f"{spec}: the rows after '@' must look like [start:end] with whole numbers, e.g. @[0:100]."
+            )
         return spec, None, None
     start, end = match["start"], match["end"]
     if "-" in (start, end):
@@ -49,7 +51,9 @@ def _read_one(spec: str) -> Iterator[Row]:
         raise ValueError(f"prompt file {name} is a folder; name a .jsonl or .parquet file in it.")
     readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
     if path.suffix not in readers:
-        hint = " A .json file holds one value; write one JSON object per line instead." if path.suffix == ".json" else ""
+        hint = (
+            " A .json file holds one value; write one JSON object per line instead." if path.suffix == ".json" else ""
+        )
         raise ValueError(f"prompt file {name} ends in '{path.suffix}': only .jsonl and .parquet are read.{hint}")
     rows = readers[path.suffix](path)
     if start is None and end is None:
@@ -84,7 +88,9 @@ def _read_parquet(path: Path) -> Iterator[Row]:
     try:
         import pyarrow.parquet as parquet  # optional dependency: needed only by those who have parquet files
     except ImportError as error:
-        raise ValueError(f"{path}: reading parquet needs pyarrow; install it with `pip install slime[data]`.") from error
+        raise ValueError(
+            f"{path}: reading parquet needs pyarrow; install it with `pip install slime[data]`."
+        ) from error
     from pyarrow.lib import ArrowInvalid  # as above
 
     try:

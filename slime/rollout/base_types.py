@@ -1,0 +1,40 @@
+"""What a rollout function returns, and how one is called."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from slime.utils.types import Sample
+
+
+@dataclass
+class RolloutFnTrainOutput:
+    """Samples for one training batch: groups, in each one entry per execution (a Sample, or its fan-out siblings)."""
+
+    samples: list[list[Sample | list[Sample]]] | list[Sample]
+    metrics: dict[str, Any] | None = None
+
+
+@dataclass
+class RolloutFnEvalOutput:
+    """Evaluation: {dataset name: {"rewards": [...], "truncated": [...], "samples": [...]}}, lists aligned."""
+
+    data: dict[str, dict[str, Any]]
+    metrics: dict[str, Any] | None = None
+
+
+def call_rollout_fn(
+    fn: Callable, *args: Any, evaluation: bool, **kwargs: Any
+) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
+    """Call `fn(args, rollout_id, data_source, evaluation=...)`; a bare list or dict it returns is wrapped."""
+    output = fn(*args, **kwargs, evaluation=evaluation)
+    wanted = RolloutFnEvalOutput if evaluation else RolloutFnTrainOutput
+    if isinstance(output, wanted):
+        return output
+    if isinstance(output, dict if evaluation else list):
+        return wanted(output)
+    name = getattr(fn, "__qualname__", repr(fn))
+    raise TypeError(
+        f"rollout function {name} returned {type(output).__name__} with evaluation={evaluation}; "
+        f"expected {wanted.__name__} or a plain {'dict' if evaluation else 'list'}."
+    )

@@ -1,0 +1,269 @@
+"""Fill one training batch: issue groups, decide about each finished one, and account for all of them.
+
+Consumes groups from the data source, produces `kept`; waits only for the next finished group. Every group it took
+ends in exactly one place: the batch, the filter's count, the failure count, or back in the buffer.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from slime.rollout.data_source import DataSource
+from slime.rollout.filter_hub.base_types import (
+    MetricGatherer,
+    call_dynamic_filter,
+    should_drop_dynamic_filter_output,
+)
+from slime.rollout.groups import (
+    Group,
+    attempt_of,
+    begin_again,
+    copy_group,
+    describe,
+    first_sample,
+    is_finished,
+    is_scored,
+)
+from slime.utils.types import RewardFailure, Sample, flatten_samples
+
+logger = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 3  # how often one group is generated before its failure stops the run
+ABORT_GRACE_S = 30.0  # how long aborted work that will be kept may take to come back
+
+
+class GroupFailed(RuntimeError):
+    """A group could not be generated or scored within its attempts."""
+
+
+@dataclass(eq=False)
+class Ticket:
+    """One group in flight. `origin` is a copy from before generation: what goes back when the work is thrown away."""
+
+    number: int  # order of issue
+    origin: Group
+    task: asyncio.Task
+
+
+class BatchCollector:
+    """One rollout. `start_group` generates and scores a group; `abort_requests` ends what engines are doing for it."""
+
+    def __init__(
+        self,
+        args: Any,
+        rollout_id: int,
+        data_source: Any,
+        start_group: Callable[[Group], Awaitable[Group]],
+        abort_requests: Callable[[], Awaitable[None]],
+        dynamic_filter: Callable | None,
+    ):
+        self.args, self.rollout_id, self.data_source = args, rollout_id, data_source
+        self.start_group, self.abort_requests, self.dynamic_filter = start_group, abort_requests, dynamic_filter
+        self.target = args.rollout_batch_size
+        self.kept: list[Group] = []
+        self.decided: list[Group] = []  # every group that reached the filter, dropped ones included
+        self.counts: Counter[str] = Counter()
+        self._drops = MetricGatherer()
+        self._tickets: dict[int, Ticket] = {}  # issued and not decided, by number
+        self._done: asyncio.Queue[Ticket] = asyncio.Queue()
+        self._waiting: dict[int, Ticket] = {}  # done, but an earlier one is not (deterministic mode)
+        self._num_issued = 0
+        self._next_number = 0
+
+    async def collect(self) -> list[Group]:
+        """The batch, sorted by sample index."""
+        try:
+            while len(self.kept) < self.target:
+                self._issue()
+                self._decide(await self._next_done())
+            await self.drain()
+        except BaseException:
+            await self._give_everything_back()
+            raise
+        self.kept.sort(key=lambda group: first_sample(group).index)
+        self.decided.sort(key=lambda group: first_sample(group).index)
+        self._settle(self.kept, "trained")
+        return self.kept
+
+    def metrics(self) -> dict[str, Any]:
+        return {**self._drops.collect(), **{f"rollout/groups/{name}": n for name, n in sorted(self.counts.items())}}
+
+    # -- issue -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _remaining(self) -> int:
+        """Groups that can still end up in the batch."""
+        return len(self.kept) + len(self._tickets)
+
+    def _issue(self) -> None:
+        while self._remaining < self.target:
+            groups = self.data_source.get_samples(self.args.over_sampling_batch_size or self.target)
+            if not groups:
+                raise RuntimeError(
+                    f"the data source gave no groups: {len(self.kept)} of --rollout-batch-size {self.target} are there."
+                )
+            for group in groups:
+                self._start(group)
+
+    def _start(self, group: Group) -> None:
+        number, self._num_issued = self._num_issued, self._num_issued + 1
+        self.counts["issued"] += 1
+        ticket = Ticket(number, copy_group(group), asyncio.ensure_future(self.start_group(group)))
+        self._tickets[number] = ticket
+        ticket.task.add_done_callback(lambda _: self._done.put_nowait(ticket))
+
+    # -- decide ------------------------------------------------------------------------------------------------------
+
+    async def _next_done(self) -> Ticket:
+        """The next group to decide: the first to finish, or in deterministic mode the first that was issued."""
+        if not self.args.deterministic_mode:
+            return await self._done.get()
+        while self._next_number not in self._waiting:
+            ticket = await self._done.get()
+            if not ticket.task.cancelled() and ticket.task.exception() is not None:
+                return ticket  # it stops the run: no need to wait for its turn
+            self._waiting[ticket.number] = ticket
+        self._next_number += 1
+        return self._waiting.pop(self._next_number - 1)
+
+    def _decide(self, ticket: Ticket) -> None:
+        group = ticket.task.result()  # a failure that stops the run rises here
+        failure = next((s.reward_failure for s in flatten_samples(group) if s.reward_failure is not None), None)
+        if failure is not None:
+            self._on_reward_failure(ticket, group, failure)
+        elif any(s.status is Sample.Status.ABORTED for s in flatten_samples(group)):
+            # Not by us: the generate function gave up on it.
+            self._requeue(ticket, self._resumable(group, ticket.origin), "its generation was aborted")
+        else:
+            self._filter(ticket, group)
+
+    def _filter(self, ticket: Ticket, group: Group) -> None:
+        if len(group) != self.args.n_samples_per_prompt:
+            raise ValueError(
+                f"{describe(group)}: the group has {len(group)} entries, --n-samples-per-prompt is "
+                f"{self.args.n_samples_per_prompt}."
+            )
+        self.decided.append(group)
+        output = call_dynamic_filter(self.dynamic_filter, self.args, flatten_samples(group))
+        if should_drop_dynamic_filter_output(
+            output, remaining_batch_size=self._remaining, target_data_size=self.target
+        ):
+            self._drops.on_dynamic_filter_drop(output.reason)
+            self._forget(ticket)
+            self.counts["filtered"] += 1
+            self._settle([group], "filtered", output.reason)
+            if self.counts["filtered"] % (10 * self.target) == 0:
+                logger.warning("rollout %d: %d groups were filtered so far", self.rollout_id, self.counts["filtered"])
+            return
+        self._forget(ticket)
+        self.kept.append(group)
+        self.counts["kept"] += 1
+
+    def _on_reward_failure(self, ticket: Ticket, group: Group, failure: RewardFailure) -> None:
+        action = self.args.reward_failure_action
+        cause = f"the reward of {describe(group)} is {failure.kind}: {failure.reason}"
+        self.counts[f"reward_{failure.kind}"] += 1
+        if action == "stop":
+            raise GroupFailed(f"{cause} (--reward-failure-action stop).")
+        if action == "drop":
+            logger.warning("dropped: %s", cause)
+            self._forget(ticket)
+            self.counts["failed"] += 1
+            self._settle([group], "failed", f"reward_{failure.kind}")
+            return
+        self._requeue(ticket, ticket.origin, cause)
+
+    def _requeue(self, ticket: Ticket, group: Group, cause: str) -> None:
+        attempts = attempt_of(first_sample(ticket.origin)) + 1
+        if attempts >= MAX_ATTEMPTS:
+            raise GroupFailed(
+                f"{cause}; {attempts} attempts were made. Mend the cause, or let such groups go with "
+                "--reward-failure-action drop."
+            )
+        logger.warning("generated again (attempt %d of %d): %s", attempts + 1, MAX_ATTEMPTS, cause)
+        self._forget(ticket)
+        self._give_back([begin_again(group)])
+
+    def _forget(self, ticket: Ticket) -> None:
+        del self._tickets[ticket.number]
+
+    # -- give back ---------------------------------------------------------------------------------------------------
+
+    async def drain(self) -> list[Group]:
+        """End what is still in flight and return it to the data source; waits only for work that will be kept."""
+        tickets = [self._tickets.pop(number) for number in sorted(self._tickets)]
+        running = [t.task for t in tickets if not t.task.done()]
+        if self._keeps_work and running:
+            await self.abort_requests()
+            await asyncio.wait(running, timeout=ABORT_GRACE_S)
+            await self._cancel(running)
+        elif running:
+            # The ids are noted before the tasks let go of them, and sent after: a cancelled task resends nothing.
+            abort = asyncio.ensure_future(self.abort_requests())
+            await asyncio.sleep(0)
+            await self._cancel(running)
+            await abort
+        groups = [self._worth_keeping(ticket) for ticket in tickets]
+        groups.sort(key=lambda group: not is_scored(group))  # finished ones first; the sort is stable
+        self._give_back(groups)
+        return groups
+
+    @property
+    def _keeps_work(self) -> bool:
+        # How far aborted work came is a matter of timing, so a deterministic run begins it again.
+        return self.args.partial_rollout and not self.args.deterministic_mode
+
+    async def _cancel(self, tasks: list[asyncio.Task]) -> None:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _worth_keeping(self, ticket: Ticket) -> Group:
+        task = ticket.task
+        if task.cancelled() or task.exception() is not None:
+            return ticket.origin
+        group = task.result()
+        if any(s.reward_failure is not None for s in flatten_samples(group)):
+            return begin_again(ticket.origin)
+        if is_scored(group) and not self.args.deterministic_mode and not self.args.mask_offpolicy_in_partial_rollout:
+            return self._stamp(group)
+        return self._resumable(group, ticket.origin) if self._keeps_work else ticket.origin
+
+    def _resumable(self, group: Group, origin: Group) -> Group:
+        """Keep what can be continued. A fan-out that was cut short cannot: its prompt begins again."""
+        if not self.args.partial_rollout or len(group) != len(origin):
+            return origin
+        return self._stamp(
+            [old if isinstance(new, list) and not is_finished(new) else new for new, old in zip(group, origin)]  # noqa: B905
+        )
+
+    def _stamp(self, group: Group) -> Group:
+        for sample in flatten_samples(group):
+            if sample.response_length > 0:
+                sample.metadata.setdefault("start_rollout_id", self.rollout_id)
+        return group
+
+    def _give_back(self, groups: list[Group]) -> None:
+        if not groups:
+            return
+        try:
+            self.data_source.add_samples(groups)
+            self.counts["returned"] += len(groups)
+        except NotImplementedError:
+            logger.warning("the data source takes nothing back: %d groups are given up", len(groups))
+            self.counts["failed"] += len(groups)
+            self._settle(groups, "failed", "no_buffer")
+
+    async def _give_everything_back(self) -> None:
+        """The rollout failed: nothing was trained, so what was kept returns too."""
+        tickets = [self._tickets.pop(number) for number in sorted(self._tickets)]
+        await self._cancel([t.task for t in tickets])
+        kept, self.kept = self.kept, []
+        self._give_back(kept + [ticket.origin for ticket in tickets])
+
+    def _settle(self, groups: list[Group], outcome: str, reason: str | None = None) -> None:
+        if isinstance(self.data_source, DataSource):
+            self.data_source.settle(groups, outcome, reason)

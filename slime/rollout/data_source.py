@@ -1,0 +1,250 @@
+"""Where prompt groups come from: the dataset, epoch after epoch, and a buffer of groups that came back.
+
+The order is: buffer first (partial and finished-but-unused groups), then the dataset. `state_dict` holds all of it in
+plain types, so a resumed run hands out exactly what the interrupted one would have.
+"""
+
+import abc
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slime.data.dataset import Dataset
+from slime.rollout.groups import Group, copy_sample, describe, group_from_plain, group_to_plain
+from slime.rollout.journal import CountingJournal, Journal, Outcome
+from slime.utils.misc import load_function
+from slime.utils.processing_utils import load_processor, load_tokenizer
+from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
+
+STATE_FORMAT = 1
+
+
+class DataSource(abc.ABC):
+    """What a rollout function may ask of a data source. `settle` is optional to override."""
+
+    @abc.abstractmethod
+    def get_samples(self, num_samples: int) -> list[Group]:
+        """`num_samples` prompt groups, each with n_samples_per_prompt samples."""
+
+    @abc.abstractmethod
+    def add_samples(self, samples: list[Group]) -> None:
+        """Take groups back, to be handed out again. A source that cannot raises NotImplementedError."""
+
+    @abc.abstractmethod
+    def save(self, rollout_id: int) -> None: ...
+
+    @abc.abstractmethod
+    def load(self, rollout_id: int | None = None) -> None: ...
+
+    @abc.abstractmethod
+    def __len__(self) -> int: ...
+
+    def settle(self, groups: Sequence[Group], outcome: Outcome, reason: str | None = None) -> None:
+        """Told by the rollout function what became of groups that will not come back."""
+        return
+
+
+class RolloutDataSource(DataSource):
+    """Groups from the dataset, in the order of each epoch, for as many epochs as are asked for."""
+
+    def __init__(self, args: Any, journal: Journal | None = None):
+        self.args = args
+        self.epoch_id = 0
+        self.sample_group_index = 0  # next group's index
+        self.sample_index = 0  # next sample's index, unique over the run
+        self.sample_offset = 0  # how many prompts of this epoch have been handed out
+        self.metadata: dict[str, Any] = {}
+        self.journal: Journal = journal or CountingJournal()
+        self.dataset = build_dataset(args) if args.rollout_global_dataset else None
+        self._order_epoch()
+
+    def get_samples(self, num_samples: int) -> list[Group]:
+        groups = [self._make_group(prompt) for prompt in self._next_prompts(num_samples)]
+        self.journal.issued(groups, from_buffer=False)
+        return groups
+
+    def add_samples(self, samples: list[Group]) -> None:
+        raise RuntimeError(
+            f"{type(self).__name__} has no buffer to take groups back; use RolloutDataSourceWithBuffer."
+        )
+
+    def settle(self, groups: Sequence[Group], outcome: Outcome, reason: str | None = None) -> None:
+        self.journal.consumed(groups, outcome, reason)
+
+    def __len__(self) -> int:
+        return len(self.dataset) if self.dataset is not None else 0
+
+    def _next_prompts(self, count: int) -> list[Sample]:
+        if self.dataset is None:
+            return [Sample() for _ in range(count)]
+        prompts = []
+        while len(prompts) < count:
+            if self.sample_offset >= len(self.dataset):
+                self.epoch_id += 1
+                self.sample_offset = 0
+                self._order_epoch()
+            prompts.append(self.dataset[self.sample_offset])
+            self.sample_offset += 1
+        return prompts
+
+    def _order_epoch(self) -> None:
+        if self.dataset is not None and self.args.rollout_shuffle:
+            self.dataset.shuffle(self.epoch_id)
+
+    def _make_group(self, prompt: Sample) -> Group:
+        group = []
+        for _ in range(self.args.n_samples_per_prompt):
+            sample = copy_sample(prompt)
+            sample.group_index = self.sample_group_index
+            sample.index = self.sample_index
+            self.sample_index += 1
+            group.append(sample)
+        self.sample_group_index += 1
+        return group
+
+    def state_dict(self) -> dict[str, Any]:
+        """The cursor in plain types; whoever saves it decides when (the state of the batch that was trained)."""
+        state = {
+            "format": STATE_FORMAT,
+            "sample_offset": self.sample_offset,
+            "epoch_id": self.epoch_id,
+            "sample_group_index": self.sample_group_index,
+            "sample_index": self.sample_index,
+            "metadata": dict(self.metadata),
+            "num_prompts": len(self),
+        }
+        if isinstance(self.journal, CountingJournal):
+            state["counts"] = dict(self.journal.counts)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Inverse of `state_dict`. States without `format` are those of older runs: they hold no buffer."""
+        if state.get("format", STATE_FORMAT) > STATE_FORMAT:
+            raise ValueError(
+                f"data source state has format {state['format']}; this version reads up to {STATE_FORMAT}."
+            )
+        if self.dataset is not None and state.get("num_prompts", len(self)) != len(self):
+            logger.warning(
+                "--prompt-data has %d prompts now, the saved run had %d: the rest of the epoch is another order",
+                len(self),
+                state["num_prompts"],
+            )
+        self.sample_offset = state["sample_offset"]
+        self.epoch_id = state["epoch_id"]
+        self.sample_group_index = state["sample_group_index"]
+        self.sample_index = state["sample_index"]
+        self.metadata = dict(state["metadata"])
+        if isinstance(self.journal, CountingJournal):
+            self.journal = CountingJournal(state.get("counts"))
+        self._order_epoch()
+
+    def save(self, rollout_id: int) -> None:
+        if self.args.rollout_global_dataset and self.args.save is not None:
+            path = state_path(self.args.save, rollout_id)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_suffix(".tmp")
+            torch.save(self.state_dict(), temporary)
+            temporary.rename(path)
+
+    def load(self, rollout_id: int | None = None) -> None:
+        if not self.args.rollout_global_dataset or self.args.load is None or rollout_id is None:
+            return
+        path = state_path(self.args.load, rollout_id)
+        if not path.exists():
+            logger.info("no data source state at %s: prompts start from the first", path)
+            return
+        self.load_state_dict(torch.load(path, weights_only=True))
+
+
+class RolloutDataSourceWithBuffer(RolloutDataSource):
+    """The dataset behind a buffer of groups that came back: those go out first, chosen by --buffer-filter-path."""
+
+    def __init__(self, args: Any, journal: Journal | None = None):
+        super().__init__(args, journal)
+        self.buffer: list[Group] = []
+        self.buffer_filter = pop_first if args.buffer_filter_path is None else load_function(args.buffer_filter_path)
+
+    def get_samples(self, num_samples: int) -> list[Group]:
+        groups = self._take_from_buffer(num_samples)
+        missing = num_samples - len(groups)
+        return groups + super().get_samples(missing) if missing > 0 else groups
+
+    def _take_from_buffer(self, num_samples: int) -> list[Group]:
+        if not self.buffer or num_samples == 0:
+            return []
+        groups = self.buffer_filter(self.args, None, self.buffer, num_samples)
+        if len(groups) > num_samples:
+            raise ValueError(
+                f"--buffer-filter-path {self.args.buffer_filter_path} returned {len(groups)} groups; "
+                f"at most {num_samples} were asked for."
+            )
+        self.journal.issued(groups, from_buffer=True)
+        return groups
+
+    def add_samples(self, samples: list[Group]) -> None:
+        for group in samples:
+            if not isinstance(group, list) or len(group) != self.args.n_samples_per_prompt:
+                size = len(group) if isinstance(group, list) else type(group).__name__
+                raise ValueError(
+                    f"add_samples takes groups of --n-samples-per-prompt {self.args.n_samples_per_prompt} entries; "
+                    f"got {size}" + (f" for {describe(group)}." if isinstance(group, list) and group else ".")
+                )
+        self.journal.returned(samples)
+        self.buffer.extend(samples)
+
+    def get_buffer_length(self) -> int:
+        return len(self.buffer)
+
+    def update_metadata(self, metadata: dict[str, Any]) -> None:
+        self.metadata.update(metadata)
+
+    def get_metadata(self) -> dict[str, Any]:
+        return self.metadata
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "buffer": [group_to_plain(group) for group in self.buffer]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.buffer = [group_from_plain(group) for group in state.get("buffer", [])]
+
+
+def pop_first(args: Any, rollout_id: int | None, buffer: list[Group], num_samples: int) -> list[Group]:
+    """The default buffer filter: oldest first. It takes the groups out of the buffer."""
+    taken = buffer[:num_samples]
+    del buffer[:num_samples]
+    return taken
+
+
+def state_path(folder: str, rollout_id: int) -> Path:
+    return Path(folder) / "rollout" / f"global_dataset_state_dict_{rollout_id}.pt"
+
+
+def build_dataset(args: Any) -> Dataset:
+    """The training prompts that the flags describe."""
+    if args.prompt_data is None:
+        raise ValueError(
+            "--prompt-data is not set: name a .jsonl or .parquet file, or give --disable-rollout-global-dataset."
+        )
+    needs_tokenizer = args.apply_chat_template or args.rollout_max_prompt_len is not None
+    tokenizer = load_tokenizer(args.hf_checkpoint) if needs_tokenizer else None
+    processor = load_processor(args.hf_checkpoint) if args.multimodal_keys else None
+    return Dataset(
+        args.prompt_data,
+        tokenizer,
+        processor,
+        args.rollout_max_prompt_len,
+        prompt_key=args.input_key,
+        multimodal_keys=args.multimodal_keys,
+        label_key=args.label_key,
+        metadata_key=args.metadata_key,
+        tool_key=args.tool_key,
+        seed=args.rollout_seed,
+        apply_chat_template=args.apply_chat_template,
+        apply_chat_template_kwargs=args.apply_chat_template_kwargs,
+    )

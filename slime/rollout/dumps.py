@@ -1,0 +1,49 @@
+"""Save the samples of a rollout to a file and load them again, so that training can be replayed without engines."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slime.utils.types import Sample, flatten_samples
+
+
+def dump_path(path_template: str, rollout_id: int | str) -> Path:
+    """`runs/dump_{rollout_id}.pt` -> the file of that rollout."""
+    return Path(path_template.format(rollout_id=rollout_id))
+
+
+def save_rollout_dump(path_template: str, rollout_id: int | str, samples: Sequence[Any]) -> Path:
+    """Write `{rollout_id, samples: [Sample.to_dict(), ...]}`; groups are flattened. One rename, never half a file."""
+    path = dump_path(path_template, rollout_id)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    content = {"rollout_id": rollout_id, "samples": [s.to_dict() for s in flatten_samples(samples)]}
+    torch.save(content, temporary)
+    temporary.rename(path)
+    return path
+
+
+def load_rollout_dump(path_template: str, rollout_id: int | str, *, subsample: float | None = None) -> list[Sample]:
+    """The samples of a dump, or its first `subsample` share. Files hold data only: code in them is refused."""
+    path = dump_path(path_template, rollout_id)
+    if not path.exists():
+        raise FileNotFoundError(f"--load-debug-rollout-data: {path} does not exist (rollout {rollout_id}).")
+    # routed experts are numpy arrays, which the restricted loader admits only when they are named
+    with torch.serialization.safe_globals(_numpy_globals()):
+        content = torch.load(path, weights_only=True)
+    if not isinstance(content, dict) or "samples" not in content:
+        raise ValueError(f"--load-debug-rollout-data: {path} is not a rollout dump (no 'samples' in it).")
+    samples = [Sample.from_dict(data) for data in content["samples"]]
+    if subsample is not None:
+        samples = samples[: max(1, int(len(samples) * subsample))]
+    return samples
+
+
+def _numpy_globals() -> list[Any]:
+    import numpy as np
+
+    return [np.ndarray, np.dtype, np._core.multiarray._reconstruct, np._core.multiarray.scalar] + [
+        type(np.dtype(name)) for name in ("int32", "int64", "float32", "float64", "bool")
+    ]

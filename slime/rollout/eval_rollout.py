@@ -1,0 +1,135 @@
+"""Evaluation: every dataset at the same time, each prompt sampled as its dataset says, rewards kept apart.
+
+A sample without a score is left out of the averages and counted in the metrics: a failed reward is not a zero.
+"""
+
+import asyncio
+import functools
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from slime.arguments.eval_config import EvalDatasetConfig
+from slime.data.dataset import Dataset
+from slime.rollout.base_types import RolloutFnEvalOutput
+from slime.rollout.groups import Group, copy_sample
+from slime.rollout.tasks import all_or_none
+from slime.utils.processing_utils import load_processor, load_tokenizer
+from slime.utils.types import Sample, flatten_samples
+
+logger = logging.getLogger(__name__)
+
+RunGroup = Callable[..., Awaitable[Group]]
+
+
+async def evaluate(args: Any, run_group: RunGroup) -> RolloutFnEvalOutput:
+    """{name: {"rewards", "truncated", "samples"}} for each dataset; `run_group` is generate_and_rm_group."""
+    results = await all_or_none([_evaluate_dataset(args, config, run_group) for config in args.eval_datasets])
+    data, metrics = {}, {}
+    for config, (result, num_failed) in zip(args.eval_datasets, results, strict=True):
+        data[config.name] = result
+        if num_failed:
+            metrics[f"eval/{config.name}/reward_failures"] = num_failed
+    return RolloutFnEvalOutput(data=data, metrics=metrics or None)
+
+
+async def _evaluate_dataset(args: Any, config: EvalDatasetConfig, run_group: RunGroup) -> tuple[dict[str, Any], int]:
+    dataset = await asyncio.to_thread(load_eval_dataset, args, config)  # reading must not hold up the loop
+    groups = make_groups(config, dataset)
+    params = eval_sampling_params(args, config)
+    done = await all_or_none([run_group(args, group, dict(params), evaluation=True) for group in groups])
+    samples = sorted(flatten_samples(done), key=lambda sample: sample.index)
+    scored = [s for s in samples if s.reward is not None]
+    if not scored:
+        failure = samples[0].reward_failure
+        raise RuntimeError(
+            f"evaluation {config.name}: none of {len(samples)} samples has a score; "
+            f"the first: {failure.reason if failure else samples[0].status.value}."
+        )
+    if len(scored) < len(samples):
+        logger.warning(
+            "evaluation %s: %d of %d samples have no score", config.name, len(samples) - len(scored), len(samples)
+        )
+    key = args.eval_reward_key or args.reward_key
+    result = {
+        "rewards": [s.reward[key] if key and isinstance(s.reward, dict) else s.reward for s in scored],
+        "truncated": [s.status is Sample.Status.TRUNCATED for s in scored],
+        "samples": scored,
+    }
+    return result, len(samples) - len(scored)
+
+
+def make_groups(config: EvalDatasetConfig, dataset: Dataset) -> list[Group]:
+    """One group per prompt with this dataset's metadata, reward and generate function on each sample."""
+    count = config.n_samples_per_eval_prompt or 1
+    groups = []
+    for number, prompt in enumerate(dataset.origin_samples):
+        group = []
+        for copy_number in range(count):
+            sample = copy_sample(prompt)
+            sample.group_index = number
+            sample.index = number * count + copy_number
+            sample.metadata = config.inject_metadata(sample.metadata)
+            sample.custom_rm_path = config.custom_rm_path
+            sample.generate_function_path = config.custom_generate_function_path
+            group.append(sample)
+        groups.append(group)
+    return groups
+
+
+def eval_sampling_params(args: Any, config: EvalDatasetConfig) -> dict[str, Any]:
+    """The dataset's sampling parameters; what it leaves open is not sent."""
+    params = {
+        "temperature": config.temperature,
+        "top_p": config.top_p,
+        "top_k": config.top_k,
+        "max_new_tokens": config.max_response_len,
+        "min_new_tokens": config.min_new_tokens,
+        "stop": config.stop,
+        "stop_token_ids": config.stop_token_ids,
+        "repetition_penalty": config.repetition_penalty,
+        "skip_special_tokens": config.skip_special_tokens,
+        "no_stop_trim": True if config.no_stop_trim is None else config.no_stop_trim,
+        "spaces_between_special_tokens": False,
+    }
+    return {name: value for name, value in params.items() if value is not None}
+
+
+def load_eval_dataset(args: Any, config: EvalDatasetConfig) -> Dataset:
+    """Read once per process: evaluation comes back to the same files many times."""
+    key = (*config.cache_key, args.hf_checkpoint, args.eval_max_prompt_len)
+    return _load(_Key(key, args, config))
+
+
+class _Key:
+    """Hashes by what decides the dataset's content and carries what is needed to read it."""
+
+    def __init__(self, key: tuple, args: Any, config: EvalDatasetConfig):
+        self.key, self.args, self.config = key, args, config
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and self.key == other.key
+
+
+@functools.lru_cache(maxsize=32)
+def _load(key: _Key) -> Dataset:
+    args, config = key.args, key.config
+    needs_tokenizer = config.apply_chat_template or args.eval_max_prompt_len is not None
+    return Dataset(
+        config.path,
+        load_tokenizer(args.hf_checkpoint) if needs_tokenizer else None,
+        load_processor(args.hf_checkpoint) if config.multimodal_keys else None,
+        args.eval_max_prompt_len,
+        prompt_key=config.input_key or "input",
+        multimodal_keys=config.multimodal_keys,
+        label_key=config.label_key,
+        tool_key=config.tool_key,
+        metadata_key=config.metadata_key,
+        apply_chat_template=bool(config.apply_chat_template),
+        apply_chat_template_kwargs=config.apply_chat_template_kwargs,
+        flag=f"evaluation dataset {config.name},",
+        length_flag="--eval-max-prompt-len",
+    )

@@ -1,0 +1,77 @@
+"""Small questions about a prompt group, and copies of it.
+
+A group is a list with one entry per execution of its prompt: a Sample or, when a generate function fanned out, the
+list of samples that execution made. `flatten_samples` of slime.utils.types gives its samples.
+"""
+
+import copy
+from typing import TypeAlias
+
+from slime.utils.types import Sample, flatten_samples
+
+Entry: TypeAlias = Sample | list[Sample]
+Group: TypeAlias = list[Entry]
+
+FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
+ATTEMPT_KEY = "attempt"  # in Sample.metadata: how often this sample's generation was thrown away and begun again
+
+
+def first_sample(group: Group) -> Sample:
+    return flatten_samples(group)[0]
+
+
+def describe(group: Group | Sample) -> str:
+    """How messages name a group or sample."""
+    sample = group if isinstance(group, Sample) else first_sample(group)
+    return f"sample {sample.index} (group {sample.group_index})"
+
+
+def is_finished(entry: Entry) -> bool:
+    """Generation is over for every sample of the entry."""
+    return all(sample.status in FINISHED for sample in flatten_samples([entry]))
+
+
+def is_scored(group: Group) -> bool:
+    """Finished, and every sample has its reward: the group could be trained on as it is."""
+    return all(is_finished(entry) for entry in group) and all(s.reward is not None for s in flatten_samples(group))
+
+
+def attempt_of(sample: Sample) -> int:
+    return sample.metadata.get(ATTEMPT_KEY, 0)
+
+
+def copy_sample(sample: Sample) -> Sample:
+    """An independent copy; media are shared, since nothing writes to them."""
+    new = copy.copy(sample)
+    for name, value in vars(sample).items():
+        if isinstance(value, (list, dict)) and name not in ("multimodal_inputs", "multimodal_train_inputs"):
+            setattr(new, name, copy.deepcopy(value) if _is_nested(value) else value.copy())
+    new.spec_info = copy.copy(sample.spec_info)
+    new.prefix_cache_info = copy.copy(sample.prefix_cache_info)
+    return new
+
+
+def _is_nested(value: list | dict) -> bool:
+    items = value.values() if isinstance(value, dict) else value[:1]
+    return any(isinstance(item, (list, dict, tuple)) for item in items)
+
+
+def copy_group(group: Group) -> Group:
+    return [[copy_sample(s) for s in e] if isinstance(e, list) else copy_sample(e) for e in group]
+
+
+def begin_again(group: Group) -> Group:
+    """The group for another attempt: the same samples as given, with the attempt counted (it changes their seeds)."""
+    for sample in flatten_samples(group):
+        sample.metadata[ATTEMPT_KEY] = attempt_of(sample) + 1
+    return group
+
+
+def group_to_plain(group: Group) -> list:
+    """Nested lists of `Sample.to_dict()`, independent of the live samples."""
+    group = copy_group(group)
+    return [[s.to_dict() for s in e] if isinstance(e, list) else e.to_dict() for e in group]
+
+
+def group_from_plain(plain: list) -> Group:
+    return [[Sample.from_dict(s) for s in e] if isinstance(e, list) else Sample.from_dict(e) for e in plain]

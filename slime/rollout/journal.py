@@ -1,0 +1,44 @@
+"""What became of every prompt group: the events a data source reports, and a journal that counts them.
+
+Each group that is handed out (`issued`) comes back once: into the buffer (`returned`), into a training batch
+(`consumed`, outcome "trained"), or out of the run with a reason ("filtered", "failed"). A durable journal implements
+the same three methods.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+from slime.rollout.groups import Group
+
+Outcome = Literal["trained", "filtered", "failed"]
+
+
+class Journal(Protocol):
+    """Where a data source reports what happens to groups."""
+
+    def issued(self, groups: Sequence[Group], *, from_buffer: bool) -> None: ...
+    def returned(self, groups: Sequence[Group]) -> None: ...
+    def consumed(self, groups: Sequence[Group], outcome: Outcome, reason: str | None = None) -> None: ...
+
+
+class CountingJournal:
+    """Keeps totals only. `new` groups came from the dataset, `reissued` ones out of the buffer."""
+
+    def __init__(self, counts: dict[str, int] | None = None):
+        self.counts: Counter[str] = Counter(counts or {})
+
+    def issued(self, groups: Sequence[Group], *, from_buffer: bool) -> None:
+        self.counts["reissued" if from_buffer else "new"] += len(groups)
+
+    def returned(self, groups: Sequence[Group]) -> None:
+        self.counts["returned"] += len(groups)
+
+    def consumed(self, groups: Sequence[Group], outcome: Outcome, reason: str | None = None) -> None:
+        self.counts[outcome] += len(groups)
+
+    @property
+    def in_flight(self) -> int:
+        """Groups handed out whose fate is not known yet."""
+        c = self.counts
+        return c["new"] + c["reissued"] - c["returned"] - c["trained"] - c["filtered"] - c["failed"]

@@ -1,0 +1,105 @@
+"""One generate request for one sample: what is sent, with which seed, and what is refused before it is sent."""
+
+from typing import Any
+from uuid import uuid4
+
+from slime.data.mix import mix64
+from slime.rollout.groups import attempt_of, describe
+from slime.utils.processing_utils import encode_image_for_rollout_engine
+from slime.utils.types import Sample
+from slime.wire.protocol import GenerateRequest, SamplingParams
+
+
+class PromptError(ValueError):
+    """A sample that no engine can serve: too long for the context, or with a token id the model does not have."""
+
+
+def sampling_params_of(args: Any) -> dict[str, Any]:
+    """The run's sampling parameters as a plain dict, a new one at each call; generate functions may change theirs."""
+    return {
+        "temperature": args.rollout_temperature,
+        "top_p": args.rollout_top_p,
+        "top_k": args.rollout_top_k,
+        "max_new_tokens": args.rollout_max_response_len,
+        "stop": args.rollout_stop,
+        "stop_token_ids": args.rollout_stop_token_ids,
+        "skip_special_tokens": args.rollout_skip_special_tokens,
+        "no_stop_trim": True,
+        "spaces_between_special_tokens": False,
+    }
+
+
+def sampling_seed(args: Any, sample: Sample) -> int:
+    """A positive 31-bit seed from nothing but the run's seed and where the sample stands: a rerun draws the same tokens.
+
+    The attempt is part of it, since a group that is generated again should not repeat what could not be scored.
+    """
+    return mix64(args.rollout_seed, sample.index or 0, sample.response_length, attempt_of(sample)) % (2**31 - 1) + 1
+
+
+def prepare_prompt(sample: Sample, tokenizer: Any, processor: Any = None) -> None:
+    """Put the prompt's token ids into a sample that has none yet."""
+    if sample.tokens:
+        return
+    if not isinstance(sample.prompt, str):
+        raise PromptError(
+            f"the prompt of {describe(sample)} is a list of messages; generation needs text: set --apply-chat-template."
+        )
+    if processor is not None and sample.multimodal_inputs:
+        encoded = dict(processor(text=[sample.prompt], return_tensors="pt", **sample.multimodal_inputs))
+        sample.tokens = encoded.pop("input_ids")[0].tolist()
+        encoded.pop("attention_mask", None)
+        sample.multimodal_train_inputs = encoded or None
+        return
+    sample.tokens = tokenizer.encode(sample.prompt, add_special_tokens=False)
+
+
+def token_budget(args: Any, sample: Sample, max_new_tokens: int | None, context_limit: int | None) -> int | None:
+    """How many tokens may still be generated; 0: the sample is full; None: no limit is known on this side.
+
+    `context_limit` is the run's own bound on prompt plus response, the engine's is args.max_context_len.
+    """
+    budgets = [] if max_new_tokens is None else [max_new_tokens - sample.response_length]
+    limits = {"the model's context": args.max_context_len, "--rollout-max-context-len": context_limit}
+    for name, limit in limits.items():
+        if limit is None:
+            continue
+        room = limit - len(sample.tokens)
+        if room <= 0 and sample.response_length == 0:
+            raise PromptError(
+                f"the prompt of {describe(sample)} has {len(sample.tokens)} tokens, {name} is {limit}: no room for an "
+                f"answer; filter such prompts with --rollout-max-prompt-len {limit - 1} or less."
+            )
+        budgets.append(room)
+    return max(0, min(budgets)) if budgets else None
+
+
+def check_token_ids(args: Any, sample: Sample) -> None:
+    """A token id outside the vocabulary takes some engines down, so it must not leave this process."""
+    if not sample.tokens:
+        raise PromptError(f"the prompt of {describe(sample)} is empty: there is nothing to continue.")
+    low, high = min(sample.tokens), max(sample.tokens)
+    if low < 0 or (args.vocab_size is not None and high >= args.vocab_size):
+        bad = low if low < 0 else high
+        raise PromptError(
+            f"{describe(sample)} has token id {bad}, the model's vocabulary has {args.vocab_size} ids: "
+            "the tokenizer of --hf-checkpoint and the model do not belong together."
+        )
+
+
+def build_request(args: Any, sample: Sample, sampling_params: dict[str, Any], budget: int | None) -> GenerateRequest:
+    """Continue the sample's tokens. A `sampling_seed` that the caller set is kept."""
+    check_token_ids(args, sample)
+    params = {"sampling_seed": sampling_seed(args, sample), **sampling_params, "max_new_tokens": budget}
+    if budget is not None and params.get("min_new_tokens"):
+        params["min_new_tokens"] = min(params["min_new_tokens"], budget)
+    extra = {}
+    if sample.multimodal_inputs and sample.multimodal_inputs.get("images"):
+        extra["image_data"] = [encode_image_for_rollout_engine(image) for image in sample.multimodal_inputs["images"]]
+    return GenerateRequest(
+        input_ids=sample.tokens,
+        sampling=SamplingParams.from_json(params),
+        rid=f"{sample.index}-{uuid4().hex}",
+        session=sample.session_id,
+        extra=extra,
+    )

@@ -1,0 +1,50 @@
+"""Sample hooks (--rollout-sample-hook-path): user functions that see each sample after generation, before its reward."""
+
+import inspect
+from contextvars import ContextVar
+from typing import Any
+
+from slime.utils.misc import load_function
+from slime.utils.types import Sample
+
+_rollout_id: ContextVar[int | None] = ContextVar("slime_rollout_id", default=None)
+
+
+def set_current_rollout_id(rollout_id: int | None) -> None:
+    """Set for the calling thread or task and for everything it starts."""
+    _rollout_id.set(rollout_id)
+
+
+async def apply_rollout_sample_hooks(
+    args: Any, sample: Sample | list, *, evaluation: bool = False, rollout_id: int | None = None
+) -> Sample | list:
+    """Run every hook on every sample; lists keep their shape. A hook that returns None changed the sample in place."""
+    if not args.rollout_sample_hook_path:
+        return sample
+    if isinstance(sample, list):
+        return [
+            await apply_rollout_sample_hooks(args, one, evaluation=evaluation, rollout_id=rollout_id) for one in sample
+        ]
+    context = {"rollout_id": _rollout_id.get() if rollout_id is None else rollout_id, "evaluation": evaluation}
+    for path in args.rollout_sample_hook_path:
+        sample = await _call_hook(path, args, sample, context)
+    return sample
+
+
+async def _call_hook(path: str, args: Any, sample: Sample, context: dict[str, Any]) -> Sample:
+    hook = load_function(path)
+    result = hook(args, sample, **_accepted(hook, context))
+    if inspect.isawaitable(result):
+        result = await result
+    if result is None:
+        return sample
+    if not isinstance(result, Sample):
+        raise TypeError(f"sample hook {path} returned {type(result).__name__}; return a Sample or None.")
+    return result
+
+
+def _accepted(hook: Any, context: dict[str, Any]) -> dict[str, Any]:
+    parameters = inspect.signature(hook).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return context
+    return {name: value for name, value in context.items() if name in parameters}

@@ -1,0 +1,41 @@
+"""The requests of one rollout (or one evaluation), so that an abort reaches exactly those.
+
+A scope lives in a context variable: every task that a rollout starts inherits it, evaluation has its own, and nothing
+that another rollout sent can be touched through it.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+_current: ContextVar["RequestScope | None"] = ContextVar("slime_request_scope", default=None)
+
+
+class RequestScope:
+    """Request ids in flight. `aborted` turns true once: work that has not begun then does not begin."""
+
+    def __init__(self, max_context_len: int | None = None) -> None:
+        self.max_context_len = max_context_len  # prompt plus response; None: only the engine's own limit
+        self.rids: set[str] = set()
+        self.aborted = False
+
+    @contextlib.contextmanager
+    def sending(self, rid: str) -> Iterator[None]:
+        self.rids.add(rid)
+        try:
+            yield
+        finally:
+            self.rids.discard(rid)
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator["RequestScope"]:
+        token = _current.set(self)
+        try:
+            yield self
+        finally:
+            _current.reset(token)
+
+
+def current_scope() -> RequestScope | None:
+    """The scope of the running task; None outside rollouts."""
+    return _current.get()

@@ -1,0 +1,343 @@
+"""The default rollout function: generate groups through the engines, score them, and fill a training batch.
+
+Read it bottom up: `generate_rollout` -> `generate_and_rm_group` -> `generate_and_rm` -> `generate`. Plug-ins call and
+replace these names, so each is looked up in this module when it is used.
+"""
+
+import asyncio
+import inspect
+import logging
+import weakref
+from collections.abc import Sequence
+from typing import Any
+from uuid import uuid4
+
+from slime.rollout import eval_rollout as evaluation_run
+from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.rollout.collect import MAX_ATTEMPTS, BatchCollector, GroupFailed
+from slime.rollout.groups import Entry, Group, copy_group, describe, is_finished
+from slime.rollout.requests import PromptError, build_request, prepare_prompt, sampling_params_of, token_budget
+from slime.rollout.rm_hub import RewardConfigError, RewardFailuresExceeded, score_samples
+from slime.rollout.sample_hooks import apply_rollout_sample_hooks, set_current_rollout_id
+from slime.rollout.scope import RequestScope, current_scope
+from slime.rollout.tasks import all_or_none
+from slime.utils import http_utils, waits
+from slime.utils.async_utils import run
+from slime.utils.misc import load_function
+from slime.utils.processing_utils import load_processor, load_tokenizer
+from slime.utils.types import Sample, flatten_samples
+from slime.wire.client import EngineClient
+from slime.wire.protocol import GenerateRequest, Generation
+
+__all__ = [
+    "GenerateState",
+    "abort",
+    "eval_rollout",
+    "generate",
+    "generate_and_rm",
+    "generate_and_rm_group",
+    "generate_rollout",
+    "get_model_url",
+]
+
+logger = logging.getLogger(__name__)
+
+ABORT_DEADLINE_S = 20.0
+MAX_IDLE_RESUBMITS = 60  # answers without a token from an engine that is paused, a second apart
+
+
+class _StatePerArgs(type):
+    """`GenerateState(args)` gives the same state for the same args object; the last few are remembered."""
+
+    _states: list[tuple[Any, "GenerateState"]] = []  # noqa: RUF012 - shared on purpose
+
+    def __call__(cls, args: Any) -> "GenerateState":
+        for known, state in cls._states:
+            if known is args:
+                return state
+        state = super().__call__(args)
+        cls._states.append((args, state))
+        del cls._states[:-4]
+        return state
+
+
+class GenerateState(metaclass=_StatePerArgs):
+    """What the generate functions of one run share: tokenizer, sampling parameters, the cap on requests in flight."""
+
+    def __init__(self, args: Any) -> None:
+        self.args = args
+        self.tokenizer = load_tokenizer(args.hf_checkpoint)
+        self.processor = load_processor(args.hf_checkpoint) if args.multimodal_keys else None
+        self._no_scope = RequestScope(args.rollout_max_context_len)
+        # Semaphores and clients belong to the loop that waits on them.
+        self._semaphores: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        self._clients: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+    @property
+    def max_running(self) -> int:
+        return self.args.sglang_server_concurrency * max(1, self.args.rollout_num_engines)
+
+    @property
+    def sampling_params(self) -> dict[str, Any]:
+        """A fresh dict each time: what one caller changes, no other sees."""
+        return sampling_params_of(self.args)
+
+    @property
+    def semaphore(self) -> asyncio.Semaphore:
+        """The running loop's cap on samples being generated."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._semaphores:
+            self._semaphores[loop] = asyncio.Semaphore(self.max_running)
+        return self._semaphores[loop]
+
+    @property
+    def client(self) -> EngineClient:
+        loop = asyncio.get_running_loop()
+        if loop not in self._clients:
+            url = get_model_url(self.args, "default", endpoint="")
+            self._clients[loop] = EngineClient(
+                url, timeout_s=self.args.generate_timeout_s, max_running=self.max_running
+            )
+        return self._clients[loop]
+
+    @property
+    def scope(self) -> RequestScope:
+        """The requests of the rollout or evaluation this task belongs to."""
+        return current_scope() or self._no_scope
+
+    @property
+    def aborted(self) -> bool:
+        return self.scope.aborted
+
+    def reset(self) -> None:
+        self._no_scope = RequestScope(self.args.rollout_max_context_len)
+
+    async def send(self, request: GenerateRequest) -> Generation:
+        with self.scope.sending(request.rid):
+            return await self.client.generate(request)
+
+
+def get_model_url(args: Any, model_name: str = "default", endpoint: str = "/generate") -> str:
+    """Where requests for a model go: its own router where a topology serves several models, else the run's router."""
+    routers = vars(args).get("sglang_model_routers") or {}
+    if model_name in routers:
+        ip, port = routers[model_name]
+    elif routers and model_name not in ("default", "actor"):
+        raise ValueError(f"no model {model_name!r} is served; there are {sorted(routers)}.")
+    else:
+        ip, port = args.sglang_router_ip, args.sglang_router_port
+    if ip is None:
+        raise RuntimeError("no engine serves this run (router address is not set): generation is not possible.")
+    return f"http://{ip}:{port}{endpoint}"
+
+
+async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Continue the sample until it stops, is full, or the rollout is aborted; tokens, log-probs and versions are kept."""
+    state = GenerateState(args)
+    if sample.status not in (Sample.Status.PENDING, Sample.Status.ABORTED):
+        raise ValueError(
+            f"{describe(sample)} is {sample.status.value}: only pending or aborted samples are generated."
+        )
+    prepare_prompt(sample, state.tokenizer, state.processor)
+    idle = 0
+    while True:
+        budget = token_budget(args, sample, sampling_params.get("max_new_tokens"), state.scope.max_context_len)
+        if budget == 0:
+            sample.status = Sample.Status.TRUNCATED
+            return sample
+        answer = await state.send(build_request(args, sample, sampling_params, budget))
+        sample.append_response_tokens(
+            args, tokens=answer.ids, log_probs=answer.log_probs or [], meta_info=dict(answer.meta), text=answer.text
+        )
+        if answer.finish != "abort" or state.aborted:
+            return sample
+        # Not our abort: the engine let go of its requests, for a weight push say. Continue from what it made.
+        idle = 0 if answer.ids else idle + 1
+        if idle > MAX_IDLE_RESUBMITS:
+            raise RuntimeError(
+                f"the engine aborted {describe(sample)} {idle} times without a token: {answer.finish_detail}"
+            )
+        if idle:
+            await asyncio.sleep(min(1.0, 0.05 * 2**idle))
+
+
+async def generate_and_rm(
+    args: Any, sample: Entry, sampling_params: dict[str, Any], evaluation: bool = False
+) -> Entry:
+    """Generate one sample and score it. A custom generate function may turn it into several (fan-out)."""
+    if not evaluation and args.partial_rollout and args.mask_offpolicy_in_partial_rollout:
+        _mask_earlier_tokens(sample)
+    if not is_finished(sample):
+        state = GenerateState(args)
+        async with state.semaphore:
+            if state.aborted:
+                sample.status = Sample.Status.ABORTED
+                return sample
+            sample = await _call_generate(args, sample, sampling_params, evaluation)
+        sample = await apply_rollout_sample_hooks(args, sample, evaluation=evaluation)
+    if not args.group_rm:
+        await _score(args, flatten_samples([sample]))
+    return sample
+
+
+def _mask_earlier_tokens(sample: Entry) -> None:
+    for one in flatten_samples([sample]):
+        if one.response_length > 0:
+            one.loss_mask = [0] * one.response_length
+
+
+async def _call_generate(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool) -> Entry:
+    path = sample.generate_function_path or args.custom_generate_function_path
+    if path is None:
+        return await generate(args, sample, sampling_params)
+    function = load_function(path)
+    options = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
+    result = await function(args, sample, sampling_params, **options)
+    return _check_fan_out(path, sample, result) if isinstance(result, list) else _check_sample(path, result)
+
+
+def _check_sample(path: str, result: Any) -> Sample:
+    if not isinstance(result, Sample):
+        raise TypeError(
+            f"generate function {path} returned {type(result).__name__}; return a Sample or a list of them."
+        )
+    return result
+
+
+def _check_fan_out(path: str, source: Sample, result: list[Sample]) -> list[Sample]:
+    """Siblings belong to one group and share a rollout_id; where the function gave none, the source's index is it."""
+    if not result:
+        raise ValueError(f"generate function {path} returned no sample for {describe(source)}; return at least one.")
+    for sample in result:
+        _check_sample(path, sample)
+        sample.group_index = source.group_index if sample.group_index is None else sample.group_index
+        sample.index = source.index if sample.index is None else sample.index
+    if all(sample.rollout_id is None for sample in result):
+        for sample in result:
+            sample.rollout_id = source.index
+    if len({sample.rollout_id for sample in result}) != 1:
+        raise ValueError(
+            f"generate function {path} returned samples with rollout ids {[s.rollout_id for s in result]} for "
+            f"{describe(source)}; siblings of one execution must share one."
+        )
+    return result
+
+
+async def _score(args: Any, samples: Sequence[Sample]) -> None:
+    """Rewards for those that have none and were not cut off; what cannot be scored carries its failure."""
+    todo = [s for s in samples if s.reward is None and s.status is not Sample.Status.ABORTED]
+    if todo:
+        await score_samples(args, todo)
+
+
+async def generate_and_rm_group(
+    args: Any, group: Group, sampling_params: dict[str, Any], evaluation: bool = False
+) -> Group:
+    """All samples of a group at once; with --group-rm their rewards are computed together."""
+    if GenerateState(args).aborted:
+        return group
+    for sample in flatten_samples(group):
+        sample.session_id = sample.session_id or uuid4().hex
+    group = await all_or_none([_generate_with_retries(args, entry, sampling_params, evaluation) for entry in group])
+    if args.group_rm and not any(s.status is Sample.Status.ABORTED for s in flatten_samples(group)):
+        await _score(args, flatten_samples(group))
+    return group
+
+
+async def _generate_with_retries(args: Any, entry: Entry, sampling_params: dict[str, Any], evaluation: bool) -> Entry:
+    """Failures that may pass are tried again from the sample as it was, with the same seed."""
+    origin = copy_group([entry])
+    for attempt in range(1, MAX_ATTEMPTS + 1):
+        try:
+            return await generate_and_rm(args, entry, dict(sampling_params), evaluation=evaluation)
+        except Exception as error:
+            if _is_permanent(error):
+                raise
+            cause = f"generating {describe(origin)} failed ({type(error).__name__}: {error})"
+            if attempt == MAX_ATTEMPTS:
+                raise GroupFailed(f"{cause}; {attempt} attempts were made.") from error
+            logger.warning("attempt %d of %d: %s", attempt, MAX_ATTEMPTS, cause)
+            entry = copy_group(origin)[0]
+    raise AssertionError("the last attempt either returns or raises")
+
+
+def _is_permanent(error: Exception) -> bool:
+    """Another attempt would fail in the same way."""
+    if isinstance(error, http_utils.HttpError):
+        return 400 <= error.status < 500
+    return isinstance(error, (PromptError, GroupFailed, RewardFailuresExceeded, RewardConfigError))
+
+
+async def abort(args: Any, rollout_id: int) -> None:
+    """End the requests of the current rollout, by their ids, at every worker. Evaluation has another scope.
+
+    Each request then answers with the tokens made so far. A worker that cannot be reached is only noted: it holds
+    nothing the batch needs.
+    """
+    state = GenerateState(args)
+    state.scope.aborted = True
+    rids = sorted(state.scope.rids)
+    if not rids:
+        return
+    logger.info("rollout %s: aborting %d requests", rollout_id, len(rids))
+    urls = await _worker_urls(args)
+    try:
+        await waits.within(state.client.cancel(urls, rids), "abort of surplus requests", ABORT_DEADLINE_S)
+    except (http_utils.HttpError, waits.WaitTimeout) as error:
+        logger.warning("abort of %d requests: %s", len(rids), error)
+
+
+async def _worker_urls(args: Any) -> list[str]:
+    """The workers as the router knows them now (one that was restarted may have moved), else those of start-up."""
+    try:
+        answer = await http_utils.get(get_model_url(args, "default", "/workers"), timeout_s=5.0)
+        return [worker["url"] for worker in answer["workers"]]
+    except (http_utils.HttpError, KeyError, TypeError):
+        return list(args.engine_urls)
+
+
+async def generate_rollout_async(
+    args: Any, rollout_id: int, data_source: Any
+) -> tuple[RolloutFnTrainOutput, list[Group]]:
+    """One training batch, and all groups that were decided about; BatchCollector says what happens to each."""
+    state = GenerateState(args)
+    set_current_rollout_id(rollout_id)
+    path = args.dynamic_sampling_filter_path
+    with RequestScope(args.rollout_max_context_len).entered():
+        collector = BatchCollector(
+            args,
+            rollout_id,
+            data_source,
+            start_group=lambda group: generate_and_rm_group(args, group, state.sampling_params),
+            abort_requests=lambda: abort(args, rollout_id),
+            dynamic_filter=load_function(path) if path is not None else None,
+        )
+        groups = await collector.collect()
+    return RolloutFnTrainOutput(samples=groups, metrics=collector.metrics()), collector.decided
+
+
+def _call_batch_hooks(args: Any, kept: list[Group], decided: list[Group], data_source: Any) -> None:
+    """The plug-ins that see the whole rollout; fan-out siblings stand in their group as single samples."""
+    if args.rollout_sample_filter_path is not None:
+        load_function(args.rollout_sample_filter_path)(args, [flatten_samples(group) for group in kept])
+    if args.rollout_all_samples_process_path is not None:
+        process = load_function(args.rollout_all_samples_process_path)
+        process(args, [flatten_samples(group) for group in decided], data_source)
+
+
+async def eval_rollout(args: Any, rollout_id: int) -> RolloutFnEvalOutput:
+    """All evaluation datasets at once, each with its own reward, sampling and generate function."""
+    set_current_rollout_id(rollout_id)
+    with RequestScope(args.eval_max_context_len or args.rollout_max_context_len).entered():
+        return await evaluation_run.evaluate(args, generate_and_rm_group)
+
+
+def generate_rollout(
+    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
+    """The plug-in point --rollout-function-path, as called for training (a batch) and for evaluation."""
+    if evaluation:
+        return run(eval_rollout(args, rollout_id))
+    output, decided = run(generate_rollout_async(args, rollout_id, data_source))
+    _call_batch_hooks(args, output.samples, decided, data_source)
+    return output
