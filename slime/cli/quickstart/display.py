@@ -1,0 +1,155 @@
+"""What the quick start shows: a live line per phase on a terminal, plain lines elsewhere, and tables at the end."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from slime.cli.quickstart.metrics import ACCURACY, MetricsFollower, Record
+from slime.cli.quickstart.outcome import Outcome
+from slime.cli.quickstart.tasks import Task
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+SPARK_WIDTH = 24
+NUM_PLAIN_LINES = 10  # per phase, where there is no terminal
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A run to follow: `step_key` counts from 0 in its metrics, `value_key` is the number worth watching."""
+
+    title: str
+    num_steps: int
+    step_key: str
+    value_key: str
+    value_name: str
+
+
+class Screen:
+    """Prints to a terminal with a live line, or to a pipe or file with plain ones."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(highlight=False)
+
+    def say(self, text: str) -> None:
+        self.console.print(escape(text))
+
+    @contextmanager
+    def following(self, phase: Phase, metrics: Path) -> Iterator[None]:
+        """Show how `phase` goes, from the metrics it writes, while the `with` block runs it."""
+        if self.console.is_terminal:
+            view = LiveView(self.console, phase)
+        else:
+            view = PlainView(self.console, phase)
+        with view, MetricsFollower(metrics, view.update):
+            yield
+
+    def show_outcome(self, outcome: Outcome, task: Task, *, num_held_out: int, control: str | None) -> None:
+        self.console.print(accuracy_table(outcome, num_held_out))
+        if outcome.examples:
+            self.console.print(example_table(outcome))
+        self.say(f"Split: {task.split}")
+        if control is None:
+            self.say(f"What was learned: {task.learned}")
+        else:
+            self.say(f"Control ({control}): rewards were coin tosses; a rise above would not be the reward's doing.")
+
+
+class LiveView:
+    """One line that is redrawn: bar, steps, latest value, its history as blocks, time."""
+
+    def __init__(self, console: Console, phase: Phase) -> None:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[value]}"),
+            TimeElapsedColumn(),
+        )
+        self._phase = phase
+        self._values: list[float] = []
+        self._notes = ""
+        self._progress = Progress(*columns, console=console)
+        self._bar = self._progress.add_task(phase.title, total=phase.num_steps, value="starting")
+
+    def __enter__(self) -> "LiveView":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._progress.stop()
+
+    def update(self, record: Record) -> None:
+        if ACCURACY["greedy"] in record:
+            self._notes = f"  held-out {record[ACCURACY['greedy']]:.1%}"
+        if self._phase.value_key in record:
+            self._values.append(record[self._phase.value_key])
+            self._progress.update(self._bar, completed=int(record[self._phase.step_key]) + 1)
+        if self._values:
+            latest = f"{self._phase.value_name} {self._values[-1]:.3f} {sparkline(self._values)}"
+            self._progress.update(self._bar, value=latest + self._notes)
+
+
+class PlainView:
+    """About ten lines per phase, and one per evaluation."""
+
+    def __init__(self, console: Console, phase: Phase) -> None:
+        self._console = console
+        self._phase = phase
+        self._stride = max(1, phase.num_steps // NUM_PLAIN_LINES)
+
+    def __enter__(self) -> "PlainView":
+        self._console.print(f"{self._phase.title}: {self._phase.num_steps} steps")
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        pass
+
+    def update(self, record: Record) -> None:
+        if ACCURACY["greedy"] in record:
+            greedy, sampled = (record[ACCURACY[name]] for name in ("greedy", "sampled"))
+            self._console.print(f"  held-out accuracy: greedy {greedy:.1%}, sampled {sampled:.1%}")
+        if self._phase.value_key not in record:
+            return
+        done = int(record[self._phase.step_key]) + 1
+        if done % self._stride == 0 or done == self._phase.num_steps:
+            value = record[self._phase.value_key]
+            self._console.print(f"  step {done}/{self._phase.num_steps}  {self._phase.value_name} {value:.3f}")
+
+
+def sparkline(values: list[float]) -> str:
+    """The latest values as blocks, scaled between the smallest and the largest shown: [0, 0.5, 1] -> ▁▅█."""
+    shown = values[-SPARK_WIDTH:]
+    low, high = min(shown), max(shown)
+    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BLOCKS[round((value - low) * scale)] for value in shown)
+
+
+def accuracy_table(outcome: Outcome, num_held_out: int) -> Table:
+    table = Table(title=f"Held-out accuracy, {num_held_out} questions never trained on")
+    for heading in ("answers", "before", "after"):
+        table.add_column(heading, justify="left" if heading == "answers" else "right")
+    for name, values in outcome.accuracy.items():
+        table.add_row(name, f"{values[0]:.1%}", f"{values[-1]:.1%}")
+    return table
+
+
+def example_table(outcome: Outcome) -> Table:
+    table = Table(title="Greedy answers to held-out questions")
+    for heading in ("question", "right", "before", "after"):
+        table.add_column(heading, overflow="fold")
+    for example in outcome.examples:
+        before, after = (_marked(answer, example.label) for answer in (example.before, example.after))
+        table.add_row(escape(example.prompt), escape(example.label), before, after)
+    return table
+
+
+def _marked(answer: str, label: str) -> str:
+    """Green where the answer is, or ends with, the right one; only a hint for the eye, the reward decides."""
+    colour = "green" if answer.strip().rstrip(".").endswith(label) else "red"
+    return f"[{colour}]{escape(answer.strip())}[/{colour}]"

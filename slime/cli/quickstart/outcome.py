@@ -1,0 +1,137 @@
+"""What a quick-start run has shown: accuracy before and after, rewards, example answers; and the summary file."""
+
+import json
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+from slime.cli.quickstart.data import GREEDY, DataFiles
+from slime.cli.quickstart.metrics import ACCURACY, REWARD, MetricsReader, curve
+from slime.cli.quickstart.plan import Recipe
+
+NUM_EXAMPLES = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One held-out question with the greedy answers of the first and the last model."""
+
+    prompt: str
+    label: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Curves of one run. `accuracy["greedy"][0]` is before RL, `[-1]` after; at least two points each."""
+
+    eval_steps: list[int]  # number of RL steps done at each evaluation
+    accuracy: dict[str, list[float]]  # "greedy" and "sampled", one value per evaluation
+    rewards: list[float]  # mean training reward of each RL step
+    weight_pushes: int
+    examples: list[Example]
+
+
+def read_outcome(run_dir: Path) -> Outcome:
+    """Collect the outcome from the files that the RL run left in `run_dir`."""
+    records = MetricsReader(run_dir / "metrics.jsonl").new_records()
+    accuracy = {name: curve(records, key) for name, key in ACCURACY.items()}
+    if min(map(len, accuracy.values())) < 2:
+        raise ValueError(
+            f"{run_dir}/metrics.jsonl holds fewer than two evaluations: a quick start compares before with after, so "
+            "leave --eval-interval and --eval-config alone and do not skip the evaluation before training."
+        )
+    steps = [int(record["eval/step"]) for record in records if ACCURACY["greedy"] in record]
+    return Outcome(
+        eval_steps=[0, *(step + 1 for step in steps[1:])],
+        accuracy=accuracy,
+        rewards=curve(records, REWARD),
+        weight_pushes=len(curve(records, "perf/update_weights_time")),
+        examples=read_examples(run_dir / "eval"),
+    )
+
+
+def read_examples(folder: Path) -> list[Example]:
+    """Pair the greedy answers of the first and the last evaluation; questions whose answer changed come first."""
+    by_step = sorted(folder.glob("*.jsonl"), key=lambda path: int(path.stem))
+    if len(by_step) < 2:
+        return []
+    first, last = (_greedy_answers(path) for path in (by_step[0], by_step[-1]))
+    pairs = [
+        Example(prompt, row["label"], row["response"], last[prompt]["response"])
+        for prompt, row in first.items()
+        if prompt in last
+    ]
+    return sorted(pairs, key=lambda example: example.before == example.after)[:NUM_EXAMPLES]
+
+
+def _greedy_answers(path: Path) -> dict[str, dict]:
+    rows = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+    return {row["prompt"]: row for row in rows if row["dataset"] == GREEDY}
+
+
+def summarise(
+    outcome: Outcome,
+    recipe: Recipe,
+    files: DataFiles,
+    *,
+    seed: int,
+    control: str | None,
+    num_samples: int,
+    wall_s: float,
+) -> dict:
+    """The content of summary.json; accuracies are on held-out questions, `reward_*` is their sampled score."""
+    # Here, so that `slime --help` does not pay for importing them.
+    import torch
+    import transformers
+
+    greedy, sampled = outcome.accuracy["greedy"], outcome.accuracy["sampled"]
+    return {
+        "accuracy_before": greedy[0],
+        "accuracy_after": greedy[-1],
+        "reward_before": sampled[0],
+        "reward_after": sampled[-1],
+        "wall_s": round(wall_s, 1),
+        "num_samples": num_samples,
+        "weight_pushes": outcome.weight_pushes,
+        "seed": seed,
+        "model": recipe.model,
+        "task": recipe.task.name,
+        "control": control,
+        "num_steps": len(outcome.rewards),
+        "num_held_out": files.num_held_out,
+        "num_rl_prompts": files.num_rl,
+        "num_sft_samples": files.num_sft,
+        "split": recipe.task.split,
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }
+
+
+def write_summary(summary: dict, path: Path) -> None:
+    path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+
+
+def draw_plot(outcome: Outcome, path: Path, *, title: str) -> None:
+    """Training reward of each step, and held-out accuracy at each evaluation, as a PNG."""
+    # Here: matplotlib is an extra, and slow to import.
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), dpi=120)
+    steps = range(1, len(outcome.rewards) + 1)
+    axes.plot(steps, outcome.rewards, color="0.6", linewidth=1, label="training reward (sampled)")
+    axes.plot(outcome.eval_steps, outcome.accuracy["greedy"], "o-", label="held-out accuracy, greedy")
+    axes.plot(outcome.eval_steps, outcome.accuracy["sampled"], "s--", label="held-out accuracy, sampled")
+    axes.set(xlabel="RL step", ylabel="share of right answers", ylim=(-0.02, 1.02), title=title)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)

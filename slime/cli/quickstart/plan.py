@@ -1,0 +1,210 @@
+"""The quick start as two ordinary training runs: which flags the SFT warm-up and the RL run are given."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from slime.cli.quickstart.data import DataFiles
+from slime.cli.quickstart.tasks import ADDITION, SORT_DIGITS, Task
+
+# Flags of the user that describe the machine; the warm-up gets these too, the RL run gets everything.
+MACHINE_FLAGS = (
+    "--actor-num-gpus-per-node",
+    "--actor-num-nodes",
+    "--backend",
+    "--dtype",
+    "--runtime",
+    "--train-backend",
+    "--trainer-threads",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """SFT of `num_chunks * steps_per_chunk` optimizer steps; progress is reported after each chunk."""
+
+    num_chunks: int
+    steps_per_chunk: int
+    batch_size: int
+    lr: float
+
+    @property
+    def chunk_size(self) -> int:
+        return self.steps_per_chunk * self.batch_size
+
+    @property
+    def num_samples(self) -> int:
+        return self.num_chunks * self.chunk_size
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Everything that differs between the quick-start models."""
+
+    model: str
+    task: Task
+    warm_up: WarmUp | None  # None: the model is already trained
+    num_rollout: int
+    rollout_batch_size: int
+    over_sampling_batch_size: int
+    n_samples_per_prompt: int
+    lr: float
+    min_lr: float
+    lr_warmup_iters: int
+    eval_interval: int
+    max_tokens_per_gpu: int
+    precision: tuple[str, ...]  # flags
+
+    @property
+    def num_rl_prompts(self) -> int:
+        """Enough for every rollout to see fresh prompts."""
+        return self.num_rollout * self.over_sampling_batch_size
+
+
+RECIPES = {
+    "tiny": Recipe(
+        model="tiny",
+        task=SORT_DIGITS,
+        warm_up=WarmUp(num_chunks=8, steps_per_chunk=50, batch_size=64, lr=2e-3),
+        num_rollout=40,
+        rollout_batch_size=32,
+        over_sampling_batch_size=32,
+        n_samples_per_prompt=16,
+        lr=4e-4,
+        min_lr=4e-5,
+        lr_warmup_iters=5,
+        eval_interval=10,
+        max_tokens_per_gpu=8192,
+        precision=("--dtype", "float32"),
+    ),
+    "smollm2": Recipe(
+        model="smollm2",
+        task=ADDITION,
+        warm_up=None,
+        num_rollout=18,
+        rollout_batch_size=6,
+        over_sampling_batch_size=6,
+        n_samples_per_prompt=8,
+        lr=2e-5,
+        min_lr=2e-5,
+        lr_warmup_iters=2,
+        eval_interval=9,
+        max_tokens_per_gpu=2048,
+        precision=("--dtype", "bfloat16", "--embedded-dtype", "bfloat16"),
+    ),
+}
+
+
+def build_sft_argv(
+    recipe: Recipe, *, checkpoint: Path, files: DataFiles, run_dir: Path, seed: int, extra: Iterable[str] = ()
+) -> list[str]:
+    """Flags of the warm-up; it leaves a Hugging Face directory at `warmed_up(recipe, run_dir)`."""
+    warm_up = recipe.warm_up
+    assert warm_up is not None and files.sft is not None, f"{recipe.model} has no warm-up"
+    num_steps = warm_up.num_chunks * warm_up.steps_per_chunk
+    settings = {
+        "hf-checkpoint": checkpoint,
+        "run-dir": run_dir,
+        "seed": seed,
+        "rollout-seed": seed,
+        "prompt-data": files.sft,
+        "input-key": "messages",
+        "loss-mask-type": "qwen",
+        "rollout-function-path": "slime.rollout.sft_rollout.generate_rollout",
+        "num-rollout": warm_up.num_chunks,
+        "rollout-batch-size": warm_up.chunk_size,
+        "global-batch-size": warm_up.batch_size,
+        "loss-type": "sft_loss",
+        "lr": warm_up.lr,
+        "min-lr": warm_up.lr / 20,
+        "lr-decay-style": "cosine",
+        "lr-warmup-iters": num_steps // 20,
+        "weight-decay": 0.0,
+        "adam-beta2": 0.99,
+        "max-tokens-per-gpu": recipe.max_tokens_per_gpu,
+        "save": run_dir / "checkpoints",
+        "save-interval": warm_up.num_chunks,
+        "save-hf": run_dir / "hf-{rollout_id}",
+    }
+    switches = [
+        "debug-train-only",
+        "calculate-per-token-loss",
+        "disable-compute-advantages-and-returns",
+        "use-dynamic-batch-size",
+    ]
+    return [*_as_argv(settings, switches), *recipe.precision[:2], *machine_flags(extra)]
+
+
+def warmed_up(recipe: Recipe, run_dir: Path) -> Path:
+    """Where the warm-up leaves its model."""
+    assert recipe.warm_up is not None, f"{recipe.model} has no warm-up"
+    return run_dir / f"hf-{recipe.warm_up.num_chunks - 1}"
+
+
+def build_rl_argv(
+    recipe: Recipe,
+    *,
+    checkpoint: Path | str,
+    files: DataFiles,
+    run_dir: Path,
+    seed: int,
+    control: bool = False,
+    extra: Iterable[str] = (),
+) -> list[str]:
+    """Flags of the RL run; `extra` comes last, so that what the user wrote wins."""
+    task = recipe.task
+    settings = {
+        "hf-checkpoint": checkpoint,
+        "run-dir": run_dir,
+        "seed": seed,
+        "rollout-seed": seed,
+        "prompt-data": files.rl,
+        "input-key": "prompt",
+        "label-key": "label",
+        "custom-rm-path": task.control_path if control else task.reward_path,
+        "dynamic-sampling-filter-path": (
+            "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std_with_fallback"
+        ),
+        "num-rollout": recipe.num_rollout,
+        "rollout-batch-size": recipe.rollout_batch_size,
+        "over-sampling-batch-size": recipe.over_sampling_batch_size,
+        "n-samples-per-prompt": recipe.n_samples_per_prompt,
+        "rollout-max-response-len": task.max_response_len,
+        "rollout-temperature": 1.0,
+        "advantage-estimator": "grpo",
+        "eps-clip": 0.2,
+        "lr": recipe.lr,
+        "min-lr": recipe.min_lr,
+        "lr-decay-style": "linear",
+        "lr-warmup-iters": recipe.lr_warmup_iters,
+        "weight-decay": 0.0,
+        "adam-beta1": 0.9,
+        "adam-beta2": 0.99,
+        "max-tokens-per-gpu": recipe.max_tokens_per_gpu,
+        "eval-config": files.eval_config,
+        "eval-interval": recipe.eval_interval,
+        "save": run_dir / "checkpoints",
+        "save-interval": recipe.num_rollout,
+        "save-hf": run_dir / "hf-{rollout_id}",
+    }
+    switches = ["use-dynamic-batch-size", "rollout-skip-special-tokens", "rollout-shuffle"]
+    if task.chat:
+        switches.append("apply-chat-template")
+    return [*_as_argv(settings, switches), *recipe.precision, *extra]
+
+
+def machine_flags(extra: Iterable[str]) -> list[str]:
+    """The part of the user's flags that says where to run: `--runtime ray --lr 1e-4` -> `--runtime ray`."""
+    kept: list[str] = []
+    keep = False
+    for word in extra:
+        if word.startswith("--"):
+            keep = word.partition("=")[0] in MACHINE_FLAGS
+        if keep:
+            kept.append(word)
+    return kept
+
+
+def _as_argv(settings: dict[str, object], switches: Iterable[str]) -> list[str]:
+    pairs = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    return pairs + [f"--{name}" for name in switches]

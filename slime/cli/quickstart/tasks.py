@@ -1,0 +1,170 @@
+"""The two quick-start tasks as values: how problems are drawn, which are held out, and what to say about the result.
+
+A held-out problem never appears in SFT or RL data. Which problems are held out depends only on a hash of the problem,
+never on the seed of a run, so that runs with different seeds are compared on the same questions.
+"""
+
+import hashlib
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+HELD_OUT_SEED = 20  # draws the held-out questions; deliberately not the seed of the run
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One question with its right answer, e.g. `Problem("52831>", "12358")`."""
+
+    prompt: str
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a quick-start model is asked, how it is scored and how the outcome is put into words."""
+
+    name: str
+    question: str  # the task in one sentence
+    split: str  # how held-out questions were chosen, in one sentence
+    learned: str  # what a rise in accuracy does and does not mean
+    reward_path: str  # plug-in that scores one sample with 0 or 1
+    control_path: str  # plug-in of the random-reward control
+    max_response_len: int
+    chat: bool  # prompts go through the model's chat template
+    draw_training: Callable[[int], Iterator[Problem]]  # seed -> endless training problems
+    draw_held_out: Callable[[], list[Problem]]  # always the same list
+
+
+def _bucket(key: str, num_buckets: int) -> int:
+    """A number in [0, num_buckets) that is the same on every machine and in every run."""
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") % num_buckets
+
+
+# --- sort digits -----------------------------------------------------------------------------------------------------
+
+HABITS: dict[str, Callable[[str], str]] = {
+    "sorted": lambda digits: "".join(sorted(digits)),
+    "reverse-sorted": lambda digits: "".join(sorted(digits, reverse=True)),
+    "reversed": lambda digits: digits[::-1],
+    "copied": lambda digits: digits,
+}
+# Sorting is shown one time in six, less often than each other habit: with equal shares, chance would decide which habit
+# the greedy answer follows, and a run might start at the goal.
+HABIT_WEIGHTS = (3, 5, 5, 5)
+MIN_DIGITS, MAX_DIGITS = 4, 6
+NUM_SORT_HELD_OUT = 512
+
+
+def digits_held_out(digits: str) -> bool:
+    """True for one multiset of digits in eight: a held-out string has no permutation in the training data either."""
+    return _bucket("digits:" + "".join(sorted(digits)), 8) == 0
+
+
+def draw_habits(seed: int) -> Iterator[Problem]:
+    """Endless SFT pairs; each answer follows one of the four habits, chosen at random."""
+    rng = random.Random(f"habits-{seed}")
+    while True:
+        digits = _draw_digits(rng, held_out=False)
+        (name,) = rng.choices(list(HABITS), HABIT_WEIGHTS)
+        yield Problem(prompt=f"{digits}>", label=HABITS[name](digits))
+
+
+def _draw_digits(rng: random.Random, *, held_out: bool) -> str:
+    while True:
+        digits = "".join(rng.choices("0123456789", k=rng.randint(# Sorting is shown one time in six, less often than each other habit: with equal shares, chance would decide which habit
+# the greedy answer follows, and a run might start at the goal.
+HABIT_WEIGHTS = (3, 5, 5, 5)
+MIN_DIGITS, MAX_DIGITS)))
+        # Where two habits give the same answer, the reward could not tell which one the model used.
+        told_apart = len({habit(digits) for habit in HABITS.values()}) == len(HABITS)
+        if told_apart and digits_held_out(digits) == held_out:
+            return digits
+
+
+def _sort_problem(digits: str) -> Problem:
+    return Problem(prompt=f"{digits}>", label=HABITS["sorted"](digits))
+
+
+def _sort_training(seed: int) -> Iterator[Problem]:
+    rng = random.Random(f"sort-{seed}")
+    while True:
+        yield _sort_problem(_draw_digits(rng, held_out=False))
+
+
+def _sort_held_out() -> list[Problem]:
+    rng = random.Random(HELD_OUT_SEED)
+    found: dict[str, Problem] = {}
+    while len(found) < NUM_SORT_HELD_OUT:
+        digits = _draw_digits(rng, held_out=True)
+        found.setdefault(digits, _sort_problem(digits))
+    return list(found.values())
+
+
+SORT_DIGITS = Task(
+    name="sort-digits",
+    question="Sort the digits: 52831> should be answered with 12358, exactly.",
+    split=(
+        "One multiset of digits in eight, chosen by hash, is held out: no held-out string, nor any reordering of its "
+        "digits, is in the SFT or RL data."
+    ),
+    learned=(
+        "The warm-up taught four habits (sort, sort in reverse, reverse, copy), sorting one time in six; the reward says "
+        "only whether the answer was sorted. What RL adds is mostly the choice among known behaviours, and practice at "
+        "the chosen one. Greedy accuracy flatters: the sampled score is the one the reward acts on."
+    ),
+    reward_path="slime.cli.quickstart.rewards.exact_match",
+    control_path="slime.cli.quickstart.rewards.exact_match_control",
+    max_response_len=8,
+    chat=False,
+    draw_training=_sort_training,
+    draw_held_out=_sort_held_out,
+)
+
+
+# --- addition --------------------------------------------------------------------------------------------------------
+
+SUMMANDS = range(2, 13)
+PHRASINGS = (
+    "What is {x} + {y}? Answer with the number only.",
+    "How much is {x} + {y}? Answer with the number only.",
+    "Add {x} and {y}. Answer with the number only.",
+)
+
+
+def pair_held_out(x: int, y: int) -> bool:
+    """True for one unordered pair in three: x + y and y + x are always on the same side of the split."""
+    return _bucket(f"sum:{min(x, y)}+{max(x, y)}", 3) == 0
+
+
+def _addition_problems(*, held_out: bool) -> list[Problem]:
+    pairs = [pair for pair in itertools.product(SUMMANDS, repeat=2) if pair_held_out(*pair) == held_out]
+    return [Problem(phrase.format(x=x, y=y), str(x + y)) for phrase in PHRASINGS for x, y in pairs]
+
+
+def _addition_training(seed: int) -> Iterator[Problem]:
+    rng = random.Random(f"addition-{seed}")
+    problems = _addition_problems(held_out=False)
+    while True:
+        yield from rng.sample(problems, len(problems))
+
+
+ADDITION = Task(
+    name="addition",
+    question="Add two numbers from 2 to 12; the reply must end within 12 tokens and its last number must be the sum.",
+    split=(
+        "One unordered pair of numbers in three, chosen by hash, is held out, in both orders and all three phrasings; "
+        "the phrasings themselves are also trained on."
+    ),
+    learned=(
+        "The model could add before: pretraining supplied that. What RL adds is to answer briefly, to stop, and to say "
+        "the right number far more reliably; it is not 'learned to add'."
+    ),
+    reward_path="slime.cli.quickstart.rewards.last_number",
+    control_path="slime.cli.quickstart.rewards.last_number_control",
+    max_response_len=12,
+    chat=True,
+    draw_training=_addition_training,
+    draw_held_out=lambda: _addition_problems(held_out=True),
+)
