@@ -6,6 +6,8 @@ so that a health question or a save never queues behind a long generation.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -73,6 +75,26 @@ def create_runtime(args: Args, run_dir: Path, shm_prefix: str) -> Runtime:
     from slime.cluster.local_runtime import LocalRuntime
 
     return LocalRuntime(run_dir, shm_prefix)
+
+
+def gather(futures: Sequence[Future], deadline_s: float | None = None) -> list[Any]:
+    """All answers, or the first failure: ranks that wait in a collective for a failed one never answer."""
+    started, waiting_for = time.monotonic(), list(futures)
+    pause_s = 0.0005
+    while waiting_for:
+        done = [future for future in waiting_for if future.done()]
+        for future in done:
+            future.result(0)
+        waiting_for = [future for future in waiting_for if future not in done]
+        left = None if deadline_s is None else deadline_s - (time.monotonic() - started)
+        if waiting_for and left is not None and left <= 0:
+            waiting_for[0].result(0)  # raises the named timeout
+        if len(waiting_for) == 1 and not done:
+            waiting_for[0].result(left)
+        elif waiting_for:
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, 0.02)
+    return [future.result(0) for future in futures]
 
 
 def fetch(ref: Any) -> Any:

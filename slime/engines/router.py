@@ -6,7 +6,6 @@ prefix cache knows it. A request whose engine breaks is sent to another one; it 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 import aiohttp
@@ -62,7 +61,7 @@ class Balancer:
             self._in_flight[url] += 1
             try:
                 return await self._send(request, url, body, headers)
-            except (aiohttp.ClientConnectionError, asyncio.TimeoutError):
+            except (TimeoutError, aiohttp.ClientConnectionError):
                 continue  # this engine is down: another one may serve
             finally:
                 self._in_flight[url] -= 1

@@ -1,0 +1,156 @@
+"""The run as `train.py` sees it: starts the stages, moves the device between them, pushes weights, saves, logs."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import threading
+import time
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from slime.arguments import Args
+from slime.cluster.checkpoint import Checkpoint, Manifest, resolve_load, write_checkpoint
+from slime.cluster.placement import plan_placement
+from slime.cluster.residency import GENERATE, TRAIN, Phase, Residency
+from slime.cluster.rollout_manager import Generated
+from slime.cluster.run import open_run
+from slime.cluster.runtime import Future, create_runtime
+from slime.cluster.schedule import Schedule
+from slime.cluster.stages import NoTrainer, RolloutStage
+from slime.cluster.train_group import TrainGroup
+from slime.cluster.weight_push import WeightPush
+from slime.observability.logging_utils import configure_logger
+from slime.observability.tracking import Tracker
+from slime.plugins import check_plugins
+from slime.utils import shm
+from slime.utils.accelerator import device_count
+from slime.weight_sync import choose_transport
+
+logger = logging.getLogger(__name__)
+
+
+class Cluster:
+    """A context: whatever ends the block, no process, port or shared memory is left."""
+
+    def __init__(self, args: Args):
+        check_plugins(args)
+        configure_logger()
+        self._args = args
+        self._checkpoint: Checkpoint | None = resolve_load(args.load, args.save, args.ckpt_step)
+        self._run = open_run(args)
+        self._placement = plan_placement(args, device_count())
+        self._tracker = Tracker(args, self._run.run_dir)
+        self._runtime = create_runtime(args, self._run.run_dir, self._run.shm_prefix)
+        self._rollout: RolloutStage | None = None
+        self._trainer: TrainGroup | NoTrainer = NoTrainer()
+        self._push: WeightPush | None = None
+        self._checkpoint_bytes = 0
+        self._step_started = time.monotonic()
+
+    # ---- start and end -------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Cluster:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, _raise_interrupt)  # a polite end closes everything in order, like Ctrl-C
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(Exception):  # the cause that is already on its way matters more
+            if kind is None:
+                self._trainer.close()
+        if self._rollout is not None:
+            with contextlib.suppress(Exception):
+                self._rollout.close()
+        self._runtime.close()
+        shm.unlink_prefix(self._run.shm_prefix)
+        self._tracker.close()
+
+    def start(self) -> Schedule:
+        """Engines and trainer start side by side; returns the ids that this run goes through."""
+        args, resumed = self._args, self._checkpoint
+        fresh = resumed is None or args.finetune
+        start_id = args.start_rollout_id if args.start_rollout_id is not None else 0
+        if not fresh:
+            start_id = resumed.manifest.rollout_id + 1
+            logger.info("resuming after rollout %d from %s", resumed.manifest.rollout_id, resumed.path)
+        self._rollout = RolloutStage(args, self._run, self._runtime, self._placement.engines)
+        if self._placement.trainer:
+            self._trainer = TrainGroup(args, self._run, self._runtime, self._placement.trainer)
+        facts = self._rollout.start(start_id, None if fresh else resumed.rollout_state())
+        if isinstance(self._trainer, TrainGroup):
+            self._trainer.start(resumed.trainer if resumed is not None else None)
+        self._residency = Residency(args, self._rollout, self._trainer)
+        if facts.transports and isinstance(self._trainer, TrainGroup):
+            transport = choose_transport(args.update_weight_transport, facts.transports)
+            self._trainer.open_sender(transport.name)
+            done = 0 if fresh else resumed.manifest.num_pushes
+            self._push = WeightPush(
+                self._trainer, self._rollout, self._residency, self._run.run_id, self._wire_dtype(), done
+            )
+        return Schedule(args, start_id, facts.num_rollout, facts.num_rollout_per_epoch)
+
+    def _wire_dtype(self) -> str | None:
+        """Engines get the precision that the trainer computes in; None: that of the master weights."""
+        return "bfloat16" if self._args.dtype == "bfloat16" else None
+
+    # ---- one step ------------------------------------------------------------------------------------------------
+
+    def phase(self, phase: Phase) -> AbstractContextManager[None]:
+        return self._residency.phase(phase)
+
+    def generate(self, rollout_id: int) -> Generated:
+        with self.phase(GENERATE):
+            return self.collect(rollout_id, self.begin_generate(rollout_id))
+
+    def begin_generate(self, rollout_id: int) -> Future:
+        return self._rollout.begin_generate(rollout_id)
+
+    def collect(self, rollout_id: int, future: Future) -> Generated:
+        started = time.monotonic()
+        generated: Generated = future.result()
+        waited = {"perf/train_wait_time": time.monotonic() - started}
+        self._log({**generated.metrics, **waited, "rollout/num_samples": generated.num_samples}, "rollout", rollout_id)
+        return generated
+
+    def train(self, rollout_id: int, generated: Generated) -> None:
+        with self.phase(TRAIN):
+            metrics = self._trainer.train(rollout_id, generated.batch)
+        step_time = time.monotonic() - self._step_started
+        self._step_started = time.monotonic()
+        self._log({**metrics, "perf/step_time": step_time}, "train", rollout_id)
+
+    def push_weights(self) -> None:
+        """No-op in a run that has only one of the two stages."""
+        if self._push is not None:
+            self._log(self._push.push(), "rollout", self._push.num_pushes)
+
+    def evaluate(self, rollout_id: int) -> None:
+        with self.phase(GENERATE):
+            self._log(self._rollout.evaluate(rollout_id), "eval", rollout_id)
+
+    def save(self, rollout_id: int, generated: Generated) -> None:
+        """One transaction, with the cursor of the batch that was trained, not of the one in flight."""
+        started = time.monotonic()
+        manifest = Manifest(rollout_id, self._run.run_id, self._push.num_pushes if self._push else 0)
+        checkpoint = write_checkpoint(
+            self._args.save, manifest, generated.cursor or {}, self._trainer.save, self._checkpoint_bytes
+        )
+        self._checkpoint_bytes = sum(f.stat().st_size for f in checkpoint.path.rglob("*") if f.is_file())
+        if generated.cursor is None:
+            self._rollout.save_data_source(rollout_id)
+        if self._args.save_hf:
+            self._trainer.save_hf(Path(self._args.save_hf.format(rollout_id=rollout_id)))
+        self._log({"perf/save_model_time": time.monotonic() - started}, "train", rollout_id)
+
+    def _log(self, metrics: dict[str, Any], stage: str, step: int) -> None:
+        self._tracker.log(metrics, f"{stage}/step", step)
+
+
+def _raise_interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt(f"signal {number}")

@@ -1,0 +1,264 @@
+"""The rollout stage: owns the engines, the data source and the rollout functions; turns prompts into a batch."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from slime.arguments import Args, RunInfo, plugin_args
+from slime.batch.convert import samples_to_batch
+from slime.cluster.engine_plan import plan_engines
+from slime.cluster.placement import Slot
+from slime.cluster.run import Run
+from slime.engines.fleet import EngineFleet, WatchPolicy
+from slime.engines.router import Balancer
+from slime.engines.server import EngineServer
+from slime.observability.logging_utils import configure_logger
+from slime.observability.metrics import eval_metrics, rollout_metrics
+from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
+from slime.rollout.dumps import load_rollout_dump, save_rollout_dump
+from slime.rollout.sample_hooks import set_current_rollout_id
+from slime.utils.async_utils import run
+from slime.utils.misc import load_function
+from slime.utils.types import RolloutBatch, Sample, flatten_samples
+from slime.weight_sync import TRANSPORTS, Parcel
+from slime.weight_sync.base import check_receipt
+from slime.wire.control import EngineControl
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutFacts:
+    """What start-up found out. `num_rollout_per_epoch` None: the data has no epochs. `transports`: of every engine."""
+
+    num_rollout: int
+    num_rollout_per_epoch: int | None
+    transports: tuple[str, ...]
+    engine_pids: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """One rollout: the batch to train on, and the cursor of all that was consumed to make it.
+
+    `batch` None: the run only generates. `cursor` None: the data source keeps its state itself.
+    """
+
+    batch: RolloutBatch | None
+    cursor: dict[str, Any] | None
+    metrics: dict[str, float]
+    num_samples: int
+
+
+class RolloutManager:
+    """Calls on the work lane: start, generate, evaluate. On the control lane: receive, release, restore, close."""
+
+    def __init__(self, args: Args, run_: Run, slots: tuple[Slot, ...]):
+        configure_logger()
+        self._args, self._run = args, run_
+        self._info = RunInfo(run_id=run_.run_id, run_dir=str(run_.run_dir))
+        self._parcel: Parcel | None = None
+        self._balancer: Balancer | None = None
+        servers = [EngineServer(plan) for plan in plan_engines(args, run_, slots)]
+        self._fleet = EngineFleet(servers, _watch_policy(args), self._bring_up_to_date)
+        self._fleet.launch()
+
+    def start(self, start_rollout_id: int, rollout_state: dict[str, Any] | None) -> RolloutFacts:
+        """Reads the data while the engines start, then waits for them."""
+        self._info = replace(self._info, start_rollout_id=start_rollout_id)
+        self._data_source = load_function(self._args.data_source_path)(plugin_args(self._args, self._info))
+        self._load_state(start_rollout_id, rollout_state)
+        per_epoch, num_rollout = self._count_rollouts()
+        self._info = replace(self._info, num_rollout=num_rollout)
+        transports = self._connect() if self._fleet.urls else ()
+        # One namespace for all plug-ins of this stage, built once.
+        self._plugin_args = plugin_args(self._args, self._info)
+        self._rollout_fn = load_function(self._args.rollout_function_path)
+        self._eval_fn = load_function(self._args.eval_function_path or self._args.rollout_function_path)
+        return RolloutFacts(num_rollout, per_epoch, transports, self._fleet.pids)
+
+    def _load_state(self, start_rollout_id: int, rollout_state: dict[str, Any] | None) -> None:
+        if rollout_state is not None:
+            self._data_source.load_state_dict(rollout_state)
+        elif start_rollout_id > 0 and self._args.rollout_global_dataset:
+            self._data_source.load(start_rollout_id - 1)
+
+    def _count_rollouts(self) -> tuple[int | None, int]:
+        args = self._args
+        size = len(self._data_source) if args.rollout_global_dataset else 0
+        per_epoch = size // args.rollout_batch_size or None
+        if args.num_rollout is not None:
+            return per_epoch, args.num_rollout
+        if not per_epoch:
+            raise ValueError(
+                f"--num-epoch {args.num_epoch} of {size} prompts makes no rollout of --rollout-batch-size "
+                f"{args.rollout_batch_size}: lower it, add prompts, or give --num-rollout"
+            )
+        return per_epoch, per_epoch * args.num_epoch
+
+    def _connect(self) -> tuple[str, ...]:
+        urls = self._fleet.wait_ready()
+        infos = [run(EngineControl(url).info()) for url in urls]
+        port = int(urls[0].rpartition(":")[2])
+        if len(urls) > 1:
+            self._balancer = Balancer(urls)
+            port = run(self._balancer.start())
+        self._info = replace(
+            self._info,
+            router_ip="127.0.0.1",
+            router_port=port,
+            engine_urls=urls,
+            num_engines=len(urls),
+            vocab_size=min(info.vocab_size for info in infos),
+            max_context_len=min(info.context_len for info in infos),
+        )
+        return tuple(set.intersection(*(set(info.transports) for info in infos)))
+
+    # ---- generation ----------------------------------------------------------------------------------------------
+
+    def generate(self, rollout_id: int) -> Generated:
+        started = time.monotonic()
+        set_current_rollout_id(rollout_id)
+        output = self._guarded(lambda: self._samples_of(rollout_id))
+        samples = flatten_samples(output.samples)
+        if self._args.save_debug_rollout_data:
+            save_rollout_dump(self._args.save_debug_rollout_data, rollout_id, output.samples)
+        metrics = self._rollout_metrics(rollout_id, samples, output.metrics or {}, time.monotonic() - started)
+        batch = None if self._args.debug_rollout_only else samples_to_batch(self._plugin_args, output.samples)
+        return Generated(batch, self._cursor(rollout_id), metrics, len(samples))
+
+    def _samples_of(self, rollout_id: int) -> RolloutFnTrainOutput:
+        template = self._args.load_debug_rollout_data
+        if template is not None:
+            subsample = self._args.load_debug_rollout_data_subsample
+            return RolloutFnTrainOutput(samples=load_rollout_dump(template, rollout_id, subsample=subsample))
+        return call_rollout_fn(self._rollout_fn, self._plugin_args, rollout_id, self._data_source, evaluation=False)
+
+    def _cursor(self, rollout_id: int) -> dict[str, Any] | None:
+        state_dict = getattr(self._data_source, "state_dict", None)  # a user's data source may keep its own state
+        return state_dict() if state_dict is not None else None
+
+    def save_data_source(self, rollout_id: int) -> None:
+        """For data sources that keep their own state."""
+        self._data_source.save(rollout_id)
+
+    def _rollout_metrics(
+        self, rollout_id: int, samples: list[Sample], extra: dict[str, Any], rollout_time: float
+    ) -> dict[str, float]:
+        path = self._args.custom_rollout_log_function_path
+        if path and load_function(path)(rollout_id, self._plugin_args, samples, extra, rollout_time):
+            return {}
+        return {**rollout_metrics(self._plugin_args, samples, rollout_time), **extra}
+
+    # ---- evaluation ----------------------------------------------------------------------------------------------
+
+    def evaluate(self, rollout_id: int) -> dict[str, float]:
+        output: RolloutFnEvalOutput = self._guarded(
+            lambda: call_rollout_fn(self._eval_fn, self._plugin_args, rollout_id, self._data_source, evaluation=True)
+        )
+        if self._args.save_debug_rollout_data:
+            samples = [sample for result in output.data.values() for sample in result["samples"]]
+            save_rollout_dump(self._args.save_debug_rollout_data, f"eval_{rollout_id}", samples)
+        self._write_eval(rollout_id, output)
+        path = self._args.custom_eval_rollout_log_function_path
+        if path and load_function(path)(rollout_id, self._plugin_args, output.data, output.metrics or {}):
+            return {}
+        return {**eval_metrics(self._plugin_args, output.data), **(output.metrics or {})}
+
+    def _write_eval(self, rollout_id: int, output: RolloutFnEvalOutput) -> None:
+        """The answers themselves, one line each: numbers without answers convince nobody."""
+        path = self._run.run_dir / "eval" / f"{rollout_id}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "w") as file:
+            for dataset, result in output.data.items():
+                for sample, reward in zip(flatten_samples(result["samples"]), result["rewards"], strict=False):
+                    row = {"dataset": dataset, "prompt": sample.prompt, "response": sample.response}
+                    file.write(json.dumps({**row, "label": sample.label, "reward": reward}, default=str) + "\n")
+
+    # ---- engines -------------------------------------------------------------------------------------------------
+
+    def _guarded(self, work: Callable[[], Any]) -> Any:
+        """Runs rollout code, but ends at once with the cause when the engines are given up."""
+        future: concurrent.futures.Future = concurrent.futures.Future()
+
+        def call() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:  # whatever user code raises belongs to our caller
+                future.set_exception(error)
+
+        threading.Thread(target=call, name="rollout", daemon=True).start()
+        done, _ = concurrent.futures.wait(
+            [future, self._fleet.failure], return_when=concurrent.futures.FIRST_COMPLETED
+        )
+        return (self._fleet.failure if self._fleet.failure in done else future).result()
+
+    def receive(self, parcel: Parcel) -> dict[str, float]:
+        """Brings every engine to the parcel's version. One that fails is evicted and comes back by itself."""
+        started = time.monotonic()
+        with self._fleet.frozen() as urls:
+            self._parcel = parcel  # whoever joins from now on gets this version
+            outcomes = run(_gather([self._deliver(parcel, url) for url in urls]))
+            for url, outcome in zip(urls, outcomes, strict=True):
+                if isinstance(outcome, Exception):
+                    self._fleet.evict(url, outcome)
+        failures = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+        if failures and len(failures) == len(urls):
+            raise RuntimeError(f"no engine took weights {parcel.version}: {failures[0]}") from failures[0]
+        return {"perf/update_weights_engine_time": time.monotonic() - started, "perf/engines_evicted": len(failures)}
+
+    async def _deliver(self, parcel: Parcel, url: str) -> None:
+        control = EngineControl(url)
+        transport = TRANSPORTS[parcel.transport]
+        # Requests in flight start again from their tokens: KV of old weights must not meet new ones.
+        await control.pause("retract")
+        check_receipt(parcel, await transport.deliver(parcel, control), url)
+        if self._args.check_weight_update_equal:
+            different = await transport.compare(parcel, control, self._run.shm_prefix)
+            if different:
+                raise RuntimeError(
+                    f"engine {url} differs from the trainer in {len(different)} tensors: {different[:8]}"
+                )
+        await control.resume()
+
+    def _bring_up_to_date(self, url: str) -> None:
+        if self._parcel is not None:
+            run(self._deliver(self._parcel, url))
+
+    def release(self, tags: frozenset[str]) -> None:
+        with self._fleet.frozen() as urls:
+            run(_gather([EngineControl(url).release(tags) for url in urls], strict=True))
+
+    def restore(self, tags: frozenset[str]) -> None:
+        with self._fleet.frozen() as urls:
+            run(_gather([EngineControl(url).restore(tags) for url in urls], strict=True))
+
+    def engine_pids(self) -> tuple[int | None, ...]:
+        return self._fleet.pids
+
+    def close(self) -> None:
+        self._fleet.stop()
+        if self._balancer is not None:
+            run(self._balancer.stop())
+
+
+async def _gather(tasks: list, *, strict: bool = False) -> list:
+    return await asyncio.gather(*tasks, return_exceptions=not strict)
+
+
+def _watch_policy(args: Args) -> WatchPolicy:
+    return WatchPolicy(
+        restart_limit=args.engine_restart_limit,
+        restart_window_s=args.engine_restart_window_s,
+        probe_interval_s=args.rollout_health_check_interval if args.use_fault_tolerance else None,
+        probe_timeout_s=args.rollout_health_check_timeout,
+        probe_first_wait_s=args.rollout_health_check_first_wait,
+    )

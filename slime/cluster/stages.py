@@ -1,0 +1,70 @@
+"""The rollout stage as the driver sees it, and the stand-ins for a stage that a debugging run leaves out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from slime.arguments import Args
+from slime.cluster.placement import Slot
+from slime.cluster.rollout_manager import Generated, RolloutFacts, RolloutManager
+from slime.cluster.run import Run
+from slime.cluster.runtime import CONTROL, Future, Runtime, WorkerSpec
+from slime.utils.types import RolloutBatch
+from slime.weight_sync import Parcel
+
+_MEMORY_DEADLINE_S = 600.0
+
+
+class RolloutStage:
+    """Calls the rollout manager, wherever it lives."""
+
+    def __init__(self, args: Args, run: Run, runtime: Runtime, slots: tuple[Slot, ...]):
+        spec = WorkerSpec(name="rollout", near_driver=True)
+        self._handle = runtime.spawn(RolloutManager, args, run, slots, spec=spec)
+
+    def start(self, start_rollout_id: int, rollout_state: dict[str, Any] | None) -> RolloutFacts:
+        return self._handle.call("start", start_rollout_id, rollout_state).result()
+
+    def generate(self, rollout_id: int) -> Generated:
+        return self.begin_generate(rollout_id).result()
+
+    def begin_generate(self, rollout_id: int) -> Future:
+        return self._handle.call("generate", rollout_id)
+
+    def evaluate(self, rollout_id: int) -> dict[str, float]:
+        return self._handle.call("evaluate", rollout_id).result()
+
+    def receive(self, parcel: Parcel) -> dict[str, float]:
+        return self._handle.call("receive", parcel, lane=CONTROL).result()
+
+    def release(self, tags: frozenset[str]) -> None:
+        self._handle.call("release", tags, lane=CONTROL).result(_MEMORY_DEADLINE_S)
+
+    def restore(self, tags: frozenset[str]) -> None:
+        self._handle.call("restore", tags, lane=CONTROL).result(_MEMORY_DEADLINE_S)
+
+    def save_data_source(self, rollout_id: int) -> None:
+        self._handle.call("save_data_source", rollout_id, lane=CONTROL).result()
+
+    def close(self) -> None:
+        self._handle.call("close", lane=CONTROL).result(30.0)
+
+
+class NoTrainer:
+    """`--debug-rollout-only`: rollouts are made and nothing learns from them."""
+
+    def train(self, rollout_id: int, batch: RolloutBatch | None) -> dict[str, float]:
+        return {}
+
+    def move(self, *, params: str, optimizer: str) -> None:
+        """Nothing to move."""
+
+    def save(self, path: Path) -> None:
+        """Nothing to save."""
+
+    def save_hf(self, path: Path) -> None:
+        """Nothing to save."""
+
+    def close(self) -> None:
+        """Nothing runs."""

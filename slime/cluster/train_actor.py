@@ -1,0 +1,96 @@
+"""One trainer rank: a process that holds a shard of the model and does what the train group says."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slime.arguments import Args
+from slime.backends import create_backend
+from slime.backends.update import run_update
+from slime.cluster.run import Run
+from slime.cluster.runtime import fetch
+from slime.observability.logging_utils import configure_logger
+from slime.observability.timer import Timer
+from slime.utils import accelerator
+from slime.weight_sync import TRANSPORTS, Parcel, Sender
+from slime.weight_sync.base import SenderOptions
+
+logger = logging.getLogger(__name__)
+
+
+class TrainActor:
+    """Methods are called on all ranks at once (they are collectives), except `open_store`."""
+
+    def __init__(self, args: Args, run: Run, rank: int, world_size: int):
+        configure_logger()
+        self._args, self._run = args, run
+        self._rank, self._world_size = rank, world_size
+        self._store: dist.Store | None = None
+        self._sender: Sender | None = None
+
+    def open_store(self) -> int:
+        """Rank 0: the meeting point of the ranks; returns its port."""
+        self._store = dist.TCPStore(self._run.host, 0, self._world_size, is_master=True, wait_for_workers=False)
+        return self._store.port
+
+    def init(self, store_port: int, checkpoint: Path | None) -> dict[str, Any]:
+        """Joins the other ranks, builds the model and loads weights; returns what the group wants to know."""
+        timeout = datetime.timedelta(minutes=self._args.distributed_timeout_minutes)
+        if self._store is None:
+            self._store = dist.TCPStore(self._run.host, store_port, self._world_size, is_master=False)
+        device = torch.device(accelerator.device_type(), 0) if accelerator.device_count() else torch.device("cpu")
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            self._args.distributed_backend or accelerator.process_group_backend(),
+            store=self._store,
+            rank=self._rank,
+            world_size=self._world_size,
+            timeout=timeout,
+        )
+        self._backend = create_backend(self._args, rank=self._rank, world_size=self._world_size, device=device)
+        if checkpoint is not None:
+            self._backend.load(checkpoint)
+        return {"dp_size": self._backend.layout.dp_size, "cp_size": self._backend.layout.cp_size}
+
+    def open_sender(self, transport: str) -> None:
+        """Only the first rank sends: `export` gives it whole tensors."""
+        if self._rank == 0:
+            folder = Path(self._args.update_weight_disk_dir or self._run.run_dir / "weights")
+            options = SenderOptions(self._run.shm_prefix, folder, self._args.hf_checkpoint)
+            self._sender = TRANSPORTS[transport].make_sender(options)
+
+    def train(self, rollout_id: int, ref: Any) -> dict[str, float]:
+        timer = Timer()
+        with timer("perf/train_time"):
+            metrics = run_update(self._backend, self._args, rollout_id, fetch(ref))
+        return {**timer.collect(), **metrics}
+
+    def export(self, version: str, dtype: str | None) -> Parcel | None:
+        """The whole model, bucket by bucket, into the transport; the first rank returns the parcel."""
+        wanted = getattr(torch, dtype) if dtype else None
+        for bucket in self._backend.export(dtype=wanted):
+            if self._sender is not None:
+                self._sender.send(bucket)
+        return self._sender.finish(version) if self._sender is not None else None
+
+    def save(self, path: Path) -> None:
+        self._backend.save(path)
+
+    def save_hf(self, path: Path) -> None:
+        self._backend.save_hf(path)
+
+    def move(self, params: str, optimizer: str) -> None:
+        self._backend.move(params=params, optimizer=optimizer)
+
+    def close(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,82 @@
+"""The training stage as the driver sees it: all ranks as one trainer."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from slime.arguments import Args
+from slime.batch.schedule import split_for_ranks
+from slime.cluster.placement import Slot
+from slime.cluster.run import Run
+from slime.cluster.runtime import Handle, Runtime, WorkerSpec, gather
+from slime.cluster.train_actor import TrainActor
+from slime.utils.processes import thread_environment
+from slime.utils.types import RolloutBatch
+from slime.weight_sync import Parcel
+
+_START_DEADLINE_S = 1800.0
+
+
+class TrainGroup:
+    """Splits a batch over the ranks and calls all of them; the first failure ends the call."""
+
+    def __init__(self, args: Args, run: Run, runtime: Runtime, slots: tuple[Slot, ...]):
+        self._args, self._runtime = args, runtime
+        env = {**thread_environment(self._threads(len(slots))), **_network_environment(run)}
+        self._ranks: list[Handle] = [
+            runtime.spawn(
+                TrainActor, args, run, rank, len(slots), spec=WorkerSpec(name=f"trainer-{rank}", slot=slot, env=env)
+            )
+            for rank, slot in enumerate(slots)
+        ]
+
+    def _threads(self, num_ranks: int) -> int:
+        return self._args.trainer_threads or max(1, (os.cpu_count() or 1) // num_ranks)
+
+    def start(self, checkpoint: Path | None) -> None:
+        port = self._ranks[0].call("open_store").result(_START_DEADLINE_S)
+        self._layout = self._call("init", port, checkpoint, deadline_s=_START_DEADLINE_S)[0]
+
+    def open_sender(self, transport: str) -> None:
+        self._call("open_sender", transport)
+
+    def train(self, rollout_id: int, batch: RolloutBatch) -> dict[str, float]:
+        """One rollout's optimizer steps; returns the metrics, which are the same on all ranks."""
+        shares = split_for_ranks(self._args, batch, self._layout["dp_size"], cp_size=self._layout["cp_size"])
+        ranks_per_share = len(self._ranks) // len(shares)
+        refs = [self._runtime.put(share) for share in shares]
+        try:
+            futures = [
+                handle.call("train", rollout_id, refs[rank // ranks_per_share])
+                for rank, handle in enumerate(self._ranks)
+            ]
+            return gather(futures)[0]
+        finally:
+            for ref in refs:
+                self._runtime.drop(ref)
+
+    def export(self, version: str, dtype: str | None) -> Parcel:
+        return self._call("export", version, dtype)[0]
+
+    def save(self, path: Path) -> None:
+        self._call("save", path)
+
+    def save_hf(self, path: Path) -> None:
+        self._call("save_hf", path)
+
+    def move(self, *, params: str, optimizer: str) -> None:
+        self._call("move", params, optimizer)
+
+    def close(self) -> None:
+        self._call("close", deadline_s=10.0)
+
+    def _call(self, method: str, *args: Any, deadline_s: float | None = None) -> list[Any]:
+        futures = [handle.call(method, *args) for handle in self._ranks]
+        return gather(futures, deadline_s)
+
+
+def _network_environment(run: Run) -> dict[str, str]:
+    """Ranks of one machine talk over loopback, whatever its host name resolves to."""
+    return {"GLOO_SOCKET_IFNAME": "lo"} if run.host == "127.0.0.1" and os.path.isdir("/sys/class/net/lo") else {}
