@@ -176,7 +176,7 @@ async def generate_and_rm(
             sample = await _call_generate(args, sample, sampling_params, evaluation)
         sample = await apply_rollout_sample_hooks(args, sample, evaluation=evaluation)
     if not args.group_rm:
-        await _score(args, flatten_samples([sample]))
+        await _score(args, flatten_samples([sample]), evaluation)
     return sample
 
 
@@ -223,11 +223,11 @@ def _check_fan_out(path: str, source: Sample, result: list[Sample]) -> list[Samp
     return result
 
 
-async def _score(args: Any, samples: Sequence[Sample]) -> None:
+async def _score(args: Any, samples: Sequence[Sample], evaluation: bool) -> None:
     """Rewards for those that have none and were not cut off; what cannot be scored carries its failure."""
-    todo = [s for s in samples if s.reward is None and s.status is not Sample.Status.ABORTED]
-    if todo:
-        await score_samples(args, todo)
+    ended = [s for s in samples if s.status is not Sample.Status.ABORTED]
+    if any(s.reward is None for s in ended):
+        await score_samples(args, ended, evaluation=evaluation)
 
 
 async def generate_and_rm_group(
@@ -240,7 +240,7 @@ async def generate_and_rm_group(
         sample.session_id = sample.session_id or uuid4().hex
     group = await all_or_none([_generate_with_retries(args, entry, sampling_params, evaluation) for entry in group])
     if args.group_rm and not any(s.status is Sample.Status.ABORTED for s in flatten_samples(group)):
-        await _score(args, flatten_samples(group))
+        await _score(args, flatten_samples(group), evaluation)
     return group
 
 

@@ -1,0 +1,197 @@
+"""Loss masks for supervised conversations: 1 on the tokens the assistant wrote, 0 on everything else.
+
+Where a message begins and ends is found by rendering conversations and comparing, not by known token ids, so a
+template of the same family with other special tokens works too.
+"""
+
+from typing import Any
+
+Messages = list[dict[str, Any]]
+
+_DISTILL_MARK = "<｜Assistant｜>"
+_PROBE_USER = {"role": "user", "content": "?"}
+
+
+class MultiTurnLossMaskGenerator:
+    """Token ids and loss mask of a conversation. `tokenizer_type` names how its chat template treats earlier turns.
+
+    qwen: turns are rendered alike wherever they stand. qwen3: the template drops the thinking of earlier turns, so
+    each turn is rendered as if it were the newest. qwen3_5: the whole conversation as the template writes it, earlier
+    thinking dropped. distill_qwen: one question, one answer.
+    """
+
+    def __init__(self, tokenizer: Any, tokenizer_type: str = "qwen"):
+        self.tokenizer = tokenizer
+        self.tokenizer_type = tokenizer_type
+        families = {
+            "qwen": self.gen_multi_turn_loss_mask_qwen,
+            "qwen3": self.gen_multi_turn_loss_mask_qwen3,
+            "qwen3_5": self.gen_multi_turn_loss_mask_qwen3_5,
+            "distill_qwen": self.gen_multi_turn_loss_mask_distill_qwen,
+        }
+        if tokenizer_type not in families:
+            raise ValueError(f"--loss-mask-type is {tokenizer_type!r}; known are {', '.join(families)}.")
+        if tokenizer_type == "qwen" and _DISTILL_MARK in tokenizer.get_vocab():
+            self.tokenizer_type = "distill_qwen"
+        self._generate = families[self.tokenizer_type]
+
+    def get_loss_mask(self, messages: Messages, tools: list | None = None) -> tuple[list[int], list[int]]:
+        """(token ids, mask), of equal length."""
+        _check_messages(messages)
+        return self._generate(messages, tools)
+
+    def get_response_lengths(self, loss_masks: list[list[int]]) -> list[int]:
+        """For each mask the tokens from the first trained one to the end; 0 when none is trained."""
+        return [len(mask) - mask.index(1) if 1 in mask else 0 for mask in loss_masks]
+
+    def get_loss_mask_with_multimodal_alignment(
+        self, messages: Messages, input_ids: list[int], tools: list | None = None
+    ) -> tuple[list[int], list[int]]:
+        """The mask for `input_ids` in which media took more tokens than the text has: zeros are put before it."""
+        text_only = [{**m, "content": _text_of(m.get("content"))} for m in messages]
+        _, mask = self.get_loss_mask(text_only, tools)
+        if len(mask) > len(input_ids):
+            raise ValueError(f"the text of the conversation has {len(mask)} tokens, input_ids only {len(input_ids)}.")
+        return list(input_ids), [0] * (len(input_ids) - len(mask)) + mask
+
+    def get_text_from_loss_mask(self, token_ids: list[int], loss_mask: list[int]) -> list[str]:
+        """The trained stretches as text, to look at."""
+        runs: list[list[int]] = []
+        previous = 0
+        for token, trained in zip(token_ids, loss_mask, strict=True):
+            if trained and not previous:
+                runs.append([])
+            if trained:
+                runs[-1].append(token)
+            previous = trained
+        return [self.tokenizer.decode(run) for run in runs]
+
+    # -- families ----------------------------------------------------------------------------------------------------
+
+    def gen_multi_turn_loss_mask_qwen(self, messages: Messages, tools: list | None = None):
+        """One rendering; each assistant turn lies between the prefix that asks for it and the prefix that ends it."""
+        ids = self._encode(self._render(messages, tools))
+        mask = [0] * len(ids)
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._encode(self._render(messages[:i], tools, ask=True)) if i else []
+            through = self._encode(self._render(messages[: i + 1], tools))
+            if ids[: len(before)] != before or ids[: len(through)] != through:
+                raise ValueError(
+                    f"the chat template rewrites earlier turns (message {i} reads differently once others follow): "
+                    "use --loss-mask-type qwen3 (each turn as the newest) or qwen3_5 (as the template writes it)."
+                )
+            if _is_trained(message):
+                mask[len(before) : len(through)] = [1] * (len(through) - len(before))
+        return ids, mask
+
+    def gen_multi_turn_loss_mask_qwen3(self, messages: Messages, tools: list | None = None):
+        """Turns rendered one by one behind a probe question, so that each keeps its thinking, then joined."""
+        first = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
+        ids = self._encode(self._render(messages[:first], tools)) if first else []
+        mask = [0] * len(ids)
+        probe = self._render([_PROBE_USER], None)
+        header = self._encode(_without_prefix(self._render([_PROBE_USER], None, ask=True), probe))
+        for run in _runs(messages[first:]):
+            turn = self._encode(_without_prefix(self._render([_PROBE_USER, *run], None), probe))
+            trained = run[0]["role"] == "assistant" and _is_trained(run[0])
+            ids += turn
+            mask += [0] * len(header) + [1] * (len(turn) - len(header)) if trained else [0] * len(turn)
+        return ids, mask
+
+    def gen_multi_turn_loss_mask_qwen3_5(self, messages: Messages, tools: list | None = None):
+        """One rendering, turns found in its text; needs a fast tokenizer, which knows where each token stands."""
+        if not self.tokenizer.is_fast:
+            raise ValueError("--loss-mask-type qwen3_5 needs a fast tokenizer (token offsets); use qwen3 instead.")
+        text = self._render(messages, tools)
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        spans = [
+            span for span, m in zip(self._find_turns(text, messages), _turns(messages), strict=True) if _is_trained(m)
+        ]
+        mask = [int(any(a <= start < b for a, b in spans)) for start, _ in encoded["offset_mapping"]]
+        return list(encoded["input_ids"]), mask
+
+    def gen_multi_turn_loss_mask_distill_qwen(self, messages: Messages, tools: list | None = None):
+        """The first message asks, the last one answers."""
+        prompt = self._encode(self._render(messages[:1], tools, ask=True))
+        last = messages[-1]
+        if last["role"] != "assistant":
+            ids = self._encode(self._render(messages, tools))
+            return ids, [0] * len(ids)
+        answer = self._encode(_text_of(last["content"]))
+        return prompt + answer, [0] * len(prompt) + [int(_is_trained(last))] * len(answer)
+
+    # -- parts -------------------------------------------------------------------------------------------------------
+
+    def _find_turns(self, text: str, messages: Messages) -> list[tuple[int, int]]:
+        """Character spans of the assistant turns: after the header (and the opening of thinking), through the end mark."""
+        ask = _without_prefix(self._render([_PROBE_USER], None, ask=True), self._render([_PROBE_USER], None))
+        header, opening = ask[: ask.index("\n") + 1], ask[ask.index("\n") + 1 :]
+        mark = "QzProbeAnswerzQ"
+        end = self._render([_PROBE_USER, {"role": "assistant", "content": mark}], None).split(mark)[-1]
+        spans, position = [], text.find(header)
+        while position >= 0:
+            start = position + len(header)
+            if opening and text.startswith(opening, start):
+                start += len(opening)
+            stop = text.find(end, start)
+            stop = len(text) if stop < 0 else stop + len(end)
+            spans.append((start, stop))
+            position = text.find(header, stop)
+        if len(spans) != len(_turns(messages)):
+            raise ValueError(
+                f"the rendered conversation has {len(spans)} assistant headers for {len(_turns(messages))} assistant "
+                "messages: a message contains the header's text, or the template drops or joins turns."
+            )
+        return spans
+
+    def _render(self, messages: Messages, tools: list | None, *, ask: bool = False) -> str:
+        return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=ask)
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _check_messages(messages: Any) -> None:
+    if (
+        not isinstance(messages, list)
+        or not messages
+        or not all(isinstance(m, dict) and "role" in m for m in messages)
+    ):
+        raise ValueError(
+            f"a supervised sample needs a list of messages with roles, found {type(messages).__name__}: "
+            "set --input-key to the column that holds the conversation and leave --apply-chat-template off."
+        )
+
+
+def _runs(messages: Messages) -> list[Messages]:
+    """Assistant turns alone; what stands between them together, as templates join consecutive tool answers."""
+    runs: list[Messages] = []
+    for message in messages:
+        alone = message["role"] == "assistant" or not runs or runs[-1][-1]["role"] == "assistant"
+        if alone:
+            runs.append([message])
+        else:
+            runs[-1].append(message)
+    return runs
+
+
+def _turns(messages: Messages) -> Messages:
+    return [m for m in messages if m["role"] == "assistant"]
+
+
+def _is_trained(message: dict) -> bool:
+    return message.get("step_loss_mask", 1) == 1
+
+
+def _text_of(content: Any) -> str:
+    if isinstance(content, list):
+        return "".join(part.get("text", "") for part in content)
+    return content or ""
+
+
+def _without_prefix(text: str, prefix: str) -> str:
+    if not text.startswith(prefix):
+        raise ValueError("the chat template does not render a conversation as a continuation of its beginning.")
+    return text[len(prefix) :]
