@@ -1,0 +1,73 @@
+"""The `slime` command: picks a subcommand, and turns mistakes of a user into one clear line."""
+
+import contextlib
+import importlib
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+USER_MISTAKE = 2  # the exit code
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand: `module.main(argv)` returns an exit code or None."""
+
+    module: str
+    help: str
+    hidden: bool = False
+
+
+COMMANDS = {
+    "train": Command("slime.cli.train", "train a model; same flags as `python train.py`"),
+    "quickstart": Command(
+        "slime.cli.quickstart", "train a small model on this machine in minutes, and show that it learned"
+    ),
+    "docs": Command("slime.cli.docs", "write docs/flags.md and docs/plugins.md from the declarations", hidden=True),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if not argv or argv[0] in ("-h", "--help"):
+        print(render_help())
+        return 0 if argv else USER_MISTAKE
+    name, rest = argv[0], argv[1:]
+    if name in ("-V", "--version"):
+        from slime import __version__  # the package imports nothing from here, so this cannot be a cycle
+
+        print(f"slime {__version__}")
+        return 0
+    if name not in COMMANDS:
+        near = get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean `slime {near[0]}`?" if near else "`slime --help` lists the commands."
+        print(f"error: unknown command {name!r}; {hint}", file=sys.stderr)
+        return USER_MISTAKE
+    return importlib.import_module(COMMANDS[name].module).main(rest) or 0
+
+
+def render_help() -> str:
+    lines = ["usage: slime <command> [flags]", "", "LLM post-training by reinforcement learning.", "", "commands:"]
+    lines += [f"  {name:<12} {command.help}" for name, command in COMMANDS.items() if not command.hidden]
+    return "\n".join([*lines, "", "`slime <command> --help` shows the flags of a command."])
+
+
+@contextlib.contextmanager
+def user_errors(traceback_file: Path | None = None) -> Iterator[None]:
+    """End with exit code 2 and one `error: ...` on stderr when a ValueError or FileNotFoundError says what to fix.
+
+    Such an error can also be a defect of ours, so a run that got far enough to have a folder keeps the traceback there.
+    """
+    try:
+        yield
+    except (ValueError, FileNotFoundError) as error:
+        message = str(error) or type(error).__name__
+        if traceback_file is not None:
+            traceback_file.parent.mkdir(parents=True, exist_ok=True)
+            traceback_file.write_text(traceback.format_exc(), encoding="utf-8")
+            message += f"\n(details: {traceback_file})"
+        print(f"error: {message}", file=sys.stderr)
+        raise SystemExit(USER_MISTAKE) from None

@@ -1,0 +1,30 @@
+"""`slime train`: read the settings, check them and every plug-in, then run the loop of train.py."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from slime.arguments import Args, parse_args
+from slime.cli.main import user_errors
+
+
+def load_args(argv: Sequence[str] | None = None) -> Args:
+    """Settings that are ready to run: parsed, checked, and with every plug-in loaded once and bound to its call."""
+    args = parse_args(argv)
+    # Here, because loading functions loads torch, and a misspelt flag should be told at once.
+    from slime.plugins import check_plugins
+
+    check_plugins(args)
+    return args
+
+
+def main(argv: Sequence[str] | None = None, *, train: Callable[[Args], Any] | None = None) -> int:
+    """Run one training. `train` is the loop; the default is that of train.py, train_async.py passes its own."""
+    with user_errors():
+        args = load_args(argv)
+    if train is None:
+        # Here, because it loads torch and everything else, which --help and a misspelt flag do not need.
+        from train import train
+    with user_errors(traceback_file=Path(args.run_dir) / "error.txt"):
+        train(args)
+    return 0

@@ -1,0 +1,80 @@
+"""Old module paths of slime users, resolved to their new homes; the only compatibility code there is.
+
+A moved module is the same module object under both names, so what is patched or pickled under one is found under the
+other. A module that was split into several is a facade: it re-exports the names listed here, and patching a name of a
+facade does not reach the home of the function. Each import of an old name warns with the new one.
+"""
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+import warnings
+from collections.abc import Sequence
+
+MOVED = {
+    "slime.utils.arguments": "slime.arguments",
+    "slime.utils.data": "slime.data.dataset",
+    "slime.utils.eval_config": "slime.arguments.eval_config",
+}
+
+# Old module -> new module -> the names it took over.
+FACADES: dict[str, dict[str, tuple[str, ...]]] = {
+    "slime.utils.ppo_utils": {
+        "slime.algorithms.kl": ("compute_approx_kl",),
+        "slime.algorithms.policy_loss": (
+            "compute_policy_loss",
+            "compute_cispo_loss",
+            "compute_gspo_kl",
+            "compute_opsm_mask",
+        ),
+        "slime.algorithms.gae": (
+            "vanilla_gae",
+            "chunked_gae",
+            "chunked_discounted_returns",
+            "get_advantages_and_returns_batch",
+        ),
+        "slime.algorithms.advantages": (
+            "get_grpo_returns",
+            "get_reinforce_plus_plus_returns",
+            "get_reinforce_plus_plus_baseline_advantages",
+        ),
+        "slime.algorithms.logprobs": ("calculate_log_probs_and_entropy",),
+    },
+}
+
+
+class MovedFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds only the names of the tables above; every other import passes by."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname in MOVED or fullname in FACADES:
+            return importlib.machinery.ModuleSpec(fullname, self)
+        return None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        name = module.__name__
+        homes = MOVED.get(name) or ", ".join(FACADES[name])
+        # The import machinery's own frames do not count, so level 2 is the line that wrote the import.
+        warnings.warn(f"{name} moved to {homes}; import it from there", DeprecationWarning, stacklevel=2)
+        if name in MOVED:
+            # The import machinery reads the module back from sys.modules, so this makes both names one object.
+            sys.modules[name] = importlib.import_module(MOVED[name])
+            return
+        module.__doc__ = f"Re-exports of {homes}, under the name they once had."
+        for home, names in FACADES[name].items():
+            source = importlib.import_module(home)
+            for exported in names:
+                setattr(module, exported, getattr(source, exported))
+
+
+def install() -> None:
+    """Make the old names importable. Called once, when slime is first imported."""
+    if not any(isinstance(finder, MovedFinder) for finder in sys.meta_path):
+        sys.meta_path.append(MovedFinder())

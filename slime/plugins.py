@@ -1,0 +1,246 @@
+"""Every plug-in point as data: its flag, how it is called and when; configured ones are checked before anything starts."""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from slime.utils.misc import load_function
+
+Style = Literal["sync", "async", "either", "class"]
+
+
+@dataclass(frozen=True)
+class PluginPoint:
+    """One place where a user's function takes part.
+
+    Example: `--custom-rm-path` is awaited as `fn(args, sample)`, so its entry has positional=("args", "sample") and
+    style="async". A function may name its parameters as it likes where they are passed by position, and may take more
+    if those have defaults.
+    """
+
+    flag: str  # the name in args
+    positional: tuple[str, ...]  # passed by position, in this order
+    style: Style
+    returns: str
+    when: str
+    keywords: tuple[str, ...] = ()  # passed by name
+    optional: tuple[str, ...] = ()  # passed by name to functions that have such a parameter
+    methods: tuple[str, ...] = ()  # what an object of a class must offer
+
+    @property
+    def option(self) -> str:
+        return "--" + self.flag.replace("_", "-")
+
+    @property
+    def call(self) -> str:
+        """How it is called, as users read it: `await fn(args, sample, sampling_params, [evaluation=])`."""
+        parts = [*self.positional, *(f"{name}=" for name in self.keywords), *(f"[{name}=]" for name in self.optional)]
+        start = {"async": "await fn", "class": "cls"}.get(self.style, "fn")
+        return f"{start}({', '.join(parts)})"
+
+
+_ROLLOUT_CALL = {"positional": ("args", "rollout_id", "data_source"), "keywords": ("evaluation",), "style": "sync"}
+
+PLUGIN_POINTS = (
+    PluginPoint(
+        "rollout_function_path",
+        **_ROLLOUT_CALL,
+        returns="RolloutFnTrainOutput, or a list of samples or groups",
+        when="once per rollout: makes all samples of it",
+    ),
+    PluginPoint(
+        "eval_function_path",
+        **_ROLLOUT_CALL,
+        returns="RolloutFnEvalOutput, or its data dict",
+        when="at each evaluation",
+    ),
+    PluginPoint(
+        "data_source_path",
+        positional=("args",),
+        style="class",
+        returns="an object with get_samples(n), add_samples(groups), save(rollout_id), load(rollout_id)",
+        when="once at start",
+        methods=("get_samples", "add_samples", "save", "load"),
+    ),
+    PluginPoint(
+        "custom_generate_function_path",
+        positional=("args", "sample", "sampling_params"),
+        style="async",
+        returns="Sample, or several that share a rollout_id",
+        when="for each sample, instead of one call of the engine",
+        optional=("evaluation",),
+    ),
+    PluginPoint(
+        "rollout_sample_hook_path",
+        positional=("args", "sample"),
+        style="either",
+        returns="Sample, or None to keep it",
+        when="on each generated sample, before its reward",
+        optional=("rollout_id", "evaluation"),
+    ),
+    PluginPoint(
+        "custom_rm_path",
+        positional=("args", "sample"),
+        style="async",
+        returns="a number, a dict (see --reward-key), invalid(reason) or infra_error(reason)",
+        when="on each sample; with --group-rm the second argument is the list of a group's samples, and so is the result",
+    ),
+    PluginPoint(
+        "dynamic_sampling_filter_path",
+        positional=("args", "samples"),
+        style="sync",
+        returns="DynamicFilterOutput, or a bool",
+        when="on each finished group: keep it or drop it",
+    ),
+    PluginPoint(
+        "buffer_filter_path",
+        positional=("args", "rollout_id", "buffer", "num_samples"),
+        style="sync",
+        returns="the groups it took out of the buffer",
+        when="before new prompts are fetched",
+    ),
+    PluginPoint(
+        "rollout_sample_filter_path",
+        positional=("args", "groups"),
+        style="sync",
+        returns="nothing; sets sample.remove_sample to keep a sample out of the loss",
+        when="at the end of a rollout, on the groups of the batch",
+    ),
+    PluginPoint(
+        "rollout_all_samples_process_path",
+        positional=("args", "all_groups", "data_source"),
+        style="sync",
+        returns="nothing",
+        when="at the end of a rollout, on all finished groups, dropped ones included",
+    ),
+    PluginPoint(
+        "custom_reward_post_process_path",
+        positional=("args", "samples"),
+        style="sync",
+        returns="(raw_rewards, rewards), one of each per sample",
+        when="instead of group normalisation",
+    ),
+    PluginPoint(
+        "custom_convert_samples_to_train_data_path",
+        positional=("args", "samples"),
+        style="sync",
+        returns="the train data (a RolloutBatch)",
+        when="instead of the conversion of samples",
+    ),
+    PluginPoint(
+        "custom_rollout_log_function_path",
+        positional=("rollout_id", "args", "samples", "rollout_extra_metrics", "rollout_time"),
+        style="sync",
+        returns="true to skip the default metrics",
+        when="after each rollout",
+    ),
+    PluginPoint(
+        "custom_eval_rollout_log_function_path",
+        positional=("rollout_id", "args", "data", "extra_metrics"),
+        style="sync",
+        returns="true to skip the default metrics",
+        when="after each evaluation",
+    ),
+    PluginPoint(
+        "rollout_data_postprocess_path",
+        positional=("args", "rollout_id", "rollout_data"),
+        style="sync",
+        returns="nothing; edits rollout_data in place",
+        when="on every trainer rank, after advantages and before training",
+    ),
+    PluginPoint(
+        "custom_advantage_function_path",
+        positional=("args", "rollout_data"),
+        style="sync",
+        returns='nothing; sets rollout_data["advantages"] and ["returns"]',
+        when="instead of the advantage estimator",
+    ),
+    PluginPoint(
+        "custom_loss_function_path",
+        positional=("args", "batch", "logits", "sum_of_sample_mean"),
+        style="sync",
+        returns="(loss, dict of metrics)",
+        when="for each micro-batch, with --loss-type custom_loss",
+    ),
+)
+
+# The plug-in points that an evaluation dataset can set for itself, by the name of its setting.
+DATASET_POINTS = {"custom_rm_path": "custom_rm_path", "custom_generate_function_path": "custom_generate_function_path"}
+
+
+def check_plugins(args: Any) -> None:
+    """Load every configured plug-in and bind its signature to the call that will be made; ValueError names what is wrong."""
+    for point, path, where in configured_plugins(args):
+        check_plugin(point, path, where)
+
+
+def configured_plugins(args: Any) -> Iterator[tuple[PluginPoint, str, str]]:
+    """Every (point, path, who set it) of these settings, the evaluation datasets' own included."""
+    points = {point.flag: point for point in PLUGIN_POINTS}
+    for point in PLUGIN_POINTS:
+        value = getattr(args, point.flag)
+        for path in [value] if isinstance(value, str) else value or []:
+            yield point, path, point.option
+    for dataset in args.eval_datasets:
+        for setting, flag in DATASET_POINTS.items():
+            path = getattr(dataset, setting)
+            if path:
+                yield points[flag], path, f"{setting} of evaluation dataset {dataset.name!r}"
+
+
+def check_plugin(point: PluginPoint, path: str, where: str) -> Callable[..., Any]:
+    """The object behind one path, after it passed every test of its plug-in point."""
+    expected = f"Expected {point.call}."
+    found = _load(path, where, expected)
+    if not callable(found):
+        raise ValueError(f"{where} is {path}: found a {type(found).__name__}, which cannot be called. {expected}")
+    _check_style(point, found, path, where)
+    _check_signature(point, found, path, where)
+    missing = [name for name in point.methods if inspect.isclass(found) and not hasattr(found, name)]
+    if missing:
+        raise ValueError(f"{where} is {path}: the class has no {', '.join(missing)}. Expected {point.returns}.")
+    return found
+
+
+def _load(path: str, where: str, expected: str) -> Any:
+    try:
+        return load_function(path)
+    except (ModuleNotFoundError, FileNotFoundError, AttributeError, ValueError) as error:
+        raise ValueError(f"{where} is {path}: {error}. {expected}") from error
+    except Exception as error:  # importing a plug-in runs its code, which may raise anything
+        reason = f"importing it raised {type(error).__name__}: {error}"
+        raise ValueError(f"{where} is {path}: {reason}. {expected}") from error
+
+
+def _check_style(point: PluginPoint, found: Callable[..., Any], path: str, where: str) -> None:
+    if point.style == "async" and not _is_async(found):
+        raise ValueError(
+            f"{where} is {path}: it is awaited, but it is not async; write `async def`. Expected {point.call}."
+        )
+    if point.style == "sync" and _is_async(found):
+        raise ValueError(
+            f"{where} is {path}: it is called without await, but it is async; write a plain `def` "
+            f"(slime.utils.async_utils.run awaits inside it). Expected {point.call}."
+        )
+
+
+def _is_async(found: Callable[..., Any]) -> bool:
+    while isinstance(found, functools.partial):
+        found = found.func
+    found = inspect.unwrap(found)
+    called = found if inspect.isroutine(found) or inspect.isclass(found) else type(found).__call__
+    return inspect.iscoroutinefunction(called)
+
+
+def _check_signature(point: PluginPoint, found: Callable[..., Any], path: str, where: str) -> None:
+    try:
+        signature = inspect.signature(found)
+    except (ValueError, TypeError):
+        return  # a builtin without a signature: nothing to bind
+    try:
+        signature.bind(*point.positional, **dict.fromkeys(point.keywords))
+    except TypeError as error:
+        name = path.rpartition(":")[2].rpartition(".")[2]
+        raise ValueError(f"{where} is {path}: expected {point.call}, found {name}{signature} ({error}).") from None
