@@ -1,0 +1,152 @@
+"""Advantage estimators: one table from `--advantage-estimator` to a function; adding one is a function and a row.
+
+Every estimator takes one `AdvantageInputs` (per-sample lists over full responses) and returns per-sample lists of
+advantages and returns [R_i].
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slime.algorithms.gae import chunked_discounted_returns, get_advantages_and_returns_batch
+
+TokenLists = list[Tensor]
+
+
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """What an estimator may read about a batch of N samples.
+
+    Example: a sample whose reward is 0.5 after group normalisation and that has 3 response tokens brings
+    `rewards[i] = 0.5`, `kl[i]` and `loss_masks[i]` of shape [3].
+    """
+
+    rewards: Sequence[float]
+    kl: Sequence[Tensor]  # [R_i] fp32, zeros when no KL enters the reward
+    loss_masks: Sequence[Tensor]  # [R_i] 0/1
+    kl_coef: float = 0.0
+    gamma: float = 1.0
+    lambd: float = 1.0
+    values: Sequence[Tensor] | None = None  # [R_i]; None: no critic
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """One row of the table: the function and what the reward normalisation and the loss must know about it."""
+
+    compute: Callable[[AdvantageInputs], tuple[TokenLists, TokenLists]]
+    center_rewards: bool = False  # subtract the group's mean
+    scale_rewards: bool = False  # and divide by its std, unless switched off
+    uses_kl_in_reward: bool = False
+    needs_values: bool = False
+    loss: str = "ppo"  # row of the policy-loss table
+
+
+def get_grpo_returns(rewards: Sequence[float] | Tensor, kl: Sequence[Tensor]) -> TokenLists:
+    """The sample's reward on each of its tokens; `kl` only gives the shapes."""
+    return [torch.full_like(k, float(reward)) for reward, k in zip(rewards, kl, strict=True)]
+
+
+def get_reinforce_plus_plus_returns(
+    rewards: Sequence[float] | Tensor,
+    kl: Sequence[Tensor],
+    loss_masks: Sequence[Tensor],
+    response_lengths: Sequence[int] | None = None,
+    total_lengths: Sequence[int] | None = None,
+    kl_coef: float = 0.0,
+    gamma: float = 1.0,
+) -> TokenLists:
+    """Discounted returns of token rewards -kl_coef x kl, with the sample's reward on its last trained token.
+
+    A sample with an empty mask (removed by a filter) carries no reward and gets zeros. The two length arguments are
+    part of the public signature; full responses do not need them.
+    """
+    del response_lengths, total_lengths
+    returns = []
+    for reward, k, mask in zip(rewards, kl, loss_masks, strict=True):
+        token_rewards = -kl_coef * k * mask
+        trained = mask.nonzero()
+        if len(trained):
+            token_rewards[trained[-1, 0]] += float(reward)
+        returns.append(chunked_discounted_returns(token_rewards[None], gamma)[0] if len(k) else token_rewards)
+    return returns
+
+
+def get_reinforce_plus_plus_baseline_advantages(
+    rewards: Sequence[float] | Tensor, kl: Sequence[Tensor], loss_masks: Sequence[Tensor], kl_coef: float
+) -> TokenLists:
+    """Group-centred reward minus kl_coef x kl on each token."""
+    del loss_masks
+    return [float(reward) - kl_coef * k for reward, k in zip(rewards, kl, strict=True)]
+
+
+def _grpo(inputs: AdvantageInputs) -> tuple[TokenLists, TokenLists]:
+    returns = get_grpo_returns(inputs.rewards, inputs.kl)
+    return returns, list(returns)
+
+
+def _reinforce_plus_plus(inputs: AdvantageInputs) -> tuple[TokenLists, TokenLists]:
+    returns = get_reinforce_plus_plus_returns(
+        inputs.rewards, inputs.kl, inputs.loss_masks, kl_coef=inputs.kl_coef, gamma=inputs.gamma
+    )
+    return returns, list(returns)
+
+
+def _reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> tuple[TokenLists, TokenLists]:
+    advantages = get_reinforce_plus_plus_baseline_advantages(
+        inputs.rewards, inputs.kl, inputs.loss_masks, inputs.kl_coef
+    )
+    return advantages, list(advantages)
+
+
+def _ppo(inputs: AdvantageInputs) -> tuple[TokenLists, TokenLists]:
+    assert inputs.values is not None, "ppo needs the critic's values"
+    token_rewards = []
+    for reward, k in zip(inputs.rewards, inputs.kl, strict=True):
+        rewards = -inputs.kl_coef * k
+        rewards[-1] += float(reward)
+        token_rewards.append(rewards)
+    lengths = [len(k) for k in inputs.kl]
+    return get_advantages_and_returns_batch(lengths, lengths, inputs.values, token_rewards, inputs.gamma, inputs.lambd)
+
+
+ESTIMATORS: dict[str, Estimator] = {
+    "grpo": Estimator(_grpo, center_rewards=True, scale_rewards=True),
+    "gspo": Estimator(_grpo, center_rewards=True, scale_rewards=True, loss="gspo"),
+    "cispo": Estimator(_grpo, center_rewards=True, scale_rewards=True, loss="cispo"),
+    "reinforce_plus_plus": Estimator(_reinforce_plus_plus, uses_kl_in_reward=True),
+    "reinforce_plus_plus_baseline": Estimator(
+        _reinforce_plus_plus_baseline, center_rewards=True, uses_kl_in_reward=True
+    ),
+    "ppo": Estimator(_ppo, uses_kl_in_reward=True, needs_values=True),
+}
+
+
+def get_estimator(name: str) -> Estimator:
+    if name not in ESTIMATORS:
+        raise ValueError(f"--advantage-estimator is {name!r}: unknown; choose one of {', '.join(ESTIMATORS)}.")
+    return ESTIMATORS[name]
+
+
+def masked_moments(values: Sequence[Tensor], masks: Sequence[Tensor]) -> Tensor:
+    """[3] float64: sum, sum of squares and count over the masked tokens. Sums of several ranks simply add."""
+    total = torch.zeros(3, dtype=torch.float64)
+    for value, mask in zip(values, masks, strict=True):
+        value, mask = value.double().cpu(), mask.double().cpu()
+        total += torch.stack([(value * mask).sum(), (value.square() * mask).sum(), mask.sum()])
+    return total
+
+
+def whiten(values: Sequence[Tensor], moments: Tensor) -> TokenLists:
+    """Shift and scale to mean 0 and variance 1 given the (global) `masked_moments`, with Bessel's correction."""
+    total, squares, count = moments.tolist()
+    if count == 0:
+        raise ValueError("--normalize-advantages found no trained token in the batch: every loss mask is zero.")
+    mean = total / count
+    variance = max(squares / count - mean * mean, 0.0)
+    if count > 1:
+        variance *= count / (count - 1)
+    scale = (variance + 1e-8) ** -0.5
+    return [(value - mean) * scale for value in values]

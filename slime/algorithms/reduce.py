@@ -1,0 +1,62 @@
+"""Reductions from per-token values to one number: every function returns a sum; the caller owns the denominator.
+
+Flat layout: the response tokens of all samples of a micro-batch behind each other, `segments[j]` naming the sample
+that token j belongs to. Summing first and dividing by a count of the whole optimizer step is what makes a loss
+independent of packing, micro-batch size and number of ranks.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+Reducer = Callable[[Tensor], Tensor]
+
+
+def token_weights(mask: Tensor, segments: Tensor, rollout_mask_sums: Tensor, *, per_token: bool) -> Tensor:
+    """Weight of each flat token: its mask, over its rollout's mask total unless `per_token`.
+
+    `rollout_mask_sums` [S] holds, per sample, the mask total over all samples of the same rollout.
+    """
+    mask = mask.to(rollout_mask_sums.dtype)
+    if per_token:
+        return mask
+    return mask / rollout_mask_sums.clamp(min=1.0)[segments]
+
+
+def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
+    """Sum of values x weights, where a token of weight 0 contributes 0 whatever its value (even NaN)."""
+    return torch.where(weights != 0, values * weights, torch.zeros_like(values)).sum()
+
+
+def segment_sum(values: Tensor, segments: Tensor, num_segments: int) -> Tensor:
+    """[S] sums of the flat values of each sample."""
+    return values.new_zeros(num_segments).index_add(0, segments, values)
+
+
+def segment_mean(values: Tensor, mask: Tensor, segments: Tensor, num_segments: int) -> Tensor:
+    """[S] masked means of the flat values of each sample; a sample with an empty mask has mean 0."""
+    mask = mask.to(values.dtype)
+    totals = segment_sum(values * mask, segments, num_segments)
+    return totals / segment_sum(mask, segments, num_segments).clamp(min=1.0)
+
+
+def get_sum_of_sample_mean(
+    loss_masks: Sequence[Tensor],
+    rollout_mask_sums: Sequence[float] | Tensor | None = None,
+    *,
+    calculate_per_token_loss: bool = False,
+) -> Reducer:
+    """The reducer handed to custom losses: flat per-token values of one micro-batch -> summed sample means.
+
+    Without `rollout_mask_sums` each sample is its own denominator.
+    """
+    lengths = torch.tensor([len(mask) for mask in loss_masks])
+    mask = torch.cat(list(loss_masks)).float()
+    segments = torch.repeat_interleave(torch.arange(len(loss_masks)), lengths).to(mask.device)
+    if rollout_mask_sums is None:
+        sums = segment_sum(mask, segments, len(loss_masks))
+    else:
+        sums = torch.as_tensor(rollout_mask_sums, dtype=torch.float32, device=mask.device)
+    weights = token_weights(mask, segments, sums, per_token=calculate_per_token_loss)
+    return lambda values: weighted_sum(values, weights.to(values.device))

@@ -1,0 +1,199 @@
+"""The one attention function of training: causal attention within each document of a packed stream.
+
+It is registered with transformers under the name `slime_packed`; models are called with `documents=PackedDocuments(...)`
+and pass it through to here. On CUDA with 16-bit tensors torch's variable-length attention does the work. Elsewhere
+documents of similar length are gathered into one batch, padded on the right: under a causal mask no real token sees the
+padding, so no mask tensor is needed.
+
+Not covered, and refused by name: sliding windows, attention sinks, soft-capped scores, dropout, non-causal layers.
+"""
+
+import functools
+import inspect
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ATTENTION_NAME = "slime_packed"
+
+# Gathering pays as long as few padded tokens are computed: a group spans lengths from n - 8 (or 7/8 n) to n.
+_PAD_TOKENS = 8
+_PAD_SHARE = 8
+_GROUP_TOKENS = 1 << 16
+_UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "sinks", "position_bias")
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentGroup:
+    """Documents computed as one batch: `gather` [n, longest] stream positions (padding repeats a real one)."""
+
+    gather: Tensor
+    scatter: Tensor  # [tokens of the group] row of the flattened [n * longest] result that belongs to each
+    targets: Tensor  # [tokens of the group] stream positions, in the order of `scatter`
+
+
+@dataclass(slots=True)
+class PackedDocuments:
+    """Boundaries of the documents in a packed stream: `cu_seqlens` [D + 1] int32, starting at 0."""
+
+    cu_seqlens: Tensor
+    lengths: tuple[int, ...]
+    _groups: list[DocumentGroup] | None = field(default=None, repr=False)
+    _order: Tensor | None = field(default=None, repr=False)
+
+    @classmethod
+    def from_lengths(cls, lengths: list[int] | tuple[int, ...]) -> "PackedDocuments":
+        cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+        cu_seqlens[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
+        return cls(cu_seqlens, tuple(lengths))
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+    def to(self, device: torch.device) -> "PackedDocuments":
+        if self.cu_seqlens.device == device:
+            return self
+        return PackedDocuments(self.cu_seqlens.to(device, non_blocking=True), self.lengths)
+
+    def groups(self) -> tuple[list[DocumentGroup], Tensor]:
+        """The document groups, and for each stream position the row of their concatenated results. Built once."""
+        if self._groups is None:
+            self._groups = _group_documents(self.lengths, self.cu_seqlens.device)
+            targets = torch.cat([group.targets for group in self._groups])
+            self._order = torch.empty_like(targets)
+            self._order[targets] = torch.arange(len(targets), device=targets.device)
+        return self._groups, self._order
+
+
+def _group_documents(lengths: tuple[int, ...], device: torch.device) -> list[DocumentGroup]:
+    starts = torch.tensor((0, *lengths)).cumsum(0)[:-1]
+    sizes = torch.tensor(lengths)
+    by_length = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    groups: list[DocumentGroup] = []
+    begin = 0
+    while begin < len(by_length):
+        longest = lengths[by_length[begin]]
+        floor = longest - max(_PAD_TOKENS, longest // _PAD_SHARE)
+        limit = begin + max(1, _GROUP_TOKENS // max(longest, 1))
+        end = begin + 1
+        while end < min(len(by_length), limit) and lengths[by_length[end]] >= floor:
+            end += 1
+        members = torch.tensor(by_length[begin:end])
+        column = torch.arange(longest)
+        real = column < sizes[members, None]
+        positions = starts[members, None] + torch.where(real, column, 0)
+        groups.append(
+            DocumentGroup(positions.to(device), real.flatten().nonzero()[:, 0].to(device), positions[real].to(device))
+        )
+        begin = end
+    return groups
+
+
+def packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, *, scale: float | None = None
+) -> Tensor:
+    """Causal attention within documents. query [T, H, D], key and value [T, G, D] with H a multiple of G -> [T, H, D]."""
+    varlen = _varlen_attention() if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) else None
+    if varlen is not None:
+        return varlen(query, key, value, documents, scale)
+    groups, order = documents.groups()
+    if len(documents.lengths) == 1:
+        return _causal(query[None], key[None], value[None], scale)[0]
+    results = []
+    for group in groups:
+        batch, longest = group.gather.shape
+        index = group.gather.flatten()
+        parts = [x.index_select(0, index).view(batch, longest, *x.shape[1:]) for x in (query, key, value)]
+        results.append(_causal(*parts, scale).flatten(0, 1).index_select(0, group.scatter))
+    return torch.cat(results).index_select(0, order)
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    """[B, L, H, D] attention with a causal mask."""
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    repeat = query.shape[1] // key.shape[1]
+    if repeat > 1:
+        key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale).transpose(1, 2)
+
+
+@functools.cache
+def _varlen_attention() -> Any:
+    """torch's variable-length attention behind one signature, or None where this torch has none."""
+    try:
+        # Not in every torch that we support.
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    accepted = inspect.signature(varlen_attn).parameters
+    # How a causal mask is asked for, and whether grouped queries and a scale are understood, differs by release.
+    causal = {"window_size": (-1, 0)} if "window_size" in accepted else {"is_causal": True}
+    grouped = "enable_gqa" in accepted
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, scale: float | None) -> Tensor:
+        options = dict(causal)
+        repeat = query.shape[1] // key.shape[1]
+        if repeat > 1 and grouped:
+            options["enable_gqa"] = True
+        elif repeat > 1:
+            key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
+        if scale is not None and "scale" in accepted:
+            options["scale"] = scale
+        elif scale is not None:
+            query = query * (scale * query.shape[-1] ** 0.5)
+        cu, longest = documents.cu_seqlens, documents.longest
+        return varlen_attn(
+            query.contiguous(), key.contiguous(), value.contiguous(), cu, cu, longest, longest, **options
+        )
+
+    return attend
+
+
+def transformers_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    documents: PackedDocuments | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls: query [1, H, T, D], key and value [1, G, T, D] -> ([1, T, H, D], None)."""
+    assert documents is not None, "models on slime_packed attention are called with documents=PackedDocuments(...)"
+    for name in _UNSUPPORTED:
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{type(module).__name__} uses {name}: packed training does not support it yet.")
+    if dropout:
+        raise ValueError(f"{type(module).__name__} uses attention dropout {dropout}: set attention_dropout to 0.")
+    query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    return packed_attention(query, key, value, documents, scale=scaling).unsqueeze(0), None
+
+
+def register() -> str:
+    """Make the function known to transformers and return the name to load models with."""
+    # transformers is slow to import, and the packed layout is useful without it.
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION_NAME, transformers_attention)
+    return ATTENTION_NAME
+
+
+def refuse_unsupported(config: Any) -> None:
+    """Raise, naming the feature, for a model whose attention or output layer this trainer would compute wrongly."""
+    values = config.get_text_config().to_dict()
+    kind = values.get("model_type")
+    layer_types = set(values.get("layer_types") or ()) - {"full_attention"}
+    if layer_types:
+        raise ValueError(
+            f"{kind} has {', '.join(sorted(layer_types))} layers: packed training supports full attention only."
+        )
+    for name in ("attn_logit_softcapping", "final_logit_softcapping", "logits_scaling", "logit_scale"):
+        if values.get(name) not in (None, 1, 1.0):
+            raise ValueError(f"{kind} sets {name}={values[name]}: packed training does not support it yet.")

@@ -1,0 +1,147 @@
+"""The protocol that every trainer implements, and the values that pass through it."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from slime.backends.attention import PackedDocuments
+
+Metrics = dict[str, Tensor]  # scalar sums over the micro-batch, detached
+Bucket = list[tuple[str, Tensor]]  # hub names
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Sizes of the parallel dimensions and this rank's place in them."""
+
+    dp_size: int = 1
+    dp_rank: int = 0
+    cp_size: int = 1
+    cp_rank: int = 0
+    tp_size: int = 1
+    tp_rank: int = 0
+    pp_size: int = 1
+    pp_rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Several samples packed behind each other without padding: T tokens, S samples, R response tokens.
+
+    Example: samples with tokens [5, 6, 7] (2 of them response) and [8, 9] (1): input_ids = [[5, 6, 7, 8, 9]],
+    position_ids = [[0, 1, 2, 0, 1]], logit_positions = [0, 1, 3], targets = [6, 7, 9], segments = [0, 0, 1].
+    """
+
+    input_ids: Tensor  # [1, T] int64
+    position_ids: Tensor  # [1, T] int64, restarting with each sample
+    documents: PackedDocuments
+    logit_positions: Tensor  # [R] where in the stream the logits of each response token stand
+    targets: Tensor  # [R] the response tokens
+    segments: Tensor  # [R] which of the S samples a response token belongs to
+    loss_mask: Tensor  # [R] fp32
+    rollout_mask_sums: Tensor  # [S] fp32
+    positions: tuple[int, ...]  # of the samples in the rank's batch; empty: a micro-batch of weight zero
+    response_lengths: tuple[int, ...]  # [S]
+    tokens: dict[str, Tensor] = field(default_factory=dict)  # further values per response token [R]: advantages, ...
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.response_lengths)
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in _TENSOR_FIELDS}
+        tokens = {name: value.to(device, non_blocking=True) for name, value in self.tokens.items()}
+        return replace(self, **moved, documents=self.documents.to(device), tokens=tokens)
+
+
+_TENSOR_FIELDS = (
+    "input_ids",
+    "position_ids",
+    "logit_positions",
+    "targets",
+    "segments",
+    "loss_mask",
+    "rollout_mask_sums",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutputs:
+    """What the model says about each response token of a micro-batch."""
+
+    log_probs: Tensor  # [R] fp32
+    entropy: Tensor | None = None  # [R] fp32; None: not asked for
+    values: Tensor | None = None  # [R] fp32; None: no critic
+    logits: Tensor | None = None  # [1, T, V] fp32; only for a loss that asks for them
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLists:
+    """Results of a pass without gradients: one CPU fp32 tensor [R_i] per sample of the rank's batch, in its order."""
+
+    log_probs: list[Tensor]
+    entropy: list[Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Denominators:
+    """Counts of the whole optimizer step, identical on all ranks."""
+
+    rollouts: int
+    tokens: float
+    per_token: bool = False
+
+    @property
+    def value(self) -> float:
+        return max(self.tokens, 1.0) if self.per_token else float(max(self.rollouts, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A loss function and what it needs from the model."""
+
+    fn: Callable[[TokenOutputs, MicroBatch], tuple[Tensor, Metrics]]  # returns sums, never means
+    needs_entropy: bool = False
+    needs_logits: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """One optimizer step: metrics already divided by the denominators and the same on all ranks."""
+
+    metrics: dict[str, float]
+    grad_norm: float
+    learning_rates: tuple[float, ...]  # per parameter group
+
+
+class NonFiniteStepError(ArithmeticError):
+    """The loss or the gradient norm of a step is NaN or infinite; the step was not applied."""
+
+
+class TrainBackend(Protocol):
+    """One per rank; every method is called by all ranks together."""
+
+    layout: Layout
+    device: torch.device
+
+    def load(self, path: str | Path) -> dict[str, Any]: ...
+
+    def save(self, path: str | Path) -> dict[str, Any]: ...
+
+    def log_probs(self, mbs: list[MicroBatch], *, weights: str = "actor", entropy: bool = False) -> TokenLists: ...
+
+    def train_step(self, mbs: list[MicroBatch], loss: Loss, denominators: Denominators) -> StepStats: ...
+
+    def export(self, *, weights: str = "actor", dtype: torch.dtype | None = None) -> Iterator[Bucket]: ...
+
+    def copy_weights(self, src: str, dst: str) -> None: ...
+
+    def has_weights(self, tag: str) -> bool: ...
+
+    def move(self, *, params: str | None = None, optimizer: str | None = None) -> None: ...
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor: ...

@@ -1,0 +1,5 @@
+"""HF causal LMs trained under FSDP2, on one process or many, CPU or GPU."""
+
+from slime.backends.fsdp.backend import FSDPBackend, create_backend
+
+__all__ = ["FSDPBackend", "create_backend"]

@@ -1,0 +1,150 @@
+"""Trainer checkpoints by torch.distributed.checkpoint: exact resume, also on another number of ranks.
+
+A folder holds the sharded weights and optimizer moments, `trainer.json` (format version, architecture fingerprint, schedule
+position) and `rng_<rank>.pt`. The caller makes the folder appear atomically.
+"""
+
+import hashlib
+import json
+import logging
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+from slime.backends.fsdp.model import PackedCausalLM, load_pretrained
+from slime.backends.optimizer import init_state
+
+logger = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1
+MANIFEST = "trainer.json"
+
+
+def fingerprint(lm: nn.Module) -> dict[str, Any]:
+    """What must agree for weights to be exchangeable: the model type, and name and shape of every parameter."""
+    shapes = {name: list(parameter.shape) for name, parameter in lm.named_parameters()}
+    digest = hashlib.sha256(json.dumps([lm.config.model_type, shapes], sort_keys=True).encode()).hexdigest()
+    return {"model_type": lm.config.model_type, "shapes": shapes, "digest": digest}
+
+
+def save(backend: Any, path: Path, *, with_optimizer: bool) -> dict[str, Any]:
+    path.mkdir(parents=True, exist_ok=True)
+    init_state(backend.optimizer)
+    dcp.save(_state(backend, with_optimizer), checkpoint_id=path)
+    torch.save(_random_state(), path / f"rng_{backend.rank}.pt")
+    manifest = {
+        "format_version": FORMAT_VERSION,
+        "model": fingerprint(backend.model.lm),
+        "optimizer": backend.args.optimizer if with_optimizer else None,
+        "step": backend.step,
+        "world_size": backend.layout.dp_size,
+    }
+    if backend.rank == 0:
+        (path / MANIFEST).write_text(json.dumps(manifest))
+    dist.barrier()
+    return manifest
+
+
+def load(backend: Any, path: Path, *, weights_only: bool) -> dict[str, Any]:
+    manifest = read_manifest(path)
+    check_same_model(manifest["model"], fingerprint(backend.model.lm), path)
+    if not weights_only:
+        _check_optimizer(manifest, backend.args.optimizer, path)
+        init_state(backend.optimizer)
+    dcp.load(_state(backend, with_optimizer=not weights_only), checkpoint_id=path)
+    if weights_only:
+        return manifest
+    backend.step = manifest["step"]
+    _load_random_state(path / f"rng_{backend.rank}.pt", backend.rank)
+    return manifest
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    file = path / MANIFEST
+    if not file.is_file():
+        raise ValueError(f"{path} is no trainer checkpoint: {MANIFEST} is missing.")
+    manifest = json.loads(file.read_text())
+    if manifest["format_version"] != FORMAT_VERSION:
+        raise ValueError(
+            f"{path} has checkpoint format {manifest['format_version']}, this version reads {FORMAT_VERSION}."
+        )
+    return manifest
+
+
+def check_same_model(saved: dict[str, Any], own: dict[str, Any], path: Path) -> None:
+    """One ValueError that names what differs."""
+    if saved["digest"] == own["digest"]:
+        return
+    differences = []
+    if saved["model_type"] != own["model_type"]:
+        differences.append(f"model type {saved['model_type']} instead of {own['model_type']}")
+    for name in sorted(saved["shapes"].keys() | own["shapes"].keys()):
+        there, here = saved["shapes"].get(name), own["shapes"].get(name)
+        if there != here:
+            differences.append(f"{name} is {there or 'absent'} there and {here or 'absent'} here")
+    more = f" and {len(differences) - 4} more" if len(differences) > 4 else ""
+    raise ValueError(
+        f"checkpoint {path} is of another model than --hf-checkpoint: {'; '.join(differences[:4])}{more}. Use the checkpoint "
+        "of this model, or the --hf-checkpoint that it was trained from."
+    )
+
+
+def _check_optimizer(manifest: dict[str, Any], optimizer: str, path: Path) -> None:
+    if manifest["optimizer"] is None:
+        raise ValueError(
+            f"checkpoint {path} was saved without optimizer state: load it with --finetune (weights only)."
+        )
+    if manifest["optimizer"] != optimizer:
+        raise ValueError(
+            f"checkpoint {path} holds the state of --optimizer {manifest['optimizer']}, this run uses {optimizer}: use the "
+            "same, or load it with --finetune (weights only)."
+        )
+
+
+def _state(backend: Any, with_optimizer: bool) -> dict[str, Any]:
+    """Live tensors by name; reading a checkpoint writes into them in place."""
+    names = {parameter: name for name, parameter in backend.model.lm.named_parameters()}
+    state: dict[str, Any] = {f"model.{name}": parameter.data for parameter, name in names.items()}
+    if with_optimizer:
+        for parameter, name in names.items():
+            for key, value in backend.optimizer.state.get(parameter, {}).items():
+                state[f"optimizer.{name}.{key}"] = value
+    return state
+
+
+def _random_state() -> dict[str, Any]:
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],
+        "python": list(random.getstate()),
+    }
+
+
+def _load_random_state(file: Path, rank: int) -> None:
+    if not file.is_file():
+        logger.warning("rank %d was not part of the saved run: its random state starts from the seed.", rank)
+        return
+    state = torch.load(file, weights_only=True)
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+
+
+def load_hf_weights(model: PackedCausalLM, path: str | Path) -> None:
+    """Read the weights of the HF folder `path` into the sharded model; another architecture is a ValueError."""
+    source = load_pretrained(path)
+    check_same_model(fingerprint(source), fingerprint(model.lm), Path(path))
+    set_model_state_dict(model.lm, source.state_dict(), options=StateDictOptions(full_state_dict=True, strict=False))

@@ -1,0 +1,57 @@
+"""The optimizer and its learning rate, from the flags: AdamW or SGD; constant, linear or cosine after a warm-up."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def learning_rate(args: Any, step: int, decay_steps: int | None) -> float:
+    """Learning rate of optimizer step `step` (from 0): linear warm-up to --lr, then decay to --min-lr."""
+    if step < args.lr_warmup_iters:
+        return args.lr * (step + 1) / args.lr_warmup_iters
+    if args.lr_decay_style == "constant":
+        return args.lr
+    if not decay_steps:
+        raise ValueError(
+            f"--lr-decay-style is {args.lr_decay_style} but the number of steps to decay over is unknown: set --lr-decay-iters."
+        )
+    span = max(decay_steps - args.lr_warmup_iters, 1)
+    progress = min((step - args.lr_warmup_iters) / span, 1.0)
+    share = 1.0 - progress if args.lr_decay_style == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return args.min_lr + (args.lr - args.min_lr) * share
+
+
+def build_optimizer(args: Any, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """Two parameter groups: matrices with weight decay; vectors (norms, biases) without."""
+    matrices, vectors = [], []
+    for _, parameter in named_parameters:
+        if parameter.requires_grad:
+            (matrices if parameter.ndim > 1 else vectors).append(parameter)
+    groups = [
+        {"params": matrices, "weight_decay": args.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if args.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=args.lr)
+    return torch.optim.AdamW(
+        groups, lr=args.lr, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_eps, fused=True
+    )
+
+
+def init_state(optimizer: torch.optim.Optimizer) -> None:
+    """Create the state that AdamW would create in its first step, so that a checkpoint can be read into it."""
+    if not isinstance(optimizer, torch.optim.AdamW):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if optimizer.state[parameter]:
+                continue
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            }

@@ -1,0 +1,185 @@
+"""The order of one training step: reference and old log-probs, advantages, optimizer steps, metrics."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.algorithms.advantages import AdvantageInputs, get_estimator, masked_moments, whiten
+from slime.algorithms.kl import compute_approx_kl
+from slime.backends.base import Denominators, StepStats, TrainBackend
+from slime.backends.losses import build_loss
+from slime.backends.microbatch import build_micro_batches
+from slime.batch.schedule import RankData, RankStep
+from slime.utils.misc import load_function
+from slime.utils.types import RolloutBatch, is_score
+
+PER_TOKEN_METRICS = ("log_probs", "ref_log_probs", "rollout_log_probs", "returns", "advantages", "entropy", "kl")
+PER_SAMPLE_METRICS = ("rewards", "raw_reward", "truncated", "response_lengths")
+
+
+def run_update(
+    backend: TrainBackend,
+    args: Any,
+    rollout_id: int,
+    rank_data: RankData,
+    *,
+    on_step: Callable[[int, dict[str, float]], None] | None = None,
+) -> dict[str, float]:
+    """Train on one rollout's share of this rank and return metrics, the same on all ranks.
+
+    `train/*` are means over the optimizer steps; `on_step(step, metrics)` sees each step as it ends.
+    """
+    started = time.perf_counter()
+    batch: RolloutBatch = dict(rank_data.batch)
+    seconds: dict[str, float] = {}
+    if args.compute_advantages_and_returns and args.loss_type != "sft_loss":
+        seconds |= _add_log_probs(backend, args, rank_data, batch)
+        _add_advantages(backend, args, batch)
+    if args.rollout_data_postprocess_path:
+        load_function(args.rollout_data_postprocess_path)(args, rollout_id, batch)
+    metrics = _rollout_metrics(backend, batch, sum(step.num_rollouts for step in rank_data.steps))
+    train_started = time.perf_counter()
+    steps = [_train(backend, args, batch, step, i, on_step) for i, step in enumerate(rank_data.steps)]
+    seconds["actor_train"] = time.perf_counter() - train_started
+    for name in steps[0]:
+        metrics[name] = sum(step[name] for step in steps) / len(steps)
+    seconds["train"] = time.perf_counter() - started
+    return metrics | _perf_metrics(backend, batch, seconds)
+
+
+def needs_old_log_probs(args: Any, num_steps: int) -> bool:
+    """Whether a pass before training must record the old policy's log-probs.
+
+    Not when the engine's stand in for them, and not for one step on the policy's own samples: there the ratio is 1.
+    """
+    if args.loss_type != "policy_loss":
+        return False
+    if args.use_rollout_entropy:
+        return True
+    if args.use_rollout_logprobs:
+        return False
+    return num_steps > 1 or args.kl_coef != 0 or get_estimator(args.advantage_estimator).loss == "gspo"
+
+
+def _add_log_probs(backend: TrainBackend, args: Any, rank_data: RankData, batch: RolloutBatch) -> dict[str, float]:
+    """Add `ref_log_probs`, `log_probs` and `entropy` where this run needs them; returns seconds by pass."""
+    if args.use_rollout_logprobs and "rollout_log_probs" not in batch:
+        raise ValueError("--use-rollout-logprobs: the rollout recorded no log-probs; return them with each sample.")
+    needs_reference = args.use_kl_loss or args.kl_coef != 0
+    needs_old = needs_old_log_probs(args, len(rank_data.steps))
+    if not (needs_reference or needs_old):
+        return {}
+    all_positions = [micro_batch for step in rank_data.steps for micro_batch in step.micro_batches]
+    mbs = build_micro_batches(batch, all_positions)
+    seconds = {}
+    if needs_reference:
+        started = time.perf_counter()
+        batch["ref_log_probs"] = backend.log_probs(mbs, weights="ref").log_probs
+        seconds["ref_log_probs"] = time.perf_counter() - started
+    if needs_old:
+        started = time.perf_counter()
+        weights = "old" if backend.has_weights("old") else "actor"
+        result = backend.log_probs(mbs, weights=weights, entropy=args.use_rollout_entropy)
+        batch["log_probs"] = result.log_probs
+        if result.entropy is not None:
+            batch["entropy"] = result.entropy
+        seconds["log_probs"] = time.perf_counter() - started
+    return seconds
+
+
+def _add_advantages(backend: TrainBackend, args: Any, batch: RolloutBatch) -> None:
+    """Add `kl`, `advantages` and `returns`."""
+    old = batch.get("rollout_log_probs") if args.use_rollout_logprobs else batch.get("log_probs")
+    if args.kl_coef != 0:
+        pairs = zip(old, batch["ref_log_probs"], strict=True)
+        batch["kl"] = [compute_approx_kl(lp, ref, args.kl_loss_type) for lp, ref in pairs]
+    else:
+        batch["kl"] = [torch.zeros(length) for length in batch["response_lengths"]]
+    if args.custom_advantage_function_path:
+        load_function(args.custom_advantage_function_path)(args, batch)
+        if "advantages" not in batch:
+            raise ValueError(
+                f"--custom-advantage-function-path {args.custom_advantage_function_path} set no rollout_data['advantages']."
+            )
+    else:
+        inputs = AdvantageInputs(
+            rewards=batch["rewards"], kl=batch["kl"], loss_masks=batch["loss_masks"], kl_coef=args.kl_coef
+        )
+        batch["advantages"], batch["returns"] = get_estimator(args.advantage_estimator).compute(inputs)
+    if args.normalize_advantages:
+        moments = backend.sum_over_ranks(masked_moments(batch["advantages"], batch["loss_masks"]))
+        batch["advantages"] = whiten(batch["advantages"], moments)
+
+
+def _token_keys(args: Any, batch: RolloutBatch) -> list[str]:
+    wanted = ("advantages", "returns", "log_probs", "ref_log_probs", "rollout_log_probs", "old_log_probs")
+    return [key for key in wanted if key in batch]
+
+
+def _train(
+    backend: TrainBackend,
+    args: Any,
+    batch: RolloutBatch,
+    step: RankStep,
+    index: int,
+    on_step: Callable[[int, dict[str, float]], None] | None,
+) -> dict[str, float]:
+    old = "rollout_log_probs" if args.use_rollout_logprobs else "log_probs"
+    if args.loss_type == "policy_loss" and old in batch:
+        batch = {**batch, "old_log_probs": batch[old]}
+    mbs = build_micro_batches(batch, step.micro_batches, _token_keys(args, batch))
+    denominators = Denominators(step.num_rollouts, step.num_tokens, per_token=args.calculate_per_token_loss)
+    stats = backend.train_step(mbs, build_loss(args, batch), denominators)
+    metrics = _step_metrics(stats, step)
+    if on_step is not None:
+        on_step(index, metrics)
+    return metrics
+
+
+def _step_metrics(stats: StepStats, step: RankStep) -> dict[str, float]:
+    metrics = {f"train/{name}": value for name, value in stats.metrics.items()}
+    metrics["train/grad_norm"] = stats.grad_norm
+    for i, rate in enumerate(stats.learning_rates):
+        metrics[f"train/lr-pg_{i}"] = rate
+    metrics["train/global_batch_size"] = step.num_rollouts
+    return metrics
+
+
+def _rollout_metrics(backend: TrainBackend, batch: RolloutBatch, num_rollouts: int) -> dict[str, float]:
+    """Masked per-rollout means of per-token lists and plain means of per-sample numbers, over all ranks."""
+    sums = {"samples": float(len(batch["tokens"]))}
+    for key in PER_TOKEN_METRICS:
+        if key in batch:
+            sums[key] = _sum_of_rollout_means(batch[key], batch["loss_masks"], batch["rollout_mask_sums"])
+    for key in PER_SAMPLE_METRICS:
+        if key in batch:
+            sums[key] = float(sum(value for value in batch[key] if is_score(value)))
+    sums["total_lengths"] = float(sum(len(tokens) for tokens in batch["tokens"]))
+    totals = backend.sum_over_ranks(torch.tensor(list(sums.values()), dtype=torch.float64)).tolist()
+    total = dict(zip(sums, totals, strict=True))
+    samples = max(total.pop("samples"), 1.0)
+    return {
+        f"rollout/{key}": value / (num_rollouts if key in PER_TOKEN_METRICS else samples)
+        for key, value in total.items()
+    }
+
+
+def _sum_of_rollout_means(values: Sequence[Tensor], masks: Sequence[Tensor], mask_sums: Sequence[float]) -> float:
+    if not values:
+        return 0.0
+    lengths = torch.tensor([len(mask) for mask in masks])
+    weights = torch.cat(list(masks)).double() / torch.repeat_interleave(
+        torch.tensor(mask_sums, dtype=torch.float64).clamp(min=1.0), lengths
+    )
+    return float((torch.cat(list(values)).double() * weights).sum())
+
+
+def _perf_metrics(backend: TrainBackend, batch: RolloutBatch, seconds: dict[str, float]) -> dict[str, float]:
+    metrics = {f"perf/{name}_time": value for name, value in seconds.items()}
+    tokens = torch.tensor([sum(len(t) for t in batch["tokens"])], dtype=torch.float64)
+    total = float(backend.sum_over_ranks(tokens))
+    metrics["perf/actor_train_tok_per_s"] = total / max(seconds["actor_train"], 1e-9)
+    return metrics

@@ -1,0 +1,61 @@
+"""Tagged copies of a model's weights (ref, old, ...) that can take the live model's place for a while."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+LIVE = "actor"
+
+
+class WeightCopies:
+    """Copies of the local shards, kept on CPU. The tag "actor" is the live model itself."""
+
+    def __init__(self, local_tensors: Callable[[], list[Tensor]]) -> None:
+        self._live = local_tensors
+        self._copies: dict[str, list[Tensor]] = {}
+
+    def __contains__(self, tag: str) -> bool:
+        return tag == LIVE or tag in self._copies
+
+    @torch.no_grad()
+    def copy(self, src: str, dst: str) -> None:
+        """Make `dst` equal to `src`."""
+        if src == dst:
+            return
+        source = self._tensors(src)
+        if dst != LIVE and dst not in self._copies:
+            # Pinned on GPU machines, so that swapping runs at bus speed.
+            self._copies[dst] = [
+                torch.empty(x.shape, dtype=x.dtype, pin_memory=torch.cuda.is_available()) for x in source
+            ]
+        for target, value in zip(self._tensors(dst), source, strict=True):
+            target.copy_(value, non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    def drop(self, tag: str) -> None:
+        self._copies.pop(tag, None)
+
+    @contextmanager
+    def active(self, tag: str) -> Iterator[None]:
+        """The live model holds the weights of `tag` inside the block, and its own again after it, also on error."""
+        if tag == LIVE:
+            yield
+            return
+        self._tensors(tag)
+        self.copy(LIVE, "_own")
+        try:
+            self.copy(tag, LIVE)
+            yield
+        finally:
+            self.copy("_own", LIVE)
+
+    def _tensors(self, tag: str) -> list[Tensor]:
+        if tag == LIVE:
+            return self._live()
+        if tag not in self._copies:
+            known = ", ".join([LIVE, *self._copies])
+            raise ValueError(f"no weights are kept under {tag!r}; there are {known}.")
+        return self._copies[tag]

@@ -1,0 +1,172 @@
+"""Samples -> `RolloutBatch`: rewards post-processed by group, masks, log-probs and weight versions as tensors."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from slime.algorithms.advantages import get_estimator
+from slime.algorithms.rewards import normalize_group_rewards
+from slime.batch.validate import check_reward, check_samples, validate_batch
+from slime.utils.misc import load_function
+from slime.utils.types import RolloutBatch, Sample, flatten_samples
+
+
+def samples_to_batch(args: Any, samples: Iterable[Any]) -> RolloutBatch:
+    """The train data of one rollout, checked; nested lists (groups, fan-out) are flattened in order."""
+    flat = flatten_samples(samples)
+    if not flat:
+        raise ValueError("the rollout returned no samples: there is nothing to train on.")
+    if args.custom_convert_samples_to_train_data_path:
+        batch = _complete(load_function(args.custom_convert_samples_to_train_data_path)(args, flat))
+        source = f"--custom-convert-samples-to-train-data-path {args.custom_convert_samples_to_train_data_path}"
+    else:
+        check_samples(flat)
+        batch = _convert(args, flat)
+        source = "the rollout"
+    validate_batch(batch, source=source)
+    return batch
+
+
+def fill_rollout_ids(samples: Sequence[Sample]) -> list[int]:
+    """Each sample's rollout id; a sample without one stands alone and gets an unused number."""
+    used = [s.rollout_id for s in samples if s.rollout_id is not None]
+    next_id = max(used, default=-1) + 1
+    ids = []
+    for sample in samples:
+        if sample.rollout_id is None:
+            ids.append(next_id)
+            next_id += 1
+        else:
+            ids.append(sample.rollout_id)
+    return ids
+
+
+def post_process_rewards(args: Any, samples: Sequence[Sample], rollout_ids: Sequence[int]) -> tuple[list, list]:
+    """(raw rewards, rewards that become advantages): the custom hook, or normalisation by the samples' real groups."""
+    if args.custom_reward_post_process_path:
+        raw, rewards = load_function(args.custom_reward_post_process_path)(args, samples)
+        return list(raw), [float(reward) for reward in rewards]
+    raw = [check_reward(sample, sample.get_reward_value(args)) for sample in samples]
+    if args.loss_type != "policy_loss":
+        return raw, list(raw)
+    estimator = get_estimator(args.advantage_estimator)
+    if not (estimator.center_rewards and args.rewards_normalization):
+        return raw, list(raw)
+    ungrouped = [sample.index for sample in samples if sample.group_index is None]
+    if ungrouped:
+        raise ValueError(
+            f"sample {ungrouped[0]} has no group_index ({len(ungrouped)} such samples): {args.advantage_estimator} compares "
+            "rewards within a group; set group_index in the rollout, or pass --disable-rewards-normalization."
+        )
+    rewards = normalize_group_rewards(
+        raw,
+        [sample.group_index for sample in samples],
+        rollout_ids,
+        divide_by_std=estimator.scale_rewards and args.grpo_std_normalization,
+    )
+    return raw, rewards
+
+
+def mask_sums_by_rollout(loss_masks: Sequence[torch.Tensor], rollout_ids: Sequence[int]) -> list[float]:
+    """Per sample: the mask total of all samples of its rollout."""
+    totals: dict[int, float] = defaultdict(float)
+    for mask, rollout_id in zip(loss_masks, rollout_ids, strict=True):
+        totals[rollout_id] += float(mask.sum())
+    return [totals[rollout_id] for rollout_id in rollout_ids]
+
+
+def _convert(args: Any, samples: list[Sample]) -> RolloutBatch:
+    rollout_ids = fill_rollout_ids(samples)
+    raw_reward, rewards = post_process_rewards(args, samples, rollout_ids)
+    loss_masks = [_loss_mask(sample) for sample in samples]
+    batch: RolloutBatch = {
+        "tokens": [torch.tensor(sample.tokens, dtype=torch.int64) for sample in samples],
+        "response_lengths": [sample.response_length for sample in samples],
+        "loss_masks": loss_masks,
+        "rewards": rewards,
+        "raw_reward": _shown_rewards(samples, raw_reward),
+        "group_index": [-1 if sample.group_index is None else sample.group_index for sample in samples],
+        "rollout_ids": rollout_ids,
+        "rollout_mask_sums": mask_sums_by_rollout(loss_masks, rollout_ids),
+        "sample_indices": [position if s.index is None else s.index for position, s in enumerate(samples)],
+        "truncated": [int(sample.status == Sample.Status.TRUNCATED) for sample in samples],
+    }
+    _add_optional(batch, samples)
+    return batch
+
+
+def _add_optional(batch: RolloutBatch, samples: list[Sample]) -> None:
+    for name, key in (("rollout_log_probs", "rollout_log_probs"), ("teacher_log_probs", "teacher_log_probs")):
+        if _all_or_none(samples, name):
+            batch[key] = [torch.as_tensor(getattr(s, name), dtype=torch.float32) for s in samples]
+    if _all_or_none(samples, "rollout_routed_experts"):
+        batch["routed_experts"] = [torch.as_tensor(s.rollout_routed_experts) for s in samples]
+    versions = [_token_versions(sample) for sample in samples]
+    if all(version is not None for version in versions) and any(sample.version_spans for sample in samples):
+        batch["versions"] = versions
+    if any(sample.train_metadata is not None for sample in samples):
+        batch["metadata"] = [sample.train_metadata for sample in samples]
+    if any(sample.multimodal_train_inputs is not None for sample in samples):
+        batch["multimodal_train_inputs"] = [sample.multimodal_train_inputs for sample in samples]
+    if "round_number" in samples[0].metadata:
+        batch["round_number"] = [sample.metadata["round_number"] for sample in samples]
+
+
+def _all_or_none(samples: list[Sample], name: str) -> bool:
+    missing = [s for s in samples if getattr(s, name) is None]
+    if missing and len(missing) < len(samples):
+        raise ValueError(
+            f"{len(missing)} of {len(samples)} samples have no {name}, first sample {missing[0].index} (group "
+            f"{missing[0].group_index}): record it for every sample of a rollout, or for none."
+        )
+    return not missing
+
+
+def _loss_mask(sample: Sample) -> torch.Tensor:
+    if sample.remove_sample:
+        return torch.zeros(sample.response_length, dtype=torch.int32)
+    if sample.loss_mask is None:
+        return torch.ones(sample.response_length, dtype=torch.int32)
+    return torch.tensor(sample.loss_mask, dtype=torch.int32)
+
+
+def _shown_rewards(samples: list[Sample], raw_reward: list) -> list:
+    """A rollout may report another number for people than the one it trains on: metadata["raw_reward"]."""
+    if not any("raw_reward" in sample.metadata for sample in samples):
+        return raw_reward
+    return [sample.metadata.get("raw_reward", raw) for sample, raw in zip(samples, raw_reward, strict=True)]
+
+
+def _token_versions(sample: Sample) -> torch.Tensor | None:
+    """[R] weight version number of each response token, -1 where none; None: a version is not a number."""
+    versions = torch.full((sample.response_length,), -1, dtype=torch.int32)
+    for version, start, end in sample.version_spans:
+        number = version.rpartition(":")[2]  # versions travel as "run:n"
+        if not number.isdigit():
+            return None
+        versions[start:end] = int(number)
+    return versions
+
+
+def _complete(batch: dict[str, Any]) -> RolloutBatch:
+    """Tensors and derivable keys for train data that a custom converter built from plain lists."""
+    required = ("tokens", "response_lengths", "rewards")
+    missing = [key for key in required if key not in batch]
+    if missing:
+        raise ValueError(f"--custom-convert-samples-to-train-data-path returned no {', '.join(missing)}.")
+    batch = dict(batch)
+    num_samples = len(batch["tokens"])
+    batch["tokens"] = [torch.as_tensor(tokens, dtype=torch.int64) for tokens in batch["tokens"]]
+    default_masks = [torch.ones(length, dtype=torch.int32) for length in batch["response_lengths"]]
+    batch["loss_masks"] = [torch.as_tensor(m, dtype=torch.int32) for m in batch.get("loss_masks", default_masks)]
+    for key in ("rollout_log_probs", "teacher_log_probs"):
+        if key in batch:
+            batch[key] = [torch.as_tensor(values, dtype=torch.float32) for values in batch[key]]
+    batch.setdefault("raw_reward", list(batch["rewards"]))
+    batch.setdefault("truncated", [0] * num_samples)
+    batch.setdefault("sample_indices", list(range(num_samples)))
+    batch.setdefault("rollout_ids", list(range(num_samples)))
+    batch.setdefault("rollout_mask_sums", mask_sums_by_rollout(batch["loss_masks"], batch["rollout_ids"]))
+    return batch

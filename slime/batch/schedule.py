@@ -1,0 +1,173 @@
+"""Which samples make which optimizer step, on which rank and in which micro-batch. Pure functions on lengths and ids.
+
+Steps split on rollout ids: the fan-out siblings of one rollout never straddle two steps. Every rank gets the same number
+of micro-batches in a step; where the samples do not suffice an empty micro-batch stands for one of weight zero.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slime.batch.flops import typical_cost
+from slime.batch.packing import balance, pack_first_fit, split_largest
+from slime.utils.types import RolloutBatch
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StepSchedule:
+    """One optimizer step: `ranks[r]` is rank r's list of micro-batches, each a list of sample positions.
+
+    Example with 2 ranks and samples 0..4: ranks=[[[0, 3], [4]], [[1, 2], []]]; the empty list is a micro-batch of weight
+    zero that keeps the ranks in step.
+    """
+
+    ranks: list[list[list[int]]]
+    num_rollouts: int
+
+    @property
+    def positions(self) -> list[int]:
+        return sorted(p for rank in self.ranks for micro_batch in rank for p in micro_batch)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """All optimizer steps of one rollout."""
+
+    steps: list[StepSchedule]
+
+
+@dataclass(frozen=True, slots=True)
+class RankStep:
+    """One optimizer step as one rank sees it; the two counts are of the whole step over all ranks."""
+
+    micro_batches: list[list[int]]  # positions in this rank's batch; [] is a micro-batch of weight zero
+    num_rollouts: int
+    num_tokens: float  # trained tokens (mask total)
+
+
+@dataclass(frozen=True, slots=True)
+class RankData:
+    """Everything one data-parallel rank needs to train on one rollout."""
+
+    batch: RolloutBatch
+    steps: list[RankStep]
+
+
+def build_schedule(
+    args: Any,
+    batch_lengths: Sequence[int],
+    rollout_ids: Sequence[int],
+    *,
+    dp_size: int,
+    cp_size: int = 1,
+    cost: Callable[[int], float] = typical_cost,
+) -> Schedule:
+    """Split samples into steps of `--global-batch-size` rollouts and each step into equal counts of micro-batches.
+
+    A last step with fewer rollouts is kept and has its own, smaller count: nothing is dropped.
+    """
+    if len(batch_lengths) != len(rollout_ids):
+        raise ValueError(f"{len(batch_lengths)} lengths for {len(rollout_ids)} rollout ids.")
+    if not batch_lengths:
+        raise ValueError("the batch holds no samples: there is nothing to schedule.")
+    members: dict[int, list[int]] = {}
+    for position, rollout_id in enumerate(rollout_ids):
+        members.setdefault(rollout_id, []).append(position)
+    rollouts = list(members.values())
+    size = args.global_batch_size or len(rollouts)
+    steps = []
+    for start in range(0, len(rollouts), size):
+        chosen = rollouts[start : start + size]
+        positions = [position for rollout in chosen for position in rollout]
+        ranks = _split_step(args, positions, batch_lengths, dp_size, cp_size, cost)
+        steps.append(StepSchedule(ranks=ranks, num_rollouts=len(chosen)))
+    if len(rollouts) % size:
+        logger.warning(
+            "%d rollouts are not a multiple of --global-batch-size %d: the last of %d optimizer steps has %d rollouts.",
+            len(rollouts),
+            size,
+            len(steps),
+            len(rollouts) % size,
+        )
+    return Schedule(steps)
+
+
+def _split_step(
+    args: Any,
+    positions: list[int],
+    lengths: Sequence[int],
+    dp_size: int,
+    cp_size: int,
+    cost: Callable[[int], float],
+) -> list[list[list[int]]]:
+    if args.balance_data or args.balance_by_flops:
+        shares = balance([cost(lengths[p]) for p in positions], dp_size)
+        ranks = [_pack(args, [positions[i] for i in share], lengths, cp_size) for share in shares]
+        count = max(len(bins) for bins in ranks)
+        ranks = [split_largest(bins, lengths, count) for bins in ranks]
+    else:
+        bins = _pack(args, positions, lengths, cp_size)
+        if args.use_dynamic_batch_size:
+            bins = split_largest(bins, lengths, -(-len(bins) // dp_size) * dp_size)
+        ranks = [bins[rank::dp_size] for rank in range(dp_size)]
+        count = max(len(bins) for bins in ranks)
+    return [bins + [[] for _ in range(count - len(bins))] for bins in ranks]
+
+
+def _pack(args: Any, positions: list[int], lengths: Sequence[int], cp_size: int) -> list[list[int]]:
+    if not positions:
+        return []
+    if args.use_dynamic_batch_size:
+        if not args.max_tokens_per_gpu:
+            raise ValueError(
+                "--use-dynamic-batch-size packs micro-batches up to a token budget: set it with --max-tokens-per-gpu."
+            )
+        bins = pack_first_fit([lengths[p] for p in positions], args.max_tokens_per_gpu * cp_size)
+        return [[positions[i] for i in members] for members in bins]
+    size = args.micro_batch_size
+    return [positions[start : start + size] for start in range(0, len(positions), size)]
+
+
+def take(batch: RolloutBatch, positions: Sequence[int]) -> RolloutBatch:
+    """The samples at `positions`, every per-sample key sliced; what is not one entry per sample is passed on whole."""
+    num_samples = len(batch["tokens"])
+    taken: dict[str, Any] = {}
+    for key, value in batch.items():
+        if isinstance(value, (list, tuple)) and len(value) == num_samples:
+            taken[key] = [value[p] for p in positions]
+        elif hasattr(value, "shape") and len(value.shape) > 0 and value.shape[0] == num_samples:
+            taken[key] = value[list(positions)]
+        else:
+            taken[key] = value
+    return taken
+
+
+def split_for_ranks(
+    args: Any,
+    batch: RolloutBatch,
+    dp_size: int,
+    *,
+    cp_size: int = 1,
+    cost: Callable[[int], float] = typical_cost,
+) -> list[RankData]:
+    """Each data-parallel rank's own samples and steps."""
+    lengths = [len(tokens) for tokens in batch["tokens"]]
+    schedule = build_schedule(args, lengths, batch["rollout_ids"], dp_size=dp_size, cp_size=cp_size, cost=cost)
+    mask_totals = [float(mask.sum()) for mask in batch["loss_masks"]]
+    shares = []
+    for rank in range(dp_size):
+        own = [p for step in schedule.steps for micro_batch in step.ranks[rank] for p in micro_batch]
+        local = {position: i for i, position in enumerate(own)}
+        steps = [
+            RankStep(
+                micro_batches=[[local[p] for p in micro_batch] for micro_batch in step.ranks[rank]],
+                num_rollouts=step.num_rollouts,
+                num_tokens=sum(mask_totals[p] for p in step.positions),
+            )
+            for step in schedule.steps
+        ]
+        shares.append(RankData(batch=take(batch, own), steps=steps))
+    return shares

@@ -1,0 +1,77 @@
+"""Checks on samples and train data: one clear error for each thing that would otherwise train on nonsense."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from slime.utils.types import RolloutBatch, Sample, is_score
+
+PER_TOKEN_KEYS = ("loss_masks", "rollout_log_probs", "teacher_log_probs", "versions")
+REQUIRED_KEYS = ("tokens", "response_lengths", "loss_masks", "rewards", "rollout_ids", "rollout_mask_sums")
+
+
+def check_reward(sample: Sample, value: Any) -> float:
+    """The reward as a float, or an error that names the sample: only a finite number may be trained on."""
+    if is_score(value):
+        return float(value)
+    failure = f" ({sample.reward_failure.kind}: {sample.reward_failure.reason})" if sample.reward_failure else ""
+    hint = " It is a dict: choose its key with --reward-key." if isinstance(value, dict) else ""
+    raise ValueError(
+        f"the reward of sample {sample.index} (group {sample.group_index}) is {value!r}{failure}: only a finite number can "
+        f"be trained on.{hint}"
+    )
+
+
+def check_samples(samples: Sequence[Sample]) -> None:
+    """Lengths of one sample's fields agree; a mask or log-probs of another length is named with its sample."""
+    for sample in samples:
+        name = f"sample {sample.index} (group {sample.group_index})"
+        length = sample.response_length
+        if length > len(sample.tokens) - 1:
+            raise ValueError(
+                f"{name} has response_length {length} but {len(sample.tokens)} tokens: at least one prompt token must "
+                "come before the response."
+            )
+        if sample.loss_mask is not None and len(sample.loss_mask) != length:
+            raise ValueError(
+                f"loss_mask has {len(sample.loss_mask)} entries for {length} response tokens in {name}: every appended "
+                "token needs a mask value."
+            )
+        for field in ("rollout_log_probs", "teacher_log_probs"):
+            values = getattr(sample, field)
+            if values is not None and len(values) != length:
+                raise ValueError(f"{field} has {len(values)} entries for {length} response tokens in {name}.")
+
+
+def validate_batch(batch: RolloutBatch, *, source: str = "the train data") -> None:
+    """Raise ValueError unless every key fits: same number of samples, same response lengths, finite numbers."""
+    missing = [key for key in REQUIRED_KEYS if key not in batch]
+    if missing:
+        raise ValueError(f"{source} has no {', '.join(missing)}: training needs {', '.join(REQUIRED_KEYS)}.")
+    num_samples = len(batch["tokens"])
+    if num_samples == 0:
+        raise ValueError(f"{source} holds no samples.")
+    for key in (*REQUIRED_KEYS, *PER_TOKEN_KEYS):
+        if key in batch and len(batch[key]) != num_samples:
+            raise ValueError(f"{key} of {source} has {len(batch[key])} entries for {num_samples} samples.")
+    for position in range(num_samples):
+        _check_position(batch, position, source)
+
+
+def _check_position(batch: RolloutBatch, position: int, source: str) -> None:
+    length = batch["response_lengths"][position]
+    name = f"sample {batch['sample_indices'][position] if 'sample_indices' in batch else position} of {source}"
+    total = len(batch["tokens"][position])
+    if not 0 <= length <= total - 1:
+        raise ValueError(
+            f"{name} has response length {length} but {total} tokens: it must be at least 0 and below {total}."
+        )
+    for key in PER_TOKEN_KEYS:
+        if key in batch and len(batch[key][position]) != length:
+            raise ValueError(f"{key} has {len(batch[key][position])} entries for {length} response tokens in {name}.")
+    if not math.isfinite(batch["rewards"][position]):
+        raise ValueError(
+            f"the reward of {name} is {batch['rewards'][position]}: only a finite number can be trained on."
+        )
+    if "rollout_log_probs" in batch and not batch["rollout_log_probs"][position].isfinite().all():
+        raise ValueError(f"rollout_log_probs of {name} holds NaN or inf: the engine returned a broken log-prob.")

@@ -1,0 +1,112 @@
+"""Shared by the trainer tests: settings without a command line, random ragged batches, a single-process group."""
+
+import os
+import socket
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+from slime.utils.types import Sample
+
+
+def trainer_args(model: str, **changes) -> SimpleNamespace:
+    """Every flag that the batch and trainer code reads, at its default, with a plain SGD-free small setup."""
+    values = dict(
+        hf_checkpoint=str(model),
+        ref_load=None,
+        dtype="float32",
+        loss_type="policy_loss",
+        advantage_estimator="grpo",
+        rewards_normalization=True,
+        grpo_std_normalization=True,
+        normalize_advantages=False,
+        compute_advantages_and_returns=True,
+        custom_loss_function_path=None,
+        custom_advantage_function_path=None,
+        custom_reward_post_process_path=None,
+        custom_convert_samples_to_train_data_path=None,
+        custom_pg_loss_reducer_function_path=None,
+        rollout_data_postprocess_path=None,
+        reward_key=None,
+        eps_clip=0.2,
+        eps_clip_high=None,
+        eps_clip_c=None,
+        entropy_coef=0.0,
+        kl_coef=0.0,
+        use_kl_loss=False,
+        kl_loss_coef=0.0,
+        kl_loss_type="k1",
+        use_unbiased_kl=False,
+        use_rollout_logprobs=False,
+        use_rollout_entropy=False,
+        calculate_per_token_loss=False,
+        rollout_temperature=1.0,
+        log_probs_chunk_size=-1,
+        global_batch_size=None,
+        micro_batch_size=1,
+        use_dynamic_batch_size=False,
+        max_tokens_per_gpu=None,
+        balance_data=False,
+        balance_by_flops=False,
+        optimizer="adam",
+        lr=1e-3,
+        min_lr=0.0,
+        lr_decay_style="constant",
+        lr_warmup_iters=0,
+        lr_decay_iters=None,
+        weight_decay=0.01,
+        adam_beta1=0.9,
+        adam_beta2=0.99,
+        adam_eps=1e-8,
+        clip_grad=1.0,
+        update_weight_buffer_size=512 * 1024**2,
+    )
+    unknown = changes.keys() - values.keys()
+    assert not unknown, f"no such flag: {unknown}"
+    return SimpleNamespace(**(values | changes))
+
+
+def random_samples(
+    num_groups: int = 4, group_size: int = 4, *, vocab: int = 128, seed: int = 0, longest: int = 12
+) -> list[Sample]:
+    """Groups of ragged samples with random tokens, masks, log-probs and rewards."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int, count: int = 1) -> list[int]:
+        return torch.randint(low, high, (count,), generator=generator).tolist()
+
+    samples = []
+    for group in range(num_groups):
+        prompt = draw(4, vocab, draw(1, longest)[0])
+        for _ in range(group_size):
+            response = draw(4, vocab, draw(1, longest)[0])
+            mask = [1, *draw(0, 2, len(response))][: len(response)]
+            samples.append(
+                Sample(
+                    group_index=group,
+                    index=len(samples),
+                    tokens=prompt + response,
+                    response_length=len(response),
+                    loss_mask=mask,
+                    reward=float(draw(0, 3)[0]),
+                    rollout_log_probs=(-torch.rand(len(response), generator=generator) * 3).tolist(),
+                    status=Sample.Status.COMPLETED,
+                )
+            )
+    return samples
+
+
+def init_process_group(rank: int = 0, world_size: int = 1, port: int | None = None) -> None:
+    """A gloo group on this machine; a second call in the same process keeps the first group."""
+    if dist.is_initialized():
+        return
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    address = f"tcp://127.0.0.1:{port if port is not None else free_port()}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
