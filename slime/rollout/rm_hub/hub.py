@@ -52,7 +52,7 @@ def scores_groups(args: Any, samples: Sequence[Sample]) -> bool:
 
 
 def custom_path_of(args: Any, sample: Sample) -> str | None:
-    """The custom reward of this sample. Its own choice wins over the run's: own path, own metadata rm_type, args."""
+    """The custom reward of this sample: its own wins over the run's, and any custom one over `rm_type`."""
     return sample.custom_rm_path or args.custom_rm_path
 
 
@@ -71,14 +71,14 @@ async def call_custom(args: Any, path: str, subject: Any, **kwargs: Any) -> Any:
     """Call a user's reward function, async or plain, with the deadline of a generation."""
     function = load_function(path)
     try:
-        async with asyncio.timeout(args.generate_timeout_s):
+        async with asyncio.timeout(args.generate_timeout_s) as deadline:
             if inspect.iscoroutinefunction(function):
                 return await function(args, subject, **kwargs)
             value = await _in_thread(lambda: function(args, subject, **kwargs))
             return await value if inspect.isawaitable(value) else value
-    except TimeoutError as error:
-        if str(error):
-            raise  # the function's own time-out, with its own words
+    except TimeoutError:
+        if not deadline.expired():
+            raise  # a time-out of the function's own
         return infra_error(f"{path} did not return within --generate-timeout-s {args.generate_timeout_s:g}")
 
 
@@ -134,7 +134,7 @@ def _missing_label(rm_type: str, sample: Sample) -> Any:
 
 
 async def _remote(args: Any, sample: Sample, response: str) -> Any:
-    return await remote_rm(args, sample)
+    return await remote_rm(args, sample, response=response)
 
 
 async def _math(args: Any, sample: Sample, response: str) -> Any:

@@ -87,7 +87,7 @@ def _word_count_range(text: str, min_words: int, max_words: int) -> bool:
     return min_words <= len(words_of(text)) <= max_words
 
 
-def _unique_word_count(text: str, N: int) -> bool:  # noqa: N803 - the data sets spell it so
+def _unique_word_count(text: str, N: int) -> bool:  # the data sets spell it so
     return len({word.lower() for word in words_of(text)}) >= N
 
 
@@ -102,7 +102,7 @@ def _postscript(text: str, postscript_marker: str) -> bool:
     return re.search(pattern, text, re.IGNORECASE | re.MULTILINE) is not None
 
 
-def _number_of_numbers(text: str, N: int) -> bool:  # noqa: N803 - the data sets spell it so
+def _number_of_numbers(text: str, N: int) -> bool:  # the data sets spell it so
     return len(re.findall(r"(?<![\w.])-?\d+(?:[.,]\d+)*", text)) == N
 
 

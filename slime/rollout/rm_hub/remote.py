@@ -18,12 +18,21 @@ _gates: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] 
 
 
 async def remote_rm(
-    args: Any, sample: Sample, *, max_tries: int = _MAX_TRIES, deadline_s: float = _DEADLINE_S
+    args: Any,
+    sample: Sample,
+    *,
+    response: str | None = None,
+    max_tries: int = _MAX_TRIES,
+    deadline_s: float = _DEADLINE_S,
 ) -> Any | RewardFailure:
-    """The JSON that `--rm-url` answers for {"prompt", "response", "label"}; `infra_error` when it does not."""
+    """The JSON that `--rm-url` answers for {"prompt", "response", "label"}; `infra_error` when it does not.
+
+    `response` replaces the sample's own text (None: the whole response).
+    """
     if not args.rm_url:
         raise RewardConfigError("--rm-type remote_rm needs --rm-url: the address that scores a sample")
-    payload = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
+    text = sample.response if response is None else response
+    payload = {"prompt": sample.prompt, "response": text, "label": sample.label}
     try:
         async with _gate():
             async with asyncio.timeout(deadline_s):

@@ -29,7 +29,12 @@ async def score_samples(args: Any, samples: Sequence[Any], *, evaluation: bool =
             await _score_group(args, flat, evaluation)
         return
     pending = [sample for sample in flat if sample.reward is None]
-    await asyncio.gather(*(_score_one(args, sample, evaluation) for sample in pending))
+    tasks = [asyncio.create_task(_score_one(args, sample, evaluation)) for sample in pending]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()  # after a breach nobody waits for the rest
 
 
 async def _score_one(args: Any, sample: Sample, evaluation: bool) -> None:

@@ -1,0 +1,393 @@
+"""score_samples: outcomes, retries, the breaker, custom and group rewards, and a judge over real HTTP."""
+
+import asyncio
+import contextlib
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from aiohttp import web
+
+from slime.rollout.rm_hub import (
+    RewardConfigError,
+    RewardFailuresExceeded,
+    batched_async_rm,
+    remote_rm,
+    score_samples,
+    settle_reward,
+)
+from slime.rollout.rm_hub.pool import close_pools
+from slime.rollout.rm_hub.scoring import reset_breaker
+from slime.utils.http_utils import close_session
+from slime.utils.types import RewardFailure, Sample, invalid
+
+CALLS = []
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    CALLS.clear()
+    reset_breaker()
+
+
+def make_args(**overrides):
+    defaults = dict(
+        rm_type=None,
+        rm_url=None,
+        custom_rm_path=None,
+        group_rm=False,
+        reward_key=None,
+        eval_reward_key=None,
+        custom_reward_post_process_path=None,
+        rollout_seed=42,
+        reward_num_workers=1,
+        reward_timeout_s=1.0,
+        reward_retries=2,
+        reward_failure_limit=32,
+        reward_failure_action="requeue",
+        generate_timeout_s=30.0,
+    )
+    return SimpleNamespace(**{**defaults, **overrides})
+
+
+def here(name):
+    return f"{__file__}:{name}"
+
+
+def calls_of(path):
+    """The list that the functions loaded from this file append to (the plug-in loader imports a copy of it)."""
+    from slime.utils.misc import load_function
+
+    return load_function(path).__globals__["CALLS"]
+
+
+async def length_reward(args, sample):
+    CALLS.append(sample.index)
+    return float(len(sample.response))
+
+
+def plain_reward(args, sample):
+    CALLS.append(threading.current_thread() is threading.main_thread())
+    return 2
+
+
+async def raising_reward(args, sample):
+    CALLS.append(sample.index)
+    raise KeyError("no such judge")
+
+
+async def nan_reward(args, sample):
+    return float("nan")
+
+
+async def flaky_reward(args, sample):
+    CALLS.append(sample.index)
+    if len(CALLS) < 3:
+        raise ConnectionError("judge away")
+    return 1.0
+
+
+async def hanging_reward(args, sample):
+    await asyncio.sleep(60)
+
+
+def hanging_plain_reward(args, sample):
+    time.sleep(5)
+
+
+async def own_timeout_reward(args, sample):
+    raise TimeoutError("upstream judge")
+
+
+async def group_reward(args, samples):
+    CALLS.append([s.index for s in samples])
+    return [1.0 if s is samples[0] else 0.0 for s in samples]
+
+
+async def short_group_reward(args, samples):
+    return [1.0]
+
+
+def score(args, *samples, **kwargs):
+    asyncio.run(score_samples(args, list(samples), **kwargs))
+
+
+# Outcomes
+@pytest.mark.parametrize(
+    "value, stored",
+    [(1, 1), (0.5, 0.5), (True, 1.0), (np.float32(2), 2.0), (torch.tensor(3.0), 3.0), (np.int64(4), 4)],
+)
+def test_finite_numbers_are_stored_as_plain_numbers(value, stored):
+    sample = Sample(index=0, reward_failure=invalid("before"))
+    settle_reward(make_args(), sample, value)
+    assert sample.reward == stored and type(sample.reward) in (int, float)
+    assert sample.reward_failure is None
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, float("nan"), float("inf"), "1.0", [1.0], torch.tensor([1.0, 2.0]), np.float64("nan"), object()],
+)
+def test_anything_else_is_a_failure_and_never_a_number(value):
+    sample = Sample(index=0, reward=1.0)
+    settle_reward(make_args(), sample, value)
+    assert sample.reward is None
+    assert sample.reward_failure.kind == "invalid" and "not a finite number" in sample.reward_failure.reason
+
+
+def test_dict_needs_a_finite_number_at_the_chosen_key():
+    args = make_args(reward_key="score")
+    sample = Sample(index=0)
+    settle_reward(args, sample, {"score": torch.tensor(1.0), "pred": "x"})
+    assert sample.reward == {"score": 1.0, "pred": "x"}
+    settle_reward(args, sample, {"score": float("nan")})
+    assert sample.reward is None and "reward['score'] is nan" in sample.reward_failure.reason
+    settle_reward(args, sample, {"acc": 1})
+    assert "no --reward-key 'score'" in sample.reward_failure.reason
+
+
+def test_evaluation_reads_its_own_key():
+    args = make_args(reward_key="score", eval_reward_key="acc")
+    sample = Sample(index=0)
+    settle_reward(args, sample, {"acc": 1.0}, evaluation=True)
+    assert sample.reward == {"acc": 1.0}
+
+
+def test_dict_without_reward_key_is_a_configuration_error_unless_a_hook_chooses():
+    with pytest.raises(RewardConfigError, match="--reward-key"):
+        settle_reward(make_args(), Sample(index=0), {"score": 1.0})
+    sample = Sample(index=0)
+    settle_reward(make_args(custom_reward_post_process_path="x.y"), sample, {"score": 1.0})
+    assert sample.reward == {"score": 1.0}
+
+
+# Custom rewards
+def test_single_signature_holds_for_fan_out_lists():
+    samples = [Sample(index=0, response="a"), [Sample(index=1, response="bb"), Sample(index=2, response="ccc")]]
+    asyncio.run(score_samples(make_args(custom_rm_path=here("length_reward")), samples))
+    assert [samples[0].reward, samples[1][0].reward, samples[1][1].reward] == [1.0, 2.0, 3.0]
+
+
+def test_sample_that_has_a_reward_keeps_it():
+    sample = Sample(index=0, response="abc", reward=0.25)
+    score(make_args(custom_rm_path=here("length_reward")), sample)
+    assert sample.reward == 0.25 and calls_of(here("length_reward")) == []
+
+
+def test_plain_function_runs_beside_the_loop():
+    sample = Sample(index=0)
+    score(make_args(custom_rm_path=here("plain_reward")), sample)
+    assert sample.reward == 2
+    assert calls_of(here("plain_reward"))[-1] is False
+
+
+def test_sample_path_wins_over_the_run_path():
+    sample = Sample(index=0, response="abcd", custom_rm_path=here("length_reward"))
+    score(make_args(custom_rm_path=here("raising_reward")), sample)
+    assert sample.reward == 4.0
+
+
+def test_group_reward_sees_the_flattened_group_once():
+    calls = calls_of(here("group_reward"))
+    calls.clear()
+    samples = [Sample(index=0), [Sample(index=1), Sample(index=2)]]
+    asyncio.run(score_samples(make_args(custom_rm_path=here("group_reward"), group_rm=True), samples))
+    assert calls == [[0, 1, 2]]
+    assert [samples[0].reward, samples[1][0].reward, samples[1][1].reward] == [1.0, 0.0, 0.0]
+
+
+def test_group_reward_of_the_wrong_length_fails_every_sample_with_the_counts():
+    samples = [Sample(index=0), Sample(index=1)]
+    args = make_args(custom_rm_path=here("short_group_reward"), group_rm=True, reward_retries=0)
+    score(args, *samples)
+    assert all("1 rewards for 2 samples" in s.reward_failure.reason for s in samples)
+
+
+def test_batched_rm_keeps_the_single_signature_without_group_rm():
+    samples = [Sample(index=0, response="a"), Sample(index=1, response="bb")]
+    assert asyncio.run(batched_async_rm(make_args(custom_rm_path=here("length_reward")), samples)) == [1.0, 2.0]
+
+
+# Failures
+def test_raising_reward_is_retried_then_named():
+    calls = calls_of(here("raising_reward"))
+    calls.clear()
+    sample = Sample(index=5)
+    score(make_args(custom_rm_path=here("raising_reward")), sample)
+    assert calls == [5, 5, 5]
+    assert sample.reward is None
+    assert sample.reward_failure == RewardFailure("infra_error", "reward function raised KeyError: 'no such judge'")
+
+
+def test_reward_that_recovers_within_its_retries_is_a_score():
+    calls_of(here("flaky_reward")).clear()
+    sample = Sample(index=0)
+    score(make_args(custom_rm_path=here("flaky_reward")), sample)
+    assert sample.reward == 1.0 and sample.reward_failure is None
+
+
+def test_nan_reward_is_invalid():
+    sample = Sample(index=0)
+    score(make_args(custom_rm_path=here("nan_reward"), reward_retries=0), sample)
+    assert sample.reward is None and sample.reward_failure.kind == "invalid" and "nan" in sample.reward_failure.reason
+
+
+@pytest.mark.parametrize("name", ["hanging_reward", "hanging_plain_reward"])
+def test_hanging_custom_reward_ends_at_its_deadline(name):
+    sample = Sample(index=0)
+    start = time.monotonic()
+    score(make_args(custom_rm_path=here(name), generate_timeout_s=0.2, reward_retries=0), sample)
+    assert time.monotonic() - start < 2
+    assert sample.reward_failure.kind == "infra_error"
+    assert "--generate-timeout-s 0.2" in sample.reward_failure.reason
+
+
+def test_time_out_raised_by_the_function_keeps_its_own_words():
+    sample = Sample(index=0)
+    score(make_args(custom_rm_path=here("own_timeout_reward"), reward_retries=0), sample)
+    assert "upstream judge" in sample.reward_failure.reason
+
+
+def test_built_in_check_that_hangs_is_invalid_and_is_not_tried_again(monkeypatch):
+    from slime.rollout.rm_hub import hub
+
+    async def endless(args, sample, response):
+        CALLS.append(sample.index)
+        return await hub.get_pool(args).check("re:match", r"(a+)+$", "a" * 60 + "b")
+
+    monkeypatch.setitem(hub.RM_TYPES, "endless", endless)
+    args = make_args(rm_type="endless", reward_timeout_s=0.5)
+    hung, fine = Sample(index=0), Sample(index=1, response="cat", label="cat", metadata={"rm_type": "f1"})
+    score(args, hung, fine)
+    close_pools()
+    assert CALLS == [0]
+    assert hung.reward is None and hung.reward_failure.reason.startswith("timeout")
+    assert fine.reward == 1.0
+
+
+def test_configuration_error_stops_at_once():
+    with pytest.raises(RewardConfigError, match="unknown --rm-type"):
+        score(make_args(rm_type="maths"), Sample(index=0))
+
+
+# Breaker
+def test_breaker_names_kind_reason_count_sample_and_flag():
+    args = make_args(custom_rm_path=here("raising_reward"), reward_retries=0, reward_failure_limit=3)
+    score(args, Sample(index=0), Sample(index=1))
+    with pytest.raises(RewardFailuresExceeded) as caught:
+        score(args, Sample(index=9, group_index=4))
+    for part in ("3 sample(s)", "sample 9 (group 4)", "infra_error", "no such judge", "--reward-failure-limit 3"):
+        assert part in str(caught.value)
+
+
+def test_success_starts_the_breaker_count_anew():
+    failing = make_args(custom_rm_path=here("raising_reward"), reward_retries=0, reward_failure_limit=2)
+    for _ in range(4):
+        score(failing, Sample(index=0))
+        score(make_args(custom_rm_path=here("length_reward")), Sample(index=1, response="a"))
+
+
+def test_stop_action_ends_the_run_at_the_first_failure():
+    args = make_args(custom_rm_path=here("nan_reward"), reward_retries=0, reward_failure_action="stop")
+    with pytest.raises(RewardFailuresExceeded, match="--reward-failure-action stop"):
+        score(args, Sample(index=0))
+
+
+# remote_rm
+@contextlib.asynccontextmanager
+async def judge_server(handler):
+    app = web.Application()
+    app.router.add_post("/score", handler)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = site._server.sockets[0].getsockname()[1]
+    try:
+        yield f"http://127.0.0.1:{port}/score"
+    finally:
+        await close_session()
+        await runner.cleanup()
+
+
+def test_remote_judge_gets_prompt_response_and_label_and_its_number_is_the_score():
+    seen = []
+
+    async def handler(request):
+        seen.append(await request.json())
+        return web.json_response(0.75)
+
+    async def main():
+        sample = Sample(index=0, prompt="p", response="r", label="l")
+        async with judge_server(handler) as url:
+            await score_samples(make_args(rm_type="remote_rm", rm_url=url), [sample])
+        return sample
+
+    assert asyncio.run(main()).reward == 0.75
+    assert seen == [{"prompt": "p", "response": "r", "label": "l"}]
+
+
+def test_remote_judge_that_stumbles_is_asked_again():
+    answers = [web.Response(status=500), web.Response(status=503), web.json_response({"score": 1.0})]
+
+    async def handler(request):
+        return answers.pop(0)
+
+    async def main():
+        sample = Sample(index=0)
+        async with judge_server(handler) as url:
+            await score_samples(make_args(rm_type="remote_rm", rm_url=url, reward_key="score"), [sample])
+        return sample
+
+    assert asyncio.run(main()).reward == {"score": 1.0}
+    assert answers == []
+
+
+def test_remote_judge_that_refuses_is_an_infra_error_without_retries():
+    hits = []
+
+    async def handler(request):
+        hits.append(1)
+        return web.Response(status=422, text="label missing")
+
+    async def main():
+        async with judge_server(handler) as url:
+            return await remote_rm(make_args(rm_url=url), Sample(index=0))
+
+    failure = asyncio.run(main())
+    assert failure.kind == "infra_error" and "422" in failure.reason and "label missing" in failure.reason
+    assert hits == [1]
+
+
+def test_remote_judge_that_is_down_is_an_infra_error_naming_the_url():
+    async def main():
+        try:
+            return await remote_rm(make_args(rm_url="http://127.0.0.1:9/score"), Sample(index=0), max_tries=2)
+        finally:
+            await close_session()
+
+    failure = asyncio.run(main())
+    assert failure.kind == "infra_error" and "http://127.0.0.1:9/score" in failure.reason
+
+
+def test_remote_judge_that_never_answers_ends_at_the_total_deadline():
+    async def handler(request):
+        await asyncio.sleep(30)
+
+    async def main():
+        async with judge_server(handler) as url:
+            start = time.monotonic()
+            failure = await remote_rm(make_args(rm_url=url), Sample(index=0), deadline_s=0.3)
+            return failure, time.monotonic() - start
+
+    failure, wall_s = asyncio.run(main())
+    assert failure.kind == "infra_error" and "within 0.3 s" in failure.reason
+    assert wall_s < 2
+
+
+def test_remote_judge_without_url_is_a_configuration_error():
+    with pytest.raises(RewardConfigError, match="--rm-url"):
+        score(make_args(rm_type="remote_rm"), Sample(index=0))
