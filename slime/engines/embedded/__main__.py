@@ -1,0 +1,110 @@
+"""`python -m slime.engines.embedded`: load a model, serve it, die with the parent."""
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="slime.engines.embedded", description=__doc__)
+    parser.add_argument("--model-path", required=True, help="folder of a Hugging Face checkpoint")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0, help="0: the system chooses; see --ready-file")
+    parser.add_argument("--ready-file", help='where to write {"port", "pid"} once requests are served')
+    parser.add_argument("--life-fd", type=int, help="inherited pipe; the process ends when it reads end-of-file")
+    parser.add_argument(
+        "--shm-prefix", help="shared-memory segments with this prefix are removed on the parent's death"
+    )
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
+    parser.add_argument("--threads", type=int, help="CPU threads of the model (default: torch's)")
+    parser.add_argument("--max-running-requests", type=int, default=256)
+    parser.add_argument("--max-total-tokens", type=int, help="size of the KV pool (default: derived from memory)")
+    parser.add_argument("--seed", type=int, default=0, help="seeds the seeds of requests that bring none")
+    parser.add_argument("--await-weights", action="store_true", help="answer 503 to /generate until weights arrive")
+    parser.add_argument("--weight-version", default="default")
+    parser.add_argument("--log-level", default="warning")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
+    logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s engine %(levelname)s %(message)s")
+    if args.life_fd is not None:
+        _die_with_parent(args)
+    # Small tensor operations give up the interpreter lock hundreds of times per step; with the default of 5 ms every
+    # one of them could wait that long behind the HTTP thread.
+    sys.setswitchinterval(2e-4)
+    if args.threads:
+        import torch  # late: parsing and --help stay fast
+
+        torch.set_num_threads(args.threads)
+    asyncio.run(_serve(args))
+    sys.stdout.flush()
+    os._exit(0)  # the engine thread is a daemon inside torch: do not wait for it, do not tear torch down under it
+
+
+def _die_with_parent(args: argparse.Namespace) -> None:
+    from slime.utils import processes, shm  # late: --help stays fast
+
+    prefix = args.shm_prefix
+    processes.watch_parent(args.life_fd, (lambda: shm.unlink_prefix(prefix)) if prefix else None)
+
+
+def _make_server(args: argparse.Namespace):
+    # late: these import torch and transformers
+    import slime
+    from slime.engines.embedded.engine import Engine
+    from slime.engines.embedded.runner import ModelRunner
+    from slime.engines.embedded.server import Server, make_static_info
+    from slime.engines.embedded.text import Detokenizer
+
+    runner = ModelRunner(
+        args.model_path,
+        device=args.device,
+        dtype=args.dtype,
+        max_running=args.max_running_requests,
+        max_total_tokens=args.max_total_tokens,
+    )
+    engine = Engine(
+        runner,
+        Detokenizer.load(args.model_path),
+        max_running=args.max_running_requests,
+        version=args.weight_version,
+        awaiting_weights=args.await_weights,
+    )
+    return Server(engine, make_static_info(engine, args.model_path, slime.__version__), args.seed)
+
+
+async def _serve(args: argparse.Namespace) -> None:
+    from aiohttp import web  # late: --help stays fast
+
+    # Bound before the model loads: a taken port is known at once.
+    listener = socket.create_server((args.host, args.port), backlog=2048)
+    runner = web.AppRunner(_make_server(args).make_app(), access_log=None, handler_cancellation=True)
+    await runner.setup()
+    await web.SockSite(runner, listener, backlog=2048).start()
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    port = listener.getsockname()[1]
+    if args.ready_file:
+        _write_atomically(Path(args.ready_file), json.dumps({"port": port, "pid": os.getpid()}))
+    logging.getLogger(__name__).info("serving %s on http://%s:%d", args.model_path, args.host, port)
+    await stop.wait()
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+if __name__ == "__main__":
+    main()

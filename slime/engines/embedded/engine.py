@@ -1,0 +1,180 @@
+"""The engine: one `step` is schedule, forward, sample, record. Everything here runs on the engine's own thread.
+
+Control operations (pause, abort, new weights, memory) run between two steps on that same thread, so none of them needs
+a lock and none of them sees a half-done step.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from slime.engines.embedded.kv_cache import BlockAllocator
+from slime.engines.embedded.runner import BLOCK_SIZE, ModelRunner
+from slime.engines.embedded.sampler import sample
+from slime.engines.embedded.scheduler import Scheduler
+from slime.engines.embedded.sequence import ABORTED, Sequence
+from slime.engines.embedded.text import Detokenizer
+from slime.engines.embedded.weights import BadWeights, Source, WeightStore
+from slime.wire.control import TAGS, PauseMode
+
+_PREFILL_BUDGET = {"cpu": 2048, "cuda": 8192}  # tokens of prompts in one pass
+
+
+@dataclass
+class Engine:
+    """State of the served model. `version` names the weights that the next token will be drawn from."""
+
+    runner: ModelRunner
+    detokenizer: Detokenizer
+    max_running: int
+    version: str = "default"
+    awaiting_weights: bool = False
+    paused: PauseMode | None = None
+    released: set[str] = field(default_factory=set)
+    num_generated_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.weights = WeightStore(self.runner.model)
+        self.allocator = BlockAllocator(self.runner.num_blocks, BLOCK_SIZE)
+        self.scheduler = Scheduler(
+            self.allocator,
+            max_running=self.max_running,
+            max_tokens=self.max_tokens,
+            prefill_budget=_PREFILL_BUDGET[self.runner.device.type],
+            row_bytes=self.runner.row_bytes,
+            device=self.runner.device,
+        )
+
+    @property
+    def max_tokens(self) -> int:
+        """Prompt and output of one request together."""
+        return min(self.runner.context_len, self.runner.num_blocks * BLOCK_SIZE)
+
+    @property
+    def can_step(self) -> bool:
+        return self.paused is None and not self.released and self.scheduler.has_work
+
+    # -- requests -------------------------------------------------------------------------------------------------
+
+    def add(self, sequence: Sequence) -> list[Sequence]:
+        """Queue a request. Returns it when it is finished already: one that asks for no token."""
+        sequence.enter_version(self.version)
+        if sequence.max_new_tokens == 0:
+            sequence.finish = {"type": "length", "length": 0}
+            return [sequence]
+        self.scheduler.add(sequence)
+        return []
+
+    def step(self) -> list[Sequence]:
+        """One forward pass. Returns the sequences that HTTP must hear about: finished ones, and streams."""
+        work = self.scheduler.schedule()
+        if work is None:
+            return []
+        logits = self.runner.forward(work.plan)
+        tokens, log_probs = sample(logits, work.rows) if work.samplers else ([], [])
+        self.scheduler.commit(work, tokens, log_probs)
+        self.num_generated_tokens += len(tokens)
+        return self._settle(work.samplers)
+
+    def _settle(self, sequences: list[Sequence]) -> list[Sequence]:
+        heard = []
+        for sequence in sequences:
+            sequence.finish = self._finish_reason(sequence)
+            if sequence.finish is not None:
+                self.scheduler.release(sequence)
+            if sequence.finish is not None or sequence.stream:
+                heard.append(sequence)
+        return heard
+
+    def _finish_reason(self, sequence: Sequence) -> dict[str, Any] | None:
+        count, token, sampling = len(sequence.output), sequence.output[-1], sequence.sampling
+        if token in sequence.stop_ids and count >= sampling.min_new_tokens:
+            return {"type": "stop", "matched": token}
+        if sampling.stop and count >= sampling.min_new_tokens:
+            matched = self.detokenizer.find_stop(sequence.output, sampling)
+            if matched is not None:
+                return {"type": "stop", "matched": matched}
+        return {"type": "length", "length": count} if count >= sequence.max_new_tokens else None
+
+    def abort(self, rid: str | None) -> list[Sequence]:
+        """End the requests of that id, or all for None; each keeps what it has made."""
+        everyone = (*self.scheduler.running, *self.scheduler.waiting)
+        chosen = [s for s in everyone if rid is None or s.rid == rid]
+        for sequence in chosen:
+            self.abort_sequence(sequence)
+        return chosen
+
+    def abort_sequence(self, sequence: Sequence) -> None:
+        self.scheduler.release(sequence)
+        sequence.finish = dict(ABORTED)
+
+    def pause(self, mode: PauseMode) -> list[Sequence]:
+        self.paused = mode
+        if mode == "retract":
+            self.scheduler.retract_all()
+        return self.abort(None) if mode == "abort" else []
+
+    def resume(self) -> None:
+        self.paused = None
+
+    # -- weights --------------------------------------------------------------------------------------------------
+
+    def update_weights(self, source: Source, version: str) -> tuple[int, int]:
+        """Replace all parameters. Requests in flight go on from the KV they have; nobody reuses it afterwards."""
+        if "weights" in self.released:
+            raise BadWeights("the weights are released: call /resume_memory_occupation with the tag weights first")
+        self.weights.check(source)
+        self.awaiting_weights = True  # should the copy fail half-way, nothing is served from the mixture
+        counts = self.weights.apply(source)
+        self.allocator.flush()
+        self.set_version(version)
+        self.awaiting_weights = False
+        return counts
+
+    def set_version(self, version: str) -> None:
+        self.version = version
+        for sequence in (*self.scheduler.running, *self.scheduler.waiting):
+            sequence.enter_version(version)
+
+    # -- memory ---------------------------------------------------------------------------------------------------
+
+    def release(self, tags: Iterable[str]) -> None:
+        """Nothing is generated until everything released is resumed; requests in flight are computed again then."""
+        tags = set(tags)
+        if "kv_cache" in tags - self.released:
+            self.scheduler.retract_all()
+            self.allocator.flush()
+            self.runner.release_pool()
+        if "weights" in tags - self.released:
+            self.runner.release_weights()
+        self.released |= tags
+
+    def restore(self, tags: Iterable[str]) -> None:
+        tags = set(tags) & self.released
+        if "weights" in tags:
+            self.runner.restore_weights()
+        if "kv_cache" in tags:
+            self.runner.restore_pool()
+        self.released -= tags
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Counters and state for /server_info."""
+        pool = self.runner.pool
+        return {
+            "weight_version": self.version,
+            "awaiting_weights": self.awaiting_weights,
+            "paused": self.paused,
+            "released": [tag for tag in TAGS if tag in self.released],
+            "num_running_reqs": len(self.scheduler.running),
+            "num_waiting_reqs": len(self.scheduler.waiting),
+            "num_forward_passes": self.runner.num_forward_passes,
+            "num_generated_tokens": self.num_generated_tokens,
+            "num_retractions": self.scheduler.num_retractions,
+            "kv_block_size": BLOCK_SIZE,
+            "kv_blocks_total": self.allocator.num_blocks,
+            "kv_blocks_free": self.allocator.num_free,
+            "kv_blocks_cached": self.allocator.num_cached,
+            "kv_pool_bytes": pool.nbytes if pool is not None else 0,
+        }

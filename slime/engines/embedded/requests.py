@@ -1,0 +1,183 @@
+"""JSON of /generate in and out: strict reading of requests into sequences, and answers in SGLang's shape."""
+
+import random
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slime.engines.embedded.sequence import Sequence
+from slime.engines.embedded.text import Detokenizer
+from slime.wire.protocol import SamplingParams
+
+FIELDS = ("input_ids", "text", "sampling_params", "return_logprob", "stream", "rid")
+# Known to the protocol and harmless at these values; anything else is refused by name.
+NEUTRAL = {"logprob_start_len": (None, -1), "top_logprobs_num": (None, 0)}
+
+
+class BadRequest(ValueError):
+    """The client's mistake: answered with 400."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What this engine can take."""
+
+    vocab_size: int
+    context_len: int
+    max_tokens: int  # of one request, prompt and output; less than the context when the KV pool is small
+    eos_token_ids: frozenset[int]
+
+
+class RequestReader:
+    """Turns the body of /generate into sequences. `seed` makes the seeds of requests that bring none reproducible."""
+
+    def __init__(self, limits: Limits, detokenizer: Detokenizer, seed: int):
+        self.limits = limits
+        self.detokenizer = detokenizer
+        self._random = random.Random(seed)
+
+    def read(self, body: Any) -> tuple[list[Sequence], bool]:
+        """The sequences (prompt-major, n per prompt) and whether the answer is a list."""
+        if not isinstance(body, Mapping):
+            raise BadRequest("the body must be a JSON object")
+        _refuse_other_fields(body)
+        prompts, is_batch = self._prompts(body)
+        samplings = _per_prompt("sampling_params", body.get("sampling_params"), len(prompts), (Mapping, type(None)))
+        rids = _per_prompt("rid", body.get("rid"), len(prompts), (str, type(None)))
+        stream = _flag(body, "stream")
+        return_logprob = _flag(body, "return_logprob")
+        sequences = []
+        for prompt, raw, rid in zip(prompts, samplings, rids, strict=True):
+            sampling, rid = self._sampling(raw), rid or secrets.token_hex(16)
+            for index in range(sampling.n):
+                # all n samples share the id: one abort ends them all
+                sequences.append(self._sequence(rid, prompt, sampling, index, return_logprob, stream))
+        is_list = is_batch or len(sequences) > 1
+        if stream and is_list:
+            raise BadRequest("stream is true: it takes one prompt and n = 1")
+        return sequences, is_list
+
+    def _prompts(self, body: Mapping[str, Any]) -> tuple[list[list[int]], bool]:
+        ids, text = body.get("input_ids"), body.get("text")
+        if (ids is None) == (text is None):
+            raise BadRequest("give exactly one of input_ids and text")
+        if ids is None:
+            if self.detokenizer.tokenizer is None:
+                raise BadRequest("text needs a tokenizer and the model folder has none: send input_ids")
+            if not isinstance(text, str):
+                raise BadRequest("text must be a string")
+            return [self.detokenizer.tokenizer(text)["input_ids"]], False
+        if not isinstance(ids, list) or not ids:
+            raise BadRequest("input_ids must be a list of token ids, or a list of such lists, and not empty")
+        is_batch = isinstance(ids[0], list)
+        prompts = ids if is_batch else [ids]
+        for prompt in prompts:
+            self._check_prompt(prompt)
+        return prompts, is_batch
+
+    def _check_prompt(self, prompt: Any) -> None:
+        if not isinstance(prompt, list) or not prompt or any(type(i) is not int for i in prompt):
+            raise BadRequest("input_ids must be a non-empty list of integers")
+        if min(prompt) < 0 or max(prompt) >= self.limits.vocab_size:
+            bad = next(i for i in prompt if not 0 <= i < self.limits.vocab_size)
+            raise BadRequest(f"input_ids has token id {bad}: the vocabulary is 0..{self.limits.vocab_size - 1}")
+        if len(prompt) >= self.limits.max_tokens:
+            limit, what = self.limits.context_len, "the model's context length"
+            if self.limits.max_tokens < limit:
+                limit, what = self.limits.max_tokens, "the size of the KV pool"
+            raise BadRequest(f"The input ({len(prompt)} tokens) is longer than {what} ({limit} tokens)")
+
+    def _sampling(self, raw: Any) -> SamplingParams:
+        try:
+            sampling = SamplingParams.from_json(raw)
+        except ValueError as error:
+            raise BadRequest(str(error)) from error
+        neutral = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
+        for name, value in neutral.items():
+            if getattr(sampling, name) != value:
+                raise BadRequest(f"{name} is not supported by the embedded engine; leave it at {value}")
+        if any(i >= self.limits.vocab_size for i in sampling.stop_token_ids):
+            raise BadRequest(
+                f"stop_token_ids {sampling.stop_token_ids}: the vocabulary is 0..{self.limits.vocab_size - 1}"
+            )
+        if sampling.stop and self.detokenizer.tokenizer is None:
+            raise BadRequest("stop needs a tokenizer and the model folder has none: use stop_token_ids")
+        return sampling
+
+    def _sequence(self, rid, prompt, sampling: SamplingParams, index: int, return_logprob, stream) -> Sequence:
+        room = self.limits.max_tokens - len(prompt)
+        wanted = room if sampling.max_new_tokens is None else min(sampling.max_new_tokens, room)
+        eos = frozenset() if sampling.ignore_eos else self.limits.eos_token_ids
+        seed = sampling.sampling_seed
+        if seed is None:
+            seed = self._random.getrandbits(63)
+        return Sequence(
+            rid=rid,
+            prompt=prompt,
+            sampling=sampling,
+            # the n samples of a seeded request differ from each other and are still reproducible
+            seed=(seed + index * 0x9E3779B97F4A7C15 + 2**63) % 2**64 - 2**63,
+            max_new_tokens=wanted,
+            stop_ids=eos | frozenset(sampling.stop_token_ids),
+            return_logprob=return_logprob,
+            stream=stream,
+        )
+
+
+def _refuse_other_fields(body: Mapping[str, Any]) -> None:
+    for name, value in body.items():
+        if name in FIELDS:
+            continue
+        if name in NEUTRAL:
+            if value not in NEUTRAL[name]:
+                raise BadRequest(f"{name} = {value!r} is not supported by the embedded engine")
+        elif value is not None and value is not False:
+            raise BadRequest(f"unknown field `{name}`, expected one of {FIELDS}")
+
+
+def _per_prompt(name: str, value: Any, count: int, kinds: tuple[type, ...]) -> list[Any]:
+    values = value if isinstance(value, list) else [value] * count
+    if len(values) != count or not all(isinstance(v, kinds) for v in values):
+        raise BadRequest(f"{name} must be one value, or a list of one per prompt ({count})")
+    return values
+
+
+def _flag(body: Mapping[str, Any], name: str) -> bool:
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise BadRequest(f"{name} must be true or false, got {value!r}")
+    return bool(value)
+
+
+def answer_json(sequence: Sequence, detokenizer: Detokenizer) -> dict[str, Any]:
+    """The answer, or a cumulative stream chunk while `finish` is None."""
+    finish = sequence.finish  # read first: a chunk must not claim an end that came after its tokens
+    count = len(sequence.log_probs)
+    output = sequence.output[:count]
+    version = sequence.versions[-1][0] if sequence.versions else "default"
+    meta: dict[str, Any] = {
+        "id": sequence.rid,
+        "finish_reason": finish,
+        "prompt_tokens": len(sequence.prompt),
+        "weight_version": version,
+        "num_retractions": sequence.num_retractions,
+        "completion_tokens": count,
+        "cached_tokens": sequence.cached_tokens,
+        "cached_tokens_details": None,
+        "dp_rank": None,
+        "e2e_latency": time.time() - sequence.created,
+    }
+    if sequence.return_logprob:
+        log_probs = sequence.log_probs[:count]
+        meta["input_token_logprobs"] = []
+        meta["output_token_logprobs"] = [[p, i, None] for p, i in zip(log_probs, output, strict=True)]
+        meta["output_token_logprobs_length"] = count
+    if finish is not None:
+        meta["weight_versions"] = sequence.spans(count)
+    return {
+        "text": detokenizer.answer_text(output, sequence.sampling, finish),
+        "output_ids": output,
+        "meta_info": meta,
+    }

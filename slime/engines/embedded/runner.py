@@ -1,0 +1,131 @@
+"""Holds the model and its KV pool on one device and runs forward passes; can give their memory back and take it again."""
+
+import torch
+
+from slime.engines.embedded import attention
+from slime.engines.embedded.attention import BatchPlan, KVPool
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_CPU_POOL_BYTES = 256 << 20
+_CUDA_POOL_SHARE = 0.4  # of the memory that is free once the weights are loaded
+BLOCK_SIZE = 16
+
+
+def resolve_device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else "bfloat16"
+    return _DTYPES[name]
+
+
+class ModelRunner:
+    """`max_total_tokens` None: derived from the memory that is free, and no more than all requests could need."""
+
+    def __init__(
+        self, model_path: str, *, device: str, dtype: str, max_running: int, max_total_tokens: int | None
+    ) -> None:
+        from transformers import AutoModelForCausalLM  # late: takes seconds to import
+        from transformers.utils import logging as transformers_logging
+
+        transformers_logging.disable_progress_bar()
+
+        attention.register()
+        self.device = resolve_device(device)
+        self.dtype = resolve_dtype(dtype, self.device)
+        self.model = AutoModelForCausalLM.from_pretrained(
+            model_path, dtype=self.dtype, attn_implementation=attention.NAME
+        )
+        self.model.to(self.device).eval().requires_grad_(False)
+        self.config = self.model.config.get_text_config()
+        _refuse_unsupported(self.model, self.config)
+        self.vocab_size: int = self.config.vocab_size
+        self.context_len: int = self.config.max_position_embeddings
+        self.num_blocks = self._derive_num_blocks(max_running, max_total_tokens)
+        self.num_forward_passes = 0
+        self.pool: KVPool | None = self._make_pool()
+
+    @property
+    def head_dim(self) -> int:
+        explicit = vars(self.config).get("head_dim")
+        return explicit or self.config.hidden_size // self.config.num_attention_heads
+
+    @property
+    def kv_heads(self) -> int:
+        return vars(self.config).get("num_key_value_heads") or self.config.num_attention_heads
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token's key in one layer."""
+        return self.kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        eos = self.model.generation_config.eos_token_id
+        return frozenset(() if eos is None else (eos,) if isinstance(eos, int) else eos)
+
+    def _derive_num_blocks(self, max_running: int, max_total_tokens: int | None) -> int:
+        if max_total_tokens is None:
+            if self.device.type == "cuda":
+                budget = int(torch.cuda.mem_get_info(self.device)[0] * _CUDA_POOL_SHARE)
+            else:
+                budget = _CPU_POOL_BYTES
+            affordable = budget // (2 * self.row_bytes * self.config.num_hidden_layers)
+            max_total_tokens = min(max(affordable, self.context_len), max_running * self.context_len)
+        return max(1, max_total_tokens // BLOCK_SIZE)
+
+    def _make_pool(self) -> KVPool:
+        layers = self.config.num_hidden_layers
+        # one more than is handed out: block 0 is padding
+        return KVPool(layers, self.num_blocks + 1, BLOCK_SIZE, self.kv_heads, self.head_dim, self.dtype, self.device)
+
+    @torch.inference_mode()
+    def forward(self, plan: BatchPlan) -> torch.Tensor:
+        """Logits `[N, vocab]` of the rows that the plan asks for; keys and values go to the pool."""
+        self.num_forward_passes += 1
+        out = self.model(
+            input_ids=plan.token_ids,
+            position_ids=plan.positions,
+            use_cache=False,
+            logits_to_keep=plan.logit_index,
+            plan=plan,
+            pool=self.pool,
+        )
+        return out.logits[0]
+
+    # -- memory ---------------------------------------------------------------------------------------------------
+
+    def release_pool(self) -> None:
+        self.pool = None
+        self._empty_cache()
+
+    def restore_pool(self) -> None:
+        if self.pool is None:
+            self.pool = self._make_pool()
+
+    def release_weights(self) -> None:
+        """Move parameters to host memory; on a CPU they already are there, and stay."""
+        if self.device.type == "cuda":
+            self.model.to("cpu")
+            self._empty_cache()
+
+    def restore_weights(self) -> None:
+        self.model.to(self.device)
+
+    def _empty_cache(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _refuse_unsupported(model, config) -> None:
+    kinds = set(vars(config).get("layer_types") or ()) - {"full_attention"}
+    if kinds:
+        raise ValueError(f"the embedded engine supports full attention only; this model has {sorted(kinds)} layers")
+    if not model._supports_attention_backend:
+        raise ValueError(
+            f"{type(model).__name__} cannot run on another attention function; use --rollout-engine sglang"
+        )

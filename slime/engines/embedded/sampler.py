@@ -1,0 +1,102 @@
+"""Draws one token per row, with noise that depends on nothing but the request's seed and the token's position.
+
+A row's uniform number is a hash of (seed, absolute position), so its token does not depend on who else is in the batch,
+and a request that is resubmitted with its first tokens as prompt continues the same stream. The number is turned into
+a token by inverting the cumulative distribution: one hash per row, not one per vocabulary entry.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """The finaliser of SplitMix64: every input bit reaches every output bit."""
+    x = (x ^ (x >> np.uint64(30))) * _MIX_1
+    x = (x ^ (x >> np.uint64(27))) * _MIX_2
+    return x ^ (x >> np.uint64(31))
+
+
+def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Numbers strictly inside (0, 1), one per (int64 seed, position), with 32 random bits each."""
+    with np.errstate(over="ignore"):  # modulo 2^64 is meant
+        keys = _mix(seeds.astype(np.int64).view(np.uint64) + _GOLDEN)
+        bits = _mix(keys + positions.astype(np.uint64) * _GOLDEN) >> np.uint64(32)
+    return (bits.astype(np.float64) + 0.5) / 2.0**32
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRows:
+    """The sampling parameters of N rows of logits, as arrays."""
+
+    seeds: np.ndarray  # [N] int64
+    positions: np.ndarray  # [N] absolute position of the token to draw
+    temperature: np.ndarray  # [N] 0: greedy
+    top_p: np.ndarray
+    top_k: np.ndarray  # <= 0: off
+    min_p: np.ndarray
+    banned: tuple[tuple[int, tuple[int, ...]], ...] = ()  # (row, ids that may not be drawn yet)
+
+
+@torch.inference_mode()
+def sample(logits: torch.Tensor, rows: SampleRows) -> tuple[list[int], list[float]]:
+    """Tokens and their log-probs under the temperature-scaled full distribution (unscaled for greedy rows)."""
+    logits = logits.float()
+    greedy = rows.temperature == 0.0
+    if not (rows.temperature == 1.0).all():
+        scale = torch.from_numpy(np.where(greedy, 1.0, rows.temperature)).to(logits.device, torch.float32)
+        logits = logits / scale[:, None]
+    log_probs = torch.log_softmax(logits, dim=-1)
+    allowed = _ban(log_probs, rows)
+    if greedy.all():
+        tokens = allowed.argmax(dim=-1)
+    else:
+        tokens = _draw(_filter(allowed, rows), uniforms(rows.seeds, rows.positions))
+        if greedy.any():
+            tokens = torch.where(torch.from_numpy(greedy).to(tokens.device), allowed.argmax(dim=-1), tokens)
+    chosen = log_probs.gather(1, tokens[:, None]).squeeze(1)
+    return tokens.tolist(), chosen.tolist()
+
+
+def _ban(log_probs: torch.Tensor, rows: SampleRows) -> torch.Tensor:
+    if not rows.banned:
+        return log_probs
+    out = log_probs.clone()
+    for row, ids in rows.banned:
+        out[row, list(ids)] = float("-inf")
+    return out
+
+
+def _draw(log_probs: torch.Tensor, u: np.ndarray) -> torch.Tensor:
+    # float64: the sum over a large vocabulary must not swallow the tail
+    cumulative = log_probs.exp().cumsum(dim=-1, dtype=torch.float64)
+    target = torch.from_numpy(u).to(cumulative.device)[:, None] * cumulative[:, -1:]
+    # right=True steps over tokens of probability 0: their cumulative value equals the one before
+    return torch.searchsorted(cumulative, target, right=True).squeeze(1)
+
+
+def _filter(log_probs: torch.Tensor, rows: SampleRows) -> torch.Tensor:
+    """Set what top_k, top_p and min_p cut to -inf; rows without filters are not touched."""
+    cut = (rows.top_p < 1.0) | (rows.top_k > 0) | (rows.min_p > 0.0)
+    if not cut.any():
+        return log_probs
+    index = torch.from_numpy(np.flatnonzero(cut)).to(log_probs.device)
+    part, order = log_probs.index_select(0, index).sort(dim=-1, descending=True, stable=True)
+    on_device = lambda values: torch.from_numpy(values[cut]).to(part.device)[:, None]  # noqa: E731
+    vocab = part.shape[-1]
+    top_k = on_device(np.where(rows.top_k > 0, rows.top_k, vocab))
+    drop = torch.arange(vocab, device=part.device)[None, :] >= top_k
+    probs = part.exp().double().masked_fill(drop, 0.0)
+    probs = probs / probs.sum(dim=-1, keepdim=True)
+    # keep a token while the mass before it is below top_p: the first one always stays
+    drop |= probs.cumsum(dim=-1) - probs >= on_device(rows.top_p.astype(np.float64))
+    drop |= probs < probs[:, :1] * on_device(rows.min_p.astype(np.float64))
+    part = part.masked_fill(drop, float("-inf"))
+    out = log_probs.clone()
+    out[index] = torch.empty_like(part).scatter_(1, order, part)
+    return out

@@ -1,0 +1,309 @@
+"""Decides which sequences take part in the next forward pass, and lays their tokens out.
+
+Running sequences each decode one token per pass; waiting ones join as soon as a slot and pages are free, their prompts
+in the same pass, up to a token budget (long prompts take several passes). When pages run out the youngest running
+sequence is retracted: it loses its pages and waits at the front, to be computed again from its tokens.
+"""
+
+import itertools
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from slime.engines.embedded.attention import BatchPlan, DecodeGroup, PrefillGroup
+from slime.engines.embedded.kv_cache import BlockAllocator
+from slime.engines.embedded.sampler import SampleRows
+from slime.engines.embedded.sequence import Sequence
+
+# Below this many gathered bytes per layer, one padded decode group is cheaper than several exact ones.
+_SPLIT_DECODE_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Prompt tokens `start..end` of a sequence to compute in this pass."""
+
+    sequence: Sequence
+    start: int
+    end: int
+
+    @property
+    def is_last(self) -> bool:
+        return self.end == self.sequence.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One forward pass: the plan for the model, and the sequences that get a token, in the order of the logits."""
+
+    plan: BatchPlan
+    samplers: list[Sequence]  # first those that decode, then those whose prompt ends here
+    num_decoding: int
+    chunks: list[Chunk]
+    rows: SampleRows
+
+
+class SlotTable:
+    """Per-slot facts of running sequences as arrays, so that a pass is laid out without a Python loop over them."""
+
+    def __init__(self, max_running: int, max_blocks: int):
+        self.length = np.zeros(max_running, np.int64)  # tokens including the newest, whose KV is not yet written
+        self.last_token = np.zeros(max_running, np.int64)
+        self.blocks = np.zeros((max_running, max_blocks), np.int64)
+        self.seed = np.zeros(max_running, np.int64)
+        self.temperature = np.ones(max_running, np.float64)
+        self.top_p = np.ones(max_running, np.float64)
+        self.top_k = np.zeros(max_running, np.int64)
+        self.min_p = np.zeros(max_running, np.float64)
+
+    def fill(self, sequence: Sequence) -> None:
+        slot, sampling = sequence.slot, sequence.sampling
+        self.length[slot] = sequence.num_tokens
+        self.last_token[slot] = sequence.output[-1] if sequence.output else sequence.prompt[-1]
+        self.blocks[slot, : len(sequence.blocks)] = sequence.blocks
+        self.blocks[slot, len(sequence.blocks) :] = 0
+        self.seed[slot] = sequence.seed
+        self.temperature[slot] = 0.0 if sampling.greedy else sampling.temperature
+        self.top_p[slot], self.top_k[slot], self.min_p[slot] = sampling.top_p, sampling.top_k, sampling.min_p
+
+
+class Scheduler:
+    """Queues and pages. `row_bytes`: bytes of one token's key in one layer (decides how decode groups are split)."""
+
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        *,
+        max_running: int,
+        max_tokens: int,  # of one sequence
+        prefill_budget: int,
+        row_bytes: int,
+        device: str | torch.device,
+    ):
+        self.allocator = allocator
+        self.max_running = max_running
+        self.prefill_budget = prefill_budget
+        self.row_bytes = row_bytes
+        self.device = torch.device(device)
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # in order of admission; prompts may be half computed
+        self.num_retractions = 0
+        self._slots = SlotTable(max_running, allocator.blocks_for(max_tokens))
+        self._free_slots = list(range(max_running))[::-1]
+
+    # -- queues -------------------------------------------------------------------------------------------------
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def release(self, sequence: Sequence) -> None:
+        """Take a sequence out of its queue and give its pages back; full ones stay for reuse."""
+        if sequence.slot < 0:
+            self.waiting.remove(sequence)
+            return
+        self.running.remove(sequence)
+        self._leave(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        if sequence.epoch == self.allocator.epoch:
+            self.allocator.keep(sequence.blocks, sequence.tokens[: sequence.num_computed])
+        self.allocator.drop(sequence.blocks)
+        self._free_slots.append(sequence.slot)
+        sequence.slot, sequence.blocks, sequence.num_computed = -1, [], 0
+
+    def retract(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._leave(sequence)
+        sequence.num_retractions += 1
+        self.num_retractions += 1
+        self.waiting.appendleft(sequence)
+
+    def retract_all(self) -> None:
+        for sequence in reversed(self.running.copy()):
+            self.retract(sequence)
+
+    # -- one pass -----------------------------------------------------------------------------------------------
+
+    def schedule(self) -> Pass | None:
+        """The next pass, or None when there is nothing to compute."""
+        self._grow_running()
+        self._admit()
+        decoding = [s for s in self.running if s.num_computed == s.num_tokens - 1 and s.output]
+        chunks = self._chunks()
+        if not decoding and not chunks:
+            return None
+        return self._lay_out(decoding, chunks)
+
+    def _grow_running(self) -> None:
+        """Give every decoding sequence the page that its newest token needs; retract from the back if there is none."""
+        size = self.allocator.block_size
+        for sequence in self.running.copy():
+            if sequence.slot < 0 or len(sequence.blocks) * size >= sequence.num_tokens:
+                continue
+            while self.allocator.num_free == 0 and sequence.slot >= 0:
+                self.retract(self.running[-1])
+            if sequence.slot >= 0:
+                block = self.allocator.take(1)[0]
+                self._slots.blocks[sequence.slot, len(sequence.blocks)] = block
+                sequence.blocks.append(block)
+
+    def _admit(self) -> None:
+        budget = self.prefill_budget - sum(s.num_tokens - s.num_computed for s in self.running)
+        while self.waiting and self._free_slots and budget > 0:
+            sequence = self.waiting[0]
+            tokens = sequence.tokens
+            shared = self.allocator.match(tokens)
+            self.allocator.hold(shared)
+            missing = self.allocator.blocks_for(len(tokens)) - len(shared)
+            # Leave a page for each running sequence, or the newcomer would be retracted at once.
+            if missing + len(self.running) > self.allocator.num_free and (
+                self.running or missing > self.allocator.num_free
+            ):
+                self.allocator.drop(shared)
+                return
+            self.waiting.popleft()
+            sequence.blocks = shared + self.allocator.take(missing)
+            sequence.num_computed = len(shared) * self.allocator.block_size
+            sequence.epoch = self.allocator.epoch
+            if not sequence.num_retractions:
+                sequence.cached_tokens = sequence.num_computed
+            sequence.slot = self._free_slots.pop()
+            self._slots.fill(sequence)
+            self.running.append(sequence)
+            budget -= len(tokens) - sequence.num_computed
+
+    def _chunks(self) -> list[Chunk]:
+        budget, chunks = self.prefill_budget, []
+        for sequence in self.running:
+            missing = sequence.num_tokens - sequence.num_computed
+            if (missing == 1 and sequence.output) or budget <= 0:
+                continue
+            end = sequence.num_computed + min(missing, budget)
+            chunks.append(Chunk(sequence, sequence.num_computed, end))
+            budget -= end - sequence.num_computed
+        # Same shapes side by side: they share one kernel call. Stable, so admission order holds inside a group.
+        return sorted(chunks, key=lambda c: (c.end - c.start, c.start))
+
+    def _lay_out(self, decoding: list[Sequence], chunks: list[Chunk]) -> Pass:
+        slots = np.array([s.slot for s in decoding], np.int64)
+        length = self._slots.length[slots]
+        order, bounds = self._split_decode(length)
+        slots, length = slots[order], length[order]
+        decoding = [decoding[i] for i in order]
+        size = self.allocator.block_size
+        position = length - 1
+        write_rows = self._slots.blocks[slots, position // size] * size + position % size
+        ids, positions, rows = [self._slots.last_token[slots]], [position], [write_rows]
+        groups = [self._decode_group(slots[a:b], length[a:b], a) for a, b in bounds]
+        prefill = self._prefill_groups(chunks, len(decoding), ids, positions, rows)
+
+        last, offset = [], len(decoding)
+        for chunk in chunks:
+            offset += chunk.end - chunk.start
+            if chunk.is_last:
+                last.append((chunk.sequence, offset - 1))
+        samplers = decoding + [s for s, _ in last]
+        logit_index = np.concatenate([np.arange(len(decoding)), np.array([i for _, i in last], np.int64)])
+        plan = BatchPlan(
+            token_ids=self._tensor(np.concatenate(ids))[None],
+            positions=self._tensor(np.concatenate(positions))[None],
+            write_rows=self._tensor(np.concatenate(rows)),
+            logit_index=self._tensor(logit_index),
+            decode=tuple(groups),
+            prefill=tuple(prefill),
+        )
+        return Pass(plan, samplers, len(decoding), chunks, self._sample_rows(samplers))
+
+    def _split_decode(self, length: np.ndarray) -> tuple[np.ndarray, list[tuple[int, int]]]:
+        """An order of the decoding rows and the bounds of their groups; a group pads less than twofold."""
+        if len(length) == 0:
+            return np.arange(0), []
+        if len(length) * int(length.max()) * self.row_bytes <= _SPLIT_DECODE_BYTES:
+            return np.arange(len(length)), [(0, len(length))]
+        order = np.argsort(length, kind="stable")
+        classes = np.ceil(np.log2(length[order]))
+        edges = [0, *(np.flatnonzero(np.diff(classes)) + 1).tolist(), len(length)]
+        return order, list(itertools.pairwise(edges))
+
+    def _decode_group(self, slots: np.ndarray, length: np.ndarray, start: int) -> DecodeGroup:
+        num_blocks = self.allocator.blocks_for(int(length.max()))
+        blocks = self._tensor(self._slots.blocks[slots, :num_blocks].reshape(-1))
+        keys = torch.arange(num_blocks * self.allocator.block_size, device=self.device)
+        exists = keys[None, :] < self._tensor(length)[:, None]
+        mask = torch.zeros(exists.shape, device=self.device).masked_fill_(~exists, float("-inf"))
+        return DecodeGroup(start, len(slots), blocks, mask[:, None, None, :])
+
+    def _prefill_groups(self, chunks, start: int, ids: list, positions: list, rows: list) -> list[PrefillGroup]:
+        """Groups of equal shape; appends the tokens, positions and pool rows of the chunks to the given lists."""
+        groups, size = [], self.allocator.block_size
+        index = 0
+        while index < len(chunks):
+            first = chunks[index]
+            shape = (first.end - first.start, first.start)
+            members = []
+            while index < len(chunks) and (chunks[index].end - chunks[index].start, chunks[index].start) == shape:
+                members.append(chunks[index])
+                index += 1
+            all_rows = []
+            for chunk in members:
+                sequence = chunk.sequence
+                ids.append(np.array(sequence.tokens[chunk.start : chunk.end], np.int64))
+                place = np.arange(chunk.end)
+                all_rows.append(self._slots.blocks[sequence.slot, place // size] * size + place % size)
+                positions.append(place[chunk.start :])
+                rows.append(all_rows[-1][chunk.start :])
+            groups.append(self._prefill_group(members, all_rows, start))
+            start += len(members) * shape[0]
+        return groups
+
+    def _prefill_group(self, members: list[Chunk], all_rows: list[np.ndarray], start: int) -> PrefillGroup:
+        num_cached, num_new = members[0].start, members[0].end - members[0].start
+        if num_cached == 0:
+            return PrefillGroup(start, len(members), num_new, 0, None, None)
+        mask = torch.full((num_new, num_cached + num_new), float("-inf"), device=self.device).triu_(num_cached + 1)
+        return PrefillGroup(start, len(members), num_new, num_cached, self._tensor(np.concatenate(all_rows)), mask)
+
+    def _sample_rows(self, samplers: list[Sequence]) -> SampleRows:
+        table = self._slots
+        slots = np.array([s.slot for s in samplers], np.int64)
+        banned = tuple(
+            (row, tuple(s.stop_ids))
+            for row, s in enumerate(samplers)
+            if s.sampling.min_new_tokens > len(s.output) and s.stop_ids
+        )
+        return SampleRows(
+            seeds=table.seed[slots],
+            positions=table.length[slots],
+            temperature=table.temperature[slots],
+            top_p=table.top_p[slots],
+            top_k=table.top_k[slots],
+            min_p=table.min_p[slots],
+            banned=banned,
+        )
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+    # -- after the pass -----------------------------------------------------------------------------------------
+
+    def commit(self, done: Pass, tokens: list[int], log_probs: list[float]) -> None:
+        """Record what was computed and the new token of each sampler."""
+        for chunk in done.chunks:
+            sequence = chunk.sequence
+            sequence.num_computed = chunk.end
+            if sequence.epoch == self.allocator.epoch:  # siblings that wait share these pages from the next pass on
+                self.allocator.keep(sequence.blocks, sequence.tokens[: chunk.end])
+        for sequence in done.samplers[: done.num_decoding]:
+            sequence.num_computed += 1
+        for sequence, token, log_prob in zip(done.samplers, tokens, log_probs, strict=True):
+            sequence.output.append(token)
+            sequence.log_probs.append(log_prob)  # last: readers on other threads count these
+        slots = np.array([s.slot for s in done.samplers], np.int64)
+        self._slots.last_token[slots] = tokens
+        self._slots.length[slots] += 1

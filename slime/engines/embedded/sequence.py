@@ -1,0 +1,66 @@
+"""One request inside the engine: its tokens so far, where its KV lies, and why it ended."""
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from slime.wire.protocol import SamplingParams
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """Written by the engine thread only; the HTTP thread reads it when told, never beyond `len(log_probs)`."""
+
+    rid: str
+    prompt: list[int]
+    sampling: SamplingParams
+    seed: int
+    max_new_tokens: int  # already clamped to the context
+    stop_ids: frozenset[int]
+    return_logprob: bool = True
+    stream: bool = False
+    created: float = field(default_factory=time.time)
+
+    output: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    finish: dict[str, Any] | None = None  # SGLang's finish_reason; None while it runs
+    error: str | None = None  # set instead of finish when the engine cannot serve it
+    versions: list[tuple[str, int]] = field(default_factory=list)  # (weight version, first output token)
+    cached_tokens: int = 0
+    num_retractions: int = 0
+
+    # set by the scheduler
+    slot: int = -1  # row of the slot table; -1: not running
+    blocks: list[int] = field(default_factory=list)
+    num_computed: int = 0  # tokens whose KV is in the pool
+    epoch: int = 0  # of the allocator when its first KV was written
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.prompt + self.output
+
+    @property
+    def done(self) -> bool:
+        return self.finish is not None or self.error is not None
+
+    def enter_version(self, version: str) -> None:
+        """Tokens from here on are drawn from weights `version`."""
+        start = len(self.output)
+        if self.versions and self.versions[-1][1] == start:
+            self.versions.pop()
+        if not self.versions or self.versions[-1][0] != version:
+            self.versions.append((version, start))
+
+    def spans(self, num_tokens: int) -> list[dict[str, Any]]:
+        """`[{"version", "start", "end"}]` over the first `num_tokens` outputs."""
+        starts = [start for _, start in self.versions]
+        ends = [*starts[1:], num_tokens]
+        spans = zip(self.versions, ends, strict=True)
+        return [{"version": v, "start": s, "end": e} for (v, s), e in spans if e > s]
+
+
+ABORTED = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}

@@ -1,0 +1,294 @@
+"""The HTTP face of the embedded engine: SGLang's endpoints, and one of our own for weights in shared memory."""
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+
+from slime.engines.embedded.engine import Engine
+from slime.engines.embedded.loop import EngineLoop
+from slime.engines.embedded.requests import BadRequest, Limits, RequestReader, answer_json
+from slime.engines.embedded.sequence import Sequence
+from slime.engines.embedded.weights import BadWeights, DiskSource, SharedMemorySource
+from slime.wire.control import PAUSE_MODES, TAGS
+from slime.wire.dialects import EMBEDDED
+from slime.wire.manifest import WeightManifest
+
+_MAX_BODY_BYTES = 256 << 20
+
+
+class Server:
+    """Handlers. Each validates on this thread and lets the engine thread do the work."""
+
+    def __init__(self, engine: Engine, static_info: dict[str, Any], seed: int):
+        self.engine = engine
+        self.static_info = static_info
+        eos = engine.runner.eos_token_ids
+        if engine.detokenizer.eos_token_id is not None:
+            eos |= {engine.detokenizer.eos_token_id}
+        limits = Limits(engine.runner.vocab_size, engine.runner.context_len, engine.max_tokens, eos)
+        self.reader = RequestReader(limits, engine.detokenizer, seed)
+        self.model_path = static_info["model_path"]
+        self.loop: EngineLoop | None = None  # set by start
+
+    async def start(self, app: web.Application) -> None:
+        self.loop = EngineLoop(self.engine)
+
+    def make_app(self) -> web.Application:
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_errors_as_json])
+        app.on_startup.append(self.start)
+        both: dict[str, Callable[[web.Request], Awaitable[web.StreamResponse]]] = {
+            "/health": self.health,
+            "/health_generate": self.health_generate,
+            "/flush_cache": self.flush_cache,
+            "/get_server_info": self.server_info,
+            "/server_info": self.server_info,
+            "/model_info": self.model_info,
+            "/get_model_info": self.model_info,
+            "/get_weight_version": self.model_info,
+            "/v1/loads": self.loads,
+        }
+        post = {
+            "/generate": self.generate,
+            "/abort_request": self.abort_request,
+            "/pause_generation": self.pause_generation,
+            "/continue_generation": self.continue_generation,
+            "/update_weights_from_disk": self.update_weights_from_disk,
+            "/update_weights_from_shared_memory": self.update_weights_from_shared_memory,
+            "/update_weight_version": self.update_weight_version,
+            "/weights_checker": self.weights_checker,
+            "/release_memory_occupation": self.release_memory,
+            "/resume_memory_occupation": self.resume_memory,
+        }
+        for path, handler in both.items():
+            app.router.add_get(path, handler)
+        app.router.add_post("/flush_cache", self.flush_cache)
+        for path, handler in post.items():
+            app.router.add_post(path, handler)
+        return app
+
+    # -- generation -----------------------------------------------------------------------------------------------
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        if self.engine.awaiting_weights:
+            return _error(503, "the engine waits for its first weights")
+        if self.engine.released:
+            return _error(503, f"memory is released ({sorted(self.engine.released)}): call /resume_memory_occupation")
+        sequences, is_list = self.reader.read(await _read_json(request))
+        if sequences[0].stream:
+            return await self._stream(request, sequences[0])
+        answers = await self._finish(sequences)
+        return web.json_response(answers if is_list else answers[0])
+
+    async def _finish(self, sequences: list[Sequence]) -> list[dict[str, Any]]:
+        listeners = [self.loop.submit(sequence) for sequence in sequences]
+        try:
+            for listener in listeners:
+                await listener.wait()
+            return [answer_json(sequence, self.engine.detokenizer) for sequence in sequences]
+        finally:
+            for sequence in sequences:
+                self.loop.forget(sequence)
+
+    async def _stream(self, request: web.Request, sequence: Sequence) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await response.prepare(request)
+        listener = self.loop.submit(sequence)
+        try:
+            finished = False
+            while not finished:
+                await listener.wait()
+                chunk = answer_json(sequence, self.engine.detokenizer)
+                finished = chunk["meta_info"]["finish_reason"] is not None
+                await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
+            await response.write(b"data: [DONE]\n\n")
+        finally:
+            self.loop.forget(sequence)
+        await response.write_eof()
+        return response
+
+    async def abort_request(self, request: web.Request) -> web.Response:
+        body = await _read_json(request)
+        rid = body.get("rid")
+        if not body.get("abort_all") and not isinstance(rid, str):
+            raise BadRequest('give "rid": string, or "abort_all": true')
+        await self.loop.call_and_tell(self.engine.abort, None if body.get("abort_all") else rid)
+        return web.Response()
+
+    async def pause_generation(self, request: web.Request) -> web.Response:
+        mode = (await _read_json(request)).get("mode", "abort")
+        if mode not in PAUSE_MODES:
+            raise BadRequest(f"mode is {mode!r}: expected one of {PAUSE_MODES}")
+        await self.loop.call_and_tell(self.engine.pause, mode)
+        return web.json_response({"status": "ok"})
+
+    async def continue_generation(self, request: web.Request) -> web.Response:
+        await self.loop.call(self.engine.resume)
+        return web.json_response({"status": "ok"})
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    async def health(self, request: web.Request) -> web.Response:
+        return web.Response(status=200 if self.loop.alive else 503)
+
+    async def health_generate(self, request: web.Request) -> web.Response:
+        """One token through the whole engine; a paused one only has to answer between steps."""
+        if self.engine.paused or self.engine.released or self.engine.awaiting_weights:
+            await self.loop.call(lambda: None)
+            return web.Response()
+        probe, _ = self.reader.read(
+            {"input_ids": [0], "rid": f"health-{time.monotonic_ns()}", "sampling_params": {"max_new_tokens": 1}}
+        )
+        await self._finish(probe)
+        return web.Response()
+
+    async def server_info(self, request: web.Request) -> web.Response:
+        state = await self.loop.call(self.engine.state)
+        return web.json_response({**self.static_info, "model_path": self.model_path, **state})
+
+    async def model_info(self, request: web.Request) -> web.Response:
+        info = {"model_path": self.model_path, "weight_version": self.engine.version, "is_generation": True}
+        return web.json_response(info)
+
+    async def loads(self, request: web.Request) -> web.Response:
+        state = await self.loop.call(self.engine.state)
+        load = {"dp_rank": 0} | {k: state[k] for k in ("num_running_reqs", "num_waiting_reqs")}
+        load["num_total_reqs"] = load["num_running_reqs"] + load["num_waiting_reqs"]
+        return web.json_response({"timestamp": time.time(), "dp_rank_count": 1, "loads": [load]})
+
+    async def flush_cache(self, request: web.Request) -> web.Response:
+        await self.loop.call(self.engine.allocator.flush)
+        return web.Response(text="Cache flushed.\n")
+
+    # -- weights --------------------------------------------------------------------------------------------------
+
+    async def update_weights_from_shared_memory(self, request: web.Request) -> web.Response:
+        manifest = _manifest(await _read_json(request))
+        # Checksums run beside generation, on another thread; only the copy stops it.
+        source = await asyncio.to_thread(SharedMemorySource.open, manifest)
+        try:
+            count, _ = await self.loop.call(self.engine.update_weights, source, manifest.version)
+        finally:
+            source.close()
+        return _updated(manifest.version, count, manifest.nbytes, manifest.checksum)
+
+    async def update_weights_from_disk(self, request: web.Request) -> web.Response:
+        body = await _read_json(request)
+        path = body.get("model_path")
+        if not isinstance(path, str):
+            raise BadRequest("model_path must be a string")
+        source = await asyncio.to_thread(DiskSource, path)
+        version = str(body.get("weight_version") or self.engine.version)
+        try:
+            count, nbytes = await self.loop.call(self.engine.update_weights, source, version)
+        finally:
+            source.close()
+        self.model_path = path
+        return _updated(version, count, nbytes, None)
+
+    async def update_weight_version(self, request: web.Request) -> web.Response:
+        body = await _read_json(request)
+        version = body.get("new_version")
+        if not isinstance(version, str):
+            raise BadRequest("new_version must be a string")
+        if body.get("abort_all_requests"):
+            await self.loop.call_and_tell(self.engine.abort, None)
+        await self.loop.call(self.engine.set_version, version)
+        return web.json_response({"success": True, "message": f"weight version is now {version}"})
+
+    async def weights_checker(self, request: web.Request) -> web.Response:
+        body = await _read_json(request)
+        action = body.get("action")
+        if action == "checksum":
+            checksums = await self.loop.call(self.engine.weights.checksums)
+            return web.json_response({"success": True, "message": "", "checksums": checksums})
+        if action == "compare":
+            source = await asyncio.to_thread(SharedMemorySource.open, _manifest(body.get("manifest")))
+            try:
+                mismatched = await self.loop.call(self.engine.weights.differing, source)
+            finally:
+                source.close()
+            return web.json_response({"success": not mismatched, "message": "", "mismatched": mismatched})
+        raise BadRequest(f"action is {action!r}: expected checksum, or compare with a manifest")
+
+    # -- memory ---------------------------------------------------------------------------------------------------
+
+    async def release_memory(self, request: web.Request) -> web.Response:
+        await self.loop.call(self.engine.release, _tags(await _read_json(request)))
+        return web.json_response(None)
+
+    async def resume_memory(self, request: web.Request) -> web.Response:
+        await self.loop.call(self.engine.restore, _tags(await _read_json(request)))
+        return web.json_response(None)
+
+
+def make_static_info(engine: Engine, model_path: str, version: str) -> dict[str, Any]:
+    """The part of /server_info that does not change."""
+    runner = engine.runner
+    return {
+        "engine": EMBEDDED.name,
+        "version": version,
+        "model_path": model_path,
+        "vocab_size": runner.vocab_size,
+        "context_length": runner.context_len,
+        "transports": list(EMBEDDED.transports),
+        "device": str(runner.device),
+        "dtype": str(runner.dtype).removeprefix("torch."),
+        "max_running_requests": engine.max_running,
+        "max_total_num_tokens": runner.num_blocks * engine.allocator.block_size,
+        "tp_size": 1,
+        "pp_size": 1,
+        "dp_size": 1,
+    }
+
+
+async def _read_json(request: web.Request) -> Any:
+    raw = await request.read()
+    if not raw:
+        return {}
+    try:
+        body = json.loads(raw)
+    except ValueError as error:
+        raise BadRequest(f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise BadRequest("the body must be a JSON object")
+    return body
+
+
+def _manifest(data: Any) -> WeightManifest:
+    try:
+        return WeightManifest.from_json(data)
+    except ValueError as error:
+        raise BadRequest(str(error)) from error
+
+
+def _tags(body: dict[str, Any]) -> list[str]:
+    tags = body.get("tags")
+    if tags is None:
+        return list(TAGS)
+    if not isinstance(tags, list) or any(tag not in TAGS for tag in tags):
+        raise BadRequest(f"tags is {tags!r}: expected a list out of {TAGS}")
+    return tags
+
+
+def _updated(version: str, count: int, nbytes: int, checksum: int | None) -> web.Response:
+    message = f"{count} tensors are now version {version}"
+    answer = {"success": True, "message": message, "weight_version": version, "num_tensors": count, "nbytes": nbytes}
+    return web.json_response({**answer, "checksum": checksum})
+
+
+def _error(status: int, message: str, **more: Any) -> web.Response:
+    return web.json_response({"error": {"message": message}, **more}, status=status)
+
+
+@web.middleware
+async def _errors_as_json(request: web.Request, handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except BadWeights as error:
+        return _error(400, str(error), success=False, message=str(error))
+    except BadRequest as error:
+        return _error(400, str(error))

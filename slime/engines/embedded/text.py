@@ -1,0 +1,51 @@
+"""Token ids to text: the text of an answer, and the search for stop strings."""
+
+from collections.abc import Sequence as Ids
+from typing import Any
+
+from slime.wire.protocol import SamplingParams
+
+
+class Detokenizer:
+    """Wraps a tokenizer; without one (a model folder that has none) text is empty and stop strings are refused."""
+
+    def __init__(self, tokenizer: Any | None):
+        self.tokenizer = tokenizer
+
+    @classmethod
+    def load(cls, model_path: str) -> "Detokenizer":
+        from transformers import AutoTokenizer  # late: takes seconds to import
+
+        try:
+            return cls(AutoTokenizer.from_pretrained(model_path))
+        except (OSError, ValueError):
+            return cls(None)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return None if self.tokenizer is None else self.tokenizer.eos_token_id
+
+    def decode(self, ids: Ids[int], sampling: SamplingParams) -> str:
+        if self.tokenizer is None:
+            return ""
+        return self.tokenizer.decode(
+            ids,
+            skip_special_tokens=sampling.skip_special_tokens,
+            spaces_between_special_tokens=sampling.spaces_between_special_tokens,
+        )
+
+    def find_stop(self, output: Ids[int], sampling: SamplingParams) -> str | None:
+        """The stop string that the newest token completed. Only the tail is decoded."""
+        # A token decodes to a character or more, but a character may take several byte tokens: hence the factor.
+        tail = 4 * max(len(s) for s in sampling.stop) + 4
+        text = self.decode(output[-tail:], sampling)
+        hits = [(text.find(s), s) for s in sampling.stop if s in text]
+        return min(hits)[1] if hits else None
+
+    def answer_text(self, output: Ids[int], sampling: SamplingParams, finish: dict[str, Any] | None) -> str:
+        """The text of an answer; what ended it is cut off unless no_stop_trim."""
+        matched = None if finish is None or sampling.no_stop_trim else finish.get("matched")
+        if isinstance(matched, int):
+            return self.decode(output[:-1], sampling)
+        text = self.decode(output, sampling)
+        return text[: text.rfind(matched)] if isinstance(matched, str) and matched in text else text

@@ -1,0 +1,170 @@
+"""Replaces the parameters of a model from shared memory or a checkpoint folder: verified first, then applied whole.
+
+Names are those of hub checkpoints. Not covered: families whose parameters transformers fuses in memory (experts);
+their names are refused, and nothing is applied.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from slime.utils import shm
+from slime.wire.manifest import WeightManifest, byte_checksum
+
+
+class BadWeights(ValueError):
+    """The update was refused; the model is untouched."""
+
+
+class Source(Protocol):
+    """Where new tensors come from. `shapes` is known before any tensor is read."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]: ...
+
+
+@dataclass(frozen=True)
+class SharedMemorySource:
+    """The tensors of a manifest. Creating one verifies every bucket's checksum."""
+
+    manifest: WeightManifest
+    segments: tuple[shm.Segment, ...]
+
+    @classmethod
+    def open(cls, manifest: WeightManifest) -> "SharedMemorySource":
+        segments = tuple(_open_verified(bucket) for bucket in manifest.buckets)
+        return cls(manifest, segments)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {entry.name: entry.shape for bucket in self.manifest.buckets for entry in bucket.tensors}
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for bucket, segment in zip(self.manifest.buckets, self.segments, strict=True):
+            for entry in bucket.tensors:
+                yield entry.name, entry.view(segment.buffer)
+
+    def close(self) -> None:
+        for segment in self.segments:
+            segment.close()
+
+
+def _open_verified(bucket) -> shm.Segment:
+    try:
+        segment = shm.open_segment(bucket.segment)
+    except (OSError, ValueError) as error:
+        raise BadWeights(f"segment {bucket.segment} cannot be opened: {error}") from error
+    if segment.nbytes < bucket.nbytes:
+        raise BadWeights(f"segment {bucket.segment} has {segment.nbytes} bytes, the manifest says {bucket.nbytes}")
+    found = byte_checksum(segment.buffer[: bucket.nbytes])
+    if found != bucket.checksum:
+        raise BadWeights(
+            f"segment {bucket.segment} has checksum {found:#018x}, the manifest says {bucket.checksum:#018x}: "
+            "its bytes changed on the way"
+        )
+    return segment
+
+
+class DiskSource:
+    """The safetensors files of a checkpoint folder, read lazily."""
+
+    def __init__(self, folder: str | Path):
+        from safetensors import SafetensorError, safe_open  # late: only weight updates from disk need it
+
+        self._files = ExitStack()
+        self._handles = []
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        try:
+            for path in _checkpoint_files(Path(folder)):
+                handle = self._files.enter_context(safe_open(path, framework="pt"))
+                self._handles.append(handle)
+                for name in handle.keys():  # noqa: SIM118 (not a dict)
+                    self.shapes[name] = tuple(handle.get_slice(name).get_shape())
+        except (OSError, SafetensorError) as error:
+            raise BadWeights(f"{folder} cannot be read as a checkpoint: {error}") from error
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for handle in self._handles:
+            for name in handle.keys():  # noqa: SIM118
+                yield name, handle.get_tensor(name)
+
+    def close(self) -> None:
+        self._files.close()
+
+
+def _checkpoint_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = json.loads(index.read_text())["weight_map"].values()
+        return [folder / name for name in sorted(set(names))]
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise BadWeights(f"{folder} has no .safetensors file")
+    return files
+
+
+class WeightStore:
+    """The parameters of one model under their hub names; tied parameters answer to each of their names."""
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+
+    def _parameters(self) -> dict[str, torch.Tensor]:
+        return dict(self._model.named_parameters(remove_duplicate=False))
+
+    def check(self, source: Source) -> None:
+        """Raise BadWeights unless the source has every parameter, each with its shape, and nothing else."""
+        parameters = self._parameters()
+        for name, shape in source.shapes.items():
+            if name not in parameters:
+                raise BadWeights(f"tensor {name} is not a parameter of this model ({type(self._model).__name__})")
+            if tuple(parameters[name].shape) != shape:
+                raise BadWeights(
+                    f"tensor {name} has shape {list(shape)}, the model's is {list(parameters[name].shape)}"
+                )
+        given = {id(parameters[name]) for name in source.shapes}
+        missing = [name for name, p in parameters.items() if id(p) not in given]
+        if missing:
+            raise BadWeights(f"{len(missing)} parameters are missing from the update, the first is {missing[0]}")
+
+    @torch.no_grad()
+    def apply(self, source: Source) -> tuple[int, int]:
+        """Copy every tensor in; returns (tensors, bytes). Call `check` first: this must not fail half-way."""
+        parameters = self._parameters()
+        count = nbytes = 0
+        for name, tensor in source.tensors():
+            parameters[name].copy_(tensor)
+            count += 1
+            nbytes += tensor.numel() * tensor.element_size()
+        return count, nbytes
+
+    @torch.no_grad()
+    def differing(self, source: Source) -> list[str]:
+        """Names whose values differ from the source's in the model's dtype, and parameters the source lacks."""
+        parameters = self._parameters()
+        names, seen = [], set()
+        for name, tensor in source.tensors():
+            own = parameters.get(name)
+            seen.add(id(own))
+            if own is None or own.shape != tensor.shape or not _same_bytes(own, tensor):
+                names.append(name)
+        return names + [name for name, p in parameters.items() if id(p) not in seen]
+
+    @torch.no_grad()
+    def checksums(self) -> dict[str, int]:
+        return {name: byte_checksum(_bytes(p)) for name, p in self._parameters().items()}
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _same_bytes(own: torch.Tensor, new: torch.Tensor) -> bool:
+    return torch.equal(_bytes(own), _bytes(new.to(own.device, own.dtype)))
