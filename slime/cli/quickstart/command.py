@@ -29,6 +29,7 @@ class Options:
     seed: int
     control: str | None
     run_dir: Path
+    num_rollout: int | None  # None: what the recipe says
     hf_checkpoint: str | None
     require_accuracy: float | None
     extra: tuple[str, ...]
@@ -61,9 +62,16 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
     parser.add_argument(
         "--run-dir", type=Path, default=Path("runs/quickstart"), help="folder for everything it writes"
     )
+    parser.add_argument(
+        "--num-rollout", type=int, metavar="N", help="RL steps, where the recipe has too many or too few"
+    )
     parser.add_argument("--hf-checkpoint", help="with --model smollm2: a local folder or hub name to use instead")
     parser.add_argument("--require-accuracy", type=float, metavar="X", help="fail unless held-out accuracy reaches X")
     known, extra = parser.parse_known_args(argv)
+    if known.num_rollout is not None and known.num_rollout < 1:
+        parser.error(
+            f"--num-rollout is {known.num_rollout}: at least one step is needed to compare before with after."
+        )
     if known.hf_checkpoint and known.model == "tiny":
         parser.error("--hf-checkpoint goes with --model smollm2; the tiny model is always made here.")
     return Options(**vars(known), extra=tuple(extra))
@@ -72,6 +80,8 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
 def run(options: Options, screen: Screen) -> dict:
     """Everything from an empty folder to summary.json, whose content it returns."""
     recipe = RECIPES[options.model]
+    if options.num_rollout is not None:
+        recipe = recipe.shortened_to(options.num_rollout)
     folder = options.run_dir
     clear(folder)
     warm_up = recipe.warm_up

@@ -1,7 +1,7 @@
 """The quick start as two ordinary training runs: which flags the SFT warm-up and the RL run are given."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slime.cli.quickstart.data import DataFiles
@@ -59,6 +59,15 @@ class Recipe:
     def num_rl_prompts(self) -> int:
         """Enough for every rollout to see fresh prompts."""
         return self.num_rollout * self.over_sampling_batch_size
+
+    def shortened_to(self, num_rollout: int) -> "Recipe":
+        """The same recipe with another number of RL steps; warm-up and evaluations shrink with it."""
+        return replace(
+            self,
+            num_rollout=num_rollout,
+            lr_warmup_iters=min(self.lr_warmup_iters, num_rollout // 2),
+            eval_interval=min(self.eval_interval, num_rollout),
+        )
 
 
 RECIPES = {

@@ -73,10 +73,7 @@ def draw_habits(seed: int) -> Iterator[Problem]:
 
 def _draw_digits(rng: random.Random, *, held_out: bool) -> str:
     while True:
-        digits = "".join(rng.choices("0123456789", k=rng.randint(# Sorting is shown one time in six, less often than each other habit: with equal shares, chance would decide which habit
-# the greedy answer follows, and a run might start at the goal.
-HABIT_WEIGHTS = (3, 5, 5, 5)
-MIN_DIGITS, MAX_DIGITS)))
+        digits = "".join(rng.choices("0123456789", k=rng.randint(MIN_DIGITS, MAX_DIGITS)))
         # Where two habits give the same answer, the reward could not tell which one the model used.
         told_apart = len({habit(digits) for habit in HABITS.values()}) == len(HABITS)
         if told_apart and digits_held_out(digits) == held_out:
@@ -128,8 +125,8 @@ SORT_DIGITS = Task(
 SUMMANDS = range(2, 13)
 PHRASINGS = (
     "What is {x} + {y}? Answer with the number only.",
-    "How much is {x} + {y}? Answer with the number only.",
-    "Add {x} and {y}. Answer with the number only.",
+    "What is {x} plus {y}? Answer with the number only.",
+    "What does {x} + {y} equal? Answer with the number only.",
 )
 
 

@@ -1,0 +1,141 @@
+"""What a quick-start run left behind becomes numbers, tables, a plot and a summary."""
+
+import io
+import json
+import threading
+
+import pytest
+from rich.console import Console
+
+from slime.cli.quickstart.data import write_data
+from slime.cli.quickstart.display import Phase, Screen, sparkline
+from slime.cli.quickstart.metrics import MetricsReader
+from slime.cli.quickstart.outcome import draw_plot, read_outcome, summarise, write_summary
+from slime.cli.quickstart.plan import RECIPES
+from slime.cli.quickstart.tasks import SORT_DIGITS
+
+RECORDS = [
+    {"eval/heldout_greedy": 0.125, "eval/heldout_sampled": 0.0625, "eval/step": 0},
+    {"perf/update_weights_time": 0.1, "perf/step": 0},
+    {"rollout/raw_reward": 0.25, "rollout/step": 0},
+    {"rollout/raw_reward": 0.75, "rollout/step": 1},
+    {"perf/update_weights_time": 0.1, "perf/step": 1},
+    {"eval/heldout_greedy": 1.0, "eval/heldout_sampled": 0.875, "eval/step": 1},
+]
+
+
+def answer(prompt, response, *, dataset="heldout_greedy"):
+    return {"dataset": dataset, "prompt": prompt, "response": response, "label": "123", "reward": 0.0}
+
+
+def write_lines(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    write_lines(tmp_path / "metrics.jsonl", RECORDS)
+    sampled = answer("312>", "sampled", dataset="heldout_sampled")
+    write_lines(tmp_path / "eval" / "0.jsonl", [answer("213>", "123"), answer("312>", "213"), sampled])
+    write_lines(tmp_path / "eval" / "1.jsonl", [answer("213>", "123"), answer("312>", "123"), sampled])
+    return tmp_path
+
+
+def plain_screen():
+    output = io.StringIO()
+    return Screen(Console(file=output, width=100)), output
+
+
+def test_the_first_evaluation_is_before_and_the_last_is_after(run_dir):
+    outcome = read_outcome(run_dir)
+    assert outcome.accuracy == {"greedy": [0.125, 1.0], "sampled": [0.0625, 0.875]}
+    assert outcome.eval_steps == [0, 2]
+    assert outcome.rewards == [0.25, 0.75]
+
+
+def test_changed_greedy_answers_are_shown_first(run_dir):
+    examples = read_outcome(run_dir).examples
+    assert [(e.prompt, e.before, e.after) for e in examples] == [("312>", "213", "123"), ("213>", "123", "123")]
+
+
+def test_a_run_evaluated_once_is_refused(run_dir):
+    write_lines(run_dir / "metrics.jsonl", RECORDS[:1])
+    with pytest.raises(ValueError, match="fewer than two evaluations"):
+        read_outcome(run_dir)
+
+
+def test_the_summary_holds_what_was_measured(run_dir, tmp_path):
+    recipe = RECIPES["tiny"]
+    files = write_data(recipe.task, tmp_path / "data", seed=0, num_sft=10, num_rl=10)
+    summary = summarise(read_outcome(run_dir), recipe, files, seed=7, control=None, num_samples=1024, wall_s=12.34)
+    write_summary(summary, tmp_path / "summary.json")
+    stored = json.loads((tmp_path / "summary.json").read_text())
+    expected = {
+        "accuracy_before": 0.125,
+        "accuracy_after": 1.0,
+        "reward_before": 0.0625,
+        "reward_after": 0.875,
+        "wall_s": 12.3,
+        "num_samples": 1024,
+        "seed": 7,
+        "num_held_out": files.num_held_out,
+    }
+    assert expected.items() <= stored.items()
+
+
+def test_the_plot_is_a_png(run_dir):
+    draw_plot(read_outcome(run_dir), run_dir / "curve.png", title="test")
+    assert (run_dir / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_report_shows_numbers_answers_and_honest_words(run_dir):
+    screen, output = plain_screen()
+    screen.show_outcome(read_outcome(run_dir), SORT_DIGITS, num_held_out=512, control=None)
+    text = " ".join(output.getvalue().split())
+    for expected in ("12.5%", "100.0%", "87.5%", "512 questions", "312>", "choice among known behaviours"):
+        assert expected in text
+
+
+def test_without_a_terminal_progress_is_plain_lines(tmp_path):
+    screen, output = plain_screen()
+    phase = Phase("RL", 2, "rollout/step", "rollout/raw_reward", "reward")
+    with screen.following(phase, tmp_path / "metrics.jsonl"):
+        write_lines(tmp_path / "metrics.jsonl", RECORDS)
+    lines = output.getvalue().splitlines()
+    assert "  step 1/2  reward 0.250" in lines and "  step 2/2  reward 0.750" in lines
+    assert "  held-out accuracy: greedy 100.0%, sampled 87.5%" in lines
+    assert "\x1b" not in output.getvalue()
+
+
+def test_on_a_terminal_the_line_shows_the_latest_reward(tmp_path):
+    output = io.StringIO()
+    screen = Screen(Console(file=output, force_terminal=True, width=100))
+    phase = Phase("RL", 2, "rollout/step", "rollout/raw_reward", "reward")
+    with screen.following(phase, tmp_path / "metrics.jsonl"):
+        write_lines(tmp_path / "metrics.jsonl", RECORDS)
+    assert "reward 0.750" in output.getvalue() and "held-out 100.0%" in output.getvalue()
+
+
+def test_a_failing_run_is_not_swallowed_and_leaves_no_thread(tmp_path):
+    screen, _ = plain_screen()
+    phase = Phase("RL", 2, "rollout/step", "x", "x")
+    with pytest.raises(RuntimeError, match="engine died"), screen.following(phase, tmp_path / "metrics.jsonl"):
+        raise RuntimeError("engine died")
+    assert "quickstart-metrics" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_half_written_line_is_read_once_it_is_complete(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    reader = MetricsReader(path)
+    assert reader.new_records() == []
+    path.write_text('{"a": 1}\n{"a"')
+    assert reader.new_records() == [{"a": 1}]
+    with path.open("a") as file:
+        file.write(": 2}\n")
+    assert reader.new_records() == [{"a": 2}]
+
+
+def test_a_sparkline_spans_the_smallest_to_the_largest_value():
+    assert sparkline([0, 0.5, 1]) == "▁▅█"
+    assert sparkline([0.3, 0.3]) == "▁▁"

@@ -1,0 +1,88 @@
+"""The quick start writes complete data files and two runs whose flags parse."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slime.arguments import parse_args
+from slime.cli.quickstart import tiny
+from slime.cli.quickstart.data import write_data
+from slime.cli.quickstart.plan import RECIPES, build_rl_argv, build_sft_argv, machine_flags
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny.make_checkpoint(tmp_path_factory.mktemp("checkpoint"), seed=0)
+
+
+def files_of(recipe, folder, *, seed=0):
+    num_sft = recipe.warm_up.num_samples if recipe.warm_up else 0
+    return write_data(recipe.task, folder, seed=seed, num_sft=num_sft, num_rl=recipe.num_rl_prompts)
+
+
+def rows(path):
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def rl_args(recipe, checkpoint, tmp_path, **kwargs):
+    files = files_of(recipe, tmp_path / "data")
+    return parse_args(
+        build_rl_argv(recipe, checkpoint=checkpoint, files=files, run_dir=tmp_path / "rl", seed=5, **kwargs)
+    )
+
+
+def test_data_files_hold_what_they_promise(tmp_path):
+    files = files_of(RECIPES["tiny"], tmp_path)
+    assert len(rows(files.sft)) == files.num_sft
+    assert len(rows(files.rl)) == files.num_rl
+    assert len(rows(files.held_out)) == files.num_held_out >= 500
+    assert [m["role"] for m in rows(files.sft)[0]["messages"]] == ["user", "assistant"]
+    assert set(rows(files.rl)[0]) == {"prompt", "label"}
+
+
+def test_the_same_seed_writes_the_same_data(tmp_path):
+    recipe = RECIPES["tiny"]
+    first, again, other = (files_of(recipe, tmp_path / name, seed=s) for name, s in (("a", 1), ("b", 1), ("c", 2)))
+    assert first.rl.read_bytes() == again.rl.read_bytes() != other.rl.read_bytes()
+    assert first.sft.read_bytes() == again.sft.read_bytes() != other.sft.read_bytes()
+    assert first.held_out.read_bytes() == other.held_out.read_bytes()
+
+
+def test_the_warm_up_flags_parse_and_use_every_sft_row_once(checkpoint, tmp_path):
+    recipe = RECIPES["tiny"]
+    files = files_of(recipe, tmp_path / "data")
+    args = parse_args(build_sft_argv(recipe, checkpoint=checkpoint, files=files, run_dir=tmp_path / "sft", seed=5))
+    assert args.num_rollout * args.rollout_batch_size == files.num_sft
+    assert args.debug_train_only and args.loss_type == "sft_loss"
+
+
+@pytest.mark.parametrize("model", RECIPES)
+def test_the_rl_flags_parse_and_evaluate_greedily_and_sampled(model, checkpoint, tmp_path):
+    args = rl_args(RECIPES[model], checkpoint, tmp_path)
+    assert {(d.name, d.temperature) for d in args.eval_datasets} == {("heldout_greedy", 0.0), ("heldout_sampled", 1.0)}
+    assert args.seed == 5
+
+
+def test_what_the_user_wrote_wins_over_the_recipe(checkpoint, tmp_path):
+    args = rl_args(RECIPES["tiny"], checkpoint, tmp_path, extra=["--lr", "0.5", "--runtime", "ray"])
+    assert args.lr == 0.5 and args.runtime == "ray"
+
+
+def test_the_control_changes_the_reward_of_training_but_not_of_evaluation(checkpoint, tmp_path):
+    recipe = RECIPES["tiny"]
+    args = rl_args(recipe, checkpoint, tmp_path, control=True)
+    assert args.custom_rm_path == recipe.task.control_path
+    assert {d.custom_rm_path for d in args.eval_datasets} == {recipe.task.reward_path}
+
+
+def test_a_shortened_recipe_still_parses_and_evaluates_at_its_end(checkpoint, tmp_path):
+    for num_rollout in (1, 2, 7):
+        recipe = RECIPES["tiny"].shortened_to(num_rollout)
+        args = rl_args(recipe, checkpoint, tmp_path)
+        assert args.num_rollout == num_rollout and args.eval_interval <= num_rollout
+
+
+def test_only_flags_about_the_machine_reach_the_warm_up():
+    extra = ["--lr", "1e-4", "--runtime", "ray", "--partial-rollout", "--dtype=bfloat16", "--rollout-stop", "a", "b"]
+    assert machine_flags(extra) == ["--runtime", "ray", "--dtype=bfloat16"]
