@@ -83,10 +83,9 @@ class Cluster:
         if self._placement.trainer:
             self._trainer = TrainGroup(args, self._run, self._runtime, self._placement.trainer)
         facts = self._rollout.start(start_id, None if fresh else resumed.rollout_state())
-        if isinstance(self._trainer, TrainGroup):
-            self._trainer.start(resumed.trainer if resumed is not None else None)
+        self._trainer.start(resumed.trainer if resumed is not None else None)
         self._residency = Residency(args, self._rollout, self._trainer)
-        if facts.transports and isinstance(self._trainer, TrainGroup):
+        if self._placement.engines and self._placement.trainer:
             transport = choose_transport(args.update_weight_transport, facts.transports)
             self._trainer.open_sender(transport.name)
             done = 0 if fresh else resumed.manifest.num_pushes

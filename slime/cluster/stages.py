@@ -54,6 +54,9 @@ class RolloutStage:
 class NoTrainer:
     """`--debug-rollout-only`: rollouts are made and nothing learns from them."""
 
+    def start(self, checkpoint: Path | None) -> None:
+        """Nothing to start."""
+
     def train(self, rollout_id: int, batch: RolloutBatch | None) -> dict[str, float]:
         return {}
 

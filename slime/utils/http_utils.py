@@ -7,6 +7,8 @@ because an engine that died is being restarted meanwhile.
 from __future__ import annotations
 
 import asyncio
+import atexit
+import contextlib
 import json
 import random
 import socket
@@ -46,6 +48,15 @@ async def close_session() -> None:
     session = _sessions.pop(asyncio.get_running_loop(), None)
     if session is not None:
         await session.close()
+
+
+@atexit.register
+def _close_sessions() -> None:
+    """An open session at exit would be reported as a leak."""
+    for loop, session in list(_sessions.items()):
+        if loop.is_running():
+            with contextlib.suppress(Exception):
+                asyncio.run_coroutine_threadsafe(session.close(), loop).result(1.0)
 
 
 async def post(

@@ -75,8 +75,8 @@ class MultiTurnLossMaskGenerator:
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self._encode(self._render(messages[:i], tools, ask=True)) if i else []
             through = self._encode(self._render(messages[: i + 1], tools))
+            before = self._encode(self._render(messages[:i], tools, ask=True)) if i else self._opening(through)
             if ids[: len(before)] != before or ids[: len(through)] != through:
                 raise ValueError(
                     f"the chat template rewrites earlier turns (message {i} reads differently once others follow): "
@@ -123,6 +123,13 @@ class MultiTurnLossMaskGenerator:
         return prompt + answer, [0] * len(prompt) + [int(_is_trained(last))] * len(answer)
 
     # -- parts -------------------------------------------------------------------------------------------------------
+
+    def _opening(self, ids: list[int]) -> list[int]:
+        """What stands before the answer when the assistant speaks first: everything through its header."""
+        ask = _without_prefix(self._render([_PROBE_USER], None, ask=True), self._render([_PROBE_USER], None))
+        header = self._encode(ask)
+        ends = (i + len(header) for i in range(len(ids)) if ids[i : i + len(header)] == header)
+        return ids[: next(ends, 0)]
 
     def _find_turns(self, text: str, messages: Messages) -> list[tuple[int, int]]:
         """Character spans of the assistant turns: after the header (and the opening of thinking), through the end mark."""

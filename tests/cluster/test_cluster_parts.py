@@ -1,0 +1,167 @@
+"""Placement, schedule, residency and the checkpoint transaction, each by itself."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from slime.cluster.checkpoint import Manifest, find_checkpoint, resolve_load, write_checkpoint
+from slime.cluster.placement import plan_placement
+from slime.cluster.residency import GENERATE, SYNC, TRAIN, Residency
+from slime.cluster.schedule import Schedule
+
+
+def sizes(**changes):
+    base = {
+        "debug_rollout_only": False,
+        "debug_train_only": False,
+        "actor_num_nodes": 1,
+        "actor_num_gpus_per_node": 2,
+        "rollout_num_gpus": 2,
+        "rollout_num_gpus_per_engine": 1,
+        "colocate": False,
+    }
+    return SimpleNamespace(**{**base, **changes})
+
+
+def test_engines_follow_the_trainer_on_the_devices():
+    placement = plan_placement(sizes(), 4)
+    assert [slot.gpu_ids for slot in placement.trainer] == [(0,), (1,)]
+    assert [slot.gpu_ids for slot in placement.engines] == [(2,), (3,)]
+
+
+def test_colocated_engines_share_the_trainers_devices():
+    placement = plan_placement(sizes(colocate=True, rollout_num_gpus_per_engine=2), 2)
+    assert [slot.gpu_ids for slot in placement.engines] == [(0, 1)]
+
+
+def test_a_cpu_machine_has_slots_without_devices():
+    placement = plan_placement(sizes(), 0)
+    assert len(placement.trainer) == len(placement.engines) == 2
+    assert placement.trainer[0].env == {}
+
+
+def test_debug_modes_place_one_stage_only():
+    assert plan_placement(sizes(debug_train_only=True), 0).engines == ()
+    assert plan_placement(sizes(debug_rollout_only=True), 0).trainer == ()
+
+
+def test_too_few_devices_is_an_error_with_the_numbers():
+    with pytest.raises(ValueError, match="need 4 GPUs, but 3 are visible"):
+        plan_placement(sizes(), 3)
+
+
+def schedule(num_rollout=5, start=0, **changes):
+    args = {"eval_interval": 2, "skip_eval_before_train": False, "save_interval": 2, **changes}
+    return Schedule(SimpleNamespace(**args), start, num_rollout, None)
+
+
+def test_the_run_evaluates_first_and_then_at_intervals():
+    s = schedule()
+    assert [i for i in s if s.eval_before(i)] == [0]
+    assert [i for i in s if s.eval_after(i)] == [1, 3]
+
+
+def test_the_last_rollout_is_always_saved():
+    s = schedule()
+    assert [i for i in s if s.save_after(i)] == [1, 3, 4]
+
+
+def test_a_resumed_run_does_not_evaluate_the_start_again():
+    s = schedule(start=3)
+    assert list(s) == [3, 4]
+    assert not any(s.eval_before(i) for i in s)
+
+
+class Recorder:
+    """Notes the order in which things leave and come."""
+
+    def __init__(self):
+        self.log = []
+
+    def release(self, tags):
+        self.log.append(("release", *sorted(tags)))
+
+    def restore(self, tags):
+        self.log.append(("restore", *sorted(tags)))
+
+    def move(self, *, params, optimizer):
+        self.log.append(("move", params, optimizer))
+
+
+def test_what_leaves_the_device_goes_before_what_comes():
+    recorder = Recorder()
+    residency = Residency(SimpleNamespace(offload_rollout=True, offload_train=True), recorder, recorder)
+    for phase in (SYNC, GENERATE, TRAIN, SYNC, SYNC, GENERATE):
+        residency.enter(phase)
+    assert recorder.log == [
+        ("release", "cuda_graph", "kv_cache"),
+        ("move", "device", "cpu"),
+        ("move", "cpu", "cpu"),
+        ("restore", "cuda_graph", "kv_cache"),
+        ("release", "cuda_graph", "kv_cache", "weights"),
+        ("move", "device", "device"),
+        ("move", "device", "cpu"),
+        ("restore", "weights"),
+        ("move", "cpu", "cpu"),
+        ("restore", "cuda_graph", "kv_cache"),
+    ]
+
+
+def test_without_offload_nothing_moves():
+    recorder = Recorder()
+    residency = Residency(SimpleNamespace(offload_rollout=False, offload_train=False), recorder, recorder)
+    for phase in (GENERATE, TRAIN, SYNC):
+        residency.enter(phase)
+    assert recorder.log == []
+
+
+def write(folder, rollout_id, state=None, trainer=lambda path: path.mkdir()):
+    return write_checkpoint(folder, Manifest(rollout_id, "run", rollout_id + 1), state or {}, trainer, 0)
+
+
+def test_the_latest_complete_checkpoint_is_found(tmp_path):
+    write(tmp_path, 3, {"offset": 7, "buffer": [{"tokens": [1, 2]}]})
+    write(tmp_path, 11)
+    assert find_checkpoint(tmp_path).manifest.rollout_id == 11
+    assert find_checkpoint(tmp_path, 3).rollout_state() == {"offset": 7, "buffer": [{"tokens": [1, 2]}]}
+
+
+def test_an_interrupted_checkpoint_is_never_read_and_later_removed(tmp_path):
+    def interrupted(path):
+        path.mkdir()
+        torch.save({}, path / "half.pt")
+        raise KeyboardInterrupt
+
+    write(tmp_path, 1)
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path, 2, trainer=interrupted)
+    assert find_checkpoint(tmp_path).manifest.rollout_id == 1
+    write(tmp_path, 3)
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_an_unknown_format_is_refused_with_both_numbers(tmp_path):
+    path = write(tmp_path, 1).path / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": 99}))
+    with pytest.raises(ValueError, match="format 99, this version of slime reads 1"):
+        find_checkpoint(tmp_path)
+
+
+def test_a_missing_step_names_those_there_are(tmp_path):
+    write(tmp_path, 4)
+    with pytest.raises(ValueError, match=r"--ckpt-step 5: .* rollouts 4"):
+        find_checkpoint(tmp_path, 5)
+
+
+def test_an_empty_load_folder_is_a_first_start_only_where_the_run_saves(tmp_path):
+    assert resolve_load(str(tmp_path), str(tmp_path), None) is None
+    with pytest.raises(ValueError, match="holds no complete checkpoint"):
+        resolve_load(str(tmp_path), None, None)
+
+
+def test_a_full_disk_is_noticed_before_anything_is_written(tmp_path):
+    with pytest.raises(OSError, match="MiB free"):
+        write_checkpoint(tmp_path, Manifest(0, "run", 1), {}, lambda path: path.mkdir(), 1 << 60)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,102 @@
+"""`Sample` keeps tokens, masks, log-probs and versions aligned."""
+
+import dataclasses
+
+import pytest
+
+from slime.utils.types import RewardFailure, Sample, flatten_samples, is_score
+
+
+def answer(finish="stop", version="r:1", **extra):
+    return {
+        "finish_reason": {"type": finish},
+        "weight_version": version,
+        "prompt_tokens": 2,
+        "cached_tokens": 1,
+        **extra,
+    }
+
+
+def test_policy_and_tool_tokens_stay_aligned():
+    sample = Sample(index=0, tokens=[5, 6])
+    sample.append_response_tokens(tokens=[7], log_probs=[-0.1], meta_info=answer())
+    sample.append_response_tokens(tokens=[8, 8], trainable=False)
+    sample.append_response_tokens(tokens=[2], log_probs=[-0.2], meta_info=answer(version="r:2"))
+    assert sample.tokens == [5, 6, 7, 8, 8, 2]
+    assert sample.loss_mask == [1, 0, 0, 1]
+    assert sample.rollout_log_probs == [-0.1, 0.0, 0.0, -0.2]
+    assert sample.version_spans == [("r:1", 0, 1), ("r:2", 3, 4)]
+    assert sample.weight_versions == ["r:1", "r:2"]
+    assert sample.effective_response_length == 2
+
+
+@pytest.mark.parametrize(
+    "finish, status", [("stop", "COMPLETED"), ("length", "TRUNCATED"), ("abort", "ABORTED"), (None, "PENDING")]
+)
+def test_finish_reason_sets_the_status(finish, status):
+    sample = Sample()
+    sample.append_response_tokens(tokens=[1], log_probs=[0.0], meta_info=answer(finish))
+    assert sample.status is Sample.Status[status]
+
+
+def test_spans_of_the_engine_are_shifted_to_the_response():
+    sample = Sample(tokens=[1])
+    sample.append_response_tokens(tokens=[1, 1], log_probs=[0, 0], meta_info=answer())
+    spans = [{"version": "r:1", "start": 0, "end": 1}, {"version": "r:2", "start": 1, "end": 3}]
+    sample.append_response_tokens(tokens=[1, 1, 1], log_probs=[0, 0, 0], meta_info=answer(weight_versions=spans))
+    assert sample.version_spans == [("r:1", 0, 2), ("r:1", 2, 3), ("r:2", 3, 5)]
+
+
+@pytest.mark.parametrize(
+    "kwargs, message",
+    [
+        ({"tokens": [1, 2], "log_probs": [0.0]}, "1 log-probs for 2"),
+        ({"tokens": [1]}, "without log-probs"),
+        ({"tokens": [1], "log_probs": [0.0], "trainable": False}, "not trained"),
+    ],
+)
+def test_misaligned_tokens_are_refused(kwargs, message):
+    sample = Sample(index=3, group_index=1)
+    with pytest.raises(ValueError, match=message):
+        sample.append_response_tokens(**kwargs)
+    assert sample.tokens == [] and sample.response_length == 0
+
+
+def test_trainable_tokens_cannot_follow_tokens_without_log_probs():
+    sample = Sample(tokens=[1, 2], response_length=2)
+    with pytest.raises(ValueError, match="cannot follow"):
+        sample.append_response_tokens(tokens=[3], log_probs=[0.0])
+
+
+def test_top_p_spans_are_merged():
+    sample = Sample()
+    sample.append_response_tokens(
+        tokens=[1, 2], log_probs=[0, 0], meta_info={"top_p_token_ids": [1, 9, 2], "top_p_token_offsets": [0, 2, 3]}
+    )
+    sample.append_response_tokens(tokens=[7], trainable=False)
+    sample.append_response_tokens(
+        tokens=[3], log_probs=[0], meta_info={"top_p_token_ids": [3], "top_p_token_offsets": [0, 1]}
+    )
+    assert sample.rollout_top_p_token_ids == [1, 9, 2, 3]
+    assert sample.rollout_top_p_token_offsets == [0, 2, 3, 3, 4]
+
+
+def test_samples_survive_a_round_trip_with_foreign_attributes():
+    sample = Sample(index=1, reward_failure=RewardFailure("invalid", "no box"))
+    sample.append_response_tokens(tokens=[1], log_probs=[0.0], meta_info=answer())
+    sample.source = "mine"
+    back = Sample.from_dict(sample.to_dict())
+    assert dataclasses.asdict(back) == dataclasses.asdict(sample)
+    assert back.source == "mine"
+
+
+def test_nested_groups_flatten_in_order():
+    a, b, c = Sample(index=0), Sample(index=1), Sample(index=2)
+    assert [s.index for s in flatten_samples([[a, [b]], c])] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "value, expected", [(1, True), (0.5, True), (True, True), (float("nan"), False), ("1", False)]
+)
+def test_only_finite_numbers_are_scores(value, expected):
+    assert is_score(value) is expected
