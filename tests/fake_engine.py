@@ -1,0 +1,108 @@
+"""FakeEngine: a scripted HTTP server that answers /generate like an engine does. It computes nothing.
+
+Tokens are a function of the request's prompt and seed. It can delay, hold requests until they are aborted, answer
+errors or garbage, and it records everything it was asked.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from aiohttp import web
+
+Script = Callable[[dict[str, Any], int], Any]
+
+
+class FakeEngine:
+    """`script(payload, number)` may return None (answer normally), a status code, raw text, seconds to wait as
+    `{"delay_s": ...}`, `{"hold": True}` (until aborted, `tokens` made so far) or `{"tokens": [...], "finish": ...}`."""
+
+    def __init__(self, script: Script | None = None, *, num_tokens: int = 4, vocab: tuple[int, int] = (10, 60)):
+        self.script, self.num_tokens, self.vocab = script, num_tokens, vocab
+        self.version = "run:1"
+        self.requests: list[dict[str, Any]] = []
+        self.aborts: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.running = self.most_running = 0
+        self._held: dict[str, asyncio.Event] = {}
+
+    def __enter__(self) -> "FakeEngine":
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self.port = asyncio.run_coroutine_threadsafe(self._serve(), self._loop).result()
+        self.url = f"http://127.0.0.1:{self.port}"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _serve(self) -> int:
+        app = web.Application()
+        app.router.add_post("/generate", self._generate)
+        app.router.add_post("/abort_request", self._abort)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        return site._server.sockets[0].getsockname()[1]
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        payload = await request.json()
+        number = len(self.requests)
+        self.requests.append(payload)
+        self.headers.append(dict(request.headers))
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        try:
+            return await self._answer(payload, self.script(payload, number) if self.script else None)
+        finally:
+            self.running -= 1
+
+    async def _answer(self, payload: dict, action: Any) -> web.Response:
+        if isinstance(action, int):
+            return web.json_response({"error": f"scripted {action}"}, status=action)
+        if isinstance(action, str):
+            return web.Response(text=action)
+        action = action or {}
+        await asyncio.sleep(action.get("delay_s", 0))
+        finish = action.get("finish")
+        if action.get("hold"):
+            self._held[payload["rid"]] = asyncio.Event()
+            await self._held[payload["rid"]].wait()
+            finish = "abort"
+        return web.json_response(self._body(payload, action.get("tokens"), finish))
+
+    def _body(self, payload: dict, tokens: list[int] | None, finish: str | None) -> dict:
+        params = payload["sampling_params"]
+        limit = params["max_new_tokens"]
+        if tokens is None:
+            tokens = self.tokens_for(payload)[:limit]
+        finish = finish or ("length" if len(tokens) >= limit else "stop")
+        meta = {
+            "id": payload.get("rid"),
+            "finish_reason": {"type": finish},
+            "prompt_tokens": len(payload["input_ids"]),
+            "completion_tokens": len(tokens),
+            "cached_tokens": 0,
+            "weight_version": self.version,
+            "output_token_logprobs": [[-0.5, token, None] for token in tokens],
+        }
+        return {"text": "x" * len(tokens), "output_ids": tokens, "meta_info": meta}
+
+    def tokens_for(self, payload: dict) -> list[int]:
+        low, high = self.vocab
+        seed = payload["sampling_params"].get("sampling_seed", 0)
+        return [low + (seed // (i + 1) + i) % (high - low) for i in range(self.num_tokens)]
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        payload = await request.json()
+        self.aborts.append(payload)
+        event = self._held.pop(payload.get("rid"), None)
+        if event is not None:
+            event.set()
+        return web.json_response({})

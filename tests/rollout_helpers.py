@@ -1,0 +1,63 @@
+"""Arguments, prompt files and a tokenizer folder for rollout tests: real parsing, no model."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from fake_engine import FakeEngine
+from tiny_model import make_tiny_tokenizer
+
+from slime.arguments import RunInfo, parse_args, plugin_args
+from slime.rollout.data_source import RolloutDataSourceWithBuffer
+
+
+def write_prompts(path: Path, count: int, **columns: Any) -> Path:
+    rows = [{"input": f"q{i}", "label": str(i), **columns} for i in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def make_args(folder: Path, engine: FakeEngine | None = None, *flags: str, prompts: int = 16, **facts: Any):
+    """The namespace that a rollout function gets, for a run of 4 groups of 2 samples unless flags say otherwise."""
+    checkpoint = folder / "model"
+    if not checkpoint.exists():
+        make_tiny_tokenizer().save_pretrained(checkpoint)
+        (checkpoint / "config.json").write_text(
+            json.dumps({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 128})
+        )
+    data = folder / "prompts.jsonl"
+    if not data.exists():
+        write_prompts(data, prompts)
+    defaults = {
+        "--hf-checkpoint": str(checkpoint),
+        "--prompt-data": str(data),
+        "--label-key": "label",
+        "--rollout-batch-size": "4",
+        "--n-samples-per-prompt": "2",
+        "--num-rollout": "1",
+        "--rollout-max-response-len": "8",
+        "--custom-rm-path": "rollout_plugins.token_sum",
+    }
+    argv = [token for name, value in defaults.items() if name not in flags for token in (name, value)]
+    args = parse_args([*argv, *flags])
+    info = {"vocab_size": 128, "max_context_len": 64, "num_engines": 1, "num_rollout": 1, **facts}
+    if engine is not None:
+        info |= {"router_ip": "127.0.0.1", "router_port": engine.port, "engine_urls": (engine.url,)}
+    namespace = plugin_args(args, RunInfo(run_id="test", run_dir=str(folder / "run"), **info))
+    return namespace
+
+
+def make_source(args: argparse.Namespace) -> RolloutDataSourceWithBuffer:
+    return RolloutDataSourceWithBuffer(args)
+
+
+def counts(source: RolloutDataSourceWithBuffer) -> dict[str, int]:
+    return dict(source.journal.counts)
+
+
+def assert_conserved(source: RolloutDataSourceWithBuffer) -> None:
+    """Every new group was trained, filtered, failed, or lies in the buffer, each exactly once."""
+    c = source.journal.counts
+    assert source.journal.in_flight == 0
+    assert c["new"] == c["trained"] + c["filtered"] + c["failed"] + len(source.buffer)
