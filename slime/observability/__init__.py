@@ -1,0 +1,1 @@
+"""Logging, metric trackers, timers, traces and the arithmetic of metrics."""

@@ -1,0 +1,50 @@
+"""Log lines of this process, and one process-wide tracker for plug-ins that report metrics of their own."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from slime.observability.tracking import Tracker
+
+_FORMAT = "[%(asctime)s{prefix}] %(filename)s:%(lineno)d - %(levelname)s: %(message)s"
+
+_tracker: Tracker | None = None
+
+
+def configure_logger(prefix: str = "", level: int = logging.INFO) -> None:
+    """Log lines of this process go to stderr with time, prefix (rank, role) and place. Call again to change them."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.set_name("slime")
+    handler.setFormatter(logging.Formatter(_FORMAT.format(prefix=prefix), datefmt="%Y-%m-%d %H:%M:%S"))
+    root = logging.getLogger()
+    for old in [h for h in root.handlers if h.get_name() == "slime"]:
+        root.removeHandler(old)
+    root.addHandler(handler)
+    root.setLevel(level)
+    # Every HTTP request at INFO would bury the rest.
+    for noisy in ("httpx", "aiohttp.access"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def init_tracking(args: Any, primary: bool = True, **kwargs: Any) -> Tracker:
+    """Open this process's tracker in `args.run_dir`; once it is open, the same one comes back."""
+    global _tracker
+    if _tracker is None:
+        _tracker = Tracker(args, args.run_dir)
+    return _tracker
+
+
+def log(args: Any, metrics: Mapping[str, Any], step_key: str, step: int | None = None) -> None:
+    """Record metrics; the step is `step`, or what the metrics hold under `step_key`."""
+    init_tracking(args).log(metrics, step_key, step)
+
+
+def finish_tracking(args: Any = None) -> None:
+    """Flush and close this process's tracker, if there is one."""
+    global _tracker
+    if _tracker is not None:
+        tracker, _tracker = _tracker, None
+        tracker.finish()

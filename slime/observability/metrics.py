@@ -1,0 +1,214 @@
+"""The arithmetic of rollout and evaluation metrics: pure functions from samples to a flat dict of numbers."""
+
+from __future__ import annotations
+
+import statistics
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from math import comb
+from typing import Any
+
+from slime.utils.misc import group_by
+from slime.utils.types import Sample, flatten_samples
+
+_REPETITION_TAIL_CHARS = 10_000
+_REPETITION_RATIO = 10.0
+
+
+def rollout_metrics(
+    args: Any, samples: Sequence[Any], rollout_time: float, *, current_version: str | int | None = None
+) -> dict[str, float]:
+    """`rollout/*`, `perf/*` and `passrate/*` of one rollout. Samples may be nested (groups, fan-out lists).
+
+    `current_version` is the weight version the batch will train; with it, staleness is reported too.
+    """
+    flat = flatten_samples(samples)
+    metrics = {f"rollout/{key}": value for key, value in sample_metrics(args, flat).items()}
+    rewards = [s.get_reward_value(args) for s in flat if s.reward is not None]
+    if rewards and all(isinstance(reward, (int, float)) for reward in rewards):
+        metrics["rollout/raw_reward"] = statistics.fmean(rewards)
+        metrics.update(_zero_std_counts(args, flat))
+    metrics.update({f"rollout/{key}": value for key, value in version_metrics(flat, current_version).items()})
+    metrics.update(_perf_metrics(args, flat, rollout_time))
+    if args.log_passrate:
+        by_group = _rewards_by_group(args, flat, args.reward_key)
+        metrics.update({f"passrate/{key}": value for key, value in pass_rates(by_group).items()})
+    return metrics
+
+
+def eval_metrics(args: Any, data: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """`eval/*` of all datasets: {name: {"rewards": [...], "truncated": [...], "samples": [...]}}.
+
+    A reward that is None (it could not be computed) is left out of the mean and counted as `eval/{name}-failed`.
+    """
+    metrics: dict[str, float] = {}
+    for name, result in data.items():
+        rewards = result["rewards"]
+        scored = [reward for reward in rewards if reward is not None]
+        if scored:
+            metrics[f"eval/{name}"] = statistics.fmean(scored)
+        if len(scored) < len(rewards):
+            metrics[f"eval/{name}-failed"] = len(rewards) - len(scored)
+        if result.get("truncated"):
+            metrics[f"eval/{name}-truncated_ratio"] = statistics.fmean(map(float, result["truncated"]))
+        samples = flatten_samples(result.get("samples") or [])
+        metrics.update({f"eval/{name}/{key}": value for key, value in sample_metrics(args, samples).items()})
+        if args.log_passrate and len(samples) == len(rewards):
+            pairs = zip(samples, rewards, strict=True)
+            by_group = group_by([(s, r) for s, r in pairs if r is not None], key=lambda pair: pair[0].group_index)
+            rates = pass_rates([[reward for _, reward in pairs] for pairs in by_group.values()])
+            metrics.update({f"eval/{name}-{key}": value for key, value in rates.items()})
+    return metrics
+
+
+def sample_metrics(args: Any, samples: Sequence[Sample]) -> dict[str, float]:
+    """What any set of samples has: lengths, truncation, repetition, cache and speculation, reward failures."""
+    if not samples:
+        return {}
+    metrics = _with_prefix("response_len", distribution([s.effective_response_length for s in samples]))
+    metrics["truncated_ratio"] = statistics.fmean(s.status == Sample.Status.TRUNCATED for s in samples)
+    metrics["repetition_frac"] = statistics.fmean(has_repetition(s.response) for s in samples)
+    failures = Counter(s.reward_failure.kind for s in samples if s.reward_failure is not None)
+    metrics.update({f"reward_failure/{kind}": count for kind, count in failures.items()})
+    if drafted := sum(s.spec_info.spec_draft_token_num for s in samples):
+        metrics["spec_accept_rate"] = sum(s.spec_info.spec_accept_token_num for s in samples) / drafted
+    if verified := sum(s.spec_info.spec_verify_ct for s in samples):
+        metrics["spec_accept_length"] = sum(s.spec_info.completion_token_num for s in samples) / verified
+    if prompt_tokens := sum(s.prefix_cache_info.total_prompt_tokens for s in samples):
+        cached = sum(s.prefix_cache_info.cached_tokens for s in samples)
+        metrics["prefix_cache_hit_rate"] = cached / prompt_tokens
+        metrics["avg_cached_tokens_per_sample"] = cached / len(samples)
+    if args.log_reward_category:
+        metrics.update(_reward_categories(args.log_reward_category, samples))
+    metrics.update(_kept_vocabulary(samples))
+    return metrics
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """The chance that k draws without replacement from the samples contain a correct one (unbiased for pass@k)."""
+    if not 1 <= k <= num_samples:
+        raise ValueError(f"pass@{k} needs at least {k} samples, there are {num_samples}")
+    return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
+
+
+def pass_rates(rewards_by_group: Iterable[Sequence[float]]) -> dict[str, float]:
+    """{"pass@1", "pass@2", "pass@4", ...}: reward 1 is correct; k up to the smallest group, mean over groups."""
+    groups = [group for group in rewards_by_group if group]
+    rates: dict[str, float] = {}
+    k = 1
+    while groups and k <= min(map(len, groups)):
+        correct = [(len(group), sum(reward == 1 for reward in group)) for group in groups]
+        rates[f"pass@{k}"] = statistics.fmean(pass_at_k(n, c, k) for n, c in correct)
+        k *= 2
+    return rates
+
+
+def has_repetition(text: str) -> bool:
+    """Whether the end of the text compresses more than tenfold: the mark of a model that loops."""
+    tail = text[-_REPETITION_TAIL_CHARS:].encode(errors="replace")
+    return bool(tail) and len(tail) / len(zlib.compress(tail)) > _REPETITION_RATIO
+
+
+def distribution(values: Sequence[float]) -> dict[str, float]:
+    return {
+        "mean": statistics.fmean(values),
+        "median": statistics.median(values),
+        "max": max(values),
+        "min": min(values),
+    }
+
+
+def version_metrics(samples: Sequence[Sample], current_version: str | int | None) -> dict[str, float]:
+    """Which weights made the tokens. Staleness: how many versions behind, weighted by tokens, and the worst."""
+    spans = [(_version_number(v), end - start) for s in samples for v, start, end in s.version_spans if end > start]
+    if not spans:
+        spans = [(_version_number(v), 1) for s in samples for v in s.weight_versions]
+    spans = [(number, weight) for number, weight in spans if number is not None]
+    if not spans:
+        return {}
+    numbers = [number for number, _ in spans]
+    metrics = {"weight_version/min": min(numbers), "weight_version/max": max(numbers)}
+    current = _version_number(current_version)
+    if current is not None:
+        total = sum(weight for _, weight in spans)
+        metrics["staleness/mean"] = sum((current - number) * weight for number, weight in spans) / total
+        metrics["staleness/max"] = current - min(numbers)
+    mixed = sum(len({v for v, _, _ in s.version_spans}) > 1 for s in samples)
+    metrics["mixed_version_frac"] = mixed / len(samples)
+    return metrics
+
+
+def _version_number(version: str | int | None) -> int | None:
+    """The n of "run:n"; None when the text ends in no number."""
+    tail = str(version).rpartition(":")[2]
+    return int(tail) if tail.isdecimal() else None
+
+
+def _zero_std_counts(args: Any, samples: Sequence[Sample]) -> dict[str, float]:
+    """Groups in which all rewards are equal, by that reward. PPO does not compare within groups."""
+    if args.advantage_estimator == "ppo":
+        return {}
+    counts: Counter[str] = Counter()
+    for rewards in _rewards_by_group(args, samples, args.reward_key):
+        if len(set(rewards)) == 1:
+            counts[f"rollout/zero_std/count_{round(rewards[0], 1)}"] += 1
+    return dict(counts)
+
+
+def _rewards_by_group(args: Any, samples: Sequence[Sample], key: str | None) -> list[list[float]]:
+    scored = [s for s in samples if s.reward is not None]
+    groups = group_by(scored, key=lambda s: ("alone", id(s)) if s.group_index is None else s.group_index)
+    return [[s.reward[key] if key else s.reward for s in group] for group in groups.values()]
+
+
+def _perf_metrics(args: Any, samples: Sequence[Sample], rollout_time: float) -> dict[str, float]:
+    metrics: dict[str, float] = {"perf/rollout_time": rollout_time}
+    if not samples or rollout_time <= 0:
+        return metrics
+    num_gpus = max(1, args.rollout_num_gpus or 1)
+    lengths = {"": [s.response_length for s in samples], "effective_": [s.effective_response_length for s in samples]}
+    for kind, values in lengths.items():
+        metrics[f"perf/{kind}tokens_per_gpu_per_sec"] = sum(values) / rollout_time / num_gpus
+        metrics[f"perf/longest_{kind}sample_tokens_per_sec"] = max(values) / rollout_time
+    waits = [s.non_generation_time for s in samples]
+    if any(waits):
+        metrics.update(_with_prefix("perf/non_generation_time", distribution(waits)))
+    metrics.update(_request_metrics(samples))
+    return metrics
+
+
+def _request_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Latencies that the engine reported, read from the traces of the samples that have one."""
+    names = {
+        "e2e_latency": "perf/request/e2e_latency",
+        "queue_time": "perf/request/queue_time",
+        "decode_throughput": "perf/decode/throughput",
+    }
+    seen: dict[str, list[float]] = {}
+    for sample in samples:
+        for event in (sample.__dict__.get("trace") or {}).get("events", ()):
+            attrs = event.get("attrs") or {}
+            for key, name in names.items():
+                if event.get("type") == "span_end" and isinstance(attrs.get(key), (int, float)):
+                    seen.setdefault(name, []).append(attrs[key])
+    metrics: dict[str, float] = {}
+    for name, values in seen.items():
+        metrics.update(_with_prefix(name, distribution(values)))
+    return metrics
+
+
+def _reward_categories(key: str, samples: Sequence[Sample]) -> dict[str, float]:
+    counts = Counter(str(s.reward[key]) for s in samples if isinstance(s.reward, dict) and key in s.reward)
+    return {f"error_cat/{category}": count / len(samples) for category, count in counts.items()}
+
+
+def _kept_vocabulary(samples: Sequence[Sample]) -> dict[str, float]:
+    kept = [s for s in samples if s.rollout_top_p_token_offsets is not None]
+    tokens = sum(len(s.rollout_top_p_token_offsets) - 1 for s in kept)
+    ids = sum(len(s.rollout_top_p_token_ids or ()) for s in kept)
+    return {"top_p_kept_vocab_per_token": ids / tokens} if tokens else {}
+
+
+def _with_prefix(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
+    return {f"{prefix}/{key}": value for key, value in values.items()}

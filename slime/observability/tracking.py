@@ -1,0 +1,180 @@
+"""Where metrics go: always one JSON object per line in the run folder, and TensorBoard or W&B when asked.
+
+A line holds every metric of one report, its step axis and the wall time:
+    {"time": 1754820000.1, "step_key": "rollout/step", "step": 3, "rollout/step": 3, "rollout/raw_reward": 0.5}
+A resumed run appends; where a step occurs twice, the later line is the one that counts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class Tracker:
+    """Takes metrics from any thread; each report is on disk when `log` returns."""
+
+    def __init__(self, args: Any, run_dir: str | Path):
+        self.path = Path(run_dir) / METRICS_FILE
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = threading.Lock()
+        # Sinks that may refuse come first: a refusal leaves no file behind.
+        self._sinks = [make(args, Path(run_dir)) for wanted, make in _sink_makers(args) if wanted]
+        self._fd: int | None = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        _cut_torn_line(self._fd)
+
+    def log(self, metrics: Mapping[str, Any], step_key: str, step: int | None = None) -> None:
+        """Record metrics at a step of the axis `step_key`; without `step`, the metrics hold it under that key."""
+        if step is None:
+            if step_key not in metrics:
+                raise ValueError(f"no step given and the metrics have no {step_key!r}")
+            step = int(metrics[step_key])
+        values = {key: plain_value(key, value) for key, value in metrics.items()}
+        values[step_key] = step
+        line = {"time": time.time(), "step_key": step_key, "step": step, **values}
+        with self._lock:
+            if self._fd is None:
+                raise ValueError("this tracker is finished")
+            # One write per line: lines of several processes never mix, and a crash cannot split one.
+            os.write(self._fd, (json.dumps(_finite(line), allow_nan=False) + "\n").encode())
+            for sink in self._sinks:
+                sink.log(values, step_key, step)
+
+    def finish(self) -> None:
+        """Flush and close everything; calling it again does nothing."""
+        with self._lock:
+            if self._fd is not None:
+                os.close(self._fd)
+                self._fd = None
+                for sink in self._sinks:
+                    sink.finish()
+
+    close = finish
+
+    def __enter__(self) -> Tracker:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.finish()
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """All lines of a metrics file (or of the one in a run folder), in order."""
+    path = Path(path)
+    path = path / METRICS_FILE if path.is_dir() else path
+    with path.open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines if line.strip()]
+
+
+def plain_value(key: str, value: Any) -> Any:
+    """A JSON value: numbers out of 0-d tensors and arrays, everything else only if JSON knows it."""
+    if hasattr(value, "item") and hasattr(value, "dtype"):
+        try:
+            value = value.item()
+        except (ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"metric {key!r} is a {type(value).__name__} of several elements, not a number"
+            ) from error
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(k): plain_value(f"{key}/{k}", v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_value(key, item) for item in value]
+    raise ValueError(f"metric {key!r} is a {type(value).__name__}: log numbers or text")
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN; as text ("nan", "inf") it stays visible and `float()` reads it back."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    return [_finite(v) for v in value] if isinstance(value, list) else value
+
+
+def _cut_torn_line(fd: int) -> None:
+    """Remove a last line without newline: what a machine that lost power left behind."""
+    size = os.fstat(fd).st_size
+    keep = size
+    while keep > 0:
+        start = max(0, keep - 65536)
+        newline = os.pread(fd, keep - start, start).rfind(b"\n")
+        if newline >= 0:
+            keep = start + newline + 1
+            break
+        keep = start
+    if keep < size:
+        os.ftruncate(fd, keep)
+
+
+class _TensorBoard:
+    def __init__(self, args: Any, run_dir: Path):
+        try:
+            # Here, not above: an optional package, and slow to import.
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ValueError(
+                "--use-tensorboard needs the tensorboard package: pip install 'slime[tensorboard]'"
+            ) from error
+        parts = [name for name in (args.tb_project_name, args.tb_experiment_name) if name]
+        self._writer = SummaryWriter(log_dir=str(run_dir.joinpath("tensorboard", *parts)))
+
+    def log(self, values: dict[str, Any], step_key: str, step: int) -> None:
+        for key, value in values.items():
+            if isinstance(value, (int, float)):
+                self._writer.add_scalar(key, value, step)
+        self._writer.flush()
+
+    def finish(self) -> None:
+        self._writer.close()
+
+
+class _WandB:
+    def __init__(self, args: Any, run_dir: Path):
+        try:
+            import wandb  # here, not above: an optional package, and slow to import
+        except ImportError as error:
+            raise ValueError("--use-wandb needs the wandb package: pip install 'slime[wandb]'") from error
+        if args.wandb_key:
+            wandb.login(key=args.wandb_key, host=args.wandb_host)
+        name = args.wandb_group
+        if name and args.wandb_random_suffix:
+            name = f"{name}-{wandb.util.generate_id()}"
+        self._run = wandb.init(
+            project=args.wandb_project,
+            entity=args.wandb_team,
+            group=args.wandb_group,
+            name=name,
+            id=args.wandb_run_id,
+            resume="allow" if args.wandb_run_id else None,
+            mode=args.wandb_mode,
+            dir=args.wandb_dir or str(run_dir),
+            config={key: value for key, value in _args_dict(args).items() if key != "wandb_key"},
+        )
+        for axis in ("train", "rollout", "eval", "perf", "passrate", "multi_turn"):
+            step_key = "rollout/step" if axis in ("perf", "passrate", "multi_turn") else f"{axis}/step"
+            self._run.define_metric(f"{axis}/*", step_metric=step_key)
+
+    def log(self, values: dict[str, Any], step_key: str, step: int) -> None:
+        self._run.log(values)
+
+    def finish(self) -> None:
+        self._run.finish()
+
+
+def _args_dict(args: Any) -> dict[str, Any]:
+    fields = vars(args) if hasattr(args, "__dict__") else {name: getattr(args, name) for name in args.__slots__}
+    return {k: v if isinstance(v, (bool, int, float, str, type(None))) else str(v) for k, v in fields.items()}
+
+
+def _sink_makers(args: Any) -> list[tuple[bool, type]]:
+    return [(args.use_tensorboard, _TensorBoard), (args.use_wandb, _WandB)]
