@@ -9,7 +9,7 @@ def train(args: Args) -> None:
     """Run `args` to its end."""
     with Cluster(args) as cluster:
         schedule = cluster.start()  # engines, data source, trainer ranks
-        cluster.push_weights()
+        cluster.push_weights(schedule.start)
         if schedule.eval_only:
             cluster.evaluate(0)
         for rollout_id in schedule:
@@ -19,7 +19,7 @@ def train(args: Args) -> None:
             cluster.train(rollout_id, batch)  # log-probs -> advantages -> loss -> optimizer; the trainer holds it
             if schedule.save_after(rollout_id):
                 cluster.save(rollout_id, batch)
-            cluster.push_weights()  # weights of both sides are on the device, nothing else
+            cluster.push_weights(rollout_id + 1)  # weights of both sides are on the device, nothing else
             if schedule.eval_after(rollout_id):
                 cluster.evaluate(rollout_id)
 

@@ -14,7 +14,7 @@ def train(args: Args) -> None:
         raise ValueError("--colocate makes engines and trainer take turns, so nothing can overlap: use train.py")
     with Cluster(args) as cluster:
         schedule = cluster.start()
-        cluster.push_weights()
+        cluster.push_weights(schedule.start)
         in_flight = cluster.begin_generate(schedule.start) if schedule.has_next(schedule.start - 1) else None
         for rollout_id in schedule:
             batch = cluster.collect(rollout_id, in_flight)
@@ -25,7 +25,7 @@ def train(args: Args) -> None:
             if (rollout_id + 1) % args.update_weights_interval == 0:
                 if in_flight is not None:
                     in_flight.result()  # only now: weights must not change in mid-generation
-                cluster.push_weights()
+                cluster.push_weights(rollout_id + 1)
             if schedule.eval_after(rollout_id):
                 cluster.evaluate(rollout_id)
 

@@ -1,1 +1,16 @@
 """Trainers behind one protocol (`base.TrainBackend`) and the order of one training step (`update.run_update`)."""
+
+from typing import Any
+
+import torch
+
+from slime.backends.base import TrainBackend
+from slime.utils.misc import load_function
+
+# Paths, not imports: a backend may need packages that are not installed where another one runs.
+BACKENDS = {"fsdp": "slime.backends.fsdp.create_backend"}
+
+
+def create_backend(args: Any, *, rank: int, world_size: int, device: torch.device) -> TrainBackend:
+    """The trainer that `--train-backend` names, on this rank."""
+    return load_function(BACKENDS[args.train_backend])(args, rank=rank, world_size=world_size, device=device)

@@ -69,7 +69,7 @@ class Cluster:
                 self._rollout.close()
         self._runtime.close()
         shm.unlink_prefix(self._run.shm_prefix)
-        self._tracker.close()
+        self._tracker.finish()
 
     def start(self) -> Schedule:
         """Engines and trainer start side by side; returns the ids that this run goes through."""
@@ -119,15 +119,17 @@ class Cluster:
 
     def train(self, rollout_id: int, generated: Generated) -> None:
         with self.phase(TRAIN):
-            metrics = self._trainer.train(rollout_id, generated.batch)
+            report = self._trainer.train(rollout_id, generated.batch)
         step_time = time.monotonic() - self._step_started
         self._step_started = time.monotonic()
-        self._log({**metrics, "perf/step_time": step_time}, "train", rollout_id)
+        for i, step in enumerate(report.steps):
+            self._log(step, "train", rollout_id * len(report.steps) + i)
+        self._log({**report.metrics, "perf/step_time": step_time}, "rollout", rollout_id)
 
-    def push_weights(self) -> None:
-        """No-op in a run that has only one of the two stages."""
+    def push_weights(self, rollout_id: int) -> None:
+        """The weights that rollout `rollout_id` and later ones use; no-op in a run that has only one of the two stages."""
         if self._push is not None:
-            self._log(self._push.push(), "rollout", self._push.num_pushes)
+            self._log(self._push.push(), "rollout", rollout_id)
 
     def evaluate(self, rollout_id: int) -> None:
         with self.phase(GENERATE):
@@ -145,7 +147,7 @@ class Cluster:
             self._rollout.save_data_source(rollout_id)
         if self._args.save_hf:
             self._trainer.save_hf(Path(self._args.save_hf.format(rollout_id=rollout_id)))
-        self._log({"perf/save_model_time": time.monotonic() - started}, "train", rollout_id)
+        self._log({"perf/save_model_time": time.monotonic() - started}, "rollout", rollout_id)
 
     def _log(self, metrics: dict[str, Any], stage: str, step: int) -> None:
         self._tracker.log(metrics, f"{stage}/step", step)

@@ -10,6 +10,7 @@ from slime.cluster.placement import Slot
 from slime.cluster.rollout_manager import Generated, RolloutFacts, RolloutManager
 from slime.cluster.run import Run
 from slime.cluster.runtime import CONTROL, Future, Runtime, WorkerSpec
+from slime.cluster.train_actor import TrainReport
 from slime.utils.types import RolloutBatch
 from slime.weight_sync import Parcel
 
@@ -57,8 +58,8 @@ class NoTrainer:
     def start(self, checkpoint: Path | None) -> None:
         """Nothing to start."""
 
-    def train(self, rollout_id: int, batch: RolloutBatch | None) -> dict[str, float]:
-        return {}
+    def train(self, rollout_id: int, batch: RolloutBatch | None) -> TrainReport:
+        return TrainReport({}, [])
 
     def move(self, *, params: str, optimizer: str) -> None:
         """Nothing to move."""

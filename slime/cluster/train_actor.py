@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,17 @@ from slime.backends.update import run_update
 from slime.cluster.run import Run
 from slime.cluster.runtime import fetch
 from slime.observability.logging_utils import configure_logger
-from slime.observability.timer import Timer
 from slime.utils import accelerator
 from slime.weight_sync import TRANSPORTS, Parcel, Sender
 from slime.weight_sync.base import SenderOptions
 
-logger = logging.getLogger(__name__)
+
+@dataclass(frozen=True, slots=True)
+class TrainReport:
+    """What training on one rollout gave: metrics of the rollout, and of each optimizer step."""
+
+    metrics: dict[str, float]
+    steps: list[dict[str, float]]
 
 
 class TrainActor:
@@ -66,11 +71,12 @@ class TrainActor:
             options = SenderOptions(self._run.shm_prefix, folder, self._args.hf_checkpoint)
             self._sender = TRANSPORTS[transport].make_sender(options)
 
-    def train(self, rollout_id: int, ref: Any) -> dict[str, float]:
-        timer = Timer()
-        with timer("perf/train_time"):
-            metrics = run_update(self._backend, self._args, rollout_id, fetch(ref))
-        return {**timer.collect(), **metrics}
+    def train(self, rollout_id: int, ref: Any) -> TrainReport:
+        steps: list[dict[str, float]] = []
+        metrics = run_update(
+            self._backend, self._args, rollout_id, fetch(ref), on_step=lambda _, values: steps.append(values)
+        )
+        return TrainReport({k: v for k, v in metrics.items() if not k.startswith("train/")}, steps)
 
     def export(self, version: str, dtype: str | None) -> Parcel | None:
         """The whole model, bucket by bucket, into the transport; the first rank returns the parcel."""

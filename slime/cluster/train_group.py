@@ -11,7 +11,7 @@ from slime.batch.schedule import split_for_ranks
 from slime.cluster.placement import Slot
 from slime.cluster.run import Run
 from slime.cluster.runtime import Handle, Runtime, WorkerSpec, gather
-from slime.cluster.train_actor import TrainActor
+from slime.cluster.train_actor import TrainActor, TrainReport
 from slime.utils.processes import thread_environment
 from slime.utils.types import RolloutBatch
 from slime.weight_sync import Parcel
@@ -42,8 +42,8 @@ class TrainGroup:
     def open_sender(self, transport: str) -> None:
         self._call("open_sender", transport)
 
-    def train(self, rollout_id: int, batch: RolloutBatch) -> dict[str, float]:
-        """One rollout's optimizer steps; returns the metrics, which are the same on all ranks."""
+    def train(self, rollout_id: int, batch: RolloutBatch) -> TrainReport:
+        """One rollout's optimizer steps; returns the report, which is the same on all ranks."""
         shares = split_for_ranks(self._args, batch, self._layout["dp_size"], cp_size=self._layout["cp_size"])
         ranks_per_share = len(self._ranks) // len(shares)
         refs = [self._runtime.put(share) for share in shares]
