@@ -32,7 +32,7 @@ def rollout_metrics(
     metrics.update({f"rollout/{key}": value for key, value in version_metrics(flat, current_version).items()})
     metrics.update(_perf_metrics(args, flat, rollout_time))
     if args.log_passrate:
-        by_group = _rewards_by_group(args, flat, args.reward_key)
+        by_group = _rewards_by_group(flat, args.reward_key)
         metrics.update({f"passrate/{key}": value for key, value in pass_rates(by_group).items()})
     return metrics
 
@@ -56,7 +56,7 @@ def eval_metrics(args: Any, data: Mapping[str, Mapping[str, Any]]) -> dict[str, 
         metrics.update({f"eval/{name}/{key}": value for key, value in sample_metrics(args, samples).items()})
         if args.log_passrate and len(samples) == len(rewards):
             pairs = zip(samples, rewards, strict=True)
-            by_group = group_by([(s, r) for s, r in pairs if r is not None], key=lambda pair: pair[0].group_index)
+            by_group = group_by([(s, r) for s, r in pairs if r is not None], key=lambda pair: _group_key(pair[0]))
             rates = pass_rates([[reward for _, reward in pairs] for pairs in by_group.values()])
             metrics.update({f"eval/{name}-{key}": value for key, value in rates.items()})
     return metrics
@@ -150,16 +150,20 @@ def _zero_std_counts(args: Any, samples: Sequence[Sample]) -> dict[str, float]:
     if args.advantage_estimator == "ppo":
         return {}
     counts: Counter[str] = Counter()
-    for rewards in _rewards_by_group(args, samples, args.reward_key):
+    for rewards in _rewards_by_group(samples, args.reward_key):
         if len(set(rewards)) == 1:
             counts[f"rollout/zero_std/count_{round(rewards[0], 1)}"] += 1
     return dict(counts)
 
 
-def _rewards_by_group(args: Any, samples: Sequence[Sample], key: str | None) -> list[list[float]]:
+def _rewards_by_group(samples: Sequence[Sample], key: str | None) -> list[list[float]]:
     scored = [s for s in samples if s.reward is not None]
-    groups = group_by(scored, key=lambda s: ("alone", id(s)) if s.group_index is None else s.group_index)
+    groups = group_by(scored, key=_group_key)
     return [[s.reward[key] if key else s.reward for s in group] for group in groups.values()]
+
+
+def _group_key(sample: Sample) -> Any:
+    return ("alone", id(sample)) if sample.group_index is None else sample.group_index
 
 
 def _perf_metrics(args: Any, samples: Sequence[Sample], rollout_time: float) -> dict[str, float]:
