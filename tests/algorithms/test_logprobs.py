@@ -1,0 +1,72 @@
+"""Chunked log-probs and entropy against log_softmax in float64, values and gradients."""
+
+import pytest
+import torch
+
+from slime.algorithms.logprobs import calculate_log_probs_and_entropy, chunked_log_probs
+
+
+def obvious(hidden, weight, targets, temperature):
+    dist = torch.log_softmax(hidden @ weight.T / temperature, dim=-1)
+    return dist[torch.arange(len(targets)), targets], -(dist.exp() * dist).sum(-1)
+
+
+def inputs(tokens=11, width=5, vocab=17, dtype=torch.float64):
+    torch.manual_seed(0)
+    hidden = torch.randn(tokens, width, dtype=dtype, requires_grad=True)
+    weight = torch.randn(vocab, width, dtype=dtype, requires_grad=True)
+    return hidden, weight, torch.randint(0, vocab, (tokens,))
+
+
+@pytest.mark.parametrize("chunk_size", [-1, 1, 4, 100])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("use", ["log_probs", "entropy", "both"])
+def test_values_and_gradients_match_log_softmax(chunk_size, temperature, use):
+    hidden, weight, targets = inputs()
+    coefficients = torch.randn(2, len(targets), dtype=torch.float64)
+    coefficients *= torch.tensor({"log_probs": [1.0, 0.0], "entropy": [0.0, 1.0], "both": [1.0, 1.0]}[use])[:, None]
+
+    def grads(pair):
+        terms = [c @ x for c, x in zip(coefficients, pair, strict=True) if c.any()]
+        return torch.autograd.grad(sum(terms), (hidden, weight))
+
+    expected = obvious(hidden, weight, targets, temperature)
+    got = chunked_log_probs(
+        hidden, weight, targets, temperature=temperature, chunk_size=chunk_size, with_entropy=True
+    )
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(grads(got), grads(expected), rtol=1e-10, atol=1e-10)
+
+
+def test_bf16_inputs_give_fp32_log_probs():
+    hidden, weight, targets = inputs(dtype=torch.bfloat16)
+    log_probs, _ = chunked_log_probs(hidden, weight, targets)
+    assert log_probs.dtype == torch.float32
+    log_probs.sum().backward()
+    assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
+
+
+def test_no_tokens_give_no_log_probs_but_a_gradient_of_zero():
+    hidden, weight, targets = inputs(tokens=0)
+    log_probs, entropy = chunked_log_probs(hidden, weight, targets, with_entropy=True)
+    assert log_probs.shape == entropy.shape == (0,)
+    log_probs.sum().backward()
+    assert not weight.grad.any()
+
+
+@pytest.mark.parametrize("chunk_size", [-1, 3])
+def test_log_probs_of_existing_logits(chunk_size):
+    hidden, weight, targets = inputs()
+    expected = obvious(hidden, weight, targets, 1.0)
+    got = calculate_log_probs_and_entropy(hidden @ weight.T, targets, None, with_entropy=True, chunk_size=chunk_size)
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_a_keep_mask_renormalises_the_log_prob_and_always_keeps_the_sampled_token():
+    logits = torch.tensor([[0.0, 1.0, 2.0]], dtype=torch.float64)
+    keep = torch.tensor([[True, False, False]])
+    log_probs, entropy = calculate_log_probs_and_entropy(
+        logits, torch.tensor([1]), None, with_entropy=True, log_prob_keep_mask=keep
+    )
+    assert log_probs.item() == pytest.approx(torch.log_softmax(logits[0, :2], -1)[1].item())
+    assert entropy.item() == pytest.approx(torch.distributions.Categorical(logits=logits).entropy().item())

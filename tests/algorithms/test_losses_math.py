@@ -1,0 +1,147 @@
+"""Policy, KL, value losses and reducers against per-token loops in float64, on ragged batches, values and gradients."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slime.algorithms.kl import compute_approx_kl
+from slime.algorithms.policy_loss import (
+    compute_cispo_loss,
+    compute_gspo_kl,
+    compute_opsm_mask,
+    compute_policy_loss,
+    opsm_keep,
+    sequence_kl,
+)
+from slime.algorithms.reduce import get_sum_of_sample_mean, token_weights, weighted_sum
+from slime.algorithms.value_loss import compute_value_loss
+
+ragged = st.lists(st.integers(1, 6), min_size=1, max_size=5)
+
+
+def batch(lengths, seed):
+    generator = torch.Generator().manual_seed(seed)
+
+    def per_sample(scale=0.4):
+        return [torch.randn(n, generator=generator, dtype=torch.float64) * scale for n in lengths]
+
+    masks = [torch.randint(0, 2, (n,), generator=generator).double() for n in lengths]
+    return per_sample(), per_sample(), per_sample(1.0), masks
+
+
+def segments_of(lengths):
+    return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+
+
+def loop_ppo(new, old, advantage, low, high, dual):
+    ratio = torch.exp(new - old)
+    loss = -min(ratio * advantage, torch.clamp(ratio, 1 - low, 1 + high) * advantage)
+    return min(loss, -dual * advantage) if dual and advantage < 0 else loss
+
+
+@settings(max_examples=30, deadline=None)
+@given(ragged, st.integers(0, 1000), st.sampled_from([None, 1.5, 3.0]))
+def test_ppo_clip_matches_a_loop_over_tokens(lengths, seed, dual):
+    new, old, advantages, _ = (torch.cat(x) for x in batch(lengths, seed))
+    new.requires_grad_()
+    got, _ = compute_policy_loss(old - new, advantages, 0.2, 0.3, dual)
+    expected = torch.stack([loop_ppo(*x, 0.2, 0.3, dual) for x in zip(new, old, advantages, strict=True)])
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+    grads = [torch.autograd.grad(x.sum(), new, retain_graph=True)[0] for x in (got, expected)]
+    torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-10)
+
+
+def test_clip_fraction_marks_tokens_where_the_clip_decides():
+    ppo_kl = -torch.log(torch.tensor([1.5, 1.5, 0.5, 1.0]))
+    _, clipped = compute_policy_loss(ppo_kl, torch.tensor([1.0, -1.0, -1.0, 1.0]), 0.2, 0.2)
+    assert clipped.tolist() == [1, 0, 1, 0]
+
+
+def test_a_dual_clip_of_one_or_less_is_refused():
+    with pytest.raises(ValueError, match="--eps-clip-c is 1"):
+        compute_policy_loss(torch.zeros(1), torch.zeros(1), 0.2, 0.2, 1.0)
+
+
+def test_cispo_keeps_the_gradient_of_clipped_tokens():
+    new = torch.tensor([math.log(4.0), 0.0], dtype=torch.float64, requires_grad=True)
+    loss, clipped = compute_cispo_loss(-new, new, torch.tensor([2.0, 3.0], dtype=torch.float64), 0.2, 0.5)
+    loss.sum().backward()
+    assert clipped.tolist() == [1, 0]
+    assert new.grad.tolist() == pytest.approx([-1.5 * 2.0, -3.0])
+
+
+@settings(max_examples=30, deadline=None)
+@given(ragged, st.integers(0, 1000))
+def test_gspo_uses_the_masked_mean_of_each_sequence(lengths, seed):
+    new, old, _, masks = batch(lengths, seed)
+    expected = compute_gspo_kl(new, old, new, masks)
+    got = sequence_kl(torch.cat(old) - torch.cat(new), torch.cat(masks), segments_of(lengths), len(lengths))
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+    first = sum(m * (o - n) for m, o, n in zip(masks[0], old[0], new[0], strict=True)) / max(masks[0].sum(), 1)
+    torch.testing.assert_close(got[0], first, rtol=1e-10, atol=1e-10)
+
+
+@settings(max_examples=30, deadline=None)
+@given(ragged, st.integers(0, 1000))
+def test_off_policy_sequence_mask_has_one_meaning_in_both_layouts(lengths, seed):
+    new, old, advantages, masks = batch(lengths, seed)
+    expected, _ = compute_opsm_mask(SimpleNamespace(opsm_delta=0.05), new, old, advantages, masks)
+    flat = [torch.cat(x) for x in (new, old, advantages, masks)]
+    got = opsm_keep(flat[1] - flat[0], flat[2], flat[3], segments_of(lengths), len(lengths), delta=0.05)
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "low_var_kl"])
+def test_kl_estimators_match_their_formula(kind):
+    new = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64, requires_grad=True)
+    base = torch.tensor([-1.5, -1.0, -0.5], dtype=torch.float64)
+    d = new - base
+    expected = {"k1": d, "k2": d**2 / 2}.get(kind, torch.exp(base - new) - 1 + d)
+    got = compute_approx_kl(new, base, kind)
+    torch.testing.assert_close(got, expected)
+    grads = [torch.autograd.grad(x.sum(), new, retain_graph=True)[0] for x in (got, expected)]
+    torch.testing.assert_close(*grads)
+
+
+def test_low_var_kl_is_bounded_and_an_importance_ratio_multiplies():
+    new, base = torch.tensor([-20.0]), torch.tensor([0.0])
+    assert compute_approx_kl(new, base, "low_var_kl").item() == 10
+    assert compute_approx_kl(base, new, "k1", importance_ratio=torch.tensor([0.5])).item() == 10
+    with pytest.raises(ValueError, match="--kl-loss-type is 'k9'"):
+        compute_approx_kl(new, base, "k9")
+
+
+@settings(max_examples=30, deadline=None)
+@given(ragged, st.integers(0, 1000), st.booleans())
+def test_reducers_sum_over_rollout_means(lengths, seed, per_token):
+    values, _, _, masks = batch(lengths, seed)
+    rollout_of = [i // 2 for i in range(len(lengths))]  # siblings in pairs
+    sums = [sum(m.sum() for m, r in zip(masks, rollout_of, strict=True) if r == own) for own in rollout_of]
+    expected = 0.0
+    for value, mask, total in zip(values, masks, sums, strict=True):
+        for x, m in zip(value, mask, strict=True):
+            expected += float(x * m / (1 if per_token else max(total, 1)))
+    segments = segments_of(lengths)
+    weights = token_weights(torch.cat(masks), segments, torch.tensor(sums).double(), per_token=per_token)
+    assert float(weighted_sum(torch.cat(values), weights)) == pytest.approx(expected, abs=1e-10)
+    reducer = get_sum_of_sample_mean(masks, sums, calculate_per_token_loss=per_token)
+    assert float(reducer(torch.cat(values))) == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_masked_token_contributes_nothing_even_if_it_is_nan():
+    values = torch.tensor([float("nan"), 2.0], requires_grad=True)
+    total = weighted_sum(values, torch.tensor([0.0, 1.0]))
+    total.backward()
+    assert total.item() == 2.0
+    assert values.grad.tolist() == [0.0, 1.0]
+
+
+def test_value_loss_takes_the_larger_of_clipped_and_plain_error():
+    values, old, returns = torch.tensor([2.0, 0.1]), torch.tensor([0.0, 0.0]), torch.tensor([2.0, 1.0])
+    loss, clipped = compute_value_loss(values, old, returns, 0.2)
+    assert loss.tolist() == pytest.approx([1.8**2, 0.9**2])
+    assert clipped.tolist() == [1, 0]
