@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from slime.arguments.flag import flag
 
 # The one place that says which estimators can be chosen; the others are known names that are refused as not built.
-ADVANTAGE_ESTIMATORS = ("grpo",)
-UNBUILT_ESTIMATORS = ("gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
+ADVANTAGE_ESTIMATORS = ("grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+UNBUILT_ESTIMATORS = ("ppo",)
 # Estimators whose advantages never contain --kl-coef.
 ESTIMATORS_WITHOUT_KL = ("grpo", "gspo", "cispo")
 
@@ -33,7 +33,7 @@ class AlgorithmFlags:
     eps_clip_high: float | None = flag(None, "clip of the policy ratio, above; default: --eps-clip", ge=0)
     eps_clip_c: float | None = flag(None, "dual clip for negative advantages", gt=1)
     entropy_coef: float = flag(0.0, "weight of the entropy bonus")
-    kl_coef: float = flag(0.0, "KL to the reference as part of the reward (not for grpo)")
+    kl_coef: float = flag(0.0, "KL to the reference as part of the reward (reinforce_plus_plus only)")
     use_kl_loss: bool = flag(False, "KL to the reference as a term of the loss")
     kl_loss_coef: float = flag(0.0, "weight of that term")
     kl_loss_type: str = flag("k1", "KL estimator", choices=("k1", "k2", "k3", "low_var_kl"))

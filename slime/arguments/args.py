@@ -11,12 +11,17 @@ from slime.arguments.debug import DebugFlags
 from slime.arguments.engine import EngineFlags, WeightSyncFlags
 from slime.arguments.eval_config import EvalDatasetConfig
 from slime.arguments.evaluation import EvaluationFlags
+from slime.arguments.groups import all_specs
 from slime.arguments.optimizer import OptimizerFlags
 from slime.arguments.rewards import RewardFlags
 from slime.arguments.rollout import RolloutFlags
 from slime.arguments.run import RunFlags
 from slime.arguments.tracking import TrackingFlags
 from slime.arguments.training import TrainingFlags
+
+
+def secret_names() -> list[str]:
+    return [name for name, spec in all_specs().items() if spec.info.secret]
 
 
 class Args(
@@ -54,9 +59,12 @@ class Args(
         """Where each value came from: "default", "file run.yaml", "command line" or "derived: <rule>"."""
         return dict(self._sources)
 
-    def to_dict(self) -> dict[str, Any]:
-        """A deep copy of all values, free to change."""
-        return copy.deepcopy(vars(self))
+    def to_dict(self, *, hide_secrets: bool = False) -> dict[str, Any]:
+        """A deep copy of all values, free to change; with `hide_secrets`, one that may be written to a file."""
+        values = copy.deepcopy(vars(self))
+        if hide_secrets:
+            values |= {name: "********" for name in secret_names() if values[name] is not None}
+        return values
 
     def replace(self, **changes: Any) -> "Args":
         """A copy with other values. Rules are not run again: give every value that the change implies."""
@@ -83,5 +91,7 @@ class Args(
     __hash__ = None
 
     def __repr__(self) -> str:
-        changed = (f"{k}={v!r}" for k, v in vars(self).items() if self._sources.get(k) != "default" and "key" not in k)
+        changed = (
+            f"{k}={v!r}" for k, v in self.to_dict(hide_secrets=True).items() if self._sources.get(k) != "default"
+        )
         return f"Args({', '.join(changed)})"

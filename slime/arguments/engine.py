@@ -38,5 +38,6 @@ class WeightSyncFlags:
         not_built=("nccl",),
     )
     update_weight_disk_dir: str | None = flag(None, "folder shared with the engines, for disk", metavar="DIR")
+    update_weights_interval: int = flag(1, "rollouts between weight updates (train_async.py only)", ge=1)
     update_weight_buffer_size: int = flag(512 * 1024**2, "bytes per bucket of weights", ge=1)
     check_weight_update_equal: bool = flag(False, "compare every tensor of the engines with the trainer after a push")

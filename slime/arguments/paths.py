@@ -11,9 +11,9 @@ HUB_ID = re.compile(r"^[\w-][\w.-]*(/[\w.-]+)?$")
 
 
 def check_paths_exist(draft: Draft) -> None:
-    prompt_files = [draft.prompt_data] if isinstance(draft.prompt_data, str) else draft.prompt_data or []
-    if not draft.load_debug_rollout_data:
-        for path in prompt_files:
+    if draft.prompt_data is not None and not draft.load_debug_rollout_data:
+        words = [draft.prompt_data] if isinstance(draft.prompt_data, str) else draft.prompt_data
+        for path in (path for word in words for path in _split_files(word)):
             _check_data_file("--prompt-data", path)
     for dataset in draft.eval_datasets:
         _check_data_file(f"evaluation dataset {dataset.name!r}", dataset.path)
@@ -28,9 +28,18 @@ def check_paths_exist(draft: Draft) -> None:
         )
 
 
-def _check_data_file(what: str, path: str) -> None:
+def _split_files(word: str) -> list[str]:
+    """Several files may be written as one word with commas; a comma in the name of an existing file is just that."""
+    return [word] if _without_rows(word).exists() else [part.strip() for part in word.split(",") if part.strip()]
+
+
+def _without_rows(path: str) -> Path:
     match = ROW_RANGE.match(path)
-    file = Path(match.group(1) if match else path).expanduser()
+    return Path(match.group(1) if match else path).expanduser()
+
+
+def _check_data_file(what: str, path: str) -> None:
+    file = _without_rows(path)
     if not file.exists():
         raise ValueError(f"{what} is {path}: there is no such file.")
     if file.is_file() and file.suffix not in (".jsonl", ".parquet"):

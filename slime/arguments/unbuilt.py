@@ -17,7 +17,7 @@ UNBUILT_FLAGS = frozenset(
     reset-optimizer-states rollout-buffer-url rollout-data-transport rollout-external-engine-addrs
     rollout-task-type sequence-parallel spec tensor-model-parallel-size tis-clip tis-clip-low train-env-vars
     update-weight-delta-checksum update-weight-delta-encoding update-weight-disk-keep-files
-    update-weight-local-checkpoint-dir update-weight-mode update-weights-interval use-distributed-post use-opd
+    update-weight-local-checkpoint-dir update-weight-mode use-distributed-post use-opd
     use-opsm use-pytorch-profiler use-rollout-routing-replay use-routing-replay use-stateless-adam use-tis
     value-clip
     """.split()  # noqa: SIM905 - a paragraph is easier to scan than ninety quoted lines

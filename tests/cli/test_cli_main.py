@@ -1,0 +1,98 @@
+"""The `slime` command: help is readable, mistakes end with one line and exit code 2, subcommands load lazily."""
+
+import subprocess
+import sys
+
+import pytest
+from argument_helpers import base_argv
+
+from slime.arguments.groups import GROUPS, all_specs
+from slime.cli import main as cli
+from slime.cli import train as cli_train
+
+
+def run(*words):
+    return subprocess.run([sys.executable, "-m", "slime", *words], capture_output=True, text=True, timeout=120)
+
+
+def test_help_lists_the_commands(capsys):
+    assert cli.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "train" in shown and "quickstart" in shown and "docs" not in shown
+
+
+def test_no_command_shows_the_help_and_fails(capsys):
+    assert cli.main([]) == 2
+    assert "commands:" in capsys.readouterr().out
+
+
+def test_unknown_command_suggests_the_nearest(capsys):
+    assert cli.main(["trian"]) == 2
+    assert "did you mean `slime train`?" in capsys.readouterr().err
+
+
+def test_version_is_shown(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("slime ")
+
+
+def test_train_help_has_every_flag_under_its_subject(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["train", "--help"])
+    shown = capsys.readouterr().out
+    assert stop.value.code == 0
+    for group in GROUPS:
+        assert f"\n{group.__doc__.rstrip('.')}:\n" in shown
+    for spec in all_specs().values():
+        assert f"  {spec.option}" in shown
+    assert max(len(line) for line in shown.splitlines()) <= 119
+
+
+def test_misspelt_flag_is_one_line_and_exit_code_2():
+    done = run("train", "--rollout-batch-sise", "4")
+    assert done.returncode == 2
+    assert done.stderr == "error: unknown flag --rollout-batch-sise; did you mean --rollout-batch-size?\n"
+    assert done.stdout == ""
+
+
+def test_wrong_plug_in_ends_before_training(capsys, tmp_path):
+    reward = tmp_path / "reward.py"
+    reward.write_text("def f(args, sample): return 1\n")
+    with pytest.raises(SystemExit) as stop:
+        cli_train.main([*base_argv(), "--custom-rm-path", f"{reward}:f"], train=lambda args: pytest.fail("trained"))
+    assert stop.value.code == 2
+    assert "write `async def`" in capsys.readouterr().err
+
+
+def test_train_gets_the_parsed_settings():
+    seen = []
+    assert cli_train.main(base_argv(), train=seen.append) == 0
+    assert seen[0].rollout_batch_size == 4
+
+
+def test_user_mistake_while_training_is_one_line_and_keeps_the_details(capsys, tmp_path):
+    def broken(args):
+        raise ValueError("data.jsonl line 3: not JSON")
+
+    with pytest.raises(SystemExit) as stop:
+        cli_train.main([*base_argv(), "--run-dir", str(tmp_path / "run")], train=broken)
+    shown = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert shown.startswith("error: data.jsonl line 3: not JSON\n")
+    assert "Traceback" not in shown
+    assert "in broken" in (tmp_path / "run" / "error.txt").read_text()
+
+
+def test_defect_keeps_its_traceback():
+    with pytest.raises(KeyError), cli.user_errors():
+        raise KeyError("x")
+
+
+def test_user_errors_without_an_error_does_nothing():
+    with cli.user_errors():
+        pass
+
+
+def test_help_of_the_command_loads_no_torch():
+    code = "import sys; from slime.cli.main import main; main(['--help']); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
