@@ -15,12 +15,14 @@ from slime.cli.quickstart.plan import RECIPES
 from slime.cli.quickstart.tasks import SORT_DIGITS
 
 RECORDS = [
-    {"eval/heldout_greedy": 0.125, "eval/heldout_sampled": 0.0625, "eval/step": 0},
-    {"perf/update_weights_time": 0.1, "perf/step": 0},
-    {"rollout/raw_reward": 0.25, "rollout/step": 0},
-    {"rollout/raw_reward": 0.75, "rollout/step": 1},
-    {"perf/update_weights_time": 0.1, "perf/step": 1},
-    {"eval/heldout_greedy": 1.0, "eval/heldout_sampled": 0.875, "eval/step": 1},
+    {"step": 1, "rollout/weight_version": 1},
+    {"step": 0, "eval/heldout_greedy": 0.125, "eval/heldout_sampled": 0.0625},
+    {"step": 0, "rollout/raw_reward": 0.25, "rollout/num_samples": 512},
+    {"step": 0, "train/loss": 0.1},
+    {"step": 2, "rollout/weight_version": 2},
+    {"step": 1, "rollout/raw_reward": 0.75, "rollout/num_samples": 512},
+    {"step": 3, "rollout/weight_version": 3},
+    {"step": 1, "eval/heldout_greedy": 1.0, "eval/heldout_sampled": 0.875},
 ]
 
 
@@ -60,7 +62,7 @@ def test_changed_greedy_answers_are_shown_first(run_dir):
 
 
 def test_a_run_evaluated_once_is_refused(run_dir):
-    write_lines(run_dir / "metrics.jsonl", RECORDS[:1])
+    write_lines(run_dir / "metrics.jsonl", RECORDS[:2])
     with pytest.raises(ValueError, match="fewer than two evaluations"):
         read_outcome(run_dir)
 
@@ -68,7 +70,7 @@ def test_a_run_evaluated_once_is_refused(run_dir):
 def test_the_summary_holds_what_was_measured(run_dir, tmp_path):
     recipe = RECIPES["tiny"]
     files = write_data(recipe.task, tmp_path / "data", seed=0, num_sft=10, num_rl=10)
-    summary = summarise(read_outcome(run_dir), recipe, files, seed=7, control=None, num_samples=1024, wall_s=12.34)
+    summary = summarise(read_outcome(run_dir), recipe, files, seed=7, control=None, wall_s=12.34)
     write_summary(summary, tmp_path / "summary.json")
     stored = json.loads((tmp_path / "summary.json").read_text())
     expected = {
@@ -78,6 +80,7 @@ def test_the_summary_holds_what_was_measured(run_dir, tmp_path):
         "reward_after": 0.875,
         "wall_s": 12.3,
         "num_samples": 1024,
+        "weight_pushes": 3,
         "seed": 7,
         "num_held_out": files.num_held_out,
     }
@@ -99,7 +102,7 @@ def test_the_report_shows_numbers_answers_and_honest_words(run_dir):
 
 def test_without_a_terminal_progress_is_plain_lines(tmp_path):
     screen, output = plain_screen()
-    phase = Phase("RL", 2, "rollout/step", "rollout/raw_reward", "reward")
+    phase = Phase("RL", 2, "rollout/raw_reward", "reward")
     with screen.following(phase, tmp_path / "metrics.jsonl"):
         write_lines(tmp_path / "metrics.jsonl", RECORDS)
     lines = output.getvalue().splitlines()
@@ -111,7 +114,7 @@ def test_without_a_terminal_progress_is_plain_lines(tmp_path):
 def test_on_a_terminal_the_line_shows_the_latest_reward(tmp_path):
     output = io.StringIO()
     screen = Screen(Console(file=output, force_terminal=True, width=100))
-    phase = Phase("RL", 2, "rollout/step", "rollout/raw_reward", "reward")
+    phase = Phase("RL", 2, "rollout/raw_reward", "reward")
     with screen.following(phase, tmp_path / "metrics.jsonl"):
         write_lines(tmp_path / "metrics.jsonl", RECORDS)
     assert "reward 0.750" in output.getvalue() and "held-out 100.0%" in output.getvalue()
@@ -119,7 +122,7 @@ def test_on_a_terminal_the_line_shows_the_latest_reward(tmp_path):
 
 def test_a_failing_run_is_not_swallowed_and_leaves_no_thread(tmp_path):
     screen, _ = plain_screen()
-    phase = Phase("RL", 2, "rollout/step", "x", "x")
+    phase = Phase("RL", 2, "x", "x")
     with pytest.raises(RuntimeError, match="engine died"), screen.following(phase, tmp_path / "metrics.jsonl"):
         raise RuntimeError("engine died")
     assert "quickstart-metrics" not in {thread.name for thread in threading.enumerate()}

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from slime.arguments import parse_args
 from slime.cli.quickstart import smollm2, tiny
 from slime.cli.quickstart.data import DataFiles, write_data
@@ -68,10 +66,8 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
     parser.add_argument("--hf-checkpoint", help="with --model smollm2: a local folder or hub name to use instead")
     parser.add_argument("--require-accuracy", type=float, metavar="X", help="fail unless held-out accuracy reaches X")
     known, extra = parser.parse_known_args(argv)
-    if known.num_rollout is not None and known.num_rollout < 1:
-        parser.error(
-            f"--num-rollout is {known.num_rollout}: at least one step is needed to compare before with after."
-        )
+    if known.num_rollout is not None and known.num_rollout < 2:
+        parser.error(f"--num-rollout is {known.num_rollout}: at least two steps are needed to tell before from after.")
     if known.hf_checkpoint and known.model == "tiny":
         parser.error("--hf-checkpoint goes with --model smollm2; the tiny model is always made here.")
     return Options(**vars(known), extra=tuple(extra))
@@ -79,6 +75,7 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
 
 def run(options: Options, screen: Screen) -> dict:
     """Everything from an empty folder to summary.json, whose content it returns."""
+    started = time.monotonic()
     recipe = RECIPES[options.model]
     if options.num_rollout is not None:
         recipe = recipe.shortened_to(options.num_rollout)
@@ -94,7 +91,7 @@ def run(options: Options, screen: Screen) -> dict:
     if warm_up:
         checkpoint = run_warm_up(recipe, options, files, checkpoint, screen)
     args = parse_args(rl_argv(recipe, options, files, checkpoint))
-    phase = Phase("RL", args.num_rollout, "rollout/step", REWARD, "reward")
+    phase = Phase("RL", args.num_rollout, REWARD, "reward")
     with screen.following(phase, folder / "rl" / "metrics.jsonl"):
         train(args)
     outcome = read_outcome(folder / "rl")
@@ -104,8 +101,7 @@ def run(options: Options, screen: Screen) -> dict:
         files,
         seed=options.seed,
         control=options.control,
-        num_samples=len(outcome.rewards) * args.rollout_batch_size * args.n_samples_per_prompt,
-        wall_s=time.time() - psutil.Process().create_time(),
+        wall_s=time.monotonic() - started,
     )
     report(outcome, summary, recipe, options, screen)
     return summary
@@ -150,8 +146,7 @@ def run_warm_up(recipe: Recipe, options: Options, files: DataFiles, checkpoint: 
     argv = build_sft_argv(
         recipe, checkpoint=checkpoint, files=files, run_dir=folder, seed=options.seed, extra=options.extra
     )
-    num_steps = recipe.warm_up.num_chunks * recipe.warm_up.steps_per_chunk
-    with screen.following(Phase("SFT", num_steps, "train/step", LOSS, "loss"), folder / "metrics.jsonl"):
+    with screen.following(Phase("SFT", recipe.warm_up.num_chunks, LOSS, "loss"), folder / "metrics.jsonl"):
         train(parse_args(argv))
     return warmed_up(recipe, folder)
 

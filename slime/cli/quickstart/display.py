@@ -21,11 +21,10 @@ NUM_PLAIN_LINES = 10  # per phase, where there is no terminal
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A run to follow: `step_key` counts from 0 in its metrics, `value_key` is the number worth watching."""
+    """A run to follow: `value_key` is the number worth watching, logged once per step."""
 
     title: str
     num_steps: int
-    step_key: str
     value_key: str
     value_name: str
 
@@ -89,7 +88,7 @@ class LiveView:
             self._notes = f"  held-out {record[ACCURACY['greedy']]:.1%}"
         if self._phase.value_key in record:
             self._values.append(record[self._phase.value_key])
-            self._progress.update(self._bar, completed=int(record[self._phase.step_key]) + 1)
+            self._progress.update(self._bar, completed=int(record["step"]) + 1)
         if self._values:
             latest = f"{self._phase.value_name} {self._values[-1]:.3f} {sparkline(self._values)}"
             self._progress.update(self._bar, value=latest + self._notes)
@@ -116,7 +115,7 @@ class PlainView:
             self._console.print(f"  held-out accuracy: greedy {greedy:.1%}, sampled {sampled:.1%}")
         if self._phase.value_key not in record:
             return
-        done = int(record[self._phase.step_key]) + 1
+        done = int(record["step"]) + 1
         if done % self._stride == 0 or done == self._phase.num_steps:
             value = record[self._phase.value_key]
             self._console.print(f"  step {done}/{self._phase.num_steps}  {self._phase.value_name} {value:.3f}")

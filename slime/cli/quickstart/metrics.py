@@ -4,15 +4,18 @@ import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from slime.cli.quickstart.data import GREEDY, SAMPLED
 
 LOSS = "train/loss"
 REWARD = "rollout/raw_reward"
+NUM_SAMPLES = "rollout/num_samples"
+WEIGHT_VERSION = "rollout/weight_version"
 ACCURACY = {"greedy": f"eval/{GREEDY}", "sampled": f"eval/{SAMPLED}"}
 POLL_S = 0.2
 
-Record = dict[str, float]
+Record = dict[str, Any]
 
 
 class MetricsReader:
@@ -60,6 +63,6 @@ class MetricsFollower:
             self._on_record(record)
 
 
-def curve(records: list[Record], key: str) -> list[float]:
-    """All values of one metric, in the order they were logged."""
-    return [record[key] for record in records if key in record]
+def values_by_step(records: list[Record], key: str) -> dict[int, float]:
+    """One metric over the steps at which it was logged; of a step logged twice, the later value counts."""
+    return {int(record["step"]): record[key] for record in records if key in record}

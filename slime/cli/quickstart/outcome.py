@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime.cli.quickstart.data import GREEDY, DataFiles
-from slime.cli.quickstart.metrics import ACCURACY, REWARD, MetricsReader, curve
+from slime.cli.quickstart.metrics import (
+    ACCURACY,
+    NUM_SAMPLES,
+    REWARD,
+    WEIGHT_VERSION,
+    MetricsReader,
+    values_by_step,
+)
 from slime.cli.quickstart.plan import Recipe
 
 NUM_EXAMPLES = 6
@@ -29,6 +36,7 @@ class Outcome:
     eval_steps: list[int]  # number of RL steps done at each evaluation
     accuracy: dict[str, list[float]]  # "greedy" and "sampled", one value per evaluation
     rewards: list[float]  # mean training reward of each RL step
+    num_samples: int  # trained on
     weight_pushes: int
     examples: list[Example]
 
@@ -36,18 +44,19 @@ class Outcome:
 def read_outcome(run_dir: Path) -> Outcome:
     """Collect the outcome from the files that the RL run left in `run_dir`."""
     records = MetricsReader(run_dir / "metrics.jsonl").new_records()
-    accuracy = {name: curve(records, key) for name, key in ACCURACY.items()}
-    if min(map(len, accuracy.values())) < 2:
+    evaluations = [record for record in records if all(key in record for key in ACCURACY.values())]
+    if len(evaluations) < 2:
         raise ValueError(
             f"{run_dir}/metrics.jsonl holds fewer than two evaluations: a quick start compares before with after, so "
             "leave --eval-interval and --eval-config alone and do not skip the evaluation before training."
         )
-    steps = [int(record["eval/step"]) for record in records if ACCURACY["greedy"] in record]
     return Outcome(
-        eval_steps=[0, *(step + 1 for step in steps[1:])],
-        accuracy=accuracy,
-        rewards=curve(records, REWARD),
-        weight_pushes=len(curve(records, "perf/update_weights_time")),
+        # An evaluation is logged under the rollout it follows; only the first one comes before its rollout.
+        eval_steps=[0, *(int(record["step"]) + 1 for record in evaluations[1:])],
+        accuracy={name: [record[key] for record in evaluations] for name, key in ACCURACY.items()},
+        rewards=list(values_by_step(records, REWARD).values()),
+        num_samples=int(sum(values_by_step(records, NUM_SAMPLES).values())),
+        weight_pushes=int(max(values_by_step(records, WEIGHT_VERSION).values(), default=0)),
         examples=read_examples(run_dir / "eval"),
     )
 
@@ -78,7 +87,6 @@ def summarise(
     *,
     seed: int,
     control: str | None,
-    num_samples: int,
     wall_s: float,
 ) -> dict:
     """The content of summary.json; accuracies are on held-out questions, `reward_*` is their sampled score."""
@@ -93,7 +101,7 @@ def summarise(
         "reward_before": sampled[0],
         "reward_after": sampled[-1],
         "wall_s": round(wall_s, 1),
-        "num_samples": num_samples,
+        "num_samples": outcome.num_samples,
         "weight_pushes": outcome.weight_pushes,
         "seed": seed,
         "model": recipe.model,

@@ -54,6 +54,7 @@ class Recipe:
     eval_interval: int
     max_tokens_per_gpu: int
     precision: tuple[str, ...]  # flags
+    saves_model: bool  # a checkpoint is three times the size of the model: too much where that is large
 
     @property
     def num_rl_prompts(self) -> int:
@@ -66,7 +67,7 @@ class Recipe:
             self,
             num_rollout=num_rollout,
             lr_warmup_iters=min(self.lr_warmup_iters, num_rollout // 2),
-            eval_interval=min(self.eval_interval, num_rollout),
+            eval_interval=_even_interval(num_rollout, self.eval_interval),
         )
 
 
@@ -74,7 +75,7 @@ RECIPES = {
     "tiny": Recipe(
         model="tiny",
         task=SORT_DIGITS,
-        warm_up=WarmUp(num_chunks=8, steps_per_chunk=50, batch_size=64, lr=2e-3),
+        warm_up=WarmUp(num_chunks=20, steps_per_chunk=20, batch_size=64, lr=2e-3),
         num_rollout=40,
         rollout_batch_size=32,
         over_sampling_batch_size=32,
@@ -85,6 +86,7 @@ RECIPES = {
         eval_interval=10,
         max_tokens_per_gpu=8192,
         precision=("--dtype", "float32"),
+        saves_model=True,
     ),
     "smollm2": Recipe(
         model="smollm2",
@@ -100,6 +102,7 @@ RECIPES = {
         eval_interval=9,
         max_tokens_per_gpu=2048,
         precision=("--dtype", "bfloat16", "--embedded-dtype", "bfloat16"),
+        saves_model=False,
     ),
 }
 
@@ -131,10 +134,7 @@ def build_sft_argv(
         "weight-decay": 0.0,
         "adam-beta2": 0.99,
         "max-tokens-per-gpu": recipe.max_tokens_per_gpu,
-        "save": run_dir / "checkpoints",
-        "save-interval": warm_up.num_chunks,
-        "save-hf": run_dir / "hf-{rollout_id}",
-    }
+    } | _saving(run_dir, warm_up.num_chunks)
     switches = [
         "debug-train-only",
         "calculate-per-token-loss",
@@ -192,14 +192,18 @@ def build_rl_argv(
         "max-tokens-per-gpu": recipe.max_tokens_per_gpu,
         "eval-config": files.eval_config,
         "eval-interval": recipe.eval_interval,
-        "save": run_dir / "checkpoints",
-        "save-interval": recipe.num_rollout,
-        "save-hf": run_dir / "hf-{rollout_id}",
     }
+    if recipe.saves_model:
+        settings |= _saving(run_dir, recipe.num_rollout)
     switches = ["use-dynamic-batch-size", "rollout-skip-special-tokens", "rollout-shuffle"]
     if task.chat:
         switches.append("apply-chat-template")
     return [*_as_argv(settings, switches), *recipe.precision, *extra]
+
+
+def _saving(run_dir: Path, last: int) -> dict[str, object]:
+    """One checkpoint at the end, with the model as a Hugging Face folder beside it."""
+    return {"save": run_dir / "checkpoints", "save-interval": last, "save-hf": run_dir / "hf-{rollout_id}"}
 
 
 def machine_flags(extra: Iterable[str]) -> list[str]:
@@ -212,6 +216,12 @@ def machine_flags(extra: Iterable[str]) -> list[str]:
         if keep:
             kept.append(word)
     return kept
+
+
+def _even_interval(num_steps: int, longest: int) -> int:
+    """An interval that ends on the last step: the largest fit down to half of `longest`, else the whole run."""
+    fits = (interval for interval in range(longest, longest // 2, -1) if num_steps % interval == 0)
+    return next(fits, num_steps)
 
 
 def _as_argv(settings: dict[str, object], switches: Iterable[str]) -> list[str]:
