@@ -69,7 +69,7 @@ class RolloutDataSource(DataSource):
         return groups
 
     def add_samples(self, samples: list[Group]) -> None:
-        raise RuntimeError(
+        raise NotImplementedError(
             f"{type(self).__name__} has no buffer to take groups back; use RolloutDataSourceWithBuffer."
         )
 
