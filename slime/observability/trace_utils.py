@@ -132,7 +132,7 @@ def trace_event(target: Any, name: str, attrs: Mapping[str, Any] | None = None) 
         _write(handle, "event", name, parent=_current_parent(handle), attrs=attrs)
 
 
-class trace_span:  # noqa: N801 - used as a function: with trace_span(sample, "reward_model") as span
+class trace_span:  # used like a function: with trace_span(sample, "reward_model") as span
     """A stretch of time. `span.update({...})` and `span.set(key, value)` add attributes that its end will carry."""
 
     def __init__(self, target: Any, name: str, attrs: Mapping[str, Any] | None = None):
