@@ -280,7 +280,7 @@ def _updated(version: str, count: int, nbytes: int, checksum: int | None) -> web
     return web.json_response({**answer, "checksum": checksum})
 
 
-def _error(status: int, message: str, **more: Any) -> web.Response:
+def _error(status: int, message: str, /, **more: Any) -> web.Response:
     return web.json_response({"error": {"message": message}, **more}, status=status)
 
 

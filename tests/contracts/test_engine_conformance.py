@@ -1,0 +1,568 @@
+"""What every engine behind the protocol must do, checked over real HTTP against a plain forward pass."""
+
+import asyncio
+import json
+
+import aiohttp
+import pytest
+from engine_under_test import CONTEXT, VOCAB, largest_difference, plain_log_probs
+
+from slime.utils.async_utils import run
+from slime.utils.http_utils import HttpError
+
+PROMPT = [10, 20, 30, 40, 50]
+LONG_PROMPT = [(7 * i + i * i) % 96 + 4 for i in range(300)]
+
+
+# -- log-probs and sampling -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 1.7, 0.0])
+def test_log_probs_are_those_of_the_temperature_scaled_forward_pass(engine, old_model, temperature):
+    made = engine.generate(PROMPT, temperature=temperature, max_new_tokens=40, ignore_eos=True)
+    assert len(made.ids) == len(made.log_probs) == 40
+    assert largest_difference(made.log_probs, plain_log_probs(old_model, PROMPT, made.ids, temperature)) < 1e-4
+
+
+def test_log_probs_under_filters_are_still_those_of_the_full_distribution(engine, old_model):
+    made = engine.generate(PROMPT, temperature=0.8, top_p=0.7, top_k=9, min_p=0.05, max_new_tokens=40, ignore_eos=True)
+    assert largest_difference(made.log_probs, plain_log_probs(old_model, PROMPT, made.ids, 0.8)) < 1e-4
+
+
+def test_a_long_prompt_over_many_pages_has_right_log_probs(engine, old_model):
+    made = engine.generate(LONG_PROMPT, max_new_tokens=30, ignore_eos=True)
+    assert largest_difference(made.log_probs, plain_log_probs(old_model, LONG_PROMPT, made.ids)) < 1e-4
+
+
+def test_greedy_takes_the_most_likely_token(engine, old_model):
+    import torch
+
+    made = engine.generate(PROMPT, temperature=0.0, max_new_tokens=20, ignore_eos=True)
+    with torch.inference_mode():
+        logits = old_model(torch.tensor([[*PROMPT, *made.ids]])).logits[0, len(PROMPT) - 1 : -1]
+    assert logits.argmax(-1).tolist() == list(made.ids)
+
+
+@pytest.mark.parametrize("filter_", [{"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}])
+def test_a_filter_that_leaves_one_token_is_greedy(engine, filter_):
+    greedy = engine.generate(PROMPT, temperature=0.0, max_new_tokens=20, ignore_eos=True)
+    assert engine.generate(PROMPT, temperature=1.0, max_new_tokens=20, ignore_eos=True, **filter_).ids == greedy.ids
+
+
+def test_top_k_draws_only_from_the_best(engine, old_model):
+    import torch
+
+    made = engine.generate(PROMPT, temperature=1.5, top_k=3, max_new_tokens=60, ignore_eos=True)
+    with torch.inference_mode():
+        logits = old_model(torch.tensor([[*PROMPT, *made.ids]])).logits[0, len(PROMPT) - 1 : -1]
+    best = logits.topk(3).indices.tolist()
+    assert all(token in allowed for token, allowed in zip(made.ids, best, strict=True))
+    assert len({allowed.index(token) for token, allowed in zip(made.ids, best, strict=True)}) == 3
+
+
+def test_the_same_seed_gives_the_same_tokens_alone_and_among_others(engine):
+    alone = engine.generate(PROMPT, sampling_seed=7, max_new_tokens=40, ignore_eos=True)
+
+    async def crowd():
+        others = [
+            engine.agenerate([5 + i] * (i + 3), temperature=0.5 + i / 10, max_new_tokens=30 + i, ignore_eos=True)
+            for i in range(7)
+        ]
+        results = await asyncio.gather(
+            *others, engine.agenerate(PROMPT, sampling_seed=7, max_new_tokens=40, ignore_eos=True)
+        )
+        return results[-1]
+
+    assert run(crowd()).ids == alone.ids
+
+
+def test_another_seed_and_no_seed_give_other_tokens(engine):
+    sampling = {"temperature": 1.5, "max_new_tokens": 30, "ignore_eos": True}
+    seen = {engine.generate(PROMPT, sampling_seed=seed, **sampling).ids for seed in (1, 2, -3, None, None)}
+    assert len(seen) == 5
+
+
+def test_a_seeded_request_resumed_from_its_own_prefix_continues_the_same(engine):
+    whole = engine.generate(PROMPT, sampling_seed=11, max_new_tokens=30, ignore_eos=True)
+    rest = engine.generate([*PROMPT, *whole.ids[:12]], sampling_seed=11, max_new_tokens=18, ignore_eos=True)
+    assert whole.ids[12:] == rest.ids
+
+
+# -- the answer -------------------------------------------------------------------------------------------------------
+
+
+def test_an_answer_has_the_shape_that_sglang_gives(engine):
+    payload = {
+        "input_ids": PROMPT,
+        "sampling_params": {"max_new_tokens": 6, "ignore_eos": True},
+        "return_logprob": True,
+    }
+    answer = engine.post("generate", {**payload, "rid": "my-rid"})
+    meta = answer["meta_info"]
+    assert set(answer) >= {"text", "output_ids", "meta_info"} and isinstance(answer["text"], str)
+    assert meta["id"] == "my-rid"
+    assert meta["finish_reason"] == {"type": "length", "length": 6}
+    assert meta["prompt_tokens"] == 5 and meta["completion_tokens"] == 6 and meta["cached_tokens"] == 0
+    assert meta["weight_versions"] == [{"version": meta["weight_version"], "start": 0, "end": 6}]
+    assert [i for _, i, _ in meta["output_token_logprobs"]] == answer["output_ids"]
+    assert all(text is None and log_prob <= 0 for log_prob, _, text in meta["output_token_logprobs"])
+
+
+def test_without_return_logprob_there_are_none(engine):
+    answer = engine.post("generate", {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}})
+    assert "output_token_logprobs" not in answer["meta_info"] and answer["output_ids"]
+
+
+def test_a_batch_answers_in_order_with_n_for_each_prompt(engine):
+    params = {"max_new_tokens": 3, "n": 2, "ignore_eos": True, "temperature": 1.5}
+    answers = engine.post("generate", {"input_ids": [[5, 6], [7, 8, 9]], "sampling_params": params})
+    assert [a["meta_info"]["prompt_tokens"] for a in answers] == [2, 2, 3, 3]
+    assert answers[0]["output_ids"] != answers[1]["output_ids"]
+
+
+def test_a_stop_token_ends_the_answer_and_stays_in_its_ids(engine):
+    free = engine.generate(PROMPT, sampling_seed=3, max_new_tokens=30, ignore_eos=True)
+    stop = free.ids[9]
+    made = engine.generate(PROMPT, sampling_seed=3, max_new_tokens=30, stop_token_ids=(stop,))
+    first = free.ids.index(stop)
+    assert made.ids == free.ids[: first + 1]
+    assert made.finish == "stop" and made.finish_detail["matched"] == stop
+
+
+def test_a_stop_string_ends_the_answer_and_leaves_the_text(engine):
+    free = engine.generate(PROMPT, sampling_seed=4, max_new_tokens=40, ignore_eos=True)
+    stop = free.text[10:13]
+    made = engine.generate(PROMPT, sampling_seed=4, max_new_tokens=40, ignore_eos=True, stop=(stop, "never there"))
+    assert made.finish == "stop" and made.finish_detail["matched"] == stop
+    assert made.text == free.text[: free.text.index(stop)]
+    assert made.ids == free.ids[: len(made.ids)] and len(made.ids) < 40
+    untrimmed = engine.generate(
+        PROMPT, sampling_seed=4, max_new_tokens=40, ignore_eos=True, stop=(stop,), no_stop_trim=True
+    )
+    assert untrimmed.text == made.text + stop
+
+
+def test_min_new_tokens_holds_a_stop_token_back(engine):
+    greedy = engine.generate(PROMPT, temperature=0.0, max_new_tokens=1)
+    made = engine.generate(
+        PROMPT, temperature=0.0, max_new_tokens=10, min_new_tokens=4, stop_token_ids=(greedy.ids[0],)
+    )
+    assert len(made.ids) >= 4 and greedy.ids[0] not in made.ids[:3]
+
+
+def test_max_new_tokens_is_clamped_to_the_context(engine):
+    made = engine.generate(LONG_PROMPT, max_new_tokens=100_000, ignore_eos=True)
+    assert made.finish == "length" and 0 < len(made.ids) <= CONTEXT - len(LONG_PROMPT)
+
+
+def test_zero_new_tokens_is_an_empty_answer(engine):
+    made = engine.generate(PROMPT, max_new_tokens=0)
+    assert made.ids == () and made.finish == "length" and made.spans == ()
+
+
+def test_a_stream_is_cumulative_and_ends_with_done(engine):
+    async def read():
+        payload = {
+            "input_ids": PROMPT,
+            "sampling_params": {"max_new_tokens": 20, "sampling_seed": 5, "ignore_eos": True},
+            "stream": True,
+            "return_logprob": True,
+        }
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{engine.url}/generate", json=payload) as response,
+        ):
+            assert response.headers["Content-Type"].startswith("text/event-stream")
+            return (await response.text()).strip().split("\n\n")
+
+    *events, done = run(read())
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+    whole = engine.generate(PROMPT, max_new_tokens=20, sampling_seed=5, ignore_eos=True)
+    assert done == "data: [DONE]" and len(chunks) > 1
+    for chunk in chunks:
+        count = len(chunk["output_ids"])
+        assert tuple(chunk["output_ids"]) == whole.ids[:count]
+        assert len(chunk["meta_info"]["output_token_logprobs"]) == count
+    assert [c["meta_info"]["finish_reason"] is None for c in chunks] == [True] * (len(chunks) - 1) + [False]
+    assert tuple(chunks[-1]["output_ids"]) == whole.ids and chunks[-1]["text"] == whole.text
+
+
+# -- scheduling -------------------------------------------------------------------------------------------------------
+
+
+def test_a_short_request_overtakes_a_long_one_in_the_same_forward_passes(engine):
+    passes = engine.counter("num_forward_passes")
+
+    async def race():
+        order = []
+
+        async def one(name, count):
+            await engine.agenerate(PROMPT, max_new_tokens=count, ignore_eos=True)
+            order.append(name)
+
+        long = asyncio.create_task(one("long", 400))
+        await engine.running(tokens=5)
+        await one("short", 6)
+        await long
+        return order
+
+    assert run(race()) == ["short", "long"]
+    assert engine.counter("num_forward_passes") - passes <= 400 + 2
+
+
+def test_more_requests_than_run_at_once_all_finish_right(engine, old_model):
+    async def many():
+        prompts = [[4 + i, 5 + i, 6 + i] * (1 + i % 5) for i in range(40)]
+        made = await asyncio.gather(
+            *[engine.agenerate(p, max_new_tokens=5 + i, ignore_eos=True) for i, p in enumerate(prompts)]
+        )
+        return prompts, made
+
+    for i, (prompt, made) in enumerate(zip(*run(many()), strict=True)):
+        assert len(made.ids) == 5 + i
+        assert largest_difference(made.log_probs, plain_log_probs(old_model, prompt, made.ids)) < 1e-4
+
+
+def test_a_repeated_prompt_is_taken_from_the_prefix_cache(engine, old_model):
+    first = engine.generate(LONG_PROMPT, temperature=0.0, max_new_tokens=10, ignore_eos=True)
+    second = engine.generate(LONG_PROMPT, temperature=0.0, max_new_tokens=10, ignore_eos=True)
+    assert first.cached_tokens == 0 and second.cached_tokens >= 256
+    assert second.ids == first.ids and largest_difference(first.log_probs, second.log_probs) < 1e-4
+    run(engine.control.flush())
+    assert engine.generate(LONG_PROMPT, max_new_tokens=1).cached_tokens == 0
+
+
+def test_loads_count_running_and_waiting(engine):
+    async def look():
+        tasks = [asyncio.create_task(engine.agenerate(PROMPT, max_new_tokens=300, ignore_eos=True)) for _ in range(11)]
+        await engine.running(tokens=40)
+        load = await engine.control.load()
+        await engine.control.abort()
+        await asyncio.gather(*tasks)
+        return load, await engine.control.load()
+
+    assert run(look()) == ((8, 3), (0, 0))
+
+
+# -- abort and pause --------------------------------------------------------------------------------------------------
+
+
+def test_an_aborted_request_answers_all_it_made_and_its_blocks_come_back(engine, old_model):
+    free = engine.counter("kv_blocks_free")
+
+    async def abort():
+        task = asyncio.create_task(engine.agenerate(PROMPT, rid="victim", max_new_tokens=450, ignore_eos=True))
+        other = asyncio.create_task(engine.agenerate(PROMPT, rid="other", max_new_tokens=120, ignore_eos=True))
+        await engine.running(tokens=80)
+        await engine.client.cancel([engine.url], ["victim", "unknown"])
+        return await task, await other
+
+    victim, other = run(abort())
+    assert victim.finish == "abort" and 20 <= len(victim.ids) < 450
+    assert largest_difference(victim.log_probs, plain_log_probs(old_model, PROMPT, victim.ids)) < 1e-4
+    assert other.finish == "length" and len(other.ids) == 120
+    assert engine.counter("kv_blocks_free") == free == engine.counter("kv_blocks_total")
+
+
+def test_abort_all_ends_waiting_requests_too(engine):
+    async def abort():
+        tasks = [asyncio.create_task(engine.agenerate(PROMPT, max_new_tokens=450, ignore_eos=True)) for _ in range(10)]
+        await engine.running(tokens=20)
+        await engine.control.abort()
+        return await asyncio.gather(*tasks)
+
+    made = run(abort())
+    assert {m.finish for m in made} == {"abort"} and any(m.ids for m in made)
+
+
+def test_a_client_that_hangs_up_frees_its_blocks(engine):
+    async def hang_up():
+        task = asyncio.create_task(engine.agenerate(PROMPT, max_new_tokens=450, ignore_eos=True))
+        await engine.running(tokens=5)
+        task.cancel()
+        for _ in range(200):
+            if (await engine.control.load())[0] == 0:
+                return True
+            await asyncio.sleep(0.005)
+        return False
+
+    assert run(hang_up())
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_a_paused_request_freezes_and_then_ends_as_if_nothing_had_been(engine, mode):
+    whole = engine.generate(PROMPT, sampling_seed=9, max_new_tokens=150, ignore_eos=True)
+
+    async def pause():
+        task = asyncio.create_task(engine.agenerate(PROMPT, sampling_seed=9, max_new_tokens=150, ignore_eos=True))
+        await engine.running(tokens=10)
+        await engine.control.pause(mode)
+        before = (await engine.control.info()).raw
+        await asyncio.sleep(0.2)
+        after = (await engine.control.info()).raw
+        assert not task.done()
+        await engine.control.resume()
+        return await task, before, after
+
+    made, before, after = run(pause())
+    assert made.ids == whole.ids
+    assert before["num_generated_tokens"] == after["num_generated_tokens"]
+    assert made.meta["num_retractions"] == (1 if mode == "retract" else 0)
+    if mode == "retract":
+        assert after["kv_blocks_free"] == after["kv_blocks_total"]
+
+
+def test_pause_abort_answers_at_once_and_holds_what_comes_next(engine):
+    async def pause():
+        first = asyncio.create_task(engine.agenerate(PROMPT, max_new_tokens=450, ignore_eos=True))
+        await engine.running(tokens=5)
+        await engine.control.pause("abort")
+        aborted = await first
+        held = asyncio.create_task(engine.agenerate(PROMPT, max_new_tokens=3, ignore_eos=True))
+        await asyncio.sleep(0.2)
+        assert not held.done()
+        await engine.control.resume()
+        return aborted, await held
+
+    aborted, held = run(pause())
+    assert aborted.finish == "abort" and 0 < len(aborted.ids) < 450
+    assert held.finish == "length" and len(held.ids) == 3
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+
+
+def test_after_a_push_a_cached_prompt_is_computed_with_the_new_weights(engine, new_model):
+    engine.generate(LONG_PROMPT, max_new_tokens=5)
+    assert engine.generate(LONG_PROMPT, max_new_tokens=5).cached_tokens >= 256
+    receipt = run(engine.push(new_model, "run:1"))
+    assert receipt.version == "run:1" == run(engine.control.version())
+    assert receipt.tensors == len(new_model.state_dict())
+    made = engine.generate(LONG_PROMPT, max_new_tokens=30, ignore_eos=True)
+    assert made.cached_tokens == 0 and made.weight_version == "run:1"
+    assert largest_difference(made.log_probs, plain_log_probs(new_model, LONG_PROMPT, made.ids)) < 1e-4
+
+
+def test_requests_in_flight_during_a_push_carry_version_spans(engine, old_model, new_model):
+    async def push():
+        task = asyncio.create_task(engine.agenerate(PROMPT, max_new_tokens=300, ignore_eos=True))
+        await engine.running(tokens=10)
+        await engine.push(new_model, "run:1")
+        return await task
+
+    made = run(push())
+    first, second = made.spans
+    assert (first.version, first.start, second.version, second.end) == ("default", 0, "run:1", 300)
+    assert first.end == second.start and 10 <= first.end < 300
+    old_part = made.ids[: first.end]
+    assert largest_difference(made.log_probs[: first.end], plain_log_probs(old_model, PROMPT, old_part)) < 1e-4
+    # what a request that crossed the push has cached is of mixed weights: nobody may reuse it
+    again = engine.generate([*PROMPT, *made.ids[:100]], max_new_tokens=20, ignore_eos=True)
+    expected = plain_log_probs(new_model, [*PROMPT, *made.ids[:100]], again.ids)
+    assert again.cached_tokens == 0 and largest_difference(again.log_probs, expected) < 1e-4
+
+
+def test_a_retracted_request_goes_on_wholly_with_the_new_weights(engine, old_model, new_model):
+    async def push():
+        task = asyncio.create_task(engine.agenerate(PROMPT, max_new_tokens=200, ignore_eos=True))
+        await engine.running(tokens=10)
+        await engine.control.pause("retract")
+        await engine.control.flush()
+        await engine.push(new_model, "run:1")
+        await engine.control.resume()
+        return await task
+
+    made = run(push())
+    cut = made.spans[0].end
+    assert [s.version for s in made.spans] == ["default", "run:1"]
+    old, new = (plain_log_probs(model, PROMPT, made.ids) for model in (old_model, new_model))
+    assert largest_difference(made.log_probs, [*old[:cut], *new[cut:]]) < 1e-4
+
+
+def test_a_checkpoint_folder_becomes_the_weights(engine, new_folder, new_model):
+    receipt = run(engine.control.update_from_disk(str(new_folder), "run:2"))
+    assert receipt.version == "run:2"
+    made = engine.generate(PROMPT, max_new_tokens=30, ignore_eos=True)
+    assert made.weight_version == "run:2"
+    assert largest_difference(made.log_probs, plain_log_probs(new_model, PROMPT, made.ids)) < 1e-4
+
+
+def test_one_flipped_bit_fails_the_push_and_the_old_version_serves_on(engine, old_model, new_model):
+    with engine.published(new_model.state_dict(), "run:1") as (manifest, segments):
+        segments[-1].buffer[4321] ^= 4
+        with pytest.raises(HttpError, match="checksum") as error:
+            run(engine.control.update_from_shared_memory(manifest))
+    assert error.value.status == 400
+    assert run(engine.control.version()) == "default"
+    made = engine.generate(PROMPT, max_new_tokens=30, ignore_eos=True)
+    assert made.weight_version == "default"
+    assert largest_difference(made.log_probs, plain_log_probs(old_model, PROMPT, made.ids)) < 1e-4
+
+
+def changed_state(model, **changes):
+    return {**model.state_dict(), **changes}
+
+
+@pytest.mark.parametrize("fault", ["unknown name", "missing name", "wrong shape", "missing segment", "missing bucket"])
+def test_a_push_that_does_not_fit_the_model_is_refused_whole(engine, old_model, new_model, fault):
+    state = dict(new_model.state_dict())
+    name = "model.layers.1.mlp.up_proj.weight"
+    if fault == "unknown name":
+        state["model.layers.7.mlp.up_proj.weight"] = state[name].clone()
+    if fault == "missing name":
+        del state[name]
+    if fault == "wrong shape":
+        state[name] = state[name][:-1].contiguous()
+    with engine.published(state, "run:1") as (manifest, segments):
+        payload = manifest.to_json()
+        if fault == "missing segment":
+            segments[1].unlink()
+        if fault == "missing bucket":
+            payload["buckets"].pop()
+        with pytest.raises(HttpError) as error:
+            engine.post("update_weights_from_shared_memory", payload)
+    assert error.value.status == 400
+    made = engine.generate(PROMPT, max_new_tokens=10, ignore_eos=True)
+    assert made.weight_version == "default"
+    assert largest_difference(made.log_probs, plain_log_probs(old_model, PROMPT, made.ids)) < 1e-4
+
+
+def test_a_bad_checkpoint_folder_is_refused_and_the_old_version_serves_on(engine, old_model, tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0not a checkpoint")
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(HttpError) as error:
+            run(engine.control.update_from_disk(str(folder), "run:1"))
+        assert error.value.status == 400
+    made = engine.generate(PROMPT, max_new_tokens=10, ignore_eos=True)
+    assert made.weight_version == "default"
+    assert largest_difference(made.log_probs, plain_log_probs(old_model, PROMPT, made.ids)) < 1e-4
+
+
+def test_check_equal_names_exactly_the_tensors_that_differ(engine, old_model):
+    state = {name: tensor.clone() for name, tensor in old_model.state_dict().items()}
+    with engine.published(state, "x") as (manifest, _):
+        assert run(engine.control.check_equal(manifest)) == []
+    state["model.norm.weight"][3] += 1e-3
+    del state["model.layers.0.mlp.up_proj.weight"]
+    with engine.published(state, "x") as (manifest, _):
+        assert run(engine.control.check_equal(manifest)) == ["model.norm.weight", "model.layers.0.mlp.up_proj.weight"]
+
+
+def test_the_engine_s_own_checksums_change_with_the_weights(engine, new_model):
+    before = engine.post("weights_checker", {"action": "checksum"})["checksums"]
+    run(engine.push(new_model, "run:1"))
+    after = engine.post("weights_checker", {"action": "checksum"})["checksums"]
+    assert before.keys() == after.keys()
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == {name for name in before if "norm" not in name}  # norms start as ones in both
+
+
+def test_the_version_can_be_renamed_without_weights(engine):
+    run(engine.control.set_version("run:9"))
+    assert engine.generate(PROMPT, max_new_tokens=2).weight_version == "run:9"
+
+
+# -- memory and health ------------------------------------------------------------------------------------------------
+
+
+def test_release_frees_the_kv_pool_and_generation_after_resume_is_identical(engine):
+    before = engine.generate(PROMPT, sampling_seed=2, max_new_tokens=40, ignore_eos=True)
+    pool, rss = engine.counter("kv_pool_bytes"), engine.rss()
+    assert pool > 30 << 20
+    run(engine.control.release())
+    assert engine.counter("kv_pool_bytes") == 0
+    assert rss - engine.rss() > 0.9 * pool
+    with pytest.raises(HttpError, match="released") as error:
+        engine.generate(PROMPT, max_new_tokens=1)
+    assert error.value.status == 503
+    run(engine.control.restore(["weights"]))
+    run(engine.control.restore(["kv_cache", "cuda_graph"]))
+    after = engine.generate(PROMPT, sampling_seed=2, max_new_tokens=40, ignore_eos=True)
+    assert after.ids == before.ids and largest_difference(after.log_probs, before.log_probs) < 1e-5
+
+
+def test_a_request_in_flight_survives_release_and_resume(engine):
+    whole = engine.generate(PROMPT, sampling_seed=2, max_new_tokens=200, ignore_eos=True)
+
+    async def release():
+        task = asyncio.create_task(engine.agenerate(PROMPT, sampling_seed=2, max_new_tokens=200, ignore_eos=True))
+        await engine.running(tokens=10)
+        await engine.control.release(["kv_cache"])
+        await engine.control.restore(["kv_cache"])
+        return await task
+
+    assert run(release()).ids == whole.ids
+
+
+def test_health_probes_answer_also_while_paused(engine):
+    assert run(engine.control.healthy())
+    run(engine.control.pause("in_place"))
+    assert run(engine.control.healthy())
+
+
+def test_server_info_says_what_the_engine_can_do(engine):
+    info = run(engine.control.info())
+    assert info.has_spans and info.memory_saver and "disk" in info.transports
+    assert (info.vocab_size, info.context_len, info.weight_version) == (VOCAB, CONTEXT, "default")
+
+
+# -- bad requests -----------------------------------------------------------------------------------------------------
+
+BAD_REQUESTS = {
+    "no prompt": ({"sampling_params": {}}, "input_ids"),
+    "two prompts": ({"input_ids": [5], "text": "a"}, "exactly one"),
+    "empty prompt": ({"input_ids": []}, "input_ids"),
+    "prompt of strings": ({"input_ids": ["a"]}, "input_ids"),
+    "prompt of floats": ({"input_ids": [1.5]}, "input_ids"),
+    "id out of the vocabulary": ({"input_ids": [5, VOCAB]}, f"token id {VOCAB}"),
+    "negative id": ({"input_ids": [5, -1]}, "token id -1"),
+    "prompt as long as the context": ({"input_ids": [5] * CONTEXT}, "longer than"),
+    "unknown sampling field": ({"input_ids": [5], "sampling_params": {"seed": 1}}, "seed"),
+    "unknown field": ({"input_ids": [5], "frobnicate": 3}, "frobnicate"),
+    "bad temperature": ({"input_ids": [5], "sampling_params": {"temperature": "hot"}}, "temperature"),
+    "negative temperature": ({"input_ids": [5], "sampling_params": {"temperature": -0.1}}, "temperature"),
+    "bad top_p": ({"input_ids": [5], "sampling_params": {"top_p": 1.1}}, "top_p"),
+    "bad stop": ({"input_ids": [5], "sampling_params": {"stop": 5}}, "stop"),
+    "bad max_new_tokens": ({"input_ids": [5], "sampling_params": {"max_new_tokens": -4}}, "max_new_tokens"),
+    "sampling_params of wrong type": ({"input_ids": [5], "sampling_params": "x"}, "sampling_params"),
+    "stream of wrong type": ({"input_ids": [5], "stream": "yes"}, "stream"),
+    "rid of wrong type": ({"input_ids": [5], "rid": 5}, "rid"),
+    "not an object": ([1, 2], "object"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_REQUESTS)
+def test_a_bad_request_is_a_400_that_names_it_and_the_engine_lives(engine, name):
+    payload, word = BAD_REQUESTS[name]
+    with pytest.raises(HttpError) as error:
+        engine.post("generate", payload)
+    assert error.value.status == 400
+    assert word in json.loads(error.value.body)["error"]["message"]
+    assert len(engine.generate(PROMPT, max_new_tokens=2, ignore_eos=True).ids) == 2
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "payload"),
+    [
+        ("pause_generation", {"mode": "sideways"}),
+        ("abort_request", {}),
+        ("release_memory_occupation", {"tags": ["everything"]}),
+        ("weights_checker", {"action": "guess"}),
+        ("update_weights_from_shared_memory", {"version": "x"}),
+        ("update_weights_from_disk", {}),
+        ("update_weight_version", {}),
+    ],
+)
+def test_a_bad_control_call_is_a_400(engine, endpoint, payload):
+    with pytest.raises(HttpError) as error:
+        engine.post(endpoint, payload)
+    assert error.value.status == 400
+
+
+def test_a_body_that_is_not_json_is_a_400(engine):
+    async def send():
+        async with aiohttp.ClientSession() as session, session.post(f"{engine.url}/generate", data=b"{no") as response:
+            return response.status, await response.text()
+
+    status, body = run(send())
+    assert status == 400 and "not JSON" in body

@@ -1,0 +1,132 @@
+"""An engine process under test, with blocking helpers, and the plain forward pass it is held against."""
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from slime.utils import http_utils, shm
+from slime.utils.async_utils import run
+from slime.utils.processes import LifePipe, stop_process, thread_environment
+from slime.wire.client import EngineClient
+from slime.wire.control import EngineControl
+from slime.wire.manifest import WeightManifest, fill_bucket, plan_bucket
+from slime.wire.protocol import GenerateRequest, Generation, SamplingParams
+
+CONTEXT = 512
+VOCAB = 128
+
+
+@contextmanager
+def start_engine(model: Path, folder: Path, *flags: str) -> Iterator[tuple[str, subprocess.Popen, LifePipe, str]]:
+    """An embedded engine process: (url, process, life pipe, shared-memory prefix)."""
+    ready, life, prefix = folder / f"ready-{secrets.token_hex(4)}", LifePipe(), shm.make_prefix()
+    command = [sys.executable, "-m", "slime.engines.embedded", "--model-path", str(model), "--ready-file", str(ready)]
+    command += ["--life-fd", str(life.read_fd), "--shm-prefix", prefix, "--threads", "1", *flags]
+    env = {**os.environ, **thread_environment(1)}
+    process = subprocess.Popen(command, pass_fds=(life.read_fd,), env=env)
+    try:
+        deadline = time.monotonic() + 120
+        while not ready.exists():
+            assert process.poll() is None, f"the engine ended with {process.returncode} before it served"
+            assert time.monotonic() < deadline, "the engine was not ready after 120 s"
+            time.sleep(0.05)
+        yield f"http://127.0.0.1:{json.loads(ready.read_text())['port']}", process, life, prefix
+    finally:
+        stop_process(process)
+        life.close()
+        shm.unlink_prefix(prefix)
+
+
+@dataclass
+class EngineUnderTest:
+    """One engine and the model folder it serves, with blocking helpers."""
+
+    url: str
+    model: Path
+    pid: int | None  # None: not ours
+    prefix: str
+
+    def __post_init__(self):
+        self.control = EngineControl(self.url, deadline_s=60)
+        self.client = EngineClient(self.url, timeout_s=120, max_retries=0)
+
+    def info(self) -> dict:
+        return run(http_utils.get(f"{self.url}/server_info"))
+
+    def counter(self, name: str) -> int:
+        info = self.info()
+        if name not in info:
+            pytest.skip(f"this engine does not count {name}")
+        return info[name]
+
+    def request(self, ids, *, rid=None, **sampling) -> GenerateRequest:
+        return GenerateRequest(ids, SamplingParams(**sampling), rid=rid or secrets.token_hex(8))
+
+    async def agenerate(self, ids, *, rid=None, **sampling) -> Generation:
+        return await self.client.generate(self.request(ids, rid=rid, **sampling))
+
+    def generate(self, ids, **sampling) -> Generation:
+        return run(self.agenerate(ids, **sampling))
+
+    def post(self, endpoint: str, payload) -> object:
+        return run(http_utils.post(f"{self.url}/{endpoint}", payload, max_retries=0))
+
+    @contextmanager
+    def published(self, state: dict[str, torch.Tensor], version: str) -> Iterator[tuple[WeightManifest, list]]:
+        """The tensors in two shared segments, and their manifest."""
+        items = list(state.items())
+        halves = [items[: len(items) // 2], items[len(items) // 2 :]]
+        segments = [shm.create_segment(plan_bucket(half)[1], self.prefix) for half in halves]
+        buckets = tuple(fill_bucket(s.name, s.buffer, half) for s, half in zip(segments, halves, strict=True))
+        try:
+            yield WeightManifest(version, buckets, len(items), sum(b.nbytes for b in buckets)), segments
+        finally:
+            for segment in segments:
+                segment.unlink()
+                segment.close()
+
+    async def push(self, model, version: str):
+        with self.published(model.state_dict(), version) as (manifest, _):
+            return await self.control.update_from_shared_memory(manifest)
+
+    async def running(self, *, tokens: int) -> None:
+        """Wait until requests in flight have made at least that many tokens since now."""
+        start = (await http_utils.get(f"{self.url}/server_info"))["num_generated_tokens"]
+        for _ in range(2000):
+            info = await http_utils.get(f"{self.url}/server_info")
+            if info["num_running_reqs"] and info["num_generated_tokens"] - start >= tokens:
+                return
+        raise AssertionError(f"no {tokens} tokens came")
+
+    def rss(self) -> int:
+        return psutil.Process(self.pid).memory_info().rss
+
+
+def load_model(folder: Path):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@torch.inference_mode()
+def plain_log_probs(model, prompt, ids, temperature: float = 1.0) -> list[float]:
+    """Log-probs of `ids` after `prompt` by one plain forward pass."""
+    tokens = torch.tensor([[*prompt, *ids]])
+    logits = model(tokens).logits[0, len(prompt) - 1 : -1].float() / (temperature or 1.0)
+    return logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None]).squeeze(1).tolist()
+
+
+def largest_difference(a, b) -> float:
+    assert len(a) == len(b)
+    return max(abs(x - y) for x, y in zip(a, b, strict=True))
