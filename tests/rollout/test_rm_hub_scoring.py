@@ -172,6 +172,15 @@ def test_single_signature_holds_for_fan_out_lists():
     assert [samples[0].reward, samples[1][0].reward, samples[1][1].reward] == [1.0, 2.0, 3.0]
 
 
+def test_scoring_is_a_span_of_the_sample_s_trace():
+    sample = Sample(index=0, response="a")
+    score(make_args(custom_rm_path=here("length_reward")), sample)
+    assert [(e["type"], e["name"]) for e in sample.trace["events"]] == [
+        ("span_start", "reward_model"),
+        ("span_end", "reward_model"),
+    ]
+
+
 def test_sample_that_has_a_reward_keeps_it():
     sample = Sample(index=0, response="abc", reward=0.25)
     score(make_args(custom_rm_path=here("length_reward")), sample)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+from slime.observability.trace_utils import trace_span
 from slime.rollout.rm_hub.hub import async_rm, batched_async_rm, custom_path_of, rm_type_of, scores_groups
 from slime.rollout.rm_hub.outcomes import RewardConfigError, RewardFailuresExceeded, judge, settle_reward
 from slime.utils.types import RewardFailure, Sample, flatten_samples, infra_error
@@ -41,7 +42,8 @@ async def _score_one(args: Any, sample: Sample, evaluation: bool) -> None:
     async def attempt() -> list[Any]:
         return [await _guarded(lambda: async_rm(args, sample), args, evaluation)]
 
-    [outcome] = await _with_retries(args, [sample], attempt)
+    with trace_span(sample, "reward_model"):
+        [outcome] = await _with_retries(args, [sample], attempt)
     _conclude(args, sample, outcome, evaluation)
 
 
@@ -52,7 +54,8 @@ async def _score_group(args: Any, samples: list[Sample], evaluation: bool) -> No
             return [values] * len(samples)
         return [judge(args, value, evaluation=evaluation) for value in values]
 
-    outcomes = await _with_retries(args, samples, attempt)
+    with trace_span(samples, "group_reward_model"):
+        outcomes = await _with_retries(args, samples, attempt)
     for sample, outcome in zip(samples, outcomes, strict=True):
         _conclude(args, sample, outcome, evaluation)
 
