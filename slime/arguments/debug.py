@@ -14,5 +14,3 @@ class DebugFlags:
     save_debug_rollout_data: str | None = flag(None, "dump samples: dumps/{rollout_id}.pt", metavar="TEMPLATE")
     load_debug_rollout_data: str | None = flag(None, "train on dumped samples; no engines", metavar="TEMPLATE")
     load_debug_rollout_data_subsample: float | None = flag(None, "replay only this share of a dump", gt=0, le=1)
-    save_debug_train_data: str | None = flag(None, "dump train data: train/{rollout_id}.pt", metavar="TEMPLATE")
-    dump_details: str | None = flag(None, "folder for both dumps", metavar="DIR")

@@ -74,8 +74,8 @@ NO_EFFECT = (
     ),
     NoEffect(
         ("rm_url",),
-        # A function of the user's own may read it.
-        lambda d: "remote_rm" in (d.rm_type or "remote_rm") or d.custom_rm_path is not None,
+        # The metadata of a row may ask for remote_rm, and a function of the user's own may read the address.
+        lambda d: d.rm_type is None or d.rm_type.endswith("remote_rm") or d.custom_rm_path is not None,
         "only --rm-type remote_rm calls it; use that",
     ),
     NoEffect(

@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -62,6 +63,10 @@ class _Parser(argparse.ArgumentParser):
     """argparse whose mistakes are ValueErrors, so that one place decides how a user sees them."""
 
     def error(self, message: str) -> NoReturn:
+        message = re.sub(r"^argument (--[\w-]+)[^:]*: ('.*?': )", r"\1 is \2", message)
+        message = re.sub(
+            r"^argument (--[\w-]+)[^:]*: ignored explicit argument", r"\1 is a switch and takes no value:", message
+        )
         raise ValueError(message.removeprefix("argument "))
 
     def format_help(self) -> str:
@@ -122,7 +127,7 @@ def _word_reader(spec: FlagSpec) -> Callable[[str], Any]:
 def _parse_command_line(parser: argparse.ArgumentParser, argv: list[str]) -> dict[str, Any]:
     namespace, unknown = parser.parse_known_args(argv)
     if unknown:
-        raise ValueError(_explain_unknown(unknown, known_options(parser)))
+        raise ValueError(_explain_unknown(unknown, argv, known_options(parser)))
     given = vars(namespace)
     for name, spec in all_specs().items():
         if spec.one_or_many and name in given and len(given[name]) == 1:
@@ -134,9 +139,14 @@ def known_options(parser: argparse.ArgumentParser) -> list[str]:
     return [option for action in parser._actions for option in action.option_strings]
 
 
-def _explain_unknown(words: list[str], options: list[str]) -> str:
+def _explain_unknown(words: list[str], argv: list[str], options: list[str]) -> str:
     flags = [word.split("=")[0] for word in words if word.startswith("--")]
     if not flags:
+        before = argv[: argv.index(words[0])][-1:]
+        if before and before[0] in options:
+            return (
+                f"unexpected {words[0]!r} after {before[0]}, which takes no value (the --no- form turns a switch off)."
+            )
         return f"unexpected {words[0]!r}: every setting is a flag that starts with --."
     return "\n".join(_explain_unknown_flag(flag, options) for flag in flags)
 

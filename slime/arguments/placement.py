@@ -21,6 +21,7 @@ def derive_sizes(draft: Draft, count_gpus: Callable[[], int]) -> None:
     else:
         _one_rank_each(draft)
     _check_engine_size(draft)
+    _check_node_size(draft)
 
 
 def _one_rank_each(draft: Draft) -> None:
@@ -64,6 +65,14 @@ def _check_engine_size(draft: Draft) -> None:
         raise ValueError(
             f"--rollout-num-gpus is {total}, not a multiple of --rollout-num-gpus-per-engine {each}: "
             f"{total % each} would stay idle; use {total - total % each or each}."
+        )
+
+
+def _check_node_size(draft: Draft) -> None:
+    if draft.actor_num_gpus_per_node > draft.num_gpus_per_node:
+        raise ValueError(
+            f"--actor-num-gpus-per-node is {draft.actor_num_gpus_per_node}, but --num-gpus-per-node says that a machine has "
+            f"{draft.num_gpus_per_node}; use at most that, or more machines (--actor-num-nodes)."
         )
 
 

@@ -45,14 +45,19 @@ def needed_flags(draft: Draft) -> None:
         raise ValueError(
             "--hf-checkpoint is required: the folder or hub id of the model, for example Qwen/Qwen3-0.6B."
         )
+    asks_engines = not own_rollout and draft.custom_generate_function_path is None
+    if asks_engines and draft.debug_train_only and not draft.load_debug_rollout_data:
+        raise ValueError(
+            "--debug-train-only starts no engines, but the default rollout function asks them for samples; replay a dump "
+            "with --load-debug-rollout-data, or use --rollout-function-path slime.rollout.sft_rollout.generate_rollout."
+        )
     own_data = draft.data_source_path != DEFAULT_DATA_SOURCE or not draft.rollout_global_dataset
     if draft.prompt_data is None and not own_data and not draft.load_debug_rollout_data:
         raise ValueError(
             "--prompt-data is required: a .jsonl or .parquet file of prompts. "
             "If your rollout function brings its own prompts, say --disable-rollout-global-dataset."
         )
-    uses_engines = not own_rollout and not draft.debug_train_only and draft.custom_generate_function_path is None
-    if uses_engines and draft.rollout_max_response_len is None:
+    if asks_engines and not draft.debug_train_only and draft.rollout_max_response_len is None:
         raise ValueError(
             "--rollout-max-response-len is required: without it an engine cuts responses at a default of its own; "
             "give the longest response in tokens."
@@ -212,23 +217,10 @@ def checkpoints(draft: Draft) -> None:
         raise ValueError(
             f"--save-interval is {draft.save_interval}, but there is no folder to save in; add --save DIR."
         )
-    for name in ("save_hf", "save_debug_rollout_data", "load_debug_rollout_data", "save_debug_train_data"):
+    for name in ("save_hf", "save_debug_rollout_data", "load_debug_rollout_data"):
         template = getattr(draft, name)
         if template is not None:
             _check_template(f"--{name.replace('_', '-')}", template)
-
-
-def dumps(draft: Draft) -> None:
-    if draft.dump_details is not None:
-        folder = Path(draft.dump_details)
-        for name, part in (("save_debug_rollout_data", "rollout_data"), ("save_debug_train_data", "train_data")):
-            if getattr(draft, name) is None:
-                draft.derive(name, str(folder / part / "{rollout_id}.pt"), "dump_details")
-    if draft.save_debug_rollout_data is not None and draft.save_debug_rollout_data == draft.save_debug_train_data:
-        raise ValueError(
-            f"--save-debug-rollout-data and --save-debug-train-data are both {draft.save_debug_train_data}: one dump would "
-            "overwrite the other; give two templates."
-        )
 
 
 def _check_template(flag: str, template: str) -> None:
@@ -281,7 +273,6 @@ RULES: tuple[Rule, ...] = (
     rewards,
     evaluation,
     checkpoints,
-    dumps,
     engine_choice,
     refuse_flags_without_effect,
     devices,

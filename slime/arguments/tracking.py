@@ -22,8 +22,5 @@ class TrackingFlags:
     wandb_project: str | None = flag(None, "W&B project", metavar="NAME")
     wandb_run_id: str | None = flag(None, "W&B run to continue", metavar="ID")
     wandb_random_suffix: bool = flag(True, "no random suffix on the W&B group", off="--disable-wandb-random-suffix")
-    wandb_always_use_train_step: bool = flag(False, "count rollouts and evaluations in optimizer steps")
-    log_multi_turn: bool = flag(False, "metrics of multi-turn samples")
     log_passrate: bool = flag(False, "pass@k")
-    log_correct_samples: bool = flag(False, "metrics of the correct samples alone")
     log_reward_category: str | None = flag(None, "count rewards by this entry of a dict reward", metavar="KEY")

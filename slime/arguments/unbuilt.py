@@ -6,20 +6,21 @@ UNBUILT_FLAGS = frozenset(
     ci-train-rollout-logprob-abs-diff-threshold context-parallel-size custom-megatron-before-log-prob-hook-path
     custom-megatron-before-train-step-hook-path custom-megatron-init-path custom-model-provider-path
     custom-pg-loss-reducer-function-path custom-tis-function-path custom-update-weight-post-write-path
-    data-pad-size-multiplier enable-mtp-training expert-model-parallel-size expert-tensor-parallel-size
-    fetch-trajectory-retry-times freeze-indexer freeze-params-name-list gamma get-mismatch-metrics http-proxy
-    keep-old-actor lambd load-forge-rollout-data log-probs-max-tokens-per-gpu memory-recorder memory-snapshot-dir
-    memory-snapshot-num-steps min-batch-collection-ratio model-name mtp-loss-scaling-factor mtp-num-layers
-    no-load-optim no-load-rng no-save-optim num-critic-only-steps only-train-params-name-list opd-kl-coef
-    opd-teacher-ckpt-step opd-teacher-load opd-type opsm-delta padded-vocab-size pipeline-model-parallel-size
-    prefill-num-servers profile-target qwen-gdn-backend recompute-granularity recompute-loss-function
-    recompute-method recompute-num-layers record-memory-history ref-ckpt-step ref-update-interval release-train
+    data-pad-size-multiplier dump-details enable-mtp-training expert-model-parallel-size
+    expert-tensor-parallel-size fetch-trajectory-retry-times freeze-indexer freeze-params-name-list gamma
+    get-mismatch-metrics http-proxy keep-old-actor lambd load-forge-rollout-data log-correct-samples log-multi-turn
+    log-probs-max-tokens-per-gpu memory-recorder memory-snapshot-dir memory-snapshot-num-steps
+    min-batch-collection-ratio model-name mtp-loss-scaling-factor mtp-num-layers no-load-optim no-load-rng
+    no-save-optim num-critic-only-steps only-train-params-name-list opd-kl-coef opd-teacher-ckpt-step
+    opd-teacher-load opd-type opsm-delta padded-vocab-size pipeline-model-parallel-size prefill-num-servers
+    profile-target qwen-gdn-backend recompute-granularity recompute-loss-function recompute-method
+    recompute-num-layers record-memory-history ref-ckpt-step ref-update-interval release-train
     reset-optimizer-states rollout-buffer-url rollout-data-transport rollout-external-engine-addrs
-    rollout-task-type sequence-parallel spec tensor-model-parallel-size tis-clip tis-clip-low train-env-vars
-    update-weight-delta-checksum update-weight-delta-encoding update-weight-disk-keep-files
-    update-weight-local-checkpoint-dir update-weight-mode use-distributed-post use-opd
-    use-opsm use-pytorch-profiler use-rollout-routing-replay use-routing-replay use-stateless-adam use-tis
-    value-clip
+    rollout-task-type save-debug-train-data sequence-parallel spec tensor-model-parallel-size tis-clip tis-clip-low
+    train-env-vars update-weight-delta-checksum update-weight-delta-encoding update-weight-disk-keep-files
+    update-weight-local-checkpoint-dir update-weight-mode use-distributed-post use-opd use-opsm
+    use-pytorch-profiler use-rollout-routing-replay use-routing-replay use-stateless-adam use-tis value-clip
+    wandb-always-use-train-step
     """.split()  # noqa: SIM905 - a paragraph is easier to scan than ninety quoted lines
 )
 # Flags handed through to another program, known by how they begin.

@@ -44,6 +44,13 @@ def test_word_without_a_flag_is_refused():
         parse("--seed", "3", "stray")
 
 
+def test_value_after_a_switch_is_refused():
+    with pytest.raises(ValueError, match="unexpected 'true' after --colocate, which takes no value"):
+        parse("--colocate", "true")
+    with pytest.raises(ValueError, match="--colocate is a switch and takes no value: 'true'"):
+        parse("--colocate=true")
+
+
 @pytest.mark.parametrize("flag", ["--use-tis", "--sglang-mem-fraction-static", "--tensor-model-parallel-size"])
 def test_known_flag_of_a_missing_feature_says_so(flag):
     with pytest.raises(ValueError, match=f"{flag} is a slime flag that this version does not build yet"):
@@ -63,7 +70,7 @@ def test_no_declared_flag_is_listed_as_missing():
 
 
 def test_value_that_is_not_built_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"--advantage-estimator: 'ppo': this version does not build it yet"):
+    with pytest.raises(ValueError, match=r"--advantage-estimator is 'ppo': this version does not build it yet"):
         parse("--advantage-estimator", "ppo")
 
 
