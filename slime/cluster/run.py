@@ -26,6 +26,9 @@ def open_run(args: Args) -> Run:
     shm.unlink_stale()
     run_dir = Path(args.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
-    config = {name: {"value": value, "source": args.sources.get(name)} for name, value in args.to_dict(hide_secrets=True).items()}
+    config = {
+        name: {"value": value, "source": args.sources.get(name)}
+        for name, value in args.to_dict(hide_secrets=True).items()
+    }
     (run_dir / "config.json").write_text(json.dumps(config, indent=1, default=str))
     return Run(run_id=secrets.token_hex(4), run_dir=run_dir, shm_prefix=shm.make_prefix())
