@@ -31,9 +31,7 @@ def test_values_and_gradients_match_log_softmax(chunk_size, temperature, use):
         return torch.autograd.grad(sum(terms), (hidden, weight))
 
     expected = obvious(hidden, weight, targets, temperature)
-    got = chunked_log_probs(
-        hidden, weight, targets, temperature=temperature, chunk_size=chunk_size, with_entropy=True
-    )
+    got = chunked_log_probs(hidden, weight, targets, temperature=temperature, chunk_size=chunk_size, with_entropy=True)
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(grads(got), grads(expected), rtol=1e-10, atol=1e-10)
 

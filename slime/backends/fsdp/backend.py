@@ -75,7 +75,7 @@ class FSDPBackend:
     def log_probs(self, mbs: list[MicroBatch], *, weights: str = LIVE, entropy: bool = False) -> TokenLists:
         """Log-probs (and entropies) of every response token under the weights tagged `weights`."""
         found: dict[int, tuple[Tensor, Tensor | None]] = {}
-        with self.copies.active(weights), torch.no_grad():
+        with self.copies.active(weights), self._resharded(), torch.no_grad():
             for mb in mbs:
                 out = self._forward(mb.to(self.device), entropy=entropy)
                 parts = split_by_sample(out.log_probs.cpu(), mb)
@@ -107,13 +107,22 @@ class FSDPBackend:
         return StepStats(metrics=metrics, grad_norm=grad_norm, learning_rates=rates)
 
     def _forward(self, mb: MicroBatch, *, entropy: bool = False, logits: bool = False) -> TokenOutputs:
-        return self.model(
+        log_probs, entropies, full = self.model(
             mb,
             temperature=self.args.rollout_temperature,
             chunk_size=self.args.log_probs_chunk_size,
             entropy=entropy,
             logits=logits,
         )
+        return TokenOutputs(log_probs=log_probs, entropy=entropies, logits=full)
+
+    @contextmanager
+    def _resharded(self) -> Iterator[None]:
+        """After a pass without backward FSDP keeps the root gathered; a later change of the shards would go unseen."""
+        try:
+            yield
+        finally:
+            self.model.reshard()
 
     def _gradients(self) -> list[Tensor]:
         return [local(p.grad) for p in self.model.parameters() if p.grad is not None]

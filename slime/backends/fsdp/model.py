@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from slime.algorithms.logprobs import chunked_log_probs
 from slime.backends.attention import refuse_unsupported, register
-from slime.backends.base import MicroBatch, TokenOutputs
+from slime.backends.base import MicroBatch
 
 
 class PackedCausalLM(nn.Module):
@@ -30,7 +30,8 @@ class PackedCausalLM(nn.Module):
 
     def forward(
         self, mb: MicroBatch, *, temperature: float, chunk_size: int = -1, entropy: bool = False, logits: bool = False
-    ) -> TokenOutputs:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Log-probs [R], entropy [R] or None, logits [1, T, V] or None: a tuple, so that FSDP finds the tensors."""
         decoder = self.lm.base_model
         hidden = decoder(
             input_ids=mb.input_ids, position_ids=mb.position_ids, use_cache=False, documents=mb.documents
@@ -44,8 +45,8 @@ class PackedCausalLM(nn.Module):
             chunk_size=chunk_size,
             with_entropy=entropy,
         )
-        full = ((hidden @ weight.T).float() / temperature)[None] if logits else None
-        return TokenOutputs(log_probs=log_probs, entropy=entropies, logits=full)
+        full = (hidden @ weight.T)[None].float() / temperature if logits else None
+        return log_probs, entropies, full
 
 
 def load_pretrained(path: str | Path) -> nn.Module:

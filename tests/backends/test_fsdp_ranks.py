@@ -1,0 +1,108 @@
+"""Two ranks do what one does: same loss and weights after SGD steps, checkpoints exchangeable both ways."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from tiny_model import make_tiny_model
+from trainer_helpers import free_port, init_process_group, random_samples, trainer_args
+
+from slime.backends.fsdp import create_backend
+from slime.backends.fsdp.model import gather_full
+from slime.backends.update import run_update
+from slime.batch.convert import samples_to_batch
+from slime.batch.schedule import split_for_ranks
+
+
+def settings(model, **changes):
+    return trainer_args(
+        model,
+        optimizer="sgd",
+        lr=0.2,
+        weight_decay=0.0,
+        clip_grad=1.0,
+        entropy_coef=0.01,
+        use_kl_loss=True,
+        kl_loss_coef=0.1,
+        kl_loss_type="k3",
+        normalize_advantages=True,
+        **changes,
+    )
+
+
+# An odd number of samples, so that one rank runs a micro-batch of weight zero.
+VARIANTS = {
+    "rollout means": dict(use_dynamic_batch_size=True, max_tokens_per_gpu=40, global_batch_size=8),
+    "token means": dict(micro_batch_size=2, calculate_per_token_loss=True, balance_data=True),
+}
+
+
+def work(rank, world_size, port, folder, model):
+    torch.set_num_threads(1)
+    init_process_group(rank, world_size, port)
+    samples = random_samples(5, 3)
+    results = {}
+    for name, changes in VARIANTS.items():
+        args = settings(model, **changes)
+        backend = create_backend(args, rank=rank, world_size=world_size, device="cpu")
+        data = split_for_ranks(args, samples_to_batch(args, samples), world_size)[rank]
+        metrics = run_update(backend, args, 0, data)
+        weights = {n: gather_full(p.data).clone() for n, p in backend.model.lm.named_parameters()}
+        results[name] = {"metrics": metrics, "weights": weights}
+    results["adam"] = save_and_resume(rank, world_size, folder, model, samples)
+    backend.save_hf(folder / f"hf_{world_size}")
+    if rank == 0:
+        torch.save(results, folder / f"results_{world_size}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def save_and_resume(rank, world_size, folder, model, samples):
+    """One Adam step, save; a second step. Then the second step again from the other world's checkpoint, if there."""
+    args = trainer_args(model, micro_batch_size=4)
+    losses = {}
+    data = split_for_ranks(args, samples_to_batch(args, samples), world_size)[rank]
+    backend = create_backend(args, rank=rank, world_size=world_size, device="cpu")
+    run_update(backend, args, 0, data)
+    backend.save(folder / f"ckpt_{world_size}")
+    losses["own"] = run_update(backend, args, 1, data)
+    other = folder / f"ckpt_{3 - world_size}"
+    if other.exists():
+        resumed = create_backend(args, rank=rank, world_size=world_size, device="cpu")
+        resumed.load(other)
+        losses["from other"] = run_update(resumed, args, 1, data)
+    return losses
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    model = make_tiny_model(folder / "tiny")
+    for world_size in (1, 2):
+        mp.spawn(work, args=(world_size, free_port(), folder, model), nprocs=world_size, join=True)
+    return {n: torch.load(folder / f"results_{n}.pt") for n in (1, 2)}, folder
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_two_ranks_take_the_same_steps_as_one(outcome, variant):
+    one, two = (outcome[0][n][variant] for n in (1, 2))
+    torch.testing.assert_close(two["weights"], one["weights"], rtol=1e-5, atol=1e-5)
+    for name, value in one["metrics"].items():
+        if not name.startswith("perf/"):
+            assert two["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+
+
+def test_a_checkpoint_resumes_on_another_number_of_ranks(outcome):
+    results = outcome[0]
+    resumed = results[2]["adam"]["from other"]
+    for name in ("train/loss", "train/grad_norm", "train/entropy_loss"):
+        assert resumed[name] == pytest.approx(results[1]["adam"]["own"][name], rel=1e-4, abs=1e-6)
+
+
+def test_two_ranks_write_a_whole_hf_folder(outcome):
+    from safetensors.torch import load_file
+
+    results, folder = outcome
+    saved = load_file(folder / "hf_2" / "model.safetensors")
+    assert saved.keys() == load_file(folder / "tiny" / "model.safetensors").keys()
+    torch.testing.assert_close(saved, dict(results[2]["token means"]["weights"]), rtol=0, atol=0)

@@ -1,0 +1,86 @@
+"""Packed micro-batches and packed attention against one document at a time."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slime.backends.attention import PackedDocuments, packed_attention, refuse_unsupported, transformers_attention
+from slime.backends.microbatch import build_micro_batch, split_by_sample
+from slime.batch.convert import samples_to_batch
+from trainer_helpers import random_samples, trainer_args
+
+
+def one_document(query, key, value, scale):
+    repeat = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+    scores = torch.einsum("ihd,jhd->hij", query, key) * scale
+    mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    return torch.einsum("hij,jhd->ihd", F.softmax(scores.masked_fill(~mask, float("-inf")), -1), value)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12))
+def test_packed_attention_is_causal_attention_within_each_document(lengths):
+    torch.manual_seed(0)
+    total = sum(lengths)
+    query = torch.randn(total, 4, 8, dtype=torch.float64, requires_grad=True)
+    key, value = (torch.randn(total, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    got = packed_attention(query, key, value, PackedDocuments.from_lengths(lengths), scale=0.3)
+    parts = zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
+    expected = torch.cat([one_document(q, k, v, 0.3) for q, k, v in parts])
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+    direction = torch.randn_like(got)
+    grads = [
+        torch.autograd.grad((x * direction).sum(), (query, key, value), retain_graph=True) for x in (got, expected)
+    ]
+    torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-9)
+
+
+def test_what_packed_attention_cannot_do_is_refused_by_name():
+    x = torch.zeros(1, 1, 2, 4)
+    documents = PackedDocuments.from_lengths([2])
+    with pytest.raises(ValueError, match="sliding_window"):
+        transformers_attention(torch.nn.Identity(), x, x, x, None, documents=documents, sliding_window=4)
+    with pytest.raises(ValueError, match="dropout"):
+        transformers_attention(torch.nn.Identity(), x, x, x, None, documents=documents, dropout=0.1)
+
+
+def test_models_with_other_layers_are_refused_by_name():
+    from transformers import Gemma2Config, Qwen3Config
+
+    refuse_unsupported(Qwen3Config())
+    with pytest.raises(ValueError, match="gemma2 has sliding_attention layers"):
+        refuse_unsupported(Gemma2Config())
+
+
+def test_micro_batch_positions_point_at_the_logits_of_each_response_token():
+    batch = {
+        "tokens": [torch.tensor([5, 6, 7]), torch.tensor([8, 9])],
+        "response_lengths": [2, 1],
+        "loss_masks": [torch.tensor([1, 0]), torch.tensor([1])],
+        "rollout_mask_sums": [1.0, 1.0],
+        "advantages": [torch.tensor([0.1, 0.2]), torch.tensor([0.3])],
+    }
+    mb = build_micro_batch(batch, [0, 1], ["advantages"])
+    assert mb.input_ids.tolist() == [[5, 6, 7, 8, 9]]
+    assert mb.position_ids.tolist() == [[0, 1, 2, 0, 1]]
+    assert mb.logit_positions.tolist() == [0, 1, 3]
+    assert mb.targets.tolist() == [6, 7, 9]
+    assert mb.segments.tolist() == [0, 0, 1]
+    assert mb.tokens["advantages"].tolist() == pytest.approx([0.1, 0.2, 0.3])
+
+
+def test_targets_are_the_response_tokens_for_any_selection():
+    batch = samples_to_batch(trainer_args("unused"), random_samples(2, 3))
+    mb = build_micro_batch(batch, [4, 1, 3])
+    for position, targets in zip([4, 1, 3], split_by_sample(mb.targets, mb), strict=True):
+        assert torch.equal(targets, batch["tokens"][position][-batch["response_lengths"][position] :])
+
+
+def test_an_empty_micro_batch_runs_but_weighs_nothing():
+    mb = build_micro_batch({}, [], ["advantages"])
+    assert mb.input_ids.numel() == 2
+    assert mb.loss_mask.sum() == 0
+    assert mb.positions == ()

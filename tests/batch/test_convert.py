@@ -1,0 +1,119 @@
+"""Samples become train data: rewards by real groups, masks, fan-out, hooks, and one clear error for each bad field."""
+
+import sys
+
+import pytest
+import torch
+
+from slime.batch.convert import samples_to_batch
+from slime.utils.types import Sample, invalid
+from trainer_helpers import random_samples, trainer_args
+
+
+def args(**changes):
+    return trainer_args("unused", **changes)
+
+
+def sample(reward, *, group=0, rollout=None, response=2, **fields):
+    return Sample(
+        group_index=group,
+        rollout_id=rollout,
+        index=fields.pop("index", 0),
+        tokens=list(range(3 + response)),
+        response_length=response,
+        reward=reward,
+        **fields,
+    )
+
+
+def test_a_batch_has_tensors_of_the_documented_types():
+    batch = samples_to_batch(args(), random_samples(2, 2))
+    assert batch["tokens"][0].dtype == torch.int64
+    assert batch["rollout_log_probs"][0].dtype == torch.float32
+    for i in range(4):
+        length = batch["response_lengths"][i]
+        assert len(batch["loss_masks"][i]) == len(batch["rollout_log_probs"][i]) == length
+        assert batch["rollout_mask_sums"][i] == batch["loss_masks"][i].sum()
+
+
+def test_nested_fan_out_lists_are_flattened_and_siblings_share_denominator_and_statistics():
+    groups = [[[sample(1.0, rollout=5), sample(1.0, rollout=5, response=3)], sample(0.0, rollout=6)]]
+    batch = samples_to_batch(args(grpo_std_normalization=False), groups)
+    assert batch["rewards"] == [0.5, 0.5, -0.5]
+    assert batch["rollout_mask_sums"] == [5, 5, 2]
+
+
+def test_samples_without_a_rollout_id_stand_alone():
+    batch = samples_to_batch(args(), [sample(1.0, rollout=3), sample(0.0), sample(0.5)])
+    assert len(set(batch["rollout_ids"])) == 3
+
+
+def test_a_removed_sample_trains_nothing_but_stays_in_the_group_mean():
+    batch = samples_to_batch(args(grpo_std_normalization=False), [sample(1.0, remove_sample=True), sample(0.0)])
+    assert batch["loss_masks"][0].tolist() == [0, 0]
+    assert batch["rewards"] == [0.5, -0.5]
+
+
+def test_versions_follow_the_spans():
+    spans = [("run:3", 0, 1), ("run:12", 2, 3)]
+    batch = samples_to_batch(args(), [sample(1.0, response=3, version_spans=spans)])
+    assert batch["versions"][0].tolist() == [3, -1, 12]
+
+
+def test_rewards_pass_through_for_sft_and_without_normalisation():
+    samples = [sample(1.0), sample(0.0)]
+    assert samples_to_batch(args(loss_type="sft_loss"), samples)["rewards"] == [1.0, 0.0]
+    assert samples_to_batch(args(rewards_normalization=False), samples)["rewards"] == [1.0, 0.0]
+
+
+def test_metadata_and_shown_rewards_travel():
+    samples = [sample(1.0, train_metadata={"a": 1}, metadata={"raw_reward": 7.0}), sample(0.0)]
+    batch = samples_to_batch(args(), samples)
+    assert batch["metadata"] == [{"a": 1}, None]
+    assert batch["raw_reward"] == [7.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (lambda: [sample(float("nan"), index=7)], "reward of sample 7 .* nan"),
+        (lambda: [sample(None, reward_failure=invalid("no answer"))], "invalid: no answer"),
+        (lambda: [sample({"acc": 1.0})], "--reward-key"),
+        (lambda: [sample(1.0, loss_mask=[1, 1, 1])], "loss_mask has 3 entries for 2 response tokens"),
+        (lambda: [sample(1.0, rollout_log_probs=[0.0])], "rollout_log_probs has 1 entries for 2"),
+        (lambda: [sample(1.0, rollout_log_probs=[0.0, 0.0]), sample(0.0)], "1 of 2 samples have no rollout_log_probs"),
+        (lambda: [sample(1.0, rollout_log_probs=[0.0, float("inf")])], "NaN or inf"),
+        (lambda: [Sample(tokens=[1, 2], response_length=2, reward=1.0)], "at least one prompt token"),
+        (lambda: [sample(1.0, group=None)], "no group_index"),
+        (lambda: [], "no samples"),
+    ],
+)
+def test_bad_samples_are_named(bad, message):
+    with pytest.raises(ValueError, match=message):
+        samples_to_batch(args(), bad())
+
+
+def test_custom_reward_post_process_replaces_normalisation(tmp_path, monkeypatch):
+    (tmp_path / "h3_hooks.py").write_text(
+        "def post(args, samples):\n    return [0] * len(samples), [9.0] * len(samples)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    batch = samples_to_batch(args(custom_reward_post_process_path="h3_hooks.post"), [sample(1.0), sample(0.0)])
+    assert batch["raw_reward"] == [0, 0]
+    assert batch["rewards"] == [9.0, 9.0]
+    sys.modules.pop("h3_hooks")
+
+
+def test_custom_conversion_replaces_everything_and_is_checked(tmp_path):
+    file = tmp_path / "convert.py"
+    file.write_text(
+        "def good(args, samples):\n"
+        "    return {'tokens': [[1, 2, 3]], 'response_lengths': [2], 'rewards': [1.0], 'mine': ['kept']}\n"
+        "def bad(args, samples):\n"
+        "    return {'tokens': [[1, 2, 3]], 'response_lengths': [2], 'rewards': [1.0], 'loss_masks': [[1]]}\n"
+    )
+    batch = samples_to_batch(args(custom_convert_samples_to_train_data_path=f"{file}:good"), [sample(1.0)])
+    assert batch["mine"] == ["kept"]
+    assert batch["rollout_mask_sums"] == [2]
+    with pytest.raises(ValueError, match="loss_masks has 1 entries for 2 response tokens.*custom-convert"):
+        samples_to_batch(args(custom_convert_samples_to_train_data_path=f"{file}:bad"), [sample(1.0)])
