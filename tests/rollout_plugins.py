@@ -97,3 +97,14 @@ def newest_first(args, rollout_id, buffer, num_samples):
     taken = buffer[-num_samples:][::-1]
     del buffer[-num_samples:]
     return taken
+
+
+async def gives_up_once(args, sample, sampling_params):
+    """The first attempt at group 1 ends aborted, as when an environment is lost."""
+    sample.tokens = [5, 6]
+    if sample.group_index == 1 and not sample.metadata.get("attempt"):
+        sample.status = Sample.Status.ABORTED
+        return sample
+    sample.append_response_tokens(args, tokens=[7], log_probs=[-0.2])
+    sample.status = Sample.Status.COMPLETED
+    return sample

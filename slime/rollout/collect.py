@@ -135,8 +135,8 @@ class BatchCollector:
         if failure is not None:
             self._on_reward_failure(ticket, group, failure)
         elif any(s.status is Sample.Status.ABORTED for s in flatten_samples(group)):
-            # Not by us: the generate function gave up on it.
-            self._requeue(ticket, self._resumable(group, ticket.origin), "its generation was aborted")
+            cause = f"the generate function gave up on {describe(group)} (a sample is aborted)"
+            self._requeue(ticket, self._resumable(group, ticket.origin), cause)
         else:
             self._filter(ticket, group)
 
@@ -174,15 +174,13 @@ class BatchCollector:
             self.counts["failed"] += 1
             self._settle([group], "failed", f"reward_{failure.kind}")
             return
-        self._requeue(ticket, ticket.origin, cause)
+        hint = " Mend the reward, or let such groups go with --reward-failure-action drop."
+        self._requeue(ticket, ticket.origin, cause, hint)
 
-    def _requeue(self, ticket: Ticket, group: Group, cause: str) -> None:
+    def _requeue(self, ticket: Ticket, group: Group, cause: str, hint: str = "") -> None:
         attempts = attempt_of(first_sample(ticket.origin)) + 1
         if attempts >= MAX_ATTEMPTS:
-            raise GroupFailed(
-                f"{cause}; {attempts} attempts were made. Mend the cause, or let such groups go with "
-                "--reward-failure-action drop."
-            )
+            raise GroupFailed(f"{cause}; {attempts} attempts were made.{hint}")
         logger.warning("generated again (attempt %d of %d): %s", attempts + 1, MAX_ATTEMPTS, cause)
         self._forget(ticket)
         self._give_back([begin_again(group)])
@@ -194,7 +192,7 @@ class BatchCollector:
 
     async def drain(self) -> list[Group]:
         """End what is still in flight and return it to the data source; waits only for work that will be kept."""
-        tickets = [self._tickets.pop(number) for number in sorted(self._tickets)]
+        tickets = [self._tickets[number] for number in sorted(self._tickets)]
         running = [t.task for t in tickets if not t.task.done()]
         if self._keeps_work and running:
             await self.abort_requests()
@@ -208,6 +206,7 @@ class BatchCollector:
             await abort
         groups = [self._worth_keeping(ticket) for ticket in tickets]
         groups.sort(key=lambda group: not is_scored(group))  # finished ones first; the sort is stable
+        self._tickets.clear()
         self._give_back(groups)
         return groups
 
@@ -236,9 +235,8 @@ class BatchCollector:
         """Keep what can be continued. A fan-out that was cut short cannot: its prompt begins again."""
         if not self.args.partial_rollout or len(group) != len(origin):
             return origin
-        return self._stamp(
-            [old if isinstance(new, list) and not is_finished(new) else new for new, old in zip(group, origin)]  # noqa: B905
-        )
+        pairs = zip(group, origin, strict=True)
+        return self._stamp([old if isinstance(new, list) and not is_finished(new) else new for new, old in pairs])
 
     def _stamp(self, group: Group) -> Group:
         for sample in flatten_samples(group):

@@ -3,7 +3,6 @@
 A sample without a score is left out of the averages and counted in the metrics: a failed reward is not a zero.
 """
 
-import asyncio
 import functools
 import logging
 from collections.abc import Awaitable, Callable
@@ -34,8 +33,8 @@ async def evaluate(args: Any, run_group: RunGroup) -> RolloutFnEvalOutput:
 
 
 async def _evaluate_dataset(args: Any, config: EvalDatasetConfig, run_group: RunGroup) -> tuple[dict[str, Any], int]:
-    dataset = await asyncio.to_thread(load_eval_dataset, args, config)  # reading must not hold up the loop
-    groups = make_groups(config, dataset)
+    # On this thread, although reading holds up the loop once: fast tokenizers must not be used by two threads.
+    groups = make_groups(config, load_eval_dataset(args, config))
     params = eval_sampling_params(args, config)
     done = await all_or_none([run_group(args, group, dict(params), evaluation=True) for group in groups])
     samples = sorted(flatten_samples(done), key=lambda sample: sample.index)

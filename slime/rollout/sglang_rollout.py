@@ -119,6 +119,7 @@ class GenerateState(metaclass=_StatePerArgs):
 
 def get_model_url(args: Any, model_name: str = "default", endpoint: str = "/generate") -> str:
     """Where requests for a model go: its own router where a topology serves several models, else the run's router."""
+    # Only a topology with several models adds this to the namespace.
     routers = vars(args).get("sglang_model_routers") or {}
     if model_name in routers:
         ip, port = routers[model_name]

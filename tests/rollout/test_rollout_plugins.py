@@ -10,6 +10,7 @@ from rollout_helpers import assert_conserved, make_args, make_source
 from slime.rollout import sglang_rollout
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
 from slime.rollout.collect import GroupFailed
+from slime.rollout.data_source import RolloutDataSource
 from slime.rollout.sglang_rollout import GenerateState, generate_and_rm, generate_rollout, get_model_url
 from slime.utils.async_utils import run
 from slime.utils.types import Sample, flatten_samples
@@ -171,3 +172,43 @@ def test_bare_results_of_a_rollout_function_are_wrapped():
     assert call_rollout_fn(lambda *a, evaluation: {"x": {}}, evaluation=True) == RolloutFnEvalOutput({"x": {}})
     with pytest.raises(TypeError, match="returned NoneType with evaluation=False"):
         call_rollout_fn(lambda *a, evaluation: None, evaluation=False)
+
+
+def test_a_group_whose_generate_function_gave_up_is_tried_again(tmp_path):
+    with FakeEngine() as engine:
+        args = make_args(tmp_path, engine, "--custom-generate-function-path", "rollout_plugins.gives_up_once")
+        source = make_source(args)
+        outputs = [generate_rollout(args, rollout_id, source) for rollout_id in range(2)]
+    samples = flatten_samples([group for output in outputs for group in output.samples])
+    again = [s for s in samples if s.metadata.get("attempt")]
+    assert [s.group_index for s in again] == [1, 1] and all(s.reward == 7.0 for s in again)
+    assert_conserved(source)
+
+
+def test_surplus_of_a_source_without_buffer_is_given_up_and_counted(tmp_path):
+    with FakeEngine() as engine:
+        args = make_args(tmp_path, engine, "--over-sampling-batch-size", "6")
+        source = RolloutDataSource(args)
+        output = generate_rollout(args, 0, source)
+    assert output.metrics["rollout/groups/failed"] == 2
+    assert source.journal.counts == {"new": 6, "trained": 4, "failed": 2}
+
+
+def test_an_exhausted_data_source_stops_the_rollout(tmp_path):
+    class Finite:
+        def __init__(self, source):
+            self.groups = source.get_samples(3)
+
+        def get_samples(self, num_samples):
+            taken, self.groups = self.groups[:num_samples], self.groups[num_samples:]
+            return taken
+
+        def add_samples(self, groups):
+            self.groups += groups
+
+    with FakeEngine() as engine:
+        args = make_args(tmp_path, engine)
+        source = Finite(make_source(args))
+        with pytest.raises(RuntimeError, match=r"gave no groups: 0 of --rollout-batch-size 4"):
+            generate_rollout(args, 0, source)
+    assert len(source.groups) == 3
