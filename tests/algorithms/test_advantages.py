@@ -62,7 +62,7 @@ def test_reinforce_plus_plus_baseline_subtracts_the_kl_per_token():
 
 
 def test_an_unknown_estimator_is_an_error_that_lists_the_known():
-    with pytest.raises(ValueError, match="'nope'.*grpo"):
+    with pytest.raises(ValueError, match=r"'nope'.*grpo"):
         get_estimator("nope")
     assert "ppo" in ESTIMATORS
 

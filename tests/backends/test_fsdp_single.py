@@ -64,7 +64,7 @@ def test_log_probs_equal_a_plain_forward_at_the_rollout_temperature(model, tempe
     mbs = build_micro_batches(batch, [[3, 0, 7], [1, 2, 4, 5, 6], [], [11, 10, 9, 8]])
     result = backend_of(args).log_probs(mbs, entropy=True)
     torch.testing.assert_close(result.log_probs, hf_log_probs(model, samples, temperature), rtol=1e-4, atol=1e-5)
-    assert all(0 < h.min() and len(h) == s.response_length for h, s in zip(result.entropy, samples, strict=True))
+    assert all(h.min() > 0 and len(h) == s.response_length for h, s in zip(result.entropy, samples, strict=True))
 
 
 SPLITS = {
@@ -265,7 +265,7 @@ def test_a_checkpoint_without_optimizer_loads_weights_only(model, tmp_path):
     train(first, args, random_samples(2, 4))
     first.save(tmp_path / "ckpt", with_optimizer=False)
     second = backend_of(args)
-    with pytest.raises(ValueError, match="without optimizer state.*--finetune"):
+    with pytest.raises(ValueError, match=r"without optimizer state.*--finetune"):
         second.load(tmp_path / "ckpt")
     second.load(tmp_path / "ckpt", weights_only=True)
     assert second.step == 0

@@ -5,11 +5,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trainer_helpers import random_samples, trainer_args
 
 from slime.backends.attention import PackedDocuments, packed_attention, refuse_unsupported, transformers_attention
 from slime.backends.microbatch import build_micro_batch, split_by_sample
 from slime.batch.convert import samples_to_batch
-from trainer_helpers import random_samples, trainer_args
 
 
 def one_document(query, key, value, scale):

@@ -4,10 +4,10 @@ import sys
 
 import pytest
 import torch
+from trainer_helpers import random_samples, trainer_args
 
 from slime.batch.convert import samples_to_batch
 from slime.utils.types import Sample, invalid
-from trainer_helpers import random_samples, trainer_args
 
 
 def args(**changes):
@@ -115,5 +115,5 @@ def test_custom_conversion_replaces_everything_and_is_checked(tmp_path):
     batch = samples_to_batch(args(custom_convert_samples_to_train_data_path=f"{file}:good"), [sample(1.0)])
     assert batch["mine"] == ["kept"]
     assert batch["rollout_mask_sums"] == [2]
-    with pytest.raises(ValueError, match="loss_masks has 1 entries for 2 response tokens.*custom-convert"):
+    with pytest.raises(ValueError, match=r"loss_masks has 1 entries for 2 response tokens.*custom-convert"):
         samples_to_batch(args(custom_convert_samples_to_train_data_path=f"{file}:bad"), [sample(1.0)])

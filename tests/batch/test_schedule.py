@@ -6,12 +6,12 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trainer_helpers import random_samples, trainer_args
 
 from slime.batch.convert import samples_to_batch
 from slime.batch.flops import ModelShape, forward_flops
 from slime.batch.packing import balance, pack_first_fit
 from slime.batch.schedule import build_schedule, split_for_ranks, take
-from trainer_helpers import random_samples, trainer_args
 
 
 def args(**changes):

@@ -1,0 +1,79 @@
+"""The trainer on one GPU: variable-length attention, bf16 next to fp32, sleeping frees memory, resume is exact."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from tiny_model import make_tiny_model
+from trainer_helpers import free_port, random_samples, trainer_args
+
+from slime.backends.attention import PackedDocuments, _varlen_attention, packed_attention
+from slime.backends.fsdp import create_backend
+from slime.backends.update import run_update
+from slime.batch.convert import samples_to_batch
+from slime.batch.schedule import split_for_ranks
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group():
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", hidden=256)
+
+
+def train(backend, args, samples):
+    data = split_for_ranks(args, samples_to_batch(args, samples), 1)[0]
+    return run_update(backend, args, 0, data)
+
+
+def test_variable_length_attention_matches_grouped_sdpa():
+    assert _varlen_attention() is not None
+    lengths = [5, 300, 17, 64, 1]
+    torch.manual_seed(0)
+    heads = [torch.randn(sum(lengths), n, 64, device="cuda", requires_grad=True) for n in (8, 2, 2)]
+    documents = PackedDocuments.from_lengths(lengths).to(torch.device("cuda"))
+    direction = torch.randn(sum(lengths), 8, 64, device="cuda")
+    results = []
+    for dtype in (torch.bfloat16, torch.float32):
+        out = packed_attention(*(x.to(dtype) for x in heads), documents, scale=0.2)
+        results.append((out.float(), *torch.autograd.grad((out.float() * direction).sum(), heads)))
+    for half, full in zip(*results, strict=True):
+        assert (half - full).norm() / full.norm() < 0.02
+
+
+def test_bf16_on_gpu_trains_like_fp32_on_gpu(model):
+    metrics = {}
+    for dtype in ("float32", "bfloat16"):
+        args = trainer_args(model, dtype=dtype, micro_batch_size=4, use_kl_loss=True, kl_loss_coef=0.1)
+        backend = create_backend(args, rank=0, world_size=1, device="cuda:0")
+        metrics[dtype] = train(backend, args, random_samples(4, 4, longest=60))
+    for name in ("train/entropy_loss", "train/grad_norm"):
+        assert metrics["bfloat16"][name] == pytest.approx(metrics["float32"][name], rel=0.05)
+
+
+def test_sleeping_frees_memory_and_waking_changes_nothing(model, tmp_path):
+    args = trainer_args(model, dtype="bfloat16", micro_batch_size=4)
+    samples = random_samples(2, 4)
+    backend = create_backend(args, rank=0, world_size=1, device="cuda:0")
+    train(backend, args, samples)
+    backend.save(tmp_path / "ckpt")
+    awake = torch.cuda.memory_allocated()
+    backend.move(params="cpu", optimizer="cpu")
+    assert torch.cuda.memory_allocated() < awake / 3
+    backend.move(params="cuda", optimizer="cuda")
+    after_sleep = train(backend, args, samples)
+    resumed = create_backend(args, rank=0, world_size=1, device="cuda:0")
+    resumed.load(tmp_path / "ckpt")
+    after_load = train(resumed, args, samples)
+    assert after_sleep["train/loss"] == pytest.approx(after_load["train/loss"], rel=1e-3, abs=1e-6)
+    assert after_sleep["train/grad_norm"] == pytest.approx(after_load["train/grad_norm"], rel=1e-2)
+    names = [name for bucket in resumed.export(torch.bfloat16) for name, _ in bucket]
+    assert len(names) == len(set(names)) == len(list(resumed.model.lm.named_parameters()))
+    resumed.save_hf(tmp_path / "hf")
