@@ -14,6 +14,15 @@ from slime.utils.async_utils import run
 def pytest_addoption(parser):
     parser.addoption("--engine-url", help="run the engine conformance suite against this running server as well")
     parser.addoption("--engine-model", help="the model folder that --engine-url serves")
+    parser.addoption("--engine-device", default="cpu", help="where the embedded engine of the suite runs")
+
+
+def pytest_generate_tests(metafunc):
+    if "served_engine" in metafunc.fixturenames:
+        given = metafunc.config.getoption("--engine-url", default=None)
+        metafunc.parametrize(
+            "served_engine", ["embedded", *(["url"] if given else [])], indirect=True, scope="session"
+        )
 
 
 @pytest.fixture(scope="session")
@@ -37,24 +46,15 @@ def new_model(new_folder):
     return load_model(new_folder)
 
 
-@pytest.fixture(scope="session", params=["embedded", "url"])
+@pytest.fixture(scope="session")
 def served_engine(request, tiny_folder, tmp_path_factory) -> Iterator[EngineUnderTest]:
     if request.param == "url":
-        url = request.config.getoption("--engine-url", default=None)
-        if url is None:
-            pytest.skip("no --engine-url")
+        url = request.config.getoption("--engine-url")
         yield EngineUnderTest(url, Path(request.config.getoption("--engine-model")), None, shm.make_prefix())
         return
-    flags = (
-        "--max-running-requests",
-        "8",
-        "--max-total-tokens",
-        str(1 << 16),
-        "--dtype",
-        "float32",
-        "--device",
-        "cpu",
-    )
+    device = request.config.getoption("--engine-device", default="cpu")
+    flags = ("--max-running-requests", "8", "--max-total-tokens", str(1 << 16), "--dtype", "float32")
+    flags += ("--device", device)
     with start_engine(tiny_folder, tmp_path_factory.mktemp("engine"), *flags) as (url, process, _, prefix):
         yield EngineUnderTest(url, tiny_folder, process.pid, prefix)
 

@@ -1,0 +1,163 @@
+"""What is scheduled how never changes what is generated: small pools, chunked prompts, split decode groups."""
+
+import random
+
+import pytest
+import torch
+from engine_under_test import largest_difference, load_model, plain_log_probs
+from tiny_model import make_tiny_model
+
+from slime.engines.embedded import scheduler as scheduler_module
+from slime.engines.embedded.engine import Engine
+from slime.engines.embedded.requests import Limits, RequestReader
+from slime.engines.embedded.runner import ModelRunner
+from slime.engines.embedded.text import Detokenizer
+from slime.engines.embedded.weights import BadWeights
+
+CONTEXT = 256
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("model"), context=CONTEXT, init_std=0.2)
+
+
+def make_engine(folder, *, max_running=8, max_total_tokens=4096) -> Engine:
+    runner = ModelRunner(
+        str(folder), device="cpu", dtype="float32", max_running=max_running, max_total_tokens=max_total_tokens
+    )
+    return Engine(runner, Detokenizer.load(str(folder)), max_running=max_running)
+
+
+def make_requests(engine: Engine, count: int, *, longest_prompt=60, new_tokens=60):
+    limits = Limits(engine.runner.vocab_size, CONTEXT, engine.max_tokens, frozenset({2}))
+    reader, rng = RequestReader(limits, engine.detokenizer, seed=0), random.Random(0)
+    sequences = []
+    for index in range(count):
+        prompt = [rng.randrange(4, 100) for _ in range(rng.randint(1, longest_prompt))]
+        sampling = {"max_new_tokens": rng.randint(1, new_tokens), "ignore_eos": True, "sampling_seed": index}
+        sequences += reader.read({"input_ids": prompt, "sampling_params": sampling})[0]
+    return sequences
+
+
+def run_all(engine: Engine, sequences) -> list[list[int]]:
+    for sequence in sequences:
+        engine.add(sequence)
+    while engine.scheduler.has_work:
+        engine.step()
+    assert all(len(s.output) == s.max_new_tokens for s in sequences)
+    assert engine.allocator.num_free == engine.allocator.num_blocks
+    return [s.output for s in sequences]
+
+
+def test_a_pool_too_small_for_all_retracts_and_makes_the_same_tokens(folder):
+    roomy, tight = make_engine(folder), make_engine(folder, max_total_tokens=192)
+    expected = run_all(roomy, make_requests(roomy, 20))
+    sequences = make_requests(tight, 20)
+    assert run_all(tight, sequences) == expected
+    assert tight.scheduler.num_retractions > 0 == roomy.scheduler.num_retractions
+    assert sum(s.num_retractions for s in sequences) == tight.scheduler.num_retractions
+
+
+def test_prompts_in_chunks_and_split_decode_groups_give_right_log_probs(folder, monkeypatch):
+    monkeypatch.setattr(scheduler_module, "_SPLIT_DECODE_BYTES", 0)
+    engine = make_engine(folder)
+    engine.scheduler.prefill_budget = 23
+    sequences = make_requests(engine, 12, longest_prompt=100)
+    run_all(engine, sequences)
+    model = load_model(folder)
+    for sequence in sequences:
+        expected = plain_log_probs(model, sequence.prompt, sequence.output)
+        assert largest_difference(sequence.log_probs, expected) < 1e-4
+
+
+def test_siblings_share_the_pages_of_their_prompt(folder):
+    engine = make_engine(folder)
+    sequences = make_requests(engine, 4)
+    prompt = [5 + i % 90 for i in range(100)]
+    for sequence in sequences:
+        sequence.prompt = prompt
+    engine.add(sequences[0])
+    engine.step()
+    for sequence in sequences[1:]:
+        engine.add(sequence)
+    engine.step()
+    assert [s.cached_tokens for s in sequences] == [0, 96, 96, 96]
+    assert engine.allocator.num_free >= engine.allocator.num_blocks - 6 - 4 * 2
+
+
+def test_a_half_applied_update_is_never_served(folder):
+    engine = make_engine(folder)
+
+    class Breaks:
+        shapes = {name: tuple(p.shape) for name, p in engine.runner.model.named_parameters()}  # noqa: RUF012
+
+        def tensors(self):
+            yield "model.norm.weight", torch.ones(64)
+            raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="disk is gone"):
+        engine.update_weights(Breaks(), "run:1")
+    assert engine.awaiting_weights
+
+
+def test_weights_are_refused_while_they_are_released(folder):
+    engine = make_engine(folder)
+    engine.release(["weights"])
+    with pytest.raises(BadWeights, match="released"):
+        engine.update_weights(None, "run:1")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "tied qwen3", "qwen3_moe"])
+def test_other_families_have_right_log_probs(family, tmp_path):
+    import transformers
+
+    shared = {
+        "vocab_size": 128,
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": CONTEXT,
+        "initializer_range": 0.2,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    configs = {
+        "llama": lambda: transformers.LlamaConfig(**shared),
+        "qwen2": lambda: transformers.Qwen2Config(**shared),
+        "tied qwen3": lambda: transformers.Qwen3Config(**shared, head_dim=8, tie_word_embeddings=True),
+        "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+            **shared, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+        ),
+    }
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(configs[family]()).save_pretrained(tmp_path)
+    engine = make_engine(tmp_path)
+    sequences = make_requests(engine, 6)
+    run_all(engine, sequences)
+    model = load_model(tmp_path)
+    for sequence in sequences:
+        expected = plain_log_probs(model, sequence.prompt, sequence.output)
+        assert largest_difference(sequence.log_probs, expected) < 1e-4
+
+
+def test_a_model_with_sliding_windows_is_refused_by_name(tmp_path):
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        use_sliding_window=True,
+        sliding_window=16,
+        max_window_layers=1,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="sliding_attention"):
+        make_engine(tmp_path)
