@@ -66,7 +66,9 @@ def test_sleeping_frees_memory_and_waking_changes_nothing(model, tmp_path):
     backend.save(tmp_path / "ckpt")
     awake = torch.cuda.memory_allocated()
     backend.move(params="cpu", optimizer="cpu")
-    assert torch.cuda.memory_allocated() < awake / 3
+    # Weights and two moments in fp32; what stays is the matrix library's workspace.
+    held = 3 * sum(p.numel() * 4 for p in backend.model.parameters())
+    assert awake - torch.cuda.memory_allocated() >= held
     backend.move(params="cuda", optimizer="cuda")
     after_sleep = train(backend, args, samples)
     resumed = create_backend(args, rank=0, world_size=1, device="cuda:0")
