@@ -7,12 +7,13 @@ import logging
 import signal
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from slime.arguments import Args
+from slime.arguments import Args, explain_batch
 from slime.cluster.checkpoint import Checkpoint, Manifest, resolve_load, write_checkpoint
 from slime.cluster.placement import plan_placement
 from slime.cluster.residency import GENERATE, TRAIN, Phase, Residency
@@ -40,6 +41,7 @@ class Cluster:
         check_plugins(args)
         configure_logger()
         self._args = args
+        logger.info("%s", explain_batch(args))
         self._checkpoint: Checkpoint | None = resolve_load(args.load, args.save, args.ckpt_step)
         self._run = open_run(args)
         self._placement = plan_placement(args, device_count())
@@ -114,6 +116,7 @@ class Cluster:
         started = time.monotonic()
         generated: Generated = future.result()
         waited = {"perf/train_wait_time": time.monotonic() - started}
+        logger.info("rollout %d: %s", rollout_id, _headline(generated.metrics, _ROLLOUT_HEADLINE))
         self._log({**generated.metrics, **waited, "rollout/num_samples": generated.num_samples}, "rollout", rollout_id)
         return generated
 
@@ -123,6 +126,7 @@ class Cluster:
         step_time = time.monotonic() - self._step_started
         self._step_started = time.monotonic()
         for i, step in enumerate(report.steps):
+            logger.info("train   %d: %s", rollout_id, _headline(step, _TRAIN_HEADLINE))
             self._log(step, "train", rollout_id * len(report.steps) + i)
         self._log({**report.metrics, "perf/step_time": step_time}, "rollout", rollout_id)
 
@@ -133,7 +137,10 @@ class Cluster:
 
     def evaluate(self, rollout_id: int) -> None:
         with self.phase(GENERATE):
-            self._log(self._rollout.evaluate(rollout_id), "eval", rollout_id)
+            metrics = self._rollout.evaluate(rollout_id)
+        scores = [f"eval/{dataset.name}" for dataset in self._args.eval_datasets]
+        logger.info("eval    %d: %s", rollout_id, _headline(metrics, scores))
+        self._log(metrics, "eval", rollout_id)
 
     def save(self, rollout_id: int, generated: Generated) -> None:
         """One transaction, with the cursor of the batch that was trained, not of the one in flight."""
@@ -151,6 +158,14 @@ class Cluster:
 
     def _log(self, metrics: dict[str, Any], stage: str, step: int) -> None:
         self._tracker.log(metrics, f"{stage}/step", step)
+
+
+_ROLLOUT_HEADLINE = ("rollout/raw_reward", "rollout/response_len/mean", "rollout/truncated_ratio", "perf/rollout_time")
+_TRAIN_HEADLINE = ("train/loss", "train/grad_norm", "train/entropy_loss", "train/train_rollout_logprob_abs_diff")
+
+
+def _headline(metrics: dict[str, Any], names: Iterable[str]) -> str:
+    return ", ".join(f"{name.partition('/')[2]} {metrics[name]:.4g}" for name in names if name in metrics)
 
 
 def _raise_interrupt(number: int, frame: FrameType | None) -> None:

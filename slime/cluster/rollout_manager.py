@@ -67,6 +67,7 @@ class RolloutManager:
         self._info = RunInfo(run_id=run_.run_id, run_dir=str(run_.run_dir))
         self._parcel: Parcel | None = None
         self._balancer: Balancer | None = None
+        self._released: frozenset[str] = frozenset()  # memory tags that engines hold no more
         servers = [EngineServer(plan) for plan in plan_engines(args, run_, slots)]
         self._fleet = EngineFleet(servers, _watch_policy(args), self._bring_up_to_date)
         self._fleet.launch()
@@ -156,7 +157,8 @@ class RolloutManager:
         path = self._args.custom_rollout_log_function_path
         if path and load_function(path)(rollout_id, self._plugin_args, samples, extra, rollout_time):
             return {}
-        return {**rollout_metrics(self._plugin_args, samples, rollout_time), **extra}
+        version = self._parcel.version if self._parcel is not None else None
+        return {**rollout_metrics(self._plugin_args, samples, rollout_time, current_version=version), **extra}
 
     # ---- evaluation ----------------------------------------------------------------------------------------------
 
@@ -202,7 +204,11 @@ class RolloutManager:
         return (self._fleet.failure if self._fleet.failure in done else future).result()
 
     def receive(self, parcel: Parcel) -> dict[str, float]:
-        """Brings every engine to the parcel's version. One that fails is evicted and comes back by itself."""
+        """Brings every engine to the parcel's version.
+
+        One that fails is evicted; the fleet starts it again and brings it to this parcel before it serves. A cause
+        that persists therefore ends the run as engines that keep dying.
+        """
         started = time.monotonic()
         with self._fleet.frozen() as urls:
             self._parcel = parcel  # whoever joins from now on gets this version
@@ -211,8 +217,6 @@ class RolloutManager:
                 if isinstance(outcome, Exception):
                     self._fleet.evict(url, outcome)
         failures = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
-        if failures and len(failures) == len(urls):
-            raise RuntimeError(f"no engine took weights {parcel.version}: {failures[0]}") from failures[0]
         return {"perf/update_weights_engine_time": time.monotonic() - started, "perf/engines_evicted": len(failures)}
 
     async def _deliver(self, parcel: Parcel, url: str) -> None:
@@ -232,14 +236,18 @@ class RolloutManager:
     def _bring_up_to_date(self, url: str) -> None:
         if self._parcel is not None:
             run(self._deliver(self._parcel, url))
+        if self._released:
+            run(EngineControl(url).release(self._released))
 
     def release(self, tags: frozenset[str]) -> None:
         with self._fleet.frozen() as urls:
             run(_gather([EngineControl(url).release(tags) for url in urls], strict=True))
+            self._released |= tags
 
     def restore(self, tags: frozenset[str]) -> None:
         with self._fleet.frozen() as urls:
             run(_gather([EngineControl(url).restore(tags) for url in urls], strict=True))
+            self._released -= tags
 
     def engine_pids(self) -> tuple[int | None, ...]:
         return self._fleet.pids

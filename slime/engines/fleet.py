@@ -44,6 +44,7 @@ class EngineFleet:
     def __init__(self, servers: list[EngineServer], policy: WatchPolicy, on_join: Callable[[str], None]):
         self._servers, self._policy, self._on_join = servers, policy, on_join
         self._deaths: deque[float] = deque()
+        self._eviction: Exception | None = None  # why we last killed an engine ourselves
         self._membership = threading.Lock()  # held by a push or a memory phase: nobody joins meanwhile
         self._stopping = threading.Event()
         self._last_probe = time.monotonic() + policy.probe_first_wait_s
@@ -81,6 +82,7 @@ class EngineFleet:
         for server in self._servers:
             if server.url == url:
                 logger.error("%s is evicted: %s", server.plan.name, cause)
+                self._eviction = cause
                 server.kill()
 
     def stop(self) -> None:
@@ -111,7 +113,7 @@ class EngineFleet:
             raise EnginesKeepDying(
                 f"engines died {len(self._deaths)} times within {self._policy.restart_window_s:.0f} s "
                 f"(--engine-restart-limit {self._policy.restart_limit}); the last one, {server.plan.name}, {end}"
-            )
+            ) from self._eviction
         logger.warning("%s %s\nrestarting it", server.plan.name, end)
         server.launch()
         try:

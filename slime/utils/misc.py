@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import functools
+import hashlib
 import importlib
 import importlib.util
 import sys
@@ -36,8 +37,8 @@ def _load_file(file: str) -> Any:
     resolved = Path(file).expanduser().resolve()
     if not resolved.is_file():
         raise FileNotFoundError(f"no such plug-in file: {file}")
-    # A name of its own, registered, so that objects defined there can be pickled within the run.
-    name = f"slime_plugin_{resolved.stem}_{abs(hash(str(resolved))):x}"
+    # A name of its own, the same in every process of the run.
+    name = f"slime_plugin_{resolved.stem}_{hashlib.sha256(str(resolved).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, resolved)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tiny_model import make_tiny_model
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parent.parent
 REWARD = '''
 """The share of letters 'a' in the answer: dense, cheap, and different between samples."""
 

@@ -1,0 +1,175 @@
+"""Processes are killed at bad moments: nothing is lost, nothing is counted twice, nothing is left behind."""
+
+import os
+import random
+import signal
+import subprocess
+import time
+
+import psutil
+import pytest
+from loop_helpers import ROOT, command, make_world, run_train, series
+
+from slime.rollout.dumps import load_rollout_dump
+from slime.utils import shm
+
+SLOW_REWARD = '''
+"""A reward that takes a while, so that there is time to kill something."""
+import asyncio
+
+
+async def reward(args, sample, **kwargs):
+    await asyncio.sleep(0.3)
+    return sample.response.count("a") / max(1, sample.response_length) + 0.01 * (sample.index % 7)
+'''
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    folder = make_world(tmp_path_factory.mktemp("faults"))
+    (folder / "slow.py").write_text(SLOW_REWARD)
+    return folder
+
+
+def start(world, run, **changes) -> subprocess.Popen:
+    log = open(world / f"{run}.out", "w")  # noqa: SIM115 - closed with the process
+    return subprocess.Popen(
+        command(world, run, **changes), stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=ROOT
+    )
+
+
+def wait_for(condition, process, seconds=120):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        value = condition()
+        if value:
+            return value
+        assert process.poll() is None, "the run ended early"
+        time.sleep(0.02)
+    raise AssertionError("it never happened")
+
+
+def engine_of(driver: psutil.Process) -> psutil.Process | None:
+    return next((p for p in children(driver) if "slime.engines.embedded" in " ".join(cmdline(p))), None)
+
+
+def children(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def cmdline(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def segments_of(pid: int) -> list[str]:
+    return shm.list_segments(f"slime-{pid}")
+
+
+def all_gone(processes: list[psutil.Process], seconds: float = 10.0) -> bool:
+    _, alive = psutil.wait_procs(processes, timeout=seconds)
+    return not [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def dumped(world, name, rollouts):
+    return [
+        [(s.index, s.group_index, tuple(s.tokens)) for s in load_rollout_dump(f"{world}/{name}/{{rollout_id}}.pt", i)]
+        for i in range(rollouts)
+    ]
+
+
+def test_an_engine_killed_in_mid_run_is_replaced_and_no_sample_is_lost_or_doubled(world):
+    settings = {"custom_rm_path": f"{world}/slow.py:reward", "num_rollout": 4, "rollout_max_response_len": 200}
+    run_train(world, "calm", **settings, save_debug_rollout_data=f"{world}/calm-dump/{{rollout_id}}.pt")
+    process = start(world, "killed", **settings, save_debug_rollout_data=f"{world}/killed-dump/{{rollout_id}}.pt")
+    driver = psutil.Process(process.pid)
+    wait_for(lambda: len(series(world, "killed", "train/loss")) >= 1, process)
+    engine = wait_for(lambda: engine_of(driver), process)
+    time.sleep(0.1)
+    engine.kill()
+    assert process.wait(120) == 0, (world / "killed.out").read_text()[-4000:]
+    assert "restarting it" in (world / "killed.out").read_text()
+    # Sampling seeds depend on the sample alone and the new engine has the same weights: the same tokens come again.
+    assert dumped(world, "killed-dump", 4) == dumped(world, "calm-dump", 4)
+    assert max(series(world, "killed", "rollout/weight_version").values()) == 5
+
+
+def test_an_engine_that_keeps_dying_stops_the_run_with_the_cause(world):
+    process = start(
+        world,
+        "dying",
+        custom_rm_path=f"{world}/slow.py:reward",
+        num_rollout=200,
+        engine_restart_limit=1,
+    )
+    driver = psutil.Process(process.pid)
+    wait_for(lambda: series(world, "dying", "train/loss"), process)
+    for _ in range(2):
+        engine = wait_for(lambda: engine_of(driver), process)
+        wait_for(lambda e=engine: series(world, "dying", "train/loss") and e.is_running(), process)
+        engine.kill()
+        time.sleep(0.5)
+        if process.poll() is not None:
+            break
+    assert process.wait(60) != 0
+    said = (world / "dying.out").read_text()
+    assert "engines died 2 times within 600 s" in said and "killed by signal 9" in said
+    assert segments_of(process.pid) == []
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_the_end_of_the_driver_ends_everything(world, sent):
+    name = f"end-{sent}"
+    process = start(world, name, custom_rm_path=f"{world}/slow.py:reward", num_rollout=1000)
+    driver = psutil.Process(process.pid)
+    wait_for(lambda: series(world, name, "train/loss"), process)
+    family = children(driver)
+    assert len(family) >= 2
+    process.send_signal(sent)
+    assert process.wait(20) != 0
+    assert all_gone(family)
+    assert segments_of(process.pid) == []
+
+
+def resume_after_kills(world, name, points, num_rollout, seed):
+    """Kill the driver at random moments, each time continue with --load; returns when a run ended by itself."""
+    rng = random.Random(seed)
+    settings = {
+        "load_debug_rollout_data": f"{world}/points-dump/{{rollout_id}}.pt",
+        "num_rollout": num_rollout,
+        "global_batch_size": 8,
+        "save": world / f"{name}-ckpt",
+        "load": world / f"{name}-ckpt",
+        "save_interval": 1,
+    }
+    for _ in range(points):
+        process = start(world, name, **settings)
+        time.sleep(rng.uniform(0.0, 16.0))
+        process.kill()
+        process.wait()
+    run_train(world, name, **settings)
+
+
+def check_resumes(world, points, num_rollout, seed):
+    dump = f"{world}/points-dump/{{rollout_id}}.pt"
+    common = {"num_rollout": num_rollout, "global_batch_size": 8}
+    run_train(world, "points-live", **common, save_debug_rollout_data=dump)
+    run_train(world, "points-whole", **common, load_debug_rollout_data=dump)
+    resume_after_kills(world, f"points-{seed}", points, num_rollout, seed)
+    for metric in ("train/loss", "train/grad_norm"):
+        whole, resumed = series(world, "points-whole", metric), series(world, f"points-{seed}", metric)
+        assert resumed == whole, metric  # bit-identical, not only close
+
+
+def test_a_driver_killed_at_random_points_resumes_to_the_same_losses(world):
+    check_resumes(world, points=3, num_rollout=30, seed=0)
+
+
+@pytest.mark.slow
+def test_a_driver_killed_at_twenty_random_points_resumes_to_the_same_losses(world):
+    check_resumes(world, points=20, num_rollout=100, seed=1)
