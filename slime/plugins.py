@@ -158,6 +158,13 @@ PLUGIN_POINTS = (
         when="instead of the advantage estimator",
     ),
     PluginPoint(
+        "custom_pg_loss_reducer_function_path",
+        positional=("total_lengths", "response_lengths", "loss_masks", "calculate_per_token_loss"),
+        style="sync",
+        returns="a callable: flat per-token losses -> their sum",
+        when="for each micro-batch, for the policy-gradient term only",
+    ),
+    PluginPoint(
         "custom_loss_function_path",
         positional=("args", "batch", "logits", "sum_of_sample_mean"),
         style="sync",

@@ -28,6 +28,8 @@ def trainer_args(model: str, **changes) -> SimpleNamespace:
         custom_convert_samples_to_train_data_path=None,
         custom_pg_loss_reducer_function_path=None,
         rollout_data_postprocess_path=None,
+        no_save_optim=False,
+        finetune=False,
         reward_key=None,
         eps_clip=0.2,
         eps_clip_high=None,

@@ -21,6 +21,9 @@ class AlgorithmFlags:
         "grpo", "how rewards become advantages", choices=ADVANTAGE_ESTIMATORS, not_built=UNBUILT_ESTIMATORS
     )
     custom_advantage_function_path: str | None = flag(None, "function that computes advantages", metavar="PATH")
+    custom_pg_loss_reducer_function_path: str | None = flag(
+        None, "function that builds the reducer of the policy-gradient term", metavar="PATH"
+    )
     compute_advantages_and_returns: bool = flag(
         True, "no advantages (SFT, custom losses)", off="--disable-compute-advantages-and-returns"
     )

@@ -16,5 +16,6 @@ class CheckpointFlags:
     finetune: bool = flag(False, "take only the weights of --load and start from rollout 0")
     save: str | None = flag(None, "folder to save checkpoints in", metavar="DIR")
     save_interval: int | None = flag(None, "rollouts between checkpoints", ge=1)
+    no_save_optim: bool = flag(False, "leave the optimizer out of checkpoints; they then load with --finetune only")
     save_hf: str | None = flag(None, "also write a Hugging Face folder: hf/{rollout_id}", metavar="TEMPLATE")
     ref_load: str | None = flag(None, "reference model for the KL; default: --hf-checkpoint", metavar="MODEL")

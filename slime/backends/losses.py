@@ -16,6 +16,7 @@ from slime.algorithms.policy_loss import compute_cispo_loss, compute_policy_loss
 from slime.algorithms.reduce import Reducer, token_weights, weighted_sum
 from slime.algorithms.sft_loss import compute_sft_loss
 from slime.backends.base import Loss, Metrics, MicroBatch, TokenOutputs
+from slime.backends.microbatch import split_by_sample
 from slime.utils.misc import load_function
 from slime.utils.types import RolloutBatch
 
@@ -42,6 +43,15 @@ def _reducer(args: Any, mb: MicroBatch) -> Reducer:
     return lambda values: weighted_sum(values, weights)
 
 
+def _pg_reducer(args: Any, mb: MicroBatch, default: Reducer) -> Reducer:
+    """The reducer of the policy-gradient term alone, which a plug-in may replace."""
+    if not args.custom_pg_loss_reducer_function_path or not mb.positions:
+        return default
+    build = load_function(args.custom_pg_loss_reducer_function_path)
+    masks = split_by_sample(mb.loss_mask, mb)
+    return build(list(mb.documents.lengths), list(mb.response_lengths), masks, args.calculate_per_token_loss)
+
+
 def _policy_terms(args: Any, out: TokenOutputs, mb: MicroBatch, old: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Per-token policy loss, clip indicator and ppo_kl by the estimator's kind of loss."""
     kind = get_estimator(args.advantage_estimator).loss
@@ -63,7 +73,7 @@ def _policy_loss(args: Any) -> Callable[[TokenOutputs, MicroBatch], tuple[Tensor
         # Without recorded old log-probs this is the first and only step on its policy: the ratio is exactly 1.
         old = mb.tokens.get("old_log_probs", out.log_probs.detach())
         per_token, clipped, ppo_kl = _policy_terms(args, out, mb, old)
-        pg_loss = reduce(per_token)
+        pg_loss = _pg_reducer(args, mb, reduce)(per_token)
         entropy = reduce(out.entropy)
         loss = pg_loss
         if args.entropy_coef:

@@ -245,6 +245,26 @@ def test_hooks_see_and_change_the_train_data(model, tmp_path):
     )
 
 
+def test_a_custom_reducer_replaces_the_mean_of_the_policy_term_only(model, tmp_path):
+    file = tmp_path / "reducer.py"
+    file.write_text(
+        "import torch\n"
+        "def constant(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):\n"
+        "    assert [len(m) for m in loss_masks] == response_lengths and len(total_lengths) == len(loss_masks)\n"
+        "    return lambda values: (values * torch.cat(loss_masks)).sum() / 10\n"
+    )
+    args = trainer_args(model, custom_pg_loss_reducer_function_path=f"{file}:constant", micro_batch_size=3)
+    samples = random_samples(2, 4)
+    custom = train(backend_of(args), args, samples)
+    rewards = samples_to_batch(args, samples)["rewards"]
+    expected = -sum(r * sum(s.loss_mask) for r, s in zip(rewards, samples, strict=True)) / 10 / len(samples)
+    assert custom["train/pg_loss"] == pytest.approx(expected, rel=1e-4)
+    plain = trainer_args(model, micro_batch_size=3)
+    assert custom["train/entropy_loss"] == pytest.approx(
+        train(backend_of(plain), plain, samples)["train/entropy_loss"]
+    )
+
+
 def test_resume_is_bit_identical(model, tmp_path):
     args = trainer_args(model, lr_warmup_iters=5)
     first = backend_of(args)
@@ -260,14 +280,15 @@ def test_resume_is_bit_identical(model, tmp_path):
 
 
 def test_a_checkpoint_without_optimizer_loads_weights_only(model, tmp_path):
-    args = trainer_args(model)
+    args = trainer_args(model, no_save_optim=True)
     first = backend_of(args)
     train(first, args, random_samples(2, 4))
-    first.save(tmp_path / "ckpt", with_optimizer=False)
+    first.save(tmp_path / "ckpt")
     second = backend_of(args)
     with pytest.raises(ValueError, match=r"without optimizer state.*--finetune"):
         second.load(tmp_path / "ckpt")
-    second.load(tmp_path / "ckpt", weights_only=True)
+    second = backend_of(trainer_args(model, finetune=True))
+    second.load(tmp_path / "ckpt")
     assert second.step == 0
     torch.testing.assert_close(weights_of(second), weights_of(first), rtol=0, atol=0)
 
@@ -372,3 +393,13 @@ def test_bfloat16_computes_with_fp32_master_weights(model):
     assert {p.dtype for p in backend.model.parameters()} == {torch.float32}
     exact = train(backend_of(trainer_args(model)), trainer_args(model), random_samples(2, 4))
     assert metrics["train/grad_norm"] == pytest.approx(exact["train/grad_norm"], rel=0.05)
+
+
+def test_the_settings_of_these_tests_are_real_flags_with_their_defaults(model):
+    from slime.arguments.groups import all_specs
+
+    specs = all_specs()
+    own = vars(trainer_args(model))
+    assert sorted(own.keys() - specs.keys()) == []
+    differ = {name for name, value in own.items() if specs[name].default != value}
+    assert differ == {"hf_checkpoint", "dtype", "lr", "adam_beta2"}

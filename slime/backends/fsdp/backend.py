@@ -206,13 +206,15 @@ class FSDPBackend:
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
-    def save(self, path: str | Path, *, with_optimizer: bool = True) -> dict[str, Any]:
-        """Write weights, optimizer, schedule position and random state into the folder `path`; returns its manifest."""
-        return checkpoint.save(self, Path(path), with_optimizer=with_optimizer)
+    def save(self, path: str | Path) -> dict[str, Any]:
+        """Write weights, optimizer (unless --no-save-optim), schedule position and random state into the folder `path`.
 
-    def load(self, path: str | Path, *, weights_only: bool = False) -> dict[str, Any]:
-        """Read a folder written by `save`, also by another number of ranks. `weights_only` starts a new schedule."""
-        return checkpoint.load(self, Path(path), weights_only=weights_only)
+        Returns the manifest that stands beside them."""
+        return checkpoint.save(self, Path(path), with_optimizer=not self.args.no_save_optim)
+
+    def load(self, path: str | Path) -> dict[str, Any]:
+        """Read a folder written by `save`, also by another number of ranks; with --finetune only its weights."""
+        return checkpoint.load(self, Path(path), weights_only=self.args.finetune)
 
     def move(self, *, params: str | torch.device | None = None, optimizer: str | torch.device | None = None) -> None:
         """Put parameters and optimizer state on a device; None leaves them where they are. Nothing to do on CPU."""
