@@ -1,4 +1,4 @@
-"""Turns raw rewards into group-relative ones: minus the group mean, optionally over the group's standard deviation.
+"""Turns raw rewards into what advantages start from: components joined, length shaped, compared within the group.
 
 A group is every sample with the same group index, whatever its size. One rollout may have fanned out into several
 samples (they share a rollout id); such siblings count once in the statistics, as the mean of their rewards.
@@ -6,22 +6,130 @@ samples (they share a rollout id); such siblings count once in the statistics, a
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 STD_EPSILON = 1e-6
 
 
-def group_statistics(rewards: Sequence[float], rollout_ids: Sequence[int]) -> tuple[float, float, int]:
-    """Mean, unbiased standard deviation (0 for one rollout) and number of rollouts of one group."""
-    by_rollout: dict[int, list[float]] = defaultdict(list)
-    for reward, rollout_id in zip(rewards, rollout_ids, strict=True):
-        by_rollout[rollout_id].append(reward)
-    values = [math.fsum(siblings) / len(siblings) for siblings in by_rollout.values()]
-    mean = math.fsum(values) / len(values)
-    if len(values) == 1:
-        return mean, 0.0, 1
-    variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
-    return mean, math.sqrt(variance), len(values)
+@dataclass(frozen=True)
+class GroupRollouts:
+    """The n rollouts of one group.
+
+    Example: a rollout that fanned out into samples of rewards 1 and 0 with 3 and 4 trained tokens is one entry:
+    reward 0.5, length 7.
+    """
+
+    rewards: list[float]  # [n] mean over siblings
+    lengths: list[float]  # [n] trained tokens, summed over siblings
+    greedy_reward: float | None = None  # of the same prompt, decoded greedily; None: not measured
+
+    @property
+    def mean(self) -> float:
+        return math.fsum(self.rewards) / len(self.rewards)
+
+    @property
+    def std(self) -> float:
+        """Unbiased; 0 for one rollout."""
+        if len(self.rewards) == 1:
+            return 0.0
+        mean = self.mean
+        return math.sqrt(math.fsum((reward - mean) ** 2 for reward in self.rewards) / (len(self.rewards) - 1))
+
+
+# Per rollout of a group: what is subtracted from its reward and what the difference is divided by.
+Baselines = list[tuple[float, float]]
+
+
+def mean_baseline(group: GroupRollouts) -> Baselines:
+    """The group's mean."""
+    return [(group.mean, 1.0)] * len(group.rewards)
+
+
+def mean_std_baseline(group: GroupRollouts) -> Baselines:
+    """The group's mean, in units of its standard deviation."""
+    return [(group.mean, group.std + STD_EPSILON)] * len(group.rewards)
+
+
+def leave_one_out_baseline(group: GroupRollouts) -> Baselines:
+    """The mean of the other rollouts: independent of the rollout it judges, hence unbiased."""
+    total, others = math.fsum(group.rewards), len(group.rewards) - 1
+    return [((total - reward) / others if others else reward, 1.0) for reward in group.rewards]
+
+
+def length_weighted_baseline(group: GroupRollouts) -> Baselines:
+    """The optimal baseline where the squared gradient of a response grows with its length: the length-weighted mean."""
+    weight = math.fsum(group.lengths)
+    if weight == 0:
+        return mean_baseline(group)
+    weighted = math.fsum(reward * length for reward, length in zip(group.rewards, group.lengths, strict=True))
+    return [(weighted / weight, 1.0)] * len(group.rewards)
+
+
+def success_rate_baseline(group: GroupRollouts) -> Baselines:
+    """The group's mean, in units of that mean: the gradient of the log of the success rate. 0 where nothing succeeded."""
+    if min(group.rewards) < 0:
+        raise ValueError(
+            f"a reward of {min(group.rewards)}: --advantage-estimator maxrl divides by the mean reward, so rewards must be at "
+            "least 0; shift them, or choose another estimator."
+        )
+    return [(group.mean, group.mean or 1.0)] * len(group.rewards)
+
+
+def greedy_baseline(group: GroupRollouts) -> Baselines:
+    """The reward of the greedy answer to the same prompt."""
+    if group.greedy_reward is None:
+        raise ValueError(
+            "--advantage-estimator remax compares with the greedy answer, but the samples carry no metadata['greedy_reward']: "
+            "use the default rollout function, which measures it, or set it in your own."
+        )
+    return [(group.greedy_reward, 1.0)] * len(group.rewards)
+
+
+BASELINES: dict[str, Callable[[GroupRollouts], Baselines]] = {
+    "mean": mean_baseline,
+    "mean_std": mean_std_baseline,
+    "leave_one_out": leave_one_out_baseline,
+    "length_weighted": length_weighted_baseline,
+    "success_rate": success_rate_baseline,
+    "greedy": greedy_baseline,
+}
+
+
+def subtract_baselines(
+    rewards: Sequence[float],
+    group_index: Sequence[int],
+    rollout_ids: Sequence[int],
+    *,
+    baseline: str,
+    lengths: Sequence[float] | None = None,
+    greedy_rewards: Sequence[float | None] | None = None,
+) -> list[float]:
+    """(reward - baseline) / scale of each sample, by a row of BASELINES over the sample's group.
+
+    A group of one rollout has nothing to be compared with, except the greedy answer: otherwise its samples get 0.
+    """
+    compute = BASELINES[baseline]
+    lengths = [0.0] * len(rewards) if lengths is None else lengths
+    members: dict[int, list[int]] = defaultdict(list)
+    for position, group in enumerate(group_index):
+        members[group].append(position)
+    result = [0.0] * len(rewards)
+    for positions in members.values():
+        siblings: dict[int, list[int]] = defaultdict(list)
+        for p in positions:
+            siblings[rollout_ids[p]].append(p)
+        if len(siblings) == 1 and baseline != "greedy":
+            continue
+        group = GroupRollouts(
+            rewards=[math.fsum(rewards[p] for p in own) / len(own) for own in siblings.values()],
+            lengths=[math.fsum(lengths[p] for p in own) for own in siblings.values()],
+            greedy_reward=None if greedy_rewards is None else greedy_rewards[positions[0]],
+        )
+        for own, (shift, scale) in zip(siblings.values(), compute(group), strict=True):
+            for p in own:
+                result[p] = (rewards[p] - shift) / scale
+    return result
 
 
 def normalize_group_rewards(
@@ -31,21 +139,22 @@ def normalize_group_rewards(
     *,
     divide_by_std: bool,
 ) -> list[float]:
-    """Centre each reward on its group's mean and, with `divide_by_std`, scale by the group's std + 1e-6.
+    """Centre each reward on its group's mean and, with `divide_by_std`, scale by the group's std + 1e-6."""
+    baseline = "mean_std" if divide_by_std else "mean"
+    return subtract_baselines(rewards, group_index, rollout_ids, baseline=baseline)
 
-    A group that holds one rollout has nothing to be compared with: its samples get 0.
-    """
-    members: dict[int, list[int]] = defaultdict(list)
-    for position, group in enumerate(group_index):
-        members[group].append(position)
-    normalized = [0.0] * len(rewards)
-    for positions in members.values():
-        mean, std, num_rollouts = group_statistics(
-            [rewards[p] for p in positions], [rollout_ids[p] for p in positions]
+
+def combine_rewards(components: Mapping[str, float], weights: Mapping[str, float]) -> float:
+    """Weighted sum of the named components; components without a weight only inform."""
+    missing = [name for name in weights if name not in components]
+    if missing:
+        raise ValueError(
+            f"the reward has no component {missing[0]!r} of --reward-weights; it has {sorted(map(str, components))}."
         )
-        if num_rollouts == 1:
-            continue
-        scale = std + STD_EPSILON if divide_by_std else 1.0
-        for p in positions:
-            normalized[p] = (rewards[p] - mean) / scale
-    return normalized
+    return math.fsum(weight * components[name] for name, weight in weights.items())
+
+
+def overlong_penalty(length: int, max_length: int, buffer_length: int, factor: float) -> float:
+    """0 up to `max_length - buffer_length` tokens, then falling linearly to -factor at `max_length` (DAPO)."""
+    excess = length - (max_length - buffer_length)
+    return -factor * min(max(excess, 0), buffer_length) / buffer_length

@@ -178,8 +178,14 @@ def _sum_of_rollout_means(values: Sequence[Tensor], masks: Sequence[Tensor], mas
 
 
 def _perf_metrics(backend: TrainBackend, batch: RolloutBatch, seconds: dict[str, float]) -> dict[str, float]:
+    """Seconds by phase, and the trainer's rates; a training pass counts as three forward passes."""
     metrics = {f"perf/{name}_time": value for name, value in seconds.items()}
-    tokens = torch.tensor([sum(len(t) for t in batch["tokens"])], dtype=torch.float64)
-    total = float(backend.sum_over_ranks(tokens))
-    metrics["perf/actor_train_tok_per_s"] = total / max(seconds["actor_train"], 1e-9)
+    lengths = [len(tokens) for tokens in batch["tokens"]]
+    work = torch.tensor([sum(lengths), backend.forward_flops(lengths)], dtype=torch.float64)
+    tokens, flops = backend.sum_over_ranks(work).tolist()
+    metrics["perf/actor_train_tok_per_s"] = tokens / max(seconds["actor_train"], 1e-9)
+    for name, passes in (("log_probs", 1), ("ref_log_probs", 1), ("actor_train", 3)):
+        if name in seconds:
+            per_rank = passes * flops / backend.layout.dp_size
+            metrics[f"perf/{name}_tflops"] = per_rank / max(seconds[name], 1e-9) / 1e12
     return metrics

@@ -48,7 +48,7 @@ def post_process_rewards(args: Any, samples: Sequence[Sample], rollout_ids: Sequ
     if args.custom_reward_post_process_path:
         raw, rewards = load_function(args.custom_reward_post_process_path)(args, samples)
         return list(raw), [float(reward) for reward in rewards]
-    raw = [check_reward(sample, sample.get_reward_value(args)) for sample in samples]
+    raw = [_raw_reward(args, sample) for sample in samples]
     if args.loss_type != "policy_loss":
         return raw, list(raw)
     estimator = get_estimator(args.advantage_estimator)
@@ -67,6 +67,16 @@ def post_process_rewards(args: Any, samples: Sequence[Sample], rollout_ids: Sequ
         divide_by_std=estimator.scale_rewards and args.grpo_std_normalization,
     )
     return raw, rewards
+
+
+def _raw_reward(args: Any, sample: Sample) -> float:
+    if sample.reward is None and sample.reward_failure is None and args.loss_type == "sft_loss":
+        return 0.0  # supervised data is not scored
+    if isinstance(sample.reward, dict) and args.reward_key and args.reward_key not in sample.reward:
+        raise ValueError(
+            f"--reward-key {args.reward_key}: the reward of sample {sample.index} has only {', '.join(sample.reward)}."
+        )
+    return check_reward(sample, None if sample.reward is None else sample.get_reward_value(args))
 
 
 def mask_sums_by_rollout(loss_masks: Sequence[torch.Tensor], rollout_ids: Sequence[int]) -> list[float]:

@@ -20,20 +20,20 @@ class ModelShape:
     @classmethod
     def from_hf_config(cls, config: Any) -> "ModelShape":
         """Reads a transformers config; fields that a family lacks fall back to what that family implies."""
-        values = config.get_text_config().to_dict()
-        heads = values["num_attention_heads"]
-        ffn = values.get("intermediate_size") or 4 * values["hidden_size"]
-        if values.get("num_experts_per_tok") and values.get("moe_intermediate_size"):
-            ffn = values["moe_intermediate_size"] * values["num_experts_per_tok"]
-            ffn += values.get("shared_expert_intermediate_size") or 0
+        text = config.get_text_config()
+        heads, hidden = text.num_attention_heads, text.hidden_size
+        ffn = getattr(text, "intermediate_size", None) or 4 * hidden
+        experts, expert_size = (getattr(text, name, None) for name in ("num_experts_per_tok", "moe_intermediate_size"))
+        if experts and expert_size:
+            ffn = expert_size * experts + (getattr(text, "shared_expert_intermediate_size", None) or 0)
         return cls(
-            num_layers=values["num_hidden_layers"],
-            hidden_size=values["hidden_size"],
+            num_layers=text.num_hidden_layers,
+            hidden_size=hidden,
             num_heads=heads,
-            num_kv_heads=values.get("num_key_value_heads") or heads,
-            head_dim=values.get("head_dim") or values["hidden_size"] // heads,
+            num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+            head_dim=getattr(text, "head_dim", None) or hidden // heads,
             ffn_size=ffn,
-            vocab_size=values["vocab_size"],
+            vocab_size=text.vocab_size,
         )
 
 

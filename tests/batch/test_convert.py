@@ -66,6 +66,18 @@ def test_rewards_pass_through_for_sft_and_without_normalisation():
     assert samples_to_batch(args(rewards_normalization=False), samples)["rewards"] == [1.0, 0.0]
 
 
+def test_supervised_samples_need_no_reward():
+    assert samples_to_batch(args(loss_type="sft_loss"), [sample(None)])["rewards"] == [0.0]
+
+
+def test_the_reward_key_chooses_and_a_missing_one_is_named():
+    assert samples_to_batch(args(reward_key="acc"), [sample({"acc": 1.0})])["raw_reward"] == [1.0]
+    with pytest.raises(ValueError, match="--reward-key nope: the reward of sample 0 has only acc"):
+        samples_to_batch(args(reward_key="nope"), [sample({"acc": 1.0})])
+    with pytest.raises(ValueError, match=r"reward of sample 0 .* None"):
+        samples_to_batch(args(reward_key="acc"), [sample(None)])
+
+
 def test_metadata_and_shown_rewards_travel():
     samples = [sample(1.0, train_metadata={"a": 1}, metadata={"raw_reward": 7.0}), sample(0.0)]
     batch = samples_to_batch(args(), samples)

@@ -28,6 +28,7 @@ from slime.backends.fsdp.model import PackedCausalLM, load_pretrained, local, sh
 from slime.backends.microbatch import split_by_sample
 from slime.backends.optimizer import build_optimizer, learning_rate
 from slime.backends.weight_copies import LIVE, WeightCopies
+from slime.batch.flops import ModelShape, total_forward_flops
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ class FSDPBackend:
         self.decay_steps = args.lr_decay_iters or total_steps
         self.step = 0  # optimizer steps taken
         self.model = PackedCausalLM(load_pretrained(args.hf_checkpoint))
+        self.shape = ModelShape.from_hf_config(self.model.lm.config)
         shard(self.model, init_device_mesh(device.type, (world_size,)), self.compute_dtype)
         self.model.to(device)
         self.model.eval()
@@ -164,6 +166,10 @@ class FSDPBackend:
             values = values.to(self.device)
             dist.all_reduce(values)
         return values
+
+    def forward_flops(self, lengths: list[int]) -> float:
+        """Operations of one forward pass over documents of these lengths."""
+        return total_forward_flops(self.shape, lengths)
 
     # -- weights -----------------------------------------------------------------------------------------------------
 

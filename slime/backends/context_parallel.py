@@ -1,0 +1,141 @@
+"""Context parallelism by zigzag: each document is cut into 2 x size chunks, and rank r holds chunks r and 2 x size - 1 - r.
+
+Under a causal mask late chunks cost more than early ones; one of each kind balances the ranks. Queries stay where they
+are, keys and values are gathered.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from slime.backends.attention import PackedDocuments
+
+
+def chunk_multiple(size: int) -> int:
+    """Document lengths must be a multiple of this."""
+    return 2 * size if size > 1 else 1
+
+
+def zigzag_positions(lengths: tuple[int, ...], size: int, rank: int) -> Tensor:
+    """Stream positions that `rank` holds, document by document, in its order.
+
+    Example: lengths (8,), size 2: rank 0 holds 0, 1, 6, 7 and rank 1 holds 2, 3, 4, 5.
+    """
+    positions, start = [], 0
+    for length in lengths:
+        assert length % chunk_multiple(size) == 0, f"document of {length} tokens is not cut evenly over {size} ranks"
+        if size == 1:
+            positions.append(torch.arange(start, start + length))
+        else:
+            chunk = length // (2 * size)
+            for index in (rank, 2 * size - 1 - rank):
+                positions.append(torch.arange(start + index * chunk, start + (index + 1) * chunk))
+        start += length
+    return torch.cat(positions)
+
+
+@dataclass(frozen=True, slots=True)
+class ZigzagPlan:
+    """Where this rank's tokens stand in the stream, and how gathered keys come back into stream order."""
+
+    documents: PackedDocuments  # of the whole stream
+    size: int
+    rank: int
+    local: Tensor  # [T / size] stream positions of this rank's tokens
+    order: Tensor  # [T] for each stream position, its row among the ranks' tokens put behind each other
+
+    @classmethod
+    def build(cls, documents: PackedDocuments, size: int, rank: int) -> "ZigzagPlan":
+        parts = [zigzag_positions(documents.lengths, size, r) for r in range(size)]
+        gathered = torch.cat(parts)
+        order = torch.empty_like(gathered)
+        order[gathered] = torch.arange(len(gathered))
+        device = documents.cu_seqlens.device
+        return cls(documents, size, rank, parts[rank].to(device), order.to(device))
+
+
+class _GatherRows(torch.autograd.Function):
+    """All ranks' rows behind each other; the gradient of each rank's rows is summed over the ranks that used them."""
+
+    @staticmethod
+    def forward(ctx, local: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group, ctx.rows = group, local.shape[0]
+        parts = [torch.empty_like(local) for _ in range(group.size())]
+        dist.all_gather(parts, local.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.contiguous()
+        # gloo has no reduce-scatter of every dtype; the sum is cut instead.
+        dist.all_reduce(grad, group=ctx.group)
+        start = ctx.group.rank() * ctx.rows
+        return grad[start : start + ctx.rows].contiguous(), None
+
+
+class _PlaceTokens(torch.autograd.Function):
+    """Each rank's values at its places of one vector that all ranks then hold.
+
+    All ranks compute the same loss from it, so the gradient of a rank's own values is its part of the gradient, not a sum.
+    """
+
+    @staticmethod
+    def forward(ctx, values: Tensor, places: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.save_for_backward(places)
+        whole = torch.zeros(count, dtype=values.dtype, device=values.device)
+        whole[places] = values
+        dist.all_reduce(whole, group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (places,) = ctx.saved_tensors
+        return grad[places], None, None, None
+
+
+def place_tokens(values: Tensor, places: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:
+    """[R] values of all ranks from this rank's values at `places`; each place belongs to exactly one rank."""
+    return _PlaceTokens.apply(values, places, count, group)
+
+
+def zigzag_attention(
+    query: Tensor, key: Tensor, value: Tensor, plan: ZigzagPlan, group: dist.ProcessGroup, *, scale: float | None = None
+) -> Tensor:
+    """Causal attention within documents of which this rank holds two chunks each.
+
+    query [T / size, H, D], key and value [T / size, G, D] in the rank's order -> [T / size, H, D].
+    """
+    pair = torch.cat((key, value), dim=-1) if key.shape == value.shape else None
+    if pair is not None:
+        gathered = _GatherRows.apply(pair, group).index_select(0, plan.order)
+        key, value = gathered.split(key.shape[-1], dim=-1)
+    else:
+        key = _GatherRows.apply(key, group).index_select(0, plan.order)
+        value = _GatherRows.apply(value, group).index_select(0, plan.order)
+    results, row, start = [], 0, 0
+    for length in plan.documents.lengths:
+        chunk = length // (2 * plan.size)
+        for index in (plan.rank, 2 * plan.size - 1 - plan.rank):
+            seen = (index + 1) * chunk
+            results.append(
+                _chunk_attention(
+                    query[row : row + chunk], key[start : start + seen], value[start : start + seen], scale
+                )
+            )
+            row += chunk
+        start += length
+    return torch.cat(results)
+
+
+def _chunk_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    """The last tokens of a prefix attend to all of it: query [C, H, D], key and value [S, G, D] with S >= C."""
+    queries, seen = query.shape[0], key.shape[0]
+    repeat = query.shape[1] // key.shape[1]
+    if repeat > 1:
+        key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
+    mask = torch.ones(queries, seen, dtype=torch.bool, device=query.device).tril(seen - queries)
+    parts = (x.transpose(0, 1)[None] for x in (query, key, value))
+    return F.scaled_dot_product_attention(*parts, attn_mask=mask, scale=scale)[0].transpose(0, 1)

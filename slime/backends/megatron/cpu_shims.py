@@ -1,0 +1,130 @@
+"""Lets megatron-core run on a machine without CUDA: it names CUDA devices literally, these patches answer with the CPU.
+
+Imported and installed only in a trainer process on CPU. Each patch says which habit of megatron-core 0.16.1 it serves.
+Not covered: streams and events do nothing, so overlap of copies and computation is not exercised here.
+"""
+
+import contextlib
+import functools
+import sys
+from typing import Any
+
+import torch
+
+CPU = torch.device("cpu")
+_FACTORIES = (
+    "tensor zeros ones empty full arange rand randn empty_like zeros_like ones_like full_like as_tensor".split()  # noqa: SIM905
+)
+_installed = False
+
+
+class _Stream:
+    """Work on a CPU is already in order."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def wait_stream(self, *args: Any) -> None: ...
+
+    def wait_event(self, *args: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self, *args: Any) -> "_Event":
+        return _Event()
+
+
+class _Event:
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def record(self, *args: Any) -> None: ...
+
+    def wait(self, *args: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: "_Event") -> float:
+        return 0.0
+
+
+def install() -> None:
+    """Patch this process once. Refused where CUDA works: there nothing must be redirected."""
+    global _installed
+    assert not torch.cuda.is_available(), "the CPU shims are for machines without CUDA"
+    if _installed:
+        return
+    _installed = True
+    _patch_device_queries()
+    _patch_factories()
+    _patch_tensor_methods()
+    _patch_random_states()
+    _patch_moe()
+
+
+def _patch_device_queries() -> None:
+    stream = _Stream()
+    torch.cuda.current_device = lambda: CPU
+    torch.cuda.synchronize = lambda *args: None
+    torch.cuda.empty_cache = lambda: None
+    torch.cuda.current_stream = lambda *args: stream
+    torch.cuda.default_stream = lambda *args: stream
+    torch.cuda.stream = lambda s: contextlib.nullcontext()
+    torch.cuda.Stream, torch.cuda.Event = _Stream, _Event
+
+
+def _patch_factories() -> None:
+    """`torch.zeros(..., device="cuda")` in schedules, gradient clipping and the optimizer; pinned memory in RoPE."""
+    for name in _FACTORIES:
+        original = getattr(torch, name)
+
+        @functools.wraps(original)
+        def on_cpu(*args: Any, _original: Any = original, **kwargs: Any) -> Any:
+            device = kwargs.get("device")
+            if device is not None and str(device).startswith("cuda"):
+                kwargs["device"] = CPU
+            kwargs.pop("pin_memory", None)
+            return _original(*args, **kwargs)
+
+        setattr(torch, name, on_cpu)
+
+
+def _patch_tensor_methods() -> None:
+    """`.cuda()`, and the optimizers' comparison of `.type()` with the name of a CUDA type."""
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    torch.nn.Module.cuda = lambda self, *args, **kwargs: self
+    original = torch.Tensor.type
+
+    def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        asked_by = sys._getframe(1).f_globals.get("__name__", "")
+        if isinstance(result, str) and not args and not kwargs and asked_by.startswith("megatron."):
+            return result.replace("torch.", "torch.cuda.", 1)
+        return result
+
+    torch.Tensor.type = type_name
+
+
+def _patch_random_states() -> None:
+    from megatron.core.tensor_parallel import random as tensor_parallel_random  # after the device queries are patched
+
+    torch.cuda.manual_seed = torch.manual_seed
+    torch.cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    torch.cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    tensor_parallel_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    tensor_parallel_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+
+
+def _patch_moe() -> None:
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher  # after the device queries are patched
+
+    # Without TransformerEngine the router names a function that was never imported.
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+    # All-to-all split sizes become numpy only when they come from a GPU.
+    def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    token_dispatcher.maybe_move_tensor_to_cpu = to_host

@@ -1,0 +1,135 @@
+"""Log-probs and entropy where each tensor-parallel rank holds a slice of the vocabulary, a chunk of tokens at a time.
+
+The same mathematics as `slime.algorithms.logprobs`: full logits never exist, the backward pass computes each chunk's
+logits again from the saved log-sum-exp. Per chunk three numbers per token cross the ranks, and never a logit.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slime.algorithms.logprobs import MAX_CHUNK_ELEMENTS, chunked_log_probs
+
+
+def _logits(hidden: Tensor, weight: Tensor, temperature: float, real: int) -> Tensor:
+    """This rank's slice of the logits; columns that only pad the vocabulary count as impossible."""
+    logits = (hidden @ weight.T).float().div_(temperature)
+    if real < weight.shape[0]:
+        logits[:, real:] = float("-inf")
+    return logits
+
+
+class _VocabParallelLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, temperature, rows, with_entropy, first, real, group):
+        count = hidden.shape[0]
+        log_probs = torch.empty(count, dtype=torch.float32, device=hidden.device)
+        log_sums = torch.empty_like(log_probs)
+        entropy = torch.empty_like(log_probs) if with_entropy else None
+        for start in range(0, count, rows):
+            part = slice(start, start + rows)
+            logits = _logits(hidden[part], weight, temperature, real)
+            top = logits.max(dim=-1).values if real else logits.new_full((logits.shape[0],), float("-inf"))
+            dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+            own = targets[part] - first
+            mine = (own >= 0) & (own < real)
+            shifted = logits.sub_(top[:, None])
+            exps = shifted.exp()
+            sums = [exps.sum(-1), _chosen(shifted, own, mine)]
+            if with_entropy:
+                sums.append((exps * shifted[:, :].masked_fill(exps == 0, 0.0)).sum(-1))
+            total = torch.stack(sums)
+            dist.all_reduce(total, group=group)
+            log_total = total[0].log()
+            log_sums[part] = top + log_total
+            log_probs[part] = total[1] - log_total
+            if with_entropy:
+                entropy[part] = log_total - total[2] / total[0]
+        ctx.save_for_backward(hidden, weight, targets, log_sums, entropy)
+        ctx.settings = temperature, rows, first, real
+        ctx.set_materialize_grads(False)
+        return log_probs, entropy
+
+    @staticmethod
+    def backward(ctx, grad_log_probs, grad_entropy):
+        hidden, weight, targets, log_sums, entropy = ctx.saved_tensors
+        temperature, rows, first, real = ctx.settings
+        if grad_log_probs is None and grad_entropy is None:
+            return (None,) * 9
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        for start in range(0, hidden.shape[0], rows):
+            part = slice(start, start + rows)
+            log_dist = _logits(hidden[part], weight, temperature, real).sub_(log_sums[part, None])
+            probs = log_dist.exp()
+            # d log p(target) / d logits = onehot - p;  d H / d logits = -p (log p + H)
+            grad = torch.zeros_like(probs)
+            if grad_entropy is not None:
+                surprise = log_dist.masked_fill(probs == 0, 0.0).add_(entropy[part, None])
+                grad.addcmul_(surprise.mul_(probs), grad_entropy[part, None], value=-1)
+            if grad_log_probs is not None:
+                grad.addcmul_(probs, grad_log_probs[part, None], value=-1)
+                own = targets[part] - first
+                mine = (own >= 0) & (own < real)
+                grad.scatter_add_(1, own.clamp(0, weight.shape[0] - 1)[:, None], (grad_log_probs[part] * mine)[:, None])
+            grad = grad.div_(temperature).to(hidden.dtype)
+            grad_hidden[part] = grad @ weight
+            grad_weight += grad.T @ hidden[part]
+        return grad_hidden, grad_weight.to(weight.dtype), *(None,) * 7
+
+
+def _chosen(logits: Tensor, own: Tensor, mine: Tensor) -> Tensor:
+    """The logit of each token's target where this rank holds it, else 0."""
+    picked = logits.gather(1, own.clamp(0, logits.shape[1] - 1)[:, None]).squeeze(1)
+    return picked.masked_fill(~mine, 0.0)
+
+
+def vocab_parallel_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    group: dist.ProcessGroup,
+    vocab_size: int,
+    temperature: float = 1.0,
+    chunk_size: int = -1,
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs [T] and entropies [T], the same on all ranks of `group`; `weight` [V / size, H] is this rank's slice.
+
+    The gradient of `hidden` is this rank's part: the caller sums it over the ranks. Rows at or above `vocab_size` pad.
+    """
+    if group.size() == 1 and weight.shape[0] == vocab_size:
+        return chunked_log_probs(
+            hidden, weight, targets, temperature=temperature, chunk_size=chunk_size, with_entropy=with_entropy
+        )
+    if hidden.shape[0] == 0:
+        zero = hidden.sum(-1).float() + 0.0 * weight[0, 0]
+        return zero, zero if with_entropy else None
+    first = group.rank() * weight.shape[0]
+    real = min(max(vocab_size - first, 0), weight.shape[0])
+    rows = chunk_size if chunk_size > 0 else max(1, min(hidden.shape[0], MAX_CHUNK_ELEMENTS // weight.shape[0]))
+    return _VocabParallelLogProbs.apply(
+        hidden, weight, targets, float(temperature), rows, with_entropy, first, real, group
+    )
+
+
+class _GatherVocab(torch.autograd.Function):
+    """Slices of the logits -> whole logits on every rank; each rank's gradient is its own slice."""
+
+    @staticmethod
+    def forward(ctx, local: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.start, ctx.size = group.rank() * local.shape[-1], local.shape[-1]
+        parts = [torch.empty_like(local) for _ in range(group.size())]
+        dist.all_gather(parts, local.contiguous(), group=group)
+        return torch.cat(parts, dim=-1)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad[..., ctx.start : ctx.start + ctx.size].contiguous(), None
+
+
+def gather_vocab(local: Tensor, group: dist.ProcessGroup, vocab_size: int) -> Tensor:
+    """Whole logits [T, V] from slices [T, V / size]."""
+    whole = _GatherVocab.apply(local, group) if group.size() > 1 else local
+    return whole[..., :vocab_size]
