@@ -467,11 +467,11 @@ def test_the_version_can_be_renamed_without_weights(engine):
 
 def test_release_frees_the_kv_pool_and_generation_after_resume_is_identical(engine):
     before = engine.generate(PROMPT, sampling_seed=2, max_new_tokens=40, ignore_eos=True)
-    pool, rss = engine.counter("kv_pool_bytes"), engine.rss()
+    pool, held = engine.counter("kv_pool_bytes"), engine.counter("memory_bytes")
     assert pool > 30 << 20
     run(engine.control.release())
     assert engine.counter("kv_pool_bytes") == 0
-    assert rss - engine.rss() > 0.9 * pool
+    assert held - engine.counter("memory_bytes") > 0.9 * pool
     with pytest.raises(HttpError, match="released") as error:
         engine.generate(PROMPT, max_new_tokens=1)
     assert error.value.status == 503
@@ -498,6 +498,19 @@ def test_health_probes_answer_also_while_paused(engine):
     assert run(engine.control.healthy())
     run(engine.control.pause("in_place"))
     assert run(engine.control.healthy())
+
+
+def test_a_busy_engine_answers_health_probes_before_its_queue_is_empty(engine):
+    async def probe():
+        tasks = [asyncio.create_task(engine.agenerate(PROMPT, max_new_tokens=450, ignore_eos=True)) for _ in range(20)]
+        await engine.running(tokens=20)
+        healthy = await engine.control.healthy()
+        unfinished = sum(not task.done() for task in tasks)
+        await engine.control.abort()
+        await asyncio.gather(*tasks)
+        return healthy, unfinished
+
+    assert run(probe()) == (True, 20)
 
 
 def test_server_info_says_what_the_engine_can_do(engine):

@@ -177,4 +177,5 @@ class Engine:
             "kv_blocks_free": self.allocator.num_free,
             "kv_blocks_cached": self.allocator.num_cached,
             "kv_pool_bytes": pool.nbytes if pool is not None else 0,
+            "memory_bytes": self.runner.memory_bytes,
         }

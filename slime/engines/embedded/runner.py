@@ -1,5 +1,6 @@
 """Holds the model and its KV pool on one device and runs forward passes; can give their memory back and take it again."""
 
+import psutil
 import torch
 
 from slime.engines.embedded import attention
@@ -96,6 +97,13 @@ class ModelRunner:
             pool=self.pool,
         )
         return out.logits[0]
+
+    @property
+    def memory_bytes(self) -> int:
+        """What this process holds of the memory the model lives in: the GPU's, or the host's."""
+        if self.device.type == "cuda":
+            return torch.cuda.memory_reserved(self.device)
+        return psutil.Process().memory_info().rss
 
     # -- memory ---------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,6 @@ class Sequence:
     output: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     finish: dict[str, Any] | None = None  # SGLang's finish_reason; None while it runs
-    error: str | None = None  # set instead of finish when the engine cannot serve it
     versions: list[tuple[str, int]] = field(default_factory=list)  # (weight version, first output token)
     cached_tokens: int = 0
     num_retractions: int = 0
@@ -45,7 +44,7 @@ class Sequence:
 
     @property
     def done(self) -> bool:
-        return self.finish is not None or self.error is not None
+        return self.finish is not None
 
     def enter_version(self, version: str) -> None:
         """Tokens from here on are drawn from weights `version`."""

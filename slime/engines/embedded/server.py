@@ -135,9 +135,18 @@ class Server:
         return web.Response(status=200 if self.loop.alive else 503)
 
     async def health_generate(self, request: web.Request) -> web.Response:
-        """One token through the whole engine; a paused one only has to answer between steps."""
+        """One token through the whole engine.
+
+        A busy engine shows it by its next forward pass, without queueing behind thousands of requests; one that may
+        not generate now (paused, released, without weights) only has to answer between steps.
+        """
         if self.engine.paused or self.engine.released or self.engine.awaiting_weights:
             await self.loop.call(lambda: None)
+            return web.Response()
+        if self.engine.can_step:
+            passes = self.engine.runner.num_forward_passes
+            while self.engine.can_step and self.engine.runner.num_forward_passes == passes:
+                await asyncio.sleep(0.01)
             return web.Response()
         probe, _ = self.reader.read(
             {"input_ids": [0], "rid": f"health-{time.monotonic_ns()}", "sampling_params": {"max_new_tokens": 1}}
