@@ -20,7 +20,7 @@ from typing import Any
 
 from slime.cluster.runtime import CONTROL, WORK, Handle, WorkerDied, WorkerSpec
 from slime.cluster.worker import encode_call
-from slime.utils import shm, waits
+from slime.utils import shm, tensor_pickle, waits
 from slime.utils.processes import stop_process
 
 _LOG_TAIL_LINES = 20
@@ -188,7 +188,7 @@ class LocalRuntime:
         return handle
 
     def put(self, value: Any) -> SegmentRef:
-        data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+        data = tensor_pickle.dumps(value)
         segment = shm.create_segment(len(data), self._shm_prefix)
         segment.buffer.numpy()[:] = memoryview(data)
         return SegmentRef(segment.name)

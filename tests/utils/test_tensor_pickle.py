@@ -1,0 +1,33 @@
+"""Tensors come back from a pickle as they went in, also those that numpy does not know."""
+
+import pickle
+import warnings
+
+import pytest
+import torch
+
+from slime.utils.tensor_pickle import dumps
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool, torch.float32, torch.bfloat16])
+def test_tensors_come_back_equal_and_writable(dtype):
+    batch = {"x": [torch.arange(6).reshape(2, 3).to(dtype), torch.zeros(0, dtype=dtype)], "n": [1, None, "text"]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = pickle.loads(dumps(batch))
+    assert again["n"] == batch["n"]
+    for old, new in zip(batch["x"], again["x"], strict=True):
+        assert new.dtype == dtype and torch.equal(old, new)
+    again["x"][0].zero_()
+
+
+def test_a_view_is_written_without_the_rest_of_its_memory():
+    column = torch.zeros(100_000).view(1000, 100)[:, 0]
+    assert len(dumps(column)) < 10_000
+    assert torch.equal(pickle.loads(dumps(column)), column)
+
+
+def test_parameters_stay_parameters():
+    weight = torch.nn.Parameter(torch.ones(2))
+    again = pickle.loads(dumps(weight))
+    assert isinstance(again, torch.nn.Parameter) and again.requires_grad
