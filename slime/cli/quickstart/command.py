@@ -146,7 +146,7 @@ def run_warm_up(recipe: Recipe, options: Options, files: DataFiles, checkpoint: 
     argv = build_sft_argv(
         recipe, checkpoint=checkpoint, files=files, run_dir=folder, seed=options.seed, extra=options.extra
     )
-    with screen.following(Phase("SFT", recipe.warm_up.num_chunks, LOSS, "loss"), folder / "metrics.jsonl"):
+    with screen.following(Phase("SFT", recipe.warm_up.num_steps, LOSS, "loss"), folder / "metrics.jsonl"):
         train(parse_args(argv))
     return warmed_up(recipe, folder)
 

@@ -21,12 +21,16 @@ MACHINE_FLAGS = (
 
 @dataclass(frozen=True, slots=True)
 class WarmUp:
-    """SFT of `num_chunks * steps_per_chunk` optimizer steps; progress is reported after each chunk."""
+    """SFT: each chunk is one rollout of the data source, trained on in `steps_per_chunk` optimizer steps."""
 
     num_chunks: int
     steps_per_chunk: int
     batch_size: int
     lr: float
+
+    @property
+    def num_steps(self) -> int:
+        return self.num_chunks * self.steps_per_chunk
 
     @property
     def chunk_size(self) -> int:
@@ -113,7 +117,6 @@ def build_sft_argv(
     """Flags of the warm-up; it leaves a Hugging Face directory at `warmed_up(recipe, run_dir)`."""
     warm_up = recipe.warm_up
     assert warm_up is not None and files.sft is not None, f"{recipe.model} has no warm-up"
-    num_steps = warm_up.num_chunks * warm_up.steps_per_chunk
     settings = {
         "hf-checkpoint": checkpoint,
         "run-dir": run_dir,
@@ -130,7 +133,7 @@ def build_sft_argv(
         "lr": warm_up.lr,
         "min-lr": warm_up.lr / 20,
         "lr-decay-style": "cosine",
-        "lr-warmup-iters": num_steps // 20,
+        "lr-warmup-iters": warm_up.num_steps // 20,
         "weight-decay": 0.0,
         "adam-beta2": 0.99,
         "max-tokens-per-gpu": recipe.max_tokens_per_gpu,
