@@ -6,8 +6,11 @@ HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 1)
 # A CPU machine gets a CPU build of torch; a GPU machine takes what its index offers.
 CONSTRAINTS := $(if $(HAS_GPU),,-c constraints-cpu.txt)
 STAMP := $(VENV)/.installed
+# SGLang pins its own torch and transformers, its router needs neither: each lives in an environment of its own.
+SGLANG_VENV := .venv-sglang
+ROUTER_VENV := .venv-router
 
-.PHONY: install quickstart test test-slow test-gpu lint format docs clean
+.PHONY: install quickstart test test-slow test-gpu test-sglang sglang-env lint format docs clean
 
 install: $(STAMP)
 
@@ -30,6 +33,26 @@ test-slow: $(STAMP)
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -q -m gpu --timeout 1800
 
+sglang-env: $(SGLANG_VENV)/.installed $(ROUTER_VENV)/.installed
+
+# A CPU machine: the declared dependencies of the wheel are CUDA builds, so it is installed without them.
+$(SGLANG_VENV)/.installed: requirements-sglang-cpu.txt
+	test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/python -m pip install -q torch==2.13.0
+	$(SGLANG_VENV)/bin/python -m pip install -q --no-deps sglang==0.5.23 torchvision==0.28.0 triton==3.7.0 \
+	  xgrammar==0.2.7 apache-tvm-ffi==0.1.11
+	$(SGLANG_VENV)/bin/python -m pip install -q -r requirements-sglang-cpu.txt
+	touch $@
+
+$(ROUTER_VENV)/.installed:
+	test -x $(ROUTER_VENV)/bin/python || $(PYTHON) -m venv $(ROUTER_VENV)
+	$(ROUTER_VENV)/bin/python -m pip install -q sglang-router==0.3.2 requests
+	touch $@
+
+# Two real SGLang servers, started once.
+test-sglang: $(STAMP) sglang-env
+	$(BIN)/python -m pytest -q -m sglang --timeout 1200
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -42,4 +65,4 @@ docs: $(STAMP)
 	$(BIN)/python -m slime.arguments.docs
 
 clean:
-	rm -rf $(VENV) build *.egg-info runs
+	rm -rf $(VENV) $(SGLANG_VENV) $(ROUTER_VENV) build *.egg-info runs

@@ -1,0 +1,93 @@
+"""Runs an SGLang server, or prints its flags; executed as a script by the interpreter that has SGLang.
+
+On a CPU machine three gaps of the wheel are filled first. That happens when the module is loaded, because SGLang
+spawns its workers, and a spawned process loads the main module again. Nothing on the path of a request is replaced.
+"""
+
+import json
+import os
+import sys
+import types
+
+
+def _missing_kernel(name):
+    def call(*args, **kwargs):
+        raise NotImplementedError(f"sgl_kernel.{name} needs a GPU build of SGLang's kernels")
+
+    return call
+
+
+class _NoKernels(types.ModuleType):
+    """Stands for `sgl_kernel`, whose wheel is for CUDA only: names import, and none of them can be called."""
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _missing_kernel(name)
+
+
+def fill_cpu_gaps():
+    """What a CPU machine lacks: the choice of the native code paths, two operators, the kernel package."""
+    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    import torch  # only after the choice above is made
+
+    # The torchvision of PyPI is linked against CUDA; with its operators declared its Python part imports all the same.
+    schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+    for name in ("torchvision::nms", "torchvision::qnms"):
+        torch.library.define(name, schema)
+    kernels = _NoKernels("sgl_kernel")
+    kernels.__path__ = []
+    sys.modules["sgl_kernel"] = kernels
+
+
+def _wants_cpu(words):
+    return "cpu" in [after for before, after in zip(words, words[1:], strict=False) if before == "--device"]
+
+
+if _wants_cpu(sys.argv):
+    fill_cpu_gaps()
+
+
+def print_flags():
+    """The command line of the installed server as JSON: {"version", "flags": [{options, dest, nargs, ...}]}."""
+    import argparse
+
+    import sglang
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    flags = []
+    for action in parser._actions:
+        if isinstance(action, argparse._HelpAction):
+            continue
+        takes_none = action.nargs == 0
+        flags.append(
+            {
+                "options": action.option_strings,
+                "dest": action.dest,
+                "nargs": 0 if takes_none else action.nargs,
+                "type": getattr(action.type, "__name__", None),
+                "choices": [str(c) for c in action.choices] if action.choices else None,
+                "help": action.help or "",
+            }
+        )
+    print("SGLANG-FLAGS " + json.dumps({"version": sglang.__version__, "flags": flags}))
+
+
+def serve():
+    from sglang.launch_server import run_server
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    try:
+        run_server(prepare_server_args(sys.argv[1:]))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ == "__main__":
+    if "--print-flags" in sys.argv:
+        print_flags()
+    else:
+        serve()

@@ -1,0 +1,196 @@
+"""A small process around one SGLang server: finds its ports, says when it serves, and lets nothing outlive the run.
+
+SGLang does not know the life pipe, so this process holds it. It leads the process group in which the server and its
+workers run; when the pipe ends, when it is told to stop, or when any of them dies, the whole group goes. Only the
+standard library is used, so that a supervisor costs next to nothing.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+PORT, NCCL_PORT = "{port}", "{nccl_port}"  # words of the server's command that this process fills in
+_PR_SET_PDEATHSIG = 1
+_POLL_S = 0.25
+_BIND_ATTEMPTS = 4
+_STOP_GRACE_S = 3.0
+_BIND_ERRORS = ("address already in use", "port is already in use", "port not available")
+
+
+class PortHold:
+    """A port that is ours from now until the server binds it.
+
+    The socket is bound and never listens: with SO_REUSEADDR on both sides the server may bind the same port, while
+    the system gives it to nobody who asks for any port.
+    """
+
+    def __init__(self, host: str, port: int):
+        self._socket = socket.socket()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._socket.bind((host, port))
+        self.port = self._socket.getsockname()[1]
+
+    def release(self) -> None:
+        self._socket.close()
+
+
+class Supervisor:
+    """One server, from the choice of its ports to its end."""
+
+    def __init__(self, options: argparse.Namespace):
+        self._options = options
+        self._server: subprocess.Popen | None = None
+        self._workers: set[int] = set()
+
+    def run(self) -> int:
+        """Until the server ends; returns its exit code."""
+        threading.Thread(target=self._watch_parent, daemon=True).start()
+        signal.signal(signal.SIGTERM, lambda *_: self._stop())
+        for attempt in range(1, _BIND_ATTEMPTS + 1):
+            log_start = self._log_size()
+            code = self._serve_once()
+            if not self._port_was_taken(log_start) or attempt == _BIND_ATTEMPTS:
+                return code
+            print(f"supervisor: a port was taken, attempt {attempt + 1} of {_BIND_ATTEMPTS}", flush=True)
+            time.sleep(attempt)
+        raise AssertionError("the last attempt returns")
+
+    def _serve_once(self) -> int:
+        holds = [self._hold(self._options.port), self._hold(0)]
+        port, nccl_port = (hold.port for hold in holds)
+        words = {PORT: str(port), NCCL_PORT: str(nccl_port)}
+        self._workers = set()
+        self._server = subprocess.Popen(
+            [words.get(word, word) for word in self._options.command],
+            stdin=subprocess.DEVNULL,
+            preexec_fn=_die_with_parent,
+        )
+        try:
+            while (code := self._server.poll()) is None and not self._serves(port):
+                time.sleep(_POLL_S)
+        finally:
+            for hold in holds:
+                hold.release()
+        if code is not None:
+            return code
+        self._workers = _descendants(self._server.pid)
+        _write_ready(Path(self._options.ready_file), port)
+        return self._wait_for_end()
+
+    def _hold(self, port: int) -> PortHold:
+        try:
+            return PortHold(self._options.host, port)
+        except OSError:
+            # The port of an earlier life of this engine, whose last process is still on its way out.
+            time.sleep(1.0)
+            return PortHold(self._options.host, port)
+
+    def _serves(self, port: int) -> bool:
+        """True once the server makes a token."""
+        try:
+            with urllib.request.urlopen(f"http://{self._options.host}:{port}/health_generate", timeout=30) as answer:
+                return answer.status == 200
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def _wait_for_end(self) -> int:
+        while (code := self._server.poll()) is None:
+            if not all(_is_alive(pid) for pid in self._workers):
+                print("supervisor: a worker of the server died; the server is ended", flush=True)
+                self._end_group()
+            time.sleep(_POLL_S)
+        return code
+
+    def _watch_parent(self) -> None:
+        with contextlib.suppress(OSError):
+            while os.read(self._options.life_fd, 1):
+                pass
+        self._end_group()
+
+    def _stop(self) -> None:
+        if self._server is not None and self._server.poll() is None:
+            self._server.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._server.wait(_STOP_GRACE_S)
+        self._end_group()
+
+    def _end_group(self) -> None:
+        """Everything at once, this process included: it has nothing left to do."""
+        os.killpg(os.getpgid(0), signal.SIGKILL)
+
+    def _log_size(self) -> int:
+        return os.fstat(1).st_size
+
+    def _port_was_taken(self, log_start: int) -> bool:
+        """Whether the server ended because it could not bind; what it said is in our common log file."""
+        path = Path("/proc/self/fd/1")
+        if self._workers or not path.exists():
+            return False  # it served before it ended
+        with contextlib.suppress(OSError), open(path.resolve(), "rb") as log:
+            log.seek(log_start)
+            said = log.read().decode(errors="replace").lower()
+            return any(words in said for words in _BIND_ERRORS)
+        return False
+
+
+def _die_with_parent() -> None:
+    """In the child before exec: the kernel ends it when the supervisor is killed. The main thread spawns, so that holds."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _descendants(pid: int) -> set[int]:
+    """Processes below `pid`, whatever their depth."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError, IndexError):
+                # the name in parentheses may hold spaces; the parent is the second field after it
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    found, frontier = set(), {pid}
+    while frontier:
+        frontier = {child for child, parent in parents.items() if parent in frontier} - found
+        found |= frontier
+    return {child for child in found if b"resource_tracker" not in _command_line(child)}
+
+
+def _command_line(pid: int) -> bytes:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
+
+
+def _is_alive(pid: int) -> bool:
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    return False
+
+
+def _write_ready(path: Path, port: int) -> None:
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps({"port": port, "pid": os.getpid()}))
+    part.rename(path)
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--host", required=True)
+    parser.add_argument("--port", type=int, required=True, help="0: any free one")
+    parser.add_argument("--ready-file", required=True)
+    parser.add_argument("--life-fd", type=int, required=True)
+    parser.add_argument("command", nargs="+", help="the server's command line, after --")
+    return Supervisor(parser.parse_args(argv)).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
