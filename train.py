@@ -1,7 +1,9 @@
 """The synchronous loop: generate, train, push weights, again. Also the map of the system: read it first."""
 
-from slime.arguments import Args, parse_args
-from slime.cli.main import user_errors
+import sys
+
+from slime.arguments import Args
+from slime.cli.train import main
 from slime.cluster.cluster import Cluster
 
 
@@ -25,5 +27,4 @@ def train(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    with user_errors():
-        train(parse_args())
+    sys.exit(main(train=train))

@@ -3,8 +3,10 @@
 Weights change only between rollouts, so every sample of a batch comes from one version.
 """
 
-from slime.arguments import Args, parse_args
-from slime.cli.main import user_errors
+import sys
+
+from slime.arguments import Args
+from slime.cli.train import main
 from slime.cluster.cluster import Cluster
 
 
@@ -31,5 +33,4 @@ def train(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    with user_errors():
-        train(parse_args())
+    sys.exit(main(train=train))

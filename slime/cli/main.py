@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-USER_MISTAKE = 2  # the exit code
+from slime.utils.errors import RunStopped
+from slime.utils.waits import WaitTimeout
+
+RUN_STOPPED, USER_MISTAKE, INTERRUPTED = 1, 2, 130  # exit codes
 
 
 @dataclass(frozen=True)
@@ -57,17 +60,22 @@ def render_help() -> str:
 
 @contextlib.contextmanager
 def user_errors(traceback_file: Path | None = None) -> Iterator[None]:
-    """End with exit code 2 and one `error: ...` on stderr when a ValueError or FileNotFoundError says what to fix.
+    """End with one `error: ...` on stderr when the exception says what to fix; anything else is a defect and rises.
 
-    Such an error can also be a defect of ours, so a run that got far enough to have a folder keeps the traceback there.
+    ValueError and FileNotFoundError are mistakes of a user, exit code 2; RunStopped and an overdue wait end with 1.
+    Each can also be a defect of ours, so a run that got far enough to have a folder keeps the traceback there.
     """
     try:
         yield
-    except (ValueError, FileNotFoundError) as error:
+    except KeyboardInterrupt:
+        print("interrupted: all processes of the run were ended", file=sys.stderr)
+        raise SystemExit(INTERRUPTED) from None
+    except (ValueError, FileNotFoundError, RunStopped, WaitTimeout) as error:
         message = str(error) or type(error).__name__
         if traceback_file is not None:
             traceback_file.parent.mkdir(parents=True, exist_ok=True)
             traceback_file.write_text(traceback.format_exc(), encoding="utf-8")
             message += f"\n(details: {traceback_file})"
         print(f"error: {message}", file=sys.stderr)
-        raise SystemExit(USER_MISTAKE) from None
+        code = USER_MISTAKE if isinstance(error, (ValueError, FileNotFoundError)) else RUN_STOPPED
+        raise SystemExit(code) from None

@@ -17,9 +17,9 @@ from slime.arguments import Args, explain_batch
 from slime.cluster.checkpoint import Checkpoint, Manifest, resolve_load, write_checkpoint
 from slime.cluster.placement import plan_placement
 from slime.cluster.residency import GENERATE, TRAIN, Phase, Residency
-from slime.cluster.rollout_manager import Generated
+from slime.cluster.rollout_manager import Generated, RolloutFacts
 from slime.cluster.run import open_run
-from slime.cluster.runtime import Future, create_runtime
+from slime.cluster.runtime import Future, create_runtime, gather, in_background
 from slime.cluster.schedule import Schedule
 from slime.cluster.stages import NoTrainer, RolloutStage
 from slime.cluster.train_group import TrainGroup
@@ -84,8 +84,7 @@ class Cluster:
         self._rollout = RolloutStage(args, self._run, self._runtime, self._placement.engines)
         if self._placement.trainer:
             self._trainer = TrainGroup(args, self._run, self._runtime, self._placement.trainer)
-        facts = self._rollout.start(start_id, None if fresh else resumed.rollout_state())
-        self._trainer.start(resumed.trainer if resumed is not None else None)
+        facts = self._start_stages(start_id, None if fresh else resumed.rollout_state())
         self._residency = Residency(args, self._rollout, self._trainer)
         if self._placement.engines and self._placement.trainer:
             transport = choose_transport(args.update_weight_transport, facts.transports)
@@ -95,6 +94,15 @@ class Cluster:
                 self._trainer, self._rollout, self._residency, self._run.run_id, self._wire_dtype(), done
             )
         return Schedule(args, start_id, facts.num_rollout, facts.num_rollout_per_epoch)
+
+    def _start_stages(self, start_id: int, rollout_state: dict[str, Any] | None) -> RolloutFacts:
+        """Side by side; the first failure ends the wait. On a shared device the engines size their memory first."""
+        trainer_folder = self._checkpoint.trainer if self._checkpoint is not None else None
+        rollout = self._rollout.begin_start(start_id, rollout_state)
+        if self._args.colocate:
+            gather([rollout])
+        trainer = in_background(lambda: self._trainer.start(trainer_folder), "trainer-start")
+        return gather([rollout, trainer])[0]
 
     def _wire_dtype(self) -> str | None:
         """Engines get the precision that the trainer computes in; None: that of the master weights."""

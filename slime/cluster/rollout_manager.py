@@ -6,7 +6,6 @@ import asyncio
 import concurrent.futures
 import json
 import logging
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from slime.batch.convert import samples_to_batch
 from slime.cluster.engine_plan import plan_engines
 from slime.cluster.placement import Slot
 from slime.cluster.run import Run
+from slime.cluster.runtime import in_background
 from slime.engines.fleet import EngineFleet, WatchPolicy
 from slime.engines.router import Balancer
 from slime.engines.server import EngineServer
@@ -27,6 +27,7 @@ from slime.rollout.dumps import load_rollout_dump, save_rollout_dump
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.utils.async_utils import run
 from slime.utils.misc import load_function
+from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import RolloutBatch, Sample, flatten_samples
 from slime.weight_sync import TRANSPORTS, Parcel
 from slime.weight_sync.base import check_receipt
@@ -106,6 +107,8 @@ class RolloutManager:
         return per_epoch, per_epoch * args.num_epoch
 
     def _connect(self) -> tuple[str, ...]:
+        # Now, while the engines start: the default rollout needs it, and a folder that is no model is told at once.
+        load_tokenizer(self._args.hf_checkpoint)
         urls = self._fleet.wait_ready()
         infos = [run(EngineControl(url).info()) for url in urls]
         port = int(urls[0].rpartition(":")[2])
@@ -189,15 +192,7 @@ class RolloutManager:
 
     def _guarded(self, work: Callable[[], Any]) -> Any:
         """Runs rollout code, but ends at once with the cause when the engines are given up."""
-        future: concurrent.futures.Future = concurrent.futures.Future()
-
-        def call() -> None:
-            try:
-                future.set_result(work())
-            except BaseException as error:  # whatever user code raises belongs to our caller
-                future.set_exception(error)
-
-        threading.Thread(target=call, name="rollout", daemon=True).start()
+        future = in_background(work, "rollout")
         done, _ = concurrent.futures.wait(
             [future, self._fleet.failure], return_when=concurrent.futures.FIRST_COMPLETED
         )

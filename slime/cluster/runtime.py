@@ -6,19 +6,22 @@ so that a health question or a save never queues behind a long generation.
 
 from __future__ import annotations
 
+import concurrent.futures
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from slime.arguments import Args
 from slime.cluster.placement import Slot
+from slime.utils.errors import RunStopped
 
 WORK, CONTROL = "work", "control"
 
 
-class WorkerDied(RuntimeError):
+class WorkerDied(RunStopped):
     """A process of the run ended while somebody waited for it."""
 
 
@@ -95,6 +98,20 @@ def gather(futures: Sequence[Future], deadline_s: float | None = None) -> list[A
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.5, 0.02)
     return [future.result(0) for future in futures]
+
+
+def in_background(work: Callable[[], Any], name: str) -> concurrent.futures.Future:
+    """Runs `work` on a daemon thread: what never ends cannot keep the driver alive."""
+    future: concurrent.futures.Future = concurrent.futures.Future()
+
+    def call() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # whatever was raised belongs to the caller
+            future.set_exception(error)
+
+    threading.Thread(target=call, name=name, daemon=True).start()
+    return future
 
 
 def fetch(ref: Any) -> Any:

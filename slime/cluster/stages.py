@@ -7,7 +7,7 @@ from typing import Any
 
 from slime.arguments import Args
 from slime.cluster.placement import Slot
-from slime.cluster.rollout_manager import Generated, RolloutFacts, RolloutManager
+from slime.cluster.rollout_manager import Generated, RolloutManager
 from slime.cluster.run import Run
 from slime.cluster.runtime import CONTROL, Future, Runtime, WorkerSpec
 from slime.cluster.train_actor import TrainReport
@@ -24,8 +24,9 @@ class RolloutStage:
         spec = WorkerSpec(name="rollout", near_driver=True)
         self._handle = runtime.spawn(RolloutManager, args, run, slots, spec=spec)
 
-    def start(self, start_rollout_id: int, rollout_state: dict[str, Any] | None) -> RolloutFacts:
-        return self._handle.call("start", start_rollout_id, rollout_state).result()
+    def begin_start(self, start_rollout_id: int, rollout_state: dict[str, Any] | None) -> Future:
+        """Its result is a RolloutFacts."""
+        return self._handle.call("start", start_rollout_id, rollout_state)
 
     def generate(self, rollout_id: int) -> Generated:
         return self.begin_generate(rollout_id).result()

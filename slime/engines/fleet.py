@@ -13,12 +13,13 @@ from dataclasses import dataclass
 
 from slime.engines.server import EngineServer
 from slime.utils.async_utils import run
+from slime.utils.errors import RunStopped
 from slime.wire.control import EngineControl
 
 logger = logging.getLogger(__name__)
 
 
-class EnginesKeepDying(RuntimeError):
+class EnginesKeepDying(RunStopped):
     """Too many deaths within the window: restarting again would only hide the cause."""
 
 

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime.utils import waits
+from slime.utils.errors import RunStopped
 from slime.utils.processes import LifePipe, stop_process
 
 _LOG_TAIL_LINES = 20
 
 
-class EngineStartError(RuntimeError):
+class EngineStartError(RunStopped):
     """An engine process ended, or kept silent, before it served."""
 
 

@@ -27,6 +27,7 @@ from slime.rollout.groups import (
     is_finished,
     is_scored,
 )
+from slime.utils.errors import RunStopped
 from slime.utils.types import RewardFailure, Sample, flatten_samples
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ MAX_ATTEMPTS = 3  # how often one group is generated before its failure stops th
 ABORT_GRACE_S = 30.0  # how long aborted work that will be kept may take to come back
 
 
-class GroupFailed(RuntimeError):
+class GroupFailed(RunStopped):
     """A group could not be generated or scored within its attempts."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from slime.utils.errors import RunStopped
 from slime.utils.types import RewardFailure, Sample, invalid, is_score
 
 
@@ -12,7 +13,7 @@ class RewardConfigError(ValueError):
     """A reward that can never work as configured: no retry helps, the run stops at once."""
 
 
-class RewardFailuresExceeded(RuntimeError):
+class RewardFailuresExceeded(RunStopped):
     """Rewards kept failing, so the run stops with the cause instead of training on nothing."""
 
 
