@@ -28,9 +28,10 @@ def test_impossible_flags_end_with_exit_code_2(argv):
 
 
 def test_a_misspelt_flag_is_named_before_anything_is_trained(tmp_path, capsys):
-    code = command.main(["--run-dir", str(tmp_path / "run"), "--advantage-estimatr", "grpo"])
-    assert code == 2
-    assert "--advantage-estimator" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stopped:
+        command.main(["--run-dir", str(tmp_path / "run"), "--advantage-estimatr", "grpo"])
+    assert stopped.value.code == 2
+    assert "--advantage-estimator" in capsys.readouterr().err
     assert not (tmp_path / "run" / "sft").exists()
 
 

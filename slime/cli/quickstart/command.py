@@ -1,22 +1,35 @@
 """`slime quickstart`: make a model and its data, warm it up, train it by RL, and show whether it learned."""
 
 import argparse
+import contextlib
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slime.arguments import parse_args
+from slime.arguments import Args
+from slime.cli.main import user_errors
 from slime.cli.quickstart import smollm2, tiny
 from slime.cli.quickstart.data import DataFiles, write_data
 from slime.cli.quickstart.display import Phase, Screen
 from slime.cli.quickstart.metrics import LOSS, REWARD
 from slime.cli.quickstart.outcome import Outcome, draw_plot, read_outcome, summarise, write_summary
 from slime.cli.quickstart.plan import RECIPES, Recipe, build_rl_argv, build_sft_argv, warmed_up
+from slime.cli.train import load_args
+from slime.observability.logging_utils import configure_logger
 
 RANDOM_REWARD = "random-reward"
-OWNED = ("data", "model", "sft", "rl", "summary.json", "curve.png")  # what a new run in the same folder replaces
+OWNED = (
+    "data",
+    "model",
+    "sft",
+    "rl",
+    "summary.json",
+    "curve.png",
+    "log.txt",
+    "error.txt",
+)  # what a new run in the same folder replaces
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the quick start; 0 when it ended well."""
     options = parse_options(argv)
     screen = Screen()
-    try:
+    clear(options.run_dir)
+    with user_errors(options.run_dir / "error.txt"), logging_to(options.run_dir / "log.txt"):
         summary = run(options, screen)
-    except ValueError as error:
-        screen.say(f"slime quickstart: {error}")
-        return 2
     return verdict(summary, options, screen)
 
 
@@ -80,17 +91,16 @@ def run(options: Options, screen: Screen) -> dict:
     if options.num_rollout is not None:
         recipe = recipe.shortened_to(options.num_rollout)
     folder = options.run_dir
-    clear(folder)
     warm_up = recipe.warm_up
     num_sft = warm_up.num_samples if warm_up else 0
     files = write_data(recipe.task, folder / "data", seed=options.seed, num_sft=num_sft, num_rl=recipe.num_rl_prompts)
     screen.say(f"Task: {recipe.task.question}")
     checkpoint = make_model(options, screen)
-    # Parsed here once for its complaints: a misspelt flag must not surface only after the warm-up.
-    parse_args(rl_argv(recipe, options, files, checkpoint))
+    # Read here once for its complaints: a misspelt flag must not surface only after the warm-up.
+    load_args(rl_argv(recipe, options, files, checkpoint))
     if warm_up:
         checkpoint = run_warm_up(recipe, options, files, checkpoint, screen)
-    args = parse_args(rl_argv(recipe, options, files, checkpoint))
+    args = load_args(rl_argv(recipe, options, files, checkpoint))
     phase = Phase("RL", args.num_rollout, REWARD, "reward")
     with screen.following(phase, folder / "rl" / "metrics.jsonl"):
         train(args)
@@ -116,6 +126,17 @@ def clear(folder: Path) -> None:
         else:
             path.unlink(missing_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
+
+
+@contextlib.contextmanager
+def logging_to(path: Path) -> Iterator[None]:
+    """Log lines and progress bars of libraries go to a file: the screen is for the live line and the tables."""
+    with path.open("w", encoding="utf-8", buffering=1) as log:
+        try:
+            with contextlib.redirect_stderr(log):
+                yield
+        finally:
+            configure_logger()  # back to the real stderr: the handler must not outlive its file
 
 
 def make_model(options: Options, screen: Screen) -> Path | str:
@@ -147,11 +168,11 @@ def run_warm_up(recipe: Recipe, options: Options, files: DataFiles, checkpoint: 
         recipe, checkpoint=checkpoint, files=files, run_dir=folder, seed=options.seed, extra=options.extra
     )
     with screen.following(Phase("SFT", recipe.warm_up.num_steps, LOSS, "loss"), folder / "metrics.jsonl"):
-        train(parse_args(argv))
+        train(load_args(argv))
     return warmed_up(recipe, folder)
 
 
-def train(args: object) -> None:
+def train(args: Args) -> None:
     """The same loop as `slime train`."""
     # Here: the loop pulls in the trainer and the engines, which `--help` and flag errors should not wait for.
     from train import train as train_loop
