@@ -102,7 +102,13 @@ def place_tokens(values: Tensor, places: Tensor, count: int, group: dist.Process
 
 
 def zigzag_attention(
-    query: Tensor, key: Tensor, value: Tensor, plan: ZigzagPlan, group: dist.ProcessGroup, *, scale: float | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: ZigzagPlan,
+    group: dist.ProcessGroup,
+    *,
+    scale: float | None = None,
 ) -> Tensor:
     """Causal attention within documents of which this rank holds two chunks each.
 

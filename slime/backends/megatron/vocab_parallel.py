@@ -71,7 +71,9 @@ class _VocabParallelLogProbs(torch.autograd.Function):
                 grad.addcmul_(probs, grad_log_probs[part, None], value=-1)
                 own = targets[part] - first
                 mine = (own >= 0) & (own < real)
-                grad.scatter_add_(1, own.clamp(0, weight.shape[0] - 1)[:, None], (grad_log_probs[part] * mine)[:, None])
+                grad.scatter_add_(
+                    1, own.clamp(0, weight.shape[0] - 1)[:, None], (grad_log_probs[part] * mine)[:, None]
+                )
             grad = grad.div_(temperature).to(hidden.dtype)
             grad_hidden[part] = grad @ weight
             grad_weight += grad.T @ hidden[part]

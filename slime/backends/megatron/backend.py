@@ -1,0 +1,232 @@
+"""The Megatron trainer: log-prob passes, optimizer steps, checkpoints and weight export of one rank."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from slime.backends import hf_folder
+from slime.backends.base import (
+    Bucket,
+    Denominators,
+    Loss,
+    MicroBatch,
+    NonFiniteStepError,
+    StepStats,
+    TokenLists,
+    TokenOutputs,
+)
+from slime.backends.fsdp.backend import resolve_dtype
+from slime.backends.megatron import checkpoint, optimizer
+from slime.backends.megatron.builder import build_chunks, wrap_for_training
+from slime.backends.megatron.config import (
+    check_layout,
+    ddp_config,
+    dims_of,
+    optimizer_config,
+    read_hf_config,
+    refuse_unknown_fields,
+    rotary_embedding,
+    transformer_config,
+)
+from slime.backends.megatron.families import family_of
+from slime.backends.megatron.groups import from_last_stage, init_groups
+from slime.backends.megatron.passes import ModelCall, Passes
+from slime.backends.megatron.weights import HubWeights
+from slime.backends.microbatch import split_by_sample
+from slime.backends.optimizer import learning_rate
+from slime.backends.weight_copies import LIVE, WeightCopies
+from slime.batch.flops import ModelShape, total_forward_flops
+
+
+class MegatronBackend:
+    """One rank's part of the model and its optimizer. Every public method is called by all ranks together."""
+
+    def __init__(
+        self, args: Any, *, rank: int, world_size: int, device: torch.device, total_steps: int | None = None
+    ) -> None:
+        self.args = args
+        self.rank = rank
+        self.device = device
+        self.decay_steps = args.lr_decay_iters or total_steps
+        self.step = 0  # optimizer steps taken
+        self.compute_dtype = resolve_dtype(args.dtype, device)
+        self.hf_config = read_hf_config(args.hf_checkpoint)
+        refuse_unknown_fields(args.megatron_config or {})
+        check_layout(args, self.hf_config, world_size=world_size, device=device)
+        self.layout = init_groups(args, device)
+        self.config = transformer_config(args, self.hf_config, self.compute_dtype, device)
+        chunks = build_chunks(self.config, self.hf_config, device)
+        self.hub = HubWeights(
+            chunks,
+            family_of(self.hf_config),
+            dims_of(self.hf_config, self.config),
+            tied=bool(self.hf_config.tie_word_embeddings),
+        )
+        # Before the optimizer: its fp32 copies are taken from the parameters.
+        self.hub.load(args.hf_checkpoint)
+        self.model = wrap_for_training(self.config, ddp_config(args), chunks)
+        self.optimizer = optimizer.build_optimizer(
+            optimizer_config(args, self.compute_dtype), self.model, cpu=device.type == "cpu"
+        )
+        self.passes = Passes(self.model, self.config, rotary_embedding(self.hf_config).to(device), self.layout, device)
+        self.copies = WeightCopies(lambda: [p.data for chunk in self.model for p in chunk.parameters()])
+
+    # -- passes ------------------------------------------------------------------------------------------------------
+
+    def log_probs(self, mbs: list[MicroBatch], *, weights: str = LIVE, entropy: bool = False) -> TokenLists:
+        """Log-probs (and entropies) of every response token under the weights tagged `weights`, on every rank."""
+        with self.copies.active(weights), torch.no_grad():
+            outputs = self.passes.forward(mbs, self._call(entropy=entropy))
+        found: dict[int, tuple[Tensor, Tensor | None]] = {}
+        for mb, (log_probs, entropies) in zip(mbs, from_last_stage(outputs), strict=True):
+            parts = split_by_sample(log_probs, mb)
+            extra = split_by_sample(entropies, mb) if entropy else [None] * len(parts)
+            # zip stops at once for a micro-batch of weight zero: it has no positions.
+            found.update((p, pair) for p, pair in zip(mb.positions, zip(parts, extra, strict=True), strict=False))
+        ordered = [found[p] for p in sorted(found)]
+        return TokenLists([lp for lp, _ in ordered], [h for _, h in ordered] if entropy else None)
+
+    def train_step(self, mbs: list[MicroBatch], loss: Loss, denominators: Denominators) -> StepStats:
+        """One optimizer step over all micro-batches; raises without applying it when a number is not finite."""
+        for chunk in self.model:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        sums: dict[str, Tensor] = {}
+        seen: list[tuple[Tensor, Tensor | None]] = []
+
+        def loss_of(out: TokenOutputs, mb: MicroBatch) -> Tensor:
+            value, metrics = loss.fn(out, mb)
+            for name, metric in metrics.items():
+                sums[name] = sums[name] + metric if name in sums else metric
+            if self.layout.pp_size > 1:
+                seen.append((out.log_probs.detach(), out.entropy.detach() if out.entropy is not None else None))
+            return value / denominators.value
+
+        self.passes.backward(mbs, self._call(entropy=loss.needs_entropy, logits=loss.needs_logits), loss_of)
+        self._repeat_on_other_stages(mbs, loss, seen)
+        for chunk in self.model:
+            chunk.eval()
+        metrics = self._reduce(sums, denominators)
+        self.optimizer.prepare_grads()
+        grad_norm = float(self.optimizer.get_grad_norm())
+        self._check_finite(metrics, grad_norm)
+        rate = learning_rate(self.args, self.step, self.decay_steps)
+        rates = optimizer.step(self.optimizer, grad_norm, self.args.clip_grad, rate)
+        self.step += 1
+        return StepStats(metrics=metrics, grad_norm=grad_norm, learning_rates=rates)
+
+    @torch.no_grad()
+    def _repeat_on_other_stages(
+        self, mbs: list[MicroBatch], loss: Loss, seen: list[tuple[Tensor, Tensor | None]]
+    ) -> None:
+        """What a loss records about tokens it records on every stage, from the last stage's results."""
+        if self.layout.pp_size == 1 or loss.needs_logits:
+            return
+        results = from_last_stage(seen)
+        if self.layout.pp_rank < self.layout.pp_size - 1:
+            for mb, (log_probs, entropy) in zip(mbs, results, strict=False):
+                entropy = entropy.to(self.device) if entropy is not None else None
+                loss.fn(TokenOutputs(log_probs=log_probs.to(self.device), entropy=entropy), mb.to(self.device))
+
+    def _call(self, *, entropy: bool = False, logits: bool = False) -> ModelCall:
+        return ModelCall(
+            temperature=self.args.rollout_temperature,
+            chunk_size=self.args.log_probs_chunk_size,
+            entropy=entropy,
+            logits=logits,
+        )
+
+    def _reduce(self, sums: dict[str, Tensor], denominators: Denominators) -> dict[str, float]:
+        """Metrics over the whole step, on every rank. Context- and tensor-parallel ranks computed the same ones."""
+        names = sorted(sums)
+        values: list[float] = []
+        if names:
+            values = self.sum_over_ranks(torch.stack([sums[name].double() for name in names])).tolist()
+        names, values = from_last_stage((names, values))
+        return {name: value / denominators.value for name, value in zip(names, values, strict=True)}
+
+    def _check_finite(self, metrics: dict[str, float], grad_norm: float) -> None:
+        bad = [f"{name}={value}" for name, value in metrics.items() if not math.isfinite(value)]
+        if not bad and math.isfinite(grad_norm):
+            return
+        raise NonFiniteStepError(
+            f"optimizer step {self.step} was not applied: {', '.join([*bad, f'grad_norm={grad_norm}'])}. The weights are "
+            "those before the step; lower --lr or look for extreme log-probs or rewards in this batch."
+        )
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        """Element-wise sum over the data-parallel ranks, the same on all of them."""
+        if self.layout.dp_size > 1:
+            values = values.to(self.device)
+            dist.all_reduce(values, group=parallel_state.get_data_parallel_group())
+        return values
+
+    def forward_flops(self, lengths: list[int]) -> float:
+        """This rank's share of one forward pass over its replica's documents: all ranks of a replica work on them."""
+        ranks = self.layout.tp_size * self.layout.pp_size * self.layout.cp_size
+        return total_forward_flops(ModelShape.from_hf_config(self.hf_config), lengths) / ranks
+
+    # -- weights -----------------------------------------------------------------------------------------------------
+
+    def load_hf(self, path: str | Path, *, weights: str = LIVE) -> None:
+        """Read the weights of an HF folder into the live model or under another tag."""
+        with self._keep_live(weights):
+            self.hub.load(path)
+            self.copies.copy(LIVE, weights)
+        if weights == LIVE:
+            self.optimizer.reload_model_params()
+
+    @contextmanager
+    def _keep_live(self, weights: str) -> Iterator[None]:
+        if weights == LIVE:
+            yield
+            return
+        self.copies.copy(LIVE, "_own")
+        try:
+            yield
+        finally:
+            self.copies.copy("_own", LIVE)
+
+    def copy_weights(self, src: str, dst: str) -> None:
+        self.copies.copy(src, dst)
+        if dst == LIVE:
+            self.optimizer.reload_model_params()
+
+    def has_weights(self, tag: str) -> bool:
+        return tag in self.copies
+
+    def export(
+        self, dtype: torch.dtype | None = None, *, weights: str = LIVE, bucket_bytes: int | None = None
+    ) -> Iterator[Bucket]:
+        """Buckets of (hub name, full tensor); a collective. Tensors are valid until the next bucket."""
+        with self.copies.active(weights):
+            yield from self.hub.buckets(bucket_bytes or self.args.update_weight_buffer_size, dtype)
+
+    def save_hf(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
+        """Write an HF folder that `from_pretrained` reads, with the tokenizer of --hf-checkpoint; whole or not at all."""
+        dtype = dtype or self.hf_config.dtype or torch.float32
+        hf_folder.save(self.export(dtype), Path(path), self.args.hf_checkpoint, dtype, self.rank)
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path) -> dict[str, Any]:
+        """Write weights, optimizer (unless --no-save-optim), schedule position and random state into the folder `path`."""
+        return checkpoint.save(self, Path(path), with_optimizer=not self.args.no_save_optim)
+
+    def load(self, path: str | Path) -> dict[str, Any]:
+        """Read a folder written by `save`, also under another layout; with --finetune only its weights."""
+        return checkpoint.load(self, Path(path), weights_only=self.args.finetune)
+
+    def move(self, *, params: str | torch.device | None = None, optimizer: str | torch.device | None = None) -> None:
+        """Put parameters and optimizer state on a device; None leaves them where they are. Nothing to do on CPU."""
+        if self.device.type == "cpu":
+            return
+        raise NotImplementedError

@@ -1,0 +1,58 @@
+"""Builds this rank's part of the model: one chunk, or several where pipeline stages are interleaved."""
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+
+from slime.backends.megatron.layers import block_spec
+from slime.backends.megatron.model import PackedGPTModel
+
+
+def build_chunks(config: TransformerConfig, hf_config: Any, device: torch.device) -> list[PackedGPTModel]:
+    stages = config.virtual_pipeline_model_parallel_size
+    chunks = [_chunk(config, hf_config, vp_stage) for vp_stage in (range(stages) if stages else [None])]
+    for chunk in chunks:
+        chunk.to(device)
+        if config.bf16:
+            chunk.bfloat16()
+    return chunks
+
+
+def _chunk(config: TransformerConfig, hf_config: Any, vp_stage: int | None) -> PackedGPTModel:
+    tp = config.tensor_model_parallel_size
+    model = PackedGPTModel(
+        config=config,
+        transformer_layer_spec=block_spec(config, vp_stage),
+        vocab_size=hf_config.vocab_size + -hf_config.vocab_size % tp,
+        max_sequence_length=hf_config.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        share_embeddings_and_output_weights=bool(hf_config.tie_word_embeddings),
+        # Angles come with the stream.
+        position_embedding_type="none",
+        vp_stage=vp_stage,
+    )
+    model.real_vocab_size = hf_config.vocab_size
+    return model
+
+
+def wrap_for_training(
+    config: TransformerConfig, ddp: DistributedDataParallelConfig, chunks: list[PackedGPTModel]
+) -> list[nn.Module]:
+    """Each chunk with its gradient buffers; the schedules learn how gradients are finished and when to hold them back."""
+    wrapped = [
+        DistributedDataParallel(config, ddp, chunk, disable_bucketing=index > 0 and not ddp.overlap_grad_reduce)
+        for index, chunk in enumerate(chunks)
+    ]
+    # The denominators are in the loss already: without a token count gradients are summed and left as they are.
+    config.finalize_model_grads_func = lambda model, num_tokens=None, **kwargs: finalize_model_grads(
+        model, None, **kwargs
+    )
+    if ddp.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in wrapped]
+        config.no_sync_func = no_sync if len(wrapped) > 1 else no_sync[0]
+    return wrapped

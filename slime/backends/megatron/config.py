@@ -1,0 +1,207 @@
+"""Megatron's configuration objects, from the HF config and the flags. No architecture flag is ever needed.
+
+`--hf-checkpoint` says what the model is; a Megatron flag that says otherwise is an error which names both.
+"""
+
+import dataclasses
+import importlib
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+
+from slime.backends.attention import refuse_unsupported
+from slime.backends.megatron.families import family_of
+from slime.backends.megatron.families.base import Dims
+
+_RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
+
+
+def read_hf_config(path: str) -> Any:
+    # Heavy import, only needed where a model is built.
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(path)
+    refuse_unsupported(config)
+    return config
+
+
+def rotary_embedding(hf_config: Any) -> nn.Module:
+    """The HF model's own rotary embedding: cos and sin of positions, with whatever scaling the config names."""
+    # Heavy import, only needed where a model is built.
+    from transformers import AutoModelForCausalLM
+
+    module = importlib.import_module(AutoModelForCausalLM._model_mapping[type(hf_config)].__module__)
+    classes = [name for name in vars(module) if name.endswith("RotaryEmbedding")]
+    assert len(classes) == 1, f"{module.__name__} has {len(classes)} rotary embeddings, expected one"
+    return getattr(module, classes[0])(config=hf_config)
+
+
+def dims_of(hf_config: Any, config: TransformerConfig) -> Dims:
+    return Dims(groups=config.num_query_groups, head_dim=config.kv_channels, vocab=hf_config.vocab_size)
+
+
+def transformer_config(args: Any, hf_config: Any, dtype: torch.dtype, device: torch.device) -> TransformerConfig:
+    settings = family_of(hf_config).settings(hf_config)
+    overrides = _fields_of(TransformerConfig, args.megatron_config or {})
+    for name, value in overrides.items():
+        if name in settings and settings[name] != value:
+            raise ValueError(
+                f"--{name.replace('_', '-')} is {value}, but the config of --hf-checkpoint {args.hf_checkpoint} says "
+                f"{settings[name]}: the architecture comes from the checkpoint; remove the flag."
+            )
+    staged = args.pipeline_model_parallel_size > 1
+    interleaved = args.virtual_pipeline_model_parallel_size is not None
+    values = {
+        "tensor_model_parallel_size": args.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": args.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": args.virtual_pipeline_model_parallel_size,
+        "context_parallel_size": args.context_parallel_size,
+        "expert_model_parallel_size": args.expert_model_parallel_size,
+        "expert_tensor_parallel_size": args.expert_tensor_parallel_size,
+        "sequence_parallel": args.sequence_parallel,
+        "moe_token_dispatcher_type": args.moe_token_dispatcher_type,
+        "moe_router_load_balancing_type": "aux_loss" if overrides.get("moe_aux_loss_coeff") else "none",
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype if staged else None,
+        "bf16": dtype == torch.bfloat16,
+        "variable_seq_lengths": staged,
+        # Two stages that hold two chunks each exchange several messages at once; in one batch Megatron mixes them up.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+        # Gradients are summed, never averaged: the loss is already divided by the counts of the whole step.
+        "calculate_per_token_loss": True,
+        # Weights are read from the checkpoint; drawing random ones first would only cost time.
+        "perform_initialization": False,
+        "use_cpu_initialization": device.type == "cpu",
+        "deterministic_mode": args.deterministic_mode,
+        **{name: getattr(args, name) for name in _RECOMPUTE},
+    }
+    config = TransformerConfig(**settings, **(values | overrides))
+    _check_overlap(config)
+    return config
+
+
+def optimizer_config(args: Any, dtype: torch.dtype) -> OptimizerConfig:
+    values = {
+        "optimizer": args.optimizer,
+        "lr": args.lr,
+        "min_lr": args.min_lr,
+        "weight_decay": args.weight_decay,
+        "adam_beta1": args.adam_beta1,
+        "adam_beta2": args.adam_beta2,
+        "adam_eps": args.adam_eps,
+        "sgd_momentum": 0.0,
+        "clip_grad": args.clip_grad,
+        "bf16": dtype == torch.bfloat16,
+        "params_dtype": dtype,
+        "use_distributed_optimizer": args.use_distributed_optimizer,
+        "overlap_param_gather": args.overlap_param_gather,
+    }
+    return OptimizerConfig(**(values | _fields_of(OptimizerConfig, args.megatron_config or {})))
+
+
+def ddp_config(args: Any) -> DistributedDataParallelConfig:
+    values = {
+        "grad_reduce_in_fp32": True,
+        "use_distributed_optimizer": args.use_distributed_optimizer,
+        "overlap_grad_reduce": args.overlap_grad_reduce,
+        "overlap_param_gather": args.overlap_param_gather,
+    }
+    return DistributedDataParallelConfig(
+        **(values | _fields_of(DistributedDataParallelConfig, args.megatron_config or {}))
+    )
+
+
+def _fields_of(kind: type, values: dict[str, Any]) -> dict[str, Any]:
+    names = {field.name for field in dataclasses.fields(kind)}
+    return {name: value for name, value in values.items() if name in names}
+
+
+def refuse_unknown_fields(values: dict[str, Any]) -> None:
+    known = (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
+    names = {field.name for kind in known for field in dataclasses.fields(kind)}
+    unknown = sorted(set(values) - names)
+    if unknown:
+        raise ValueError(f"--megatron-config names {', '.join(unknown)}, which this megatron-core does not have.")
+
+
+def _check_overlap(config: TransformerConfig) -> None:
+    if config.virtual_pipeline_model_parallel_size is None or config.overlap_p2p_comm:
+        return
+    if config.pipeline_model_parallel_size == 2:
+        raise ValueError(
+            "--virtual-pipeline-model-parallel-size with --pipeline-model-parallel-size 2 and overlap_p2p_comm off: "
+            "megatron-core then mixes up messages between the two stages and computes a wrong loss without an error; "
+            "leave overlap_p2p_comm on."
+        )
+
+
+def check_layout(args: Any, hf_config: Any, *, world_size: int, device: torch.device) -> None:
+    """Everything about sizes that Megatron would refuse late, in its own words, or not at all."""
+    tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
+    vpp, ep, etp = (
+        args.virtual_pipeline_model_parallel_size,
+        args.expert_model_parallel_size,
+        args.expert_tensor_parallel_size,
+    )
+    settings = family_of(hf_config).settings(hf_config)
+    experts, layers = settings.get("num_moe_experts"), settings["num_layers"]
+    if world_size % (tp * pp * cp):
+        raise ValueError(
+            f"{world_size} trainer ranks are not a multiple of tensor {tp} x pipeline {pp} x context {cp} parallelism = "
+            f"{tp * pp * cp}: change --actor-num-gpus-per-node or the parallel sizes."
+        )
+    if settings["num_attention_heads"] % tp:
+        raise ValueError(
+            f"--tensor-model-parallel-size is {tp}, but the model has {settings['num_attention_heads']} attention heads: "
+            "use a divisor of that."
+        )
+    if layers % (pp * (vpp or 1)):
+        raise ValueError(
+            f"the model has {layers} layers, which {pp} pipeline stages{f' of {vpp} chunks' if vpp else ''} cannot share "
+            "evenly: use sizes whose product divides the layers."
+        )
+    if vpp is not None and pp == 1:
+        raise ValueError("--virtual-pipeline-model-parallel-size needs --pipeline-model-parallel-size of at least 2.")
+    if args.sequence_parallel and tp == 1:
+        raise ValueError(
+            "--sequence-parallel splits sequences over tensor-parallel ranks: set "
+            "--tensor-model-parallel-size of at least 2, or remove it."
+        )
+    if args.loss_type == "custom_loss" and cp > 1:
+        raise ValueError(
+            "--loss-type custom_loss reads whole logits, which --context-parallel-size above 1 cuts over ranks: use 1."
+        )
+    if experts is None:
+        if ep > 1 or etp > 1:
+            raise ValueError(
+                "--expert-model-parallel-size and --expert-tensor-parallel-size are for mixtures of "
+                f"experts; {hf_config.model_type} is dense: remove them."
+            )
+        return
+    if experts % ep:
+        raise ValueError(f"--expert-model-parallel-size is {ep}, which does not divide the model's {experts} experts.")
+    if world_size % (etp * ep * pp):
+        raise ValueError(
+            f"{world_size} trainer ranks are not a multiple of expert-tensor {etp} x expert {ep} x pipeline "
+            f"{pp} parallelism: use smaller sizes."
+        )
+    if tp > 1 and not args.sequence_parallel:
+        raise ValueError(
+            "a mixture of experts with --tensor-model-parallel-size above 1 needs --sequence-parallel: "
+            "Megatron's dispatcher expects tokens split over the tensor-parallel ranks."
+        )
+    if etp > 1 and device.type == "cpu":
+        raise ValueError(
+            f"--expert-tensor-parallel-size is {etp}: it gathers unequal numbers of tokens, which gloo (CPU) "
+            "cannot do; use 1 here."
+        )
+    if args.moe_token_dispatcher_type == "allgather" and (pp > 1 or ep > 1):
+        raise ValueError(
+            "--moe-token-dispatcher-type allgather needs equally many tokens on every rank, and packed "
+            "micro-batches differ: use alltoall."
+        )

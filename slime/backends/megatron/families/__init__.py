@@ -1,0 +1,20 @@
+"""Model families as data: what Megatron must build for an HF config, and how the parameters correspond."""
+
+from typing import Any
+
+from slime.backends.megatron.families import llama, qwen2, qwen3, qwen3_moe
+from slime.backends.megatron.families.base import Family
+
+FAMILIES: dict[str, Family] = {
+    family.model_type: family for family in (llama.FAMILY, qwen2.FAMILY, qwen3.FAMILY, qwen3_moe.FAMILY)
+}
+
+
+def family_of(hf_config: Any) -> Family:
+    kind = hf_config.model_type
+    if kind not in FAMILIES:
+        raise ValueError(
+            f"--train-backend megatron knows no model of type {kind!r} (--hf-checkpoint); it knows "
+            f"{', '.join(sorted(FAMILIES))}. Use --train-backend fsdp, or add a file to slime/backends/megatron/families."
+        )
+    return FAMILIES[kind]

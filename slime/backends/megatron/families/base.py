@@ -1,0 +1,163 @@
+"""What a model family is made of: settings read from the HF config, and rules that pair Megatron's parameters with the hub's.
+
+A rule works both ways. `to_local` cuts hub tensors into what one tensor-parallel rank holds; `to_hub` joins all ranks'
+parts again. What a rank holds is decided by the rule's kind:
+
+    replicated   the same tensor on every rank
+    column       rows cut over the ranks (dimension 0)
+    row          columns cut over the ranks (dimension 1)
+    vocab        rows cut over the ranks, after padding the vocabulary to a multiple of their number
+    qkv          query, key and value interleaved by key-value group, rows cut over the ranks
+    gate_up      each rank's rows of the gate above its rows of the up projection
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+KINDS = ("replicated", "column", "row", "vocab", "qkv", "gate_up")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """`mcore` is the parameter's name inside Megatron's model, `hub` the names in the checkpoint, in the kind's order.
+
+    `{layer}` and `{expert}` stand for numbers, counted over the whole model.
+    """
+
+    mcore: str
+    hub: tuple[str, ...]
+    kind: str
+
+    @property
+    def pattern(self) -> re.Pattern[str]:
+        escaped = re.escape(self.mcore).replace(r"\{layer\}", r"(?P<layer>\d+)")
+        return re.compile(escaped.replace(r"\{expert\}", r"(?P<expert>\d+)"))
+
+    @property
+    def is_expert(self) -> bool:
+        return "{expert}" in self.mcore
+
+
+@dataclass(frozen=True, slots=True)
+class Dims:
+    """Sizes that the kinds need."""
+
+    groups: int  # key-value heads
+    head_dim: int
+    vocab: int
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One HF model type. `settings` are fields of Megatron's TransformerConfig."""
+
+    model_type: str
+    settings: Callable[[Any], dict[str, Any]]
+    rules: tuple[Rule, ...]
+    ignored: tuple[str, ...] = (r".*rotary_emb\.inv_freq",)  # in checkpoints, not parameters
+
+
+def dense_settings(hf: Any) -> dict[str, Any]:
+    """What all families of the Llama line share."""
+    if hf.hidden_act != "silu":
+        raise ValueError(
+            f"{hf.model_type} uses the activation {hf.hidden_act!r}; the Megatron backend knows silu only."
+        )
+    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    return {
+        "num_layers": hf.num_hidden_layers,
+        "hidden_size": hf.hidden_size,
+        "num_attention_heads": hf.num_attention_heads,
+        "num_query_groups": hf.num_key_value_heads,
+        "kv_channels": head_dim,
+        "ffn_hidden_size": hf.intermediate_size,
+        "layernorm_epsilon": hf.rms_norm_eps,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+
+
+LAYER = "decoder.layers.{layer}."
+HUB_LAYER = "model.layers.{layer}."
+
+
+def in_layer(mcore: str, hub: Sequence[str] | str, kind: str) -> Rule:
+    names = (hub,) if isinstance(hub, str) else tuple(hub)
+    return Rule(LAYER + mcore, tuple(HUB_LAYER + name for name in names), kind)
+
+
+def qkv(part: str) -> Rule:
+    """`part` is "weight" or "bias"."""
+    names = [f"self_attn.{name}_proj.{part}" for name in "qkv"]
+    return in_layer(f"self_attention.linear_qkv.{part}", names, "qkv")
+
+
+OUTSIDE = (
+    Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocab"),
+    Rule("decoder.final_layernorm.weight", ("model.norm.weight",), "replicated"),
+    Rule("output_layer.weight", ("lm_head.weight",), "vocab"),
+)
+NORMS = (
+    in_layer("input_layernorm.weight", "input_layernorm.weight", "replicated"),
+    in_layer("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "replicated"),
+)
+ATTENTION = (qkv("weight"), in_layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "row"))
+QK_NORMS = (
+    in_layer("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", "replicated"),
+    in_layer("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", "replicated"),
+)
+DENSE_MLP = (
+    in_layer("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), "gate_up"),
+    in_layer("mlp.linear_fc2.weight", "mlp.down_proj.weight", "row"),
+)
+
+
+def to_local(kind: str, tensors: Sequence[Tensor], dims: Dims, size: int, rank: int) -> Tensor:
+    """Hub tensors -> what rank `rank` of `size` holds."""
+    if kind == "replicated":
+        return tensors[0]
+    if kind == "row":
+        return tensors[0].chunk(size, dim=1)[rank]
+    if kind == "vocab":
+        missing = -tensors[0].shape[0] % size
+        return F.pad(tensors[0], (0, 0, 0, missing)).chunk(size)[rank]
+    if kind == "gate_up":
+        return torch.cat([tensor.chunk(size)[rank] for tensor in tensors])
+    whole = _join_groups(tensors, dims) if kind == "qkv" else tensors[0]
+    return whole.chunk(size)[rank]
+
+
+def to_hub(kind: str, parts: Sequence[Tensor], dims: Dims) -> list[Tensor]:
+    """What all ranks hold, in their order -> hub tensors."""
+    if kind == "replicated":
+        return [parts[0]]
+    if kind == "row":
+        return [torch.cat(list(parts), dim=1)]
+    if kind == "vocab":
+        return [torch.cat(list(parts))[: dims.vocab]]
+    if kind == "gate_up":
+        return [torch.cat(halves) for halves in zip(*(part.chunk(2) for part in parts), strict=True)]
+    whole = torch.cat(list(parts))
+    return _split_groups(whole, dims) if kind == "qkv" else [whole]
+
+
+def _join_groups(tensors: Sequence[Tensor], dims: Dims) -> Tensor:
+    """q [H * D, ...], k and v [G * D, ...] -> for each key-value group its queries, its key and its value."""
+    by_group = [tensor.reshape(dims.groups, -1, *tensor.shape[1:]) for tensor in tensors]
+    return torch.cat(by_group, dim=1).flatten(0, 1)
+
+
+def _split_groups(whole: Tensor, dims: Dims) -> list[Tensor]:
+    by_group = whole.reshape(dims.groups, -1, *whole.shape[1:])
+    queries = by_group.shape[1] - 2 * dims.head_dim
+    return [part.flatten(0, 1) for part in by_group.split((queries, dims.head_dim, dims.head_dim), dim=1)]

@@ -1,0 +1,36 @@
+"""Qwen3-MoE: Qwen3 with a mixture of experts in (most) layers."""
+
+from typing import Any
+
+from slime.backends.megatron.families import qwen3
+from slime.backends.megatron.families.base import Family, in_layer
+
+EXPERTS = (
+    in_layer("mlp.router.weight", "mlp.gate.weight", "replicated"),
+    in_layer(
+        "mlp.experts.local_experts.{expert}.linear_fc1.weight",
+        ("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight"),
+        "gate_up",
+    ),
+    in_layer("mlp.experts.local_experts.{expert}.linear_fc2.weight", "mlp.experts.{expert}.down_proj.weight", "row"),
+)
+
+
+def settings(hf: Any) -> dict[str, Any]:
+    sparse = [
+        int(layer not in hf.mlp_only_layers and (layer + 1) % hf.decoder_sparse_step == 0)
+        for layer in range(hf.num_hidden_layers)
+    ]
+    return qwen3.settings(hf) | {
+        "num_moe_experts": hf.num_experts,
+        "moe_ffn_hidden_size": hf.moe_intermediate_size,
+        "moe_layer_freq": sparse,
+        "moe_router_topk": hf.num_experts_per_tok,
+        # Softmax over the chosen experts is softmax over all, chosen and normalised.
+        "moe_router_pre_softmax": not hf.norm_topk_prob,
+        "moe_router_score_function": "softmax",
+        "moe_router_dtype": "fp32",
+    }
+
+
+FAMILY = Family("qwen3_moe", settings, (*qwen3.FAMILY.rules, *EXPERTS))

@@ -1,0 +1,47 @@
+"""Megatron's process groups and this rank's place in them."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from slime.backends.base import Layout
+
+
+def init_groups(args: Any, device: torch.device) -> Layout:
+    """Cut the ranks into groups (again, if a model of another layout was built before in this process)."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
+        context_parallel_size=args.context_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+        distributed_timeout_minutes=args.distributed_timeout_minutes,
+        create_gloo_process_groups=device.type != "cpu",
+    )
+    model_parallel_cuda_manual_seed(args.seed)
+    return Layout(
+        dp_size=parallel_state.get_data_parallel_world_size(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        cp_size=parallel_state.get_context_parallel_world_size(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        tp_size=parallel_state.get_tensor_model_parallel_world_size(),
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+    )
+
+
+def from_last_stage(value: Any) -> Any:
+    """A picklable value that only the last pipeline stage knows, on all stages."""
+    group = parallel_state.get_pipeline_model_parallel_group()
+    if group.size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=dist.get_process_group_ranks(group)[-1], group=group)
+    return box[0]

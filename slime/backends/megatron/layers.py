@@ -1,0 +1,121 @@
+"""Our parts of Megatron's layers: packed attention with the HF model's rotary angles, and an RMS norm for every layout."""
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor
+
+from slime.backends.attention import packed_attention
+from slime.backends.context_parallel import zigzag_attention
+from slime.backends.megatron.stream import PackedStream
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
+    """Rotary embedding of x [T, H, D] by angles [T, 1, d], d <= D; `interleaved` pairs neighbours instead of halves."""
+    turned, kept = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    if interleaved:
+        half = cos.shape[-1] // 2
+        cos, sin = (part[..., :half].repeat_interleave(2, dim=-1) for part in (cos, sin))
+        other = torch.stack((-turned[..., 1::2], turned[..., 0::2]), dim=-1).flatten(-2)
+    else:
+        low, high = turned.chunk(2, dim=-1)
+        other = torch.cat((-high, low), dim=-1)
+    turned = turned * cos + other * sin
+    return torch.cat((turned, kept), dim=-1) if kept.shape[-1] else turned
+
+
+class PackedCoreAttention(MegatronModule):
+    """Megatron's core attention by the project's one packed attention function.
+
+    Megatron is built without position embeddings: the angles come with the stream and are applied here.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **ignored: Any,
+    ) -> None:
+        super().__init__(config=config)
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+        self.cp_group = groups.cp
+        self.scale = softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedStream | None = None,
+    ) -> Tensor:
+        """query [T, H, D], key and value [T, G, D] of this context-parallel rank -> [T, H * D]."""
+        stream = packed_seq_params
+        assert isinstance(stream, PackedStream), "this model is called with a PackedStream only"
+        query, key = (
+            rotate(x, stream.cos, stream.sin, interleaved=self.config.rotary_interleaved) for x in (query, key)
+        )
+        if stream.plan is None:
+            out = packed_attention(query, key, value, stream.documents, scale=self.scale)
+        else:
+            out = zigzag_attention(query, key, value, stream.plan, self.cp_group, scale=self.scale)
+        return out.reshape(out.shape[0], -1)
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's RMS norm, which tells Megatron to sum its gradient where the sequence is split over ranks."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **ignored: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+def layer_spec(config: TransformerConfig, *, moe: bool) -> ModuleSpec:
+    """One decoder layer of Megatron's own modules, with our attention and norms in it."""
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts if moe else None,
+        moe_grouped_gemm=False,
+        qk_layernorm=config.qk_layernorm,
+        normalization="RMSNorm",
+    )
+    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+    attention.core_attention = PackedCoreAttention
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return spec
+
+
+def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """The layers that this pipeline stage (and virtual stage) builds."""
+    first = get_transformer_layer_offset(config, vp_stage)
+    count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    pattern = moe_pattern(config)
+    specs = [layer_spec(config, moe=pattern[layer]) for layer in range(first, first + count)]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
+
+
+def moe_pattern(config: TransformerConfig) -> list[bool]:
+    """For each decoder layer of the whole model, whether it is a mixture of experts."""
+    if config.num_moe_experts is None:
+        return [False] * config.num_layers
+    frequency = config.moe_layer_freq
+    if isinstance(frequency, int):
+        return [layer % frequency == 0 for layer in range(config.num_layers)]
+    return [bool(entry) for entry in frequency]

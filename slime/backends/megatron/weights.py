@@ -1,0 +1,276 @@
+"""Weights in and out under hub names: read from a checkpoint folder into any layout, exported from any layout by buckets.
+
+Every parameter is mapped exactly once. What is missing, left over or wrongly shaped is one error that lists it.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor, nn
+
+from slime.backends.base import Bucket
+from slime.backends.megatron.families.base import Dims, Family, Rule, to_hub, to_local
+
+_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One parameter of this rank and the hub tensors it is made of."""
+
+    parameter: nn.Parameter
+    rule: Rule
+    hub: tuple[str, ...]  # of this rank's expert, where the parameter is an expert's
+    shown: bool  # False: a second copy of a tied matrix, which must not be exported
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """An exported parameter as every rank of the pipeline knows it; `hub` holds the names per expert-parallel rank."""
+
+    kind: str
+    is_expert: bool
+    hub: tuple[tuple[str, ...], ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def count(self) -> int:
+        return torch.Size(self.shape).numel()
+
+
+class HubWeights:
+    """The pairing of this rank's parameters with hub tensors. Methods are collectives."""
+
+    def __init__(self, chunks: Sequence[nn.Module], family: Family, dims: Dims, *, tied: bool) -> None:
+        self._family, self._dims, self._tied = family, dims, tied
+        self.entries = [entry for chunk in chunks for entry in self._entries_of(chunk)]
+        self._plan: list[list[Piece]] | None = None
+
+    def _entries_of(self, chunk: nn.Module) -> Iterator[Entry]:
+        offset = get_transformer_layer_offset(chunk.config, chunk.vp_stage)
+        experts = (chunk.config.num_moe_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
+        first_expert = experts * parallel_state.get_expert_model_parallel_rank()
+        for name, parameter in chunk.named_parameters():
+            rule, numbers = self._rule_of(name)
+            numbers = {"layer": numbers.get("layer", 0) + offset, "expert": numbers.get("expert", 0) + first_expert}
+            copy = name == "output_layer.weight" and self._tied
+            hub = ("model.embed_tokens.weight",) if copy else tuple(n.format(**numbers) for n in rule.hub)
+            yield Entry(parameter, rule, hub, not copy)
+
+    def _rule_of(self, name: str) -> tuple[Rule, dict[str, int]]:
+        found = [(rule, match) for rule in self._family.rules if (match := rule.pattern.fullmatch(name))]
+        assert len(found) == 1, f"{len(found)} rules of {self._family.model_type} match Megatron's parameter {name}"
+        rule, match = found[0]
+        return rule, {key: int(value) for key, value in match.groupdict().items()}
+
+    # -- in ----------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def load(self, path: str | Path) -> None:
+        """Read an HF folder (or hub id) into the parameters."""
+        with CheckpointFolder(path) as folder:
+            self._check_names(folder.names, folder.path)
+            wrong = [text for entry in self.entries for text in self._load_entry(entry, folder)]
+        if wrong:
+            raise ValueError(f"{path} is of another shape than its config says: {_list(wrong)}.")
+
+    def _load_entry(self, entry: Entry, folder: "CheckpointFolder") -> Iterator[str]:
+        tensors = [folder.read(name) for name in entry.hub]
+        size, rank = _shards(entry.rule)
+        local = to_local(entry.rule.kind, tensors, self._dims, size, rank)
+        if local.shape != entry.parameter.shape:
+            shapes = ", ".join(f"{n} {list(t.shape)}" for n, t in zip(entry.hub, tensors, strict=True))
+            yield f"{shapes} (this rank needs {list(entry.parameter.shape)} and was given {list(local.shape)})"
+            return
+        entry.parameter.copy_(local)
+
+    def _check_names(self, present: set[str], path: Path) -> None:
+        own: list[set[str] | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(own, {name for entry in self.entries for name in entry.hub})
+        wanted = set().union(*own)
+        ignored = [re.compile(pattern) for pattern in self._family.ignored]
+        extra = {name for name in present - wanted if not any(p.fullmatch(name) for p in ignored)}
+        if self._tied:
+            extra.discard("lm_head.weight")
+        problems = []
+        if wanted - present:
+            problems.append(f"{len(wanted - present)} tensors are missing: {_list(sorted(wanted - present))}")
+        if extra:
+            problems.append(f"{len(extra)} tensors have no place in the model: {_list(sorted(extra))}")
+        if problems:
+            raise ValueError(
+                f"{path} does not hold a {self._family.model_type} as its config says. {'; '.join(problems)}."
+            )
+
+    # -- out ---------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def buckets(self, bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[Bucket]:
+        """Whole tensors under hub names on every rank, at most about `bucket_bytes` at a time."""
+        stages = parallel_state.get_pipeline_model_parallel_world_size()
+        own_stage = parallel_state.get_pipeline_model_parallel_rank()
+        shown = [entry for entry in self.entries if entry.shown]
+        for stage in range(stages):
+            entries = iter(shown if stage == own_stage else [])
+            for pieces in _grouped(self._pieces()[stage], bucket_bytes, dtype):
+                local = [next(entries).parameter for _ in pieces] if stage == own_stage else None
+                yield self._gather(pieces, local, stage, dtype)
+
+    def _pieces(self) -> list[list[Piece]]:
+        """What each pipeline stage holds; found out once."""
+        if self._plan is None:
+            ep = parallel_state.get_expert_model_parallel_group()
+            mine = [entry.hub for entry in self.entries if entry.shown]
+            per_expert_rank: list[Any] = [None] * ep.size()
+            dist.all_gather_object(per_expert_rank, mine, group=ep)
+            shown = [entry for entry in self.entries if entry.shown]
+            pieces = [
+                Piece(
+                    entry.rule.kind,
+                    entry.rule.is_expert,
+                    tuple(names[i] for names in per_expert_rank) if entry.rule.is_expert else (entry.hub,),
+                    tuple(entry.parameter.shape),
+                    entry.parameter.dtype,
+                )
+                for i, entry in enumerate(shown)
+            ]
+            pp = parallel_state.get_pipeline_model_parallel_group()
+            self._plan = [[] for _ in range(pp.size())]
+            dist.all_gather_object(self._plan, pieces, group=pp)
+        return self._plan
+
+    def _gather(
+        self, pieces: list[Piece], parameters: list[nn.Parameter] | None, stage: int, dtype: torch.dtype | None
+    ) -> Bucket:
+        """One all-gather over the ranks that share these parameters, one broadcast to the other stages."""
+        is_expert = pieces[0].is_expert
+        group = (
+            parallel_state.get_expert_tensor_and_model_parallel_group()
+            if is_expert
+            else parallel_state.get_tensor_model_parallel_group()
+        )
+        wire = dtype or pieces[0].dtype
+        count = sum(piece.count for piece in pieces)
+        device = self.entries[0].parameter.device
+        if parameters is not None:
+            flat = torch.cat([p.detach().to(wire).flatten() for p in parameters])
+            parts = [torch.empty_like(flat) for _ in range(group.size())]
+            dist.all_gather(parts, flat, group=group)
+            gathered = torch.cat(parts)
+        else:
+            gathered = torch.empty(count * group.size(), dtype=wire, device=device)
+        pp = parallel_state.get_pipeline_model_parallel_group()
+        if pp.size() > 1:
+            dist.broadcast(gathered, src=dist.get_process_group_ranks(pp)[stage], group=pp)
+        return self._split(pieces, gathered.view(group.size(), count))
+
+    def _split(self, pieces: list[Piece], gathered: Tensor) -> Bucket:
+        bucket: Bucket = []
+        start = 0
+        for piece in pieces:
+            parts = [row[start : start + piece.count].view(piece.shape) for row in gathered]
+            start += piece.count
+            # Ranks of an expert group count expert-tensor ranks first.
+            per_expert = len(parts) // len(piece.hub)
+            for i, names in enumerate(piece.hub):
+                tensors = to_hub(piece.kind, parts[i * per_expert : (i + 1) * per_expert], self._dims)
+                bucket += [(name, tensor.contiguous()) for name, tensor in zip(names, tensors, strict=True)]
+        return bucket
+
+
+def _shards(rule: Rule) -> tuple[int, int]:
+    """How many tensor-parallel ranks share a parameter, and which of them this is."""
+    if rule.is_expert:
+        return (
+            parallel_state.get_expert_tensor_parallel_world_size(),
+            parallel_state.get_expert_tensor_parallel_rank(),
+        )
+    return parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+
+
+def _grouped(pieces: list[Piece], bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[list[Piece]]:
+    """Neighbours of one kind of ownership and dtype whose gathered size stays within the limit (a larger one alone)."""
+    group: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        ranks = (
+            dist.get_world_size(parallel_state.get_expert_tensor_and_model_parallel_group())
+            if piece.is_expert
+            else parallel_state.get_tensor_model_parallel_world_size()
+        )
+        nbytes = piece.count * ranks * (dtype or piece.dtype).itemsize
+        same = not group or (piece.is_expert, piece.dtype) == (group[0].is_expert, group[0].dtype)
+        if group and (not same or size + nbytes > bucket_bytes):
+            yield group
+            group, size = [], 0
+        group.append(piece)
+        size += nbytes
+    if group:
+        yield group
+
+
+def _list(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+class CheckpointFolder:
+    """The safetensors of an HF folder, read one tensor at a time."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if not self.path.is_dir():
+            from huggingface_hub import snapshot_download  # with transformers; only needed for hub ids
+
+            self.path = Path(snapshot_download(str(path), allow_patterns=["*.safetensors", "*.json"]))
+        index = self.path / "model.safetensors.index.json"
+        if index.is_file():
+            self._files = json.loads(index.read_text())["weight_map"]
+        else:
+            self._files = dict.fromkeys(self._names_of_single_file(), "model.safetensors")
+        self._open: dict[str, Any] = {}
+
+    def _names_of_single_file(self) -> list[str]:
+        file = self.path / "model.safetensors"
+        if not file.is_file():
+            raise ValueError(
+                f"{self.path} holds no model.safetensors and no index of several: the Megatron backend reads "
+                "safetensors; save the model again with save_pretrained."
+            )
+        from safetensors import safe_open  # with transformers, only needed here
+
+        with safe_open(file, framework="pt") as handle:
+            return list(handle.keys())
+
+    def __enter__(self) -> "CheckpointFolder":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open.clear()
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._files)
+
+    def read(self, name: str) -> Tensor:
+        from safetensors import safe_open  # with transformers, only needed here
+
+        file = self._files[name]
+        if file not in self._open:
+            self._open[file] = safe_open(self.path / file, framework="pt")
+        tensor = self._open[file].get_tensor(name)
+        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"{name} in {self.path} is {tensor.dtype}: quantised checkpoints cannot be trained; use the "
+                "16- or 32-bit one."
+            )
+        return tensor
