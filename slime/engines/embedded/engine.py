@@ -42,6 +42,7 @@ class Engine:
             max_tokens=self.max_tokens,
             prefill_budget=_PREFILL_BUDGET[self.runner.device.type],
             row_bytes=self.runner.row_bytes,
+            dtype=self.runner.dtype,
             device=self.runner.device,
         )
 

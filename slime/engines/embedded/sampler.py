@@ -73,9 +73,13 @@ def _ban(log_probs: torch.Tensor, rows: SampleRows) -> torch.Tensor:
 
 
 def _draw(log_probs: torch.Tensor, u: np.ndarray) -> torch.Tensor:
-    # float64: the sum over a large vocabulary must not swallow the tail
-    cumulative = log_probs.exp().cumsum(dim=-1, dtype=torch.float64)
-    target = torch.from_numpy(u).to(cumulative.device)[:, None] * cumulative[:, -1:]
+    # A CPU adds one after the other: in float32 the sum over a large vocabulary would swallow the tail. A GPU adds in a
+    # tree, where float32 is exact enough and half as slow.
+    dtype = torch.float64 if log_probs.device.type == "cpu" else torch.float32
+    cumulative = log_probs.exp().cumsum(dim=-1, dtype=dtype)
+    total = cumulative[:, -1:]
+    target = torch.from_numpy(u).to(cumulative.device, dtype)[:, None] * total
+    target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))  # rounding must not reach the end
     # right=True steps over tokens of probability 0: their cumulative value equals the one before
     return torch.searchsorted(cumulative, target, right=True).squeeze(1)
 

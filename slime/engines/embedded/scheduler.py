@@ -17,8 +17,9 @@ from slime.engines.embedded.kv_cache import BlockAllocator
 from slime.engines.embedded.sampler import SampleRows
 from slime.engines.embedded.sequence import Sequence
 
-# Below this many gathered bytes per layer, one padded decode group is cheaper than several exact ones.
-_SPLIT_DECODE_BYTES = 8 << 20
+# Below this many gathered bytes per layer, one padded decode group is cheaper than several exact ones: what counts on
+# a GPU is the number of kernels.
+_SPLIT_DECODE_BYTES = {"cpu": 8 << 20, "cuda": 1 << 30}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +81,14 @@ class Scheduler:
         max_tokens: int,  # of one sequence
         prefill_budget: int,
         row_bytes: int,
+        dtype: torch.dtype,
         device: str | torch.device,
     ):
         self.allocator = allocator
         self.max_running = max_running
         self.prefill_budget = prefill_budget
         self.row_bytes = row_bytes
+        self.dtype = dtype  # of the keys; a mask of another type would send attention down a slow path
         self.device = torch.device(device)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission; prompts may be half computed
@@ -224,7 +227,7 @@ class Scheduler:
         """An order of the decoding rows and the bounds of their groups; a group pads less than twofold."""
         if len(length) == 0:
             return np.arange(0), []
-        if len(length) * int(length.max()) * self.row_bytes <= _SPLIT_DECODE_BYTES:
+        if len(length) * int(length.max()) * self.row_bytes <= _SPLIT_DECODE_BYTES[self.device.type]:
             return np.arange(len(length)), [(0, len(length))]
         order = np.argsort(length, kind="stable")
         classes = np.ceil(np.log2(length[order]))
@@ -236,7 +239,7 @@ class Scheduler:
         blocks = self._tensor(self._slots.blocks[slots, :num_blocks].reshape(-1))
         keys = torch.arange(num_blocks * self.allocator.block_size, device=self.device)
         exists = keys[None, :] < self._tensor(length)[:, None]
-        mask = torch.zeros(exists.shape, device=self.device).masked_fill_(~exists, float("-inf"))
+        mask = torch.zeros(exists.shape, dtype=self.dtype, device=self.device).masked_fill_(~exists, float("-inf"))
         return DecodeGroup(start, len(slots), blocks, mask[:, None, None, :])
 
     def _prefill_groups(self, chunks, start: int, ids: list, positions: list, rows: list) -> list[PrefillGroup]:
@@ -266,7 +269,8 @@ class Scheduler:
         num_cached, num_new = members[0].start, members[0].end - members[0].start
         if num_cached == 0:
             return PrefillGroup(start, len(members), num_new, 0, None, None)
-        mask = torch.full((num_new, num_cached + num_new), float("-inf"), device=self.device).triu_(num_cached + 1)
+        shape = (num_new, num_cached + num_new)
+        mask = torch.full(shape, float("-inf"), dtype=self.dtype, device=self.device).triu_(num_cached + 1)
         return PrefillGroup(start, len(members), num_new, num_cached, self._tensor(np.concatenate(all_rows)), mask)
 
     def _sample_rows(self, samplers: list[Sequence]) -> SampleRows:

@@ -60,7 +60,7 @@ def test_a_pool_too_small_for_all_retracts_and_makes_the_same_tokens(folder):
 
 
 def test_prompts_in_chunks_and_split_decode_groups_give_right_log_probs(folder, monkeypatch):
-    monkeypatch.setattr(scheduler_module, "_SPLIT_DECODE_BYTES", 0)
+    monkeypatch.setattr(scheduler_module, "_SPLIT_DECODE_BYTES", {"cpu": 0})
     engine = make_engine(folder)
     engine.scheduler.prefill_budget = 23
     sequences = make_requests(engine, 12, longest_prompt=100)
