@@ -37,11 +37,11 @@ class Estimator:
     """One row of the table: the function and what the reward normalisation and the loss must know about it."""
 
     compute: Callable[[AdvantageInputs], tuple[TokenLists, TokenLists]]
-    center_rewards: bool = False  # subtract the group's mean
-    scale_rewards: bool = False  # and divide by its std, unless switched off
-    uses_kl_in_reward: bool = False
+    baseline: str | None = None  # row of rewards.BASELINES that rewards are compared with; None: raw rewards
+    scale_rewards: bool = False  # divide by the group's std too, unless switched off
+    uses_kl_in_reward: bool = False  # whether --kl-coef enters the advantages
+    uses_gamma: bool = False
     needs_values: bool = False
-    loss: str = "ppo"  # row of the policy-loss table
 
 
 def get_grpo_returns(rewards: Sequence[float] | Tensor, kl: Sequence[Tensor]) -> TokenLists:
@@ -102,25 +102,43 @@ def _reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> tuple[TokenLists, 
 
 
 def _ppo(inputs: AdvantageInputs) -> tuple[TokenLists, TokenLists]:
+    """GAE over the trained tokens of each response: what a tool or the environment wrote is no action of the policy.
+
+    The reward stands on the last trained token. Tokens that are not trained get 0.
+    """
     assert inputs.values is not None, "ppo needs the critic's values"
-    token_rewards = []
-    for reward, k in zip(inputs.rewards, inputs.kl, strict=True):
-        rewards = -inputs.kl_coef * k
-        rewards[-1] += float(reward)
+    chosen = [mask.nonzero().squeeze(1) for mask in inputs.loss_masks]
+    token_rewards, values = [], []
+    for reward, k, value, index in zip(inputs.rewards, inputs.kl, inputs.values, chosen, strict=True):
+        rewards = -inputs.kl_coef * k[index]
+        if len(index):
+            rewards[-1] += float(reward)
         token_rewards.append(rewards)
-    lengths = [len(k) for k in inputs.kl]
-    return get_advantages_and_returns_batch(lengths, lengths, inputs.values, token_rewards, inputs.gamma, inputs.lambd)
+        values.append(value[index])
+    lengths = [len(index) for index in chosen]
+    packed = get_advantages_and_returns_batch(lengths, lengths, values, token_rewards, inputs.gamma, inputs.lambd)
+    advantages, returns = (
+        [
+            torch.zeros_like(k).index_copy(0, index, part)
+            for k, index, part in zip(inputs.kl, chosen, parts, strict=True)
+        ]
+        for parts in packed
+    )
+    return advantages, returns
 
 
 ESTIMATORS: dict[str, Estimator] = {
-    "grpo": Estimator(_grpo, center_rewards=True, scale_rewards=True),
-    "gspo": Estimator(_grpo, center_rewards=True, scale_rewards=True, loss="gspo"),
-    "cispo": Estimator(_grpo, center_rewards=True, scale_rewards=True, loss="cispo"),
-    "reinforce_plus_plus": Estimator(_reinforce_plus_plus, uses_kl_in_reward=True),
-    "reinforce_plus_plus_baseline": Estimator(
-        _reinforce_plus_plus_baseline, center_rewards=True, uses_kl_in_reward=True
-    ),
-    "ppo": Estimator(_ppo, uses_kl_in_reward=True, needs_values=True),
+    "grpo": Estimator(_grpo, baseline="mean", scale_rewards=True),
+    "gspo": Estimator(_grpo, baseline="mean", scale_rewards=True),
+    "cispo": Estimator(_grpo, baseline="mean", scale_rewards=True),
+    "dr_grpo": Estimator(_grpo, baseline="mean"),
+    "rloo": Estimator(_grpo, baseline="leave_one_out"),
+    "remax": Estimator(_grpo, baseline="greedy"),
+    "opo": Estimator(_grpo, baseline="length_weighted"),
+    "maxrl": Estimator(_grpo, baseline="success_rate"),
+    "reinforce_plus_plus": Estimator(_reinforce_plus_plus, uses_kl_in_reward=True, uses_gamma=True),
+    "reinforce_plus_plus_baseline": Estimator(_reinforce_plus_plus_baseline, baseline="mean", uses_kl_in_reward=True),
+    "ppo": Estimator(_ppo, uses_kl_in_reward=True, uses_gamma=True, needs_values=True),
 }
 
 

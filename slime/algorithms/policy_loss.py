@@ -1,15 +1,51 @@
-"""Policy-gradient losses per token, from the log-ratio of the current to the old policy.
+"""Policy-gradient losses per token: one table from `--policy-loss-type` to a function; adding one is a function and a row.
 
 Convention: `ppo_kl = old_log_prob - log_prob`, so the probability ratio is exp(-ppo_kl). Nothing here reduces: masks
-and denominators belong to `reduce`.
+and denominators belong to `reduce`. All tensors are flat over the response tokens of a micro-batch, [R].
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from slime.algorithms.reduce import segment_mean
+
+
+@dataclass(frozen=True)
+class PolicyInputs:
+    """What a policy loss may read about the S samples and R response tokens of a micro-batch."""
+
+    log_probs: Tensor  # [R] of the current policy, with gradient
+    old_log_probs: Tensor  # [R] of the policy that ratios are taken against
+    advantages: Tensor  # [R]
+    mask: Tensor  # [R] 0/1
+    segments: Tensor  # [R] which sample a token belongs to
+    num_samples: int
+    selected: Tensor | None = None  # [R] 0/1 tokens of extreme covariance; None: the loss does not ask for them
+
+
+@dataclass(frozen=True)
+class PolicyOptions:
+    """Constants of the losses; each loss reads its own."""
+
+    eps_clip: float = 0.2
+    eps_clip_high: float = 0.2
+    eps_clip_c: float | None = None  # dual clip; None: off
+    sapo_tau_pos: float = 1.0
+    sapo_tau_neg: float = 1.05
+    kl_cov_coef: float = 1.0
+    dppo_delta: float = 0.15
+
+
+@dataclass(frozen=True)
+class PolicyTerms:
+    """Per token: the loss, whether a clip or mask decided about it (0/1), and ppo_kl as the ratio used it."""
+
+    loss: Tensor  # [R]
+    clipped: Tensor  # [R]
+    ppo_kl: Tensor  # [R]
 
 
 def compute_policy_loss(
@@ -54,12 +90,107 @@ def sequence_kl(ppo_kl: Tensor, mask: Tensor, segments: Tensor, num_segments: in
     return segment_mean(ppo_kl, mask, segments, num_segments)[segments]
 
 
-def opsm_keep(
-    ppo_kl: Tensor, advantages: Tensor, mask: Tensor, segments: Tensor, num_segments: int, *, delta: float
-) -> Tensor:
-    """Off-policy sequence mask per token: 0 where the advantage is negative and the sample drifted beyond `delta`."""
-    drifted = sequence_kl(ppo_kl.detach(), mask, segments, num_segments) > delta
-    return 1.0 - ((advantages < 0) & drifted).to(ppo_kl.dtype)
+def _ppo(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
+    ppo_kl = x.old_log_probs - x.log_probs
+    loss, clipped = compute_policy_loss(ppo_kl, x.advantages, o.eps_clip, o.eps_clip_high, o.eps_clip_c)
+    return PolicyTerms(loss, clipped, ppo_kl)
+
+
+def _gspo(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
+    """The clip on one ratio per sequence: the geometric mean of its token ratios."""
+    ppo_kl = sequence_kl(x.old_log_probs - x.log_probs, x.mask, x.segments, x.num_samples)
+    loss, clipped = compute_policy_loss(ppo_kl, x.advantages, o.eps_clip, o.eps_clip_high, o.eps_clip_c)
+    return PolicyTerms(loss, clipped, ppo_kl)
+
+
+def _cispo(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
+    ppo_kl = x.old_log_probs - x.log_probs
+    loss, clipped = compute_cispo_loss(ppo_kl, x.log_probs, x.advantages, o.eps_clip, o.eps_clip_high)
+    return PolicyTerms(loss, clipped, ppo_kl)
+
+
+def _sapo(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
+    """A soft gate in place of the clip: sigmoid(tau (ratio - 1)) x 4 / tau, steeper where the advantage is not positive.
+
+    Its slope at ratio 1 is 1, and it fades where a hard clip would cut. Nothing is clipped, so that fraction is 0.
+    """
+    ppo_kl = x.old_log_probs - x.log_probs
+    tau = torch.where(x.advantages > 0, o.sapo_tau_pos, o.sapo_tau_neg).to(ppo_kl.dtype)
+    gate = torch.sigmoid(tau * (torch.exp(-ppo_kl) - 1)) * 4 / tau
+    return PolicyTerms(-gate * x.advantages, torch.zeros_like(ppo_kl), ppo_kl)
+
+
+def _gmpo(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
+    """Geometric mean: token log-ratios are clipped to [-eps_clip, eps_clip_high] on the side that the advantage pushes to,
+    and averaged; every token of the sequence carries that one ratio."""
+    log_ratio = x.log_probs - x.old_log_probs
+    rising = torch.minimum(log_ratio, torch.full_like(log_ratio, o.eps_clip_high))
+    falling = torch.maximum(log_ratio, torch.full_like(log_ratio, -o.eps_clip))
+    bounded = torch.where(x.advantages > 0, rising, falling)
+    ppo_kl = sequence_kl(-bounded, x.mask, x.segments, x.num_samples)
+    return PolicyTerms(-torch.exp(-ppo_kl) * x.advantages, (bounded != log_ratio).to(log_ratio.dtype), ppo_kl)
+
+
+def _clip_cov(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
+    """PPO clip, and selected tokens of high covariance (log-prob with advantage) lose their gradient."""
+    terms = _ppo(x, o)
+    dropped = x.selected.bool()
+    loss = torch.where(dropped, torch.zeros_like(terms.loss), terms.loss)
+    return PolicyTerms(loss, torch.maximum(terms.clipped, x.selected.to(terms.clipped.dtype)), terms.ppo_kl)
+
+
+def _kl_cov(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
+    """No clip; selected tokens of the highest covariance pay kl_cov_coef x |log-ratio|."""
+    ppo_kl = x.old_log_probs - x.log_probs
+    selected = x.selected.to(ppo_kl.dtype)
+    loss = -torch.exp(-ppo_kl) * x.advantages + selected * o.kl_cov_coef * ppo_kl.abs()
+    return PolicyTerms(loss, selected, ppo_kl)
+
+
+def _divergence_mask(x: PolicyInputs, o: PolicyOptions, divergence: Callable[[Tensor, Tensor], Tensor]) -> PolicyTerms:
+    """No clip of the ratio; a token gives no gradient once its probability moved too far, if the step moves it farther."""
+    ppo_kl = x.old_log_probs - x.log_probs
+    ratio = torch.exp(-ppo_kl)
+    away = ((x.advantages > 0) & (ratio > 1)) | ((x.advantages < 0) & (ratio < 1))
+    far = divergence(x.old_log_probs.detach().exp(), x.log_probs.detach().exp()) > o.dppo_delta
+    dropped = away & far
+    loss = torch.where(dropped, torch.zeros_like(ratio), -ratio * x.advantages)
+    return PolicyTerms(loss, dropped.to(ratio.dtype), ppo_kl)
+
+
+def binary_tv(old: Tensor, new: Tensor) -> Tensor:
+    """Total variation between "this token" and "another": |p_old - p_new|."""
+    return (old - new).abs()
+
+
+def binary_kl(old: Tensor, new: Tensor) -> Tensor:
+    """KL(old || new) between "this token" and "another"."""
+    tiny = torch.finfo(old.dtype).eps
+    old, new = old.clamp(tiny, 1 - tiny), new.clamp(tiny, 1 - tiny)
+    return old * torch.log(old / new) + (1 - old) * torch.log((1 - old) / (1 - new))
+
+
+def _dppo_tv(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
+    return _divergence_mask(x, o, binary_tv)
+
+
+def _dppo_kl(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
+    return _divergence_mask(x, o, binary_kl)
+
+
+POLICY_LOSSES: dict[str, Callable[[PolicyInputs, PolicyOptions], PolicyTerms]] = {
+    "ppo": _ppo,
+    "gspo": _gspo,
+    "cispo": _cispo,
+    "sapo": _sapo,
+    "gmpo": _gmpo,
+    "clip_cov": _clip_cov,
+    "kl_cov": _kl_cov,
+    "dppo_tv": _dppo_tv,
+    "dppo_kl": _dppo_kl,
+}
+# Losses that need `selected`, and with it the old policy's log-probs of the whole step before its first pass.
+COVARIANCE_LOSSES = ("clip_cov", "kl_cov")
 
 
 def compute_gspo_kl(

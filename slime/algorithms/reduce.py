@@ -12,6 +12,14 @@ from torch import Tensor
 
 Reducer = Callable[[Tensor], Tensor]
 
+# What a token is divided by -> which count of the optimizer step divides the sum.
+REDUCTIONS = {
+    "rollout_mean": "rollouts",  # trained tokens of its rollout, fan-out siblings together
+    "sample_mean": "samples",  # trained tokens of its own sample
+    "token_mean": "tokens",  # nothing
+    "constant": "rollouts",  # one constant (Dr. GRPO)
+}
+
 
 def token_weights(mask: Tensor, segments: Tensor, rollout_mask_sums: Tensor, *, per_token: bool) -> Tensor:
     """Weight of each flat token: its mask, over its rollout's mask total unless `per_token`.
@@ -22,6 +30,23 @@ def token_weights(mask: Tensor, segments: Tensor, rollout_mask_sums: Tensor, *, 
     if per_token:
         return mask
     return mask / rollout_mask_sums.clamp(min=1.0)[segments]
+
+
+def reduction_weights(
+    reduction: str, mask: Tensor, segments: Tensor, rollout_mask_sums: Tensor, *, constant: float | None = None
+) -> Tensor:
+    """Weight of each flat token under a row of REDUCTIONS; the step's count named there divides the sum of all."""
+    if reduction == "rollout_mean":
+        return token_weights(mask, segments, rollout_mask_sums, per_token=False)
+    mask = mask.to(rollout_mask_sums.dtype)
+    if reduction == "token_mean":
+        return mask
+    if reduction == "sample_mean":
+        return mask / segment_sum(mask, segments, len(rollout_mask_sums)).clamp(min=1.0)[segments]
+    if reduction == "constant":
+        assert constant, "the constant reduction needs its denominator"
+        return mask / constant
+    raise ValueError(f"--loss-reduction is {reduction!r}: choose one of {', '.join(REDUCTIONS)}.")
 
 
 def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:

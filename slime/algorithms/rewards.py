@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 STD_EPSILON = 1e-6
+# In Sample.metadata: the reward of the greedy answer to the sample's prompt.
+GREEDY_REWARD_KEY = "greedy_reward"
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,29 @@ from dataclasses import dataclass
 from slime.arguments.flag import flag
 
 # The one place that says which estimators can be chosen; the others are known names that are refused as not built.
-ADVANTAGE_ESTIMATORS = ("grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+ADVANTAGE_ESTIMATORS = (
+    "grpo",
+    "gspo",
+    "cispo",
+    "dr_grpo",
+    "rloo",
+    "remax",
+    "opo",
+    "maxrl",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+)
 UNBUILT_ESTIMATORS = ("ppo",)
-# Estimators whose advantages never contain --kl-coef.
-ESTIMATORS_WITHOUT_KL = ("grpo", "gspo", "cispo")
+# Estimators whose advantages contain --kl-coef, and --gamma.
+ESTIMATORS_WITH_KL = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
+ESTIMATORS_WITH_GAMMA = ("reinforce_plus_plus", "ppo")
+POLICY_LOSS_TYPES = ("ppo", "gspo", "cispo", "sapo", "gmpo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl")
+# Estimators that come with a loss or a reduction of their own.
+LOSS_OF_ESTIMATOR = {"gspo": "gspo", "cispo": "cispo"}
+REDUCTION_OF_ESTIMATOR = {"dr_grpo": "constant"}
+LOSS_REDUCTIONS = ("rollout_mean", "sample_mean", "token_mean", "constant")
+# How far the log-probs of engine and trainer may lie apart, as a mean over tokens, before a run stops.
+LOGPROB_DIFF_THRESHOLDS = {"float32": 0.02, "bfloat16": 0.2}
 
 
 @dataclass(frozen=True)
@@ -21,6 +40,20 @@ class AlgorithmFlags:
         "grpo", "how rewards become advantages", choices=ADVANTAGE_ESTIMATORS, not_built=UNBUILT_ESTIMATORS
     )
     custom_advantage_function_path: str | None = flag(None, "function that computes advantages", metavar="PATH")
+    policy_loss_type: str | None = flag(
+        None, "how advantages become a loss; default: the estimator's own, else ppo", choices=POLICY_LOSS_TYPES
+    )
+    custom_policy_loss_function_path: str | None = flag(
+        None, "function in place of --policy-loss-type", metavar="PATH"
+    )
+    loss_reduction: str | None = flag(
+        None,
+        "what a token's loss is divided by; default: rollout_mean, constant with dr_grpo",
+        choices=LOSS_REDUCTIONS,
+    )
+    loss_denominator: float | None = flag(
+        None, "the constant of --loss-reduction constant; default: --rollout-max-response-len", gt=0
+    )
     custom_pg_loss_reducer_function_path: str | None = flag(
         None, "function that builds the reducer of the policy-gradient term", metavar="PATH"
     )
@@ -32,14 +65,36 @@ class AlgorithmFlags:
     grpo_std_normalization: bool = flag(
         True, "do not divide by the group's standard deviation", off="--disable-grpo-std-normalization"
     )
+    gamma: float = flag(1.0, "discount of token rewards", ge=0, le=1)
+    lambd: float = flag(1.0, "lambda of generalised advantage estimation", ge=0, le=1)
     eps_clip: float = flag(0.2, "clip of the policy ratio, below", ge=0)
     eps_clip_high: float | None = flag(None, "clip of the policy ratio, above; default: --eps-clip", ge=0)
     eps_clip_c: float | None = flag(None, "dual clip for negative advantages", gt=1)
+    sapo_tau_pos: float = flag(1.0, "sapo: steepness of the gate for positive advantages", gt=0)
+    sapo_tau_neg: float = flag(1.05, "sapo: the same for the others", gt=0)
+    clip_cov_ratio: float = flag(2e-4, "clip_cov: share of tokens that lose their gradient", ge=0, le=1)
+    clip_cov_low: float = flag(1.0, "clip_cov: smallest covariance of such a token")
+    clip_cov_high: float = flag(5.0, "clip_cov: largest covariance of such a token")
+    kl_cov_ratio: float = flag(2e-3, "kl_cov: share of tokens that pay for moving", ge=0, le=1)
+    kl_cov_coef: float = flag(1.0, "kl_cov: what they pay per unit of log-ratio", ge=0)
+    dppo_delta: float = flag(0.15, "dppo: how far a token's probability may move", gt=0)
     entropy_coef: float = flag(0.0, "weight of the entropy bonus")
-    kl_coef: float = flag(0.0, "KL to the reference as part of the reward (reinforce_plus_plus only)")
+    kl_coef: float = flag(0.0, "KL to the reference as part of the reward (reinforce_plus_plus, ppo)")
     use_kl_loss: bool = flag(False, "KL to the reference as a term of the loss")
     kl_loss_coef: float = flag(0.0, "weight of that term")
     kl_loss_type: str = flag("k1", "KL estimator", choices=("k1", "k2", "k3", "low_var_kl"))
     use_unbiased_kl: bool = flag(False, "weight the KL estimate by the policy ratio")
     use_rollout_logprobs: bool = flag(False, "take the engine's log-probs as those of the old policy")
     use_rollout_entropy: bool = flag(False, "measure entropy in the log-prob pass")
+    skip_on_policy_check: bool = flag(False, "do not check that the first step of a rollout starts at ratio 1")
+    logprob_diff_threshold: float | None = flag(
+        None,
+        "mean difference between the log-probs of engine and trainer that stops the run; 0: never; default: 0.02 in "
+        "float32, 0.2 in bfloat16",
+        ge=0,
+    )
+    nonfinite_action: str = flag(
+        "stop",
+        "what a step with a NaN or infinite loss does to the run; it is never applied",
+        choices=("stop", "skip"),
+    )

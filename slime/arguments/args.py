@@ -12,6 +12,7 @@ from slime.arguments.engine import EngineFlags, WeightSyncFlags
 from slime.arguments.eval_config import EvalDatasetConfig
 from slime.arguments.evaluation import EvaluationFlags
 from slime.arguments.groups import all_specs
+from slime.arguments.off_policy import OffPolicyFlags
 from slime.arguments.optimizer import OptimizerFlags
 from slime.arguments.rewards import RewardFlags
 from slime.arguments.rollout import RolloutFlags
@@ -30,6 +31,7 @@ class Args(
     RolloutFlags,
     RewardFlags,
     AlgorithmFlags,
+    OffPolicyFlags,
     TrainingFlags,
     OptimizerFlags,
     EvaluationFlags,

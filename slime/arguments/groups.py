@@ -10,6 +10,7 @@ from slime.arguments.debug import DebugFlags
 from slime.arguments.engine import EngineFlags, WeightSyncFlags
 from slime.arguments.evaluation import EvaluationFlags
 from slime.arguments.flag import FlagSpec, specs_of
+from slime.arguments.off_policy import OffPolicyFlags
 from slime.arguments.optimizer import OptimizerFlags
 from slime.arguments.rewards import RewardFlags
 from slime.arguments.rollout import RolloutFlags
@@ -23,6 +24,7 @@ GROUPS = (
     RolloutFlags,
     RewardFlags,
     AlgorithmFlags,
+    OffPolicyFlags,
     TrainingFlags,
     OptimizerFlags,
     EvaluationFlags,

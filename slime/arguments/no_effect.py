@@ -3,8 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from slime.arguments.algorithm import ESTIMATORS_WITH_GAMMA
 from slime.arguments.draft import Draft
 from slime.arguments.groups import all_specs
+
+# Policy losses that read --eps-clip, and --eps-clip-c.
+CLIPPED_LOSSES = ("ppo", "gspo", "cispo", "gmpo", "clip_cov")
+DUAL_CLIP_LOSSES = ("ppo", "gspo", "clip_cov")
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,99 @@ NO_EFFECT = (
         ("use_kl_loss", "entropy_coef", "eps_clip", "eps_clip_high", "eps_clip_c", "use_rollout_logprobs"),
         lambda d: d.loss_type != "sft_loss",
         "--loss-type sft_loss is plain cross entropy; remove it or use policy_loss",
+    ),
+    NoEffect(
+        (
+            "policy_loss_type",
+            "custom_policy_loss_function_path",
+            "use_tis",
+            "use_rs",
+            "use_opsm",
+            "get_mismatch_metrics",
+            "skip_on_policy_check",
+            "logprob_diff_threshold",
+        ),
+        lambda d: d.loss_type == "policy_loss",
+        "only --loss-type policy_loss has policy ratios; remove it",
+    ),
+    NoEffect(
+        ("policy_loss_type",),
+        lambda d: d.custom_policy_loss_function_path is None,
+        "--custom-policy-loss-function-path replaces it; remove one of them",
+    ),
+    NoEffect(
+        ("eps_clip", "eps_clip_high"),
+        lambda d: d.policy_loss_type in CLIPPED_LOSSES or d.custom_policy_loss_function_path is not None,
+        "this --policy-loss-type clips no ratio; remove it",
+    ),
+    NoEffect(
+        ("eps_clip_c",),
+        lambda d: d.policy_loss_type in DUAL_CLIP_LOSSES or d.custom_policy_loss_function_path is not None,
+        "this --policy-loss-type has no dual clip; remove it",
+    ),
+    *(
+        NoEffect(
+            flags,
+            lambda d, types=types: d.policy_loss_type in types or d.custom_policy_loss_function_path is not None,
+            f"only --policy-loss-type {' or '.join(types)} reads it; use that",
+        )
+        for flags, types in (
+            (("sapo_tau_pos", "sapo_tau_neg"), ("sapo",)),
+            (("clip_cov_ratio", "clip_cov_low", "clip_cov_high"), ("clip_cov",)),
+            (("kl_cov_ratio", "kl_cov_coef"), ("kl_cov",)),
+            (("dppo_delta",), ("dppo_tv", "dppo_kl")),
+        )
+    ),
+    NoEffect(
+        ("gamma",),
+        lambda d: d.advantage_estimator in ESTIMATORS_WITH_GAMMA or d.custom_advantage_function_path is not None,
+        "this --advantage-estimator discounts nothing; remove it",
+    ),
+    NoEffect(
+        ("lambd",),
+        lambda d: d.advantage_estimator == "ppo" or d.custom_advantage_function_path is not None,
+        "only --advantage-estimator ppo has it; remove it",
+    ),
+    NoEffect(
+        ("loss_denominator",),
+        lambda d: d.loss_reduction == "constant",
+        "no constant divides the loss; add --loss-reduction constant",
+    ),
+    NoEffect(
+        ("tis_clip", "tis_clip_low", "tis_level", "tis_mode"),
+        lambda d: d.use_tis or d.custom_tis_function_path is not None,
+        "no importance weights are used; add --use-tis",
+    ),
+    NoEffect(
+        ("tis_clip_low",),
+        lambda d: d.tis_mode != "truncate" or d.custom_tis_function_path is not None,
+        "--tis-mode truncate has no lower bound; use clip or mask",
+    ),
+    NoEffect(
+        ("custom_tis_function_path",),
+        lambda d: d.use_tis or d.get_mismatch_metrics,
+        "nothing calls it; add --use-tis or --get-mismatch-metrics",
+    ),
+    NoEffect(
+        ("tis_level", "tis_mode"),
+        lambda d: d.custom_tis_function_path is None,
+        "--custom-tis-function-path replaces the built-in weights; remove one of them",
+    ),
+    NoEffect(
+        ("rs_level", "rs_upper", "rs_lower", "rs_veto"),
+        lambda d: d.use_rs,
+        "nothing is rejected; add --use-rs",
+    ),
+    NoEffect(("opsm_delta",), lambda d: d.use_opsm, "no sample is masked; add --use-opsm"),
+    NoEffect(
+        ("overlong_penalty_factor",),
+        lambda d: d.overlong_buffer_len is not None,
+        "long responses cost nothing; add --overlong-buffer-len",
+    ),
+    NoEffect(
+        ("overlong_buffer_len", "reward_weights"),
+        lambda d: d.loss_type != "sft_loss" and d.custom_reward_post_process_path is None,
+        "rewards are not shaped here (SFT has none; --custom-reward-post-process-path makes its own); remove it",
     ),
     NoEffect(
         ("custom_loss_function_path",),

@@ -18,6 +18,13 @@ class RewardFlags:
     rm_url: str | None = flag(None, "server of the remote_rm reward", metavar="URL")
     reward_key: str | None = flag(None, "which entry counts when a reward is a dict", metavar="KEY")
     eval_reward_key: str | None = flag(None, "the same for evaluation; default: --reward-key", metavar="KEY")
+    reward_weights: dict | None = flag(
+        None, "weights of the entries when a reward is a dict, as JSON; their sum counts", metavar="JSON"
+    )
+    overlong_buffer_len: int | None = flag(
+        None, "last tokens before --rollout-max-response-len over which a penalty grows", ge=1
+    )
+    overlong_penalty_factor: float = flag(1.0, "that penalty at full length", ge=0)
     custom_reward_post_process_path: str | None = flag(
         None, "function in place of group normalisation", metavar="PATH"
     )

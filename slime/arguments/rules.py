@@ -4,7 +4,14 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
 
-from slime.arguments.algorithm import ESTIMATORS_WITHOUT_KL
+from slime.arguments.algorithm_rules import (
+    group_normalisation,
+    loss_reduction,
+    off_policy,
+    policy_loss,
+    reference_model,
+    reward_shaping,
+)
 from slime.arguments.batch import derive_batch
 from slime.arguments.data import DEFAULT_DATA_SOURCE
 from slime.arguments.devices import visible_gpus
@@ -137,31 +144,6 @@ def loss(draft: Draft) -> None:
         raise ValueError(f"--advantage-estimator {draft.advantage_estimator} needs --normalize-advantages.")
 
 
-def clipping(draft: Draft) -> None:
-    if draft.eps_clip_high is None:
-        draft.derive("eps_clip_high", draft.eps_clip, "same as eps_clip")
-
-
-def group_normalisation(draft: Draft) -> None:
-    if draft.n_samples_per_prompt == 1 and draft.grpo_std_normalization:
-        draft.derive("grpo_std_normalization", False, "a group of one sample has no standard deviation")
-
-
-def reference_model(draft: Draft) -> None:
-    if draft.kl_coef != 0 and draft.kl_loss_coef != 0:
-        raise ValueError(
-            f"--kl-coef is {draft.kl_coef:g} and --kl-loss-coef is {draft.kl_loss_coef:g}: the KL would count twice, in the "
-            "reward and in the loss; keep one of them."
-        )
-    if draft.kl_coef != 0 and draft.advantage_estimator in ESTIMATORS_WITHOUT_KL:
-        raise ValueError(
-            f"--kl-coef is {draft.kl_coef:g}, but {draft.advantage_estimator} never subtracts a KL from the reward; use "
-            f"--use-kl-loss --kl-loss-coef {draft.kl_coef:g}."
-        )
-    if (draft.kl_coef != 0 or draft.use_kl_loss) and draft.ref_load is None:
-        draft.derive("ref_load", draft.hf_checkpoint, "the KL needs a reference; taken from hf_checkpoint")
-
-
 def micro_batches(draft: Draft) -> None:
     if draft.use_dynamic_batch_size and draft.max_tokens_per_gpu is None:
         raise ValueError(
@@ -241,8 +223,8 @@ def engine_choice(draft: Draft) -> None:
         raise ValueError(
             "--update-weight-transport disk needs --update-weight-disk-dir: a folder that engines can read."
         )
-    if draft.update_weight_transport == "auto":
-        draft.derive("update_weight_transport", "tensor", "the fastest transport to engines on the same machine")
+    if draft.update_weight_transport == "nccl":
+        draft.derive("update_weight_transport", "distributed", "nccl is its older name")
 
 
 def devices(draft: Draft) -> None:
@@ -264,12 +246,15 @@ RULES: tuple[Rule, ...] = (
     over_sampling,
     length_of_run,
     loss,
-    clipping,
+    policy_loss,
+    loss_reduction,
     group_normalisation,
     reference_model,
+    off_policy,
     derive_batch,
     micro_batches,
     learning_rate,
+    reward_shaping,
     rewards,
     evaluation,
     checkpoints,

@@ -5,10 +5,10 @@ UNBUILT_FLAGS = frozenset(
     actor-num-cpus allgather-cp async-save ci-disable-kl-checker ci-load-grad-norm ci-save-grad-norm ci-test
     ci-train-rollout-logprob-abs-diff-threshold context-parallel-size custom-megatron-before-log-prob-hook-path
     custom-megatron-before-train-step-hook-path custom-megatron-init-path custom-model-provider-path
-    custom-tis-function-path custom-update-weight-post-write-path
+    custom-update-weight-post-write-path
     data-pad-size-multiplier dump-details enable-mtp-training expert-model-parallel-size
-    expert-tensor-parallel-size fetch-trajectory-retry-times freeze-indexer freeze-params-name-list gamma
-    get-mismatch-metrics http-proxy keep-old-actor lambd load-forge-rollout-data log-correct-samples log-multi-turn
+    expert-tensor-parallel-size fetch-trajectory-retry-times freeze-indexer freeze-params-name-list
+    http-proxy keep-old-actor load-forge-rollout-data log-correct-samples log-multi-turn
     log-probs-max-tokens-per-gpu memory-recorder memory-snapshot-dir memory-snapshot-num-steps
     min-batch-collection-ratio model-name mtp-loss-scaling-factor mtp-num-layers no-load-optim no-load-rng
     num-critic-only-steps only-train-params-name-list opd-kl-coef opd-teacher-ckpt-step

@@ -77,6 +77,7 @@ class TokenOutputs:
     entropy: Tensor | None = None  # [R] fp32; None: not asked for
     values: Tensor | None = None  # [R] fp32; None: no critic
     logits: Tensor | None = None  # [1, T, V] fp32; only for a loss that asks for them
+    extra: Tensor | None = None  # [R, ...] what `Loss.at_head` returned
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,7 @@ class TokenLists:
 
     log_probs: list[Tensor]
     entropy: list[Tensor] | None = None
+    extra: list[Tensor] | None = None  # [R_i, ...] what `at_head` returned, in the dtype of the pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +95,12 @@ class Denominators:
 
     rollouts: int
     tokens: float
-    per_token: bool = False
+    samples: int = 0
+    per: str = "rollouts"  # which of the counts divides the sums
 
     @property
     def value(self) -> float:
-        return max(self.tokens, 1.0) if self.per_token else float(max(self.rollouts, 1))
+        return max(float(getattr(self, self.per)), 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,11 @@ class Loss:
     fn: Callable[[TokenOutputs, MicroBatch], tuple[Tensor, Metrics]]  # returns sums, never means
     needs_entropy: bool = False
     needs_logits: bool = False
+    at_head: "HeadFunction | None" = None  # its result comes back as TokenOutputs.extra
+
+
+# Runs where the whole output matrix [V, H] is at hand, on the hidden states [R, H] that predict the response tokens.
+HeadFunction = Callable[[Tensor, Tensor, MicroBatch], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,14 +135,30 @@ class TrainBackend(Protocol):
 
     layout: Layout
     device: torch.device
+    compute_dtype: torch.dtype  # of the passes; results and master weights are fp32
 
     def load(self, path: str | Path) -> dict[str, Any]: ...
 
     def save(self, path: str | Path) -> dict[str, Any]: ...
 
-    def log_probs(self, mbs: list[MicroBatch], *, weights: str = "actor", entropy: bool = False) -> TokenLists: ...
+    def log_probs(
+        self,
+        mbs: list[MicroBatch],
+        *,
+        weights: str = "actor",
+        entropy: bool = False,
+        at_head: HeadFunction | None = None,
+    ) -> TokenLists: ...
 
-    def train_step(self, mbs: list[MicroBatch], loss: Loss, denominators: Denominators) -> StepStats: ...
+    def values(self, mbs: list[MicroBatch]) -> list[Tensor]: ...
+
+    def train_step(
+        self, mbs: list[MicroBatch], loss: Loss, denominators: Denominators, *, model: str = "actor"
+    ) -> StepStats: ...
+
+    def reset_optimizer(self) -> None: ...
+
+    def output_matrix(self, weights: str) -> Tensor: ...
 
     def export(self, *, weights: str = "actor", dtype: torch.dtype | None = None) -> Iterator[Bucket]: ...
 

@@ -1,5 +1,6 @@
 """The order of one training step: reference and old log-probs, advantages, optimizer steps, metrics."""
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,13 +9,19 @@ import torch
 from torch import Tensor
 
 from slime.algorithms.advantages import AdvantageInputs, get_estimator, masked_moments, whiten
+from slime.algorithms.covariance import select_clip_cov, select_kl_cov
 from slime.algorithms.kl import compute_approx_kl
-from slime.backends.base import Denominators, StepStats, TrainBackend
+from slime.algorithms.policy_loss import COVARIANCE_LOSSES
+from slime.algorithms.reduce import REDUCTIONS
+from slime.backends.base import Denominators, NonFiniteStepError, StepStats, TrainBackend
 from slime.backends.losses import build_loss
 from slime.backends.microbatch import build_micro_batches
+from slime.backends.watch import TokenWatch, agreement, check_on_policy, save_nonfinite
 from slime.batch.schedule import RankData, RankStep
 from slime.utils.misc import load_function
 from slime.utils.types import RolloutBatch, is_score
+
+logger = logging.getLogger(__name__)
 
 PER_TOKEN_METRICS = ("log_probs", "ref_log_probs", "rollout_log_probs", "returns", "advantages", "entropy", "kl")
 PER_SAMPLE_METRICS = ("rewards", "raw_reward", "truncated", "response_lengths")
@@ -27,10 +34,12 @@ def run_update(
     rank_data: RankData,
     *,
     on_step: Callable[[int, dict[str, float]], None] | None = None,
+    weight_version: int | None = None,
 ) -> dict[str, float]:
     """Train on one rollout's share of this rank and return metrics, the same on all ranks.
 
-    `train/*` are means over the optimizer steps; `on_step(step, metrics)` sees each step as it ends.
+    `train/*` are means over the optimizer steps; `on_step(step, metrics)` sees each step as it ends. `weight_version` is the
+    version under which the engines know the current weights; None: they do not.
     """
     started = time.perf_counter()
     batch: RolloutBatch = dict(rank_data.batch)
@@ -42,10 +51,14 @@ def run_update(
         load_function(args.rollout_data_postprocess_path)(args, rollout_id, batch)
     metrics = _rollout_metrics(backend, batch, sum(step.num_rollouts for step in rank_data.steps))
     train_started = time.perf_counter()
-    steps = [_train(backend, args, batch, step, i, on_step) for i, step in enumerate(rank_data.steps)]
+    steps = []
+    for index, step in enumerate(rank_data.steps):
+        version = weight_version if index == 0 else None  # after the first step the weights are newer
+        steps.append(_train(backend, args, rollout_id, batch, step, index, version))
+        if on_step is not None:
+            on_step(index, steps[-1])
     seconds["actor_train"] = time.perf_counter() - train_started
-    for name in steps[0]:
-        metrics[name] = sum(step[name] for step in steps) / len(steps)
+    metrics |= _means(steps)
     seconds["train"] = time.perf_counter() - started
     return metrics | _perf_metrics(backend, batch, seconds)
 
@@ -61,13 +74,16 @@ def needs_old_log_probs(args: Any, num_steps: int) -> bool:
         return True
     if args.use_rollout_logprobs:
         return False
-    return num_steps > 1 or args.kl_coef != 0 or get_estimator(args.advantage_estimator).loss == "gspo"
+    return num_steps > 1 or args.kl_coef != 0 or args.policy_loss_type in COVARIANCE_LOSSES
 
 
 def _add_log_probs(backend: TrainBackend, args: Any, rank_data: RankData, batch: RolloutBatch) -> dict[str, float]:
     """Add `ref_log_probs`, `log_probs` and `entropy` where this run needs them; returns seconds by pass."""
-    if args.use_rollout_logprobs and "rollout_log_probs" not in batch:
-        raise ValueError("--use-rollout-logprobs: the rollout recorded no log-probs; return them with each sample.")
+    for flag in ("use_rollout_logprobs", "use_tis", "use_rs", "get_mismatch_metrics"):
+        if getattr(args, flag) and "rollout_log_probs" not in batch:
+            raise ValueError(
+                f"--{flag.replace('_', '-')}: the rollout recorded no log-probs; return them with each sample."
+            )
     needs_reference = args.use_kl_loss or args.kl_coef != 0
     needs_old = needs_old_log_probs(args, len(rank_data.steps))
     if not (needs_reference or needs_old):
@@ -106,41 +122,118 @@ def _add_advantages(backend: TrainBackend, args: Any, batch: RolloutBatch) -> No
             )
     else:
         inputs = AdvantageInputs(
-            rewards=batch["rewards"], kl=batch["kl"], loss_masks=batch["loss_masks"], kl_coef=args.kl_coef
+            rewards=batch["rewards"],
+            kl=batch["kl"],
+            loss_masks=batch["loss_masks"],
+            kl_coef=args.kl_coef,
+            gamma=args.gamma,
+            lambd=args.lambd,
+            values=batch.get("values"),
         )
         batch["advantages"], batch["returns"] = get_estimator(args.advantage_estimator).compute(inputs)
+    _check_token_lists(args, batch)
     if args.normalize_advantages:
         moments = backend.sum_over_ranks(masked_moments(batch["advantages"], batch["loss_masks"]))
         batch["advantages"] = whiten(batch["advantages"], moments)
 
 
+def _check_token_lists(args: Any, batch: RolloutBatch) -> None:
+    """What a custom advantage function set has one value per response token of each sample."""
+    for key in ("advantages", "returns"):
+        for position, values in enumerate(batch.get(key) or ()):
+            if len(values) != batch["response_lengths"][position]:
+                raise ValueError(
+                    f"--custom-advantage-function-path {args.custom_advantage_function_path}: {key} of sample "
+                    f"{batch['sample_indices'][position]} has {len(values)} values for "
+                    f"{batch['response_lengths'][position]} response tokens."
+                )
+
+
 def _token_keys(args: Any, batch: RolloutBatch) -> list[str]:
-    wanted = ("advantages", "returns", "log_probs", "ref_log_probs", "rollout_log_probs", "old_log_probs")
+    wanted = ("advantages", "returns", "log_probs", "ref_log_probs", "rollout_log_probs", "old_log_probs", "selected")
     return [key for key in wanted if key in batch]
 
 
 def _train(
     backend: TrainBackend,
     args: Any,
+    rollout_id: int,
     batch: RolloutBatch,
     step: RankStep,
     index: int,
-    on_step: Callable[[int, dict[str, float]], None] | None,
+    weight_version: int | None,
 ) -> dict[str, float]:
+    """One optimizer step with the checks around it; a step that is not finite is reported and not applied."""
     old = "rollout_log_probs" if args.use_rollout_logprobs else "log_probs"
     if args.loss_type == "policy_loss" and old in batch:
         batch = {**batch, "old_log_probs": batch[old]}
+    if args.loss_type == "policy_loss" and args.policy_loss_type in COVARIANCE_LOSSES:
+        batch = {**batch, "selected": _select_tokens(backend, args, rollout_id, batch, step)}
     mbs = build_micro_batches(batch, step.micro_batches, _token_keys(args, batch))
-    denominators = Denominators(step.num_rollouts, step.num_tokens, per_token=args.calculate_per_token_loss)
-    stats = backend.train_step(mbs, build_loss(args, batch), denominators)
+    denominators = Denominators(
+        step.num_rollouts, step.num_tokens, step.num_samples, per=REDUCTIONS[args.loss_reduction]
+    )
+    watch = TokenWatch()
+    try:
+        stats = backend.train_step(mbs, build_loss(args, batch, watch), denominators)
+    except NonFiniteStepError as error:
+        report = save_nonfinite(args, rollout_id, index, backend.layout.dp_rank, batch, watch, error)
+        if args.nonfinite_action == "stop":
+            raise NonFiniteStepError(f"{error} {report}") from error
+        logger.warning("%s %s", error, report)
+        return {"train/nonfinite_steps": 1.0}
     metrics = _step_metrics(stats, step)
-    if on_step is not None:
-        on_step(index, metrics)
+    if args.loss_type == "policy_loss" and index == 0:
+        recorded_now = old == "log_probs" and "log_probs" in batch and not backend.has_weights("old")
+        if recorded_now and not args.skip_on_policy_check:
+            check_on_policy(backend, stats)
+        metrics |= agreement(backend, args, batch, watch, weight_version)
     return metrics
 
 
+def _select_tokens(
+    backend: TrainBackend, args: Any, rollout_id: int, batch: RolloutBatch, step: RankStep
+) -> list[Tensor]:
+    """The tokens of this step that a covariance loss treats apart, as 0/1 per response token of every sample."""
+    positions = [p for micro_batch in step.micro_batches for p in micro_batch]
+    old = batch["old_log_probs"]
+    lists = [[values[p] for p in positions] for values in (batch["advantages"], old, batch["loss_masks"])]
+    if args.policy_loss_type == "kl_cov":
+        chosen = select_kl_cov(*lists, ratio=args.kl_cov_ratio, total=backend.sum_over_ranks)
+    else:
+        seeds = [hash((args.seed, rollout_id, batch["sample_indices"][p])) & 0x7FFFFFFF for p in positions]
+        chosen = select_clip_cov(
+            *lists,
+            ratio=args.clip_cov_ratio,
+            low=args.clip_cov_low,
+            high=args.clip_cov_high,
+            seeds=seeds,
+            total=backend.sum_over_ranks,
+        )
+    selected = [torch.zeros(length) for length in batch["response_lengths"]]
+    for position, values in zip(positions, chosen, strict=True):
+        selected[position] = values
+    return selected
+
+
+def _means(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Mean of each metric over the steps that have it; steps that were not applied are counted instead."""
+    skipped = sum(step.get("train/nonfinite_steps", 0.0) for step in steps)
+    names = dict.fromkeys(name for step in steps for name in step)
+    means = {}
+    for name in names:
+        values = [step[name] for step in steps if name in step]
+        means[name] = sum(values) / len(values)
+    return means | ({"train/nonfinite_steps": skipped} if skipped else {})
+
+
 def _step_metrics(stats: StepStats, step: RankStep) -> dict[str, float]:
-    metrics = {f"train/{name}": value for name, value in stats.metrics.items()}
+    metrics = {f"train/{name}": value for name, value in stats.metrics.items() if not name.startswith("_")}
+    if stats.metrics.get("_ratio_square"):
+        # (sum w)^2 / (n sum w^2) of the engine's tokens: the share of them that the batch is worth.
+        metrics["train/ess"] = stats.metrics["_ratio"] ** 2 / (
+            stats.metrics["_ratio_square"] * stats.metrics["_ratio_count"]
+        )
     metrics["train/grad_norm"] = stats.grad_norm
     for i, rate in enumerate(stats.learning_rates):
         metrics[f"train/lr-pg_{i}"] = rate

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from slime.algorithms.advantages import get_estimator
-from slime.algorithms.rewards import normalize_group_rewards
+from slime.algorithms.rewards import GREEDY_REWARD_KEY, overlong_penalty, subtract_baselines
 from slime.batch.validate import check_reward, check_samples, validate_batch
 from slime.utils.misc import load_function
 from slime.utils.types import RolloutBatch, Sample, flatten_samples
@@ -44,29 +44,43 @@ def fill_rollout_ids(samples: Sequence[Sample]) -> list[int]:
 
 
 def post_process_rewards(args: Any, samples: Sequence[Sample], rollout_ids: Sequence[int]) -> tuple[list, list]:
-    """(raw rewards, rewards that become advantages): the custom hook, or normalisation by the samples' real groups."""
+    """(raw rewards, rewards that become advantages): the custom hook, or shaping and the estimator's baseline."""
     if args.custom_reward_post_process_path:
         raw, rewards = load_function(args.custom_reward_post_process_path)(args, samples)
         return list(raw), [float(reward) for reward in rewards]
     raw = [_raw_reward(args, sample) for sample in samples]
-    if args.loss_type != "policy_loss":
+    if args.loss_type == "sft_loss" or not args.compute_advantages_and_returns:
         return raw, list(raw)
+    rewards = [reward + _length_penalty(args, sample) for reward, sample in zip(raw, samples, strict=True)]
     estimator = get_estimator(args.advantage_estimator)
-    if not (estimator.center_rewards and args.rewards_normalization):
-        return raw, list(raw)
+    if estimator.baseline is None or not args.rewards_normalization:
+        return raw, rewards
     ungrouped = [sample.index for sample in samples if sample.group_index is None]
     if ungrouped:
         raise ValueError(
             f"sample {ungrouped[0]} has no group_index ({len(ungrouped)} such samples): {args.advantage_estimator} compares "
             "rewards within a group; set group_index in the rollout, or pass --disable-rewards-normalization."
         )
-    rewards = normalize_group_rewards(
-        raw,
+    rewards = subtract_baselines(
+        rewards,
         [sample.group_index for sample in samples],
         rollout_ids,
-        divide_by_std=estimator.scale_rewards and args.grpo_std_normalization,
+        baseline="mean_std" if estimator.scale_rewards and args.grpo_std_normalization else estimator.baseline,
+        lengths=[float(_loss_mask(sample).sum()) for sample in samples],
+        greedy_rewards=[sample.metadata.get(GREEDY_REWARD_KEY) for sample in samples],
     )
     return raw, rewards
+
+
+def _length_penalty(args: Any, sample: Sample) -> float:
+    if args.overlong_buffer_len is None:
+        return 0.0
+    return overlong_penalty(
+        sample.response_length,
+        args.rollout_max_response_len,
+        args.overlong_buffer_len,
+        args.overlong_penalty_factor,
+    )
 
 
 def _raw_reward(args: Any, sample: Sample) -> float:

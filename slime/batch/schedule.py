@@ -41,11 +41,12 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class RankStep:
-    """One optimizer step as one rank sees it; the two counts are of the whole step over all ranks."""
+    """One optimizer step as one rank sees it; the counts are of the whole step over all ranks."""
 
     micro_batches: list[list[int]]  # positions in this rank's batch; [] is a micro-batch of weight zero
     num_rollouts: int
     num_tokens: float  # trained tokens (mask total)
+    num_samples: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +167,7 @@ def split_for_ranks(
                 micro_batches=[[local[p] for p in micro_batch] for micro_batch in step.ranks[rank]],
                 num_rollouts=step.num_rollouts,
                 num_tokens=sum(mask_totals[p] for p in step.positions),
+                num_samples=len(step.positions),
             )
             for step in schedule.steps
         ]

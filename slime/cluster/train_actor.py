@@ -17,7 +17,7 @@ from slime.cluster.run import Run
 from slime.cluster.runtime import fetch
 from slime.observability.logging_utils import configure_logger
 from slime.utils import accelerator
-from slime.weight_sync import TRANSPORTS, Parcel, Sender
+from slime.weight_sync import LIVE_TRANSPORTS, TRANSPORTS, LiveReport, LiveSender, Parcel, Sender, Target
 from slime.weight_sync.base import SenderOptions
 
 
@@ -38,6 +38,8 @@ class TrainActor:
         self._rank, self._world_size = rank, world_size
         self._store: dist.Store | None = None
         self._sender: Sender | None = None
+        self._live_sender: LiveSender | None = None
+        self._version: int | None = None  # number under which the engines know the current weights
 
     def open_store(self) -> int:
         """Rank 0: the meeting point of the ranks; returns its port."""
@@ -65,26 +67,49 @@ class TrainActor:
         return {"dp_size": self._backend.layout.dp_size, "cp_size": self._backend.layout.cp_size}
 
     def open_sender(self, transport: str) -> None:
-        """Only the first rank sends: `export` gives it whole tensors."""
+        """The first rank sends: `export` gives it whole tensors. Some live transports send from every rank.
+
+        After a live push the first rank leaves a copy on disk, for engines that come late.
+        """
+        live = LIVE_TRANSPORTS.get(transport)
+        if live is not None and (live.every_rank or self._rank == 0):
+            self._live_sender = live.make_sender(self._sender_options())
         if self._rank == 0:
-            folder = Path(self._args.update_weight_disk_dir or self._run.run_dir / "weights")
-            options = SenderOptions(self._run.shm_prefix, folder, self._args.hf_checkpoint)
-            self._sender = TRANSPORTS[transport].make_sender(options)
+            self._sender = TRANSPORTS["disk" if live else transport].make_sender(self._sender_options())
+
+    def _sender_options(self) -> SenderOptions:
+        folder = Path(self._args.update_weight_disk_dir or self._run.run_dir / "weights")
+        return SenderOptions(self._run.shm_prefix, folder, self._args.hf_checkpoint, self._rank, self._run.host)
 
     def train(self, rollout_id: int, ref: Any) -> TrainReport:
         steps: list[dict[str, float]] = []
         metrics = run_update(
-            self._backend, self._args, rollout_id, fetch(ref), on_step=lambda _, values: steps.append(values)
+            self._backend,
+            self._args,
+            rollout_id,
+            fetch(ref),
+            on_step=lambda _, values: steps.append(values),
+            weight_version=self._version,
         )
         return TrainReport({k: v for k, v in metrics.items() if not k.startswith("train/")}, steps)
 
     def export(self, version: str, dtype: str | None) -> Parcel | None:
         """The whole model, bucket by bucket, into the transport; the first rank returns the parcel."""
+        self._version = int(version.rpartition(":")[2])
         wanted = getattr(torch, dtype) if dtype else None
         for bucket in self._backend.export(dtype=wanted):
             if self._sender is not None:
                 self._sender.send(bucket)
         return self._sender.finish(version) if self._sender is not None else None
+
+    def send_live(self, version: str, dtype: str | None, targets: tuple[Target, ...]) -> LiveReport | None:
+        """The whole model, bucket by bucket, to engines that wait for it; a rank that sends nothing returns None."""
+        if self._live_sender is not None:
+            self._live_sender.open(version, targets)
+        for bucket in self._backend.export(dtype=getattr(torch, dtype) if dtype else None):
+            if self._live_sender is not None:
+                self._live_sender.send(bucket)
+        return self._live_sender.finish() if self._live_sender is not None else None
 
     def save(self, path: Path) -> None:
         self._backend.save(path)
@@ -96,7 +121,8 @@ class TrainActor:
         self._backend.move(params=params, optimizer=optimizer)
 
     def close(self) -> None:
-        if self._sender is not None:
-            self._sender.close()
+        for sender in (self._live_sender, self._sender):
+            if sender is not None:
+                sender.close()
         if dist.is_initialized():
             dist.destroy_process_group()

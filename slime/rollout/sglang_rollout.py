@@ -15,6 +15,7 @@ from uuid import uuid4
 from slime.rollout import eval_rollout as evaluation_run
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.collect import MAX_ATTEMPTS, BatchCollector, GroupFailed
+from slime.rollout.greedy_baseline import with_greedy_baseline
 from slime.rollout.groups import Entry, Group, copy_group, describe, is_finished
 from slime.rollout.requests import PromptError, build_request, prepare_prompt, sampling_params_of, token_budget
 from slime.rollout.rm_hub import RewardConfigError, RewardFailuresExceeded, score_samples
@@ -297,6 +298,14 @@ async def _worker_urls(args: Any) -> list[str]:
         return list(args.engine_urls)
 
 
+async def _start_group(args: Any, group: Group, sampling_params: dict[str, Any]) -> Group:
+    if args.advantage_estimator != "remax":
+        return await generate_and_rm_group(args, group, sampling_params)
+    return await with_greedy_baseline(
+        args, group, sampling_params, lambda entries, params: generate_and_rm_group(args, entries, params)
+    )
+
+
 async def generate_rollout_async(
     args: Any, rollout_id: int, data_source: Any
 ) -> tuple[RolloutFnTrainOutput, list[Group]]:
@@ -309,7 +318,7 @@ async def generate_rollout_async(
             args,
             rollout_id,
             data_source,
-            start_group=lambda group: generate_and_rm_group(args, group, state.sampling_params),
+            start_group=lambda group: _start_group(args, group, state.sampling_params),
             abort_requests=lambda: abort(args, rollout_id),
             dynamic_filter=load_function(path) if path is not None else None,
         )

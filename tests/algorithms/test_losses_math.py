@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.algorithms.kl import compute_approx_kl
+from slime.algorithms.off_policy import opsm_keep
 from slime.algorithms.policy_loss import (
     compute_cispo_loss,
     compute_gspo_kl,
     compute_opsm_mask,
     compute_policy_loss,
-    opsm_keep,
     sequence_kl,
 )
 from slime.algorithms.reduce import get_sum_of_sample_mean, token_weights, weighted_sum

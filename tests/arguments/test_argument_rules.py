@@ -1,5 +1,7 @@
 """Rules that span flags: each refuses a combination with flag, value, reason and fix, or derives a value."""
 
+import sys
+
 import pytest
 from argument_helpers import base_argv, parse
 
@@ -148,13 +150,41 @@ def test_batch_that_does_not_fit_is_explained(changes, message):
         parse(rollout_batch_size=32, n_samples_per_prompt=8, **changes)
 
 
-NO_EFFECT_VALUES = {"kl_loss_type": "k3", "wandb_mode": "offline"}
+NO_EFFECT_VALUES = {
+    "kl_loss_type": "k3",
+    "wandb_mode": "offline",
+    "policy_loss_type": "sapo",
+    "tis_level": "sequence",
+    "tis_mode": "mask",
+    "rs_level": "sequence",
+    "rs_upper": 3.0,
+    "clip_cov_high": 6.0,
+    "reward_weights": '{"a": 1}',
+}
+SFT = {"loss_type": "sft_loss", "n_samples_per_prompt": 1}
+# What must be set beside a flag so that it has no effect.
+NO_EFFECT_BESIDE = {
+    name: SFT
+    for name in (
+        "policy_loss_type",
+        "custom_policy_loss_function_path",
+        "use_tis",
+        "use_rs",
+        "use_opsm",
+        "get_mismatch_metrics",
+        "skip_on_policy_check",
+        "logprob_diff_threshold",
+        "overlong_buffer_len",
+        "reward_weights",
+    )
+}
 
 
 @pytest.mark.parametrize("name", [name for entry in NO_EFFECT for name in entry.flags])
 def test_flag_without_effect_is_refused_when_given(name):
     spec = all_specs()[name]
-    changes = {name: NO_EFFECT_VALUES.get(name, {bool: True, int: 2, float: 0.5, str: "text"}[spec.kind])}
+    changes = {name: NO_EFFECT_VALUES.get(name) or {bool: True, int: 2, float: 0.5, str: "text"}[spec.kind]}
+    changes |= NO_EFFECT_BESIDE.get(name, {})
     words = []
     if name == "micro_batch_size":
         changes |= {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 64}

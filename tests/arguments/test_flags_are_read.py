@@ -3,6 +3,7 @@
 import ast
 from pathlib import Path
 
+from slime.arguments import algorithm, off_policy
 from slime.arguments.algorithm import ADVANTAGE_ESTIMATORS
 from slime.arguments.groups import all_specs
 from slime.arguments.rewards import RM_TYPES
@@ -53,6 +54,20 @@ def test_every_offered_estimator_exists():
 
     for name in ADVANTAGE_ESTIMATORS:
         assert get_estimator(name)
+
+
+def test_what_the_rules_say_about_estimators_and_losses_is_what_the_tables_say():
+    from slime.algorithms.advantages import ESTIMATORS
+    from slime.algorithms.off_policy import LEVELS
+    from slime.algorithms.policy_loss import POLICY_LOSSES
+    from slime.algorithms.reduce import REDUCTIONS
+
+    assert set(ESTIMATORS) == {*algorithm.ADVANTAGE_ESTIMATORS, *algorithm.UNBUILT_ESTIMATORS}
+    assert {n for n, e in ESTIMATORS.items() if e.uses_kl_in_reward} == set(algorithm.ESTIMATORS_WITH_KL)
+    assert {n for n, e in ESTIMATORS.items() if e.uses_gamma} == set(algorithm.ESTIMATORS_WITH_GAMMA)
+    assert tuple(POLICY_LOSSES) == algorithm.POLICY_LOSS_TYPES
+    assert tuple(REDUCTIONS) == algorithm.LOSS_REDUCTIONS
+    assert off_policy.LEVELS == LEVELS
 
 
 def test_offered_rewards_are_those_of_the_hub():

@@ -153,7 +153,7 @@ def test_file_keys_may_be_written_like_flags(tmp_path):
             "rollout_batch_sise: 4\n",
             r"run.yaml: unknown key 'rollout_batch_sise'; did you mean 'rollout_batch_size'\?",
         ),
-        ("use_tis: true\n", "use_tis is a slime flag that this version does not build yet"),
+        ("use_opd: true\n", "use_opd is a slime flag that this version does not build yet"),
         ("lr: fast\n", "lr in .*run.yaml is 'fast': expected a number"),
         ("seed: [1, 2]\n", "expected one value, found a list"),
         ("colocate: 3\n", "expected true or false"),

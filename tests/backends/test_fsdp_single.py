@@ -402,4 +402,5 @@ def test_the_settings_of_these_tests_are_real_flags_with_their_defaults(model):
     own = vars(trainer_args(model))
     assert sorted(own.keys() - specs.keys()) == []
     differ = {name for name, value in own.items() if specs[name].default != value}
-    assert differ == {"hf_checkpoint", "dtype", "lr", "adam_beta2"}
+    derived = {"policy_loss_type", "loss_reduction", "rs_lower", "run_dir", "rollout_max_response_len"}
+    assert differ == {"hf_checkpoint", "dtype", "lr", "adam_beta2"} | derived

@@ -6,6 +6,8 @@ import math
 from typing import Any
 
 from slime.utils.errors import RunStopped
+from slime.algorithms.rewards import combine_rewards
+from slime.arguments.algorithm_rules import WEIGHTED_REWARD_KEY
 from slime.utils.types import RewardFailure, Sample, invalid, is_score
 
 
@@ -47,12 +49,28 @@ def _judge_dict(args: Any, value: dict[str, Any], evaluation: bool) -> Any:
             f"the reward is a dict with keys {sorted(map(str, value))} but --reward-key is not set: "
             "name the key to train on"
         )
+    if key == WEIGHTED_REWARD_KEY and args.reward_weights:
+        value = _with_weighted_sum(value, args.reward_weights)
+        if isinstance(value, RewardFailure):
+            return value
     if key not in value:
         return invalid(f"reward dict has no {flag} {key!r}; its keys are {sorted(map(str, value))}")
     number = _plain_number(value[key])
     if not is_score(number):
         return invalid(f"reward[{key!r}] is {_describe(value[key])}, not a finite number")
     return {**value, key: number}
+
+
+def _with_weighted_sum(value: dict[str, Any], weights: dict[str, float]) -> dict[str, Any] | RewardFailure:
+    """The components as plain numbers, with their weighted sum as one more entry."""
+    components = {name: _plain_number(value[name]) for name in weights if name in value}
+    bad = next((name for name, number in components.items() if not is_score(number)), None)
+    if bad is not None:
+        return invalid(f"reward[{bad!r}] is {_describe(value[bad])}, not a finite number")
+    try:
+        return {**value, **components, WEIGHTED_REWARD_KEY: combine_rewards(components, weights)}
+    except ValueError as error:
+        return invalid(str(error))
 
 
 def _plain_number(value: Any) -> Any:

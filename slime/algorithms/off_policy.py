@@ -1,0 +1,155 @@
+"""Correction for tokens that another policy sampled: importance weights, rejection, sequence masks, mismatch metrics.
+
+Three policies may differ: behaviour (the engine that sampled), proximal (the trainer's policy before this rollout's
+updates; ratios are taken against it) and current. The policy loss handles current / proximal; what is here handles
+proximal / behaviour, from `log_ratio = proximal - behaviour` per token. Weights times the clipped loss is decoupled PPO.
+
+Flat layout [R] as in `reduce`. Nothing here carries a gradient.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slime.algorithms.policy_loss import sequence_kl
+from slime.algorithms.reduce import segment_mean, segment_sum
+
+LEVELS = ("token", "sequence", "geometric")
+# exp(20) is beyond any bound in use; larger sums of log-ratios would only overflow.
+LOG_RATIO_LIMIT = 20.0
+
+
+@dataclass(frozen=True)
+class TokenLayout:
+    """Where the tokens of a micro-batch belong: mask [R], segments [R] and the number of samples."""
+
+    mask: Tensor
+    segments: Tensor
+    num_samples: int
+
+
+@dataclass(frozen=True)
+class Correction:
+    """Per token: the weight of its policy loss, whether it stays in the loss (0/1), and metrics to be averaged."""
+
+    weights: Tensor  # [R]
+    keep: Tensor  # [R]
+    metrics: dict[str, Tensor]  # each [R]
+
+
+def importance_ratios(log_ratio: Tensor, layout: TokenLayout, level: str) -> Tensor:
+    """[R] ratio of proximal to behaviour policy: of the token, or of its sample as product or geometric mean."""
+    log_ratio = log_ratio.detach()
+    if level == "sequence":
+        masked = torch.where(layout.mask != 0, log_ratio, torch.zeros_like(log_ratio))
+        log_ratio = segment_sum(masked, layout.segments, layout.num_samples)[layout.segments]
+    elif level == "geometric":
+        masked = torch.where(layout.mask != 0, log_ratio, torch.zeros_like(log_ratio))
+        log_ratio = segment_mean(masked, layout.mask, layout.segments, layout.num_samples)[layout.segments]
+    elif level != "token":
+        raise ValueError(f"level {level!r}: choose one of {', '.join(LEVELS)}.")
+    return torch.exp(log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+
+
+def truncate(ratio: Tensor, low: float, high: float) -> Tensor:
+    """At most `high`; there is no lower bound."""
+    del low
+    return ratio.clamp(max=high)
+
+
+def clip(ratio: Tensor, low: float, high: float) -> Tensor:
+    """Within [low, high]."""
+    return ratio.clamp(low, high)
+
+
+def mask_outside(ratio: Tensor, low: float, high: float) -> Tensor:
+    """The ratio inside [low, high] and 0 outside (IcePop at token level)."""
+    return torch.where((ratio >= low) & (ratio <= high), ratio, torch.zeros_like(ratio))
+
+
+WEIGHT_MODES: dict[str, Callable[[Tensor, float, float], Tensor]] = {
+    "clip": clip,
+    "truncate": truncate,
+    "mask": mask_outside,
+}
+
+
+def importance_weights(
+    log_ratio: Tensor, layout: TokenLayout, *, level: str, mode: str, low: float, high: float
+) -> Correction:
+    """Truncated importance sampling (TIS) and its relatives: a level of LEVELS with a mode of WEIGHT_MODES."""
+    ratio = importance_ratios(log_ratio, layout, level)
+    weights = WEIGHT_MODES[mode](ratio, low, high)
+    metrics = {
+        "tis": ratio,
+        "tis_clipfrac": (weights != ratio).to(ratio.dtype),
+        "tis_abs": (ratio - 1).abs(),
+    }
+    return Correction(weights, torch.ones_like(weights), metrics)
+
+
+def rejection(
+    log_ratio: Tensor, layout: TokenLayout, *, level: str, low: float, high: float, veto: float | None = None
+) -> Correction:
+    """Leave out tokens or whole samples whose ratio lies outside [low, high].
+
+    `veto` leaves out every sample with a trained token whose own ratio is below it. Weights stay 1.
+    """
+    ratio = importance_ratios(log_ratio, layout, level)
+    keep = ((ratio >= low) & (ratio <= high)).to(ratio.dtype)
+    metrics = {"rs_rejected": 1.0 - keep}
+    if veto is not None:
+        token_ratio = importance_ratios(log_ratio, layout, "token")
+        fatal = ((token_ratio < veto) & (layout.mask != 0)).to(ratio.dtype)
+        vetoed = (segment_sum(fatal, layout.segments, layout.num_samples) > 0)[layout.segments].to(ratio.dtype)
+        metrics["rs_vetoed"] = vetoed
+        keep = keep * (1.0 - vetoed)
+    return Correction(torch.ones_like(ratio), keep, metrics)
+
+
+def opsm_keep(
+    ppo_kl: Tensor, advantages: Tensor, mask: Tensor, segments: Tensor, num_segments: int, *, delta: float
+) -> Tensor:
+    """Off-policy sequence mask per token: 0 where the advantage is negative and the sample drifted beyond `delta`."""
+    drifted = sequence_kl(ppo_kl.detach(), mask, segments, num_segments) > delta
+    return 1.0 - ((advantages < 0) & drifted).to(ppo_kl.dtype)
+
+
+def mismatch_metrics(train_log_probs: Tensor, rollout_log_probs: Tensor, layout: TokenLayout) -> dict[str, Tensor]:
+    """[R] each: how far the trainer's policy is from the engine's, from several sides.
+
+    `mis_kl` and `mis_k3_kl` estimate KL(behaviour || proximal); `mis_chi2_*` are ratio^2 - 1 of token and sequence, whose
+    mean is the chi-square divergence; `mis_*_ppl` are perplexities of each sample.
+    """
+    train, rollout = train_log_probs.detach(), rollout_log_probs.detach()
+    log_ratio = (train - rollout).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    token, sequence = (importance_ratios(log_ratio, layout, level) for level in ("token", "sequence"))
+    perplexity = {
+        name: torch.exp(-segment_mean(values, layout.mask, layout.segments, layout.num_samples))[layout.segments]
+        for name, values in (("mis_training_ppl", train), ("mis_rollout_ppl", rollout))
+    }
+    return {
+        "mis_kl": -log_ratio,
+        "mis_k3_kl": token - 1 - log_ratio,
+        "mis_chi2_token": token.square() - 1,
+        "mis_chi2_seq": sequence.square() - 1,
+        **perplexity,
+    }
+
+
+def icepop_function(
+    args,
+    *,
+    pg_loss: Tensor,
+    train_log_probs: Sequence[Tensor],
+    rollout_log_probs: Sequence[Tensor],
+    loss_masks: Sequence[Tensor],
+    **_: object,
+) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+    """IcePop as a `--custom-tis-function-path`: weights inside [--tis-clip-low, --tis-clip], 0 outside."""
+    ratio = torch.exp(torch.cat(list(train_log_probs)) - torch.cat(list(rollout_log_probs))).detach()
+    weights = mask_outside(ratio, args.tis_clip_low, args.tis_clip)
+    metrics = {"tis": ratio, "tis_clipfrac": (weights != ratio).to(ratio.dtype), "tis_abs": (ratio - 1).abs()}
+    return pg_loss * weights, list(loss_masks), metrics

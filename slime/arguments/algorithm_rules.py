@@ -1,0 +1,114 @@
+"""Rules of the algorithm flags: what an estimator implies, what excludes what, and what needs what."""
+
+from slime.arguments.algorithm import ESTIMATORS_WITH_KL, LOSS_OF_ESTIMATOR, REDUCTION_OF_ESTIMATOR
+from slime.arguments.draft import Draft
+
+# The entry of a dict reward that holds the sum of --reward-weights.
+WEIGHTED_REWARD_KEY = "weighted_sum"
+
+
+def policy_loss(draft: Draft) -> None:
+    estimator = draft.advantage_estimator
+    if draft.policy_loss_type is None:
+        draft.derive("policy_loss_type", LOSS_OF_ESTIMATOR.get(estimator, "ppo"), f"the loss of {estimator}")
+    if draft.eps_clip_high is None:
+        draft.derive("eps_clip_high", draft.eps_clip, "same as eps_clip")
+    if draft.clip_cov_low > draft.clip_cov_high:
+        raise ValueError(
+            f"--clip-cov-low is {draft.clip_cov_low:g}, above --clip-cov-high {draft.clip_cov_high:g}: no token lies between."
+        )
+
+
+def loss_reduction(draft: Draft) -> None:
+    """One decision with two spellings: --calculate-per-token-loss is --loss-reduction token_mean."""
+    if draft.calculate_per_token_loss:
+        if draft.loss_reduction not in (None, "token_mean"):
+            raise ValueError(
+                f"--loss-reduction is {draft.loss_reduction}, but --calculate-per-token-loss asks for token_mean; keep one."
+            )
+        draft.derive("loss_reduction", "token_mean", "calculate_per_token_loss")
+    if draft.loss_reduction is None:
+        default = REDUCTION_OF_ESTIMATOR.get(draft.advantage_estimator) if draft.loss_type == "policy_loss" else None
+        because = f"the reduction of {draft.advantage_estimator}" if default else "the default"
+        draft.derive("loss_reduction", default or "rollout_mean", because)
+    if draft.loss_reduction == "token_mean":
+        draft.derive("calculate_per_token_loss", True, "loss_reduction token_mean")
+    if draft.loss_reduction == "constant" and draft.loss_denominator is None:
+        if draft.rollout_max_response_len is None:
+            raise ValueError(
+                "--loss-reduction constant divides by --loss-denominator, or by --rollout-max-response-len; give one of them."
+            )
+        draft.derive("loss_denominator", float(draft.rollout_max_response_len), "same as rollout_max_response_len")
+
+
+def group_normalisation(draft: Draft) -> None:
+    if draft.n_samples_per_prompt > 1 or not draft.grpo_std_normalization:
+        return
+    if draft.was_given("grpo_std_normalization"):
+        raise ValueError(
+            "--grpo-std-normalization is set and --n-samples-per-prompt is 1: a group of one sample has no standard deviation; "
+            "use more samples per prompt, or leave the flag out."
+        )
+    draft.derive("grpo_std_normalization", False, "a group of one sample has no standard deviation")
+
+
+def reference_model(draft: Draft) -> None:
+    if draft.kl_coef != 0 and draft.kl_loss_coef != 0:
+        raise ValueError(
+            f"--kl-coef is {draft.kl_coef:g} and --kl-loss-coef is {draft.kl_loss_coef:g}: the KL would count twice, in the "
+            "reward and in the loss; keep one of them."
+        )
+    own_estimator = draft.custom_advantage_function_path is not None  # it may read rollout_data["kl"]
+    if draft.kl_coef != 0 and draft.advantage_estimator not in ESTIMATORS_WITH_KL and not own_estimator:
+        raise ValueError(
+            f"--kl-coef is {draft.kl_coef:g}, but {draft.advantage_estimator} never subtracts a KL from the reward; use "
+            f"--use-kl-loss --kl-loss-coef {draft.kl_coef:g}."
+        )
+    if (draft.kl_coef != 0 or draft.use_kl_loss) and draft.ref_load is None:
+        draft.derive("ref_load", draft.hf_checkpoint, "the KL needs a reference; taken from hf_checkpoint")
+
+
+def off_policy(draft: Draft) -> None:
+    if draft.use_tis and draft.use_rollout_logprobs:
+        raise ValueError(
+            "--use-tis corrects from the engine's policy to the trainer's, but --use-rollout-logprobs makes the engine's the "
+            "one that ratios are taken against; keep one of them."
+        )
+    if draft.tis_clip_low > draft.tis_clip:
+        raise ValueError(f"--tis-clip-low is {draft.tis_clip_low:g}, above --tis-clip {draft.tis_clip:g}.")
+    if draft.rs_lower is None:
+        draft.derive("rs_lower", 1.0 / draft.rs_upper, "1 / rs_upper")
+    if draft.rs_lower > draft.rs_upper:
+        raise ValueError(
+            f"--rs-lower is {draft.rs_lower:g}, above --rs-upper {draft.rs_upper:g}: nothing would be kept."
+        )
+
+
+def reward_shaping(draft: Draft) -> None:
+    if draft.reward_weights is not None:
+        _check_weights(draft)
+        draft.derive("reward_key", WEIGHTED_REWARD_KEY, "the sum of reward_weights")
+    if draft.overlong_buffer_len is None:
+        return
+    longest = draft.rollout_max_response_len
+    if longest is None or draft.overlong_buffer_len > longest:
+        raise ValueError(
+            f"--overlong-buffer-len is {draft.overlong_buffer_len}, but --rollout-max-response-len is {longest}: the buffer is "
+            "the last part of the longest response; use less."
+        )
+
+
+def _check_weights(draft: Draft) -> None:
+    if draft.reward_key is not None:
+        raise ValueError(
+            f"--reward-key is {draft.reward_key} and --reward-weights is set: one entry or a sum of entries counts; keep one."
+        )
+    bad = [name for name, weight in draft.reward_weights.items() if isinstance(weight, bool) or not _is_number(weight)]
+    if bad or not draft.reward_weights:
+        raise ValueError(
+            f"--reward-weights is {draft.reward_weights}: expected a number for each entry of the reward."
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and value == value and abs(value) != float("inf")

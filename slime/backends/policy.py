@@ -1,0 +1,205 @@
+"""The policy loss of a micro-batch: ratios, off-policy correction, entropy and KL terms, and what is reported of them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.algorithms.kl import compute_approx_kl
+from slime.algorithms.off_policy import (
+    TokenLayout,
+    importance_ratios,
+    importance_weights,
+    mismatch_metrics,
+    opsm_keep,
+    rejection,
+)
+from slime.algorithms.policy_loss import POLICY_LOSSES, PolicyInputs, PolicyOptions, PolicyTerms
+from slime.algorithms.reduce import Reducer, reduction_weights, weighted_sum
+from slime.backends.base import Metrics, MicroBatch, TokenOutputs
+from slime.backends.microbatch import split_by_sample
+from slime.backends.watch import TokenWatch
+from slime.utils.misc import load_function
+
+TokenMetrics = dict[str, Tensor]  # each [R], to be averaged over trained tokens
+LossFn = Callable[[TokenOutputs, MicroBatch], tuple[Tensor, Metrics]]
+
+
+def policy_loss(args: Any, watch: TokenWatch | None = None) -> LossFn:
+    """The loss function of --loss-type policy_loss; `watch` sees the per-token terms of each micro-batch."""
+    options = PolicyOptions(
+        eps_clip=args.eps_clip,
+        eps_clip_high=args.eps_clip if args.eps_clip_high is None else args.eps_clip_high,
+        eps_clip_c=args.eps_clip_c,
+        sapo_tau_pos=args.sapo_tau_pos,
+        sapo_tau_neg=args.sapo_tau_neg,
+        kl_cov_coef=args.kl_cov_coef,
+        dppo_delta=args.dppo_delta,
+    )
+
+    def loss_fn(out: TokenOutputs, mb: MicroBatch) -> tuple[Tensor, Metrics]:
+        inputs = _inputs(out, mb)
+        terms, token_metrics = _policy_terms(args, inputs, options)
+        per_token, correction_metrics = _correct(args, terms, inputs, mb)
+        token_metrics |= correction_metrics
+        reduce, mean = loss_reducer(args, mb), mean_reducer(args, mb)
+        pg_loss = _pg_reducer(args, mb, reduce)(per_token)
+        loss = pg_loss
+        if args.entropy_coef:
+            loss = loss - args.entropy_coef * reduce(out.entropy)
+        sums = {"pg_loss": pg_loss}
+        if args.use_kl_loss:
+            kl = reduce(_reference_kl(args, terms, inputs, mb))
+            loss = loss + args.kl_loss_coef * kl
+            sums["kl_loss"] = kl
+        token_metrics |= {
+            "entropy_loss": out.entropy,
+            "pg_clipfrac": terms.clipped,
+            "ppo_kl": terms.ppo_kl,
+            "ppo_kl_abs": terms.ppo_kl.abs(),
+            "ois": torch.exp(-terms.ppo_kl),
+        }
+        if watch is not None:
+            watch.record(mb, inputs, {"pg_loss": per_token, "ppo_kl": terms.ppo_kl, "entropy": out.entropy})
+        sums |= {name: mean(values.detach()) for name, values in token_metrics.items()}
+        sums["loss"] = loss
+        return loss, {name: value.detach() for name, value in sums.items()}
+
+    return loss_fn
+
+
+def loss_reducer(args: Any, mb: MicroBatch) -> Reducer:
+    """Flat per-token values -> the sum that --loss-reduction asks for."""
+    weights = reduction_weights(
+        args.loss_reduction, mb.loss_mask, mb.segments, mb.rollout_mask_sums, constant=args.loss_denominator
+    )
+    return lambda values: weighted_sum(values, weights)
+
+
+def mean_reducer(args: Any, mb: MicroBatch) -> Reducer:
+    """As `loss_reducer`, but always a mean over the step: a constant denominator would shift what is reported."""
+    reduction = "rollout_mean" if args.loss_reduction == "constant" else args.loss_reduction
+    weights = reduction_weights(reduction, mb.loss_mask, mb.segments, mb.rollout_mask_sums)
+    return lambda values: weighted_sum(values, weights)
+
+
+def _pg_reducer(args: Any, mb: MicroBatch, default: Reducer) -> Reducer:
+    """The reducer of the policy-gradient term alone, which a plug-in may replace."""
+    if not args.custom_pg_loss_reducer_function_path or not mb.positions:
+        return default
+    build = load_function(args.custom_pg_loss_reducer_function_path)
+    masks = split_by_sample(mb.loss_mask, mb)
+    return build(list(mb.documents.lengths), list(mb.response_lengths), masks, args.calculate_per_token_loss)
+
+
+def _trained(mb: MicroBatch, key: str, log_probs: Tensor) -> Tensor:
+    """Recorded values of trained tokens; elsewhere the current log-prob, so that no ratio there can overflow."""
+    if key not in mb.tokens:
+        return log_probs.detach()
+    return torch.where(mb.loss_mask != 0, mb.tokens[key], log_probs.detach())
+
+
+def _inputs(out: TokenOutputs, mb: MicroBatch) -> PolicyInputs:
+    return PolicyInputs(
+        log_probs=out.log_probs,
+        # Without recorded old log-probs this is the first and only step on its policy: the ratio is exactly 1.
+        old_log_probs=_trained(mb, "old_log_probs", out.log_probs),
+        advantages=mb.tokens["advantages"],
+        mask=mb.loss_mask,
+        segments=mb.segments,
+        num_samples=mb.num_samples,
+        selected=mb.tokens.get("selected"),
+    )
+
+
+def _policy_terms(args: Any, inputs: PolicyInputs, options: PolicyOptions) -> tuple[PolicyTerms, TokenMetrics]:
+    if args.custom_policy_loss_function_path is None:
+        return POLICY_LOSSES[args.policy_loss_type](inputs, options), {}
+    loss, metrics = load_function(args.custom_policy_loss_function_path)(args, inputs)
+    if loss.shape != inputs.log_probs.shape:
+        raise ValueError(
+            f"--custom-policy-loss-function-path {args.custom_policy_loss_function_path} returned a loss of shape "
+            f"{tuple(loss.shape)} for {len(inputs.log_probs)} response tokens: return one value per token."
+        )
+    ppo_kl = inputs.old_log_probs - inputs.log_probs
+    return PolicyTerms(loss, torch.zeros_like(ppo_kl), ppo_kl), dict(metrics)
+
+
+def _correct(args: Any, terms: PolicyTerms, inputs: PolicyInputs, mb: MicroBatch) -> tuple[Tensor, TokenMetrics]:
+    """The per-token loss after weights and rejection, and metrics about the distance to the engine's policy."""
+    loss, metrics = terms.loss, {}
+    if args.use_opsm:
+        keep = opsm_keep(
+            inputs.old_log_probs - inputs.log_probs,
+            inputs.advantages,
+            inputs.mask,
+            inputs.segments,
+            inputs.num_samples,
+            delta=args.opsm_delta,
+        )
+        loss, metrics["opsm_clipfrac"] = loss * keep, 1.0 - keep
+    if "rollout_log_probs" not in mb.tokens:
+        return loss, metrics
+    behaviour = _trained(mb, "rollout_log_probs", inputs.log_probs)
+    proximal = _trained(mb, "log_probs", inputs.log_probs)
+    layout = TokenLayout(inputs.mask, inputs.segments, inputs.num_samples)
+    ratio = importance_ratios(proximal - behaviour, layout, "token")
+    metrics |= {
+        "train_rollout_logprob_abs_diff": (proximal - behaviour).abs(),
+        # Three means from which the effective sample size of the whole step follows.
+        "_ratio": ratio,
+        "_ratio_square": ratio.square(),
+        "_ratio_count": torch.ones_like(ratio),
+    }
+    if args.custom_tis_function_path and (args.use_tis or args.get_mismatch_metrics):
+        corrected, custom_metrics = _custom_tis(args, loss, proximal, behaviour, mb)
+        loss = corrected if args.use_tis else loss
+        metrics |= custom_metrics
+    elif args.use_tis:
+        correction = importance_weights(
+            proximal - behaviour,
+            layout,
+            level=args.tis_level,
+            mode=args.tis_mode,
+            low=args.tis_clip_low,
+            high=args.tis_clip,
+        )
+        loss, metrics = loss * correction.weights, metrics | correction.metrics
+    if args.use_rs:
+        correction = rejection(
+            proximal - behaviour,
+            layout,
+            level=args.rs_level,
+            low=args.rs_lower,
+            high=args.rs_upper,
+            veto=args.rs_veto,
+        )
+        loss = torch.where(correction.keep != 0, loss, torch.zeros_like(loss))
+        metrics |= correction.metrics
+    if args.get_mismatch_metrics and not args.custom_tis_function_path:
+        metrics |= mismatch_metrics(proximal, behaviour, layout)
+    return loss, metrics
+
+
+def _custom_tis(
+    args: Any, loss: Tensor, proximal: Tensor, behaviour: Tensor, mb: MicroBatch
+) -> tuple[Tensor, TokenMetrics]:
+    """A plug-in's weights; the masks it returns leave tokens out of the numerator, never of the denominator."""
+    corrected, masks, metrics = load_function(args.custom_tis_function_path)(
+        args=args,
+        pg_loss=loss,
+        train_log_probs=split_by_sample(proximal, mb),
+        rollout_log_probs=split_by_sample(behaviour, mb),
+        loss_masks=split_by_sample(mb.loss_mask, mb),
+        total_lengths=list(mb.documents.lengths),
+        response_lengths=list(mb.response_lengths),
+    )
+    keep = torch.cat(list(masks)).to(corrected.device) != 0
+    return torch.where(keep, corrected, torch.zeros_like(corrected)), dict(metrics)
+
+
+def _reference_kl(args: Any, terms: PolicyTerms, inputs: PolicyInputs, mb: MicroBatch) -> Tensor:
+    ratio = torch.exp(-terms.ppo_kl) if args.use_unbiased_kl else None
+    reference = _trained(mb, "ref_log_probs", inputs.log_probs)
+    return compute_approx_kl(inputs.log_probs, reference, args.kl_loss_type, ratio)

@@ -1,0 +1,172 @@
+"""What is watched while a step trains: per-token terms, for the checks of a run and for the report of a broken step."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.algorithms.policy_loss import PolicyInputs
+from slime.arguments.algorithm import LOGPROB_DIFF_THRESHOLDS
+from slime.backends.base import MicroBatch, NonFiniteStepError, StepStats, TrainBackend
+from slime.backends.microbatch import split_by_sample
+from slime.utils.errors import RunStopped
+from slime.utils.types import RolloutBatch
+
+# Lags of versions that are told apart; the last stands for itself and all above.
+LAGS = 5
+SHOWN_TOKENS = 5
+ON_POLICY_LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-3}
+
+
+class TokenWatch:
+    """Per-token terms of the micro-batches of one optimizer step, detached and left where they were computed."""
+
+    def __init__(self) -> None:
+        self._records: list[tuple[MicroBatch, dict[str, Tensor]]] = []
+
+    def record(self, mb: MicroBatch, inputs: PolicyInputs, terms: dict[str, Tensor]) -> None:
+        own = {"log_probs": inputs.log_probs, "old_log_probs": inputs.old_log_probs, "advantages": inputs.advantages}
+        self._records.append((mb, {name: value.detach() for name, value in (own | terms).items()}))
+
+    def by_sample(self) -> dict[int, dict[str, Tensor]]:
+        """Position in the rank's batch -> its terms, each [R_i] on the CPU."""
+        samples: dict[int, dict[str, Tensor]] = {}
+        for mb, terms in self._records:
+            for name, values in terms.items():
+                # zip stops at once for a micro-batch of weight zero: it has no positions.
+                for position, part in zip(mb.positions, split_by_sample(values.cpu(), mb), strict=False):
+                    samples.setdefault(position, {})[name] = part
+        return samples
+
+
+def check_on_policy(backend: TrainBackend, stats: StepStats) -> None:
+    """The first step of a rollout starts where its old log-probs were recorded, so every ratio is 1."""
+    limit = ON_POLICY_LIMITS.get(backend.compute_dtype, 1e-3)
+    # bf16 passes differ token by token in their last bits; only the mean must vanish.
+    name = "ppo_kl_abs" if backend.compute_dtype == torch.float32 else "ppo_kl"
+    found = max(abs(stats.metrics[name]), abs(stats.metrics["ois"] - 1.0))
+    if found > limit:
+        raise RunStopped(
+            f"the first optimizer step on new samples has {name} {stats.metrics[name]:.3g} and a mean ratio of "
+            f"{stats.metrics['ois']:.6f}, but the policy has not changed since its log-probs were recorded (limit "
+            f"{limit:g}). The two passes disagree: dropout, another precision, or kernels that depend on the batch. "
+            "--skip-on-policy-check trains on regardless."
+        )
+
+
+def agreement(
+    backend: TrainBackend, args: Any, batch: RolloutBatch, watch: TokenWatch, version: int | None
+) -> dict[str, float]:
+    """Difference between the log-probs of engine and trainer by how stale a token is; stops the run where it must not be.
+
+    Only tokens that the trainer's own version sampled must agree: those of older versions differ by what was learnt.
+    """
+    if version is None or "versions" not in batch or "rollout_log_probs" not in batch:
+        return {}
+    sums = torch.zeros(2 * LAGS, dtype=torch.float64)
+    fresh = []
+    for position, terms in watch.by_sample().items():
+        difference = (terms["log_probs"] - batch["rollout_log_probs"][position]).abs().double()
+        versions = batch["versions"][position]
+        counted = (batch["loss_masks"][position] != 0) & (versions >= 0)
+        lag = (version - versions).clamp(0, LAGS - 1).long()
+        sums[:LAGS].index_add_(0, lag[counted], torch.ones_like(difference[counted]))
+        sums[LAGS:].index_add_(0, lag[counted], difference[counted])
+        fresh.append((position, torch.where(counted & (lag == 0), difference, -1.0), terms["log_probs"]))
+    counts, totals = backend.sum_over_ranks(sums).cpu().split(LAGS)
+    _stop_if_apart(backend, args, batch, fresh, counts[0].item(), totals[0].item(), version)
+    metrics = {}
+    for lag in range(LAGS):
+        if counts[lag] > 0:
+            name = f"lag_{lag}" + ("_or_more" if lag == LAGS - 1 else "")
+            metrics[f"train/staleness/{name}"] = (counts[lag] / counts.sum()).item()
+            metrics[f"train/logprob_abs_diff/{name}"] = (totals[lag] / counts[lag]).item()
+    return metrics
+
+
+def _stop_if_apart(
+    backend: TrainBackend,
+    args: Any,
+    batch: RolloutBatch,
+    fresh: list[tuple[int, Tensor, Tensor]],
+    count: float,
+    total: float,
+    version: int,
+) -> None:
+    threshold = args.logprob_diff_threshold
+    if threshold is None:
+        threshold = LOGPROB_DIFF_THRESHOLDS[str(backend.compute_dtype).removeprefix("torch.")]
+    # A truncated sampling distribution was accepted by flag, and differs by design.
+    if not threshold or not count or args.allow_sampling_mismatch or not total / count > threshold:
+        return
+    ranked = sorted(
+        (
+            (d, position, int(t))
+            for position, diff, _ in fresh
+            for d, t in zip(*diff.topk(min(5, len(diff))), strict=True)
+        ),
+        key=lambda entry: -entry[0],
+    )
+    trainer = {position: log_probs for position, _, log_probs in fresh}
+    lines = [
+        _describe(batch, position, t, trainer[position][t].item())
+        for d, position, t in ranked[:SHOWN_TOKENS]
+        if d >= 0
+    ]
+    raise RunStopped(
+        f"log-probs of engine and trainer differ by {total / count:.4g} on average over {int(count)} tokens of version "
+        f"{version} (--logprob-diff-threshold {threshold:g}): they hold different weights or compute differently. Largest "
+        "differences on this rank:\n" + "\n".join(lines)
+    )
+
+
+def _describe(batch: RolloutBatch, position: int, t: int, trainer: float) -> str:
+    prompt = len(batch["tokens"][position]) - batch["response_lengths"][position]
+    return (
+        f"  sample {batch['sample_indices'][position]}, response position {t}: token {batch['tokens'][position][prompt + t]} "
+        f"of version {batch['versions'][position][t]}, engine {batch['rollout_log_probs'][position][t]:.4f}, "
+        f"trainer {trainer:.4f}"
+    )
+
+
+def save_nonfinite(
+    args: Any, rollout_id: int, step: int, rank: int, batch: RolloutBatch, watch: TokenWatch, error: NonFiniteStepError
+) -> str:
+    """Save the samples that broke a step with their terms; returns a sentence that names them and the file.
+
+    When all terms of this rank are finite (the gradient overflowed later, or another rank's did) all its samples are saved.
+    """
+    samples = watch.by_sample()
+    broken = {
+        position: [
+            name for name, values in terms.items() if not _trained_finite(values, batch["loss_masks"][position])
+        ]
+        for position, terms in samples.items()
+    }
+    broken = {position: names for position, names in broken.items() if names}
+    chosen = broken or {position: [] for position in samples}
+    folder = Path(args.run_dir) / "nonfinite"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"rollout_{rollout_id}_step_{step}_rank_{rank}.pt"
+    rows = [
+        {
+            "sample_index": batch["sample_indices"][p],
+            "nonfinite": names,
+            "tokens": batch["tokens"][p],
+            "loss_mask": batch["loss_masks"][p],
+            "reward": batch["rewards"][p],
+            "terms": samples[p],
+        }
+        for p, names in chosen.items()
+    ]
+    torch.save({"rollout_id": rollout_id, "step": step, "error": str(error), "samples": rows}, path)
+    if not broken:
+        return f"Every per-token term of this rank is finite; its {len(rows)} samples are in {path}."
+    named = ", ".join(f"{row['sample_index']} ({', '.join(row['nonfinite'])})" for row in rows[:8])
+    return f"Samples with such terms: {named}{' ...' if len(rows) > 8 else ''}; saved in {path}."
+
+
+def _trained_finite(values: Tensor, mask: Tensor) -> bool:
+    return math.isfinite(values[mask != 0].double().sum().item())

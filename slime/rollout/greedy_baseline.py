@@ -1,0 +1,53 @@
+"""One greedy answer per group, whose reward the remax estimator compares with; it is scored and never trained on."""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from slime.algorithms.rewards import GREEDY_REWARD_KEY
+from slime.rollout.groups import Group, copy_sample, first_sample
+from slime.rollout.tasks import all_or_none
+from slime.utils.types import Sample, flatten_samples
+
+GenerateGroup = Callable[[Group, dict[str, Any]], Awaitable[Group]]
+
+
+async def with_greedy_baseline(
+    args: Any, group: Group, sampling_params: dict[str, Any], generate_group: GenerateGroup
+) -> Group:
+    """Generate the group and beside it a greedy answer to its prompt, whose reward every sample's metadata then holds.
+
+    A greedy answer that was aborted leaves the mark out: the group comes back and measures it then. One whose reward
+    failed hands its failure to the group, which is treated like any other failed reward.
+    """
+    if GREEDY_REWARD_KEY in first_sample(group).metadata:
+        return await generate_group(group, sampling_params)
+    greedy_params = {**sampling_params, "temperature": 0.0, "top_p": 1.0, "top_k": -1}
+    greedy = _without_response(first_sample(group))
+    generated, answers = await all_or_none(
+        [generate_group(group, sampling_params), generate_group([greedy], greedy_params)]
+    )
+    answers = flatten_samples(answers)
+    failure = next((s.reward_failure for s in answers if s.reward_failure is not None), None)
+    samples = flatten_samples(generated)
+    if failure is not None:
+        samples[0].reward_failure = failure
+    elif all(s.reward is not None for s in answers):
+        reward = sum(s.get_reward_value(args) for s in answers) / len(answers)
+        for sample in samples:
+            sample.metadata[GREEDY_REWARD_KEY] = reward
+    else:
+        samples[0].status = Sample.Status.ABORTED
+    return generated
+
+
+def _without_response(sample: Sample) -> Sample:
+    """A copy that starts from the prompt, marked as not for training."""
+    new = copy_sample(sample)
+    if new.response_length:
+        new.tokens = new.tokens[: -new.response_length]
+    new.response, new.response_length, new.reward, new.loss_mask, new.rollout_log_probs = "", 0, None, None, None
+    new.version_spans, new.weight_versions = [], []
+    new.status = Sample.Status.PENDING
+    new.session_id = None
+    new.metadata["greedy_baseline"] = True
+    return new
