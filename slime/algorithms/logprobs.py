@@ -1,47 +1,131 @@
-"""Log-probs and entropy of chosen tokens, from hidden states and the output matrix, a chunk of tokens at a time.
+"""Log-probs and entropy of chosen tokens, from hidden states and the output matrix, a block of logits at a time.
 
-The full [tokens, vocabulary] logits never exist: the backward pass computes each chunk's logits again, in at least
-fp32, from the saved log-sum-exp. Logits are divided by the sampling temperature, so that the numbers are those of the
-distribution that the engine sampled from.
+The full [tokens, vocabulary] logits never exist. Forward goes over blocks of tokens and keeps three numbers per token; backward
+goes over blocks of the vocabulary, so that each block's part of the weight gradient is finished in one matrix product with
+full-precision accumulation, and computes that block's logits again. On CUDA one Triton kernel reads a block for its statistics
+and another turns it into its gradient in place; elsewhere plain torch does the same in at least fp32. Logits are divided by
+the sampling temperature, so that the numbers are those of the distribution that the engine sampled from.
 """
+
+import functools
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-# Elements of one chunk of logits: 64 Mi x 4 bytes = 256 MiB in fp32.
+# Elements of one block of logits: 128 Mi x 2 bytes = 256 MiB in bf16, and half as many in fp32.
 MAX_CHUNK_ELEMENTS = 1 << 26
+_FUSED_ELEMENTS = 1 << 27
 
 
 def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _chunk_rows(num_tokens: int, vocab_size: int, chunk_size: int) -> int:
+def _block_size(count: int, other: int, chunk_size: int, fused: bool) -> int:
+    """How many of `count` rows (or columns) of logits with `other` columns (or rows) make one block."""
     if chunk_size > 0:
-        return chunk_size
-    return max(1, min(num_tokens, MAX_CHUNK_ELEMENTS // vocab_size))
+        return min(count, chunk_size)
+    size = max(1, min(count, (_FUSED_ELEMENTS if fused else MAX_CHUNK_ELEMENTS) // max(other, 1)))
+    # A matrix product likes sizes that are multiples of its tile.
+    return size if size == count or size < 256 else size // 256 * 256
+
+
+@functools.cache
+def _kernels() -> ModuleType | None:
+    """The Triton kernels, or None on a machine without Triton."""
+    try:
+        # Triton exists only where torch was built for an accelerator.
+        from slime.algorithms import logprob_kernels
+    except ImportError:
+        return None
+    return logprob_kernels
+
+
+def _kernels_for(tensor: Tensor) -> ModuleType | None:
+    kernels = _kernels() if tensor.is_cuda else None
+    return kernels if kernels is not None and kernels.usable(tensor) else None
+
+
+def _statistics(logits: Tensor, targets: Tensor, temperature: float, outputs: tuple[Tensor, ...]) -> None:
+    """Plain torch version of the kernel `row_statistics`."""
+    log_sums, chosen, entropy = outputs
+    logits = logits.to(log_sums.dtype).div_(temperature)
+    log_sums.copy_(torch.logsumexp(logits, dim=-1))
+    chosen.copy_(logits.gather(1, targets[:, None]).squeeze(1) - log_sums)
+    if entropy is not None:
+        log_dist = logits.sub_(log_sums[:, None])
+        entropy.copy_(-torch.linalg.vecdot(log_dist.exp(), log_dist))
+
+
+def _gradient(
+    logits: Tensor,
+    targets: Tensor,
+    first: int,
+    temperature: float,
+    log_sums: Tensor,
+    grad_chosen: Tensor,
+    entropy: Tensor | None,
+    grad_entropy: Tensor | None,
+) -> Tensor:
+    """Plain torch version of the kernel `logit_gradient_`; the result has the logits' own dtype."""
+    log_dist = logits.to(log_sums.dtype).div_(temperature).sub_(log_sums[:, None])
+    probs = log_dist.exp()
+    # d log p(target) / d logits = onehot - p;  d H / d logits = -p (log p + H)
+    if grad_entropy is not None:
+        grad = log_dist.add_(entropy[:, None]).mul_(probs).mul_(-grad_entropy[:, None])
+        grad.addcmul_(probs, grad_chosen[:, None], value=-1)
+    else:
+        grad = probs.mul_(-grad_chosen[:, None])
+    own = targets - first
+    inside = (own >= 0) & (own < logits.shape[1])
+    grad.scatter_add_(1, own.clamp(0, logits.shape[1] - 1)[:, None], (grad_chosen * inside)[:, None])
+    return grad.div_(temperature).to(logits.dtype)
+
+
+@functools.cache
+def _adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether this torch multiplies 16-bit matrices into an fp32 sum on the device."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return False
+    a = torch.ones(16, 16, device=device, dtype=dtype)
+    try:
+        total = torch.addmm(torch.ones(16, 16, device=device), a, a, out_dtype=torch.float32)
+    except (RuntimeError, TypeError, NotImplementedError):
+        return False
+    return total.dtype == torch.float32 and total[0, 0].item() == 17.0
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """total + a @ b with `total` in fp32 (fp64), in place where possible."""
+    if a.dtype == total.dtype:
+        return total.addmm_(a, b)
+    if _adds_in_fp32(a.device, a.dtype):
+        return torch.addmm(total, a, b, out_dtype=total.dtype)
+    return total.add_(a @ b)
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
-    """Forward and hand-written backward of log-prob and entropy over chunks of tokens."""
+    """Forward and hand-written backward of log-prob and entropy over blocks of logits."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, chunk_rows, with_entropy):
-        dtype = _compute_dtype(hidden.dtype)
-        num_tokens = hidden.shape[0]
+    def forward(ctx, hidden, weight, targets, temperature, chunk_size, with_entropy):
+        kernels = _kernels_for(hidden)
+        num_tokens, dtype = hidden.shape[0], _compute_dtype(hidden.dtype)
         log_probs = torch.empty(num_tokens, dtype=dtype, device=hidden.device)
         log_sums = torch.empty_like(log_probs)
         entropy = torch.empty_like(log_probs) if with_entropy else None
-        for start in range(0, num_tokens, chunk_rows):
-            rows = slice(start, start + chunk_rows)
-            logits = (hidden[rows] @ weight.T).to(dtype).div_(temperature)
-            log_sums[rows] = torch.logsumexp(logits, dim=-1)
-            log_probs[rows] = logits.gather(1, targets[rows, None]).squeeze(1) - log_sums[rows]
-            if with_entropy:
-                probs = torch.exp(logits - log_sums[rows, None])
-                entropy[rows] = log_sums[rows] - (probs * logits).sum(-1)
+        size = _block_size(num_tokens, weight.shape[0], chunk_size, kernels is not None)
+        for start in range(0, num_tokens, size):
+            rows = slice(start, start + size)
+            logits = hidden[rows] @ weight.T
+            outputs = log_sums[rows], log_probs[rows], entropy[rows] if with_entropy else None
+            if kernels is not None:
+                kernels.row_statistics(logits, targets[rows], temperature, *outputs)
+            else:
+                _statistics(logits, targets[rows], temperature, outputs)
         ctx.save_for_backward(hidden, weight, targets, log_sums, entropy)
-        ctx.temperature, ctx.chunk_rows = temperature, chunk_rows
+        ctx.temperature, ctx.chunk_size = temperature, chunk_size
         ctx.set_materialize_grads(False)
         return log_probs, entropy
 
@@ -50,25 +134,24 @@ class _ChunkedLogProbs(torch.autograd.Function):
         hidden, weight, targets, log_sums, entropy = ctx.saved_tensors
         if grad_log_probs is None and grad_entropy is None:
             return (None,) * 6
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros(weight.shape, dtype=log_sums.dtype, device=weight.device)
-        for start in range(0, hidden.shape[0], ctx.chunk_rows):
-            rows = slice(start, start + ctx.chunk_rows)
-            log_dist = (hidden[rows] @ weight.T).to(log_sums.dtype).div_(ctx.temperature).sub_(log_sums[rows, None])
-            probs = log_dist.exp()
-            # d log p(target) / d logits = onehot - p;  d H / d logits = -p (log p + H)
-            if grad_entropy is not None:
-                grad = log_dist.add_(entropy[rows, None]).mul_(probs).mul_(-grad_entropy[rows, None])
-                if grad_log_probs is not None:
-                    grad.addcmul_(probs, grad_log_probs[rows, None], value=-1)
-            else:
-                grad = probs.mul_(-grad_log_probs[rows, None])
-            if grad_log_probs is not None:
-                grad.scatter_add_(1, targets[rows, None], grad_log_probs[rows, None])
-            grad = grad.div_(ctx.temperature).to(hidden.dtype)
-            grad_hidden[rows] = grad @ weight
-            grad_weight += grad.T @ hidden[rows]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+        if grad_log_probs is None:
+            grad_log_probs = torch.zeros_like(log_sums)
+        kernels = _kernels_for(hidden)
+        gradient = kernels.logit_gradient_ if kernels is not None else _gradient
+        grads = grad_log_probs.contiguous(), entropy, None if grad_entropy is None else grad_entropy.contiguous()
+        grad_hidden = torch.zeros(hidden.shape, dtype=log_sums.dtype, device=hidden.device)
+        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        vocab = weight.shape[0]
+        size = _block_size(vocab, hidden.shape[0], -1, kernels is not None)
+        if ctx.chunk_size > 0:
+            size = max(1, min(size, ctx.chunk_size * vocab // hidden.shape[0]))
+        for first in range(0, vocab, size):
+            part = weight[first : first + size]
+            grad = gradient(hidden @ part.T, targets, first, ctx.temperature, log_sums, *grads)
+            grad_hidden = _add_product(grad_hidden, grad, part)
+            if grad_weight is not None:
+                torch.mm(grad.T, hidden, out=grad_weight[first : first + size])
+        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None
 
 
 def chunked_log_probs(
@@ -83,14 +166,13 @@ def chunked_log_probs(
     """Log-probs [T] of `targets` [T] and, if asked, entropies [T] of softmax(hidden @ weight.T / temperature).
 
     `hidden` is [T, H], `weight` [V, H]. Results are fp32 (fp64 for fp64 inputs) and differentiable in both.
-    `chunk_size` counts tokens; -1 picks it so that one chunk of fp32 logits stays within 256 MiB.
+    `chunk_size` counts tokens; -1 picks it so that one block of logits stays within 256 MiB.
     """
     if hidden.shape[0] == 0:
         # Keeps the graph connected: a rank without tokens still has to take part in the gradient reduction.
         zero = hidden.sum(-1).to(_compute_dtype(hidden.dtype)) + 0.0 * weight[0, 0]
         return zero, zero if with_entropy else None
-    rows = _chunk_rows(hidden.shape[0], weight.shape[0], chunk_size)
-    return _ChunkedLogProbs.apply(hidden, weight, targets, float(temperature), rows, with_entropy)
+    return _ChunkedLogProbs.apply(hidden, weight, targets, float(temperature), chunk_size, with_entropy)
 
 
 def calculate_log_probs_and_entropy(
