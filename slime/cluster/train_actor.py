@@ -52,6 +52,7 @@ class TrainActor:
         if self._store is None:
             self._store = dist.TCPStore(self._run.host, store_port, self._world_size, is_master=False)
         device = torch.device(accelerator.device_type(), 0) if accelerator.device_count() else torch.device("cpu")
+        self._device = device
         if device.type == "cuda":
             torch.cuda.set_device(device)
         dist.init_process_group(
@@ -118,7 +119,9 @@ class TrainActor:
         self._backend.save_hf(path)
 
     def move(self, params: str, optimizer: str) -> None:
-        self._backend.move(params=params, optimizer=optimizer)
+        """`"device"`: this rank's own; `"cpu"`: off it."""
+        place = {"device": str(self._device), "cpu": "cpu"}
+        self._backend.move(params=place[params], optimizer=place[optimizer])
 
     def close(self) -> None:
         for sender in (self._live_sender, self._sender):
