@@ -10,6 +10,7 @@ Not covered, and refused by name: sliding windows, attention sinks, soft-capped 
 
 import functools
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +42,8 @@ class PackedDocuments:
 
     cu_seqlens: Tensor
     lengths: tuple[int, ...]
+    # At least the longest document. A power of two, because compiled layers are specialised to its value.
+    bound: int = 0
     _groups: list[DocumentGroup] | None = field(default=None, repr=False)
     _order: Tensor | None = field(default=None, repr=False)
 
@@ -48,16 +51,19 @@ class PackedDocuments:
     def from_lengths(cls, lengths: list[int] | tuple[int, ...]) -> "PackedDocuments":
         cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32)
         cu_seqlens[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
-        return cls(cu_seqlens, tuple(lengths))
+        return cls(cu_seqlens, tuple(lengths), bound=1 << (max(lengths) - 1).bit_length())
 
     @property
     def longest(self) -> int:
         return max(self.lengths)
 
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        return packed_attention(query, key, value, self, scale=scale)
+
     def to(self, device: torch.device) -> "PackedDocuments":
         if self.cu_seqlens.device == device:
             return self
-        return PackedDocuments(self.cu_seqlens.to(device, non_blocking=True), self.lengths)
+        return PackedDocuments(self.cu_seqlens.to(device, non_blocking=True), self.lengths, self.bound)
 
     def groups(self) -> tuple[list[DocumentGroup], Tensor]:
         """The document groups, and for each stream position the row of their concatenated results. Built once."""
@@ -97,9 +103,12 @@ def packed_attention(
     query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, *, scale: float | None = None
 ) -> Tensor:
     """Causal attention within documents. query [T, H, D], key and value [T, G, D] with H a multiple of G -> [T, H, D]."""
-    varlen = _varlen_attention() if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) else None
-    if varlen is not None:
-        return varlen(query, key, value, documents, scale)
+    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+        if not _VARLEN:
+            prepare()
+        if (attend := _VARLEN[0]) is not None:
+            bound = documents.bound
+            return attend(query, key, value, documents.cu_seqlens, documents.cu_seqlens, bound, bound, scale)
     groups, order = documents.groups()
     if len(documents.lengths) == 1:
         return _causal(query[None], key[None], value[None], scale)[0]
@@ -121,9 +130,19 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> T
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale).transpose(1, 2)
 
 
+# The variable-length attention of this torch, once `prepare` has looked for it: plain data, which compiled code can read.
+_VARLEN: list[Callable[..., Tensor] | None] = []
+
+
+def prepare() -> None:
+    """Find torch's variable-length attention. Called outside of compiled code, which could not look for it."""
+    if not _VARLEN:
+        _VARLEN.append(_varlen_attention())
+
+
 @functools.cache
-def _varlen_attention() -> Any:
-    """torch's variable-length attention behind one signature, or None where this torch has none."""
+def _varlen_attention() -> Callable[..., Tensor] | None:
+    """torch's causal variable-length attention behind one signature, or None where this torch has none."""
     try:
         # Not in every torch that we support.
         from torch.nn.attention.varlen import varlen_attn
@@ -131,26 +150,42 @@ def _varlen_attention() -> Any:
         return None
     accepted = inspect.signature(varlen_attn).parameters
     # How a causal mask is asked for, and whether grouped queries and a scale are understood, differs by release.
-    causal = {"window_size": (-1, 0)} if "window_size" in accepted else {"is_causal": True}
-    grouped = "enable_gqa" in accepted
+    options = {"window_size": (-1, 0)} if "window_size" in accepted else {"is_causal": True}
+    scaled = "scale" in accepted
+    if "enable_gqa" in accepted:
+        options["enable_gqa"] = True
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, scale: float | None) -> Tensor:
-        options = dict(causal)
-        repeat = query.shape[1] // key.shape[1]
-        if repeat > 1 and grouped:
-            options["enable_gqa"] = True
-        elif repeat > 1:
-            key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
-        if scale is not None and "scale" in accepted:
-            options["scale"] = scale
+    def attend(query, key, value, cu_query, cu_key, longest_query, longest_key, scale, *, repeat=True):
+        if repeat and key.shape[1] != query.shape[1]:
+            times = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
+        chosen = dict(options)
+        if scale is not None and scaled:
+            chosen["scale"] = scale
         elif scale is not None:
             query = query * (scale * query.shape[-1] ** 0.5)
-        cu, longest = documents.cu_seqlens, documents.longest
-        return varlen_attn(
-            query.contiguous(), key.contiguous(), value.contiguous(), cu, cu, longest, longest, **options
-        )
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+        return varlen_attn(query, key, value, cu_query, cu_key, longest_query, longest_key, **chosen)
 
-    return attend
+    return functools.partial(attend, repeat=not _takes_groups(attend))
+
+
+def _takes_groups(attend: Callable[..., Tensor]) -> bool:
+    """Whether fewer key heads than query heads are understood, in both passes: tried on a few tokens."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    parts = [
+        torch.randn(16, heads, 64, device="cuda", dtype=torch.bfloat16, generator=generator).requires_grad_()
+        for heads in (4, 2, 2)
+    ]
+    cu = torch.tensor([0, 16], dtype=torch.int32, device="cuda")
+    results = []
+    for repeat in (True, False):
+        try:
+            out = attend(*parts, cu, cu, 16, 16, None, repeat=repeat)
+            results.append((out, *torch.autograd.grad(out.float().square().sum(), parts)))
+        except (RuntimeError, ValueError, TypeError):
+            return False
+    return all(torch.allclose(a, b, rtol=0.05, atol=0.05) for a, b in zip(*results, strict=True))
 
 
 def transformers_attention(
@@ -162,10 +197,13 @@ def transformers_attention(
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
-    documents: PackedDocuments | None = None,
+    documents: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls: query [1, H, T, D], key and value [1, G, T, D] -> ([1, T, H, D], None)."""
+    """What transformers calls: query [1, H, T, D], key and value [1, G, T, D] -> ([1, T, H, D], None).
+
+    `documents` knows which tokens see each other: PackedDocuments, or this rank's part of them under context parallelism.
+    """
     assert documents is not None, "models on slime_packed attention are called with documents=PackedDocuments(...)"
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
@@ -173,7 +211,7 @@ def transformers_attention(
     if dropout:
         raise ValueError(f"{type(module).__name__} uses attention dropout {dropout}: set attention_dropout to 0.")
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    return packed_attention(query, key, value, documents, scale=scaling).unsqueeze(0), None
+    return documents.attend(query, key, value, scaling).unsqueeze(0), None
 
 
 def register() -> str:

@@ -4,7 +4,7 @@ Under a causal mask late chunks cost more than early ones; one of each kind bala
 are, keys and values are gathered.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slime.backends.attention import PackedDocuments
+from slime.backends.base import MicroBatch
 
 
 def chunk_multiple(size: int) -> int:
@@ -55,6 +56,11 @@ class ZigzagPlan:
         order[gathered] = torch.arange(len(gathered))
         device = documents.cu_seqlens.device
         return cls(documents, size, rank, parts[rank].to(device), order.to(device))
+
+    def to(self, device: torch.device) -> "ZigzagPlan":
+        return replace(
+            self, documents=self.documents.to(device), local=self.local.to(device), order=self.order.to(device)
+        )
 
 
 class _GatherRows(torch.autograd.Function):
@@ -145,3 +151,52 @@ def _chunk_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | N
     mask = torch.ones(queries, seen, dtype=torch.bool, device=query.device).tril(seen - queries)
     parts = (x.transpose(0, 1)[None] for x in (query, key, value))
     return F.scaled_dot_product_attention(*parts, attn_mask=mask, scale=scale)[0].transpose(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedDocuments:
+    """Documents whose tokens are spread over the ranks of `group`: what a model's attention gets in place of PackedDocuments."""
+
+    plan: ZigzagPlan
+    group: dist.ProcessGroup
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        return zigzag_attention(query, key, value, self.plan, self.group, scale=scale)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamShare:
+    """One rank's part of a micro-batch whose documents were padded at their end to cut evenly.
+
+    Example with 2 ranks and one sample of tokens [5, 6, 7], of which 2 are response: padded to 4 tokens, rank 0 holds
+    positions 0 and 3 (token 5 and the padding) and predicts target 0 from its row 0; rank 1 holds 1 and 2 and predicts
+    target 1 from its row 0. Under a causal mask no real token sees the padding.
+    """
+
+    input_ids: Tensor  # [1, T / size]
+    position_ids: Tensor  # [1, T / size]
+    documents: SharedDocuments
+    rows: Tensor  # [R_local] this rank's rows that predict a response token
+    places: Tensor  # [R_local] which of the R response tokens each predicts
+    real: Tensor  # [T / size] whether a token is none of the padding
+
+    @classmethod
+    def of(cls, mb: MicroBatch, size: int, rank: int, group: dist.ProcessGroup) -> "StreamShare":
+        multiple, device = chunk_multiple(size), mb.input_ids.device
+        lengths = tuple(-(-length // multiple) * multiple for length in mb.documents.lengths)
+        documents = PackedDocuments.from_lengths(lengths)
+        plan = ZigzagPlan.build(documents, size, rank)
+        starts, sizes = documents.cu_seqlens[:-1].long(), torch.tensor(mb.documents.lengths)
+        padded_place = torch.repeat_interleave(starts, sizes) + mb.position_ids[0].cpu()
+        total = sum(lengths)
+        input_ids, real = torch.zeros(total, dtype=torch.int64), torch.zeros(total, dtype=torch.bool)
+        input_ids[padded_place] = mb.input_ids[0].cpu()
+        real[padded_place] = True
+        position_ids = torch.arange(total) - torch.repeat_interleave(starts, torch.tensor(lengths))
+        row_of = torch.full((total,), -1)
+        row_of[plan.local] = torch.arange(len(plan.local))
+        rows = row_of[padded_place[mb.logit_positions.cpu()]]
+        places = (rows >= 0).nonzero()[:, 0]
+        parts = (input_ids[plan.local][None], position_ids[plan.local][None], rows[places], places, real[plan.local])
+        ids, positions, rows, places, real = (part.to(device) for part in parts)
+        return cls(ids, positions, SharedDocuments(plan.to(device), group), rows, places, real)
