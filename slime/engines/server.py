@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -13,9 +14,11 @@ from pathlib import Path
 
 from slime.utils import waits
 from slime.utils.errors import RunStopped
+from slime.utils.http_utils import is_port_available
 from slime.utils.processes import LifePipe, stop_process
 
 _LOG_TAIL_LINES = 20
+_PORT_PATIENCE_S = 2.0
 
 
 class EngineStartError(RunStopped):
@@ -52,7 +55,10 @@ class EngineServer:
         return self._process.pid if self._process else None
 
     def launch(self) -> None:
-        """Start the process without waiting."""
+        """Start the process without waiting for it. A restart needs the port it had before, which clients know."""
+        if self.port:
+            self._reclaim_port()
+        self._drop_ready_file()  # of a start that failed
         folder = Path(tempfile.mkdtemp(prefix="slime-engine-"))
         self._ready_file = folder / "ready.json"
         command = self.plan.command(self.port, self._ready_file, self._life.read_fd)
@@ -68,6 +74,15 @@ class EngineServer:
                 start_new_session=True,  # Ctrl-C goes to the driver alone, which stops the engine in order
             )
 
+    def _reclaim_port(self) -> None:
+        try:
+            waits.until(lambda: is_port_available(self.port), f"port {self.port}", _PORT_PATIENCE_S)
+        except waits.WaitTimeout as error:
+            raise EngineStartError(
+                f"port {self.port} of {self.plan.name} was taken by another program while the engine was down, and "
+                "clients know no other: end that program, or start the run again with --load"
+            ) from error
+
     def wait_ready(self) -> str:
         """Wait until it serves; returns its address."""
         assert self._ready_file is not None, "wait_ready before launch"
@@ -79,9 +94,13 @@ class EngineServer:
             interval_s=0.02,
         )
         self.port = json.loads(self._ready_file.read_text())["port"]
-        self._ready_file.unlink()
-        self._ready_file.parent.rmdir()
+        self._drop_ready_file()
         return self.url
+
+    def _drop_ready_file(self) -> None:
+        if self._ready_file is not None:
+            shutil.rmtree(self._ready_file.parent, ignore_errors=True)
+            self._ready_file = None
 
     def _is_ready(self) -> bool:
         if not self.alive():
@@ -106,6 +125,7 @@ class EngineServer:
     def stop(self) -> None:
         if self._process is not None:
             stop_process(self._process)
+        self._drop_ready_file()
         self._life.close()
 
 

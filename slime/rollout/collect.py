@@ -103,8 +103,9 @@ class BatchCollector:
         while self._remaining < self.target:
             groups = self.data_source.get_samples(self.args.over_sampling_batch_size or self.target)
             if not groups:
-                raise RuntimeError(
-                    f"the data source gave no groups: {len(self.kept)} of --rollout-batch-size {self.target} are there."
+                raise RunStopped(
+                    f"the data source gave no groups: {self._remaining} of --rollout-batch-size {self.target} are there. "
+                    "Let get_samples go on with a new epoch, or lower --num-rollout."
                 )
             for group in groups:
                 self._start(group)

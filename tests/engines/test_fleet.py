@@ -1,0 +1,189 @@
+"""Engine processes: started, watched, restarted on their port, given up when they keep dying, gone at the end."""
+
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from slime.engines.fleet import EngineFleet, EnginesKeepDying, WatchPolicy
+from slime.engines.server import EngineServer, EngineStartError, LaunchPlan
+from slime.utils.waits import WaitTimeout
+
+SCRIPT = Path(__file__).parents[1] / "fake_engine_process.py"
+
+
+class Fleet:
+    """A fleet of fakes, what joined it, and the mood of its engines."""
+
+    def __init__(self, folder: Path, size: int = 1, limit: int = 3, timeout_s: float = 20.0, **policy):
+        self.mood = folder / "mood"
+        self.set_mood("well")
+        self.joined: list[str] = []
+        self.servers = [EngineServer(self._plan(folder, i, timeout_s)) for i in range(size)]
+        policy = WatchPolicy(limit, 600.0, poll_s=0.02, **policy)
+        self.fleet = EngineFleet(self.servers, policy, self.on_join)
+        self.fail_join = False
+
+    def _plan(self, folder: Path, index: int, timeout_s: float) -> LaunchPlan:
+        def command(port: int, ready: Path, life_fd: int) -> list[str]:
+            return [sys.executable, str(SCRIPT), str(port), str(ready), str(life_fd), str(self.mood)]
+
+        return LaunchPlan(f"engine-{index}", command, {}, folder / f"engine-{index}.log", timeout_s)
+
+    def set_mood(self, mood: str) -> None:
+        # Renamed into place: an engine never reads half a word.
+        temporary = self.mood.with_suffix(".tmp")
+        temporary.write_text(mood)
+        temporary.rename(self.mood)
+
+    def on_join(self, url: str) -> None:
+        self.joined.append(url)
+        if self.fail_join:
+            raise RuntimeError("it refused the weights")
+
+    def start(self) -> tuple[str, ...]:
+        self.fleet.launch()
+        return self.fleet.wait_ready()
+
+    def kill(self, index: int = 0) -> int:
+        pid = self.servers[index].pid
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+
+@pytest.fixture
+def make(tmp_path):
+    made: list[Fleet] = []
+
+    def build(**options) -> Fleet:
+        made.append(Fleet(tmp_path, **options))
+        return made[-1]
+
+    yield build
+    for fleet in made:
+        fleet.fleet.stop()
+
+
+def eventually(condition, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.01)
+
+
+def test_engines_report_the_ports_they_bound(make):
+    fleet = make(size=2)
+    urls = fleet.start()
+    assert len(set(urls)) == 2 and all(url.startswith("http://127.0.0.1:") and not url.endswith(":0") for url in urls)
+
+
+def test_a_dead_engine_comes_back_on_its_port_and_is_brought_up_to_date(make):
+    fleet = make(size=2)
+    urls = fleet.start()
+    old = fleet.kill(1)
+    eventually(lambda: fleet.fleet.num_restarts == 1)
+    assert fleet.fleet.urls == urls
+    assert fleet.joined == [urls[1]]
+    assert fleet.servers[1].alive() and fleet.servers[1].pid != old
+
+
+def test_more_deaths_than_the_limit_end_the_run_with_the_cause(make):
+    fleet = make(limit=1)
+    fleet.start()
+    fleet.kill()
+    eventually(lambda: fleet.fleet.num_restarts == 1)
+    fleet.kill()
+    with pytest.raises(EnginesKeepDying, match=r"died 2 times within 600 s \(--engine-restart-limit 1\).*signal 9"):
+        fleet.fleet.failure.result(20)
+
+
+def test_an_engine_that_cannot_start_again_counts_as_dying(make):
+    fleet = make(limit=2)
+    fleet.start()
+    fleet.set_mood("dies")
+    fleet.kill()
+    with pytest.raises(EnginesKeepDying, match=r"(?s)ended with code 1.*the model folder is empty"):
+        fleet.fleet.failure.result(20)
+
+
+def test_an_engine_that_dies_before_it_serves_is_told_with_its_last_words(make):
+    fleet = make()
+    fleet.set_mood("dies")
+    with pytest.raises(EngineStartError, match=r"(?s)engine-0 ended with code 1; .*the model folder is empty"):
+        fleet.start()
+
+
+def test_an_engine_that_never_serves_is_a_named_timeout(make):
+    fleet = make(timeout_s=0.5)
+    fleet.set_mood("silent")
+    with pytest.raises((WaitTimeout, EngineStartError), match=r"start of engine-0 .*not done after 0\.5 s"):
+        fleet.start()
+
+
+def test_a_port_taken_while_the_engine_was_down_is_told_and_nothing_hangs(make):
+    fleet = make()
+    [url] = fleet.start()
+    port = int(url.rpartition(":")[2])
+    with fleet.fleet.frozen():  # the watch waits, so that we can be faster
+        fleet.kill()
+        eventually(lambda: not fleet.servers[0].alive())
+        thief = socket.create_server(("127.0.0.1", port))
+    try:
+        with pytest.raises(EngineStartError, match=rf"port {port} of engine-0 was taken"):
+            fleet.fleet.failure.result(20)
+    finally:
+        thief.close()
+
+
+def test_nobody_joins_while_membership_is_frozen(make):
+    fleet = make(size=2)
+    urls = fleet.start()
+    with fleet.fleet.frozen():
+        fleet.kill(0)
+        time.sleep(0.3)
+        assert fleet.joined == []
+    eventually(lambda: fleet.joined == [urls[0]])
+    with fleet.fleet.frozen() as alive:
+        assert alive == list(urls)
+
+
+def test_an_evicted_engine_is_killed_and_comes_back(make):
+    fleet = make()
+    [url] = fleet.start()
+    old = fleet.servers[0].pid
+    fleet.fleet.evict(url, RuntimeError("wrong checksum"))
+    eventually(lambda: fleet.fleet.num_restarts == 1)
+    assert fleet.servers[0].pid != old and fleet.joined == [url]
+
+
+def test_the_cause_of_an_eviction_is_behind_the_end_of_the_run(make):
+    fleet = make(limit=1)
+    fleet.start()
+    fleet.fail_join = True
+    fleet.kill()
+    with pytest.raises(EnginesKeepDying) as stopped:
+        fleet.fleet.failure.result(20)
+    assert "it refused the weights" in str(stopped.value.__cause__)
+
+
+def test_an_engine_that_fails_its_health_question_is_replaced(make):
+    fleet = make(probe_interval_s=0.05, probe_timeout_s=5.0)
+    fleet.start()
+    old = fleet.servers[0].pid
+    fleet.set_mood("sick")
+    eventually(lambda: not psutil.pid_exists(old) or fleet.servers[0].pid != old)
+    fleet.set_mood("well")
+    eventually(lambda: fleet.fleet.num_restarts >= 1)
+
+
+def test_stopping_leaves_no_process(make):
+    fleet = make(size=2)
+    fleet.start()
+    pids = fleet.fleet.pids
+    fleet.fleet.stop()
+    assert not any(psutil.pid_exists(pid) for pid in pids)

@@ -1,0 +1,113 @@
+"""The balancer over real HTTP: who gets the next request, where a session stays, and what happens when engines are down."""
+
+import asyncio
+import contextlib
+
+import pytest
+from fake_engine import FakeEngine
+
+from slime.engines.router import SESSION_HEADER, Balancer
+from slime.utils import http_utils
+from slime.utils.async_utils import run
+
+PAYLOAD = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 4}}
+
+
+@contextlib.contextmanager
+def balanced(urls):
+    """(address of a balancer over these engines, the balancer)."""
+    balancer = Balancer(urls)
+    port = run(balancer.start())
+    try:
+        yield f"http://127.0.0.1:{port}", balancer
+    finally:
+        run(balancer.stop())
+
+
+def post(url, session=None, payload=PAYLOAD):
+    headers = {SESSION_HEADER: session} if session else None
+    return http_utils.post(f"{url}/generate", payload, max_retries=0, headers=headers)
+
+
+def refused_url() -> str:
+    """An address at which nobody listens."""
+    return f"http://127.0.0.1:{http_utils.find_available_port()}"
+
+
+def test_an_answer_passes_through_unchanged():
+    with FakeEngine() as engine, balanced([engine.url]) as (url, _):
+        assert run(post(url)) == run(post(engine.url))
+        assert engine.requests[0] == PAYLOAD
+
+
+def test_the_engine_with_the_fewest_requests_in_flight_is_next():
+    with (
+        FakeEngine(lambda *_: {"delay_s": 0.6}) as slow,
+        FakeEngine() as fast,
+        balanced([slow.url, fast.url]) as (url, _),
+    ):
+
+        async def send():
+            waiting = asyncio.ensure_future(post(url))
+            while not slow.requests:
+                await asyncio.sleep(0.01)
+            for _ in range(5):
+                await post(url)
+            await waiting
+
+        run(send())
+        assert (len(slow.requests), len(fast.requests)) == (1, 5)
+
+
+def test_many_requests_at_once_are_spread_evenly():
+    with FakeEngine(lambda *_: {"delay_s": 0.3}) as one, FakeEngine(lambda *_: {"delay_s": 0.3}) as two:
+        with balanced([one.url, two.url]) as (url, _):
+
+            async def send():
+                await asyncio.gather(*(post(url) for _ in range(20)))
+
+            run(send())
+        assert (one.most_running, two.most_running) == (10, 10)
+
+
+def test_a_session_stays_with_its_engine():
+    with FakeEngine() as one, FakeEngine() as two, balanced([one.url, two.url]) as (url, _):
+
+        async def send():
+            for _ in range(4):
+                await asyncio.gather(post(url, session="a"), post(url, session="b"))
+
+        run(send())
+        for engine in (one, two):
+            assert {headers[SESSION_HEADER] for headers in engine.headers} in ({"a"}, {"b"})
+            assert len(engine.requests) == 4
+
+
+def test_a_request_of_a_dead_engine_goes_to_another_and_its_session_moves():
+    with FakeEngine() as alive:
+        with balanced([refused_url(), alive.url]) as (url, _):
+            for _ in range(3):
+                assert run(post(url, session="a"))["output_ids"]
+        assert len(alive.requests) == 3
+
+
+def test_no_engine_left_is_a_503():
+    with balanced([refused_url(), refused_url()]) as (url, balancer):
+        with pytest.raises(http_utils.HttpError, match="no engine answers") as error:
+            run(post(url))
+        assert error.value.status == 503
+        assert set(balancer._in_flight.values()) == {0}
+
+
+def test_an_error_of_an_engine_is_its_answer_and_not_tried_elsewhere():
+    with FakeEngine(lambda *_: 400) as bad, FakeEngine() as other, balanced([bad.url, other.url]) as (url, _):
+        with pytest.raises(http_utils.HttpError, match="scripted 400") as error:
+            run(post(url))
+        assert error.value.status == 400
+        assert other.requests == []
+
+
+def test_the_workers_are_listed_for_those_who_address_them_directly():
+    with FakeEngine() as one, FakeEngine() as two, balanced([one.url, two.url]) as (url, _):
+        workers = run(http_utils.get(f"{url}/workers"))["workers"]
+        assert [worker["url"] for worker in workers] == [one.url, two.url]

@@ -1,0 +1,209 @@
+"""Weights on their way to a real engine process: shared memory and disk, receipts, comparison, late engines."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, safe_open
+from tiny_model import make_tiny_model
+
+from slime.engines.server import EngineServer, LaunchPlan, embedded_command
+from slime.utils import shm
+from slime.utils.async_utils import run
+from slime.utils.processes import thread_environment
+from slime.weight_sync import TRANSPORTS, choose_transport
+from slime.weight_sync.base import SenderOptions, check_receipt
+from slime.wire.control import EngineControl
+from slime.wire.manifest import byte_checksum
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("sync") / "model")
+
+
+@pytest.fixture(scope="module")
+def state(model) -> dict[str, torch.Tensor]:
+    return load_file(model / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def engine(model, tmp_path_factory):
+    """(control of an engine process, the run's prefix of shared memory)."""
+    prefix = shm.make_prefix()
+    command = embedded_command(
+        model_path=str(model),
+        device="cpu",
+        dtype="float32",
+        threads=1,
+        max_running_requests=4,
+        max_total_tokens=4096,
+        seed=0,
+        shm_prefix=prefix,
+        await_weights=True,
+    )
+    log = tmp_path_factory.mktemp("logs") / "engine.log"
+    server = EngineServer(LaunchPlan("engine-0", command, thread_environment(1), log, 120.0))
+    server.launch()
+    server.wait_ready()
+    yield EngineControl(server.url), prefix
+    server.stop()
+    shm.unlink_prefix(prefix)
+
+
+@pytest.fixture(params=["tensor", "disk"])
+def transport(request):
+    return TRANSPORTS[request.param]
+
+
+@pytest.fixture
+def sender(transport, engine, model, tmp_path):
+    made = transport.make_sender(SenderOptions(engine[1], tmp_path / "weights", str(model)))
+    yield made
+    made.close()
+
+
+def changed(state: dict[str, torch.Tensor], by: float) -> dict[str, torch.Tensor]:
+    return {name: tensor + by for name, tensor in state.items()}
+
+
+def send(sender, state: dict[str, torch.Tensor], version: str):
+    """The whole model in two buckets."""
+    items = list(state.items())
+    sender.send(items[: len(items) // 2])
+    sender.send(items[len(items) // 2 :])
+    return sender.finish(version)
+
+
+def test_a_push_is_received_whole_and_compares_equal(transport, sender, engine, state):
+    control, prefix = engine
+    parcel = send(sender, changed(state, 0.25), "run:1")
+    receipt = run(transport.deliver(parcel, control))
+    check_receipt(parcel, receipt, control.url)
+    assert receipt.version == run(control.version()) == "run:1"
+    assert parcel.num_tensors == len(state)
+    assert run(transport.compare(parcel, control, prefix)) == []
+
+
+def test_perturbed_tensors_are_named_by_the_comparison(transport, sender, engine, state):
+    control, prefix = engine
+    run(transport.deliver(send(sender, state, "run:2"), control))
+    other = dict(state)
+    names = ["model.layers.0.self_attn.q_proj.weight", "model.norm.weight"]
+    for name in names:
+        other[name] = state[name].clone()
+        other[name].view(-1)[-1] += 1e-6 + other[name].view(-1)[-1].abs() * 1e-3
+    parcel = send(sender, other, "run:3")  # made, but not delivered
+    assert sorted(run(transport.compare(parcel, control, prefix))) == sorted(names)
+
+
+def test_an_engine_with_other_weights_is_caught_by_its_receipt(sender, transport, engine, state):
+    control, _ = engine
+    old = send(sender, state, "run:4")
+    receipt = run(transport.deliver(old, control))
+    new = send(sender, changed(state, 1.0), "run:5")
+    with pytest.raises(RuntimeError, match=r"holds other weights than were pushed: version run:5 sent but run:4 held"):
+        check_receipt(new, receipt, control.url)
+
+
+def test_a_checksum_that_differs_is_caught_although_the_version_agrees(engine, model, state, tmp_path):
+    tensor = TRANSPORTS["tensor"]
+    sender = tensor.make_sender(SenderOptions(engine[1], tmp_path, str(model)))
+    parcel = send(sender, state, "run:6")
+    receipt = run(tensor.deliver(parcel, engine[0]))
+    assert receipt.checksum == parcel.checksum
+    with pytest.raises(RuntimeError, match=r"checksum \d+ sent but \d+ held"):
+        check_receipt(parcel, replace(receipt, checksum=receipt.checksum ^ 1), "engine-0")
+    sender.close()
+
+
+def test_an_engine_that_comes_late_takes_the_parcel_while_the_next_is_written(transport, sender, engine, state):
+    control, prefix = engine
+    current = send(sender, changed(state, 0.5), "run:7")
+    items = list(changed(state, 2.0).items())
+    sender.send(items[:5])  # the next version is on its way when an engine restarts
+    check_receipt(current, run(transport.deliver(current, control)), control.url)
+    assert run(transport.compare(current, control, prefix)) == []
+    sender.send(items[5:])
+    check_receipt(nxt := sender.finish("run:8"), run(transport.deliver(nxt, control)), control.url)
+
+
+# ---- senders -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def prefix():
+    name = shm.make_prefix()
+    yield name
+    shm.unlink_prefix(name)
+
+
+def options(prefix: str, folder: Path, model: str = "hub/name") -> SenderOptions:
+    return SenderOptions(prefix, folder, model)
+
+
+def segments(parcel) -> list[str]:
+    return [bucket.segment for bucket in parcel.payload.buckets]
+
+
+def test_shared_memory_takes_turns_between_two_sets_of_segments(prefix, tmp_path):
+    sender = TRANSPORTS["tensor"].make_sender(options(prefix, tmp_path))
+    parcels = [send(sender, {"a": torch.ones(8) * i, "b": torch.ones(9) * i}, f"run:{i}") for i in range(5)]
+    assert segments(parcels[0]) == segments(parcels[2]) == segments(parcels[4])
+    assert segments(parcels[1]) == segments(parcels[3])
+    assert not set(segments(parcels[0])) & set(segments(parcels[1]))
+    assert len(shm.list_segments(prefix)) == 4
+    for bucket in (*parcels[4].payload.buckets, *parcels[3].payload.buckets):  # the last two are still whole
+        assert byte_checksum(shm.open_segment(bucket.segment).buffer[: bucket.nbytes]) == bucket.checksum
+    sender.close()
+    assert shm.list_segments(prefix) == []
+
+
+def test_a_segment_that_became_too_small_is_replaced_and_removed(prefix, tmp_path):
+    sender = TRANSPORTS["tensor"].make_sender(options(prefix, tmp_path))
+    for version, size in enumerate((8, 8, 800, 800, 8)):
+        parcel = send(sender, {"a": torch.ones(size), "b": torch.ones(size)}, f"run:{version}")
+    assert parcel.nbytes == 2 * 32
+    assert len(shm.list_segments(prefix)) == 4
+    sender.close()
+
+
+def test_the_disk_keeps_two_versions_that_can_be_read_back(prefix, tmp_path):
+    sender = TRANSPORTS["disk"].make_sender(options(prefix, tmp_path / "w"))
+    for version in range(4):
+        parcel = send(sender, {"a": torch.ones(2) * version, "b": torch.ones(3)}, f"run:{version}")
+    assert sorted(p.name for p in (tmp_path / "w").iterdir()) == ["weights-run-2", "weights-run-3"]
+    [file, _] = sorted(parcel.payload.glob("*.safetensors"))
+    with safe_open(file, "pt") as opened:
+        assert opened.get_tensor("a").tolist() == [3.0, 3.0]
+    sender.close()
+    assert list((tmp_path / "w").iterdir()) == []
+
+
+def test_the_disk_shows_no_half_written_version_and_the_next_sender_clears_it(prefix, tmp_path):
+    folder = tmp_path / "w"
+    crashed = TRANSPORTS["disk"].make_sender(options(prefix, folder))
+    crashed.send([("a", torch.ones(2))])  # and never finishes
+    assert [p.name for p in folder.iterdir()] == ["incoming.tmp"]
+    sender = TRANSPORTS["disk"].make_sender(options(prefix, folder))
+    parcel = send(sender, {"b": torch.ones(1), "c": torch.ones(1)}, "run:1")
+    assert [p.name for p in folder.iterdir()] == ["weights-run-1"]
+    assert sorted(name for file in parcel.payload.glob("*.safetensors") for name in load_file(file)) == ["b", "c"]
+    sender.close()
+
+
+# ---- which transport ---------------------------------------------------------------------------------------------
+
+
+def test_auto_takes_shared_memory_where_every_engine_does():
+    assert choose_transport("auto", ["disk", "shared_memory"]).name == "tensor"
+    assert choose_transport("auto", ["disk", "distributed"]).name == "disk"
+
+
+def test_a_transport_that_the_engines_do_not_take_is_refused_by_flag():
+    assert choose_transport("disk", ["disk", "shared_memory"]).name == "disk"
+    with pytest.raises(ValueError, match=r"--update-weight-transport tensor needs .*'shared_memory'; these take disk"):
+        choose_transport("tensor", ["disk"])
+    with pytest.raises(ValueError, match="no weight transport"):
+        choose_transport("auto", ["smoke_signals"])
