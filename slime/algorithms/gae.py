@@ -26,7 +26,7 @@ def chunked_discounted_returns(rewards: Tensor, gamma: float, chunk_size: int = 
     Within a chunk all sums are one product with a triangular matrix of powers of gamma; only the carry between
     chunks is sequential.
     """
-    if gamma == 1.0:
+    if gamma == 1.0 or rewards.shape[1] == 0:
         return rewards.flip(1).cumsum(1).flip(1)
     length = rewards.shape[1]
     size = min(chunk_size, length)

@@ -115,7 +115,7 @@ def _sapo(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
     Its slope at ratio 1 is 1, and it fades where a hard clip would cut. Nothing is clipped, so that fraction is 0.
     """
     ppo_kl = x.old_log_probs - x.log_probs
-    tau = torch.where(x.advantages > 0, o.sapo_tau_pos, o.sapo_tau_neg).to(ppo_kl.dtype)
+    tau = torch.full_like(ppo_kl, o.sapo_tau_neg).masked_fill(x.advantages > 0, o.sapo_tau_pos)
     gate = torch.sigmoid(tau * (torch.exp(-ppo_kl) - 1)) * 4 / tau
     return PolicyTerms(-gate * x.advantages, torch.zeros_like(ppo_kl), ppo_kl)
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ragged_batches import close, make
 
-from slime.algorithms.kl import compute_approx_kl
+from slime.algorithms.kl import KL_TYPES, compute_approx_kl
 from slime.algorithms.off_policy import opsm_keep
 from slime.algorithms.policy_loss import (
     compute_cispo_loss,
@@ -17,7 +18,13 @@ from slime.algorithms.policy_loss import (
     compute_policy_loss,
     sequence_kl,
 )
-from slime.algorithms.reduce import get_sum_of_sample_mean, token_weights, weighted_sum
+from slime.algorithms.reduce import (
+    REDUCTIONS,
+    get_sum_of_sample_mean,
+    reduction_weights,
+    token_weights,
+    weighted_sum,
+)
 from slime.algorithms.value_loss import compute_value_loss
 
 ragged = st.lists(st.integers(1, 6), min_size=1, max_size=5)
@@ -130,6 +137,76 @@ def test_reducers_sum_over_rollout_means(lengths, seed, per_token):
     assert float(weighted_sum(torch.cat(values), weights)) == pytest.approx(expected, abs=1e-10)
     reducer = get_sum_of_sample_mean(masks, sums, calculate_per_token_loss=per_token)
     assert float(reducer(torch.cat(values))) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@settings(max_examples=15, deadline=None)
+@given(ragged, st.integers(0, 1000))
+def test_each_reduction_matches_its_loop_in_value_and_gradient(reduction, dtype, lengths, seed):
+    values, _, _, masks = batch(lengths, seed)
+    rollout_of = [i // 2 for i in range(len(lengths))]  # siblings in pairs
+    sums = [float(sum(m.sum() for m, r in zip(masks, rollout_of, strict=True) if r == own)) for own in rollout_of]
+    expected, weights = 0.0, []
+    for value, mask, total in zip(values, masks, sums, strict=True):
+        divisor = {"rollout_mean": max(total, 1.0), "sample_mean": max(float(mask.sum()), 1.0)}.get(reduction, 1.0)
+        divisor = 7.0 if reduction == "constant" else divisor
+        for x, m in zip(value.tolist(), mask.tolist(), strict=True):
+            expected += x * m / divisor
+            weights.append(m / divisor)
+    flat = torch.cat(values).to(dtype).requires_grad_()
+    mask_sums = torch.tensor(sums, dtype=dtype)
+    got = weighted_sum(
+        flat, reduction_weights(reduction, torch.cat(masks), segments_of(lengths), mask_sums, constant=7.0)
+    )
+    got.backward()
+    close(got.detach(), torch.tensor(expected, dtype=torch.float64), dtype)
+    close(flat.grad, torch.tensor(weights, dtype=torch.float64), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("unbiased", [False, True])
+@pytest.mark.parametrize("kind", KL_TYPES)
+@settings(max_examples=8, deadline=None)
+@given(ragged, st.integers(0, 1000))
+def test_kl_and_its_gradient_match_the_loop(kind, unbiased, dtype, lengths, seed):
+    data = make(lengths, seed)
+    leaves = [x.clone().requires_grad_() for x in data.new]
+    expected = []
+    for new, base, old in zip(leaves, data.reference, data.old, strict=True):
+        for n, b, o in zip(new, base, old, strict=True):
+            d = n - b
+            term = {"k1": d, "k2": d * d / 2}.get(kind, torch.exp(b - n) - 1 + d)
+            term = term * torch.exp(n - o) if unbiased else term
+            expected.append(torch.clamp(term, -10, 10) if kind == "low_var_kl" else term)
+    expected = torch.stack(expected)
+    expected.sum().backward()
+    flat = data.flat("new", dtype).requires_grad_()
+    ratio = torch.exp(flat - data.flat("old", dtype)) if unbiased else None
+    got = compute_approx_kl(flat, data.flat("reference", dtype), kind, ratio)
+    got.sum().backward()
+    close(got.detach(), expected.detach(), dtype)
+    close(flat.grad, torch.cat([leaf.grad for leaf in leaves]), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@settings(max_examples=10, deadline=None)
+@given(ragged, st.integers(0, 1000))
+def test_value_loss_and_its_gradient_match_the_loop(dtype, lengths, seed):
+    values, old, returns = (torch.cat(x) for x in batch(lengths, seed)[:3])
+    leaf = values.clone().requires_grad_()
+    expected = torch.stack(
+        [
+            torch.maximum((v - r) ** 2, (o + torch.clamp(v - o, -0.2, 0.2) - r) ** 2)
+            for v, o, r in zip(leaf, old, returns, strict=True)
+        ]
+    )
+    expected.sum().backward()
+    own = values.to(dtype).requires_grad_()
+    got, _ = compute_value_loss(own, old.to(dtype), returns.to(dtype), 0.2)
+    got.sum().backward()
+    close(got.detach(), expected.detach(), dtype)
+    close(own.grad, leaf.grad, dtype)
 
 
 def test_a_masked_token_contributes_nothing_even_if_it_is_nan():
