@@ -5,11 +5,21 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from slime.backends.megatron.layers import block_spec
 from slime.backends.megatron.model import PackedGPTModel
+
+
+# Which dimension of a module's weight is cut over tensor-parallel ranks.
+_CUT = ((ColumnParallelLinear, 0), (VocabParallelEmbedding, 0), (RowParallelLinear, 1))
 
 
 def build_chunks(config: TransformerConfig, hf_config: Any, device: torch.device) -> list[PackedGPTModel]:
@@ -37,7 +47,17 @@ def _chunk(config: TransformerConfig, hf_config: Any, vp_stage: int | None) -> P
         vp_stage=vp_stage,
     )
     model.real_vocab_size = hf_config.vocab_size
+    _mark_cut_weights(model)
     return model
+
+
+def _mark_cut_weights(model: nn.Module) -> None:
+    """Megatron marks cut weights only while it draws random ones; unmarked, the gradient norm would miss other ranks'."""
+    for module in model.modules():
+        for kind, dim in _CUT:
+            if isinstance(module, kind) and module.weight is not None:
+                if not hasattr(module.weight, "tensor_model_parallel"):
+                    set_tensor_model_parallel_attributes(module.weight, True, dim, 1)
 
 
 def wrap_for_training(

@@ -98,7 +98,7 @@ def optimizer_config(args: Any, dtype: torch.dtype) -> OptimizerConfig:
         "clip_grad": args.clip_grad,
         "bf16": dtype == torch.bfloat16,
         "params_dtype": dtype,
-        "use_distributed_optimizer": args.use_distributed_optimizer,
+        "use_distributed_optimizer": _distributed_optimizer(args),
         "overlap_param_gather": args.overlap_param_gather,
     }
     return OptimizerConfig(**(values | _fields_of(OptimizerConfig, args.megatron_config or {})))
@@ -107,13 +107,18 @@ def optimizer_config(args: Any, dtype: torch.dtype) -> OptimizerConfig:
 def ddp_config(args: Any) -> DistributedDataParallelConfig:
     values = {
         "grad_reduce_in_fp32": True,
-        "use_distributed_optimizer": args.use_distributed_optimizer,
+        "use_distributed_optimizer": _distributed_optimizer(args),
         "overlap_grad_reduce": args.overlap_grad_reduce,
         "overlap_param_gather": args.overlap_param_gather,
     }
     return DistributedDataParallelConfig(
         **(values | _fields_of(DistributedDataParallelConfig, args.megatron_config or {}))
     )
+
+
+def _distributed_optimizer(args: Any) -> bool:
+    """Megatron shards Adam's moments over data-parallel ranks; SGD has none, and its sharded optimizer refuses it."""
+    return args.use_distributed_optimizer and args.optimizer == "adam"
 
 
 def _fields_of(kind: type, values: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,166 @@
+"""Shared by the Megatron tests: tiny models of each family, settings, and jobs of several processes over many layouts."""
+
+import os
+import traceback
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from trainer_helpers import free_port, init_process_group, random_samples, trainer_args
+
+# Every flag of slime/arguments/megatron.py that the backend reads, neutral.
+MEGATRON_FLAGS = dict(
+    tensor_model_parallel_size=1,
+    pipeline_model_parallel_size=1,
+    virtual_pipeline_model_parallel_size=None,
+    context_parallel_size=1,
+    expert_model_parallel_size=1,
+    expert_tensor_parallel_size=1,
+    sequence_parallel=False,
+    recompute_granularity=None,
+    recompute_method=None,
+    recompute_num_layers=None,
+    recompute_modules=None,
+    use_distributed_optimizer=False,
+    overlap_grad_reduce=False,
+    overlap_param_gather=False,
+    moe_token_dispatcher_type="alltoall",
+    megatron_config=None,
+    deterministic_mode=False,
+    distributed_timeout_minutes=5,
+    seed=1,
+)
+SHORT = dict(
+    tp="tensor_model_parallel_size",
+    pp="pipeline_model_parallel_size",
+    vpp="virtual_pipeline_model_parallel_size",
+    cp="context_parallel_size",
+    ep="expert_model_parallel_size",
+    sp="sequence_parallel",
+    distopt="use_distributed_optimizer",
+)
+
+
+def megatron_args(model, **changes) -> SimpleNamespace:
+    changes = {SHORT.get(name, name): value for name, value in changes.items()}
+    own = {name: changes.pop(name, value) for name, value in MEGATRON_FLAGS.items()}
+    return SimpleNamespace(**{**vars(trainer_args(model, **changes)), **own})
+
+
+def make_family(path, kind: str, **changes) -> str:
+    """A tiny random model of an HF family, written as a hub checkpoint looks; odd sizes where a layout allows them."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    common = dict(
+        vocab_size=127,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    extra = {
+        "llama": {"head_dim": 8},
+        "qwen2": {},
+        "qwen3": {"head_dim": 16},
+        "qwen3_moe": dict(
+            head_dim=16,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            norm_topk_prob=True,
+            decoder_sparse_step=1,
+            mlp_only_layers=[],
+        ),
+    }[kind]
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **(common | extra | changes))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Norms start at one and biases at zero: a wrong pairing of either would go unseen.
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(path)
+    return str(path)
+
+
+GRPO = dict(
+    lr=0.1,
+    use_kl_loss=True,
+    kl_loss_coef=0.1,
+    kl_loss_type="k3",
+    entropy_coef=0.01,
+    global_batch_size=5,
+    use_dynamic_batch_size=True,
+    max_tokens_per_gpu=40,
+)
+
+
+def train(backend_of, args, rank: int, world_size: int) -> dict:
+    """Three GRPO steps on ragged samples; (loss, gradient norm) by step, and the exported weights before and after."""
+    from slime.backends.update import run_update
+    from slime.batch.convert import samples_to_batch
+    from slime.batch.schedule import split_for_ranks
+
+    backend = backend_of(args, rank=rank, world_size=world_size, device="cpu")
+    batch = samples_to_batch(args, random_samples(5, 3, vocab=127))
+    layout = backend.layout
+    data = split_for_ranks(args, batch, layout.dp_size, cp_size=layout.cp_size)[layout.dp_rank]
+    before = exported(backend)
+    steps = []
+    metrics = run_update(backend, args, 0, data, on_step=lambda index, values: steps.append(values))
+    return {
+        "steps": [(step["train/loss"], step["train/grad_norm"]) for step in steps],
+        "entropy": metrics["train/entropy_loss"],
+        "before": before,
+        "after": exported(backend),
+        "backend": backend,
+    }
+
+
+def exported(backend, **options) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for bucket in backend.export(**options) for name, tensor in bucket}
+
+
+def in_processes(world_size: int, function, folder: Path, *args) -> dict:
+    """Run function(rank, world_size, *args) -> dict on gloo ranks; rank 0's dict, or the first rank's error."""
+    port = free_port()
+    mp.spawn(_rank_main, (world_size, port, function, str(folder), args), nprocs=world_size)
+    return torch.load(folder / f"result_{world_size}.pt", weights_only=False)
+
+
+def _rank_main(rank: int, world_size: int, port: int, function, folder: str, args: tuple) -> None:
+    torch.set_num_threads(1)
+    init_process_group(rank, world_size, port)
+    try:
+        result = function(rank, world_size, *args)
+    except BaseException:
+        # Ranks that wait for this one would report a lost connection; the cause is written first.
+        traceback.print_exc()
+        os._exit(1)
+    if rank == 0:
+        torch.save(result, Path(folder) / f"result_{world_size}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_cases(rank: int, world_size: int, cases: dict[str, tuple[str, dict]]) -> dict:
+    """cases: name -> (model folder, settings). The setting `fsdp=True` trains with the other backend."""
+    from slime.backends import fsdp, megatron
+
+    results = {}
+    for name, (model, settings) in cases.items():
+        settings = dict(settings)
+        module = fsdp if settings.pop("fsdp", False) else megatron
+        result = train(module.create_backend, megatron_args(model, **GRPO, **settings), rank, world_size)
+        result.pop("backend")
+        results[name] = result
+    return results
