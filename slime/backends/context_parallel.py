@@ -180,23 +180,35 @@ class StreamShare:
     places: Tensor  # [R_local] which of the R response tokens each predicts
     real: Tensor  # [T / size] whether a token is none of the padding
 
+    def join(self, values: Tensor, count: int) -> Tensor:
+        """All ranks' values of response tokens, [count], from this rank's, [R_local]."""
+        return place_tokens(values, self.places, count, self.documents.group)
+
     @classmethod
-    def of(cls, mb: MicroBatch, size: int, rank: int, group: dist.ProcessGroup) -> "StreamShare":
-        multiple, device = chunk_multiple(size), mb.input_ids.device
+    def of(
+        cls, mb: MicroBatch, size: int, rank: int, group: dist.ProcessGroup, *, after_token: bool = False
+    ) -> "StreamShare":
+        """`mb` on the CPU; `after_token`: rows are those of the response tokens, not of the tokens before them."""
+        multiple = chunk_multiple(size)
         lengths = tuple(-(-length // multiple) * multiple for length in mb.documents.lengths)
         documents = PackedDocuments.from_lengths(lengths)
         plan = ZigzagPlan.build(documents, size, rank)
         starts, sizes = documents.cu_seqlens[:-1].long(), torch.tensor(mb.documents.lengths)
-        padded_place = torch.repeat_interleave(starts, sizes) + mb.position_ids[0].cpu()
+        padded_place = torch.repeat_interleave(starts, sizes) + mb.position_ids[0]
         total = sum(lengths)
         input_ids, real = torch.zeros(total, dtype=torch.int64), torch.zeros(total, dtype=torch.bool)
-        input_ids[padded_place] = mb.input_ids[0].cpu()
+        input_ids[padded_place] = mb.input_ids[0]
         real[padded_place] = True
         position_ids = torch.arange(total) - torch.repeat_interleave(starts, torch.tensor(lengths))
         row_of = torch.full((total,), -1)
         row_of[plan.local] = torch.arange(len(plan.local))
-        rows = row_of[padded_place[mb.logit_positions.cpu()]]
+        rows = row_of[padded_place[mb.logit_positions + int(after_token)]]
         places = (rows >= 0).nonzero()[:, 0]
-        parts = (input_ids[plan.local][None], position_ids[plan.local][None], rows[places], places, real[plan.local])
-        ids, positions, rows, places, real = (part.to(device) for part in parts)
-        return cls(ids, positions, SharedDocuments(plan.to(device), group), rows, places, real)
+        own = plan.local
+        documents = SharedDocuments(plan, group)
+        return cls(input_ids[own][None], position_ids[own][None], documents, rows[places], places, real[own])
+
+    def to(self, device: torch.device) -> "StreamShare":
+        names = ("input_ids", "position_ids", "rows", "places", "real")
+        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
+        return replace(self, **moved, documents=replace(self.documents, plan=self.documents.plan.to(device)))

@@ -1,0 +1,28 @@
+"""Rules about the trainer's parallel sizes and about which parameters train."""
+
+from slime.arguments.draft import Draft
+
+
+def trainable_parameters(draft: Draft) -> None:
+    """Two lists that contradict each other, and adapters beside them, are refused."""
+    if draft.only_train_params_name_list and draft.freeze_params_name_list:
+        raise ValueError(
+            "--only-train-params-name-list and --freeze-params-name-list are both set: one says what trains, the other what "
+            "does not; keep one."
+        )
+    chosen = draft.only_train_params_name_list or draft.freeze_params_name_list
+    if draft.lora_rank and chosen:
+        raise ValueError("--lora-rank trains adapters only: remove the list of trained or frozen parameters.")
+    if draft.lora_rank and draft.tensor_model_parallel_size > 1:
+        raise ValueError("--lora-rank and --tensor-model-parallel-size > 1 do not work together yet; use one of them.")
+
+
+def model_parallel_sizes(draft: Draft) -> None:
+    """The ranks must divide into replicas. Runs after the sizes are derived."""
+    ranks = draft.actor_num_nodes * draft.actor_num_gpus_per_node
+    tensor, context = draft.tensor_model_parallel_size, draft.context_parallel_size
+    if draft.train_backend == "fsdp" and ranks % (tensor * context):
+        raise ValueError(
+            f"--tensor-model-parallel-size {tensor} x --context-parallel-size {context} does not divide the {ranks} trainer "
+            "ranks (--actor-num-nodes x --actor-num-gpus-per-node): choose sizes whose product does."
+        )

@@ -1,0 +1,62 @@
+"""How decoder layers run: what the backward pass computes again instead of keeping, and whether they are compiled."""
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from slime.backends import attention
+
+# Results that cost a matrix product or an attention pass are kept; the rest is cheap to compute again.
+_KEPT_OPERATORS = ("mm", "addmm", "bmm", "_grouped_mm", "_flash_attention_forward", "_varlen_attn")
+_KEPT_PREFIXES = ("_scaled_dot_product",)
+# Compiled code is specialised to a bound on document lengths, a power of two, and to passes with and without gradients.
+_RECOMPILE_LIMIT = 64
+
+
+def decoder_layers(lm: nn.Module) -> list[nn.Module]:
+    """The layers that transformers names as the smallest parts of a model that stay together."""
+    names = set(lm._no_split_modules or ())
+    return [module for module in lm.modules() if type(module).__name__ in names]
+
+
+def prepare_layers(layers: list[nn.Module], *, checkpointing: str, compiled: bool) -> None:
+    """Replace each layer's forward; layers of one class share one function, so that it is compiled once."""
+    if checkpointing == "none" and not compiled:
+        return
+    if compiled:
+        attention.prepare()
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT)
+    functions: dict[type, Callable[..., Any]] = {}
+    for layer in layers:
+        kind = type(layer)
+        if kind not in functions:
+            function = _checkpointed(kind.forward, checkpointing)
+            functions[kind] = torch.compile(function, dynamic=True) if compiled else function
+        layer.forward = types.MethodType(functions[kind], layer)
+
+
+def _checkpointed(forward: Callable[..., Any], mode: str) -> Callable[..., Any]:
+    """`full`: keep only a layer's input; `selective`: keep also results of matrix products and attention."""
+    if mode == "none":
+        return forward
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if mode == "selective":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+
+    def run(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(layer, *args, **kwargs)
+        return checkpoint(forward, layer, *args, **options, **kwargs)
+
+    return run
+
+
+def _policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    name = getattr(operator, "__name__", "").split(".")[0]
+    kept = name in _KEPT_OPERATORS or name.startswith(_KEPT_PREFIXES)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,157 @@
+"""HF weights into a sharded model, without a full copy on each rank.
+
+A model is built without storage, sharded, given storage for its shards, and then every rank reads from the safetensors files
+only the rows and columns that it holds. Families whose tensors transformers fuses in memory are converted on the first rank
+and broadcast tensor by tensor.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from slime.backends.attention import refuse_unsupported, register
+from slime.backends.fsdp.hf_export import is_converted, named_tensors
+
+# A layer that carries an adapter keeps its own weight under this name.
+ADAPTED = ".base_layer."
+
+
+def empty_model(path: str | Path) -> nn.Module:
+    """The HF causal LM of the folder or hub id `path`, in fp32 (the master weights), without storage, on packed attention."""
+    # Heavy import, only needed where a model is built.
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if not (Path(path) / "config.json").is_file() and Path(path).exists():
+        raise ValueError(f"--hf-checkpoint {path}: no config.json there, so it is not a Hugging Face model folder.")
+    config = AutoConfig.from_pretrained(path)
+    refuse_unsupported(config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=register())
+    model.config.use_cache = False
+    return model
+
+
+def known_values(lm: nn.Module) -> dict[str, Tensor]:
+    """Parameters that were given values before sharding (a new head, adapters): they are kept, not read."""
+    return {name: parameter.data for name, parameter in lm.named_parameters() if not parameter.is_meta}
+
+
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Storage for this rank's shards, and the buffers that no checkpoint holds."""
+    model.to_empty(device=device)
+    # Each place of a tied matrix got storage of its own.
+    model.lm.tie_weights()
+    for name, module in model.lm.named_modules():
+        if not module._non_persistent_buffers_set:
+            continue
+        if not hasattr(module, "config"):
+            raise ValueError(
+                f"{type(model.lm).__name__}: cannot compute the buffers of {name} ({type(module).__name__})."
+            )
+        fresh = type(module)(module.config)
+        for key in module._non_persistent_buffers_set:
+            module._buffers[key] = fresh._buffers[key].to(device)
+
+
+@torch.no_grad()
+def fill(lm: nn.Module, path: str | Path, known: dict[str, Tensor] | None = None) -> None:
+    """Write the weights of the HF folder or hub id `path`, and the `known` ones, into this rank's shards."""
+    known = known or {}
+    wanted = {name: tensor for name, tensor in named_tensors(lm) if name not in known}
+    for name, tensor in named_tensors(lm):
+        if name in known:
+            write_part(tensor, lambda region, value=known[name]: value[region])
+    with ExitStack() as stack:
+        source = None if is_converted(lm) else _open_files(Path(path), stack)
+        if source is None or any(hub_name(name) not in source for name in wanted):
+            _broadcast(lm, wanted, path)
+            return
+        for name, tensor in wanted.items():
+            write_part(tensor, source[hub_name(name)])
+
+
+def hub_name(name: str) -> str:
+    """The name in a checkpoint of a parameter that may have got an adapter."""
+    return name.replace(ADAPTED, ".")
+
+
+def _open_files(folder: Path, stack: ExitStack) -> dict[str, Callable[[tuple[slice, ...]], Tensor]] | None:
+    """Name -> reader of a region, over all safetensors files of a folder; None where there are none."""
+    # With transformers, only needed where a model is loaded.
+    from safetensors import safe_open
+
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    else:
+        names = ["model.safetensors"]
+    if not all((folder / name).is_file() for name in names):
+        return None
+    readers = {}
+    for name in names:
+        file = stack.enter_context(safe_open(folder / name, framework="pt"))
+        for key in file.keys():  # noqa: SIM118 - not a dict
+            readers[key] = lambda region, file=file, key=key: file.get_slice(key)[region]
+    return readers
+
+
+def write_part(target: Any, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
+    """Fill this rank's part of `target` from `read(region of the whole tensor)`."""
+    local = target.to_local() if hasattr(target, "to_local") else target
+    if local.numel() == 0:
+        return
+    value = read(region_of(target))
+    assert value.shape == local.shape, f"read {tuple(value.shape)} for a shard of {tuple(local.shape)}"
+    local.copy_(value)
+
+
+def region_of(tensor: Any) -> tuple[slice, ...]:
+    """Which rows, columns, ... of the whole tensor this rank holds."""
+    ranges = [(0, size) for size in tensor.shape]
+    if hasattr(tensor, "placements"):
+        # The last mesh dimension (tensor parallel) cuts first: FSDP shards what it left.
+        for dimension in reversed(range(tensor.device_mesh.ndim)):
+            placement = tensor.placements[dimension]
+            if not placement.is_replicate():
+                start, end = ranges[placement.dim]
+                count, rank = tensor.device_mesh.size(dimension), tensor.device_mesh.get_local_rank(dimension)
+                part = -(-(end - start) // count)
+                first = min(start + rank * part, end)
+                ranges[placement.dim] = (first, min(first + part, end))
+    return tuple(slice(start, end) for start, end in ranges)
+
+
+def _broadcast(lm: nn.Module, wanted: dict[str, Any], path: str | Path) -> None:
+    """The first rank loads through transformers, which knows how to convert, and sends one tensor at a time."""
+    source: dict[str, Tensor] = {}
+    if dist.get_rank() == 0:
+        # Heavy import, only needed where a model is loaded.
+        from transformers import AutoModelForCausalLM
+
+        source = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
+    missing = [[name for name in wanted if hub_name(name) not in source]]
+    dist.broadcast_object_list(missing, src=0)
+    if missing[0]:
+        raise ValueError(f"{path} has no weights for {', '.join(missing[0][:4])}: it is another model's folder.")
+    for name, value in _sent(wanted, source):
+        write_part(wanted[name], lambda region, value=value: value[region])
+
+
+def _sent(wanted: dict[str, Any], source: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in wanted.items():
+        device = tensor.device if dist.get_backend() != "gloo" else torch.device("cpu")
+        full = (
+            source[hub_name(name)].to(device)
+            if source
+            else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        )
+        if dist.get_world_size() > 1:
+            full = full.contiguous()
+            dist.broadcast(full, src=0)
+        yield name, full

@@ -1,0 +1,70 @@
+"""Tensor parallelism from the plan that each transformers family carries: matrices cut by columns or rows over ranks.
+
+Embedding, norms and output matrix stay whole on every rank. Their gradients are the same on all ranks of the group, because
+what flows back into them was summed there. Not covered, and refused by name: experts, and styles of other families.
+"""
+
+import re
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+# Norms of single heads see only this rank's heads (dimension 2 of [1, T, heads, size]): their gradients are summed.
+_STYLES: dict[str, Any] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
+}
+
+
+def apply(lm: nn.Module, mesh: DeviceMesh) -> None:
+    """Cut the decoder of `lm` over the one-dimensional `mesh`."""
+    size, config = mesh.size(), lm.config.get_text_config()
+    plan = dict(getattr(lm.base_model, "_tp_plan", None) or getattr(config, "base_model_tp_plan", None) or {})
+    if not plan or getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None):
+        raise ValueError(
+            f"--tensor-model-parallel-size {size}: {config.model_type} has no plan for it in this version (models with experts "
+            "and families without one are not cut); use 1."
+        )
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        if getattr(config, name) % size:
+            raise ValueError(
+                f"--tensor-model-parallel-size {size} does not divide {name} = {getattr(config, name)} of "
+                f"{config.model_type}: use a size that does."
+            )
+    styles = {name: _style(pattern_style, size, config.model_type) for name, pattern_style in plan.items()}
+    base = lm.base_model
+    chosen: dict[str, ParallelStyle] = {}
+    for name, module in base.named_modules():
+        if not any(True for _ in module.parameters(recurse=False)):
+            continue
+        general = re.sub(r"\d+", "*", name)
+        if general in styles:
+            chosen[name] = styles[general]()
+        elif general.endswith(("q_norm", "k_norm")):
+            chosen[name] = _STYLES["replicated_with_grad_allreduce"]()
+    parallelize_module(base, mesh, chosen)
+
+
+def is_cut(parameter: Any) -> bool:
+    """Whether the ranks of a tensor-parallel group hold different parts of the parameter."""
+    mesh = getattr(parameter, "device_mesh", None)
+    names = mesh.mesh_dim_names if mesh is not None else ()
+    return "tensor" in names and not parameter.placements[names.index("tensor")].is_replicate()
+
+
+def _style(name: str, size: int, model_type: str) -> Any:
+    if name in _STYLES:
+        return _STYLES[name]
+    raise ValueError(
+        f"--tensor-model-parallel-size {size}: the plan of {model_type} asks for {name!r}, which this version does not know; "
+        "use 1."
+    )
