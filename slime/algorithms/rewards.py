@@ -50,7 +50,10 @@ def mean_baseline(group: GroupRollouts) -> Baselines:
 
 def mean_std_baseline(group: GroupRollouts) -> Baselines:
     """The group's mean, in units of its standard deviation."""
-    return [(group.mean, group.std + STD_EPSILON)] * len(group.rewards)
+    spread = max(group.rewards) - min(group.rewards)
+    # Equal rollouts may hold siblings of unequal reward: divided by epsilon alone these would dwarf every other group.
+    equal = spread <= 1e-12 * max(1.0, *map(abs, group.rewards))
+    return [(group.mean, 1.0 if equal else group.std + STD_EPSILON)] * len(group.rewards)
 
 
 def leave_one_out_baseline(group: GroupRollouts) -> Baselines:

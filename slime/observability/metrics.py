@@ -29,6 +29,8 @@ def rollout_metrics(
     if rewards and all(isinstance(reward, (int, float)) for reward in rewards):
         metrics["rollout/raw_reward"] = statistics.fmean(rewards)
         metrics.update(_zero_std_counts(args, flat))
+    metrics.update(_groups_of_one(flat))
+    metrics.update(_reward_components(flat))
     metrics.update({f"rollout/{key}": value for key, value in version_metrics(flat, current_version).items()})
     metrics.update(_perf_metrics(args, flat, rollout_time))
     if args.log_passrate:
@@ -154,6 +156,26 @@ def _zero_std_counts(args: Any, samples: Sequence[Sample]) -> dict[str, float]:
         if len(set(rewards)) == 1:
             counts[f"rollout/zero_std/count_{round(rewards[0], 1)}"] += 1
     return dict(counts)
+
+
+def _groups_of_one(samples: Sequence[Sample]) -> dict[str, float]:
+    """Groups with one rollout left: estimators that compare within a group give them advantage 0."""
+    rollouts: dict[Any, set] = {}
+    for sample in samples:
+        own = id(sample) if sample.rollout_id is None else sample.rollout_id
+        rollouts.setdefault(_group_key(sample), set()).add(own)
+    alone = sum(len(ids) == 1 for ids in rollouts.values())
+    return {"rollout/groups/of_one": alone} if alone else {}
+
+
+def _reward_components(samples: Sequence[Sample]) -> dict[str, float]:
+    """Mean of each number in rewards that are dicts, over the samples that have it."""
+    values: dict[str, list[float]] = {}
+    for sample in samples:
+        for name, value in sample.reward.items() if isinstance(sample.reward, dict) else ():
+            if isinstance(value, (int, float)):
+                values.setdefault(f"rollout/reward/{name}", []).append(value)
+    return {name: statistics.fmean(found) for name, found in values.items()}
 
 
 def _rewards_by_group(samples: Sequence[Sample], key: str | None) -> list[list[float]]:

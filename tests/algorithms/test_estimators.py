@@ -37,7 +37,8 @@ def expected_reward(name, rewards, groups, rollouts, lengths, greedy, i):
         base = sum(value * length for _, value, length in members) / weight if weight else mean
         return rewards[i] - base
     if name == "mean_std":
-        return (rewards[i] - mean) / (statistics.stdev(values) + 1e-6)
+        equal = max(values) - min(values) <= 1e-12
+        return (rewards[i] - mean) / (1.0 if equal else statistics.stdev(values) + 1e-6)
     if name == "success_rate":
         return (rewards[i] - mean) / mean if mean else 0.0
     return rewards[i] - mean

@@ -31,6 +31,11 @@ def test_fan_out_siblings_count_once():
     assert result == [0.5, 0.5, 0.5, -0.5]
 
 
+def test_unequal_siblings_of_equal_rollouts_are_not_blown_up():
+    result = normalize_group_rewards([1.0, 0.0, 0.3, 0.7], [0] * 4, [0, 0, 1, 1], divide_by_std=True)
+    assert result == pytest.approx([0.5, -0.5, -0.2, 0.2])
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.floats(-5, 5)), min_size=1, max_size=20))
 def test_matches_the_textbook_for_ragged_groups(pairs):

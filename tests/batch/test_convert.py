@@ -129,3 +129,33 @@ def test_custom_conversion_replaces_everything_and_is_checked(tmp_path):
     assert batch["rollout_mask_sums"] == [2]
     with pytest.raises(ValueError, match=r"loss_masks has 1 entries for 2 response tokens.*custom-convert"):
         samples_to_batch(args(custom_convert_samples_to_train_data_path=f"{file}:bad"), [sample(1.0)])
+
+
+def test_long_responses_lose_reward_before_the_comparison():
+    long, short = sample(1.0, response=10), sample(1.0, response=2, index=1)
+    shaped = args(overlong_buffer_len=4, overlong_penalty_factor=0.5, rollout_max_response_len=10)
+    batch = samples_to_batch(shaped, [long, short])
+    assert batch["raw_reward"] == [1.0, 1.0]
+    assert batch["rewards"][0] < 0 < batch["rewards"][1]
+    plain = samples_to_batch(args(**{**vars(shaped), "rewards_normalization": False}), [long, short])
+    assert plain["rewards"] == [0.5, 1.0]
+
+
+def test_the_estimator_chooses_what_rewards_are_compared_with():
+    samples = [sample(1.0), sample(0.0, response=6, index=1), sample(0.5, index=2)]
+    rewards = {
+        name: samples_to_batch(args(advantage_estimator=name), samples)["rewards"]
+        for name in ("dr_grpo", "rloo", "opo", "maxrl", "reinforce_plus_plus")
+    }
+    assert rewards["dr_grpo"] == pytest.approx([0.5, -0.5, 0.0])
+    assert rewards["rloo"] == pytest.approx([0.75, -0.75, 0.0])
+    assert rewards["opo"] == pytest.approx([0.7, -0.3, 0.2])  # (2 x 1 + 6 x 0 + 2 x 0.5) / 10 = 0.3
+    assert rewards["maxrl"] == pytest.approx([1.0, -1.0, 0.0])
+    assert rewards["reinforce_plus_plus"] == [1.0, 0.0, 0.5]
+
+
+def test_remax_compares_with_the_greedy_answer_of_the_metadata():
+    samples = [sample(1.0, metadata={"greedy_reward": 0.25}), sample(0.0, metadata={"greedy_reward": 0.25}, index=1)]
+    assert samples_to_batch(args(advantage_estimator="remax"), samples)["rewards"] == [0.75, -0.25]
+    with pytest.raises(ValueError, match="greedy_reward"):
+        samples_to_batch(args(advantage_estimator="remax"), [sample(1.0)])

@@ -142,3 +142,17 @@ def test_eval_metrics_per_dataset():
 def test_eval_reward_that_failed_is_counted_not_averaged():
     metrics = eval_metrics(make_args(), {"d": {"rewards": [1.0, None], "samples": []}})
     assert metrics == {"eval/d": 1.0, "eval/d-failed": 1}
+
+
+def test_groups_of_one_rollout_are_counted_and_siblings_are_one():
+    alone = [sample(0, 1.0), sample(1, 1.0, rollout_id=4), sample(1, 0.0, rollout_id=4)]
+    pair = [sample(2, 1.0), sample(2, 0.0)]
+    assert rollout_metrics(make_args(), alone + pair, 1.0)["rollout/groups/of_one"] == 2
+    assert "rollout/groups/of_one" not in rollout_metrics(make_args(), pair, 1.0)
+
+
+def test_components_of_dict_rewards_are_averaged():
+    samples = [sample(0, {"all": 1.0, "format": 0.5, "why": "x"}), sample(0, {"all": 0.0, "format": 1.0})]
+    metrics = rollout_metrics(make_args(reward_key="all"), samples, 1.0)
+    assert metrics["rollout/reward/format"] == 0.75
+    assert "rollout/reward/why" not in metrics

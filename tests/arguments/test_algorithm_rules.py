@@ -1,0 +1,61 @@
+"""What the algorithm flags imply and exclude: each combination gives a derived value or one clear error."""
+
+import pytest
+from argument_helpers import parse
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "value"),
+    [
+        ({}, "policy_loss_type", "ppo"),
+        ({"advantage_estimator": "gspo"}, "policy_loss_type", "gspo"),
+        ({"advantage_estimator": "gspo", "policy_loss_type": "sapo"}, "policy_loss_type", "sapo"),
+        ({}, "loss_reduction", "rollout_mean"),
+        ({"calculate_per_token_loss": True}, "loss_reduction", "token_mean"),
+        ({"loss_reduction": "token_mean"}, "calculate_per_token_loss", True),
+        ({"advantage_estimator": "dr_grpo"}, "loss_reduction", "constant"),
+        ({"advantage_estimator": "dr_grpo"}, "loss_denominator", 16.0),
+        ({"advantage_estimator": "dr_grpo", "calculate_per_token_loss": True}, "loss_reduction", "token_mean"),
+        ({"loss_reduction": "constant", "loss_denominator": 100}, "loss_denominator", 100.0),
+        ({"n_samples_per_prompt": 1}, "grpo_std_normalization", False),
+        ({"use_rs": True, "rs_upper": 4.0}, "rs_lower", 0.25),
+        ({"custom_advantage_function_path": "a.b", "kl_coef": 0.1}, "kl_coef", 0.1),
+    ],
+)
+def test_a_value_follows_from_the_others(changes, name, value):
+    assert getattr(parse(**changes), name) == value
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"n_samples_per_prompt": 1, "grpo_std_normalization": True},
+            "a group of one sample has no standard deviation",
+        ),
+        ({"use_tis": True, "use_rollout_logprobs": True}, "--use-tis corrects from the engine's policy"),
+        ({"use_tis": True, "tis_clip_low": 3.0}, "--tis-clip-low is 3, above --tis-clip 2"),
+        ({"use_rs": True, "rs_lower": 3.0}, "--rs-lower is 3, above --rs-upper 2"),
+        ({"loss_reduction": "sample_mean", "calculate_per_token_loss": True}, "asks for token_mean"),
+        (
+            {"loss_reduction": "constant", "rollout_max_response_len": None, "custom_generate_function_path": "a.b"},
+            "give",
+        ),
+        ({"overlong_buffer_len": 17}, "--overlong-buffer-len is 17, but --rollout-max-response-len is 16"),
+        ({"policy_loss_type": "clip_cov", "clip_cov_low": 9.0}, "no token lies between"),
+        (
+            {"kl_coef": 0.1, "advantage_estimator": "rloo"},
+            "rloo never subtracts a KL from the reward; use --use-kl-loss",
+        ),
+        ({"gamma": 0.9}, "--gamma is 0.9, but this --advantage-estimator discounts nothing"),
+        ({"lambd": 0.9}, "--lambd is 0.9, but only --advantage-estimator ppo"),
+        ({"policy_loss_type": "sapo", "eps_clip": 0.1}, "clips no ratio"),
+        ({"policy_loss_type": "cispo", "eps_clip_c": 3.0}, "no dual clip"),
+        ({"use_tis": True, "tis_mode": "truncate", "tis_clip_low": 0.5}, "truncate has no lower bound"),
+        ({"custom_tis_function_path": "a.b"}, "nothing calls it"),
+        ({"opsm_delta": 0.1}, "add --use-opsm"),
+    ],
+)
+def test_a_combination_is_refused_with_its_reason(changes, message):
+    with pytest.raises(ValueError, match=message):
+        parse(**changes)

@@ -1,0 +1,265 @@
+"""Policy losses, corrections, reductions and checks as the trainer runs them: invariant under packing, and loud when wrong."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from tiny_model import make_tiny_model
+from trainer_helpers import init_process_group, random_samples, trainer_args
+
+from slime.algorithms.policy_loss import POLICY_LOSSES
+from slime.backends.base import NonFiniteStepError
+from slime.backends.fsdp import create_backend
+from slime.backends.fsdp.model import gather_full
+from slime.backends.microbatch import build_micro_batches
+from slime.backends.update import run_update
+from slime.batch.convert import samples_to_batch
+from slime.batch.schedule import split_for_ranks
+from slime.utils.errors import RunStopped
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group():
+    init_process_group()
+    yield
+    dist.destroy_process_group()
+
+
+def backend_of(args):
+    return create_backend(args, rank=0, world_size=1, device="cpu")
+
+
+def train(backend, args, samples, **options):
+    batch = samples_to_batch(args, samples)
+    return run_update(backend, args, 0, split_for_ranks(args, batch, 1)[0], **options)
+
+
+def weights_of(backend):
+    return torch.cat([gather_full(p.data).flatten() for p in backend.model.lm.parameters()])
+
+
+def engine_samples(backend, args, num_groups=2, group_size=4, noise=0.0, version=None):
+    """Random samples whose engine log-probs are the trainer's own, plus noise."""
+    samples = random_samples(num_groups, group_size)
+    batch = samples_to_batch(args, samples)
+    mbs = build_micro_batches(batch, [[i] for i in range(len(samples))])
+    generator = torch.Generator().manual_seed(1)
+    for sample, log_probs in zip(samples, backend.log_probs(mbs).log_probs, strict=True):
+        shift = torch.randn(len(log_probs), generator=generator) * noise
+        sample.rollout_log_probs = (log_probs + shift).tolist()
+        if version is not None:
+            sample.version_spans = [(f"run:{version}", 0, sample.response_length)]
+    return samples
+
+
+CORRECTIONS = {
+    "token weights": dict(use_tis=True),
+    "sequence mask and veto": dict(
+        use_tis=True, tis_level="sequence", tis_mode="mask", use_rs=True, rs_level="geometric", rs_veto=0.01
+    ),
+    "sequence drift": dict(use_opsm=True, opsm_delta=0.0, get_mismatch_metrics=True),
+    "constant": dict(loss_reduction="constant", loss_denominator=9.0),
+    "sample mean": dict(loss_reduction="sample_mean"),
+}
+
+
+@pytest.mark.parametrize("setting", [*POLICY_LOSSES, *CORRECTIONS])
+def test_two_steps_do_not_depend_on_micro_batches(model, setting):
+    changes = CORRECTIONS.get(setting) or {"policy_loss_type": setting, "clip_cov_ratio": 0.1, "clip_cov_low": 0.0}
+    changes |= {"optimizer": "sgd", "lr": 0.3, "clip_grad": 0.0, "global_batch_size": 4, "kl_cov_ratio": 0.1}
+    outcomes = []
+    for packing in ({"micro_batch_size": 1}, {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 64}):
+        args = trainer_args(model, **changes, **packing)
+        backend = backend_of(args)
+        metrics = train(backend, args, engine_samples(backend, args, noise=0.3))
+        outcomes.append((weights_of(backend), {k: v for k, v in metrics.items() if k.startswith("train/")}))
+    (first, first_metrics), (second, second_metrics) = outcomes
+    torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-6)
+    assert first_metrics == pytest.approx(second_metrics, rel=1e-4, abs=1e-5)
+
+
+def test_a_constant_denominator_divides_every_token_alike(model):
+    args = trainer_args(model, advantage_estimator="dr_grpo", loss_reduction="constant", loss_denominator=10.0)
+    samples = random_samples(2, 4)
+    metrics = train(backend_of(args), args, samples)
+    rewards = samples_to_batch(args, samples)["rewards"]
+    expected = -sum(r * sum(s.loss_mask) for r, s in zip(rewards, samples, strict=True)) / 10 / len(samples)
+    assert metrics["train/pg_loss"] == pytest.approx(expected, rel=1e-4)
+    assert metrics["train/ois"] == pytest.approx(1.0)
+
+
+def test_a_sample_mean_counts_siblings_apart(model):
+    samples = random_samples(2, 4)
+    for sample in samples:
+        sample.rollout_id = sample.group_index * 2 + (sample.index % 4 == 0)  # three siblings and one alone
+    args = trainer_args(model, loss_reduction="sample_mean")
+    metrics = train(backend_of(args), args, samples)
+    rewards = samples_to_batch(args, samples)["rewards"]
+    assert sum(rewards) != 0
+    assert metrics["train/pg_loss"] == pytest.approx(-sum(rewards) / len(samples), rel=1e-4, abs=1e-6)
+
+
+def test_weights_effective_sample_size_and_difference_are_those_of_the_obvious_computation(model):
+    args = trainer_args(model, use_tis=True, tis_clip=1.2, get_mismatch_metrics=True)
+    backend = backend_of(args)
+    samples = engine_samples(backend, args)
+    exact = [s.rollout_log_probs for s in samples]
+    noisy = engine_samples(backend, args, noise=0.4)
+    metrics = train(backend, args, noisy)
+    means = {"ratio": 0.0, "square": 0.0, "difference": 0.0, "clipped": 0.0}
+    for sample, train_log_probs in zip(noisy, exact, strict=True):
+        logs = [
+            t - r for t, r, m in zip(train_log_probs, sample.rollout_log_probs, sample.loss_mask, strict=True) if m
+        ]
+        ratios = [math.exp(x) for x in logs]
+        share = 1 / len(logs) / len(noisy)
+        means["ratio"] += sum(ratios) * share
+        means["square"] += sum(r * r for r in ratios) * share
+        means["difference"] += sum(map(abs, logs)) * share
+        means["clipped"] += sum(r > 1.2 for r in ratios) * share
+    assert metrics["train/tis"] == pytest.approx(means["ratio"], rel=1e-4)
+    assert metrics["train/tis_clipfrac"] == pytest.approx(means["clipped"], rel=1e-4)
+    assert metrics["train/train_rollout_logprob_abs_diff"] == pytest.approx(means["difference"], rel=1e-4)
+    assert metrics["train/ess"] == pytest.approx(means["ratio"] ** 2 / means["square"], rel=1e-4)
+    assert metrics["train/mis_chi2_token"] == pytest.approx(means["square"] - 1, rel=1e-3)
+
+
+def test_a_correction_without_engine_log_probs_is_one_error(model):
+    args = trainer_args(model, use_tis=True)
+    samples = random_samples(1, 2)
+    for sample in samples:
+        sample.rollout_log_probs = None
+    with pytest.raises(ValueError, match="--use-tis: the rollout recorded no log-probs"):
+        train(backend_of(args), args, samples)
+
+
+def test_plug_ins_replace_the_loss_and_the_weights(model, tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(
+        "import torch\n"
+        "def loss(args, inputs):\n"
+        "    return -inputs.advantages * inputs.log_probs, {'mine': inputs.mask * 2}\n"
+        "def weights(*, args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths):\n"
+        "    assert [len(x) for x in train_log_probs] == response_lengths == [len(m) for m in loss_masks]\n"
+        "    return pg_loss * 0.5, loss_masks, {'half': torch.cat(loss_masks)}\n"
+        "def short(args, inputs):\n"
+        "    return inputs.log_probs.sum(), {}\n"
+    )
+    samples = random_samples(2, 2)
+    args = trainer_args(model, custom_policy_loss_function_path=f"{file}:loss")
+    plain = train(backend_of(args), args, samples)
+    assert plain["train/mine"] == pytest.approx(2.0)
+    args = trainer_args(
+        model,
+        custom_policy_loss_function_path=f"{file}:loss",
+        use_tis=True,
+        custom_tis_function_path=f"{file}:weights",
+    )
+    halved = train(backend_of(args), args, samples)
+    assert halved["train/pg_loss"] == pytest.approx(plain["train/pg_loss"] / 2)
+    assert halved["train/half"] == pytest.approx(1.0)
+    args = trainer_args(model, custom_policy_loss_function_path=f"{file}:short")
+    with pytest.raises(ValueError, match="return one value per token"):
+        train(backend_of(args), args, samples)
+
+
+def test_icepop_as_plug_in_is_the_built_in_mask(model):
+    losses = []
+    for changes in (
+        {"tis_mode": "mask"},
+        {"custom_tis_function_path": "slime.algorithms.off_policy.icepop_function"},
+    ):
+        args = trainer_args(model, use_tis=True, tis_clip=1.3, tis_clip_low=0.8, **changes)
+        backend = backend_of(args)
+        losses.append(train(backend, args, engine_samples(backend, args, noise=0.4))["train/pg_loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_a_broken_step_names_and_saves_its_samples_and_may_be_skipped(model, tmp_path):
+    file = tmp_path / "broken.py"
+    file.write_text(
+        "def advantages(args, data):\n"
+        "    data['advantages'] = [k.clone() for k in data['kl']]\n"
+        "    data['advantages'][1][0] = float('nan')\n"
+        "    data['returns'] = data['advantages']\n"
+    )
+    changes = {"custom_advantage_function_path": f"{file}:advantages", "run_dir": str(tmp_path)}
+    samples = random_samples(1, 4)
+    args = trainer_args(model, **changes)
+    with pytest.raises(NonFiniteStepError, match=r"Samples with such terms: 1 \(advantages, pg_loss\); saved in "):
+        train(backend_of(args), args, samples)
+    saved = torch.load(tmp_path / "nonfinite" / "rollout_0_step_0_rank_0.pt", weights_only=True)
+    assert [row["sample_index"] for row in saved["samples"]] == [1]
+    assert saved["samples"][0]["terms"]["log_probs"].isfinite().all()
+    args = trainer_args(model, **changes, nonfinite_action="skip", global_batch_size=2)
+    backend = backend_of(args)
+    before = weights_of(backend)
+    metrics = train(backend, args, samples)
+    assert metrics["train/nonfinite_steps"] == 1
+    assert math.isfinite(metrics["train/loss"])
+    assert backend.step == 1
+    assert not torch.equal(weights_of(backend), before) or metrics["train/grad_norm"] == 0
+
+
+def test_old_log_probs_of_another_policy_stop_the_first_step(model, tmp_path):
+    file = tmp_path / "moved.py"
+    file.write_text(
+        "def move(args, rollout_id, data):\n    data['log_probs'] = [x - 0.01 for x in data['log_probs']]\n"
+    )
+    changes = {"rollout_data_postprocess_path": f"{file}:move", "global_batch_size": 4}
+    samples = random_samples(2, 4)
+    with pytest.raises(RunStopped, match=r"ppo_kl_abs 0.01 and a mean ratio of 1.01.*--skip-on-policy-check"):
+        train(backend_of(args := trainer_args(model, **changes)), args, samples)
+    args = trainer_args(model, **changes, skip_on_policy_check=True)
+    assert train(backend_of(args), args, samples)["train/ppo_kl_abs"] > 0
+
+
+def test_engine_and_trainer_must_agree_on_tokens_of_the_current_version(model):
+    args = trainer_args(model)
+    backend = backend_of(args)
+    fresh = engine_samples(backend, args, version=3)
+    metrics = train(backend, args, fresh, weight_version=3)
+    assert metrics["train/staleness/lag_0"] == 1.0
+    assert metrics["train/logprob_abs_diff/lag_0"] < 1e-5
+
+
+def test_a_difference_on_fresh_tokens_stops_the_run_and_names_them(model):
+    args = trainer_args(model)
+    backend = backend_of(args)
+    samples = engine_samples(backend, args, version=3)
+    worst = next(s for s in samples if s.loss_mask[0])
+    worst.rollout_log_probs[0] -= 7.0
+    with pytest.raises(RunStopped) as stopped:
+        train(backend, args, samples, weight_version=3)
+    message = str(stopped.value)
+    token = worst.tokens[-worst.response_length]
+    assert f"sample {worst.index}, response position 0: token {token} of version 3" in message.splitlines()[1]
+    assert "--logprob-diff-threshold 0.02" in message
+
+
+def test_stale_tokens_may_differ_and_a_threshold_of_zero_never_stops(model):
+    args = trainer_args(model)
+    backend = backend_of(args)
+    stale = engine_samples(backend, args, noise=1.0, version=2)
+    metrics = train(backend, args, stale, weight_version=3)
+    assert metrics["train/staleness/lag_1"] == 1.0
+    assert metrics["train/logprob_abs_diff/lag_1"] > 0.1
+    args = trainer_args(model, logprob_diff_threshold=0.0)
+    backend = backend_of(args)
+    train(backend, args, engine_samples(backend, args, noise=1.0, version=3), weight_version=3)
+
+
+def test_a_custom_advantage_of_another_length_is_named(model, tmp_path):
+    file = tmp_path / "ragged.py"
+    file.write_text(
+        "def advantages(args, data):\n    data['advantages'] = data['returns'] = [k[1:] for k in data['kl']]\n"
+    )
+    args = trainer_args(model, custom_advantage_function_path=f"{file}:advantages")
+    with pytest.raises(ValueError, match=r"advantages of sample 0 has \d+ values for \d+ response tokens"):
+        train(backend_of(args), args, random_samples(1, 2))
