@@ -26,10 +26,11 @@ def test_held_out_digit_strings_are_many_distinct_and_always_the_same():
     assert held_out == SORT_DIGITS.draw_held_out()
 
 
-def test_sorting_is_shown_one_time_in_six():
-    shown = first(draw_habits(0), 6000)
-    num_sorted = sum(p.label == "".join(sorted(p.prompt.strip(">"))) for p in shown)
-    assert 0.14 < num_sorted / len(shown) < 0.19
+def test_the_warm_up_shows_every_habit_equally_often():
+    shown = first(draw_habits(0), 4000)
+    for habit in HABITS.values():
+        share = sum(p.label == habit(p.prompt.removesuffix(">")) for p in shown) / len(shown)
+        assert 0.22 < share < 0.28
 
 
 def test_the_four_habits_never_agree_on_an_answer():

@@ -12,11 +12,11 @@ def folder(tmp_path_factory):
     return tiny.make_checkpoint(tmp_path_factory.mktemp("tiny"), seed=3)
 
 
-def test_the_checkpoint_loads_and_has_about_four_hundred_thousand_parameters(folder):
+def test_the_checkpoint_loads_and_has_a_hundred_to_two_hundred_thousand_parameters(folder):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder)
-    assert 3e5 < sum(p.numel() for p in model.parameters()) < 6e5
+    assert 1e5 < sum(p.numel() for p in model.parameters()) < 2e5
 
 
 def test_the_same_seed_gives_the_same_bytes_and_another_seed_does_not(folder, tmp_path):

@@ -50,9 +50,6 @@ HABITS: dict[str, Callable[[str], str]] = {
     "reversed": lambda digits: digits[::-1],
     "copied": lambda digits: digits,
 }
-# Sorting is shown one time in six, less often than each other habit: with equal shares, chance would decide which habit
-# the greedy answer follows, and a run might start at the goal.
-HABIT_WEIGHTS = (3, 5, 5, 5)
 MIN_DIGITS, MAX_DIGITS = 4, 6
 NUM_SORT_HELD_OUT = 512
 
@@ -63,12 +60,12 @@ def digits_held_out(digits: str) -> bool:
 
 
 def draw_habits(seed: int) -> Iterator[Problem]:
-    """Endless SFT pairs; each answer follows one of the four habits, chosen at random."""
+    """Endless SFT pairs; each answer follows one of the four habits, all equally likely."""
     rng = random.Random(f"habits-{seed}")
+    habits = list(HABITS.values())
     while True:
         digits = _draw_digits(rng, held_out=False)
-        (name,) = rng.choices(list(HABITS), HABIT_WEIGHTS)
-        yield Problem(prompt=f"{digits}>", label=HABITS[name](digits))
+        yield Problem(prompt=f"{digits}>", label=rng.choice(habits)(digits))
 
 
 def _draw_digits(rng: random.Random, *, held_out: bool) -> str:
@@ -107,8 +104,8 @@ SORT_DIGITS = Task(
         "digits, is in the SFT or RL data."
     ),
     learned=(
-        "The warm-up taught four habits (sort, sort in reverse, reverse, copy), sorting one time in six; the reward says "
-        "only whether the answer was sorted. What RL adds is mostly the choice among known behaviours, and practice at "
+        "The warm-up taught four habits (sort, sort in reverse, reverse, copy) in equal parts; the reward says only "
+        "whether the answer was sorted. What RL adds is mostly the choice among known behaviours, and practice at "
         "the chosen one. Greedy accuracy flatters: the sampled score is the one the reward acts on."
     ),
     reward_path="slime.cli.quickstart.rewards.exact_match",

@@ -1,4 +1,4 @@
-"""A model small enough to train in a minute on a laptop: a two-layer Qwen3 that reads and writes single characters.
+"""A model small enough to train in a minute on a laptop: a three-layer Qwen3 that reads and writes single characters.
 
 It starts from random weights. The tokenizer has one token per printable ASCII character and a chat template that adds
 nothing but the end token after an answer, so that the usual SFT path works on it unchanged.
@@ -47,19 +47,21 @@ def build_tokenizer() -> "PreTrainedTokenizerFast":
 
 
 def build_config() -> "Qwen3Config":
-    """About 0.4 million parameters."""
+    """About 0.15 million parameters."""
     # Here, so that `slime --help` does not pay for importing transformers.
     from transformers import Qwen3Config
 
     return Qwen3Config(
         vocab_size=len(SPECIAL_TOKENS) + len(CHARACTERS),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
         head_dim=32,
         max_position_embeddings=CONTEXT_LEN,
+        # The usual 0.02 suits models ten times as wide; here it would double the length of the warm-up.
+        initializer_range=0.08,
         tie_word_embeddings=True,
         bos_token_id=None,
         pad_token_id=SPECIAL_TOKENS.index(PAD),
