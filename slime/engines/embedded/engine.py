@@ -4,6 +4,7 @@ Control operations (pause, abort, new weights, memory) run between two steps on 
 a lock and none of them sees a half-done step.
 """
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +33,7 @@ class Engine:
     paused: PauseMode | None = None
     released: set[str] = field(default_factory=set)
     num_generated_tokens: int = 0
+    forward_s: float = 0.0  # in forward passes and sampling: what an engine is for
 
     def __post_init__(self) -> None:
         self.weights = WeightStore(self.runner.model)
@@ -71,8 +73,10 @@ class Engine:
         work = self.scheduler.schedule()
         if work is None:
             return []
+        started = time.perf_counter()
         logits = self.runner.forward(work.plan)
         tokens, log_probs = sample(logits, work.rows) if work.samplers else ([], [])
+        self.forward_s += time.perf_counter() - started
         self.scheduler.commit(work, tokens, log_probs)
         self.num_generated_tokens += len(tokens)
         return self._settle(work.samplers)
@@ -171,6 +175,7 @@ class Engine:
             "num_running_reqs": len(self.scheduler.running),
             "num_waiting_reqs": len(self.scheduler.waiting),
             "num_forward_passes": self.runner.num_forward_passes,
+            "forward_s": self.forward_s,
             "num_generated_tokens": self.num_generated_tokens,
             "num_retractions": self.scheduler.num_retractions,
             "kv_block_size": BLOCK_SIZE,
