@@ -56,6 +56,7 @@ class Args(
         vars(self).update(values)
         object.__setattr__(self, "_sources", dict(sources))
 
+    sglang_options: list[str]  # SGLang's own flags (--sglang-...) as words of its command line
     @property
     def sources(self) -> dict[str, str]:
         """Where each value came from: "default", "file run.yaml", "command line" or "derived: <rule>"."""

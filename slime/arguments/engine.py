@@ -9,7 +9,14 @@ from slime.arguments.flag import flag
 class EngineFlags:
     """Engine."""
 
-    rollout_engine: str = flag("auto", "inference engine", choices=("auto", "embedded"), not_built=("sglang",))
+    rollout_engine: str = flag(
+        "auto",
+        "inference engine; auto: sglang where flags of its own (--sglang-...) are given, else embedded",
+        choices=("auto", "embedded", "sglang"),
+    )
+    sglang_python: str | None = flag(
+        None, "interpreter that has SGLang; default: .venv-sglang of `make sglang-env`, else this one", metavar="PATH"
+    )
     sglang_server_concurrency: int = flag(512, "requests in flight per engine", ge=1)
     embedded_device: str = flag("auto", "device of the embedded engine: auto, cpu, cuda or cuda:N", metavar="DEVICE")
     embedded_dtype: str = flag(
@@ -33,11 +40,14 @@ class WeightSyncFlags:
 
     update_weight_transport: str = flag(
         "auto",
-        "how new weights reach the engines; auto: tensor",
-        choices=("auto", "tensor", "disk"),
-        not_built=("nccl",),
+        "how new weights reach the engines; tensor: in memory on one machine; distributed (also called nccl): a process "
+        "group of trainer and engines; disk: a checkpoint folder; auto: the fastest that these engines take",
+        choices=("auto", "tensor", "distributed", "nccl", "disk"),
     )
     update_weight_disk_dir: str | None = flag(None, "folder shared with the engines, for disk", metavar="DIR")
     update_weights_interval: int = flag(1, "rollouts between weight updates (train_async.py only)", ge=1)
     update_weight_buffer_size: int = flag(512 * 1024**2, "bytes per bucket of weights", ge=1)
     check_weight_update_equal: bool = flag(False, "compare every tensor of the engines with the trainer after a push")
+    weight_checksum_interval: int = flag(
+        0, "pushes between comparisons of the engines' own checksums over all engines; 0: only the first push", ge=0
+    )

@@ -203,6 +203,16 @@ NO_EFFECT = (
     ),
     NoEffect(("ckpt_step", "finetune"), lambda d: d.load is not None, "no checkpoint is loaded; add --load"),
     NoEffect(
+    NoEffect(
+        ("sglang_python",),
+        lambda d: d.rollout_engine == "sglang",
+        "no SGLang is started; add --rollout-engine sglang",
+    ),
+    NoEffect(
+        ("embedded_device", "embedded_dtype", "embedded_max_running_requests", "embedded_max_total_tokens"),
+        lambda d: d.rollout_engine == "embedded",
+        "SGLang is the engine; use its own flags (--sglang-...)",
+    ),
         ("update_weight_disk_dir",),
         lambda d: d.update_weight_transport == "disk",
         "weights travel in memory; add --update-weight-transport disk",

@@ -10,13 +10,16 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from slime.arguments.args import Args
-from slime.arguments.draft import COMMAND_LINE, Draft
+from slime.arguments.draft import COMMAND_LINE, DEFAULT, Draft
 from slime.arguments.files import read_yaml_mapping
 from slime.arguments.flag import FlagSpec, convert
 from slime.arguments.groups import all_specs
 from slime.arguments.rules import apply_rules
+from slime.arguments.sglang import PREFIX, need_python, read_server_flags, split_server_flags, yaml_words
 from slime.arguments.show import render_config, render_help
 from slime.arguments.unbuilt import is_unbuilt
+
+_OWN_SGLANG_OPTIONS = [spec.option for spec in all_specs().values() if spec.option.startswith(PREFIX)]
 
 AddArguments = Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None]
 
@@ -28,16 +31,19 @@ def parse_args(argv: Sequence[str] | None = None, *, add_custom_arguments: AddAr
     `add_custom_arguments(parser)` may add flags of its own with `parser.add_argument`.
     """
     parser, custom = build_parser(add_custom_arguments)
-    given = _parse_command_line(parser, sys.argv[1:] if argv is None else list(argv))
+    words = sys.argv[1:] if argv is None else list(argv)
+    words, server_flags = split_server_flags(words, set(known_options(parser)))
+    given = _parse_command_line(parser, words)
     defaults = {name: copy.copy(spec.default) for name, spec in all_specs().items()}
     draft = Draft(defaults | {name: flag.default for name, flag in custom.items()})
     if given.get("config"):
-        _apply_config_file(draft, given["config"], custom)
+        server_flags = _apply_config_file(draft, given["config"], custom) | server_flags
     for name, value in given.items():
         draft.set(name, value, COMMAND_LINE)
     if draft.custom_config_path:
         _apply_custom_config(draft, draft.custom_config_path)
     _require_custom(draft, custom)
+    _apply_server_flags(draft, server_flags)
     apply_rules(draft)
     args = draft.freeze()
     if args.print_config:
@@ -162,18 +168,44 @@ def _explain_unknown_flag(flag: str, options: list[str]) -> str:
     return f"unknown flag {flag}; `slime train --help` lists all flags."
 
 
-def _apply_config_file(draft: Draft, path: str, custom: dict[str, CustomFlag]) -> None:
+def _apply_server_flags(draft: Draft, found: dict[str, list[str]]) -> None:
+    """Flags of SGLang's own; giving one means SGLang unless another engine was asked for."""
+    draft.set("sglang_options", [], DEFAULT)
+    if not found:
+        return
+    first = next(iter(found))
+    for option in found:
+        near = get_close_matches(option.replace("_", "-"), _OWN_SGLANG_OPTIONS, n=1, cutoff=0.9)
+        if near or is_unbuilt(option.removeprefix("--").replace("_", "-")):
+            raise ValueError(_explain_unknown_flag(option, near))
+    if draft.rollout_engine == "embedded":
+        raise ValueError(f"{first} is set, but --rollout-engine embedded starts no SGLang; remove one of them.")
+    values, words = read_server_flags(found, need_python(draft.sglang_python, first))
+    for name, value in values.items():
+        draft.set(name, value, COMMAND_LINE)
+    draft.set("sglang_options", words, COMMAND_LINE)
+
+
+def _apply_config_file(draft: Draft, path: str, custom: dict[str, CustomFlag]) -> dict[str, list[str]]:
+    """Sets what the file says; returns SGLang's own flags in it, as words."""
     source = f"file {path}"
+    server_flags: dict[str, list[str]] = {}
     for key, value in read_yaml_mapping(path, "--config").items():
         name = str(key).replace("-", "_").removeprefix("__")
         if name in custom:
             draft.set(name, custom[name].read(value), source)
+            continue
+        if name.startswith("sglang_") and name not in all_specs() and not is_unbuilt(name.replace("_", "-")):
+            words = yaml_words(value)
+            if words is not None:
+                server_flags[PREFIX + name.removeprefix("sglang_").replace("_", "-")] = words
             continue
         spec, inverted = _find_key(str(key), name, path)
         if value is None:
             continue
         value = read_file_value(spec, value, f"{key} in {path}")
         draft.set(spec.name, not value if inverted else value, source)
+    return server_flags
 
 
 def _find_key(key: str, name: str, path: str) -> tuple[FlagSpec, bool]:

@@ -23,6 +23,7 @@ from slime.arguments.placement import derive_offload, derive_sizes
 from slime.arguments.rewards import RM_TYPES
 from slime.arguments.rollout import DEFAULT_ROLLOUT_FUNCTION
 
+from slime.arguments.sglang import need_python
 Rule = Callable[[Draft], None]
 
 
@@ -218,7 +219,14 @@ def _check_template(flag: str, template: str) -> None:
 
 def engine_choice(draft: Draft) -> None:
     if draft.rollout_engine == "auto":
-        draft.derive("rollout_engine", "embedded", "the engine that this version builds")
+        engine, why = (
+            ("sglang", "flags of SGLang are given") if draft.sglang_options else ("embedded", "needs nothing")
+        )
+        draft.derive("rollout_engine", engine, why)
+    if draft.rollout_engine == "sglang" and not draft.debug_train_only:
+        python = need_python(draft.sglang_python, "--rollout-engine sglang")
+        if draft.sglang_python is None:
+            draft.derive("sglang_python", python, "where SGLang is installed")
     if draft.update_weight_transport == "disk" and draft.update_weight_disk_dir is None:
         raise ValueError(
             "--update-weight-transport disk needs --update-weight-disk-dir: a folder that engines can read."

@@ -11,20 +11,21 @@ UNBUILT_FLAGS = frozenset(
     http-proxy keep-old-actor load-forge-rollout-data log-correct-samples log-multi-turn
     log-probs-max-tokens-per-gpu memory-recorder memory-snapshot-dir memory-snapshot-num-steps
     min-batch-collection-ratio model-name mtp-loss-scaling-factor mtp-num-layers no-load-optim no-load-rng
-    num-critic-only-steps only-train-params-name-list opd-kl-coef opd-teacher-ckpt-step
-    opd-teacher-load opd-type opsm-delta padded-vocab-size pipeline-model-parallel-size prefill-num-servers
-    profile-target qwen-gdn-backend recompute-granularity recompute-loss-function recompute-method
-    recompute-num-layers record-memory-history ref-ckpt-step ref-update-interval release-train
-    reset-optimizer-states rollout-buffer-url rollout-data-transport rollout-external-engine-addrs
-    rollout-task-type save-debug-train-data sequence-parallel spec tensor-model-parallel-size tis-clip tis-clip-low
+    opd-teacher-ckpt-step
+    padded-vocab-size pipeline-model-parallel-size prefill-num-servers
+    profile-target qwen-gdn-backend recompute-loss-function recompute-method
+    recompute-num-layers record-memory-history ref-ckpt-step release-train
+    rollout-buffer-url sglang-config sglang-router-ip sglang-router-policy sglang-router-port
+    sglang-router-request-timeout-secs rollout-data-transport rollout-external-engine-addrs
+    rollout-task-type save-debug-train-data sequence-parallel spec
     train-env-vars update-weight-delta-checksum update-weight-delta-encoding update-weight-disk-keep-files
-    update-weight-local-checkpoint-dir update-weight-mode use-distributed-post use-opd use-opsm
-    use-pytorch-profiler use-rollout-routing-replay use-routing-replay use-stateless-adam use-tis value-clip
+    update-weight-local-checkpoint-dir update-weight-mode use-distributed-post
+    use-pytorch-profiler use-rollout-routing-replay use-routing-replay use-stateless-adam
     wandb-always-use-train-step
     """.split()  # noqa: SIM905 - a paragraph is easier to scan than ninety quoted lines
 )
 # Flags handed through to another program, known by how they begin.
-UNBUILT_PREFIXES = ("sglang-", "router-", "megatron-", "moe-")
+UNBUILT_PREFIXES = ("router-", "megatron-", "moe-")
 
 
 def is_unbuilt(name: str) -> bool:

@@ -29,7 +29,7 @@ from slime.observability.tracking import Tracker
 from slime.plugins import check_plugins
 from slime.utils import shm
 from slime.utils.accelerator import device_count
-from slime.weight_sync import choose_transport
+from slime.weight_sync import LIVE_TRANSPORTS, Site, choose_transport
 
 logger = logging.getLogger(__name__)
 
@@ -87,12 +87,7 @@ class Cluster:
         facts = self._start_stages(start_id, None if fresh else resumed.rollout_state())
         self._residency = Residency(args, self._rollout, self._trainer)
         if self._placement.engines and self._placement.trainer:
-            transport = choose_transport(args.update_weight_transport, facts.transports)
-            self._trainer.open_sender(transport.name)
-            done = 0 if fresh else resumed.manifest.num_pushes
-            self._push = WeightPush(
-                self._trainer, self._rollout, self._residency, self._run.run_id, self._wire_dtype(), done
-            )
+            self._open_push(facts, 0 if fresh else resumed.manifest.num_pushes)
         return Schedule(args, start_id, facts.num_rollout, facts.num_rollout_per_epoch)
 
     def _start_stages(self, start_id: int, rollout_state: dict[str, Any] | None) -> RolloutFacts:
@@ -103,6 +98,17 @@ class Cluster:
             gather([rollout])
         trainer = in_background(lambda: self._trainer.start(trainer_folder), "trainer-start")
         return gather([rollout, trainer])[0]
+
+    def _open_push(self, facts: RolloutFacts, num_done: int) -> None:
+        args = self._args
+        site = Site(device_count() > 0, args.colocate, args.rollout_num_gpus_per_engine)
+        transport = choose_transport(args.update_weight_transport, facts.transports, site)
+        logger.info("weights travel by %s", transport.name)
+        self._trainer.open_sender(transport.name)
+        stages = (self._trainer, self._rollout, self._residency)
+        self._push = WeightPush(
+            *stages, self._run.run_id, self._wire_dtype(), num_done, live=transport.name in LIVE_TRANSPORTS
+        )
 
     def _wire_dtype(self) -> str | None:
         """Engines get the precision that the trainer computes in; None: that of the master weights."""

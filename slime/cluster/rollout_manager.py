@@ -14,6 +14,7 @@ from typing import Any
 from slime.arguments import Args, RunInfo, plugin_args
 from slime.batch.convert import samples_to_batch
 from slime.cluster.engine_plan import plan_engines
+from slime.cluster.engine_weights import EngineWeights
 from slime.cluster.placement import Slot
 from slime.cluster.run import Run
 from slime.cluster.runtime import in_background
@@ -29,9 +30,9 @@ from slime.utils.async_utils import run
 from slime.utils.misc import load_function
 from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import RolloutBatch, Sample, flatten_samples
-from slime.weight_sync import TRANSPORTS, Parcel
-from slime.weight_sync.base import check_receipt
+from slime.weight_sync import LiveReport, Parcel, Target
 from slime.wire.control import EngineControl
+from slime.wire.protocol import EngineInfo
 
 logger = logging.getLogger(__name__)
 
@@ -66,11 +67,12 @@ class RolloutManager:
         configure_logger()
         self._args, self._run = args, run_
         self._info = RunInfo(run_id=run_.run_id, run_dir=str(run_.run_dir))
-        self._parcel: Parcel | None = None
+        self._weights = EngineWeights(args, run_.shm_prefix, tuple(slot.gpu_ids for slot in slots))
         self._balancer: Balancer | None = None
         self._released: frozenset[str] = frozenset()  # memory tags that engines hold no more
         servers = [EngineServer(plan) for plan in plan_engines(args, run_, slots)]
         self._fleet = EngineFleet(servers, _watch_policy(args), self._bring_up_to_date)
+        self._weights.watch(self._fleet)
         self._fleet.launch()
 
     def start(self, start_rollout_id: int, rollout_state: dict[str, Any] | None) -> RolloutFacts:
@@ -110,7 +112,7 @@ class RolloutManager:
         # Now, while the engines start: the default rollout needs it, and a folder that is no model is told at once.
         load_tokenizer(self._args.hf_checkpoint)
         urls = self._fleet.wait_ready()
-        infos = [run(EngineControl(url).info()) for url in urls]
+        infos = [self._weights.info(url) for url in urls]
         port = int(urls[0].rpartition(":")[2])
         if len(urls) > 1:
             self._balancer = Balancer(urls)
@@ -121,8 +123,7 @@ class RolloutManager:
             router_port=port,
             engine_urls=urls,
             num_engines=len(urls),
-            vocab_size=min(info.vocab_size for info in infos),
-            max_context_len=min(info.context_len for info in infos),
+            **_limits(self._args.hf_checkpoint, infos),
         )
         return tuple(set.intersection(*(set(info.transports) for info in infos)))
 
@@ -160,7 +161,7 @@ class RolloutManager:
         path = self._args.custom_rollout_log_function_path
         if path and load_function(path)(rollout_id, self._plugin_args, samples, extra, rollout_time):
             return {}
-        version = self._parcel.version if self._parcel is not None else None
+        version = self._weights.parcel.version if self._weights.parcel is not None else None
         return {**rollout_metrics(self._plugin_args, samples, rollout_time, current_version=version), **extra}
 
     # ---- evaluation ----------------------------------------------------------------------------------------------
@@ -199,38 +200,16 @@ class RolloutManager:
         return (self._fleet.failure if self._fleet.failure in done else future).result()
 
     def receive(self, parcel: Parcel) -> dict[str, float]:
-        """Brings every engine to the parcel's version.
+        return self._weights.receive(parcel)
 
-        One that fails is evicted; the fleet starts it again and brings it to this parcel before it serves. A cause
-        that persists therefore ends the run as engines that keep dying.
-        """
-        started = time.monotonic()
-        with self._fleet.frozen() as urls:
-            self._parcel = parcel  # whoever joins from now on gets this version
-            outcomes = run(_gather([self._deliver(parcel, url) for url in urls]))
-            for url, outcome in zip(urls, outcomes, strict=True):
-                if isinstance(outcome, Exception):
-                    self._fleet.evict(url, outcome)
-        failures = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
-        return {"perf/update_weights_engine_time": time.monotonic() - started, "perf/engines_evicted": len(failures)}
+    def begin_live(self) -> tuple[Target, ...]:
+        return self._weights.begin_live()
 
-    async def _deliver(self, parcel: Parcel, url: str) -> None:
-        control = EngineControl(url)
-        transport = TRANSPORTS[parcel.transport]
-        # Requests in flight start again from their tokens: KV of old weights must not meet new ones.
-        await control.pause("retract")
-        check_receipt(parcel, await transport.deliver(parcel, control), url)
-        if self._args.check_weight_update_equal:
-            different = await transport.compare(parcel, control, self._run.shm_prefix)
-            if different:
-                raise RuntimeError(
-                    f"engine {url} differs from the trainer in {len(different)} tensors: {different[:8]}"
-                )
-        await control.resume()
+    def finish_live(self, version: str, targets: tuple[Target, ...], report: LiveReport) -> dict[str, float]:
+        return self._weights.finish_live(version, targets, report)
 
     def _bring_up_to_date(self, url: str) -> None:
-        if self._parcel is not None:
-            run(self._deliver(self._parcel, url))
+        self._weights.bring_up_to_date(url)
         if self._released:
             run(EngineControl(url).release(self._released))
 
@@ -255,6 +234,20 @@ class RolloutManager:
 
 async def _gather(tasks: list, *, strict: bool = False) -> list:
     return await asyncio.gather(*tasks, return_exceptions=not strict)
+
+
+def _limits(hf_checkpoint: str, infos: list[EngineInfo]) -> dict[str, int]:
+    """What every engine can take; what an engine does not say about itself follows from the model's config."""
+    vocab_sizes = [info.vocab_size for info in infos]
+    contexts = [info.context_len for info in infos]
+    if None in vocab_sizes or None in contexts:
+        # Heavy import, and some engines say both.
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(hf_checkpoint).get_text_config()
+        vocab_sizes = [size or config.vocab_size for size in vocab_sizes]
+        contexts = [length or config.max_position_embeddings for length in contexts]
+    return {"vocab_size": min(vocab_sizes), "max_context_len": min(contexts)}
 
 
 def _watch_policy(args: Args) -> WatchPolicy:

@@ -12,7 +12,7 @@ from slime.cluster.run import Run
 from slime.cluster.runtime import CONTROL, Future, Runtime, WorkerSpec
 from slime.cluster.train_actor import TrainReport
 from slime.utils.types import RolloutBatch
-from slime.weight_sync import Parcel
+from slime.weight_sync import LiveReport, Parcel, Target
 
 _MEMORY_DEADLINE_S = 600.0
 
@@ -39,6 +39,12 @@ class RolloutStage:
 
     def receive(self, parcel: Parcel) -> dict[str, float]:
         return self._handle.call("receive", parcel, lane=CONTROL).result()
+
+    def begin_live(self) -> tuple[Target, ...]:
+        return self._handle.call("begin_live", lane=CONTROL).result()
+
+    def finish_live(self, version: str, targets: tuple[Target, ...], report: LiveReport) -> dict[str, float]:
+        return self._handle.call("finish_live", version, targets, report, lane=CONTROL).result()
 
     def release(self, tags: frozenset[str]) -> None:
         self._handle.call("release", tags, lane=CONTROL).result(_MEMORY_DEADLINE_S)

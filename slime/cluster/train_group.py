@@ -14,7 +14,7 @@ from slime.cluster.runtime import Handle, Runtime, WorkerSpec, gather
 from slime.cluster.train_actor import TrainActor, TrainReport
 from slime.utils.processes import thread_environment
 from slime.utils.types import RolloutBatch
-from slime.weight_sync import Parcel
+from slime.weight_sync import LiveReport, Parcel, Target
 
 _START_DEADLINE_S = 1800.0
 
@@ -59,6 +59,12 @@ class TrainGroup:
 
     def export(self, version: str, dtype: str | None) -> Parcel:
         return self._call("export", version, dtype)[0]
+
+    def send_live(self, version: str, dtype: str | None, targets: tuple[Target, ...]) -> LiveReport:
+        """One report for all ranks: each sends the whole model, to engines of its own."""
+        reports = [report for report in self._call("send_live", version, dtype, targets) if report is not None]
+        failures = {url: why for report in reports for url, why in report.failures.items()}
+        return LiveReport(reports[0].num_tensors, reports[0].nbytes, failures)
 
     def save(self, path: Path) -> None:
         self._call("save", path)

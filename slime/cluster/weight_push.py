@@ -6,7 +6,7 @@ import time
 from typing import Protocol
 
 from slime.cluster.residency import SYNC, Residency
-from slime.weight_sync import Parcel
+from slime.weight_sync import LiveReport, Parcel, Target
 
 
 class Sending(Protocol):
@@ -14,29 +14,47 @@ class Sending(Protocol):
 
     def export(self, version: str, dtype: str | None) -> Parcel: ...
 
+    def send_live(self, version: str, dtype: str | None, targets: tuple[Target, ...]) -> LiveReport: ...
+
 
 class Receiving(Protocol):
     """The rollout stage, as far as a push is concerned."""
 
     def receive(self, parcel: Parcel) -> dict[str, float]: ...
 
+    def begin_live(self) -> tuple[Target, ...]: ...
+
+    def finish_live(self, version: str, targets: tuple[Target, ...], report: LiveReport) -> dict[str, float]: ...
+
 
 class WeightPush:
     """Versions are `run:n`, n counting from 1 and going on where a checkpoint left off."""
 
     def __init__(
-        self, trainer: Sending, rollout: Receiving, residency: Residency, run_id: str, dtype: str | None, done: int = 0
+        self,
+        trainer: Sending,
+        rollout: Receiving,
+        residency: Residency,
+        run_id: str,
+        dtype: str | None,
+        done: int = 0,
+        *,
+        live: bool = False,
     ):
         self._trainer, self._rollout, self._residency = trainer, rollout, residency
-        self._run_id, self._dtype = run_id, dtype
+        self._run_id, self._dtype, self._live = run_id, dtype, live
         self.num_pushes = done
 
     def push(self) -> dict[str, float]:
         started = time.monotonic()
         version = f"{self._run_id}:{self.num_pushes + 1}"
+        metrics: dict[str, float] = {}
         with self._residency.phase(SYNC):
+            if self._live:
+                metrics = self._send_live(version)
+            # After a live push this is the copy for engines that come late; the others go on meanwhile.
             parcel = self._trainer.export(version, self._dtype)
-            metrics = self._rollout.receive(parcel)
+            metrics = {**self._rollout.receive(parcel), **metrics}
         self.num_pushes += 1
         return {
             **metrics,
@@ -44,3 +62,11 @@ class WeightPush:
             "perf/update_weights_bytes": parcel.nbytes,
             "rollout/weight_version": self.num_pushes,
         }
+
+    def _send_live(self, version: str) -> dict[str, float]:
+        """From pause to continue: nothing else happens in between."""
+        started = time.monotonic()
+        targets = self._rollout.begin_live()
+        report = self._trainer.send_live(version, self._dtype, targets)
+        metrics = self._rollout.finish_live(version, targets, report)
+        return {**metrics, "perf/update_weights_pause_time": time.monotonic() - started}

@@ -60,6 +60,9 @@ class EngineFleet:
     def pids(self) -> tuple[int | None, ...]:
         return tuple(server.pid for server in self._servers)
 
+    def is_alive(self, url: str) -> bool:
+        return any(server.url == url and server.alive() for server in self._servers)
+
     def launch(self) -> None:
         for server in self._servers:
             server.launch()

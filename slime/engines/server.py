@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,8 +19,10 @@ from slime.utils.errors import RunStopped
 from slime.utils.http_utils import is_port_available
 from slime.utils.processes import LifePipe, stop_process
 
-_LOG_TAIL_LINES = 20
+_LOG_TAIL_LINES, _LOG_LINE_CHARACTERS = 20, 600
 _PORT_PATIENCE_S = 2.0
+
+Command = Callable[[int, Path, int], list[str]]
 
 
 class EngineStartError(RunStopped):
@@ -30,7 +34,7 @@ class LaunchPlan:
     """How to start one engine. `command` gets the port to bind (0: any), the ready file and the life pipe's fd."""
 
     name: str
-    command: Callable[[int, Path, int], list[str]]
+    command: Command
     env: dict[str, str]
     log_path: Path
     start_timeout_s: float
@@ -56,6 +60,8 @@ class EngineServer:
 
     def launch(self) -> None:
         """Start the process without waiting for it. A restart needs the port it had before, which clients know."""
+        if self._process is not None:
+            _kill_group(self._process)  # what an earlier life may have left
         if self.port:
             self._reclaim_port()
         self._drop_ready_file()  # of a start that failed
@@ -86,13 +92,16 @@ class EngineServer:
     def wait_ready(self) -> str:
         """Wait until it serves; returns its address."""
         assert self._ready_file is not None, "wait_ready before launch"
-        waits.until(
-            self._is_ready,
-            f"start of {self.plan.name}",
-            self.plan.start_timeout_s,
-            owner="engine fleet",
-            interval_s=0.02,
-        )
+        try:
+            waits.until(
+                self._is_ready,
+                f"start of {self.plan.name}",
+                self.plan.start_timeout_s,
+                owner="engine fleet",
+                interval_s=0.02,
+            )
+        except waits.WaitTimeout as error:
+            raise EngineStartError(f"{error} (--engine-start-timeout-s); {self._last_words()}") from None
         self.port = json.loads(self._ready_file.read_text())["port"]
         self._drop_ready_file()
         return self.url
@@ -114,19 +123,30 @@ class EngineServer:
         """How the process ended and what it last said."""
         code = self._process.returncode if self._process else None
         how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with code {code}"
+        return f"{how}; {self._last_words()}"
+
+    def _last_words(self) -> str:
         lines = self.plan.log_path.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
-        return f"{how}; last lines of {self.plan.log_path}:\n" + "\n".join(lines)
+        shown = "\n".join(line[:_LOG_LINE_CHARACTERS] for line in lines)
+        return f"last lines of {self.plan.log_path}:\n{shown}"
 
     def kill(self) -> None:
         if self._process is not None:
-            self._process.kill()
+            _kill_group(self._process)
             self._process.wait()
 
     def stop(self) -> None:
         if self._process is not None:
             stop_process(self._process)
+            _kill_group(self._process)
         self._drop_ready_file()
         self._life.close()
+
+
+def _kill_group(process: subprocess.Popen) -> None:
+    """The process leads a group of its own (it was started in a new session): its workers go with it."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def embedded_command(
@@ -140,7 +160,7 @@ def embedded_command(
     seed: int,
     shm_prefix: str,
     await_weights: bool,
-) -> Callable[[int, Path, int], list[str]]:
+) -> Command:
     """The command line of our own engine."""
 
     def command(port: int, ready_file: Path, life_fd: int) -> list[str]:

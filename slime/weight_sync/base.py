@@ -1,7 +1,10 @@
-"""What a weight transport is: a sender on the trainer's first rank, a delivery to one engine, and what lies between.
+"""What a weight transport is: a sender on the trainer's side, a delivery to one engine, and what lies between.
 
 A `Parcel` is a version of the weights that any engine can still fetch: it stays valid until the parcel after the
 next one is made, so that an engine that restarts late catches up without asking the trainer.
+
+A live transport sends to engines that wait for it, and leaves nothing to fetch. A parcel on disk is then made after
+the engines have gone on, for those that come late.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import torch
 
 from slime.wire.control import EngineControl, Receipt
 from slime.wire.manifest import WeightManifest
+from slime.wire.protocol import EngineInfo
 
 NamedTensors = list[tuple[str, torch.Tensor]]
 
@@ -46,23 +50,84 @@ class Sender(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Target:
+    """An engine that waits for a live push. `life` changes when it was restarted: a new process knows no old group."""
+
+    url: str
+    life: int
+    num_ranks: int
+    gpu_ids: tuple[int, ...]  # empty on a CPU machine
+
+
+@dataclass(frozen=True, slots=True)
+class LiveReport:
+    """What a live push came to. `failures`: engine address -> why it does not hold the new weights."""
+
+    num_tensors: int
+    nbytes: int
+    failures: dict[str, str]
+
+
+class LiveSender(Protocol):
+    """Trainer side of a live transport, on every rank that sends."""
+
+    def open(self, version: str, targets: tuple[Target, ...]) -> None: ...
+
+    def send(self, bucket: NamedTensors) -> None: ...
+
+    def finish(self) -> LiveReport: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
 class SenderOptions:
     """What a sender may need to know about the run."""
 
     shm_prefix: str
     folder: Path  # where checkpoints for the engines are written
     hf_checkpoint: str  # config and tokenizer of those checkpoints
+    rank: int = 0
+    host: str = "127.0.0.1"  # address of the trainer's first rank, as engines reach it
+    deadline_s: float = 120.0  # longest wait for one bucket
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where trainer and engines stand to each other."""
+
+    cuda: bool = False
+    colocated: bool = False
+    gpus_per_engine: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """One way to move weights. `engine_needs`: the name that an engine's `transports` must contain."""
+    """One way to move weights.
+
+    `choice`: the value of --update-weight-transport that allows it. `engine_needs`: the name that an engine's
+    `transports` must contain. `suits`: whether it works between a trainer and engines that stand like this.
+    """
 
     name: str
+    choice: str
     engine_needs: str
     make_sender: Callable[[SenderOptions], Sender]
-    deliver: Callable[[Parcel, EngineControl], Awaitable[Receipt]]
-    compare: Callable[[Parcel, EngineControl, str], Awaitable[list[str]]]
+    deliver: Callable[[Parcel, EngineControl, EngineInfo], Awaitable[Receipt]]
+    compare: Callable[[Parcel, EngineControl, EngineInfo, str], Awaitable[list[str]]]
+    suits: Callable[[Site], bool] = lambda site: True
+
+
+@dataclass(frozen=True, slots=True)
+class LiveTransport:
+    """A transport that sends to waiting engines. `every_rank`: each trainer rank serves the engines on its device."""
+
+    name: str
+    choice: str
+    engine_needs: str
+    make_sender: Callable[[SenderOptions], LiveSender]
+    suits: Callable[[Site], bool]
+    every_rank: bool
 
 
 def check_receipt(parcel: Parcel, receipt: Receipt, engine: str) -> None:

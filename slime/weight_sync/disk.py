@@ -11,8 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from slime.utils import shm
 from slime.weight_sync.base import NamedTensors, Parcel, SenderOptions, Transport
+from slime.weight_sync.verify import reload_and_compare
 from slime.wire.control import EngineControl, Receipt
 from slime.wire.manifest import WeightManifest, fill_bucket, plan_bucket
+from slime.wire.protocol import EngineInfo
 
 _KEEP = 2  # the version that engines serve, and the one before it while they change over
 
@@ -70,14 +72,16 @@ class DiskSender:
         self._written = []
 
 
-async def deliver(parcel: Parcel, control: EngineControl) -> Receipt:
+async def deliver(parcel: Parcel, control: EngineControl, info: EngineInfo) -> Receipt:
     receipt = await control.update_from_disk(str(parcel.payload), parcel.version)
     # The engine counts what its loader made of the files, which need not match them one to one.
     return Receipt(await control.version(), None, None, receipt.checksum)
 
 
-async def compare(parcel: Parcel, control: EngineControl, shm_prefix: str) -> list[str]:
+async def compare(parcel: Parcel, control: EngineControl, info: EngineInfo, shm_prefix: str) -> list[str]:
     """The files' tensors, laid out in shared memory, against the engine's."""
+    if not info.compares_manifests:
+        return await reload_and_compare(control, parcel.payload, parcel.version)
     tensors: list[tuple[str, torch.Tensor]] = []
     for file in sorted(Path(parcel.payload).glob("*.safetensors")):
         tensors.extend(load_file(file).items())
@@ -89,4 +93,4 @@ async def compare(parcel: Parcel, control: EngineControl, shm_prefix: str) -> li
         segment.unlink()
 
 
-DISK = Transport("disk", "disk", DiskSender, deliver, compare)
+DISK = Transport("disk", "disk", "disk", DiskSender, deliver, compare)

@@ -89,6 +89,62 @@ class EngineControl:
         answer = await self._post("update_weights_from_shared_memory", manifest.to_json())
         return _receipt(answer, manifest.version)
 
+    async def begin_update(self) -> None:
+        """Opens an update by tensors or by a process group; engines without the call need none (EngineInfo says so)."""
+        await self._post("begin_weight_update", {})
+
+    async def end_update(self) -> None:
+        await self._post("end_weight_update", {})
+
+    async def update_from_tensors(self, payloads: Sequence[str], version: str) -> None:
+        """One bucket in SGLang's own format, base64, one text per tensor-parallel rank of the engine."""
+        payload = {
+            "serialized_named_tensors": list(payloads),
+            "load_format": "flattened_bucket",
+            "flush_cache": False,
+            "weight_version": version,
+        }
+        _accepted(await self._post("update_weights_from_tensor", payload), version)
+
+    async def join_group(
+        self, address: str, port: int, rank_offset: int, world_size: int, name: str, backend: str
+    ) -> None:
+        """The engine's ranks join a process group, whose rank 0 listens at the address; returns when all have joined."""
+        payload = {
+            "master_address": address,
+            "master_port": port,
+            "rank_offset": rank_offset,
+            "world_size": world_size,
+            "group_name": name,
+            "backend": backend,
+        }
+        _accepted(await self._post("init_weights_update_group", payload), name)
+
+    async def leave_group(self, name: str) -> None:
+        await self._post("destroy_weights_update_group", {"group_name": name})
+
+    async def update_from_group(
+        self, tensors: Sequence[tuple[str, str, Sequence[int]]], group: str, version: str
+    ) -> None:
+        """One bucket that rank 0 of the group broadcasts: (name, dtype, shape) of each tensor, in that order."""
+        payload = {
+            "names": [name for name, _, _ in tensors],
+            "dtypes": [dtype for _, dtype, _ in tensors],
+            "shapes": [list(shape) for _, _, shape in tensors],
+            "group_name": group,
+            "flush_cache": False,
+            "weight_version": version,
+        }
+        _accepted(await self._post("update_weights_from_distributed", payload), version)
+
+    async def checksums(self) -> dict[str, str]:
+        """The engine's own checksum of each of its tensors, under its own names (it may have fused some)."""
+        answer = await self._post("weights_checker", {"action": "checksum"})
+        if "checksums" in answer:
+            return {name: str(value) for name, value in answer["checksums"].items()}
+        ranks = answer["ranks"]
+        return {f"{rank}:{name}": value for rank, one in enumerate(ranks) for name, value in one["checksums"].items()}
+
     async def check_equal(self, manifest: WeightManifest) -> list[str]:
         """Names of tensors that differ from the manifest's bytes, or that the manifest does not have."""
         payload = {"action": "compare", "manifest": manifest.to_json()}
@@ -105,9 +161,13 @@ class EngineControl:
         return await waits.within(http_utils.get(url), name=f"GET {url}", deadline_s=self.deadline_s)
 
 
-def _receipt(answer: dict[str, Any], version: str) -> Receipt:
+def _accepted(answer: dict[str, Any], what: str) -> None:
     if not answer.get("success"):
-        raise RuntimeError(f"the engine refused weights {version}: {answer.get('message')}")
+        raise RuntimeError(f"the engine refused {what}: {answer.get('message')}")
+
+
+def _receipt(answer: dict[str, Any], version: str) -> Receipt:
+    _accepted(answer, f"weights {version}")
     return Receipt(
         version=str(answer.get("weight_version", version)),
         tensors=answer.get("num_tensors"),

@@ -14,6 +14,7 @@ class Dialect:
     `has_begin_end`: tensor and distributed updates stand between begin_weight_update and end_weight_update.
     `memory_saver`: release and resume really free memory (SGLang: only with its own flag, see EngineInfo).
     `flush_while_running`: the prefix cache can be flushed while requests are held in place.
+    `compares_manifests`: it compares its tensors with the bytes of a manifest; others only give their own checksums.
     """
 
     name: str
@@ -22,6 +23,7 @@ class Dialect:
     has_begin_end: bool
     memory_saver: bool
     flush_while_running: bool
+    compares_manifests: bool = False
 
 
 EMBEDDED = Dialect(
@@ -31,6 +33,7 @@ EMBEDDED = Dialect(
     has_begin_end=False,
     memory_saver=True,
     flush_while_running=True,
+    compares_manifests=True,
 )
 SGLANG = Dialect(
     name="sglang",

@@ -262,6 +262,15 @@ class EngineInfo:
         return self.dialect.has_begin_end
 
     @property
+    def compares_manifests(self) -> bool:
+        return self.dialect.compares_manifests
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that hold a share of the weights."""
+        return int(self.raw.get("tp_size") or 1) * int(self.raw.get("pp_size") or 1)
+
+    @property
     def memory_saver(self) -> bool:
         return self.dialect.memory_saver or bool(self.raw.get("enable_memory_saver"))
 

@@ -79,7 +79,7 @@ def test_combination_is_refused_with_its_reason(changes, message):
         ({"global_batch_size": 4}, "lr_decay_iters", 6, "whole run"),
         ({"reward_key": "score"}, "eval_reward_key", "score", "same as reward_key"),
         ({"load_debug_rollout_data": "{rollout_id}.pt"}, "debug_train_only", True, "load_debug_rollout_data"),
-        ({}, "rollout_engine", "embedded", "this version builds"),
+        ({}, "rollout_engine", "embedded", "needs nothing"),
         ({"seed": 3}, "run_dir", "runs/model-3", "runs/<model>-<seed>"),
         ({"offload": True}, "offload_train", True, "offload"),
         ({"colocate": True}, "offload_rollout", True, "colocate"),
@@ -200,6 +200,10 @@ def test_flag_without_effect_is_refused_when_given(name):
         changes |= {"rm_type": "math"}
     if name == "min_lr":
         changes |= {"lr": 1.0}
+    if name.startswith("embedded_"):
+        changes |= {"rollout_engine": "sglang", "sglang_python": sys.executable}
+    if name == "embedded_dtype":
+        changes |= {name: "bfloat16"}
     if name == "wandb_random_suffix":
         del changes[name]
         words = ["--disable-wandb-random-suffix"]

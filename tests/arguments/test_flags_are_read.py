@@ -18,7 +18,6 @@ USED_WHILE_PARSING = {
     "num_steps_per_rollout",
     "num_gpus_per_node",
     "offload",
-    "rollout_engine",
     "eval_config",
     "eval_prompt_data",
     "n_samples_per_eval_prompt",

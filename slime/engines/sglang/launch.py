@@ -4,6 +4,7 @@ On a CPU machine three gaps of the wheel are filled first. That happens when the
 spawns its workers, and a spawned process loads the main module again. Nothing on the path of a request is replaced.
 """
 
+import itertools
 import json
 import os
 import sys
@@ -41,7 +42,7 @@ def fill_cpu_gaps():
 
 
 def _wants_cpu(words):
-    return "cpu" in [after for before, after in zip(words, words[1:], strict=False) if before == "--device"]
+    return "cpu" in [after for before, after in itertools.pairwise(words) if before == "--device"]
 
 
 if _wants_cpu(sys.argv):

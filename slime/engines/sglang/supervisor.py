@@ -24,6 +24,7 @@ PORT, NCCL_PORT = "{port}", "{nccl_port}"  # words of the server's command that 
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.25
 _BIND_ATTEMPTS = 4
+_HOLD_ATTEMPTS = 40
 _STOP_GRACE_S = 3.0
 _BIND_ERRORS = ("address already in use", "port is already in use", "port not available")
 
@@ -89,12 +90,13 @@ class Supervisor:
         return self._wait_for_end()
 
     def _hold(self, port: int) -> PortHold:
-        try:
-            return PortHold(self._options.host, port)
-        except OSError:
-            # The port of an earlier life of this engine, whose last process is still on its way out.
-            time.sleep(1.0)
-            return PortHold(self._options.host, port)
+        """The port of an earlier life of this engine may still be held by a process on its way out: ask again."""
+        for _ in range(_HOLD_ATTEMPTS):
+            try:
+                return PortHold(self._options.host, port)
+            except OSError:
+                time.sleep(_POLL_S)
+        return PortHold(self._options.host, port)
 
     def _serves(self, port: int) -> bool:
         """True once the server makes a token."""

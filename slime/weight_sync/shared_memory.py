@@ -6,10 +6,13 @@ from slime.utils import shm
 from slime.weight_sync.base import NamedTensors, Parcel, SenderOptions, Transport
 from slime.wire.control import EngineControl, Receipt
 from slime.wire.manifest import BucketManifest, WeightManifest, fill_bucket, plan_bucket
+from slime.wire.protocol import EngineInfo
 
 
 class SharedMemorySender:
     """Two sets of segments take turns: one holds the version that engines serve, the other takes the next."""
+
+    transport = "shared_memory"
 
     def __init__(self, options: SenderOptions):
         self._prefix = options.shm_prefix
@@ -37,7 +40,7 @@ class SharedMemorySender:
         self._turn = 1 - self._turn
         num_tensors, nbytes = sum(len(b.tensors) for b in buckets), sum(b.nbytes for b in buckets)
         manifest = WeightManifest(version, buckets, num_tensors, nbytes)
-        return Parcel(version, TENSOR.name, num_tensors, nbytes, manifest.checksum, manifest)
+        return Parcel(version, self.transport, num_tensors, nbytes, manifest.checksum, manifest)
 
     def close(self) -> None:
         for segment in (segment for held in self._sets for segment in held):
@@ -46,12 +49,14 @@ class SharedMemorySender:
         self._sets = [[], []]
 
 
-async def deliver(parcel: Parcel, control: EngineControl) -> Receipt:
+async def deliver(parcel: Parcel, control: EngineControl, info: EngineInfo) -> Receipt:
     return await control.update_from_shared_memory(parcel.payload)
 
 
-async def compare(parcel: Parcel, control: EngineControl, shm_prefix: str) -> list[str]:
+async def compare(parcel: Parcel, control: EngineControl, info: EngineInfo, shm_prefix: str) -> list[str]:
     return await control.check_equal(parcel.payload)
 
 
-TENSOR = Transport("tensor", "shared_memory", SharedMemorySender, deliver, compare)
+SHARED_MEMORY = Transport(
+    SharedMemorySender.transport, "tensor", "shared_memory", SharedMemorySender, deliver, compare
+)

@@ -1,0 +1,232 @@
+"""What weights the engines hold, and how they come to the next version: paused, given it, asked, and let go on.
+
+Lives in the rollout stage. `receive` takes a parcel that engines fetch. A live push is `begin_live`, what the trainer
+sends, `finish_live`, and then `receive` again with the copy for those that failed or come late.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+from slime.arguments import Args
+from slime.engines.fleet import EngineFleet
+from slime.utils.async_utils import run
+from slime.utils.http_utils import HttpError
+from slime.weight_sync import TRANSPORTS, LiveReport, Parcel, Target
+from slime.weight_sync.base import check_receipt
+from slime.weight_sync.verify import check_replicas
+from slime.wire.control import EngineControl
+from slime.wire.protocol import EngineInfo
+
+logger = logging.getLogger(__name__)
+
+_FLUSH_ATTEMPTS, _FLUSH_PAUSE_S = 40, 0.25  # aborted requests leave the engine a moment after they are told to
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One engine as long as its process lives: what it is, and where."""
+
+    info: EngineInfo
+    life: int
+    gpu_ids: tuple[int, ...]
+
+
+class EngineWeights:
+    """One push at a time; membership of the fleet does not change within one."""
+
+    def __init__(self, args: Args, shm_prefix: str, gpu_ids: tuple[tuple[int, ...], ...]):
+        self._args, self._shm_prefix, self._gpu_ids = args, shm_prefix, gpu_ids
+        self._fleet: EngineFleet | None = None  # set by `watch`
+        self._members: dict[str, Member] = {}
+        self._live: contextlib.ExitStack | None = None  # holds the membership during a live push
+        self._current: set[str] = set()  # engines that a live push has brought to its version
+        self._num_pushes = 0
+        self.parcel: Parcel | None = None  # what an engine that joins now must take
+
+    def watch(self, fleet: EngineFleet) -> None:
+        self._fleet = fleet
+
+    def info(self, url: str) -> EngineInfo:
+        """Asked once per life of an engine."""
+        place = self._fleet.urls.index(url)
+        life = self._fleet.pids[place] or 0
+        member = self._members.get(url)
+        if member is None or member.life != life:
+            member = Member(run(EngineControl(url).info()), life, self._gpu_ids[place])
+            self._members[url] = member
+        return member.info
+
+    # ---- a parcel ------------------------------------------------------------------------------------------------
+
+    def receive(self, parcel: Parcel) -> dict[str, float]:
+        """Brings every engine to the parcel's version; after a live push, those that it did not reach.
+
+        One that fails is evicted; the fleet starts it again and brings it to this parcel before it serves. A cause
+        that persists therefore ends the run as engines that keep dying.
+        """
+        started = time.monotonic()
+        failures = 0
+        with self._membership() as urls:
+            self.parcel = parcel  # whoever joins from now on gets this version
+            failures += self._on_each([url for url in urls if url not in self._current], self._take(parcel))
+            checked = time.monotonic()
+            failures += self._check_deeply(parcel, [url for url in urls if self._fleet.is_alive(url)])
+            self._current = set()
+        self._num_pushes += 1
+        return {
+            "perf/update_weights_engine_time": checked - started,
+            "perf/update_weights_check_time": time.monotonic() - checked,
+            "perf/engines_evicted": failures,
+        }
+
+    def bring_up_to_date(self, url: str) -> None:
+        """For an engine that was started again."""
+        if self.parcel is not None:
+            run(self._take(self.parcel)(url, self.info(url)))
+
+    def _take(self, parcel: Parcel) -> Callable[[str, EngineInfo], Awaitable[None]]:
+        async def take(url: str, info: EngineInfo) -> None:
+            control, transport = EngineControl(url), TRANSPORTS[parcel.transport]
+            await _pause(control, info)
+            check_receipt(parcel, await transport.deliver(parcel, control, info), url)
+            if self._args.check_weight_update_equal:
+                await self._compare(parcel, url, info)
+            await control.resume()
+
+        return take
+
+    async def _compare(self, parcel: Parcel, url: str, info: EngineInfo) -> None:
+        different = await TRANSPORTS[parcel.transport].compare(parcel, EngineControl(url), info, self._shm_prefix)
+        if different:
+            raise RuntimeError(f"engine {url} differs from the trainer in {len(different)} tensors: {different[:8]}")
+
+    # ---- a live push ---------------------------------------------------------------------------------------------
+
+    def begin_live(self) -> tuple[Target, ...]:
+        """Pauses the engines and opens an update on each; returns those that wait for the trainer."""
+        self._live = contextlib.ExitStack()
+        urls = self._live.enter_context(self._fleet.frozen())
+
+        async def begin(url: str, info: EngineInfo) -> None:
+            control = EngineControl(url)
+            await _pause(control, info)
+            if info.has_begin_end:
+                await control.begin_update()
+
+        self._on_each(urls, begin)
+        waiting = [url for url in urls if self._fleet.is_alive(url)]
+        members = {url: self._members[url] for url in waiting}
+        return tuple(Target(url, m.life, m.info.num_ranks, m.gpu_ids) for url, m in members.items())
+
+    def finish_live(self, version: str, targets: tuple[Target, ...], report: LiveReport) -> dict[str, float]:
+        """Those that were reached go on; the others stay paused until `receive` brings them the copy."""
+        started = time.monotonic()
+
+        async def end(url: str, info: EngineInfo) -> None:
+            control = EngineControl(url)
+            if info.has_begin_end:
+                await control.end_update()
+            if url in report.failures:
+                return
+            held = await control.version()
+            if held != version:
+                raise RuntimeError(f"engine {url} says it holds weights {held} after {version} was sent")
+            await control.resume()
+
+        urls = [target.url for target in targets]
+        failures = self._on_each(urls, end)
+        self._current = {url for url in urls if url not in report.failures and self._fleet.is_alive(url)}
+        for url, why in report.failures.items():
+            logger.warning("engine %s was not reached by weights %s: %s", url, version, why)
+        return {
+            "perf/update_weights_engine_time": time.monotonic() - started,
+            "perf/engines_missed": len(report.failures),
+            "perf/engines_evicted": failures,
+        }
+
+    # ---- verification --------------------------------------------------------------------------------------------
+
+    def _check_deeply(self, parcel: Parcel, urls: list[str]) -> int:
+        """Engines' own checksums: against a load from files on the first push, then over all engines; evicts whom it finds."""
+        first, interval = self._num_pushes == 0, self._args.weight_checksum_interval
+        if not urls or not (first or (interval and self._num_pushes % interval == 0)):
+            return 0
+        failures = 0
+        if first and not self.info(urls[0]).compares_manifests:
+
+            async def compare(url: str, info: EngineInfo) -> None:
+                await EngineControl(url).pause("retract" if info.has_spans else "abort")
+                await self._compare(parcel, url, info)
+                await EngineControl(url).resume()
+
+            failures += self._on_each(urls[:1], compare)
+        sums = run(_gather([EngineControl(url).checksums() for url in urls]))
+        known = {url: held for url, held in zip(urls, sums, strict=True) if isinstance(held, Mapping)}
+        reference = next(iter(known.items()), None)
+        for url, held in known.items():
+            try:
+                check_replicas(dict([reference, (url, held)]))
+            except RuntimeError as error:
+                self._fleet.evict(url, error)
+                failures += 1
+        return failures
+
+    # ---- all engines ---------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _membership(self):
+        """The engines that are alive; nobody joins meanwhile. Goes on with the freeze of a live push, if there is one."""
+        if self._live is None:
+            with self._fleet.frozen() as urls:
+                yield urls
+            return
+        try:
+            yield [url for url in self._fleet.urls if self._fleet.is_alive(url)]
+        finally:
+            live, self._live = self._live, None
+            live.close()
+
+    def _on_each(self, urls: list[str], act: Callable[[str, EngineInfo], Awaitable[None]]) -> int:
+        """Acts on all at once; who fails is evicted. Returns how many did."""
+
+        async def guarded(url: str) -> None:
+            await act(url, infos[url])
+
+        infos: dict[str, EngineInfo] = {}
+        failures: dict[str, Exception] = {}
+        for url in urls:
+            try:
+                infos[url] = self.info(url)
+            except (HttpError, TimeoutError) as error:
+                failures[url] = error
+        outcomes = run(_gather([guarded(url) for url in infos]))
+        failures |= {u: o for u, o in zip(infos, outcomes, strict=True) if isinstance(o, Exception)}
+        for url, error in failures.items():
+            self._fleet.evict(url, error)
+        return len(failures)
+
+
+async def _pause(control: EngineControl, info: EngineInfo) -> None:
+    """No request runs on, and no cached prefix is left: KV of old weights must not meet new ones.
+
+    An engine that says which tokens came from which version keeps its requests, which start again from their tokens.
+    From one that does not, they come back, and are sent again: each part then has one version.
+    """
+    await control.pause("retract" if info.has_spans else "abort")
+    for attempt in range(1, _FLUSH_ATTEMPTS + 1):
+        try:
+            return await control.flush()
+        except HttpError as error:
+            if error.status != 400 or attempt == _FLUSH_ATTEMPTS:
+                raise
+            await asyncio.sleep(_FLUSH_PAUSE_S)
+
+
+async def _gather(tasks: list) -> list:
+    return await asyncio.gather(*tasks, return_exceptions=True)

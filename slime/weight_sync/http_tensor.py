@@ -1,0 +1,73 @@
+"""Weights in the body of a request, for SGLang on the trainer's machine: read from shared memory, sent bucket by bucket.
+
+The parcel is that of shared memory, so a restarted engine takes it as any other does. The bytes cross a socket in
+base64: fine for small models and CPU machines; with a shared GPU device handles to its memory go instead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from slime.utils import shm
+from slime.weight_sync.base import Parcel, Transport
+from slime.weight_sync.sglang_format import pack_bucket
+from slime.weight_sync.shared_memory import SharedMemorySender
+from slime.weight_sync.verify import reload_and_compare
+from slime.wire.control import EngineControl, Receipt
+from slime.wire.manifest import BucketManifest, byte_checksum
+from slime.wire.protocol import EngineInfo
+
+
+class HttpTensorSender(SharedMemorySender):
+    """Fills shared memory; the rollout stage reads it and sends it on."""
+
+    transport = "http_tensor"
+
+
+async def deliver(parcel: Parcel, control: EngineControl, info: EngineInfo) -> Receipt:
+    """The engine must be paused."""
+    async with update_session(control, info):
+        for bucket in parcel.payload.buckets:
+            text = await asyncio.to_thread(_read_bucket, bucket)
+            await control.update_from_tensors([text] * info.num_ranks, parcel.version)
+    return Receipt(await control.version(), None, None, None)
+
+
+@contextlib.asynccontextmanager
+async def update_session(control: EngineControl, info: EngineInfo):
+    """Between begin and end, where the engine knows them. On an error it stays open: the engine is evicted then."""
+    if info.has_begin_end:
+        await control.begin_update()
+    yield
+    if info.has_begin_end:
+        await control.end_update()
+
+
+def _read_bucket(bucket: BucketManifest) -> str:
+    segment = shm.open_segment(bucket.segment)
+    try:
+        flat = segment.buffer[: bucket.nbytes]
+        if byte_checksum(flat) != bucket.checksum:
+            raise RuntimeError(f"shared segment {bucket.segment} is not what the trainer wrote: checksum differs")
+        # A clone: a view would be pickled with the whole segment behind it.
+        return pack_bucket(flat.clone(), bucket.tensors)
+    finally:
+        segment.close()
+
+
+async def compare(parcel: Parcel, control: EngineControl, info: EngineInfo, shm_prefix: str) -> list[str]:
+    with tempfile.TemporaryDirectory(prefix="slime-compare-") as folder:
+        for i, bucket in enumerate(parcel.payload.buckets):
+            segment = shm.open_segment(bucket.segment)
+            tensors = {entry.name: entry.view(segment.buffer).clone() for entry in bucket.tensors}
+            save_file(tensors, Path(folder) / f"model-{i + 1:05d}.safetensors", metadata={"format": "pt"})
+            segment.close()
+        return await reload_and_compare(control, Path(folder), parcel.version)
+
+
+HTTP_TENSOR = Transport(HttpTensorSender.transport, "tensor", "tensor", HttpTensorSender, deliver, compare)

@@ -1,0 +1,78 @@
+"""SGLang's format of a bucket of weights: a pickled dictionary of one flat tensor and where each weight lies in it.
+
+SGLang is not imported: its metadata class is named in the pickle, and only SGLang's side needs to know it. A tensor on
+a CUDA device goes as a handle to its memory, which a process on the same device maps; one on the CPU goes as bytes.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from slime.wire.manifest import DTYPES, TensorEntry
+
+
+@dataclass(frozen=True)
+class _Global:
+    """A name that is looked up where the pickle is read."""
+
+    module: str
+    name: str
+
+    def __call__(self) -> None:
+        raise TypeError(f"{self.module}.{self.name} exists only in SGLang")
+
+
+_METADATA = _Global("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata")
+_REBUILD_CUDA = _Global("torch.multiprocessing.reductions", "rebuild_cuda_tensor")
+
+
+@dataclass(frozen=True, slots=True)
+class _Metadata:
+    """Where one weight lies, with the fields of SGLang's class of that purpose."""
+
+    entry: TensorEntry
+
+    @property
+    def arguments(self) -> tuple:
+        entry = self.entry
+        start, end = entry.offset, entry.offset + entry.nbytes
+        return entry.name, torch.Size(entry.shape), DTYPES[entry.dtype], start, end, entry.nbytes
+
+
+class _Pickler(pickle._Pickler):
+    """The pickler in Python, which lets us write a name without importing what it names.
+
+    Large byte strings are written whole, so its speed does not matter.
+    """
+
+    def save(self, obj: Any, save_persistent_id: bool = True) -> None:
+        if isinstance(obj, _Global):
+            self.write(pickle.GLOBAL + f"{obj.module}\n{obj.name}\n".encode())
+            return
+        super().save(obj, save_persistent_id)
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, _Metadata):
+            return _METADATA, obj.arguments
+        if isinstance(obj, torch.Tensor) and obj.is_cuda:
+            # Only needed with CUDA. The device number is that of both processes: they see the same one device.
+            from torch.multiprocessing.reductions import reduce_tensor
+
+            _, arguments = reduce_tensor(obj)
+            return _REBUILD_CUDA, arguments
+        return NotImplemented
+
+
+def pack_bucket(flat: torch.Tensor, entries: Sequence[TensorEntry]) -> str:
+    """Base64 text of a bucket: `flat` is a uint8 tensor that holds the weights where `entries` say."""
+    buffer = io.BytesIO()
+    content = {"flattened_tensor": flat, "metadata": [_Metadata(entry) for entry in entries]}
+    _Pickler(buffer, protocol=4).dump(content)
+    return base64.b64encode(buffer.getbuffer()).decode("ascii")

@@ -1,0 +1,40 @@
+"""Do the engines hold what was pushed? Cheap questions after every push, the engines' own checksums now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from slime.wire.control import EngineControl
+
+_NAMED = 8  # tensors that a message names
+
+
+async def reload_and_compare(control: EngineControl, folder: Path, version: str) -> list[str]:
+    """Names of the engine's tensors that change when it loads the same version from a checkpoint folder.
+
+    For engines that fuse weights, so that only they can say what a weight became: their own loader of files is the
+    reference, and their checksums tell whether the push came to the same.
+    """
+    pushed = await control.checksums()
+    await control.update_from_disk(str(folder), version)
+    loaded = await control.checksums()
+    return differing(pushed, loaded)
+
+
+def differing(first: Mapping[str, str], second: Mapping[str, str]) -> list[str]:
+    """Names whose values differ, or that only one side has."""
+    return sorted(name for name in {*first, *second} if first.get(name) != second.get(name))
+
+
+def check_replicas(checksums: Mapping[str, Mapping[str, str]]) -> None:
+    """All engines hold the same tensors. `checksums`: engine address -> its own checksums."""
+    if not checksums:
+        return
+    (first_url, first), *others = checksums.items()
+    for url, held in others:
+        names = differing(first, held)
+        if names:
+            raise RuntimeError(
+                f"engines {first_url} and {url} hold different weights in {len(names)} tensors: {names[:_NAMED]}"
+            )

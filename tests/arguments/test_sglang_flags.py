@@ -1,0 +1,89 @@
+"""SGLang's own flags on our command line: known by asking its interpreter, here a script that answers like it."""
+
+import json
+import sys
+
+import pytest
+from argument_helpers import parse
+
+from slime.arguments import sglang
+
+TABLE = {
+    "version": "9.9.9",
+    "flags": [
+        {"options": ["--mem-fraction-static"], "dest": "mem_fraction_static", "nargs": None, "type": "float"},
+        {"options": ["--sleep-on-idle"], "dest": "sleep_on_idle", "nargs": 0, "type": None},
+        {"options": ["--tp-size", "--tensor-parallel-size"], "dest": "tp_size", "nargs": None, "type": "int"},
+        {"options": ["--cuda-graph-bs"], "dest": "cuda_graph_bs", "nargs": "+", "type": "int"},
+        {"options": ["--schedule-policy"], "dest": "schedule_policy", "nargs": None, "type": "str"},
+    ],
+}
+
+
+@pytest.fixture
+def python(tmp_path, monkeypatch):
+    """An interpreter stand-in that counts how often it is asked for the table."""
+    for row in TABLE["flags"]:
+        row |= {"choices": ["fcfs", "lpm"] if row["dest"] == "schedule_policy" else None, "help": ""}
+    asked = tmp_path / "asked"
+    script = tmp_path / "python"
+    table = tmp_path / "table.json"
+    table.write_text(json.dumps(TABLE))
+    script.write_text(
+        f'#!/bin/sh\ncase "$*" in *importlib.metadata*) echo 9.9.9;; '
+        f'*--print-flags*) echo x >> {asked}; printf "SGLANG-FLAGS "; cat {table}; echo;; esac\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setattr(sglang, "_cache_folder", lambda: tmp_path)
+    return script
+
+
+def test_flags_of_sglang_become_words_of_its_command_line_and_values_of_args(python):
+    words = ["--sglang-mem-fraction-static", "0.5", "--sglang-cuda-graph-bs", "1", "2", "--sglang-sleep-on-idle"]
+    args = parse(*words, sglang_python=str(python))
+    assert args.rollout_engine == "sglang" and "flags of SGLang" in args.sources["rollout_engine"]
+    assert args.sglang_options == ["--mem-fraction-static", "0.5", "--cuda-graph-bs", "1", "2", "--sleep-on-idle"]
+    assert (args.sglang_mem_fraction_static, args.sglang_cuda_graph_bs, args.sglang_sleep_on_idle) == (
+        0.5,
+        [1, 2],
+        True,
+    )
+
+
+def test_the_table_is_asked_for_once_per_version(python, tmp_path):
+    for _ in range(3):
+        parse("--sglang-sleep-on-idle", sglang_python=str(python))
+    assert (tmp_path / "asked").read_text() == "x\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--sglang-mem-fractoin-static", "1"], "9.9.9 has no .*did you mean --sglang-mem-fraction-static"),
+        (["--sglang-tp-size", "2"], "cannot be given: --rollout-num-gpus-per-engine decides it"),
+        (["--sglang-tensor-parallel-size", "2"], "cannot be given: --rollout-num-gpus-per-engine decides it"),
+        (["--sglang-mem-fraction-static", "much"], "'much': SGLang expects float"),
+        (["--sglang-sleep-on-idle", "yes"], "is a switch and takes no value"),
+        (["--sglang-schedule-policy", "magic"], "SGLang takes fcfs, lpm"),
+    ],
+)
+def test_a_wrong_flag_of_sglang_is_explained(python, words, message):
+    with pytest.raises(ValueError, match=message):
+        parse(*words, sglang_python=str(python))
+
+
+def test_flags_of_sglang_in_a_config_file_are_taken_and_the_command_line_wins(python, tmp_path):
+    config = tmp_path / "run.yaml"
+    config.write_text("sglang-mem-fraction-static: 0.5\nsglang_sleep_on_idle: true\n")
+    args = parse("--sglang-mem-fraction-static", "0.25", config=str(config), sglang_python=str(python))
+    assert sorted(args.sglang_options) == ["--mem-fraction-static", "--sleep-on-idle", "0.25"]
+
+
+def test_flags_of_sglang_beside_another_engine_are_refused():
+    with pytest.raises(ValueError, match="--rollout-engine embedded starts no SGLang"):
+        parse("--sglang-sleep-on-idle", rollout_engine="embedded")
+
+
+def test_an_interpreter_without_sglang_is_named():
+    with pytest.raises(ValueError, match="it has no SGLang"):
+        parse("--sglang-sleep-on-idle", sglang_python=sys.executable)
