@@ -4,8 +4,10 @@ from dataclasses import dataclass
 
 from slime.arguments.flag import flag
 
-# The one place that says which estimators can be chosen; the others are known names that are refused as not built.
+# The one place that says which losses and estimators can be chosen.
+LOSS_TYPES = ("policy_loss", "sft_loss", "dpo_loss", "rm_loss", "custom_loss")
 ADVANTAGE_ESTIMATORS = (
+    "ppo",
     "grpo",
     "gspo",
     "cispo",
@@ -17,7 +19,6 @@ ADVANTAGE_ESTIMATORS = (
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
 )
-UNBUILT_ESTIMATORS = ("ppo",)
 # Estimators whose advantages contain --kl-coef, and --gamma.
 ESTIMATORS_WITH_KL = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
 ESTIMATORS_WITH_GAMMA = ("reinforce_plus_plus", "ppo")
@@ -34,11 +35,9 @@ LOGPROB_DIFF_THRESHOLDS = {"float32": 0.02, "bfloat16": 0.2}
 class AlgorithmFlags:
     """Algorithm."""
 
-    loss_type: str = flag("policy_loss", "what is minimised", choices=("policy_loss", "sft_loss", "custom_loss"))
+    loss_type: str = flag("policy_loss", "what is minimised", choices=LOSS_TYPES)
     custom_loss_function_path: str | None = flag(None, "the loss of --loss-type custom_loss", metavar="PATH")
-    advantage_estimator: str = flag(
-        "grpo", "how rewards become advantages", choices=ADVANTAGE_ESTIMATORS, not_built=UNBUILT_ESTIMATORS
-    )
+    advantage_estimator: str = flag("grpo", "how rewards become advantages", choices=ADVANTAGE_ESTIMATORS)
     custom_advantage_function_path: str | None = flag(None, "function that computes advantages", metavar="PATH")
     policy_loss_type: str | None = flag(
         None, "how advantages become a loss; default: the estimator's own, else ppo", choices=POLICY_LOSS_TYPES

@@ -12,6 +12,7 @@ from slime.arguments.engine import EngineFlags, WeightSyncFlags
 from slime.arguments.eval_config import EvalDatasetConfig
 from slime.arguments.evaluation import EvaluationFlags
 from slime.arguments.groups import all_specs
+from slime.arguments.objectives import CriticFlags, DistillationFlags, KeptPolicyFlags, PreferenceFlags
 from slime.arguments.off_policy import OffPolicyFlags
 from slime.arguments.optimizer import OptimizerFlags
 from slime.arguments.rewards import RewardFlags
@@ -32,6 +33,10 @@ class Args(
     RewardFlags,
     AlgorithmFlags,
     OffPolicyFlags,
+    KeptPolicyFlags,
+    CriticFlags,
+    DistillationFlags,
+    PreferenceFlags,
     TrainingFlags,
     OptimizerFlags,
     EvaluationFlags,
@@ -57,6 +62,7 @@ class Args(
         object.__setattr__(self, "_sources", dict(sources))
 
     sglang_options: list[str]  # SGLang's own flags (--sglang-...) as words of its command line
+
     @property
     def sources(self) -> dict[str, str]:
         """Where each value came from: "default", "file run.yaml", "command line" or "derived: <rule>"."""

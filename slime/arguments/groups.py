@@ -10,6 +10,7 @@ from slime.arguments.debug import DebugFlags
 from slime.arguments.engine import EngineFlags, WeightSyncFlags
 from slime.arguments.evaluation import EvaluationFlags
 from slime.arguments.flag import FlagSpec, specs_of
+from slime.arguments.objectives import CriticFlags, DistillationFlags, KeptPolicyFlags, PreferenceFlags
 from slime.arguments.off_policy import OffPolicyFlags
 from slime.arguments.optimizer import OptimizerFlags
 from slime.arguments.rewards import RewardFlags
@@ -25,6 +26,10 @@ GROUPS = (
     RewardFlags,
     AlgorithmFlags,
     OffPolicyFlags,
+    KeptPolicyFlags,
+    CriticFlags,
+    DistillationFlags,
+    PreferenceFlags,
     TrainingFlags,
     OptimizerFlags,
     EvaluationFlags,

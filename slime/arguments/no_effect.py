@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from slime.arguments.algorithm import ESTIMATORS_WITH_GAMMA
 from slime.arguments.draft import Draft
 from slime.arguments.groups import all_specs
+from slime.arguments.objectives import PAIR_LOSSES, SUPERVISED_LOSSES
 
 # Policy losses that read --eps-clip, and --eps-clip-c.
 CLIPPED_LOSSES = ("ppo", "gspo", "cispo", "gmpo", "clip_cov")
@@ -34,8 +35,8 @@ NO_EFFECT = (
     ),
     NoEffect(
         ("use_kl_loss", "entropy_coef", "eps_clip", "eps_clip_high", "eps_clip_c", "use_rollout_logprobs"),
-        lambda d: d.loss_type != "sft_loss",
-        "--loss-type sft_loss is plain cross entropy; remove it or use policy_loss",
+        lambda d: d.loss_type not in SUPERVISED_LOSSES,
+        "this --loss-type has no policy ratios, no entropy and no KL term; remove it or use policy_loss",
     ),
     NoEffect(
         (
@@ -127,8 +128,8 @@ NO_EFFECT = (
     ),
     NoEffect(
         ("overlong_buffer_len", "reward_weights"),
-        lambda d: d.loss_type != "sft_loss" and d.custom_reward_post_process_path is None,
-        "rewards are not shaped here (SFT has none; --custom-reward-post-process-path makes its own); remove it",
+        lambda d: d.loss_type not in SUPERVISED_LOSSES and d.custom_reward_post_process_path is None,
+        "rewards are not shaped here (supervised losses have none; --custom-reward-post-process-path makes its own); remove it",
     ),
     NoEffect(
         ("custom_loss_function_path",),
@@ -203,7 +204,6 @@ NO_EFFECT = (
     ),
     NoEffect(("ckpt_step", "finetune"), lambda d: d.load is not None, "no checkpoint is loaded; add --load"),
     NoEffect(
-    NoEffect(
         ("sglang_python",),
         lambda d: d.rollout_engine == "sglang",
         "no SGLang is started; add --rollout-engine sglang",
@@ -213,6 +213,7 @@ NO_EFFECT = (
         lambda d: d.rollout_engine == "embedded",
         "SGLang is the engine; use its own flags (--sglang-...)",
     ),
+    NoEffect(
         ("update_weight_disk_dir",),
         lambda d: d.update_weight_transport == "disk",
         "weights travel in memory; add --update-weight-transport disk",
@@ -230,8 +231,55 @@ NO_EFFECT = (
 )
 
 
+NO_EFFECT_BESIDE = (
+    NoEffect(
+        (
+            *("critic_load", "critic_lr", "critic_min_lr", "critic_lr_decay_style", "critic_lr_warmup_iters"),
+            *("critic_clip_grad", "value_clip", "num_critic_only_steps"),
+        ),
+        lambda d: d.loss_type == "policy_loss" and d.advantage_estimator == "ppo",
+        "there is no critic; only --advantage-estimator ppo trains one",
+    ),
+    NoEffect(
+        ("critic_min_lr",),
+        lambda d: d.critic_lr_decay_style != "constant",
+        "--critic-lr-decay-style constant never decays; choose linear or cosine",
+    ),
+    NoEffect(
+        ("opd_type", "opd_kl", "opd_kl_coef", "opd_teacher_load"),
+        lambda d: d.use_opd,
+        "there is no distillation; add --use-opd",
+    ),
+    NoEffect(
+        ("opd_teacher_load",),
+        lambda d: d.opd_type == "trainer",
+        "the teacher is an engine; use --opd-type trainer",
+    ),
+    NoEffect(
+        ("dpo_beta", "dpo_label_smoothing"),
+        lambda d: d.loss_type == "dpo_loss",
+        "only --loss-type dpo_loss has it; add that",
+    ),
+    NoEffect(
+        ("calculate_per_token_loss", "loss_reduction"),
+        lambda d: d.loss_type not in PAIR_LOSSES,
+        "a preference loss counts pairs, not tokens; remove it",
+    ),
+    NoEffect(
+        ("ref_update_interval",),
+        lambda d: d.loss_type == "dpo_loss" or d.use_kl_loss or d.kl_coef != 0,
+        "there is no reference; add --use-kl-loss",
+    ),
+    NoEffect(
+        ("keep_old_actor",),
+        lambda d: d.loss_type == "policy_loss" and not d.use_rollout_logprobs,
+        "old log-probs are not computed by the trainer here; remove it",
+    ),
+)
+
+
 def refuse_flags_without_effect(draft: Draft) -> None:
-    for entry in NO_EFFECT:
+    for entry in (*NO_EFFECT, *NO_EFFECT_BESIDE):
         if entry.works(draft):
             continue
         for name in entry.flags:

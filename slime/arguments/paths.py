@@ -18,8 +18,12 @@ def check_paths_exist(draft: Draft) -> None:
     for dataset in draft.eval_datasets:
         _check_data_file(f"evaluation dataset {dataset.name!r}", dataset.path)
     _check_model("--hf-checkpoint", draft.hf_checkpoint)
-    if draft.use_kl_loss or draft.kl_coef != 0:
-        _check_model("--ref-load", draft.ref_load)
+    for flag, path in (
+        ("--ref-load", draft.ref_load),
+        ("--critic-load", draft.critic_load),
+        ("--opd-teacher-load", draft.opd_teacher_load),
+    ):
+        _check_model(flag, path)
     # A run that resumes itself names the same folder twice, and its first start finds nothing there.
     if draft.load is not None and draft.load != draft.save and not Path(draft.load).expanduser().is_dir():
         raise ValueError(

@@ -18,12 +18,13 @@ from slime.arguments.devices import visible_gpus
 from slime.arguments.draft import Draft
 from slime.arguments.eval_datasets import resolve_eval_datasets
 from slime.arguments.no_effect import refuse_flags_without_effect
+from slime.arguments.objective_rules import distillation, preference_pairs
 from slime.arguments.paths import check_paths_exist
 from slime.arguments.placement import derive_offload, derive_sizes
 from slime.arguments.rewards import RM_TYPES
 from slime.arguments.rollout import DEFAULT_ROLLOUT_FUNCTION
-
 from slime.arguments.sglang import need_python
+
 Rule = Callable[[Draft], None]
 
 
@@ -258,6 +259,8 @@ RULES: tuple[Rule, ...] = (
     loss_reduction,
     group_normalisation,
     reference_model,
+    distillation,
+    preference_pairs,
     off_policy,
     derive_batch,
     micro_batches,

@@ -8,7 +8,7 @@ UNBUILT_FLAGS = frozenset(
     custom-update-weight-post-write-path
     data-pad-size-multiplier dump-details enable-mtp-training expert-model-parallel-size
     expert-tensor-parallel-size fetch-trajectory-retry-times freeze-indexer freeze-params-name-list
-    http-proxy keep-old-actor load-forge-rollout-data log-correct-samples log-multi-turn
+    http-proxy load-forge-rollout-data log-correct-samples log-multi-turn
     log-probs-max-tokens-per-gpu memory-recorder memory-snapshot-dir memory-snapshot-num-steps
     min-batch-collection-ratio model-name mtp-loss-scaling-factor mtp-num-layers no-load-optim no-load-rng
     opd-teacher-ckpt-step

@@ -26,10 +26,13 @@ TOKENIZER_FILES = (
 )
 
 
-def save(buckets: Iterator[Bucket], path: Path, source: str, dtype: torch.dtype, rank: int) -> None:
+def save(
+    buckets: Iterator[Bucket], path: Path, source: str, dtype: torch.dtype, rank: int, *, scalar: bool = False
+) -> None:
     """Write config, generation config, tokenizer and safetensors next to `path`, then rename. Rank 0 writes.
 
-    `source` is the HF model the weights were trained from; all ranks walk through `buckets`.
+    `source` is the HF model the weights were trained from; all ranks walk through `buckets`. With `scalar` the weights are
+    those of a sequence classification with one label: a reward model.
     """
     # Heavy import, only needed where a model is saved.
     from transformers import AutoConfig, GenerationConfig
@@ -46,6 +49,11 @@ def save(buckets: Iterator[Bucket], path: Path, source: str, dtype: torch.dtype,
         _name_files(temporary, files)
         config = AutoConfig.from_pretrained(source)
         config.dtype = dtype
+        if scalar:
+            config.num_labels = 1
+            config.architectures = [
+                n.replace("ForCausalLM", "ForSequenceClassification") for n in config.architectures
+            ]
         config.save_pretrained(temporary)
         if (Path(source) / "generation_config.json").is_file() or not Path(source).is_dir():
             GenerationConfig.from_pretrained(source).save_pretrained(temporary)

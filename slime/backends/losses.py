@@ -13,6 +13,7 @@ from torch import Tensor
 from slime.algorithms.sft_loss import compute_sft_loss
 from slime.backends.base import Loss, Metrics, MicroBatch, TokenOutputs
 from slime.backends.policy import loss_reducer, policy_loss
+from slime.backends.preference_loss import build_dpo_loss, build_reward_model_loss
 from slime.backends.watch import TokenWatch
 from slime.utils.misc import load_function
 from slime.utils.types import RolloutBatch
@@ -35,7 +36,13 @@ def build_loss(args: Any, batch: RolloutBatch, watch: TokenWatch | None = None) 
             "--max-tokens-per-gpu small."
         )
         return Loss(_custom_loss(args, batch), needs_logits=True)
-    raise ValueError(f"--loss-type is {args.loss_type!r}: choose policy_loss, sft_loss or custom_loss.")
+    if args.loss_type == "dpo_loss":
+        return build_dpo_loss(args, batch)
+    if args.loss_type == "rm_loss":
+        return build_reward_model_loss(batch)
+    raise ValueError(
+        f"--loss-type is {args.loss_type!r}: choose policy_loss, sft_loss, dpo_loss, rm_loss or custom_loss."
+    )
 
 
 def _sft_loss(args: Any) -> Callable[[TokenOutputs, MicroBatch], tuple[Tensor, Metrics]]:

@@ -13,9 +13,12 @@ from slime.algorithms.covariance import select_clip_cov, select_kl_cov
 from slime.algorithms.kl import compute_approx_kl
 from slime.algorithms.policy_loss import COVARIANCE_LOSSES
 from slime.algorithms.reduce import REDUCTIONS
+from slime.arguments.objectives import SUPERVISED_LOSSES
+from slime.backends import beside
 from slime.backends.base import Denominators, NonFiniteStepError, StepStats, TrainBackend
 from slime.backends.losses import build_loss
 from slime.backends.microbatch import build_micro_batches
+from slime.backends.roles import needs_critic, needs_reference
 from slime.backends.watch import TokenWatch, agreement, check_on_policy, save_nonfinite
 from slime.batch.schedule import RankData, RankStep
 from slime.utils.misc import load_function
@@ -23,7 +26,10 @@ from slime.utils.types import RolloutBatch, is_score
 
 logger = logging.getLogger(__name__)
 
-PER_TOKEN_METRICS = ("log_probs", "ref_log_probs", "rollout_log_probs", "returns", "advantages", "entropy", "kl")
+PER_TOKEN_METRICS = (
+    *("log_probs", "ref_log_probs", "rollout_log_probs", "teacher_log_probs"),
+    *("returns", "advantages", "values", "entropy", "kl", "opd_reverse_kl"),
+)
 PER_SAMPLE_METRICS = ("rewards", "raw_reward", "truncated", "response_lengths")
 
 
@@ -44,21 +50,27 @@ def run_update(
     started = time.perf_counter()
     batch: RolloutBatch = dict(rank_data.batch)
     seconds: dict[str, float] = {}
-    if args.compute_advantages_and_returns and args.loss_type != "sft_loss":
-        seconds |= _add_log_probs(backend, args, rank_data, batch)
+    has_advantages = args.compute_advantages_and_returns and args.loss_type not in SUPERVISED_LOSSES
+    if has_advantages or needs_reference(args):
+        seconds |= _add_passes(backend, args, rank_data, batch)
+    if has_advantages:
         _add_advantages(backend, args, batch)
     if args.rollout_data_postprocess_path:
         load_function(args.rollout_data_postprocess_path)(args, rollout_id, batch)
     metrics = _rollout_metrics(backend, batch, sum(step.num_rollouts for step in rank_data.steps))
+    if args.reset_optimizer_states:
+        backend.reset_optimizer()
     train_started = time.perf_counter()
     steps = []
     for index, step in enumerate(rank_data.steps):
         version = weight_version if index == 0 else None  # after the first step the weights are newer
-        steps.append(_train(backend, args, rollout_id, batch, step, index, version))
+        steps.append(_train_all(backend, args, rollout_id, batch, step, index, version))
         if on_step is not None:
             on_step(index, steps[-1])
     seconds["actor_train"] = time.perf_counter() - train_started
     metrics |= _means(steps)
+    if args.ref_update_interval and (rollout_id + 1) % args.ref_update_interval == 0:
+        backend.copy_weights("actor", "ref")
     seconds["train"] = time.perf_counter() - started
     return metrics | _perf_metrics(backend, batch, seconds)
 
@@ -74,24 +86,34 @@ def needs_old_log_probs(args: Any, num_steps: int) -> bool:
         return True
     if args.use_rollout_logprobs:
         return False
-    return num_steps > 1 or args.kl_coef != 0 or args.policy_loss_type in COVARIANCE_LOSSES
+    if num_steps > 1 or args.kl_coef != 0 or args.keep_old_actor or args.use_opd:
+        return True
+    return args.policy_loss_type in COVARIANCE_LOSSES
 
 
-def _add_log_probs(backend: TrainBackend, args: Any, rank_data: RankData, batch: RolloutBatch) -> dict[str, float]:
-    """Add `ref_log_probs`, `log_probs` and `entropy` where this run needs them; returns seconds by pass."""
+def _add_passes(backend: TrainBackend, args: Any, rank_data: RankData, batch: RolloutBatch) -> dict[str, float]:
+    """Add what the models say about the samples, where this run needs it; returns seconds by pass.
+
+    `values` of the critic, `ref_log_probs`, `teacher_log_probs`, and the old policy's `log_probs` and `entropy`.
+    """
     for flag in ("use_rollout_logprobs", "use_tis", "use_rs", "get_mismatch_metrics"):
         if getattr(args, flag) and "rollout_log_probs" not in batch:
             raise ValueError(
                 f"--{flag.replace('_', '-')}: the rollout recorded no log-probs; return them with each sample."
             )
-    needs_reference = args.use_kl_loss or args.kl_coef != 0
     needs_old = needs_old_log_probs(args, len(rank_data.steps))
-    if not (needs_reference or needs_old):
+    if not (needs_old or needs_reference(args) or needs_critic(args) or args.use_opd):
         return {}
     all_positions = [micro_batch for step in rank_data.steps for micro_batch in step.micro_batches]
     mbs = build_micro_batches(batch, all_positions)
     seconds = {}
-    if needs_reference:
+    if needs_critic(args):
+        started = time.perf_counter()
+        batch["values"] = backend.values(mbs)
+        seconds["values"] = time.perf_counter() - started
+    if args.use_opd:
+        seconds |= beside.add_teacher(backend, args, mbs, batch)
+    if needs_reference(args):
         started = time.perf_counter()
         batch["ref_log_probs"] = backend.log_probs(mbs, weights="ref").log_probs
         seconds["ref_log_probs"] = time.perf_counter() - started
@@ -132,6 +154,8 @@ def _add_advantages(backend: TrainBackend, args: Any, batch: RolloutBatch) -> No
         )
         batch["advantages"], batch["returns"] = get_estimator(args.advantage_estimator).compute(inputs)
     _check_token_lists(args, batch)
+    if args.use_opd:
+        beside.add_reverse_kl(args, batch, old)
     if args.normalize_advantages:
         moments = backend.sum_over_ranks(masked_moments(batch["advantages"], batch["loss_masks"]))
         batch["advantages"] = whiten(batch["advantages"], moments)
@@ -150,8 +174,29 @@ def _check_token_lists(args: Any, batch: RolloutBatch) -> None:
 
 
 def _token_keys(args: Any, batch: RolloutBatch) -> list[str]:
-    wanted = ("advantages", "returns", "log_probs", "ref_log_probs", "rollout_log_probs", "old_log_probs", "selected")
+    wanted = (
+        *("advantages", "returns", "log_probs", "ref_log_probs", "rollout_log_probs", "old_log_probs", "selected"),
+        *("opd_reverse_kl", "teacher_hidden"),
+    )
     return [key for key in wanted if key in batch]
+
+
+def _train_all(
+    backend: TrainBackend,
+    args: Any,
+    rollout_id: int,
+    batch: RolloutBatch,
+    step: RankStep,
+    index: int,
+    weight_version: int | None,
+) -> dict[str, float]:
+    """One optimizer step of every model that trains: the critic, then, after --num-critic-only-steps, the actor."""
+    metrics: dict[str, float] = {}
+    if needs_critic(args):
+        metrics = beside.train_critic(backend, args, batch, step)
+        if rollout_id < args.num_critic_only_steps:
+            return metrics
+    return metrics | _train(backend, args, rollout_id, batch, step, index, weight_version)
 
 
 def _train(
@@ -174,8 +219,11 @@ def _train(
         step.num_rollouts, step.num_tokens, step.num_samples, per=REDUCTIONS[args.loss_reduction]
     )
     watch = TokenWatch()
+    loss = build_loss(args, batch, watch)
+    if args.use_opd:
+        loss = beside.with_distillation(loss, backend, args)
     try:
-        stats = backend.train_step(mbs, build_loss(args, batch, watch), denominators)
+        stats = backend.train_step(mbs, loss, denominators)
     except NonFiniteStepError as error:
         report = save_nonfinite(args, rollout_id, index, backend.layout.dp_rank, batch, watch, error)
         if args.nonfinite_action == "stop":

@@ -8,6 +8,7 @@ import torch
 
 from slime.algorithms.advantages import get_estimator
 from slime.algorithms.rewards import GREEDY_REWARD_KEY, overlong_penalty, subtract_baselines
+from slime.arguments.objectives import SUPERVISED_LOSSES
 from slime.batch.validate import check_reward, check_samples, validate_batch
 from slime.utils.misc import load_function
 from slime.utils.types import RolloutBatch, Sample, flatten_samples
@@ -49,7 +50,7 @@ def post_process_rewards(args: Any, samples: Sequence[Sample], rollout_ids: Sequ
         raw, rewards = load_function(args.custom_reward_post_process_path)(args, samples)
         return list(raw), [float(reward) for reward in rewards]
     raw = [_raw_reward(args, sample) for sample in samples]
-    if args.loss_type == "sft_loss" or not args.compute_advantages_and_returns:
+    if args.loss_type in SUPERVISED_LOSSES or not args.compute_advantages_and_returns:
         return raw, list(raw)
     rewards = [reward + _length_penalty(args, sample) for reward, sample in zip(raw, samples, strict=True)]
     estimator = get_estimator(args.advantage_estimator)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slime.arguments.objectives import PAIR_LOSSES
 from slime.batch.flops import typical_cost
 from slime.batch.packing import balance, pack_first_fit, split_largest
 from slime.utils.types import RolloutBatch
@@ -82,8 +83,7 @@ def build_schedule(
     steps = []
     for start in range(0, len(rollouts), size):
         chosen = rollouts[start : start + size]
-        positions = [position for rollout in chosen for position in rollout]
-        ranks = _split_step(args, positions, batch_lengths, dp_size, cp_size, cost)
+        ranks = _split_step(args, _units(args, chosen), batch_lengths, dp_size, cp_size, cost)
         steps.append(StepSchedule(ranks=ranks, num_rollouts=len(chosen)))
     if len(rollouts) % size:
         logger.warning(
@@ -96,29 +96,42 @@ def build_schedule(
     return Schedule(steps)
 
 
+def _units(args: Any, rollouts: list[list[int]]) -> list[list[int]]:
+    """What a micro-batch holds whole or not at all: a sample, or both answers of a pair that is compared."""
+    if args.loss_type in PAIR_LOSSES:
+        return rollouts
+    return [[position] for rollout in rollouts for position in rollout]
+
+
 def _split_step(
     args: Any,
-    positions: list[int],
+    units: list[list[int]],
     lengths: Sequence[int],
     dp_size: int,
     cp_size: int,
     cost: Callable[[int], float],
 ) -> list[list[list[int]]]:
+    sizes = [sum(lengths[p] for p in unit) for unit in units]
+    everything = list(range(len(units)))
     if args.balance_data or args.balance_by_flops:
-        shares = balance([cost(lengths[p]) for p in positions], dp_size)
-        ranks = [_pack(args, [positions[i] for i in share], lengths, cp_size) for share in shares]
+        shares = balance([sum(cost(lengths[p]) for p in unit) for unit in units], dp_size)
+        ranks = [_pack(args, share, sizes, len(units[0]), cp_size) for share in shares]
         count = max(len(bins) for bins in ranks)
-        ranks = [split_largest(bins, lengths, count) for bins in ranks]
+        ranks = [split_largest(bins, sizes, count) for bins in ranks]
     else:
-        bins = _pack(args, positions, lengths, cp_size)
+        bins = _pack(args, everything, sizes, len(units[0]), cp_size)
         if args.use_dynamic_batch_size:
-            bins = split_largest(bins, lengths, -(-len(bins) // dp_size) * dp_size)
+            bins = split_largest(bins, sizes, -(-len(bins) // dp_size) * dp_size)
         ranks = [bins[rank::dp_size] for rank in range(dp_size)]
         count = max(len(bins) for bins in ranks)
-    return [bins + [[] for _ in range(count - len(bins))] for bins in ranks]
+    as_positions = [[[p for unit in members for p in units[unit]] for members in bins] for bins in ranks]
+    return [bins + [[] for _ in range(count - len(bins))] for bins in as_positions]
 
 
-def _pack(args: Any, positions: list[int], lengths: Sequence[int], cp_size: int) -> list[list[int]]:
+def _pack(
+    args: Any, positions: list[int], lengths: Sequence[int], samples_per_unit: int, cp_size: int
+) -> list[list[int]]:
+    """Bins of units; `positions` and `lengths` are theirs."""
     if not positions:
         return []
     if args.use_dynamic_batch_size:
@@ -128,7 +141,7 @@ def _pack(args: Any, positions: list[int], lengths: Sequence[int], cp_size: int)
             )
         bins = pack_first_fit([lengths[p] for p in positions], args.max_tokens_per_gpu * cp_size)
         return [[positions[i] for i in members] for members in bins]
-    size = args.micro_batch_size
+    size = max(1, args.micro_batch_size // samples_per_unit)
     return [positions[start : start + size] for start in range(0, len(positions), size)]
 
 

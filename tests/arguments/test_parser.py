@@ -70,8 +70,8 @@ def test_no_declared_flag_is_listed_as_missing():
 
 
 def test_value_that_is_not_built_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"--advantage-estimator is 'ppo': this version does not build it yet"):
-        parse("--advantage-estimator", "ppo")
+    with pytest.raises(ValueError, match=r"--train-backend is 'megatron': this version does not build it yet"):
+        parse("--train-backend", "megatron")
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_file_keys_may_be_written_like_flags(tmp_path):
             "rollout_batch_sise: 4\n",
             r"run.yaml: unknown key 'rollout_batch_sise'; did you mean 'rollout_batch_size'\?",
         ),
-        ("use_opd: true\n", "use_opd is a slime flag that this version does not build yet"),
+        ("use_stateless_adam: true\n", "use_stateless_adam is a slime flag that this version does not build yet"),
         ("lr: fast\n", "lr in .*run.yaml is 'fast': expected a number"),
         ("seed: [1, 2]\n", "expected one value, found a list"),
         ("colocate: 3\n", "expected true or false"),

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from slime.backends.base import (
     Bucket,
     Denominators,
+    HeadFunction,
     Layout,
     Loss,
     MicroBatch,
@@ -24,9 +25,11 @@ from slime.backends.base import (
     TokenOutputs,
 )
 from slime.backends.fsdp import checkpoint, hf_export
-from slime.backends.fsdp.model import PackedCausalLM, load_pretrained, local, shard
+from slime.backends.fsdp.model import PackedCausalLM, gather_full, load_pretrained, local, shard
+from slime.backends.fsdp.scalar_model import PackedScalarLM
 from slime.backends.microbatch import split_by_sample
 from slime.backends.optimizer import build_optimizer, learning_rate
+from slime.backends.roles import critic_settings, needs_critic, needs_reference
 from slime.backends.weight_copies import LIVE, WeightCopies
 from slime.batch.flops import ModelShape, total_forward_flops
 
@@ -38,15 +41,22 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def create_backend(
     args: Any, *, rank: int, world_size: int, device: str | torch.device, total_steps: int | None = None
 ) -> "FSDPBackend":
-    """The trainer of this rank with the weights of --hf-checkpoint, and the reference's if a KL needs one.
+    """The trainer of this rank with the weights of --hf-checkpoint, and the models that its algorithm needs beside it.
 
     torch.distributed must be initialised. `total_steps` is the number of optimizer steps of the run, over which the
     learning rate decays when --lr-decay-iters is not given.
     """
     assert dist.is_initialized(), "torch.distributed must be initialised before a trainer is created"
-    backend = FSDPBackend(args, rank=rank, world_size=world_size, device=torch.device(device), total_steps=total_steps)
-    if args.loss_type == "policy_loss" and (args.use_kl_loss or args.kl_coef):
+    place = {"rank": rank, "world_size": world_size, "device": torch.device(device), "total_steps": total_steps}
+    backend = FSDPBackend(args, **place)
+    if needs_reference(args):
         backend.load_hf(args.ref_load or args.hf_checkpoint, weights="ref")
+    if needs_critic(args):
+        critic = FSDPBackend(critic_settings(args), **place, role="critic")
+        checkpoint.check_same_decoder(critic.model.lm, backend.model.lm, "--critic-load", critic.args.hf_checkpoint)
+        backend.critic = critic
+    if args.use_opd and args.opd_type == "trainer":
+        backend.load_teacher(args.opd_teacher_load)
     return backend
 
 
@@ -54,9 +64,18 @@ class FSDPBackend:
     """One rank's model shard and optimizer. Every public method is called by all ranks together."""
 
     def __init__(
-        self, args: Any, *, rank: int, world_size: int, device: torch.device, total_steps: int | None = None
+        self,
+        args: Any,
+        *,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        total_steps: int | None = None,
+        role: str = "actor",
     ) -> None:
         self.args = args
+        self.critic: FSDPBackend | None = None  # set by create_backend: a second model and optimizer on the same ranks
+        self.teacher: PackedCausalLM | None = None  # a teacher of another shape; one of the same is a tagged copy
         self.rank = rank
         self.layout = Layout(dp_size=world_size, dp_rank=rank)
         self.device = device
@@ -64,9 +83,10 @@ class FSDPBackend:
         self.compute_dtype = resolve_dtype(args.dtype, device)
         self.decay_steps = args.lr_decay_iters or total_steps
         self.step = 0  # optimizer steps taken
-        self.model = PackedCausalLM(load_pretrained(args.hf_checkpoint))
+        self.model = build_model(args, role)
         self.shape = ModelShape.from_hf_config(self.model.lm.config)
-        shard(self.model, init_device_mesh(device.type, (world_size,)), self.compute_dtype)
+        self.mesh = init_device_mesh(device.type, (world_size,))
+        shard(self.model, self.mesh, self.compute_dtype)
         self.model.to(device)
         self.model.eval()
         self.optimizer = build_optimizer(args, self.model.lm.named_parameters())
@@ -74,30 +94,53 @@ class FSDPBackend:
 
     # -- passes ------------------------------------------------------------------------------------------------------
 
-    def log_probs(self, mbs: list[MicroBatch], *, weights: str = LIVE, entropy: bool = False) -> TokenLists:
+    def log_probs(
+        self,
+        mbs: list[MicroBatch],
+        *,
+        weights: str = LIVE,
+        entropy: bool = False,
+        at_head: HeadFunction | None = None,
+    ) -> TokenLists:
         """Log-probs (and entropies) of every response token under the weights tagged `weights`."""
-        found: dict[int, tuple[Tensor, Tensor | None]] = {}
-        with self.copies.active(weights), self._resharded(), torch.no_grad():
-            for mb in mbs:
-                out = self._forward(mb.to(self.device), entropy=entropy)
-                parts = split_by_sample(out.log_probs.cpu(), mb)
-                entropies = split_by_sample(out.entropy.cpu(), mb) if entropy else [None] * len(parts)
-                # zip stops at once for a micro-batch of weight zero: it has no positions.
-                found.update(
-                    (p, pair) for p, pair in zip(mb.positions, zip(parts, entropies, strict=True), strict=False)
-                )
-        ordered = [found[p] for p in sorted(found)]
-        return TokenLists([lp for lp, _ in ordered], [h for _, h in ordered] if entropy else None)
+        passes = self._passes(mbs, weights, entropy=entropy, at_head=at_head)
+        found = {name: dict(values) for name, values in passes.items()}
+        ordered = {name: [values[p] for p in sorted(values)] for name, values in found.items()}
+        return TokenLists(ordered["log_probs"], ordered.get("entropy"), ordered.get("extra"))
 
-    def train_step(self, mbs: list[MicroBatch], loss: Loss, denominators: Denominators) -> StepStats:
+    def values(self, mbs: list[MicroBatch]) -> list[Tensor]:
+        """The critic's value of every response token, [R_i] fp32 on the CPU."""
+        assert self.critic is not None, "this run has no critic"
+        found = dict(self.critic._passes(mbs, LIVE)["values"])
+        return [found[p] for p in sorted(found)]
+
+    def _passes(self, mbs: list[MicroBatch], weights: str, **options: Any) -> dict[str, list[tuple[int, Tensor]]]:
+        """(position, [R_i, ...]) of every sample for each kind of output, from passes without gradients."""
+        found: dict[str, list[tuple[int, Tensor]]] = {}
+        with self._holding(weights) as model, torch.no_grad():
+            for mb in mbs:
+                out = self._forward(mb.to(self.device), model=model, **options)
+                for name in ("log_probs", "entropy", "values", "extra"):
+                    if (flat := getattr(out, name)) is not None:
+                        # zip stops at once for a micro-batch of weight zero: it has no positions.
+                        pairs = zip(mb.positions, split_by_sample(flat.cpu(), mb), strict=False)
+                        found.setdefault(name, []).extend(pairs)
+        return found
+
+    def train_step(
+        self, mbs: list[MicroBatch], loss: Loss, denominators: Denominators, *, model: str = "actor"
+    ) -> StepStats:
         """One optimizer step over all micro-batches; raises without applying it when a number is not finite."""
+        if model == "critic":
+            assert self.critic is not None, "this run has no critic"
+            return self.critic.train_step(mbs, loss, denominators)
         self.model.train()
         # FSDP averages gradients over the ranks; the loss is a sum over them.
         scale = self.layout.dp_size / denominators.value
         sums: dict[str, Tensor] = {}
         for mb in mbs:
             mb = mb.to(self.device)
-            out = self._forward(mb, entropy=loss.needs_entropy, logits=loss.needs_logits)
+            out = self._forward(mb, entropy=loss.needs_entropy, logits=loss.needs_logits, at_head=loss.at_head)
             value, metrics = loss.fn(out, mb)
             (value * scale).backward()
             for name, metric in metrics.items():
@@ -108,23 +151,30 @@ class FSDPBackend:
         rates = self._apply(grad_norm)
         return StepStats(metrics=metrics, grad_norm=grad_norm, learning_rates=rates)
 
-    def _forward(self, mb: MicroBatch, *, entropy: bool = False, logits: bool = False) -> TokenOutputs:
-        log_probs, entropies, full = self.model(
-            mb,
-            temperature=self.args.rollout_temperature,
-            chunk_size=self.args.log_probs_chunk_size,
-            entropy=entropy,
-            logits=logits,
+    def _forward(self, mb: MicroBatch, *, model: nn.Module | None = None, **options: Any) -> TokenOutputs:
+        model = model or self.model
+        if isinstance(model, PackedScalarLM):
+            return TokenOutputs(log_probs=None, values=model(mb)[0])
+        log_probs, entropies, full, extra = model(
+            mb, temperature=self.args.rollout_temperature, chunk_size=self.args.log_probs_chunk_size, **options
         )
-        return TokenOutputs(log_probs=log_probs, entropy=entropies, logits=full)
+        return TokenOutputs(log_probs=log_probs, entropy=entropies, logits=full, extra=extra)
 
     @contextmanager
-    def _resharded(self) -> Iterator[None]:
-        """After a pass without backward FSDP keeps the root gathered; a later change of the shards would go unseen."""
-        try:
-            yield
-        finally:
-            self.model.reshard()
+    def _holding(self, weights: str) -> Iterator[nn.Module]:
+        """The model with the weights tagged `weights`, for passes without gradients."""
+        if weights == "teacher" and self.teacher is not None:
+            self.teacher.to(self.device)
+            yield self.teacher
+            self.teacher.reshard()
+            self.teacher.to("cpu")
+            return
+        with self.copies.active(weights):
+            try:
+                yield self.model
+            finally:
+                # Without a backward FSDP keeps the root gathered; a later change of the shards would go unseen.
+                self.model.reshard()
 
     def _gradients(self) -> list[Tensor]:
         return [local(p.grad) for p in self.model.parameters() if p.grad is not None]
@@ -160,6 +210,12 @@ class FSDPBackend:
         self.step += 1
         return tuple(group["lr"] for group in self.optimizer.param_groups)
 
+    def reset_optimizer(self) -> None:
+        """Forget the moments of actor and critic; the schedules go on."""
+        self.optimizer.state.clear()
+        if self.critic is not None:
+            self.critic.reset_optimizer()
+
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """Element-wise sum over the data-parallel ranks, the same on all of them."""
         if self.layout.dp_size > 1:
@@ -178,6 +234,27 @@ class FSDPBackend:
         with self._keep_live(weights):
             checkpoint.load_hf_weights(self.model, path)
             self.copies.copy(LIVE, weights)
+
+    def load_teacher(self, path: str | Path) -> None:
+        """Keep the model of the HF folder `path` under the tag "teacher"; its vocabulary must be the policy's."""
+        source = load_pretrained(path)
+        own, theirs = self.model.lm.config.vocab_size, source.config.vocab_size
+        if own != theirs:
+            raise ValueError(
+                f"--opd-teacher-load {path} has {theirs} tokens in its vocabulary, --hf-checkpoint has {own}: a teacher "
+                "scores the policy's own tokens, so both must share one tokenizer; choose a teacher of the same family."
+            )
+        if checkpoint.fingerprint(source)["digest"] == checkpoint.fingerprint(self.model.lm)["digest"]:
+            self.load_hf(path, weights="teacher")
+            return
+        self.teacher = PackedCausalLM(source).requires_grad_(False).eval()
+        shard(self.teacher, self.mesh, self.compute_dtype)
+
+    def output_matrix(self, weights: str) -> Tensor:
+        """The whole output matrix [V, H] of the weights tagged `weights`, in the dtype of the passes, on this device."""
+        with self._holding(weights) as model:
+            matrix = gather_full(model.lm.get_output_embeddings().weight.detach())
+            return matrix.to(self.device, self.compute_dtype, copy=True)
 
     @contextmanager
     def _keep_live(self, weights: str) -> Iterator[None]:
@@ -207,7 +284,10 @@ class FSDPBackend:
     def save_hf(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
         """Write an HF folder that `from_pretrained` reads, with the tokenizer of --hf-checkpoint; appears whole or not at all."""
         limit = self.args.update_weight_buffer_size
-        hf_export.save_folder(self.model.lm, Path(path), self.args.hf_checkpoint, limit, dtype, self.rank)
+        scalar = isinstance(self.model, PackedScalarLM)
+        hf_export.save_folder(
+            self.model.lm, Path(path), self.args.hf_checkpoint, limit, dtype, self.rank, scalar=scalar
+        )
         dist.barrier()
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
@@ -215,17 +295,48 @@ class FSDPBackend:
     def save(self, path: str | Path) -> dict[str, Any]:
         """Write weights, optimizer (unless --no-save-optim), schedule position and random state into the folder `path`.
 
-        Returns the manifest that stands beside them."""
+        A critic has a folder of its own in it, and so has a reference that moves. Returns the manifest beside them."""
+        if self.critic is not None:
+            self.critic.save(Path(path) / "critic")
+        for tag in self._saved_tags():
+            with self.copies.active(tag):
+                checkpoint.save_weights(self, Path(path) / tag)
         return checkpoint.save(self, Path(path), with_optimizer=not self.args.no_save_optim)
+
+    def _saved_tags(self) -> list[str]:
+        """Copies that cannot be read again from where they came: a refreshed reference, and the weights of older pushes."""
+        tags = ["ref"] if self.args.ref_update_interval else []
+        return [tag for tag in [*tags, "rollout", "old"] if tag in self.copies]
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Read a folder written by `save`, also by another number of ranks; with --finetune only its weights."""
+        if self.critic is not None:
+            self._load_critic(Path(path))
+        for tag in ("ref", "rollout", "old"):
+            if (Path(path) / tag).is_dir() and not self.args.finetune:
+                with self._keep_live(tag):
+                    checkpoint.load_weights(self, Path(path) / tag)
+                    self.copies.copy(LIVE, tag)
         return checkpoint.load(self, Path(path), weights_only=self.args.finetune)
+
+    def _load_critic(self, path: Path) -> None:
+        if (path / "critic").is_dir():
+            self.critic.load(path / "critic")
+        elif self.args.finetune:
+            logger.warning("checkpoint %s has no critic: it starts from %s.", path, self.critic.args.hf_checkpoint)
+        else:
+            raise ValueError(
+                f"checkpoint {path} has no critic, but --advantage-estimator {self.args.advantage_estimator} trains one: resume "
+                "with the estimator it was saved with, or take only its weights with --finetune."
+            )
 
     def move(self, *, params: str | torch.device | None = None, optimizer: str | torch.device | None = None) -> None:
         """Put parameters and optimizer state on a device; None leaves them where they are. Nothing to do on CPU."""
         if self.device.type == "cpu":
             return
+        if self.critic is not None:
+            # A push needs the actor alone: the critic's weights come only for training, with the optimizers.
+            self.critic.move(params=optimizer if params is not None else None, optimizer=optimizer)
         if params is not None:
             self.model.to(params)
         if optimizer is not None:
@@ -236,6 +347,14 @@ class FSDPBackend:
                         state[key] = value.to(optimizer)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
+
+
+def build_model(args: Any, role: str) -> nn.Module:
+    """The model of a role, on the CPU: a policy, a critic that looks before each token, a reward model that looks after."""
+    lm = load_pretrained(args.hf_checkpoint)
+    if role == "critic" or args.loss_type == "rm_loss":
+        return PackedScalarLM(lm, args.hf_checkpoint, after_token=role != "critic", seed=args.seed)
+    return PackedCausalLM(lm)
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:

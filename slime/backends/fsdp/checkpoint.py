@@ -96,6 +96,38 @@ def check_same_model(saved: dict[str, Any], own: dict[str, Any], path: Path) -> 
     )
 
 
+def check_same_decoder(lm: nn.Module, own: nn.Module, flag: str, path: str) -> None:
+    """A model that reads the policy's tokens beside it has its shape, whatever its head."""
+    heads = (lm.get_output_embeddings(), own.get_output_embeddings())
+    shapes = [
+        {n: list(p.shape) for n, p in model.named_parameters() if p is not head.weight}
+        for model, head in zip((lm, own), heads, strict=True)
+    ]
+    # A tied output matrix is the input embedding, which both have.
+    names = sorted(name for name in shapes[0].keys() & shapes[1].keys() if shapes[0][name] != shapes[1][name])
+    if (
+        names
+        or lm.config.model_type != own.config.model_type
+        or lm.config.num_hidden_layers != own.config.num_hidden_layers
+    ):
+        found = (
+            f"{names[0]} is {shapes[0][names[0]]} there and {shapes[1][names[0]]} here" if names else "other layers"
+        )
+        raise ValueError(
+            f"{flag} {path} is of another size or family than --hf-checkpoint ({found}): it must have the same decoder; leave "
+            f"{flag} out to start from --hf-checkpoint."
+        )
+
+
+def save_weights(backend: Any, path: Path) -> None:
+    """Only the weights that the live model holds now."""
+    dcp.save(_state(backend, with_optimizer=False), checkpoint_id=path)
+
+
+def load_weights(backend: Any, path: Path) -> None:
+    dcp.load(_state(backend, with_optimizer=False), checkpoint_id=path)
+
+
 def _check_optimizer(manifest: dict[str, Any], optimizer: str, path: Path) -> None:
     if manifest["optimizer"] is None:
         raise ValueError(

@@ -80,11 +80,23 @@ def _layer_of(name: str) -> str:
 
 
 def save_folder(
-    lm: nn.Module, path: Path, source: str, bucket_bytes: int, dtype: torch.dtype | None, rank: int
+    lm: nn.Module,
+    path: Path,
+    source: str,
+    bucket_bytes: int,
+    dtype: torch.dtype | None,
+    rank: int,
+    *,
+    scalar: bool = False,
 ) -> None:
-    """Write the model next to `path`, then rename."""
+    """Write the model next to `path`, then rename. `scalar`: its output layer is one row, the head of a reward model."""
     # Heavy import, only needed where a model is saved.
     from transformers import AutoConfig
 
     dtype = dtype or AutoConfig.from_pretrained(source).dtype or torch.float32
-    hf_folder.save(buckets(lm, bucket_bytes, dtype), path, source, dtype, rank)
+    stream = buckets(lm, bucket_bytes, dtype)
+    if scalar:
+        head = lm.get_output_embeddings().weight
+        own = next(name for name, parameter in lm.named_parameters() if parameter is head)
+        stream = ([("score.weight" if name == own else name, tensor) for name, tensor in bucket] for bucket in stream)
+    hf_folder.save(stream, path, source, dtype, rank, scalar=scalar)

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from slime.algorithms.logprobs import chunked_log_probs
 from slime.backends.attention import refuse_unsupported, register
-from slime.backends.base import MicroBatch
+from slime.backends.base import HeadFunction, MicroBatch
 
 
 class PackedCausalLM(nn.Module):
@@ -29,16 +29,26 @@ class PackedCausalLM(nn.Module):
             )
 
     def forward(
-        self, mb: MicroBatch, *, temperature: float, chunk_size: int = -1, entropy: bool = False, logits: bool = False
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Log-probs [R], entropy [R] or None, logits [1, T, V] or None: a tuple, so that FSDP finds the tensors."""
+        self,
+        mb: MicroBatch,
+        *,
+        temperature: float,
+        chunk_size: int = -1,
+        entropy: bool = False,
+        logits: bool = False,
+        at_head: HeadFunction | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Log-probs [R], entropy [R] or None, logits [1, T, V] or None, the result of `at_head` or None.
+
+        A tuple, so that FSDP finds the tensors."""
         decoder = self.lm.base_model
         hidden = decoder(
             input_ids=mb.input_ids, position_ids=mb.position_ids, use_cache=False, documents=mb.documents
         ).last_hidden_state[0]
         weight = self.lm.get_output_embeddings().weight
+        chosen = hidden.index_select(0, mb.logit_positions)
         log_probs, entropies = chunked_log_probs(
-            hidden.index_select(0, mb.logit_positions),
+            chosen,
             weight,
             mb.targets,
             temperature=temperature,
@@ -46,7 +56,7 @@ class PackedCausalLM(nn.Module):
             with_entropy=entropy,
         )
         full = (hidden @ weight.T)[None].float() / temperature if logits else None
-        return log_probs, entropies, full
+        return log_probs, entropies, full, at_head(chosen, weight, mb) if at_head is not None else None
 
 
 def load_pretrained(path: str | Path) -> nn.Module:

@@ -1,0 +1,29 @@
+"""Losses over pairs of a preferred and a rejected answer: DPO for a policy, Bradley-Terry for a reward model."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def compute_dpo_loss(
+    chosen: Tensor,
+    rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    beta: float,
+    label_smoothing: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss [P] and the implicit rewards [P] of both answers, from summed log-probs [P] of policy and reference.
+
+    An answer's implicit reward is beta x (log pi - log pi_ref); the loss is -log sigmoid of their difference, where a
+    share `label_smoothing` of the labels is taken to be wrong.
+    """
+    chosen_rewards = beta * (chosen - ref_chosen)
+    rejected_rewards = beta * (rejected - ref_rejected)
+    margins = chosen_rewards - rejected_rewards
+    loss = -(1 - label_smoothing) * F.logsigmoid(margins) - label_smoothing * F.logsigmoid(-margins)
+    return loss, chosen_rewards.detach(), rejected_rewards.detach()
+
+
+def compute_bradley_terry_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | float = 0.0) -> Tensor:
+    """Loss [P] of the scores [P]: -log sigmoid(chosen - rejected - margin)."""
+    return -F.logsigmoid(chosen - rejected - margin)

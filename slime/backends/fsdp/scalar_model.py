@@ -1,0 +1,62 @@
+"""A decoder with a scalar head: the critic's value of each response token, or a reward model's score."""
+
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from slime.backends.base import MicroBatch
+
+HEAD = "score.weight"  # its name in a folder of transformers' sequence classification
+
+
+class PackedScalarLM(nn.Module):
+    """One number per response token: read before the token (what a critic may know) or after it (what a judge sees).
+
+    The causal LM keeps its place, so that sharding, checkpoints and names are those of the policy; only its output matrix
+    becomes a row.
+    """
+
+    def __init__(self, lm: nn.Module, path: str | Path, *, after_token: bool, seed: int) -> None:
+        super().__init__()
+        self.offset = 1 if after_token else 0
+        hidden = lm.get_input_embeddings().embedding_dim
+        head = nn.Linear(hidden, 1, bias=False, dtype=torch.float32)
+        saved = read_head(path)
+        if saved is not None:
+            head.weight.data.copy_(saved)
+        else:
+            # Every rank draws the same numbers: each keeps its part of one matrix.
+            head.weight.data.normal_(0.0, 0.02, generator=torch.Generator().manual_seed(seed))
+        lm.config.tie_word_embeddings = False
+        lm.set_output_embeddings(head)
+        self.lm = lm
+
+    def forward(self, mb: MicroBatch) -> tuple[Tensor]:
+        """Values [R] in fp32, in a tuple, so that FSDP finds the tensor. No temperature: these are no logits."""
+        hidden = self.lm.base_model(
+            input_ids=mb.input_ids, position_ids=mb.position_ids, use_cache=False, documents=mb.documents
+        ).last_hidden_state[0]
+        chosen = hidden.index_select(0, mb.logit_positions + self.offset)
+        # A copy: FSDP must not hand out a view.
+        return (self.lm.get_output_embeddings()(chosen).squeeze(-1).to(torch.float32, copy=True),)
+
+
+def read_head(path: str | Path) -> Tensor | None:
+    """The scalar head of a reward model's folder; None where there is none (a causal LM, a hub id)."""
+    from safetensors import safe_open  # with transformers, only needed where a model is built
+
+    folder = Path(path)
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        name = json.loads(index.read_text())["weight_map"].get(HEAD)
+        files = [folder / name] if name else []
+    else:
+        files = [folder / "model.safetensors"]
+    for file in files:
+        if file.is_file():
+            with safe_open(file, framework="pt") as tensors:
+                if HEAD in tensors.keys():  # noqa: SIM118 - not a dict
+                    return tensors.get_tensor(HEAD).float()
+    return None
