@@ -83,11 +83,12 @@ class Supervisor:
         finally:
             for hold in holds:
                 hold.release()
-        if code is not None:
-            return code
-        self._workers = _descendants(self._server.pid)
-        _write_ready(Path(self._options.ready_file), port)
-        return self._wait_for_end()
+        if code is None:
+            self._workers = _descendants(self._server.pid)
+            _write_ready(Path(self._options.ready_file), port)
+            code = self._wait_for_end()
+        _kill_rest_of_group()
+        return code
 
     def _hold(self, port: int) -> PortHold:
         """The port of an earlier life of this engine may still be held by a process on its way out: ask again."""
@@ -151,19 +152,35 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _descendants(pid: int) -> set[int]:
-    """Processes below `pid`, whatever their depth."""
-    parents = {}
+def _processes() -> dict[int, tuple[int, int]]:
+    """Every process: its parent and its process group."""
+    found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError, IndexError):
-                # the name in parentheses may hold spaces; the parent is the second field after it
-                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                # the name in parentheses may hold spaces; after it come state, parent, group
+                parent, group = (entry / "stat").read_text().rpartition(")")[2].split()[1:3]
+                found[int(entry.name)] = (int(parent), int(group))
+    return found
+
+
+def _descendants(pid: int) -> set[int]:
+    """Processes below `pid`, whatever their depth."""
+    parents = {child: parent for child, (parent, _) in _processes().items()}
     found, frontier = set(), {pid}
     while frontier:
         frontier = {child for child, parent in parents.items() if parent in frontier} - found
         found |= frontier
     return {child for child in found if b"resource_tracker" not in _command_line(child)}
+
+
+def _kill_rest_of_group() -> None:
+    """Workers that a dead server left behind."""
+    own, own_group = os.getpid(), os.getpgid(0)
+    for pid, (_, group) in _processes().items():
+        if group == own_group and pid != own:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def _command_line(pid: int) -> bytes:

@@ -1,0 +1,151 @@
+"""The process around an SGLang server, with a stand-in for the server: ports, readiness, and an end that leaves nothing."""
+
+import os
+import signal
+import socket
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import psutil
+import pytest
+
+from slime.engines.server import EngineServer, EngineStartError, LaunchPlan
+from slime.engines.sglang import supervisor
+from slime.engines.sglang.command import SGLangOptions, server_words
+
+# Serves /health_generate after a moment, with one worker process; `--taken N` ends N times as if the port were taken.
+SERVER = """
+import http.server, os, subprocess, sys, time
+port, folder, taken = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+starts = os.path.join(folder, "starts")
+with open(starts, "a") as file: file.write(str(port) + "\\n")
+if len(open(starts).readlines()) <= taken:
+    sys.exit("[Errno 98] error while attempting to bind: address already in use")
+if taken < 0: time.sleep(600)
+worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+with open(os.path.join(folder, "pids"), "w") as file: file.write(f"{os.getpid()} {worker.pid}")
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+    def log_message(self, *args): pass
+http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    """start(taken=0) -> an EngineServer around the stand-in, launched."""
+    (tmp_path / "server.py").write_text(SERVER)
+    started = []
+
+    def make(taken: int = 0, timeout_s: float = 30.0) -> EngineServer:
+        def command(port: int, ready_file: Path, life_fd: int) -> list[str]:
+            words = [sys.executable, supervisor.__file__, "--host", "127.0.0.1", "--port", str(port)]
+            words += ["--ready-file", str(ready_file), "--life-fd", str(life_fd), "--"]
+            return [*words, sys.executable, str(tmp_path / "server.py"), supervisor.PORT, str(tmp_path), str(taken)]
+
+        server = EngineServer(LaunchPlan("engine-0", command, {}, tmp_path / "engine.log", timeout_s))
+        started.append(server)
+        server.launch()
+        return server
+
+    yield make
+    for server in started:
+        server.stop()
+
+
+def pids(folder: Path) -> list[int]:
+    return [int(pid) for pid in (folder / "pids").read_text().split()]
+
+
+def all_gone(numbers: list[int], within_s: float = 5.0) -> bool:
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        if not any(psutil.pid_exists(n) and psutil.Process(n).status() != "zombie" for n in numbers):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_it_is_ready_when_the_server_answers_a_probe(start, tmp_path):
+    url = start().wait_ready()
+    with urllib.request.urlopen(f"{url}/health_generate") as answer:
+        assert answer.status == 200
+    assert f"{url.rpartition(':')[2]}\n" == (tmp_path / "starts").read_text()
+
+
+def test_stopping_ends_server_and_workers(start, tmp_path):
+    server = start()
+    server.wait_ready()
+    server.stop()
+    assert all_gone(pids(tmp_path))
+
+
+def test_all_end_when_the_run_is_gone(start, tmp_path):
+    server = start()
+    server.wait_ready()
+    server._life.close()  # what the kernel does when the driver is killed
+    assert all_gone([server.pid, *pids(tmp_path)])
+
+
+def test_a_killed_supervisor_takes_the_server_along(start, tmp_path):
+    server = start()
+    server.wait_ready()
+    os.kill(server.pid, signal.SIGKILL)
+    assert all_gone(pids(tmp_path)[:1])
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_the_death_of_server_or_worker_is_the_death_of_the_engine(start, tmp_path, victim):
+    server = start()
+    server.wait_ready()
+    os.kill(pids(tmp_path)[victim], signal.SIGKILL)
+    assert all_gone(pids(tmp_path))
+    server._process.wait(5)
+    assert not server.alive()
+
+
+def test_a_restarted_engine_keeps_its_port(start, tmp_path):
+    server = start()
+    url = server.wait_ready()
+    server.kill()
+    server.launch()
+    assert server.wait_ready() == url
+
+
+def test_a_port_that_was_taken_meanwhile_is_replaced(start, tmp_path):
+    server = start(taken=1)
+    server.wait_ready()
+    assert len((tmp_path / "starts").read_text().split()) == 2
+
+
+def test_a_held_port_is_given_to_nobody_who_asks_for_any():
+    hold = supervisor.PortHold("127.0.0.1", 0)
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", hold.port))
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("127.0.0.1", hold.port))
+        server.listen()
+    hold.release()
+
+
+def test_a_server_that_never_answers_is_given_up_with_its_last_words(start):
+    server = start(taken=-1, timeout_s=1.0)
+    with pytest.raises(EngineStartError, match=r"not done after 1.0 s .*last lines of .*engine.log"):
+        server.wait_ready()
+
+
+def test_the_user_s_own_flags_come_last_and_replace_our_limits():
+    options = SGLangOptions("python", "/model", True, "float32", 1, 7, False, extra=["--max-total-tokens", "99"])
+    words = server_words(options)
+    assert words[-2:] == ["--max-total-tokens", "99"] and words.count("--max-total-tokens") == 1
+    assert words[words.index("--device") + 1] == "cpu" and "--enable-memory-saver" not in words
+
+
+def test_a_gpu_server_gets_no_flag_of_the_cpu():
+    words = server_words(SGLangOptions("python", "/model", False, "bfloat16", 4, 7, True))
+    assert "--device" not in words and "--enable-memory-saver" in words
+    assert words[words.index("--tp-size") + 1] == "4"
