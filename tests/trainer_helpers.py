@@ -59,6 +59,7 @@ def trainer_args(model: str, **changes) -> SimpleNamespace:
         skip_on_policy_check=False,
         logprob_diff_threshold=None,
         allow_sampling_mismatch=False,
+        embedded_dtype="auto",
         nonfinite_action="stop",
         overlong_buffer_len=None,
         overlong_penalty_factor=1.0,

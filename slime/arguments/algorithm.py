@@ -88,8 +88,8 @@ class AlgorithmFlags:
     skip_on_policy_check: bool = flag(False, "do not check that the first step of a rollout starts at ratio 1")
     logprob_diff_threshold: float | None = flag(
         None,
-        "mean difference between the log-probs of engine and trainer that stops the run; 0: never; default: 0.02 in "
-        "float32, 0.2 in bfloat16",
+        "mean difference between the log-probs of engine and trainer that stops the run; 0: never; default: 0.02 "
+        "where both compute in float32, else 0.2",
         ge=0,
     )
     nonfinite_action: str = flag(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from slime.backends.attention import PackedDocuments
+from slime.utils.errors import RunStopped
 
 Metrics = dict[str, Tensor]  # scalar sums over the micro-batch, detached
 Bucket = list[tuple[str, Tensor]]  # hub names
@@ -126,7 +127,7 @@ class StepStats:
     learning_rates: tuple[float, ...]  # per parameter group
 
 
-class NonFiniteStepError(ArithmeticError):
+class NonFiniteStepError(RunStopped, ArithmeticError):
     """The loss or the gradient norm of a step is NaN or infinite; the step was not applied."""
 
 

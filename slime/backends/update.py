@@ -225,7 +225,7 @@ def _train(
     try:
         stats = backend.train_step(mbs, loss, denominators)
     except NonFiniteStepError as error:
-        report = save_nonfinite(args, rollout_id, index, backend.layout.dp_rank, batch, watch, error)
+        report = save_nonfinite(backend, args, rollout_id, index, batch, watch, error)
         if args.nonfinite_action == "stop":
             raise NonFiniteStepError(f"{error} {report}") from error
         logger.warning("%s %s", error, report)
@@ -234,7 +234,7 @@ def _train(
     if args.loss_type == "policy_loss" and index == 0:
         recorded_now = old == "log_probs" and "log_probs" in batch and not backend.has_weights("old")
         if recorded_now and not args.skip_on_policy_check:
-            check_on_policy(backend, stats)
+            check_on_policy(backend, stats, step.num_tokens)
         metrics |= agreement(backend, args, batch, watch, weight_version)
     return metrics
 

@@ -41,13 +41,15 @@ class TokenWatch:
         return samples
 
 
-def check_on_policy(backend: TrainBackend, stats: StepStats) -> None:
+def check_on_policy(backend: TrainBackend, stats: StepStats, num_tokens: float) -> None:
     """The first step of a rollout starts where its old log-probs were recorded, so every ratio is 1."""
     limit = ON_POLICY_LIMITS.get(backend.compute_dtype, 1e-3)
-    # bf16 passes differ token by token in their last bits; only the mean must vanish.
-    name = "ppo_kl_abs" if backend.compute_dtype == torch.float32 else "ppo_kl"
-    found = max(abs(stats.metrics[name]), abs(stats.metrics["ois"] - 1.0))
-    if found > limit:
+    name = "ppo_kl_abs"
+    if backend.compute_dtype != torch.float32:
+        # Such passes may differ token by token in their last bits: only the mean must vanish, as far as its tokens tell.
+        name = "ppo_kl"
+        limit += 3.0 * stats.metrics["ppo_kl_abs"] / math.sqrt(max(num_tokens, 1.0))
+    if abs(stats.metrics[name]) > limit or abs(stats.metrics["ois"] - 1.0) > 10 * limit:
         raise RunStopped(
             f"the first optimizer step on new samples has {name} {stats.metrics[name]:.3g} and a mean ratio of "
             f"{stats.metrics['ois']:.6f}, but the policy has not changed since its log-probs were recorded (limit "
@@ -97,7 +99,7 @@ def _stop_if_apart(
 ) -> None:
     threshold = args.logprob_diff_threshold
     if threshold is None:
-        threshold = LOGPROB_DIFF_THRESHOLDS[str(backend.compute_dtype).removeprefix("torch.")]
+        threshold = LOGPROB_DIFF_THRESHOLDS["float32" if _computes_alike(backend, args) else "bfloat16"]
     # A truncated sampling distribution was accepted by flag, and differs by design.
     if not threshold or not count or args.allow_sampling_mismatch or not total / count > threshold:
         return
@@ -122,6 +124,11 @@ def _stop_if_apart(
     )
 
 
+def _computes_alike(backend: TrainBackend, args: Any) -> bool:
+    """Whether engine and trainer both compute in fp32. An engine follows the trainer unless told otherwise."""
+    return backend.compute_dtype == torch.float32 and args.embedded_dtype != "bfloat16"
+
+
 def _describe(batch: RolloutBatch, position: int, t: int, trainer: float) -> str:
     prompt = len(batch["tokens"][position]) - batch["response_lengths"][position]
     return (
@@ -132,11 +139,17 @@ def _describe(batch: RolloutBatch, position: int, t: int, trainer: float) -> str
 
 
 def save_nonfinite(
-    args: Any, rollout_id: int, step: int, rank: int, batch: RolloutBatch, watch: TokenWatch, error: NonFiniteStepError
+    backend: TrainBackend,
+    args: Any,
+    rollout_id: int,
+    step: int,
+    batch: RolloutBatch,
+    watch: TokenWatch,
+    error: NonFiniteStepError,
 ) -> str:
     """Save the samples that broke a step with their terms; returns a sentence that names them and the file.
 
-    When all terms of this rank are finite (the gradient overflowed later, or another rank's did) all its samples are saved.
+    When the terms of every rank are finite (the gradient overflowed later) each rank saves all its samples.
     """
     samples = watch.by_sample()
     broken = {
@@ -146,10 +159,13 @@ def save_nonfinite(
         for position, terms in samples.items()
     }
     broken = {position: names for position, names in broken.items() if names}
-    chosen = broken or {position: [] for position in samples}
     folder = Path(args.run_dir) / "nonfinite"
+    anywhere = int(backend.sum_over_ranks(torch.tensor([len(broken)], dtype=torch.float64)))
+    if anywhere and not broken:
+        return f"{anywhere} samples of other ranks have such terms; these ranks saved them in {folder}."
+    chosen = broken or {position: [] for position in samples}
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"rollout_{rollout_id}_step_{step}_rank_{rank}.pt"
+    path = folder / f"rollout_{rollout_id}_step_{step}_rank_{backend.layout.dp_rank}.pt"
     rows = [
         {
             "sample_index": batch["sample_indices"][p],

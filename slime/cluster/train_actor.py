@@ -39,7 +39,7 @@ class TrainActor:
         self._store: dist.Store | None = None
         self._sender: Sender | None = None
         self._live_sender: LiveSender | None = None
-        self._version: int | None = None  # number under which the engines know the current weights
+        self._version: int | None = None  # of the current weights; None: engines never got any
 
     def open_store(self) -> int:
         """Rank 0: the meeting point of the ranks; returns its port."""
@@ -92,6 +92,8 @@ class TrainActor:
             on_step=lambda _, values: steps.append(values),
             weight_version=self._version,
         )
+        if self._version is not None:
+            self._version += 1  # the weights have moved on, whether or not they are pushed before the next batch
         return TrainReport({k: v for k, v in metrics.items() if not k.startswith("train/")}, steps)
 
     def export(self, version: str, dtype: str | None) -> Parcel | None:

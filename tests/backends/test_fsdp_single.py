@@ -188,8 +188,8 @@ def test_the_learning_rate_warms_up_and_decays(model):
         learning_rate(args, 3, None)
 
 
-def test_a_step_with_a_broken_number_is_not_applied(model):
-    args = trainer_args(model)
+def test_a_step_with_a_broken_number_is_not_applied(model, tmp_path):
+    args = trainer_args(model, run_dir=str(tmp_path))
     backend = backend_of(args)
     batch = samples_to_batch(args, random_samples(2, 4))
     batch["rewards"][3] = float("inf")
