@@ -49,8 +49,10 @@ class Screen:
             yield
 
     def show_outcome(self, outcome: Outcome, task: Task, *, num_held_out: int, control: str | None) -> None:
-        self.console.print(accuracy_table(outcome, num_held_out))
+        self.say(f"\nHeld-out accuracy, {num_held_out} questions never trained on:")
+        self.console.print(accuracy_table(outcome))
         if outcome.examples:
+            self.say("Greedy answers to held-out questions:")
             self.console.print(example_table(outcome))
         self.say(f"Split: {task.split}")
         if control is None:
@@ -71,7 +73,7 @@ class LiveView:
             TimeElapsedColumn(),
         )
         self._phase = phase
-        self._values: list[float] = []
+        self._values: dict[int, float] = {}  # by step: a run may report the same value twice
         self._notes = ""
         self._progress = Progress(*columns, console=console)
         self._bar = self._progress.add_task(phase.title, total=phase.num_steps, value="starting")
@@ -87,10 +89,11 @@ class LiveView:
         if ACCURACY["greedy"] in record:
             self._notes = f"  held-out {record[ACCURACY['greedy']]:.1%}"
         if self._phase.value_key in record:
-            self._values.append(record[self._phase.value_key])
-            self._progress.update(self._bar, completed=int(record["step"]) + 1)
+            self._values[int(record["step"])] = record[self._phase.value_key]
+            self._progress.update(self._bar, completed=len(self._values))
         if self._values:
-            latest = f"{self._phase.value_name} {self._values[-1]:.3f} {sparkline(self._values)}"
+            values = list(self._values.values())
+            latest = f"{self._phase.value_name} {values[-1]:.3f} {sparkline(values)}"
             self._progress.update(self._bar, value=latest + self._notes)
 
 
@@ -101,6 +104,7 @@ class PlainView:
         self._console = console
         self._phase = phase
         self._stride = max(1, phase.num_steps // NUM_PLAIN_LINES)
+        self._done = 0
 
     def __enter__(self) -> "PlainView":
         self._console.print(f"{self._phase.title}: {self._phase.num_steps} steps")
@@ -115,10 +119,10 @@ class PlainView:
             self._console.print(f"  held-out accuracy: greedy {greedy:.1%}, sampled {sampled:.1%}")
         if self._phase.value_key not in record:
             return
-        done = int(record["step"]) + 1
-        if done % self._stride == 0 or done == self._phase.num_steps:
+        seen, self._done = self._done, int(record["step"]) + 1
+        if self._done > seen and (self._done % self._stride == 0 or self._done == self._phase.num_steps):
             value = record[self._phase.value_key]
-            self._console.print(f"  step {done}/{self._phase.num_steps}  {self._phase.value_name} {value:.3f}")
+            self._console.print(f"  step {self._done}/{self._phase.num_steps}  {self._phase.value_name} {value:.3f}")
 
 
 def sparkline(values: list[float]) -> str:
@@ -129,8 +133,8 @@ def sparkline(values: list[float]) -> str:
     return "".join(BLOCKS[round((value - low) * scale)] for value in shown)
 
 
-def accuracy_table(outcome: Outcome, num_held_out: int) -> Table:
-    table = Table(title=f"Held-out accuracy, {num_held_out} questions never trained on")
+def accuracy_table(outcome: Outcome) -> Table:
+    table = Table()
     for heading in ("answers", "before", "after"):
         table.add_column(heading, justify="left" if heading == "answers" else "right")
     for name, values in outcome.accuracy.items():
@@ -139,7 +143,7 @@ def accuracy_table(outcome: Outcome, num_held_out: int) -> Table:
 
 
 def example_table(outcome: Outcome) -> Table:
-    table = Table(title="Greedy answers to held-out questions")
+    table = Table()
     for heading in ("question", "right", "before", "after"):
         table.add_column(heading, overflow="fold")
     for example in outcome.examples:
