@@ -84,7 +84,7 @@ def make_family(path, kind: str, **changes) -> str:
     config = AutoConfig.for_model(kind, **(common | extra | changes))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             # Norms start at one and biases at zero: a wrong pairing of either would go unseen.
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)

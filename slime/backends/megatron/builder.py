@@ -17,7 +17,6 @@ from torch import nn
 from slime.backends.megatron.layers import block_spec
 from slime.backends.megatron.model import PackedGPTModel
 
-
 # Which dimension of a module's weight is cut over tensor-parallel ranks.
 _CUT = ((ColumnParallelLinear, 0), (VocabParallelEmbedding, 0), (RowParallelLinear, 1))
 
@@ -56,8 +55,21 @@ def _mark_cut_weights(model: nn.Module) -> None:
     for module in model.modules():
         for kind, dim in _CUT:
             if isinstance(module, kind) and module.weight is not None:
-                if not hasattr(module.weight, "tensor_model_parallel"):
-                    set_tensor_model_parallel_attributes(module.weight, True, dim, 1)
+                _mark(module, dim, model.config)
+
+
+def _mark(module: nn.Module, dim: int, config: TransformerConfig) -> None:
+    repeated = (
+        getattr(module, "is_expert", False)
+        and config.expert_model_parallel_size == 1
+        and config.expert_tensor_parallel_size == 1 < config.tensor_model_parallel_size
+    )
+    if not hasattr(module.weight, "tensor_model_parallel"):
+        set_tensor_model_parallel_attributes(module.weight, not repeated, dim, 1)
+    if repeated:
+        # Whole experts on every tensor-parallel rank, each seeing its slice of the sequence. Without expert parallelism
+        # Megatron takes them for cut weights and would leave their gradients unsummed.
+        module.weight.sequence_parallel = True
 
 
 def wrap_for_training(
