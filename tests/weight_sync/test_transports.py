@@ -30,7 +30,7 @@ def state(model) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def engine(model, tmp_path_factory):
-    """(control of an engine process, the run's prefix of shared memory)."""
+    """(control of an engine process, what it says of itself, the run's prefix of shared memory)."""
     prefix = shm.make_prefix()
     command = embedded_command(
         model_path=str(model),
@@ -47,19 +47,20 @@ def engine(model, tmp_path_factory):
     server = EngineServer(LaunchPlan("engine-0", command, thread_environment(1), log, 120.0))
     server.launch()
     server.wait_ready()
-    yield EngineControl(server.url), prefix
+    control = EngineControl(server.url)
+    yield control, run(control.info()), prefix
     server.stop()
     shm.unlink_prefix(prefix)
 
 
-@pytest.fixture(params=["tensor", "disk"])
+@pytest.fixture(params=["shared_memory", "disk"])
 def transport(request):
     return TRANSPORTS[request.param]
 
 
 @pytest.fixture
 def sender(transport, engine, model, tmp_path):
-    made = transport.make_sender(SenderOptions(engine[1], tmp_path / "weights", str(model)))
+    made = transport.make_sender(SenderOptions(engine[2], tmp_path / "weights", str(model)))
     yield made
     made.close()
 
@@ -77,41 +78,41 @@ def send(sender, state: dict[str, torch.Tensor], version: str):
 
 
 def test_a_push_is_received_whole_and_compares_equal(transport, sender, engine, state):
-    control, prefix = engine
+    control, info, prefix = engine
     parcel = send(sender, changed(state, 0.25), "run:1")
-    receipt = run(transport.deliver(parcel, control))
+    receipt = run(transport.deliver(parcel, control, info))
     check_receipt(parcel, receipt, control.url)
     assert receipt.version == run(control.version()) == "run:1"
     assert parcel.num_tensors == len(state)
-    assert run(transport.compare(parcel, control, prefix)) == []
+    assert run(transport.compare(parcel, control, info, prefix)) == []
 
 
 def test_perturbed_tensors_are_named_by_the_comparison(transport, sender, engine, state):
-    control, prefix = engine
-    run(transport.deliver(send(sender, state, "run:2"), control))
+    control, info, prefix = engine
+    run(transport.deliver(send(sender, state, "run:2"), control, info))
     other = dict(state)
     names = ["model.layers.0.self_attn.q_proj.weight", "model.norm.weight"]
     for name in names:
         other[name] = state[name].clone()
         other[name].view(-1)[-1] += 1e-6 + other[name].view(-1)[-1].abs() * 1e-3
     parcel = send(sender, other, "run:3")  # made, but not delivered
-    assert sorted(run(transport.compare(parcel, control, prefix))) == sorted(names)
+    assert sorted(run(transport.compare(parcel, control, info, prefix))) == sorted(names)
 
 
 def test_an_engine_with_other_weights_is_caught_by_its_receipt(sender, transport, engine, state):
-    control, _ = engine
+    control, info, _ = engine
     old = send(sender, state, "run:4")
-    receipt = run(transport.deliver(old, control))
+    receipt = run(transport.deliver(old, control, info))
     new = send(sender, changed(state, 1.0), "run:5")
     with pytest.raises(RuntimeError, match=r"holds other weights than were pushed: version run:5 sent but run:4 held"):
         check_receipt(new, receipt, control.url)
 
 
 def test_a_checksum_that_differs_is_caught_although_the_version_agrees(engine, model, state, tmp_path):
-    tensor = TRANSPORTS["tensor"]
-    sender = tensor.make_sender(SenderOptions(engine[1], tmp_path, str(model)))
+    shared_memory = TRANSPORTS["shared_memory"]
+    sender = shared_memory.make_sender(SenderOptions(engine[2], tmp_path, str(model)))
     parcel = send(sender, state, "run:6")
-    receipt = run(tensor.deliver(parcel, engine[0]))
+    receipt = run(shared_memory.deliver(parcel, *engine[:2]))
     assert receipt.checksum == parcel.checksum
     with pytest.raises(RuntimeError, match=r"checksum \d+ sent but \d+ held"):
         check_receipt(parcel, replace(receipt, checksum=receipt.checksum ^ 1), "engine-0")
@@ -119,14 +120,14 @@ def test_a_checksum_that_differs_is_caught_although_the_version_agrees(engine, m
 
 
 def test_an_engine_that_comes_late_takes_the_parcel_while_the_next_is_written(transport, sender, engine, state):
-    control, prefix = engine
+    control, info, prefix = engine
     current = send(sender, changed(state, 0.5), "run:7")
     items = list(changed(state, 2.0).items())
     sender.send(items[:5])  # the next version is on its way when an engine restarts
-    check_receipt(current, run(transport.deliver(current, control)), control.url)
-    assert run(transport.compare(current, control, prefix)) == []
+    check_receipt(current, run(transport.deliver(current, control, info)), control.url)
+    assert run(transport.compare(current, control, info, prefix)) == []
     sender.send(items[5:])
-    check_receipt(nxt := sender.finish("run:8"), run(transport.deliver(nxt, control)), control.url)
+    check_receipt(nxt := sender.finish("run:8"), run(transport.deliver(nxt, control, info)), control.url)
 
 
 # ---- senders -----------------------------------------------------------------------------------------------------
@@ -148,7 +149,7 @@ def segments(parcel) -> list[str]:
 
 
 def test_shared_memory_takes_turns_between_two_sets_of_segments(prefix, tmp_path):
-    sender = TRANSPORTS["tensor"].make_sender(options(prefix, tmp_path))
+    sender = TRANSPORTS["shared_memory"].make_sender(options(prefix, tmp_path))
     parcels = [send(sender, {"a": torch.ones(8) * i, "b": torch.ones(9) * i}, f"run:{i}") for i in range(5)]
     assert segments(parcels[0]) == segments(parcels[2]) == segments(parcels[4])
     assert segments(parcels[1]) == segments(parcels[3])
@@ -161,7 +162,7 @@ def test_shared_memory_takes_turns_between_two_sets_of_segments(prefix, tmp_path
 
 
 def test_a_segment_that_became_too_small_is_replaced_and_removed(prefix, tmp_path):
-    sender = TRANSPORTS["tensor"].make_sender(options(prefix, tmp_path))
+    sender = TRANSPORTS["shared_memory"].make_sender(options(prefix, tmp_path))
     for version, size in enumerate((8, 8, 800, 800, 8)):
         parcel = send(sender, {"a": torch.ones(size), "b": torch.ones(size)}, f"run:{version}")
     assert parcel.nbytes == 2 * 32
@@ -197,13 +198,18 @@ def test_the_disk_shows_no_half_written_version_and_the_next_sender_clears_it(pr
 
 
 def test_auto_takes_shared_memory_where_every_engine_does():
-    assert choose_transport("auto", ["disk", "shared_memory"]).name == "tensor"
-    assert choose_transport("auto", ["disk", "distributed"]).name == "disk"
+    assert choose_transport("auto", ["disk", "shared_memory"]).name == "shared_memory"
+    assert choose_transport("tensor", ["disk", "shared_memory"]).name == "shared_memory"
+    assert choose_transport("auto", ["disk"]).name == "disk"
 
 
 def test_a_transport_that_the_engines_do_not_take_is_refused_by_flag():
     assert choose_transport("disk", ["disk", "shared_memory"]).name == "disk"
-    with pytest.raises(ValueError, match=r"--update-weight-transport tensor needs .*'shared_memory'; these take disk"):
+    with pytest.raises(
+        ValueError, match=r"--update-weight-transport tensor needs .*'shared_memory'.*; these take disk"
+    ):
         choose_transport("tensor", ["disk"])
-    with pytest.raises(ValueError, match="no weight transport"):
+    with pytest.raises(
+        ValueError, match=r"--update-weight-transport auto needs engines that take .*; these take smoke_signals"
+    ):
         choose_transport("auto", ["smoke_signals"])
