@@ -272,6 +272,7 @@ def test_ctrl_c_is_one_line(world, neighbours):
 
 
 def test_a_checkpoint_of_another_model_is_told(world, neighbours, end):
+    assert (world / "ckpt" / "step_0000000").is_dir(), "the run before this one saved nothing"
     other = make_tiny_model(world / "other", hidden=32)
     ended = end("other-model", hf_checkpoint=other, load=world / "ckpt", save=world / "ckpt", num_rollout=2)
     assert_one_message(
