@@ -121,6 +121,16 @@ def trainer_args(model: str, **changes) -> SimpleNamespace:
         adam_eps=1e-8,
         clip_grad=1.0,
         update_weight_buffer_size=512 * 1024**2,
+        tensor_model_parallel_size=1,
+        context_parallel_size=1,
+        activation_checkpointing="none",
+        fsdp_cpu_offload=False,
+        compile=None,
+        only_train_params_name_list=None,
+        freeze_params_name_list=None,
+        lora_rank=0,
+        lora_alpha=32.0,
+        lora_target_modules=["all-linear"],
     )
     unknown = changes.keys() - values.keys()
     assert not unknown, f"no such flag: {unknown}"

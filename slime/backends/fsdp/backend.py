@@ -3,20 +3,18 @@
 import logging
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from slime.backends.base import (
     Bucket,
     Denominators,
     HeadFunction,
-    Layout,
     Loss,
     MicroBatch,
     NonFiniteStepError,
@@ -24,9 +22,15 @@ from slime.backends.base import (
     TokenLists,
     TokenOutputs,
 )
-from slime.backends.fsdp import checkpoint, hf_export
-from slime.backends.fsdp.model import PackedCausalLM, gather_full, load_pretrained, local, shard
+from slime.backends.context_parallel import StreamShare
+from slime.backends.fsdp import checkpoint, hf_export, loading, lora, tensor_parallel
+from slime.backends.fsdp.experts import ExpertLoad, load_metrics
+from slime.backends.fsdp.layers import decoder_layers, prepare_layers
+from slime.backends.fsdp.mesh import Mesh
+from slime.backends.fsdp.model import PackedCausalLM, gather_full, local, reshard, shard
 from slime.backends.fsdp.scalar_model import PackedScalarLM
+from slime.backends.fsdp.trainable import choose_trainable
+from slime.backends.fsdp.working_copy import WorkingCopy
 from slime.backends.microbatch import split_by_sample
 from slime.backends.optimizer import build_optimizer, learning_rate
 from slime.backends.roles import critic_settings, needs_critic, needs_reference
@@ -39,16 +43,22 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def create_backend(
-    args: Any, *, rank: int, world_size: int, device: str | torch.device, total_steps: int | None = None
+    args: Any,
+    *,
+    rank: int,
+    world_size: int,
+    device: str | torch.device,
+    total_steps: int | None = None,
+    random_weights: bool = False,
 ) -> "FSDPBackend":
     """The trainer of this rank with the weights of --hf-checkpoint, and the models that its algorithm needs beside it.
 
     torch.distributed must be initialised. `total_steps` is the number of optimizer steps of the run, over which the
-    learning rate decays when --lr-decay-iters is not given.
+    learning rate decays when --lr-decay-iters is not given. `random_weights`: only the config is read, as speed tests do.
     """
     assert dist.is_initialized(), "torch.distributed must be initialised before a trainer is created"
     place = {"rank": rank, "world_size": world_size, "device": torch.device(device), "total_steps": total_steps}
-    backend = FSDPBackend(args, **place)
+    backend = FSDPBackend(args, **place, random_weights=random_weights)
     if needs_reference(args):
         backend.load_hf(args.ref_load or args.hf_checkpoint, weights="ref")
     if needs_critic(args):
@@ -72,12 +82,14 @@ class FSDPBackend:
         device: torch.device,
         total_steps: int | None = None,
         role: str = "actor",
+        random_weights: bool = False,
     ) -> None:
         self.args = args
         self.critic: FSDPBackend | None = None  # set by create_backend: a second model and optimizer on the same ranks
         self.teacher: PackedCausalLM | None = None  # a teacher of another shape; one of the same is a tagged copy
         self.rank = rank
-        self.layout = Layout(dp_size=world_size, dp_rank=rank)
+        self.mesh = Mesh.build(args, rank, world_size, device.type)
+        self.layout = self.mesh.layout
         self.device = device
         self.optimizer_device = device
         self.compute_dtype = resolve_dtype(args.dtype, device)
@@ -85,12 +97,40 @@ class FSDPBackend:
         self.step = 0  # optimizer steps taken
         self.model = build_model(args, role)
         self.shape = ModelShape.from_hf_config(self.model.lm.config)
-        self.mesh = init_device_mesh(device.type, (world_size,))
-        shard(self.model, self.mesh, self.compute_dtype)
-        self.model.to(device)
-        self.model.eval()
+        choose_trainable(args, self.model.lm)
+        lora.add_adapters(args, self.model.lm)
+        self.expert_load = ExpertLoad(self.model.lm)
+        self.working = self._place(self.model, None if random_weights else args.hf_checkpoint)
         self.optimizer = build_optimizer(args, self.model.lm.named_parameters())
         self.copies = WeightCopies(lambda: [local(p.data) for p in self.model.parameters()])
+
+    def _place(self, model: nn.Module, path: str | Path | None) -> WorkingCopy | None:
+        """Spread the model over the ranks, give it storage and read the weights of `path` into it (None: random ones).
+
+        A rank that is alone with its model needs no sharding; in 16 bit it computes on a copy, which is returned."""
+        args, layers = self.args, decoder_layers(model.lm)
+        known = loading.known_values(model.lm)
+        prepare_layers(layers, checkpointing=args.activation_checkpointing, compiled=self._compiles())
+        if self.mesh.tensor is not None:
+            tensor_parallel.apply(model.lm, self.mesh.tensor)
+        alone = dist.get_world_size() == 1 and not args.fsdp_cpu_offload
+        if not alone:
+            shard(model, self.mesh.shard, self.compute_dtype, offload=args.fsdp_cpu_offload)
+        loading.allocate(model, torch.device("cpu") if args.fsdp_cpu_offload else self.device)
+        if path is None:
+            loading.fill_randomly(model.lm, args.seed)
+        else:
+            loading.fill(model.lm, path, known)
+        model.eval()
+        return WorkingCopy(model, self.compute_dtype) if alone and self.compute_dtype != torch.float32 else None
+
+    def _compiles(self) -> bool:
+        """By default on GPUs. Routing to experts has shapes that depend on data, and cut matrices are DTensors: not these."""
+        if self.args.compile is not None:
+            return self.args.compile
+        config = self.model.lm.config.get_text_config()
+        plain = self.mesh.tensor is None and self.mesh.context_group is None and not hasattr(config, "num_experts")
+        return self.device.type == "cuda" and plain
 
     # -- passes ------------------------------------------------------------------------------------------------------
 
@@ -118,8 +158,9 @@ class FSDPBackend:
         """(position, [R_i, ...]) of every sample for each kind of output, from passes without gradients."""
         found: dict[str, list[tuple[int, Tensor]]] = {}
         with self._holding(weights) as model, torch.no_grad():
-            for mb in mbs:
-                out = self._forward(mb.to(self.device), model=model, **options)
+            sent = [self._send(mb, model) for mb in mbs]
+            outputs = [self._forward(mb, share, model=model, **options) for mb, share in sent]
+            for mb, out in zip(mbs, outputs, strict=True):
                 for name in ("log_probs", "entropy", "values", "extra"):
                     if (flat := getattr(out, name)) is not None:
                         # zip stops at once for a micro-batch of weight zero: it has no positions.
@@ -134,29 +175,45 @@ class FSDPBackend:
         if model == "critic":
             assert self.critic is not None, "this run has no critic"
             return self.critic.train_step(mbs, loss, denominators)
-        self.model.train()
-        # FSDP averages gradients over the ranks; the loss is a sum over them.
-        scale = self.layout.dp_size / denominators.value
+        # FSDP averages gradients over the ranks that share parameters; the loss is a sum over them.
+        scale = self.layout.dp_size * self.layout.cp_size / denominators.value
         sums: dict[str, Tensor] = {}
-        for mb in mbs:
-            mb = mb.to(self.device)
-            out = self._forward(mb, entropy=loss.needs_entropy, logits=loss.needs_logits, at_head=loss.at_head)
-            value, metrics = loss.fn(out, mb)
-            (value * scale).backward()
-            for name, metric in metrics.items():
-                sums[name] = sums[name] + metric if name in sums else metric
+        self.model.train()
+        with self._working():
+            # All inputs cross before the loop: inside it the host never waits for the device.
+            for mb, share in [self._send(mb, self.model) for mb in mbs]:
+                out = self._forward(
+                    mb, share, entropy=loss.needs_entropy, logits=loss.needs_logits, at_head=loss.at_head
+                )
+                value, metrics = loss.fn(out, mb)
+                (value * scale).backward()
+                for name, metric in metrics.items():
+                    sums[name] = sums[name] + metric if name in sums else metric
         self.model.eval()
         metrics, grad_norm = self._reduce(sums, denominators)
+        if (counts := self.expert_load.take()) is not None:
+            metrics |= load_metrics(self._sum_over_tokens(counts))
         self._check_finite(metrics, grad_norm)
         rates = self._apply(grad_norm)
         return StepStats(metrics=metrics, grad_norm=grad_norm, learning_rates=rates)
 
-    def _forward(self, mb: MicroBatch, *, model: nn.Module | None = None, **options: Any) -> TokenOutputs:
+    def _send(self, mb: MicroBatch, model: nn.Module) -> tuple[MicroBatch, StreamShare | None]:
+        """The micro-batch on the device, and this rank's share of it under context parallelism."""
+        if self.mesh.context_group is None:
+            return mb.to(self.device), None
+        after = isinstance(model, PackedScalarLM) and bool(model.offset)
+        size, rank = self.layout.cp_size, self.layout.cp_rank
+        share = StreamShare.of(mb, size, rank, self.mesh.context_group, after_token=after)
+        return mb.to(self.device), share.to(self.device)
+
+    def _forward(
+        self, mb: MicroBatch, share: StreamShare | None, *, model: nn.Module | None = None, **options: Any
+    ) -> TokenOutputs:
         model = model or self.model
         if isinstance(model, PackedScalarLM):
-            return TokenOutputs(log_probs=None, values=model(mb)[0])
+            return TokenOutputs(log_probs=None, values=model(mb, share)[0])
         log_probs, entropies, full, extra = model(
-            mb, temperature=self.args.rollout_temperature, chunk_size=self.args.log_probs_chunk_size, **options
+            mb, share, temperature=self.args.rollout_temperature, chunk_size=self.args.log_probs_chunk_size, **options
         )
         return TokenOutputs(log_probs=log_probs, entropy=entropies, logits=full, extra=extra)
 
@@ -166,26 +223,43 @@ class FSDPBackend:
         if weights == "teacher" and self.teacher is not None:
             self.teacher.to(self.device)
             yield self.teacher
-            self.teacher.reshard()
+            reshard(self.teacher)
             self.teacher.to("cpu")
             return
-        with self.copies.active(weights):
+        with self.copies.active(weights), self._working():
             try:
                 yield self.model
             finally:
-                # Without a backward FSDP keeps the root gathered; a later change of the shards would go unseen.
-                self.model.reshard()
+                reshard(self.model)
+
+    def _working(self) -> AbstractContextManager[None]:
+        """Passes run inside: on the 16-bit copy of the weights where sharding does not make one."""
+        return self.working.active() if self.working is not None else nullcontext()
 
     def _gradients(self) -> list[Tensor]:
         return [local(p.grad) for p in self.model.parameters() if p.grad is not None]
 
+    def _square_of_gradients(self) -> Tensor:
+        """This rank's part of the squared gradient norm: what tensor-parallel ranks hold alike counts once over them."""
+        gradients = self._gradients()
+        if not gradients:
+            return torch.zeros((), dtype=torch.float64, device=self.device)
+        squares = torch.stack(torch._foreach_norm(gradients)).double().square()
+        if self.mesh.tensor is not None:
+            parameters = [p for p in self.model.parameters() if p.grad is not None]
+            shares = [1.0 if tensor_parallel.is_cut(p) else 1.0 / self.layout.tp_size for p in parameters]
+            squares = squares * torch.tensor(shares, dtype=torch.float64, device=squares.device)
+        return squares.sum().to(self.device)
+
     def _reduce(self, sums: dict[str, Tensor], denominators: Denominators) -> tuple[dict[str, float], float]:
         """Metrics over the whole step and the global gradient norm, in one collective and one transfer."""
         names = sorted(sums)
-        gradients = self._gradients()
-        square = torch.stack(torch._foreach_norm(gradients)).double().square().sum() if gradients else torch.zeros(())
-        values = torch.stack([*(sums[name].double() for name in names), square.to(self.device).double()])
-        values = self.sum_over_ranks(values).tolist()
+        # Ranks of one replica hold the same metrics: each brings its part of them to the sum over all ranks.
+        alike = self.layout.cp_size * self.layout.tp_size
+        values = torch.stack([*(sums[name].double() / alike for name in names), self._square_of_gradients()])
+        if dist.get_world_size() > 1:
+            dist.all_reduce(values)
+        values = values.tolist()
         metrics = {name: value / denominators.value for name, value in zip(names, values, strict=False)}
         return metrics, math.sqrt(values[-1]) if values[-1] >= 0 else math.nan
 
@@ -220,8 +294,14 @@ class FSDPBackend:
         """Element-wise sum over the data-parallel ranks, the same on all of them."""
         if self.layout.dp_size > 1:
             values = values.to(self.device)
-            dist.all_reduce(values)
+            dist.all_reduce(values, group=self.mesh.data_group)
         return values
+
+    def _sum_over_tokens(self, counts: Tensor) -> Tensor:
+        """Sum over the ranks that hold different tokens."""
+        if self.mesh.shard.size() > 1:
+            dist.all_reduce(counts, group=self.mesh.shard.get_group())
+        return counts
 
     def forward_flops(self, lengths: list[int]) -> float:
         """Operations of one forward pass over documents of these lengths."""
@@ -237,7 +317,7 @@ class FSDPBackend:
 
     def load_teacher(self, path: str | Path) -> None:
         """Keep the model of the HF folder `path` under the tag "teacher"; its vocabulary must be the policy's."""
-        source = load_pretrained(path)
+        source = loading.empty_model(path)
         own, theirs = self.model.lm.config.vocab_size, source.config.vocab_size
         if own != theirs:
             raise ValueError(
@@ -247,8 +327,11 @@ class FSDPBackend:
         if checkpoint.fingerprint(source)["digest"] == checkpoint.fingerprint(self.model.lm)["digest"]:
             self.load_hf(path, weights="teacher")
             return
-        self.teacher = PackedCausalLM(source).requires_grad_(False).eval()
-        shard(self.teacher, self.mesh, self.compute_dtype)
+        self.teacher = PackedCausalLM(source).requires_grad_(False)
+        shard(self.teacher, self.mesh.shard, self.compute_dtype)
+        loading.allocate(self.teacher, torch.device("cpu"))
+        loading.fill(source, path)
+        self.teacher.eval()
 
     def output_matrix(self, weights: str) -> Tensor:
         """The whole output matrix [V, H] of the weights tagged `weights`, in the dtype of the passes, on this device."""
@@ -282,12 +365,16 @@ class FSDPBackend:
             yield from hf_export.buckets(self.model.lm, limit, dtype)
 
     def save_hf(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
-        """Write an HF folder that `from_pretrained` reads, with the tokenizer of --hf-checkpoint; appears whole or not at all."""
+        """Write an HF folder that `from_pretrained` reads, with the tokenizer of --hf-checkpoint; appears whole or not at all.
+
+        Adapters are merged into it, and stand alone in its folder `adapter`."""
         limit = self.args.update_weight_buffer_size
         scalar = isinstance(self.model, PackedScalarLM)
         hf_export.save_folder(
             self.model.lm, Path(path), self.args.hf_checkpoint, limit, dtype, self.rank, scalar=scalar
         )
+        if self.args.lora_rank:
+            lora.save_adapter(self.args, self.model.lm, Path(path) / "adapter", self.rank)
         dist.barrier()
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
@@ -337,9 +424,11 @@ class FSDPBackend:
         if self.critic is not None:
             # A push needs the actor alone: the critic's weights come only for training, with the optimizers.
             self.critic.move(params=optimizer if params is not None else None, optimizer=optimizer)
-        if params is not None:
+        if params is not None and not self.args.fsdp_cpu_offload:
             self.model.to(params)
-        if optimizer is not None:
+            if self.working is not None:
+                self.working.drop()
+        if optimizer is not None and not self.args.fsdp_cpu_offload:
             self.optimizer_device = torch.device(optimizer)
             for state in self.optimizer.state.values():
                 for key, value in state.items():
@@ -350,8 +439,8 @@ class FSDPBackend:
 
 
 def build_model(args: Any, role: str) -> nn.Module:
-    """The model of a role, on the CPU: a policy, a critic that looks before each token, a reward model that looks after."""
-    lm = load_pretrained(args.hf_checkpoint)
+    """The model of a role, without storage: a policy, a critic that looks before each token, a reward model that looks after."""
+    lm = loading.empty_model(args.hf_checkpoint)
     if role == "critic" or args.loss_type == "rm_loss":
         return PackedScalarLM(lm, args.hf_checkpoint, after_token=role != "critic", seed=args.seed)
     return PackedCausalLM(lm)

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-from slime.backends.fsdp.model import PackedCausalLM, load_pretrained
+from slime.backends.fsdp import loading
+from slime.backends.fsdp.lora import hub_name, is_adapter
 from slime.backends.optimizer import init_state
 
 logger = logging.getLogger(__name__)
@@ -27,9 +27,10 @@ FORMAT_VERSION = 1
 MANIFEST = "trainer.json"
 
 
-def fingerprint(lm: nn.Module) -> dict[str, Any]:
+def fingerprint(lm: nn.Module, *, adapters: bool = True) -> dict[str, Any]:
     """What must agree for weights to be exchangeable: the model type, and name and shape of every parameter."""
-    shapes = {name: list(parameter.shape) for name, parameter in lm.named_parameters()}
+    parameters = [(name, p) for name, p in lm.named_parameters() if adapters or not is_adapter(name)]
+    shapes = {name if adapters else hub_name(name): list(parameter.shape) for name, parameter in parameters}
     digest = hashlib.sha256(json.dumps([lm.config.model_type, shapes], sort_keys=True).encode()).hexdigest()
     return {"model_type": lm.config.model_type, "shapes": shapes, "digest": digest}
 
@@ -142,7 +143,10 @@ def _check_optimizer(manifest: dict[str, Any], optimizer: str, path: Path) -> No
 
 def _state(backend: Any, with_optimizer: bool) -> dict[str, Any]:
     """Live tensors by name; reading a checkpoint writes into them in place."""
-    names = {parameter: name for name, parameter in backend.model.lm.named_parameters()}
+    # With adapters the model itself is that of --hf-checkpoint, and stays there.
+    trained_only = bool(backend.args.lora_rank)
+    parameters = backend.model.lm.named_parameters()
+    names = {parameter: name for name, parameter in parameters if parameter.requires_grad or not trained_only}
     state: dict[str, Any] = {f"model.{name}": parameter.data for parameter, name in names.items()}
     if with_optimizer:
         for parameter, name in names.items():
@@ -175,8 +179,7 @@ def _load_random_state(file: Path, rank: int) -> None:
     random.setstate((version, tuple(internal), gauss))
 
 
-def load_hf_weights(model: PackedCausalLM, path: str | Path) -> None:
+def load_hf_weights(model: nn.Module, path: str | Path) -> None:
     """Read the weights of the HF folder `path` into the sharded model; another architecture is a ValueError."""
-    source = load_pretrained(path)
-    check_same_model(fingerprint(source), fingerprint(model.lm), Path(path))
-    set_model_state_dict(model.lm, source.state_dict(), options=StateDictOptions(full_state_dict=True, strict=False))
+    check_same_model(fingerprint(loading.empty_model(path)), fingerprint(model.lm, adapters=False), Path(path))
+    loading.fill(model.lm, path)

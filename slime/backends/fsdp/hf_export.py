@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from slime.backends import hf_folder
 from slime.backends.base import Bucket
-from slime.backends.fsdp.model import gather_full
+from slime.backends.fsdp.lora import merged
 
 
 def named_tensors(lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -43,27 +43,26 @@ def buckets(lm: nn.Module, bucket_bytes: int, dtype: torch.dtype | None) -> Iter
 def _hub_tensors(lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Gathered tensors, renamed and split as the hub checkpoint has them. Families that transformers fuses in memory are
     reverted a decoder layer at a time, because one hub tensor never spans two layers."""
-    if not _is_converted(lm):
-        for name, tensor in named_tensors(lm):
-            yield name, gather_full(tensor)
+    if not is_converted(lm):
+        yield from merged(lm, named_tensors(lm))
         return
     # Only present in transformers 5, and only needed for fused families.
     from transformers.core_model_loading import revert_weight_conversion
 
     layer: dict[str, Tensor] = {}
     current = None
-    for name, tensor in named_tensors(lm):
+    for name, tensor in merged(lm, named_tensors(lm)):
         key = _layer_of(name)
         if key != current and layer:
             yield from revert_weight_conversion(lm, layer).items()
             layer = {}
         current = key
-        layer[name] = gather_full(tensor)
+        layer[name] = tensor
     if layer:
         yield from revert_weight_conversion(lm, layer).items()
 
 
-def _is_converted(lm: nn.Module) -> bool:
+def is_converted(lm: nn.Module) -> bool:
     # Only present in transformers 5; dense families have no conversions.
     from transformers.conversion_mapping import get_model_conversion_mapping
 

@@ -17,9 +17,7 @@ from torch import Tensor, nn
 
 from slime.backends.attention import refuse_unsupported, register
 from slime.backends.fsdp.hf_export import is_converted, named_tensors
-
-# A layer that carries an adapter keeps its own weight under this name.
-ADAPTED = ".base_layer."
+from slime.backends.fsdp.lora import hub_name, is_adapter
 
 
 def empty_model(path: str | Path) -> nn.Module:
@@ -63,7 +61,7 @@ def allocate(model: nn.Module, device: torch.device) -> None:
 def fill(lm: nn.Module, path: str | Path, known: dict[str, Tensor] | None = None) -> None:
     """Write the weights of the HF folder or hub id `path`, and the `known` ones, into this rank's shards."""
     known = known or {}
-    wanted = {name: tensor for name, tensor in named_tensors(lm) if name not in known}
+    wanted = {name: t for name, t in named_tensors(lm) if name not in known and not is_adapter(name)}
     for name, tensor in named_tensors(lm):
         if name in known:
             write_part(tensor, lambda region, value=known[name]: value[region])
@@ -76,9 +74,16 @@ def fill(lm: nn.Module, path: str | Path, known: dict[str, Tensor] | None = None
             write_part(tensor, source[hub_name(name)])
 
 
-def hub_name(name: str) -> str:
-    """The name in a checkpoint of a parameter that may have got an adapter."""
-    return name.replace(ADAPTED, ".")
+@torch.no_grad()
+def fill_randomly(lm: nn.Module, seed: int) -> None:
+    """Weights as at the start of a training from nothing, where only the shapes matter."""
+    for name, tensor in named_tensors(lm):
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        if tensor.ndim > 1:
+            generator = torch.Generator(local.device).manual_seed(seed + len(name))
+            local.normal_(0.0, 0.02, generator=generator)
+        else:
+            local.fill_(0.0 if name.endswith("bias") else 1.0)
 
 
 def _open_files(folder: Path, stack: ExitStack) -> dict[str, Callable[[tuple[slice, ...]], Tensor]] | None:

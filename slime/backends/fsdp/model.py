@@ -1,16 +1,24 @@
 """An HF causal LM as the trainer sees it: packed tokens in, log-probs of the response tokens out; sharded by FSDP2."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from slime.algorithms.logprobs import chunked_log_probs
-from slime.backends.attention import refuse_unsupported, register
 from slime.backends.base import HeadFunction, MicroBatch
+from slime.backends.context_parallel import StreamShare
+from slime.backends.fsdp.layers import decoder_layers
+
+
+def run_decoder(lm: nn.Module, mb: MicroBatch, share: StreamShare | None) -> Tensor:
+    """Hidden states [T, H] of the packed stream, or of this rank's share of it."""
+    stream = mb if share is None else share
+    return lm.base_model(
+        input_ids=stream.input_ids, position_ids=stream.position_ids, use_cache=False, documents=stream.documents
+    ).last_hidden_state[0]
 
 
 class PackedCausalLM(nn.Module):
@@ -31,6 +39,7 @@ class PackedCausalLM(nn.Module):
     def forward(
         self,
         mb: MicroBatch,
+        share: StreamShare | None = None,
         *,
         temperature: float,
         chunk_size: int = -1,
@@ -40,50 +49,44 @@ class PackedCausalLM(nn.Module):
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Log-probs [R], entropy [R] or None, logits [1, T, V] or None, the result of `at_head` or None.
 
-        A tuple, so that FSDP finds the tensors."""
-        decoder = self.lm.base_model
-        hidden = decoder(
-            input_ids=mb.input_ids, position_ids=mb.position_ids, use_cache=False, documents=mb.documents
-        ).last_hidden_state[0]
+        With a `share` this rank runs its part of the stream, and the ranks' results are put together again. A tuple, so that
+        FSDP finds the tensors."""
+        hidden = run_decoder(self.lm, mb, share)
         weight = self.lm.get_output_embeddings().weight
-        chosen = hidden.index_select(0, mb.logit_positions)
+        chosen = hidden.index_select(0, mb.logit_positions if share is None else share.rows)
         log_probs, entropies = chunked_log_probs(
             chosen,
             weight,
-            mb.targets,
+            mb.targets if share is None else mb.targets.index_select(0, share.places),
             temperature=temperature,
             chunk_size=chunk_size,
             with_entropy=entropy,
         )
+        if share is not None:
+            assert not logits and at_head is None, "the whole stream's logits are not on one rank"
+            log_probs = share.join(log_probs, len(mb.targets))
+            entropies = share.join(entropies, len(mb.targets)) if entropy else None
         full = (hidden @ weight.T)[None].float() / temperature if logits else None
         return log_probs, entropies, full, at_head(chosen, weight, mb) if at_head is not None else None
 
 
-def load_pretrained(path: str | Path) -> nn.Module:
-    """The HF model in fp32 (the master weights) on CPU, on the packed attention."""
-    # Heavy import, only needed where a model is built.
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    if not (Path(path) / "config.json").is_file() and Path(path).exists():
-        raise ValueError(f"--hf-checkpoint {path}: no config.json there, so it is not a Hugging Face model folder.")
-    refuse_unsupported(AutoConfig.from_pretrained(path))
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=register())
-    model.config.use_cache = False
-    return model
-
-
-def shard(model: PackedCausalLM, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
+def shard(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype, *, offload: bool = False) -> None:
     """FSDP2 over the decoder layers and the root: fp32 shards, computation in `compute_dtype`, reduction in fp32."""
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute_dtype == torch.float32 else compute_dtype,
         reduce_dtype=None if compute_dtype == torch.float32 else torch.float32,
         cast_forward_inputs=False,
     )
-    layer_names = set(model.lm._no_split_modules or ())
-    for module in list(model.lm.modules()):
-        if type(module).__name__ in layer_names:
-            fully_shard(module, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    pinned = mesh.device_type != "cpu"
+    place = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
+    for module in [*decoder_layers(model.lm), model]:
+        fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=place)
+
+
+def reshard(model: nn.Module) -> None:
+    """Without a backward FSDP keeps the root gathered; a later change of the shards would go unseen."""
+    if hasattr(model, "reshard"):
+        model.reshard()
 
 
 def local(tensor: Any) -> Tensor:

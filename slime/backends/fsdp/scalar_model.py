@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from slime.backends.base import MicroBatch
+from slime.backends.context_parallel import StreamShare
+from slime.backends.fsdp.model import run_decoder
 
 HEAD = "score.weight"  # its name in a folder of transformers' sequence classification
 
@@ -33,14 +35,14 @@ class PackedScalarLM(nn.Module):
         lm.set_output_embeddings(head)
         self.lm = lm
 
-    def forward(self, mb: MicroBatch) -> tuple[Tensor]:
+    def forward(self, mb: MicroBatch, share: StreamShare | None = None) -> tuple[Tensor]:
         """Values [R] in fp32, in a tuple, so that FSDP finds the tensor. No temperature: these are no logits."""
-        hidden = self.lm.base_model(
-            input_ids=mb.input_ids, position_ids=mb.position_ids, use_cache=False, documents=mb.documents
-        ).last_hidden_state[0]
-        chosen = hidden.index_select(0, mb.logit_positions + self.offset)
+        hidden = run_decoder(self.lm, mb, share)
+        rows = mb.logit_positions + self.offset if share is None else share.rows
+        values = self.lm.get_output_embeddings()(hidden.index_select(0, rows)).squeeze(-1)
         # A copy: FSDP must not hand out a view.
-        return (self.lm.get_output_embeddings()(chosen).squeeze(-1).to(torch.float32, copy=True),)
+        values = values.to(torch.float32, copy=True)
+        return (values if share is None else share.join(values, len(mb.targets)),)
 
 
 def read_head(path: str | Path) -> Tensor | None:

@@ -28,7 +28,8 @@ _STYLES: dict[str, Any] = {
 def apply(lm: nn.Module, mesh: DeviceMesh) -> None:
     """Cut the decoder of `lm` over the one-dimensional `mesh`."""
     size, config = mesh.size(), lm.config.get_text_config()
-    plan = dict(getattr(lm.base_model, "_tp_plan", None) or getattr(config, "base_model_tp_plan", None) or {})
+    # What stands outside of the layers (embedding, output matrix) stays whole.
+    plan = {k: v for k, v in (config.base_model_tp_plan or {}).items() if k.startswith("layers.")}
     if not plan or getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None):
         raise ValueError(
             f"--tensor-model-parallel-size {size}: {config.model_type} has no plan for it in this version (models with experts "

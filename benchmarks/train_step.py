@@ -1,0 +1,491 @@
+"""How much of one GPU does a training step use, and what does each part of it cost?
+
+Random weights of Qwen3 shapes, responses with long-tail lengths packed without padding, one on-policy GRPO step (forward with
+log-probs and entropy, loss, backward, AdamW on fp32 master weights). In the same call: the matrix rate of the machine, a
+naive transformers step (SDPA, full recomputation) and a plain step with compiled layers, both on uniform rows of 2,048 tokens
+with 16-bit optimizer state. Also the log-prob kernel against the bare matrix products, and the balance of work over eight
+data-parallel ranks. Each part fails on its own.
+
+    python benchmarks/train_step.py [--part kernels --part 0.6b --part 4b --part balance] [--profile]
+    python benchmarks/train_step.py --device cpu --tiny        (does the script work?)
+"""
+
+import argparse
+import functools
+import gc
+import json
+import logging
+import math
+import socket
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+import types
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from slime.algorithms.logprobs import chunked_log_probs
+from slime.arguments.groups import all_specs
+from slime.backends.fsdp import create_backend
+from slime.backends.update import run_update
+from slime.batch.convert import samples_to_batch
+from slime.batch.flops import ModelShape, forward_flops
+from slime.batch.schedule import build_schedule, split_for_ranks
+from slime.utils.types import Sample
+
+PARTS = ("kernels", "0.6b", "4b", "balance")
+SHAPES = {
+    "0.6b": dict(hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, intermediate_size=3072),
+    "4b": dict(hidden_size=2560, num_hidden_layers=36, num_attention_heads=32, intermediate_size=9728),
+    "tiny": dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128),
+}
+# Tokens of one micro-batch, and of one optimizer step.
+TOKENS = {"0.6b": (32768, 131072), "4b": (16384, 65536), "tiny": (256, 512)}
+Record = dict[str, Any]
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", action="append", choices=PARTS, help="run this part (again for more); default: all")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--tiny", action="store_true", help="small shapes: checks the script, measures nothing")
+    parser.add_argument("--steps", type=int, default=3, help="measured optimizer steps")
+    parser.add_argument("--micro-batch-tokens", type=int, help="tokens of one micro-batch of our step")
+    parser.add_argument("--checkpointing", default="none", choices=("none", "selective", "full"))
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--no-references", action="store_true", help="leave out the naive and the plain compiled step")
+    parser.add_argument("--profile", action="store_true", help="where the GPU's time goes in one of our steps")
+    parser.add_argument("--json", type=Path, default=Path("benchmarks/results/train_step.json"))
+    return parser.parse_args()
+
+
+# -- measuring -------------------------------------------------------------------------------------------------------
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def seconds(function: Callable[[], Any], device: torch.device, *, warmup: int = 2, repeats: int = 5) -> float:
+    """Median wall time of a call that ends when the device is done."""
+    for _ in range(warmup):
+        function()
+    times = []
+    for _ in range(repeats):
+        synchronize(device)
+        started = time.perf_counter()
+        function()
+        synchronize(device)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def free_memory(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_gib(device: torch.device) -> float:
+    return torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+
+
+def matrix_rate(device: torch.device, size: int) -> float:
+    """FLOP/s of a bf16 product of random square matrices."""
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    rate = 2 * size**3 / seconds(lambda: a @ b, device, warmup=3, repeats=10)
+    return rate
+
+
+# -- log-prob kernel -------------------------------------------------------------------------------------------------
+
+
+def kernel_part(options: argparse.Namespace, device: torch.device) -> list[Record]:
+    tokens, vocab, widths = (16384, 151936, (2560, 1024)) if not options.tiny else (64, 512, (32,))
+    return [_kernel_ratios(tokens, vocab, width, device) for width in widths]
+
+
+def _kernel_ratios(tokens: int, vocab: int, width: int, device: torch.device) -> Record:
+    torch.manual_seed(0)
+    hidden = torch.randn(tokens, width, device=device, dtype=torch.bfloat16).requires_grad_()
+    weight = (torch.randn(vocab, width, device=device, dtype=torch.bfloat16) * 0.02).requires_grad_()
+    targets = torch.randint(0, vocab, (tokens,), device=device)
+    direction = torch.randn(tokens, device=device)
+    free_memory(device)
+
+    def bare_forward() -> None:
+        with torch.no_grad():
+            hidden @ weight.T
+
+    def bare_products() -> None:
+        with torch.no_grad():
+            logits = hidden @ weight.T
+            logits @ weight
+            logits.T @ hidden
+
+    def forward() -> None:
+        with torch.no_grad():
+            chunked_log_probs(hidden, weight, targets, with_entropy=True)
+
+    def both(entropy_grad: bool = False) -> None:
+        log_probs, entropy = chunked_log_probs(hidden, weight, targets, with_entropy=True)
+        total = direction @ log_probs + (direction @ entropy if entropy_grad else 0.0)
+        torch.autograd.grad(total, (hidden, weight))
+
+    time_of = functools.partial(seconds, device=device)
+    record: Record = {"tokens": tokens, "vocabulary": vocab, "width": width}
+    record["bare_forward_ms"] = 1e3 * time_of(bare_forward)
+    record["bare_products_ms"] = 1e3 * time_of(bare_products)
+    free_memory(device)
+    before = peak_gib(device)
+    record["forward_ms"] = 1e3 * time_of(forward)
+    record["forward_extra_gib"] = peak_gib(device) - before
+    free_memory(device)
+    record["both_ms"] = 1e3 * time_of(both)
+    gradients = (hidden.nbytes + weight.nbytes) / 2**30
+    record["both_extra_gib"] = peak_gib(device) - before - gradients
+    record["both_with_entropy_grad_ms"] = 1e3 * time_of(functools.partial(both, True))
+    record["forward_ratio"] = record["forward_ms"] / record["bare_forward_ms"]
+    record["both_ratio"] = record["both_ms"] / record["bare_products_ms"]
+    return record
+
+
+# -- models ----------------------------------------------------------------------------------------------------------
+
+
+def qwen3_config(shape: str) -> Any:
+    from transformers import Qwen3Config
+
+    tiny = shape == "tiny"
+    return Qwen3Config(
+        **SHAPES[shape],
+        vocab_size=512 if tiny else 151936,
+        num_key_value_heads=2 if tiny else 8,
+        head_dim=16 if tiny else 128,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
+
+
+def plain_step(shape: str, device: torch.device, *, compiled: bool, recompute: bool, options: Any) -> Record:
+    """The reference: uniform rows, 16-bit weights and optimizer state, cross entropy over chunks of tokens."""
+    from transformers import Qwen3ForCausalLM
+
+    rows, length = (8, 2048) if not options.tiny else (2, 64)
+    with torch.device(device):
+        model = Qwen3ForCausalLM._from_config(
+            qwen3_config(shape), dtype=torch.bfloat16, attn_implementation="sdpa"
+        ).train()
+    if recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if compiled and not options.tiny:
+        forward = torch.compile(type(model.model.layers[0]).forward)
+        for layer in model.model.layers:
+            layer.forward = types.MethodType(forward, layer)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda")
+    ids = torch.randint(0, model.config.vocab_size, (rows, length), device=device)
+
+    def chunk_loss(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy((hidden @ model.lm_head.weight.T).float(), labels, reduction="sum")
+
+    def step() -> None:
+        hidden = model.model(input_ids=ids).last_hidden_state[:, :-1].flatten(0, 1)
+        labels = ids[:, 1:].flatten()
+        parts = zip(hidden.split(2048), labels.split(2048), strict=True)
+        loss = sum(checkpoint(chunk_loss, h, y, use_reentrant=False) for h, y in parts) / len(labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    free_memory(device)
+    duration = seconds(step, device, warmup=3, repeats=3 if options.tiny else 5)
+    parameters = sum(p.numel() for p in model.parameters())
+    return {"tokens_per_s": rows * length / duration, "parameters": parameters, "peak_gib": peak_gib(device)}
+
+
+def long_tail_lengths(total: int, longest: int, seed: int) -> list[int]:
+    """Response lengths of a log-normal distribution with a heavy tail, together about `total` tokens with their prompts."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths: list[int] = []
+    while sum(lengths) < total:
+        drawn = math.exp(7.0 + 0.9 * torch.randn((), generator=generator).item())
+        lengths.append(int(min(max(drawn, 32), longest)))
+    lengths[-1] -= sum(lengths) - total
+    return [length for length in lengths if length > 8]
+
+
+def long_tail_samples(total: int, longest: int, vocab: int, seed: int = 0) -> list[Sample]:
+    samples = []
+    for index, length in enumerate(long_tail_lengths(total, longest, seed)):
+        prompt = min(128, length // 4)
+        generator = torch.Generator().manual_seed(index)
+        tokens = torch.randint(0, vocab, (length,), generator=generator).tolist()
+        sample = Sample(group_index=index // 8, index=index, tokens=tokens, response_length=length - prompt)
+        sample.reward, sample.status = float(index % 3), Sample.Status.COMPLETED
+        samples.append(sample)
+    return samples
+
+
+def flags(folder: Path, **changes: Any) -> SimpleNamespace:
+    """Every flag at its default, except those named."""
+    values = {name: spec.default for name, spec in all_specs().items()}
+    # What the parser derives where these are left open.
+    values |= {"policy_loss_type": "ppo", "loss_reduction": "rollout_mean"}
+    return SimpleNamespace(**(values | {"hf_checkpoint": str(folder)} | changes))
+
+
+def our_step(shape: str, device: torch.device, options: argparse.Namespace) -> list[Record]:
+    budget, total = TOKENS[shape]
+    budget = options.micro_batch_tokens or budget
+    while True:
+        try:
+            return _our_step(shape, device, options, budget, total)
+        except torch.OutOfMemoryError:
+            if budget <= 4096:
+                raise
+        print(f"  {budget} tokens do not fit; trying {budget // 2}", flush=True)
+        budget //= 2
+        free_memory(device)
+
+
+def _our_step(shape: str, device: torch.device, options: Any, budget: int, total: int) -> list[Record]:
+    config = qwen3_config(shape)
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        args = flags(
+            Path(folder),
+            dtype="bfloat16",
+            lr=1e-6,
+            use_dynamic_batch_size=True,
+            max_tokens_per_gpu=budget,
+            balance_data=True,
+            activation_checkpointing=options.checkpointing,
+            compile=False if options.no_compile or options.tiny else None,
+            eps_clip_high=0.2,
+        )
+        backend = create_backend(args, rank=0, world_size=1, device=device, random_weights=True)
+    samples = long_tail_samples(total, min(budget, 8192), config.vocab_size)
+    batch = samples_to_batch(args, samples)
+    data = split_for_ranks(args, batch, 1)[0]
+    records = []
+    free_memory(device)
+    for name, changes in (("on-policy step", {}), ("with an old-policy pass", {"use_rollout_entropy": True})):
+        chosen = SimpleNamespace(**(vars(args) | changes))
+        step = functools.partial(run_update, backend, chosen, 0, data)
+        started = time.perf_counter()
+        step()
+        synchronize(device)
+        first = time.perf_counter() - started
+        duration = seconds(step, device, warmup=1, repeats=options.steps)
+        records.append(
+            {
+                "what": name,
+                "tokens_per_s": total / duration,
+                "seconds": duration,
+                "first_step_s": first,
+                "parameters": sum(p.numel() for p in backend.model.parameters()),
+                "micro_batch_tokens": budget,
+                "micro_batches": len(data.steps[0].micro_batches),
+                "samples": len(samples),
+                "longest": max(len(sample.tokens) for sample in samples),
+                "response_share": sum(sample.response_length for sample in samples) / total,
+                "flops_with_attention": 3 * backend.forward_flops([len(sample.tokens) for sample in samples]),
+                "padding": 0.0,
+                "peak_gib": peak_gib(device),
+            }
+        )
+    if options.profile:
+        records[0]["profile"] = profile_step(functools.partial(run_update, backend, args, 0, data), device)
+    return records
+
+
+def profile_step(step: Callable[[], Any], device: torch.device) -> dict[str, float]:
+    """Milliseconds on the device by kind of kernel, and the wall time of the step."""
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CUDA] if device.type == "cuda" else [ProfilerActivity.CPU]
+    with profile(activities=activities) as profiler:
+        started = time.perf_counter()
+        step()
+        synchronize(device)
+        wall = time.perf_counter() - started
+    kinds = {
+        "attention": ("flash", "fmha"),
+        "log-prob kernels": ("_row_statistics", "_logit_gradient"),
+        "matrix products": ("gemm", "nvjet", "cutlass", "cublas", "sm90", "xmma"),
+        "compiled layers": ("triton",),
+        "optimizer and lists": ("multi_tensor", "adam", "foreach"),
+        "copies": ("memcpy", "memset", "copy_kernel"),
+    }
+    totals: dict[str, float] = {"wall": 1e3 * wall}
+    rest: dict[str, float] = {}
+    for event in profiler.key_averages():
+        spent = (event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total) / 1e3
+        name = event.key.lower()
+        kind = next((k for k, words in kinds.items() if any(word in name for word in words)), "other")
+        totals[kind] = totals.get(kind, 0.0) + spent
+        if kind == "other" and spent > 0:
+            rest[event.key[:90]] = spent
+    for name, spent in sorted(rest.items(), key=lambda item: -item[1])[:8]:
+        totals[f"  {name}"] = spent
+    return totals
+
+
+def model_part(name: str, options: argparse.Namespace, device: torch.device, rate: float) -> list[Record]:
+    shape = "tiny" if options.tiny else name
+    records: list[Record] = []
+    references = {
+        "naive transformers": dict(compiled=False, recompute=True),
+        "plain compiled layers": dict(compiled=True, recompute=False),
+    }
+    # Ours first: it is what a short run must not lose.
+    attempts: list[tuple[str, Callable[[], list[Record]]]] = [("ours", lambda: our_step(shape, device, options))]
+    if not options.no_references:
+        for what, settings in references.items():
+            attempts.append(
+                (
+                    what,
+                    lambda what=what, s=settings: [{"what": what, **plain_step(shape, device, options=options, **s)}],
+                )
+            )
+    for what, attempt in attempts:
+        try:
+            records += attempt()
+        except Exception:
+            records.append({"what": what, "error": traceback.format_exc(limit=-6)})
+        torch._dynamo.reset()
+        free_memory(device)
+    for record in records:
+        if "tokens_per_s" in record:
+            record["mfu"] = record["tokens_per_s"] * 6 * record["parameters"] / rate
+            if "flops_with_attention" in record:
+                record["mfu_with_attention"] = record["flops_with_attention"] / record["seconds"] / rate
+    return records
+
+
+# -- balance ---------------------------------------------------------------------------------------------------------
+
+
+def balance_part(options: argparse.Namespace) -> list[Record]:
+    """Imbalance of estimated operations over eight ranks with 32 long-tail samples each; no device is used."""
+    shape = ModelShape.from_hf_config(qwen3_config("4b"))
+    cost = functools.partial(forward_flops, shape)
+    args = flags(Path("unused"), use_dynamic_batch_size=True, max_tokens_per_gpu=16384, balance_data=True)
+    totals, in_step, allowed = [], [], 0
+    for seed in range(3 if options.tiny else 20):
+        lengths = draw_lengths(256, 16384, seed)
+        (step,) = build_schedule(args, lengths, list(range(256)), dp_size=8, cost=cost).steps
+        work = [[sum(cost(lengths[p]) for p in mb) for mb in rank] for rank in step.ranks]
+        mean = sum(map(sum, work)) / 8
+        if max(map(cost, lengths)) > 1.05 * mean:
+            continue  # one sample is more than a rank's share: no schedule can help
+        allowed += 1
+        totals.append(max(map(sum, work)) / mean)
+        in_step.append(sum(max(column) for column in zip(*work, strict=True)) / mean)
+    return [
+        {
+            "batches": allowed,
+            "imbalance_mean": statistics.mean(totals),
+            "imbalance_worst": max(totals),
+            "micro_batch_by_micro_batch_mean": statistics.mean(in_step),
+        }
+    ]
+
+
+def draw_lengths(count: int, longest: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.exp(7.0 + 0.9 * torch.randn(count, generator=generator))
+    return drawn.clamp(32, longest).long().tolist()
+
+
+# -- report ----------------------------------------------------------------------------------------------------------
+
+
+def show(title: str, records: list[Record]) -> None:
+    print(f"\n== {title}")
+    for record in records:
+        if "error" in record:
+            print(f"  {record.get('what', title)}: FAILED\n{record['error']}")
+            continue
+        for name, value in record.items():
+            if isinstance(value, dict):
+                for kind, spent in value.items():
+                    print(f"      {kind:<96}{spent:10.1f} ms")
+            else:
+                shown = f"{value:,.4g}" if isinstance(value, float) else value
+                print(f"  {name:<34}{shown:>16}" if not isinstance(value, str) else f"  {name:<34}{value}")
+        print()
+
+
+def summary(results: dict[str, list[Record]]) -> None:
+    print("\n| step | tokens/s | MFU (6N) | with attention | x naive | x compiled | peak GiB |")
+    print("|---|---|---|---|---|---|---|")
+    for part in ("0.6b", "4b"):
+        rows = {record["what"]: record for record in results.get(part, []) if "tokens_per_s" in record}
+        for name, row in rows.items():
+            against = [
+                f"{row['tokens_per_s'] / rows[other]['tokens_per_s']:.2f}" if other in rows else "-"
+                for other in ("naive transformers", "plain compiled layers")
+            ]
+            attention = f"{100 * row['mfu_with_attention']:.1f}%" if "mfu_with_attention" in row else "-"
+            print(
+                f"| {part}, {name} | {row['tokens_per_s']:,.0f} | {100 * row['mfu']:.1f}% | {attention} | {against[0]} | "
+                f"{against[1]} | {row['peak_gib']:.1f} |"
+            )
+
+
+def main() -> int:
+    options = parse()
+    logging.basicConfig(level=logging.WARNING)
+    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device(options.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    started = time.perf_counter()
+    rate = matrix_rate(device, 8192 if not options.tiny else 256)
+    print(f"bf16 matrix rate: {rate / 1e12:.1f} TFLOP/s (torch {torch.__version__}, {device})", flush=True)
+    parts: dict[str, Callable[[], list[Record]]] = {
+        "balance": lambda: balance_part(options),
+        "kernels": lambda: kernel_part(options, device),
+        "0.6b": lambda: model_part("0.6b", options, device, rate),
+        "4b": lambda: model_part("4b", options, device, rate),
+    }
+    results: dict[str, list[Record]] = {}
+    for name, measure in parts.items():
+        if options.part and name not in options.part:
+            continue
+        begun = time.perf_counter()
+        try:
+            results[name] = measure()
+        except Exception:
+            results[name] = [{"error": traceback.format_exc(limit=-6)}]
+        show(f"{name} ({time.perf_counter() - begun:.0f} s)", results[name])
+        sys.stdout.flush()
+        free_memory(device)
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps({"matrix_rate": rate, "results": results}, indent=2))
+    summary(results)
+    print(f"\n{time.perf_counter() - started:.0f} s; results in {options.json}")
+    dist.destroy_process_group()
+    return int(any("error" in record for records in results.values() for record in records))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""However a model is spread over ranks, it takes the same steps: data, context and tensor parallel, offload, recomputation."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from tiny_model import make_tiny_model
+from trainer_helpers import free_port, init_process_group, random_samples, trainer_args
+
+from slime.backends.fsdp import create_backend
+from slime.backends.fsdp.model import gather_full
+from slime.backends.microbatch import build_micro_batches
+from slime.backends.update import run_update
+from slime.batch.convert import samples_to_batch
+from slime.batch.schedule import split_for_ranks
+
+CONTEXT, TENSOR = "context_parallel_size", "tensor_model_parallel_size"
+FULL, SELECTIVE = dict(activation_checkpointing="full"), dict(activation_checkpointing="selective")
+VARIANTS = {
+    "one rank": {
+        "plain": {},
+        "full recomputation": FULL,
+        "selective recomputation": SELECTIVE,
+        "one rank, offloaded": dict(fsdp_cpu_offload=True),
+        "small chunks": dict(log_probs_chunk_size=3),
+    },
+    "two ranks": {
+        "data": {},
+        "context": {CONTEXT: 2},
+        "tensor": {TENSOR: 2, **FULL},
+    },
+    "two ranks, more": {
+        "data, recomputation": SELECTIVE,
+        "data, offloaded": dict(fsdp_cpu_offload=True),
+        "context, small chunks": {CONTEXT: 2, "log_probs_chunk_size": 2, **FULL},
+        "tensor, nothing recomputed": {TENSOR: 2},
+    },
+    "four ranks": {
+        "four data": {},
+        "data x context": {CONTEXT: 2},
+        "data x tensor": {TENSOR: 2},
+        "context x tensor": {CONTEXT: 2, TENSOR: 2},
+        "four context": {CONTEXT: 4},
+    },
+}
+RANKS = {"one rank": 1, "two ranks": 2, "two ranks, more": 2, "four ranks": 4}
+slow = pytest.mark.slow
+
+
+def settings(model, **changes):
+    return trainer_args(
+        model,
+        optimizer="sgd",
+        lr=0.2,
+        weight_decay=0.0,
+        clip_grad=1.0,
+        entropy_coef=0.01,
+        use_kl_loss=True,
+        kl_loss_coef=0.1,
+        kl_loss_type="k3",
+        normalize_advantages=True,
+        use_dynamic_batch_size=True,
+        max_tokens_per_gpu=40,
+        global_batch_size=8,
+        **changes,
+    )
+
+
+def take_steps(backend, args, samples):
+    shares = split_for_ranks(
+        args, samples_to_batch(args, samples), backend.layout.dp_size, cp_size=backend.layout.cp_size
+    )
+    return run_update(backend, args, 0, shares[backend.layout.dp_rank])
+
+
+def weights_of(backend):
+    return {name: gather_full(p.data).clone() for name, p in backend.model.lm.named_parameters()}
+
+
+def work(rank, matrix, port, folder, model):
+    world_size = RANKS[matrix]
+    if world_size > 1:
+        torch.set_num_threads(1)
+    init_process_group(rank, world_size, port)
+    samples = random_samples(5, 3)
+    results = {}
+    for name, changes in VARIANTS[matrix].items():
+        args = settings(model, **changes)
+        backend = create_backend(args, rank=rank, world_size=world_size, device="cpu")
+        metrics = take_steps(backend, args, samples)
+        mbs = build_micro_batches(samples_to_batch(args, samples), [[0, 3, 14], [7]])
+        found = backend.log_probs(mbs, entropy=True)
+        results[name] = {
+            "metrics": metrics,
+            "weights": weights_of(backend),
+            "exported": {n: t.clone() for bucket in backend.export() for n, t in bucket},
+            "log_probs": found.log_probs + found.entropy,
+        }
+        backend.save(folder / name)
+        results[name]["next"] = take_steps(backend, args, samples)
+        if world_size > 1:
+            results[name]["next from one rank"] = next_from(folder / "plain", args, rank, world_size)
+    if rank == 0:
+        torch.save(results, folder / f"{matrix}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def next_from(path, args, rank, world_size):
+    """The step after the one that a checkpoint was written behind."""
+    backend = create_backend(args, rank=rank, world_size=world_size, device="cpu")
+    backend.load(path)
+    return take_steps(backend, args, random_samples(5, 3))
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("parallel")
+    model = make_tiny_model(folder / "tiny", layers=2, hidden=32)
+    work(0, "one rank", free_port(), folder, model)
+    return folder, model, torch.load(folder / "one rank.pt")["plain"]
+
+
+@pytest.mark.parametrize(
+    "matrix",
+    ["one rank", "two ranks", pytest.param("two ranks, more", marks=slow), pytest.param("four ranks", marks=slow)],
+)
+def test_every_way_to_spread_a_model_takes_the_same_steps(world, matrix):
+    folder, model, reference = world
+    assert reference["metrics"]["train/grad_norm"] > 0.01
+    if matrix != "one rank":
+        mp.spawn(work, args=(matrix, free_port(), folder, model), nprocs=RANKS[matrix], join=True)
+    for name, outcome in torch.load(folder / f"{matrix}.pt").items():
+        for part in ("weights", "log_probs"):
+            torch.testing.assert_close(
+                outcome[part],
+                reference[part],
+                rtol=1e-5,
+                atol=1e-5,
+                msg=lambda m, name=name, part=part: f"{name} {part}: {m}",
+            )
+        torch.testing.assert_close(outcome["exported"], outcome["weights"], rtol=0, atol=0)
+        for key, value in reference["metrics"].items():
+            if not key.startswith("perf/"):
+                assert outcome["metrics"][key] == pytest.approx(value, rel=1e-4, abs=1e-5), f"{name}: {key}"
+        for key in ("train/loss", "train/grad_norm", "train/entropy_loss"):
+            for step in ("next", "next from one rank"):
+                if step in outcome:
+                    expected = pytest.approx(reference["next"][key], rel=1e-3, abs=1e-5)
+                    assert outcome[step][key] == expected, f"{name}, {step}: {key}"
+
+
+@pytest.mark.parametrize("written_by", ["data", "context", "tensor"])
+def test_one_rank_continues_from_the_checkpoint_of_two(world, written_by):
+    folder, model, reference = world
+    if not (folder / "two ranks.pt").exists():
+        mp.spawn(work, args=("two ranks", free_port(), folder, model), nprocs=2, join=True)
+    init_process_group()
+    metrics = next_from(folder / written_by, settings(model), 0, 1)
+    dist.destroy_process_group()
+    for key in ("train/loss", "train/grad_norm", "train/entropy_loss"):
+        assert metrics[key] == pytest.approx(reference["next"][key], rel=1e-3, abs=1e-5)
