@@ -46,7 +46,8 @@ class CudaIpcSender:
         flat = self._buffer(slot, nbytes, bucket[0][1].device)
         for entry, (_, tensor) in zip(entries, bucket, strict=True):
             entry.view(flat).copy_(tensor)
-        torch.cuda.current_stream().synchronize()  # the engine reads on a stream of its own
+        if flat.is_cuda:
+            torch.cuda.current_stream().synchronize()  # the engine reads on a stream of its own
         text = pack_bucket(flat, entries)
         self._pending[slot] = self._pool.submit(self._post, text)
 

@@ -15,6 +15,9 @@ class Dialect:
     `memory_saver`: release and resume really free memory (SGLang: only with its own flag, see EngineInfo).
     `flush_while_running`: the prefix cache can be flushed while requests are held in place.
     `compares_manifests`: it compares its tensors with the bytes of a manifest; others only give their own checksums.
+    `has_seeds`: a request's sampling_seed alone decides its tokens (SGLang: only with its own flag, see EngineInfo).
+    `strict`: whatever is wrong with a request, it answers 400 and lives; others may ignore it, or even end.
+    `probes_while_paused`: a health probe makes its token also while generation is paused.
     """
 
     name: str
@@ -24,6 +27,9 @@ class Dialect:
     memory_saver: bool
     flush_while_running: bool
     compares_manifests: bool = False
+    has_seeds: bool = False
+    strict: bool = False
+    probes_while_paused: bool = False
 
 
 EMBEDDED = Dialect(
@@ -34,6 +40,9 @@ EMBEDDED = Dialect(
     memory_saver=True,
     flush_while_running=True,
     compares_manifests=True,
+    has_seeds=True,
+    strict=True,
+    probes_while_paused=True,
 )
 SGLANG = Dialect(
     name="sglang",

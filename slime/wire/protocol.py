@@ -266,6 +266,10 @@ class EngineInfo:
         return self.dialect.compares_manifests
 
     @property
+    def has_seeds(self) -> bool:
+        return self.dialect.has_seeds or bool(self.raw.get("enable_deterministic_inference"))
+
+    @property
     def num_ranks(self) -> int:
         """Processes that hold a share of the weights."""
         return int(self.raw.get("tp_size") or 1) * int(self.raw.get("pp_size") or 1)

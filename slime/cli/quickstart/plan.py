@@ -105,7 +105,7 @@ RECIPES = {
         lr_warmup_iters=2,
         eval_interval=9,
         max_tokens_per_gpu=2048,
-        precision=("--dtype", "bfloat16", "--embedded-dtype", "bfloat16"),
+        precision=("--dtype", "bfloat16"),
         saves_model=False,
     ),
 }
