@@ -58,7 +58,9 @@ class Screen:
         if control is None:
             self.say(f"What was learned: {task.learned}")
         else:
-            self.say(f"Control ({control}): rewards were coin tosses; a rise above would not be the reward's doing.")
+            before, after = outcome.accuracy["greedy"][0], outcome.accuracy["greedy"][-1]
+            words = "rose all the same, so not by the reward" if after > before else "did not rise"
+            self.say(f"Control ({control}): every reward was a coin toss. Accuracy {words}.")
 
 
 class LiveView:

@@ -1,0 +1,59 @@
+"""The quick start, as a user runs it: it learns, its control does not, and it leaves nothing behind."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def quickstart(run_dir, *flags, timeout_s=1500):
+    command = [sys.executable, "-m", "slime", "quickstart", "--run-dir", str(run_dir), *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((run_dir / "summary.json").read_text()), done.stdout
+
+
+def assert_learned(summary, *, num_held_out=500):
+    assert summary["num_held_out"] >= num_held_out
+    assert summary["accuracy_before"] < 0.5
+    assert summary["accuracy_after"] >= 0.9
+    assert summary["reward_after"] > summary["reward_before"] + 0.3
+
+
+@pytest.mark.timeout(1600)
+def test_the_quick_start_learns_to_sort(tmp_path):
+    summary, shown = quickstart(tmp_path, "--seed", "0", "--require-accuracy", "0.9")
+    assert_learned(summary)
+    assert summary["weight_pushes"] == summary["num_steps"] + 1
+    assert summary["num_samples"] == summary["num_steps"] * 32 * 16
+    assert "choice among known behaviours" in " ".join(shown.split())
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    left = [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])]
+    assert left == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_other_seeds_learn_too(tmp_path, seed):
+    assert_learned(quickstart(tmp_path, "--seed", str(seed))[0])
+
+
+@pytest.mark.slow
+def test_accuracy_does_not_rise_under_random_rewards(tmp_path):
+    summary, shown = quickstart(tmp_path, "--control", "random-reward")
+    assert summary["accuracy_after"] <= summary["accuracy_before"] + 0.05
+    assert "did not rise" in shown
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_smollm2_learns_to_answer_briefly_and_rightly(tmp_path):
+    summary, shown = quickstart(tmp_path, "--model", "smollm2", timeout_s=3500)
+    assert summary["accuracy_before"] < 0.5
+    assert summary["accuracy_after"] >= 0.8
+    assert "it is not 'learned to add'" in " ".join(shown.split())
