@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from slime.utils.errors import RunStopped
+
 FORMAT_VERSION = 1
 _STEP = re.compile(r"step_(\d{7})")
 
@@ -93,7 +95,7 @@ def write_checkpoint(
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
     if free < needed_bytes:
-        raise OSError(f"--save {folder}: {free >> 20} MiB free, a checkpoint needs about {needed_bytes >> 20} MiB")
+        raise RunStopped(f"--save {folder}: {free >> 20} MiB free, a checkpoint needs about {needed_bytes >> 20} MiB")
     final = folder / f"step_{manifest.rollout_id:07d}"
     staging = final.with_name(final.name + ".tmp")
     for leftover in folder.glob("step_*.tmp"):

@@ -35,6 +35,9 @@ class Schedule:
         return should_run_periodic_action(rollout_id, self.args.eval_interval, self.num_rollout_per_epoch)
 
     def save_after(self, rollout_id: int) -> bool:
-        return should_run_periodic_action(
+        """With --save the last rollout is always saved, whatever the interval."""
+        if self.args.save is None:
+            return False
+        return rollout_id == self.num_rollout - 1 or should_run_periodic_action(
             rollout_id, self.args.save_interval, self.num_rollout_per_epoch, self.num_rollout
         )

@@ -10,6 +10,7 @@ from slime.cluster.checkpoint import Manifest, find_checkpoint, resolve_load, wr
 from slime.cluster.placement import plan_placement
 from slime.cluster.residency import GENERATE, SYNC, TRAIN, Residency
 from slime.cluster.schedule import Schedule
+from slime.utils.errors import RunStopped
 
 
 def sizes(**changes):
@@ -53,7 +54,7 @@ def test_too_few_devices_is_an_error_with_the_numbers():
 
 
 def schedule(num_rollout=5, start=0, **changes):
-    args = {"eval_interval": 2, "skip_eval_before_train": False, "save_interval": 2, **changes}
+    args = {"eval_interval": 2, "skip_eval_before_train": False, "save_interval": 2, "save": "ckpt", **changes}
     return Schedule(SimpleNamespace(**args), start, num_rollout, None)
 
 
@@ -66,6 +67,13 @@ def test_the_run_evaluates_first_and_then_at_intervals():
 def test_the_last_rollout_is_always_saved():
     s = schedule()
     assert [i for i in s if s.save_after(i)] == [1, 3, 4]
+
+
+def test_a_folder_to_save_in_is_enough_to_save_the_end():
+    s = schedule(save_interval=None)
+    assert [i for i in s if s.save_after(i)] == [4]
+    s = schedule(save_interval=None, save=None)
+    assert not [i for i in s if s.save_after(i)]
 
 
 def test_a_resumed_run_does_not_evaluate_the_start_again():
@@ -162,6 +170,6 @@ def test_an_empty_load_folder_is_a_first_start_only_where_the_run_saves(tmp_path
 
 
 def test_a_full_disk_is_noticed_before_anything_is_written(tmp_path):
-    with pytest.raises(OSError, match="MiB free"):
+    with pytest.raises(RunStopped, match="MiB free"):
         write_checkpoint(tmp_path, Manifest(0, "run", 1), {}, lambda path: path.mkdir(), 1 << 60)
     assert list(tmp_path.iterdir()) == []
