@@ -19,7 +19,6 @@ MEGATRON_FLAGS = dict(
     expert_model_parallel_size=1,
     expert_tensor_parallel_size=1,
     sequence_parallel=False,
-    recompute_granularity=None,
     recompute_method=None,
     recompute_num_layers=None,
     recompute_modules=None,

@@ -11,10 +11,13 @@ from slime.arguments.debug import DebugFlags
 from slime.arguments.engine import EngineFlags, WeightSyncFlags
 from slime.arguments.eval_config import EvalDatasetConfig
 from slime.arguments.evaluation import EvaluationFlags
+from slime.arguments.fsdp import FSDPFlags
 from slime.arguments.groups import all_specs
+from slime.arguments.megatron import MegatronFlags
 from slime.arguments.objectives import CriticFlags, DistillationFlags, KeptPolicyFlags, PreferenceFlags
 from slime.arguments.off_policy import OffPolicyFlags
 from slime.arguments.optimizer import OptimizerFlags
+from slime.arguments.parallel import ParallelFlags
 from slime.arguments.rewards import RewardFlags
 from slime.arguments.rollout import RolloutFlags
 from slime.arguments.run import RunFlags
@@ -38,6 +41,9 @@ class Args(
     DistillationFlags,
     PreferenceFlags,
     TrainingFlags,
+    ParallelFlags,
+    FSDPFlags,
+    MegatronFlags,
     OptimizerFlags,
     EvaluationFlags,
     CheckpointFlags,
@@ -56,12 +62,11 @@ class Args(
     __slots__ = ("_sources",)  # apart from the values, so that vars(args) is exactly the settings
 
     eval_datasets: list[EvalDatasetConfig]  # from --eval-config or --eval-prompt-data; empty: no evaluation
+    sglang_options: list[str]  # SGLang's own flags (--sglang-...) as words of its command line
 
     def __init__(self, values: dict[str, Any], sources: dict[str, str]):
         vars(self).update(values)
         object.__setattr__(self, "_sources", dict(sources))
-
-    sglang_options: list[str]  # SGLang's own flags (--sglang-...) as words of its command line
 
     @property
     def sources(self) -> dict[str, str]:

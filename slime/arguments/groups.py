@@ -10,9 +10,12 @@ from slime.arguments.debug import DebugFlags
 from slime.arguments.engine import EngineFlags, WeightSyncFlags
 from slime.arguments.evaluation import EvaluationFlags
 from slime.arguments.flag import FlagSpec, specs_of
+from slime.arguments.fsdp import FSDPFlags
+from slime.arguments.megatron import MegatronFlags
 from slime.arguments.objectives import CriticFlags, DistillationFlags, KeptPolicyFlags, PreferenceFlags
 from slime.arguments.off_policy import OffPolicyFlags
 from slime.arguments.optimizer import OptimizerFlags
+from slime.arguments.parallel import ParallelFlags
 from slime.arguments.rewards import RewardFlags
 from slime.arguments.rollout import RolloutFlags
 from slime.arguments.run import RunFlags
@@ -31,6 +34,9 @@ GROUPS = (
     DistillationFlags,
     PreferenceFlags,
     TrainingFlags,
+    ParallelFlags,
+    FSDPFlags,
+    MegatronFlags,
     OptimizerFlags,
     EvaluationFlags,
     CheckpointFlags,

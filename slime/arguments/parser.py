@@ -14,6 +14,13 @@ from slime.arguments.draft import COMMAND_LINE, DEFAULT, Draft
 from slime.arguments.files import read_yaml_mapping
 from slime.arguments.flag import FlagSpec, convert
 from slime.arguments.groups import all_specs
+from slime.arguments.megatron import (
+    is_megatron_flag,
+    megatron_fields,
+    read_megatron_flags,
+    read_megatron_value,
+    split_megatron_flags,
+)
 from slime.arguments.rules import apply_rules
 from slime.arguments.sglang import PREFIX, need_python, read_server_flags, split_server_flags, yaml_words
 from slime.arguments.show import render_config, render_help
@@ -33,6 +40,7 @@ def parse_args(argv: Sequence[str] | None = None, *, add_custom_arguments: AddAr
     parser, custom = build_parser(add_custom_arguments)
     words = sys.argv[1:] if argv is None else list(argv)
     words, server_flags = split_server_flags(words, set(known_options(parser)))
+    words, megatron_flags = split_megatron_flags(words, set(known_options(parser)))
     given = _parse_command_line(parser, words)
     defaults = {name: copy.copy(spec.default) for name, spec in all_specs().items()}
     draft = Draft(defaults | {name: flag.default for name, flag in custom.items()})
@@ -44,6 +52,7 @@ def parse_args(argv: Sequence[str] | None = None, *, add_custom_arguments: AddAr
         _apply_custom_config(draft, draft.custom_config_path)
     _require_custom(draft, custom)
     _apply_server_flags(draft, server_flags)
+    _apply_megatron_flags(draft, megatron_flags)
     apply_rules(draft)
     args = draft.freeze()
     if args.print_config:
@@ -133,7 +142,7 @@ def _word_reader(spec: FlagSpec) -> Callable[[str], Any]:
 def _parse_command_line(parser: argparse.ArgumentParser, argv: list[str]) -> dict[str, Any]:
     namespace, unknown = parser.parse_known_args(argv)
     if unknown:
-        raise ValueError(_explain_unknown(unknown, argv, known_options(parser)))
+        raise ValueError(_explain_unknown(unknown, argv, [*known_options(parser), *megatron_fields()]))
     given = vars(namespace)
     for name, spec in all_specs().items():
         if spec.one_or_many and name in given and len(given[name]) == 1:
@@ -186,6 +195,19 @@ def _apply_server_flags(draft: Draft, found: dict[str, list[str]]) -> None:
     draft.set("sglang_options", words, COMMAND_LINE)
 
 
+def _apply_megatron_flags(draft: Draft, found: dict[str, list[str]]) -> None:
+    """Fields of Megatron's configuration; they join those of --megatron-config and of a file."""
+    if not found:
+        return
+    if draft.train_backend != "megatron":
+        first = next(iter(found))
+        raise ValueError(
+            f"{first} is a flag of Megatron's, but --train-backend is {draft.train_backend}; use --train-backend megatron."
+        )
+    values = (draft.megatron_config or {}) | read_megatron_flags(found)
+    draft.set("megatron_config", values, COMMAND_LINE)
+
+
 def _apply_config_file(draft: Draft, path: str, custom: dict[str, CustomFlag]) -> dict[str, list[str]]:
     """Sets what the file says; returns SGLang's own flags in it, as words."""
     source = f"file {path}"
@@ -199,6 +221,10 @@ def _apply_config_file(draft: Draft, path: str, custom: dict[str, CustomFlag]) -
             words = yaml_words(value)
             if words is not None:
                 server_flags[PREFIX + name.removeprefix("sglang_").replace("_", "-")] = words
+            continue
+        if name not in all_specs() and is_megatron_flag("--" + name.replace("_", "-")):
+            fields = (draft.megatron_config or {}) | read_megatron_value(name, value, path)
+            draft.set("megatron_config", fields, source)
             continue
         spec, inverted = _find_key(str(key), name, path)
         if value is None:

@@ -14,7 +14,7 @@ def derive_sizes(draft: Draft, count_gpus: Callable[[], int]) -> None:
     if draft.distributed_backend is None:
         draft.derive("distributed_backend", "nccl" if gpus else "gloo", "nccl on GPUs, gloo on CPU")
     if draft.num_gpus_per_node is None:
-        size = max(gpus, draft.actor_num_gpus_per_node or 0, 1)
+        size = max(gpus, draft.actor_num_gpus_per_node or 0, 1 if gpus else _replica(draft))
         draft.derive("num_gpus_per_node", size, "GPUs visible on this machine")
     if gpus:
         _share_gpus(draft, gpus)
@@ -25,14 +25,20 @@ def derive_sizes(draft: Draft, count_gpus: Callable[[], int]) -> None:
 
 
 def _one_rank_each(draft: Draft) -> None:
-    why = "no GPU visible: one rank"
     if draft.actor_num_gpus_per_node is None:
-        draft.derive("actor_num_gpus_per_node", 1, why)
+        replica = _replica(draft)
+        why = "no GPU visible: one rank" if replica == 1 else "no GPU visible: the ranks of one replica"
+        draft.derive("actor_num_gpus_per_node", replica, why)
     if draft.rollout_num_gpus is None:
         if draft.colocate:
             draft.derive("rollout_num_gpus", _actor_total(draft), "colocate: as many as train")
         else:
             draft.derive("rollout_num_gpus", draft.rollout_num_gpus_per_engine, "no GPU visible: one engine")
+
+
+def _replica(draft: Draft) -> int:
+    """Ranks that hold one copy of the model together."""
+    return draft.tensor_model_parallel_size * draft.context_parallel_size * draft.pipeline_model_parallel_size
 
 
 def _share_gpus(draft: Draft, gpus: int) -> None:

@@ -17,6 +17,7 @@ from slime.arguments.data import DEFAULT_DATA_SOURCE
 from slime.arguments.devices import visible_gpus
 from slime.arguments.draft import Draft
 from slime.arguments.eval_datasets import resolve_eval_datasets
+from slime.arguments.megatron_rules import megatron_trainer
 from slime.arguments.no_effect import refuse_flags_without_effect
 from slime.arguments.objective_rules import distillation, preference_pairs
 from slime.arguments.paths import check_paths_exist
@@ -24,6 +25,7 @@ from slime.arguments.placement import derive_offload, derive_sizes
 from slime.arguments.rewards import RM_TYPES
 from slime.arguments.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slime.arguments.sglang import need_python
+from slime.arguments.trainer_rules import model_parallel_sizes, trainable_parameters
 
 Rule = Callable[[Draft], None]
 
@@ -271,7 +273,10 @@ RULES: tuple[Rule, ...] = (
     checkpoints,
     engine_choice,
     refuse_flags_without_effect,
+    megatron_trainer,
     devices,
+    trainable_parameters,
+    model_parallel_sizes,
     run_folder,
     check_paths_exist,
 )

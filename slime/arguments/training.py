@@ -9,9 +9,7 @@ from slime.arguments.flag import flag
 class TrainingFlags:
     """Training."""
 
-    train_backend: str = flag(
-        "fsdp", "trainer implementation", choices=("fsdp",), not_built=("megatron",), alias="--backend"
-    )
+    train_backend: str = flag("fsdp", "trainer implementation", choices=("fsdp", "megatron"), alias="--backend")
     dtype: str = flag(
         "auto",
         "compute precision of the trainer; auto: float32 on CPU, bfloat16 on GPU (master weights are float32)",

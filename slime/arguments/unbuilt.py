@@ -3,21 +3,21 @@
 UNBUILT_FLAGS = frozenset(
     """
     actor-num-cpus allgather-cp async-save ci-disable-kl-checker ci-load-grad-norm ci-save-grad-norm ci-test
-    ci-train-rollout-logprob-abs-diff-threshold context-parallel-size custom-megatron-before-log-prob-hook-path
+    ci-train-rollout-logprob-abs-diff-threshold custom-megatron-before-log-prob-hook-path
     custom-megatron-before-train-step-hook-path custom-megatron-init-path custom-model-provider-path
     custom-update-weight-post-write-path
-    data-pad-size-multiplier dump-details enable-mtp-training expert-model-parallel-size
-    expert-tensor-parallel-size fetch-trajectory-retry-times freeze-indexer freeze-params-name-list
+    data-pad-size-multiplier dump-details enable-mtp-training
+    fetch-trajectory-retry-times freeze-indexer
     http-proxy load-forge-rollout-data log-correct-samples log-multi-turn
     log-probs-max-tokens-per-gpu memory-recorder memory-snapshot-dir memory-snapshot-num-steps
-    min-batch-collection-ratio model-name mtp-loss-scaling-factor mtp-num-layers no-load-optim no-load-rng
+    min-batch-collection-ratio model-name no-load-optim no-load-rng
     opd-teacher-ckpt-step
-    padded-vocab-size pipeline-model-parallel-size prefill-num-servers
-    profile-target qwen-gdn-backend recompute-loss-function recompute-method
-    recompute-num-layers record-memory-history ref-ckpt-step release-train
+    padded-vocab-size prefill-num-servers
+    profile-target qwen-gdn-backend recompute-loss-function
+    record-memory-history ref-ckpt-step release-train
     rollout-buffer-url sglang-config sglang-router-ip sglang-router-policy sglang-router-port
     sglang-router-request-timeout-secs rollout-data-transport rollout-external-engine-addrs
-    rollout-task-type save-debug-train-data sequence-parallel spec
+    rollout-task-type save-debug-train-data spec
     train-env-vars update-weight-delta-checksum update-weight-delta-encoding update-weight-disk-keep-files
     update-weight-local-checkpoint-dir update-weight-mode use-distributed-post
     use-pytorch-profiler use-rollout-routing-replay use-routing-replay use-stateless-adam
@@ -25,7 +25,7 @@ UNBUILT_FLAGS = frozenset(
     """.split()  # noqa: SIM905 - a paragraph is easier to scan than ninety quoted lines
 )
 # Flags handed through to another program, known by how they begin.
-UNBUILT_PREFIXES = ("router-", "megatron-", "moe-")
+UNBUILT_PREFIXES = ("router-",)
 
 
 def is_unbuilt(name: str) -> bool:

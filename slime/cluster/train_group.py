@@ -37,20 +37,20 @@ class TrainGroup:
 
     def start(self, checkpoint: Path | None) -> None:
         port = self._ranks[0].call("open_store").result(_START_DEADLINE_S)
-        self._layout = self._call("init", port, checkpoint, deadline_s=_START_DEADLINE_S)[0]
+        self._layouts = self._call("init", port, checkpoint, deadline_s=_START_DEADLINE_S)
 
     def open_sender(self, transport: str) -> None:
         self._call("open_sender", transport)
 
     def train(self, rollout_id: int, batch: RolloutBatch) -> TrainReport:
         """One rollout's optimizer steps; returns the report, which is the same on all ranks."""
-        shares = split_for_ranks(self._args, batch, self._layout["dp_size"], cp_size=self._layout["cp_size"])
-        ranks_per_share = len(self._ranks) // len(shares)
+        sizes = self._layouts[0]
+        shares = split_for_ranks(self._args, batch, sizes["dp_size"], cp_size=sizes["cp_size"])
         refs = [self._runtime.put(share) for share in shares]
         try:
             futures = [
-                handle.call("train", rollout_id, refs[rank // ranks_per_share])
-                for rank, handle in enumerate(self._ranks)
+                handle.call("train", rollout_id, refs[layout["dp_rank"]])
+                for handle, layout in zip(self._ranks, self._layouts, strict=True)
             ]
             return gather(futures)[0]
         finally:

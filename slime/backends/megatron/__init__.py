@@ -8,9 +8,9 @@ import torch
 def create_backend(
     args: Any, *, rank: int, world_size: int, device: str | torch.device, total_steps: int | None = None
 ) -> Any:
-    """The trainer of this rank with the weights of --hf-checkpoint, and the reference's if a KL needs one.
+    """The trainer of this rank with the weights of --hf-checkpoint, and those of a reference or teacher beside them.
 
-    torch.distributed must be initialised.
+    torch.distributed must be initialised. A teacher must be of the same architecture.
     """
     device = torch.device(device)
     try:
@@ -25,8 +25,11 @@ def create_backend(
         cpu_shims.install()
     # After the shims: megatron-core asks for the device while it is imported.
     from slime.backends.megatron.backend import MegatronBackend
+    from slime.backends.roles import needs_reference
 
     backend = MegatronBackend(args, rank=rank, world_size=world_size, device=device, total_steps=total_steps)
-    if args.loss_type == "policy_loss" and (args.use_kl_loss or args.kl_coef):
+    if needs_reference(args):
         backend.load_hf(args.ref_load or args.hf_checkpoint, weights="ref")
+    if args.use_opd and args.opd_type == "trainer":
+        backend.load_hf(args.opd_teacher_load, weights="teacher")
     return backend

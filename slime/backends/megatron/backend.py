@@ -15,6 +15,7 @@ from slime.backends import hf_folder
 from slime.backends.base import (
     Bucket,
     Denominators,
+    HeadFunction,
     Loss,
     MicroBatch,
     NonFiniteStepError,
@@ -80,8 +81,16 @@ class MegatronBackend:
 
     # -- passes ------------------------------------------------------------------------------------------------------
 
-    def log_probs(self, mbs: list[MicroBatch], *, weights: str = LIVE, entropy: bool = False) -> TokenLists:
+    def log_probs(
+        self,
+        mbs: list[MicroBatch],
+        *,
+        weights: str = LIVE,
+        entropy: bool = False,
+        at_head: HeadFunction | None = None,
+    ) -> TokenLists:
         """Log-probs (and entropies) of every response token under the weights tagged `weights`, on every rank."""
+        assert at_head is None, "functions at the head are refused for this trainer when arguments are parsed"
         with self.copies.active(weights), torch.no_grad():
             outputs = self.passes.forward(mbs, self._call(entropy=entropy))
         found: dict[int, tuple[Tensor, Tensor | None]] = {}
@@ -93,8 +102,14 @@ class MegatronBackend:
         ordered = [found[p] for p in sorted(found)]
         return TokenLists([lp for lp, _ in ordered], [h for _, h in ordered] if entropy else None)
 
-    def train_step(self, mbs: list[MicroBatch], loss: Loss, denominators: Denominators) -> StepStats:
+    def values(self, mbs: list[MicroBatch]) -> list[Tensor]:
+        raise AssertionError("a critic is refused for this trainer when arguments are parsed")
+
+    def train_step(
+        self, mbs: list[MicroBatch], loss: Loss, denominators: Denominators, *, model: str = "actor"
+    ) -> StepStats:
         """One optimizer step over all micro-batches; raises without applying it when a number is not finite."""
+        assert model == "actor" and loss.at_head is None, "refused for this trainer when arguments are parsed"
         for chunk in self.model:
             chunk.train()
             chunk.zero_grad_buffer()
@@ -161,6 +176,14 @@ class MegatronBackend:
             f"optimizer step {self.step} was not applied: {', '.join([*bad, f'grad_norm={grad_norm}'])}. The weights are "
             "those before the step; lower --lr or look for extreme log-probs or rewards in this batch."
         )
+
+    def reset_optimizer(self) -> None:
+        """Forget the moments; the schedule goes on."""
+        for member in optimizer.members(self.optimizer):
+            member.optimizer.state.clear()
+
+    def output_matrix(self, weights: str) -> Tensor:
+        raise AssertionError("functions at the head are refused for this trainer when arguments are parsed")
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """Element-wise sum over the data-parallel ranks, the same on all of them."""

@@ -17,8 +17,6 @@ from slime.backends.attention import refuse_unsupported
 from slime.backends.megatron.families import family_of
 from slime.backends.megatron.families.base import Dims
 
-_RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
-
 
 def read_hf_config(path: str) -> Any:
     # Heavy import, only needed where a model is built.
@@ -78,7 +76,7 @@ def transformer_config(args: Any, hf_config: Any, dtype: torch.dtype, device: to
         "perform_initialization": False,
         "use_cpu_initialization": device.type == "cpu",
         "deterministic_mode": args.deterministic_mode,
-        **{name: getattr(args, name) for name in _RECOMPUTE},
+        **_recompute(args),
     }
     config = TransformerConfig(**settings, **(values | overrides))
     _check_overlap(config)
@@ -114,6 +112,19 @@ def ddp_config(args: Any) -> DistributedDataParallelConfig:
     return DistributedDataParallelConfig(
         **(values | _fields_of(DistributedDataParallelConfig, args.megatron_config or {}))
     )
+
+
+def _recompute(args: Any) -> dict[str, Any]:
+    """Whole layers one by one, or the attention of each, unless the finer flags say otherwise."""
+    if args.activation_checkpointing == "full":
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": args.recompute_method or "uniform",
+            "recompute_num_layers": args.recompute_num_layers or 1,
+        }
+    if args.activation_checkpointing == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": args.recompute_modules}
+    return {}
 
 
 def _distributed_optimizer(args: Any) -> bool:
@@ -165,10 +176,13 @@ def check_layout(args: Any, hf_config: Any, *, world_size: int, device: torch.de
             f"--tensor-model-parallel-size is {tp}, but the model has {settings['num_attention_heads']} attention heads: "
             "use a divisor of that."
         )
-    if layers % (pp * (vpp or 1)):
+    uneven = {"num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"} & set(
+        args.megatron_config or {}
+    )
+    if layers % (pp * (vpp or 1)) and not uneven:
         raise ValueError(
             f"the model has {layers} layers, which {pp} pipeline stages{f' of {vpp} chunks' if vpp else ''} cannot share "
-            "evenly: use sizes whose product divides the layers."
+            "evenly: use sizes whose product divides the layers, or --num-layers-in-first-pipeline-stage."
         )
     if vpp is not None and pp == 1:
         raise ValueError("--virtual-pipeline-model-parallel-size needs --pipeline-model-parallel-size of at least 2.")

@@ -1,0 +1,81 @@
+"""Megatron's own flags: read from its dataclasses, typed, refused where slime or the other trainer decides."""
+
+import pytest
+from argument_helpers import base_argv, parse
+
+from slime.arguments import parse_args
+from slime.arguments.megatron import megatron_fields
+
+pytest.importorskip("megatron")
+
+
+def megatron(*words):
+    return parse("--train-backend", "megatron", *words)
+
+
+def test_fields_of_its_dataclasses_are_flags():
+    args = megatron(
+        "--moe-aux-loss-coeff", "0.01", "--attention-softmax-in-fp32", "--num-layers=4", "--bucket-size", "99"
+    )
+    assert args.megatron_config == {
+        "moe_aux_loss_coeff": 0.01,
+        "attention_softmax_in_fp32": True,
+        "num_layers": 4,
+        "bucket_size": 99,
+    }
+
+
+def test_familiar_spellings_are_known():
+    args = megatron("--swiglu", "--disable-bias-linear", "--norm-epsilon", "1e-6", "--no-moe-permute-fusion")
+    assert args.megatron_config == {
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "layernorm_epsilon": 1e-6,
+        "moe_permute_fusion": False,
+    }
+
+
+def test_table_is_read_without_importing_the_package():
+    assert len(megatron_fields()) > 200
+    assert "--params-dtype" not in megatron_fields()  # no word can express a dtype
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--moe-aux-loss-coef", "0.1"), "did you mean --moe-aux-loss-coeff"),
+        (("--num-layers", "four"), "--num-layers is 'four': megatron-core expects int"),
+        (("--num-layers",), "takes one value, found 0"),
+        (("--attention-softmax-in-fp32", "yes"), "is a switch and takes no value"),
+        (("--bf16",), "--bf16 cannot be given: --dtype decides it"),
+        (("--mtp-num-layers", "1"), "does not train prediction heads"),
+        (("--lora-rank", "4"), "only the FSDP trainer reads it"),
+        (("--advantage-estimator", "ppo"), "is not built on --train-backend megatron"),
+        (("--megatron-config", '{"lr": 1}'), "give it as --lr"),
+    ],
+)
+def test_mistakes_are_named(words, message):
+    with pytest.raises(ValueError, match=message):
+        megatron(*words)
+
+
+def test_flag_of_megatron_without_megatron_is_refused():
+    with pytest.raises(ValueError, match="--moe-z-loss-coeff is a flag of Megatron's, but --train-backend is fsdp"):
+        parse("--moe-z-loss-coeff", "0.1")
+    with pytest.raises(ValueError, match="only --train-backend megatron reads it"):
+        parse("--sequence-parallel")
+
+
+def test_keys_of_a_file_are_flags_too(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("train-backend: megatron\nmoe-aux-loss-coeff: 0.5\nmoe_permute_fusion: true\n")
+    args = parse("--config", str(file), "--moe-aux-loss-coeff", "0.25")
+    assert args.megatron_config == {"moe_aux_loss_coeff": 0.25, "moe_permute_fusion": True}
+
+
+def test_one_replica_is_the_default_number_of_ranks_on_cpu(monkeypatch):
+    monkeypatch.setattr("slime.arguments.rules.visible_gpus", lambda: 0)
+    words = base_argv(actor_num_gpus_per_node=None, num_gpus_per_node=None)
+    sizes = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "3"]
+    args = parse_args([*words, "--train-backend", "megatron", *sizes])
+    assert args.actor_num_gpus_per_node == 6
