@@ -65,7 +65,8 @@ class TrainActor:
         self._backend = create_backend(self._args, rank=self._rank, world_size=self._world_size, device=device)
         if checkpoint is not None:
             self._backend.load(checkpoint)
-        return {"dp_size": self._backend.layout.dp_size, "cp_size": self._backend.layout.cp_size}
+        layout = self._backend.layout
+        return {"dp_size": layout.dp_size, "dp_rank": layout.dp_rank, "cp_size": layout.cp_size}
 
     def open_sender(self, transport: str) -> None:
         """The first rank sends: `export` gives it whole tensors. Some live transports send from every rank.
