@@ -18,10 +18,12 @@ import torch
 from slime.utils import http_utils, shm
 from slime.utils.async_utils import run
 from slime.utils.processes import LifePipe, stop_process, thread_environment
+from slime.weight_sync.base import SenderOptions
+from slime.weight_sync.transports import TRANSPORTS
 from slime.wire.client import EngineClient
-from slime.wire.control import EngineControl
+from slime.wire.control import EngineControl, Receipt
 from slime.wire.manifest import WeightManifest, fill_bucket, plan_bucket
-from slime.wire.protocol import GenerateRequest, Generation, SamplingParams
+from slime.wire.protocol import EngineInfo, GenerateRequest, Generation, SamplingParams
 
 CONTEXT = 512
 VOCAB = 128
@@ -60,10 +62,18 @@ class EngineUnderTest:
     def __post_init__(self):
         self.control = EngineControl(self.url, deadline_s=60)
         self.client = EngineClient(self.url, timeout_s=120, max_retries=0)
-        self.transports = run(self.control.info()).transports
+        self.can: EngineInfo = run(self.control.info())  # a test of more than this is skipped
+
+    def need(self, promised: bool, what: str) -> None:
+        if not promised:
+            pytest.skip(f"this engine does not promise {what}")
 
     def info(self) -> dict:
         return run(http_utils.get(f"{self.url}/server_info"))
+
+    def known_counter(self, name: str) -> int | None:
+        """None: this engine does not count it."""
+        return self.info().get(name)
 
     def counter(self, name: str) -> int:
         info = self.info()
@@ -72,6 +82,8 @@ class EngineUnderTest:
         return info[name]
 
     def request(self, ids, *, rid=None, **sampling) -> GenerateRequest:
+        if "sampling_seed" in sampling:
+            self.need(self.can.has_seeds, "that a seed decides the tokens")
         return GenerateRequest(ids, SamplingParams(**sampling), rid=rid or secrets.token_hex(8))
 
     async def agenerate(self, ids, *, rid=None, **sampling) -> Generation:
@@ -86,8 +98,7 @@ class EngineUnderTest:
     @contextmanager
     def published(self, state: dict[str, torch.Tensor], version: str) -> Iterator[tuple[WeightManifest, list]]:
         """The tensors in two shared segments, and their manifest."""
-        if "shared_memory" not in self.transports:
-            pytest.skip("this engine takes no weights from shared memory")
+        self.need("shared_memory" in self.can.transports, "to take weights from shared memory")
         items = list(state.items())
         halves = [items[: len(items) // 2], items[len(items) // 2 :]]
         segments = [shm.create_segment(plan_bucket(half)[1], self.prefix) for half in halves]
@@ -99,21 +110,49 @@ class EngineUnderTest:
                 segment.unlink()
                 segment.close()
 
-    async def push(self, model, version: str):
-        with self.published(model.state_dict(), version) as (manifest, _):
-            return await self.control.update_from_shared_memory(manifest)
+    async def push(self, model, version: str) -> Receipt:
+        """By the first transport that leaves a parcel; an engine that does not empty its cache by itself is told to."""
+        transport = next(t for t in TRANSPORTS.values() if t.engine_needs in self.can.transports)
+        sender = transport.make_sender(SenderOptions(self.prefix, self.model.parent / "pushed", str(self.model)))
+        try:
+            items = list(model.state_dict().items())
+            sender.send(items[: len(items) // 2])
+            sender.send(items[len(items) // 2 :])
+            receipt = await transport.deliver(sender.finish(version), self.control, self.can)
+            if not self.can.dialect.flush_while_running:
+                await self.control.flush()
+            return receipt
+        finally:
+            sender.close()
 
     async def running(self, *, tokens: int) -> None:
-        """Wait until requests in flight have made at least that many tokens since now."""
+        """Wait until requests in flight have made about that many tokens since now."""
         info = await http_utils.get(f"{self.url}/server_info")
         if "num_generated_tokens" not in info:
-            await asyncio.sleep(0.5)  # this engine does not count: give it time for some
+            await self._running_by_load(tokens)
             return
         start = info["num_generated_tokens"]
         for _ in range(2000):
             info = await http_utils.get(f"{self.url}/server_info")
             if info["num_running_reqs"] and info["num_generated_tokens"] - start >= tokens:
                 return
+        raise AssertionError(f"no {tokens} tokens came")
+
+    async def idle(self) -> None:
+        """Wait until no request is left."""
+        for _ in range(1000):
+            if await self.control.load() == (0, 0):
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError("requests go on after they were aborted")
+
+    async def _running_by_load(self, tokens: int) -> None:
+        """For an engine without that counter: its requests hold that many tokens of cache."""
+        for _ in range(4000):
+            loads = (await http_utils.get(f"{self.url}/v1/loads"))["loads"]
+            if loads[0]["num_running_reqs"] and loads[0]["num_used_tokens"] >= tokens + 10:
+                return
+            await asyncio.sleep(0.005)
         raise AssertionError(f"no {tokens} tokens came")
 
 

@@ -18,6 +18,8 @@ class Dialect:
     `has_seeds`: a request's sampling_seed alone decides its tokens (SGLang: only with its own flag, see EngineInfo).
     `strict`: whatever is wrong with a request, it answers 400 and lives; others may ignore it, or even end.
     `probes_while_paused`: a health probe makes its token also while generation is paused.
+    `clamps_length`: more new tokens than the context holds are cut to fit; others answer 400.
+    `frees_at_hang_up`: a client that hangs up ends its request at once; others notice after seconds.
     """
 
     name: str
@@ -30,6 +32,8 @@ class Dialect:
     has_seeds: bool = False
     strict: bool = False
     probes_while_paused: bool = False
+    clamps_length: bool = False
+    frees_at_hang_up: bool = False
 
 
 EMBEDDED = Dialect(
@@ -43,6 +47,8 @@ EMBEDDED = Dialect(
     has_seeds=True,
     strict=True,
     probes_while_paused=True,
+    clamps_length=True,
+    frees_at_hang_up=True,
 )
 SGLANG = Dialect(
     name="sglang",

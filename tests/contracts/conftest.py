@@ -1,14 +1,21 @@
-"""Engines that claim the protocol: the embedded one is started here, others are given by url."""
+"""Engines that claim the protocol: the embedded one and SGLang are started here, others are given by url."""
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from engine_under_test import CONTEXT, VOCAB, EngineUnderTest, load_model, start_engine
 from tiny_model import make_tiny_model
 
+from slime.arguments.sglang import find_python
+from slime.cluster.engine_weights import EngineWeights
+from slime.engines.fleet import EngineFleet, WatchPolicy
+from slime.engines.server import EngineServer, LaunchPlan
+from slime.engines.sglang.command import SGLangOptions, sglang_command
 from slime.utils import shm
 from slime.utils.async_utils import run
+from slime.utils.processes import thread_environment
 
 
 def pytest_addoption(parser):
@@ -20,9 +27,8 @@ def pytest_addoption(parser):
 def pytest_generate_tests(metafunc):
     if "served_engine" in metafunc.fixturenames:
         given = metafunc.config.getoption("--engine-url", default=None)
-        metafunc.parametrize(
-            "served_engine", ["embedded", *(["url"] if given else [])], indirect=True, scope="session"
-        )
+        engines = ["embedded", pytest.param("sglang", marks=pytest.mark.sglang), *(["url"] if given else [])]
+        metafunc.parametrize("served_engine", engines, indirect=True, scope="session")
 
 
 @pytest.fixture(scope="session")
@@ -52,6 +58,10 @@ def served_engine(request, tiny_folder, tmp_path_factory) -> Iterator[EngineUnde
         url = request.config.getoption("--engine-url")
         yield EngineUnderTest(url, Path(request.config.getoption("--engine-model")), None, shm.make_prefix())
         return
+    if request.param == "sglang":
+        fleet, _ = request.getfixturevalue("sglang_pair")
+        yield EngineUnderTest(fleet.urls[0], tiny_folder, None, shm.make_prefix())
+        return
     device = request.config.getoption("--engine-device", default="cpu")
     flags = ("--max-running-requests", "8", "--max-total-tokens", str(1 << 16), "--dtype", "float32")
     flags += ("--device", device)
@@ -59,12 +69,40 @@ def served_engine(request, tiny_folder, tmp_path_factory) -> Iterator[EngineUnde
         yield EngineUnderTest(url, tiny_folder, process.pid, prefix)
 
 
+@pytest.fixture(scope="session")
+def sglang_pair(tiny_folder, tmp_path_factory) -> Iterator[tuple[EngineFleet, EngineWeights]]:
+    """Two real SGLang servers on the CPU, started once and restarted when they die, and what keeps their weights."""
+    python = find_python(None)
+    if python is None:
+        pytest.skip("there is no SGLang: `make sglang-env`")
+    logs = tmp_path_factory.mktemp("sglang")
+    extra = ("--max-running-requests", "8", "--max-total-tokens", "8192")
+    options = SGLangOptions(python, str(tiny_folder), True, "float32", 1, 0, False, extra=extra)
+    plans = [
+        LaunchPlan(f"engine-{i}", sglang_command(options), thread_environment(1), logs / f"engine-{i}.log", 900.0)
+        for i in range(2)
+    ]
+    args = SimpleNamespace(check_weight_update_equal=False, weight_checksum_interval=1)
+    weights = EngineWeights(args, shm.make_prefix(), ((), ()))
+    servers = [EngineServer(plan) for plan in plans]
+    fleet = EngineFleet(servers, WatchPolicy(8, 3600.0), weights.bring_up_to_date)
+    weights.watch(fleet)
+    fleet.launch()
+    try:
+        fleet.wait_ready()
+        yield fleet, weights
+    finally:
+        fleet.stop()
+
+
 @pytest.fixture
 def engine(served_engine) -> Iterator[EngineUnderTest]:
     """The engine with its first weights, nothing paused, nothing cached; and so it is left."""
     yield served_engine
-    run(served_engine.control.restore())
+    if served_engine.can.memory_saver:  # others may end over memory that was never released
+        run(served_engine.control.restore())
     run(served_engine.control.resume())
     run(served_engine.control.abort())
+    run(served_engine.idle())
     run(served_engine.control.update_from_disk(str(served_engine.model), "default"))
     run(served_engine.control.flush())

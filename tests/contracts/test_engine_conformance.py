@@ -121,23 +121,23 @@ def test_a_batch_answers_in_order_with_n_for_each_prompt(engine):
 
 
 def test_a_stop_token_ends_the_answer_and_stays_in_its_ids(engine):
-    free = engine.generate(PROMPT, sampling_seed=3, max_new_tokens=30, ignore_eos=True)
+    free = engine.generate(PROMPT, temperature=0.0, max_new_tokens=30, ignore_eos=True)
     stop = free.ids[9]
-    made = engine.generate(PROMPT, sampling_seed=3, max_new_tokens=30, stop_token_ids=(stop,))
+    made = engine.generate(PROMPT, temperature=0.0, max_new_tokens=30, stop_token_ids=(stop,))
     first = free.ids.index(stop)
     assert made.ids == free.ids[: first + 1]
     assert made.finish == "stop" and made.finish_detail["matched"] == stop
 
 
 def test_a_stop_string_ends_the_answer_and_leaves_the_text(engine):
-    free = engine.generate(PROMPT, sampling_seed=4, max_new_tokens=40, ignore_eos=True)
+    free = engine.generate(PROMPT, temperature=0.0, max_new_tokens=40, ignore_eos=True)
     stop = free.text[10:13]
-    made = engine.generate(PROMPT, sampling_seed=4, max_new_tokens=40, ignore_eos=True, stop=(stop, "never there"))
+    made = engine.generate(PROMPT, temperature=0.0, max_new_tokens=40, ignore_eos=True, stop=(stop, "never there"))
     assert made.finish == "stop" and made.finish_detail["matched"] == stop
     assert made.text == free.text[: free.text.index(stop)]
     assert made.ids == free.ids[: len(made.ids)] and len(made.ids) < 40
     untrimmed = engine.generate(
-        PROMPT, sampling_seed=4, max_new_tokens=40, ignore_eos=True, stop=(stop,), no_stop_trim=True
+        PROMPT, temperature=0.0, max_new_tokens=40, ignore_eos=True, stop=(stop,), no_stop_trim=True
     )
     assert untrimmed.text == made.text + stop
 
@@ -150,7 +150,12 @@ def test_min_new_tokens_holds_a_stop_token_back(engine):
     assert len(made.ids) >= 4 and greedy.ids[0] not in made.ids[:3]
 
 
-def test_max_new_tokens_is_clamped_to_the_context(engine):
+def test_max_new_tokens_is_clamped_to_the_context_or_refused(engine):
+    if not engine.can.dialect.clamps_length:
+        with pytest.raises(HttpError, match="context") as error:
+            engine.generate(LONG_PROMPT, max_new_tokens=100_000, ignore_eos=True)
+        assert error.value.status == 400
+        return
     made = engine.generate(LONG_PROMPT, max_new_tokens=100_000, ignore_eos=True)
     assert made.finish == "length" and 0 < len(made.ids) <= CONTEXT - len(LONG_PROMPT)
 
@@ -164,7 +169,7 @@ def test_a_stream_is_cumulative_and_ends_with_done(engine):
     async def read():
         payload = {
             "input_ids": PROMPT,
-            "sampling_params": {"max_new_tokens": 20, "sampling_seed": 5, "ignore_eos": True},
+            "sampling_params": {"max_new_tokens": 20, "temperature": 0.0, "ignore_eos": True},
             "stream": True,
             "return_logprob": True,
         }
@@ -177,7 +182,7 @@ def test_a_stream_is_cumulative_and_ends_with_done(engine):
 
     *events, done = run(read())
     chunks = [json.loads(event.removeprefix("data: ")) for event in events]
-    whole = engine.generate(PROMPT, max_new_tokens=20, sampling_seed=5, ignore_eos=True)
+    whole = engine.generate(PROMPT, max_new_tokens=20, temperature=0.0, ignore_eos=True)
     assert done == "data: [DONE]" and len(chunks) > 1
     for chunk in chunks:
         count = len(chunk["output_ids"])
@@ -248,7 +253,7 @@ def test_loads_count_running_and_waiting(engine):
 
 
 def test_an_aborted_request_answers_all_it_made_and_its_blocks_come_back(engine, old_model):
-    free = engine.counter("kv_blocks_free")
+    free = engine.known_counter("kv_blocks_free")
 
     async def abort():
         task = asyncio.create_task(engine.agenerate(PROMPT, rid="victim", max_new_tokens=450, ignore_eos=True))
@@ -261,7 +266,7 @@ def test_an_aborted_request_answers_all_it_made_and_its_blocks_come_back(engine,
     assert victim.finish == "abort" and 20 <= len(victim.ids) < 450
     assert largest_difference(victim.log_probs, plain_log_probs(old_model, PROMPT, victim.ids)) < 1e-4
     assert other.finish == "length" and len(other.ids) == 120
-    assert engine.counter("kv_blocks_free") == free == engine.counter("kv_blocks_total")
+    assert engine.known_counter("kv_blocks_free") == free == engine.known_counter("kv_blocks_total")
 
 
 def test_abort_all_ends_waiting_requests_too(engine):
@@ -276,6 +281,8 @@ def test_abort_all_ends_waiting_requests_too(engine):
 
 
 def test_a_client_that_hangs_up_frees_its_blocks(engine):
+    engine.need(engine.can.dialect.frees_at_hang_up, "to notice at once that a client hung up")
+
     async def hang_up():
         task = asyncio.create_task(engine.agenerate(PROMPT, max_new_tokens=450, ignore_eos=True))
         await engine.running(tokens=5)
@@ -291,10 +298,10 @@ def test_a_client_that_hangs_up_frees_its_blocks(engine):
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_a_paused_request_freezes_and_then_ends_as_if_nothing_had_been(engine, mode):
-    whole = engine.generate(PROMPT, sampling_seed=9, max_new_tokens=150, ignore_eos=True)
+    whole = engine.generate(PROMPT, temperature=0.0, max_new_tokens=150, ignore_eos=True)
 
     async def pause():
-        task = asyncio.create_task(engine.agenerate(PROMPT, sampling_seed=9, max_new_tokens=150, ignore_eos=True))
+        task = asyncio.create_task(engine.agenerate(PROMPT, temperature=0.0, max_new_tokens=150, ignore_eos=True))
         await engine.running(tokens=10)
         await engine.control.pause(mode)
         before = (await engine.control.info()).raw
@@ -306,9 +313,9 @@ def test_a_paused_request_freezes_and_then_ends_as_if_nothing_had_been(engine, m
 
     made, before, after = run(pause())
     assert made.ids == whole.ids
-    assert before["num_generated_tokens"] == after["num_generated_tokens"]
+    assert before.get("num_generated_tokens") == after.get("num_generated_tokens")
     assert made.meta["num_retractions"] == (1 if mode == "retract" else 0)
-    if mode == "retract":
+    if mode == "retract" and "kv_blocks_free" in after:
         assert after["kv_blocks_free"] == after["kv_blocks_total"]
 
 
@@ -337,13 +344,15 @@ def test_after_a_push_a_cached_prompt_is_computed_with_the_new_weights(engine, n
     assert engine.generate(LONG_PROMPT, max_new_tokens=5).cached_tokens >= 256
     receipt = run(engine.push(new_model, "run:1"))
     assert receipt.version == "run:1" == run(engine.control.version())
-    assert receipt.tensors == len(new_model.state_dict())
+    assert receipt.tensors in (len(new_model.state_dict()), None)
     made = engine.generate(LONG_PROMPT, max_new_tokens=30, ignore_eos=True)
     assert made.cached_tokens == 0 and made.weight_version == "run:1"
     assert largest_difference(made.log_probs, plain_log_probs(new_model, LONG_PROMPT, made.ids)) < 1e-4
 
 
 def test_requests_in_flight_during_a_push_carry_version_spans(engine, old_model, new_model):
+    engine.need(engine.can.has_spans and engine.can.dialect.flush_while_running, "a push under running requests")
+
     async def push():
         task = asyncio.create_task(engine.agenerate(PROMPT, max_new_tokens=300, ignore_eos=True))
         await engine.running(tokens=10)
@@ -363,6 +372,8 @@ def test_requests_in_flight_during_a_push_carry_version_spans(engine, old_model,
 
 
 def test_a_retracted_request_goes_on_wholly_with_the_new_weights(engine, old_model, new_model):
+    engine.need(engine.can.has_spans, "versions per token")
+
     async def push():
         task = asyncio.create_task(engine.agenerate(PROMPT, max_new_tokens=200, ignore_eos=True))
         await engine.running(tokens=10)
@@ -429,7 +440,8 @@ def test_a_push_that_does_not_fit_the_model_is_refused_whole(engine, old_model, 
 
 def test_a_bad_checkpoint_folder_is_refused_and_the_old_version_serves_on(engine, old_model, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0not a checkpoint")
-    for folder in (tmp_path, tmp_path / "nowhere"):
+    # The first one is a file that cannot be read: engines that are not strict may end over it.
+    for folder in (*([tmp_path] if engine.can.dialect.strict else []), tmp_path / "nowhere"):
         with pytest.raises(HttpError) as error:
             run(engine.control.update_from_disk(str(folder), "run:1"))
         assert error.value.status == 400
@@ -449,9 +461,9 @@ def test_check_equal_names_exactly_the_tensors_that_differ(engine, old_model):
 
 
 def test_the_engine_s_own_checksums_change_with_the_weights(engine, new_model):
-    before = engine.post("weights_checker", {"action": "checksum"})["checksums"]
+    before = run(engine.control.checksums())
     run(engine.push(new_model, "run:1"))
-    after = engine.post("weights_checker", {"action": "checksum"})["checksums"]
+    after = run(engine.control.checksums())
     assert before.keys() == after.keys()
     changed = {name for name in before if before[name] != after[name]}
     assert changed == {name for name in before if "norm" not in name}  # norms start as ones in both
@@ -482,6 +494,7 @@ def test_release_frees_the_kv_pool_and_generation_after_resume_is_identical(engi
 
 
 def test_a_request_in_flight_survives_release_and_resume(engine):
+    engine.need(engine.can.memory_saver, "to give memory back")
     whole = engine.generate(PROMPT, sampling_seed=2, max_new_tokens=200, ignore_eos=True)
 
     async def release():
@@ -495,6 +508,7 @@ def test_a_request_in_flight_survives_release_and_resume(engine):
 
 
 def test_health_probes_answer_also_while_paused(engine):
+    engine.need(engine.can.dialect.probes_while_paused, "probes while paused")
     assert run(engine.control.healthy())
     run(engine.control.pause("in_place"))
     assert run(engine.control.healthy())
@@ -515,8 +529,9 @@ def test_a_busy_engine_answers_health_probes_before_its_queue_is_empty(engine):
 
 def test_server_info_says_what_the_engine_can_do(engine):
     info = run(engine.control.info())
-    assert info.has_spans and info.memory_saver and "disk" in info.transports
-    assert (info.vocab_size, info.context_len, info.weight_version) == (VOCAB, CONTEXT, "default")
+    assert "disk" in info.transports and info.num_ranks == 1
+    assert info.weight_version == "default"
+    assert info.vocab_size in (VOCAB, None) and info.context_len in (CONTEXT, None)  # None: it does not say
 
 
 # -- bad requests -----------------------------------------------------------------------------------------------------
@@ -543,14 +558,18 @@ BAD_REQUESTS = {
     "not an object": ([1, 2], "object"),
 }
 
+REFUSED_BY_ALL = ("prompt as long as the context", "unknown sampling field", "bad top_p")
+
 
 @pytest.mark.parametrize("name", BAD_REQUESTS)
 def test_a_bad_request_is_a_400_that_names_it_and_the_engine_lives(engine, name):
+    if name not in REFUSED_BY_ALL:
+        engine.need(engine.can.dialect.strict, "to refuse every bad request")
     payload, word = BAD_REQUESTS[name]
     with pytest.raises(HttpError) as error:
         engine.post("generate", payload)
     assert error.value.status == 400
-    assert word in json.loads(error.value.body)["error"]["message"]
+    assert word in error.value.body
     assert len(engine.generate(PROMPT, max_new_tokens=2, ignore_eos=True).ids) == 2
 
 
@@ -567,12 +586,15 @@ def test_a_bad_request_is_a_400_that_names_it_and_the_engine_lives(engine, name)
     ],
 )
 def test_a_bad_control_call_is_a_400(engine, endpoint, payload):
+    engine.need(engine.can.dialect.strict, "to refuse every bad call")
     with pytest.raises(HttpError) as error:
         engine.post(endpoint, payload)
     assert error.value.status == 400
 
 
 def test_a_body_that_is_not_json_is_a_400(engine):
+    engine.need(engine.can.dialect.strict, "to refuse every bad request")
+
     async def send():
         async with aiohttp.ClientSession() as session, session.post(f"{engine.url}/generate", data=b"{no") as response:
             return response.status, await response.text()

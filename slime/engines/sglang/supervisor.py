@@ -100,9 +100,11 @@ class Supervisor:
         return PortHold(self._options.host, port)
 
     def _serves(self, port: int) -> bool:
-        """True once the server makes a token."""
+        """True once the server makes a token (or whatever its probe stands for)."""
         try:
-            with urllib.request.urlopen(f"http://{self._options.host}:{port}/health_generate", timeout=30) as answer:
+            with urllib.request.urlopen(
+                f"http://{self._options.host}:{port}{self._options.probe}", timeout=30
+            ) as answer:
                 return answer.status == 200
         except (urllib.error.URLError, OSError):
             return False
@@ -205,6 +207,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--host", required=True)
     parser.add_argument("--port", type=int, required=True, help="0: any free one")
+    parser.add_argument("--probe", default="/health_generate", help="what answers 200 once it serves")
     parser.add_argument("--ready-file", required=True)
     parser.add_argument("--life-fd", type=int, required=True)
     parser.add_argument("command", nargs="+", help="the server's command line, after --")

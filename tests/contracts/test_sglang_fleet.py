@@ -1,0 +1,226 @@
+"""Two real SGLang servers as a run has them: every weight path, versions per token, and a server killed under load."""
+
+import asyncio
+import dataclasses
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from engine_under_test import EngineUnderTest, largest_difference, plain_log_probs
+from rollout_helpers import assert_conserved, make_args, make_source
+
+from slime.engines.router import Balancer
+from slime.engines.server import LaunchPlan
+from slime.engines.sglang.router import SGLangRouter, router_command
+from slime.rollout.sglang_rollout import generate_rollout
+from slime.utils import shm
+from slime.utils.async_utils import run
+from slime.utils.types import Sample, flatten_samples
+from slime.weight_sync import LIVE_TRANSPORTS, TRANSPORTS
+from slime.weight_sync.base import SenderOptions
+from slime.weight_sync.verify import reload_and_compare
+from slime.wire.control import EngineControl
+
+pytestmark = pytest.mark.sglang
+ROOT = Path(__file__).parents[2]
+PROMPT = [10, 20, 30, 40, 50]
+LENGTH = 200
+END = 2  # the model's end of sequence
+
+
+@pytest.fixture
+def servers(sglang_pair, tiny_folder):
+    """(fleet, its weights, one engine under test per server), all with the first weights."""
+    fleet, weights = sglang_pair
+    engines = [EngineUnderTest(url, tiny_folder, None, "") for url in fleet.urls]
+    yield fleet, weights, engines
+    for engine in engines:
+        run(engine.control.update_from_disk(str(tiny_folder), "default"))
+
+
+@pytest.fixture
+def options(tiny_folder, tmp_path):
+    made = SenderOptions(shm.make_prefix(), tmp_path / "weights", str(tiny_folder))
+    yield made
+    shm.unlink_prefix(made.shm_prefix)
+
+
+def halves(model):
+    items = list(model.state_dict().items())
+    return items[: len(items) // 2], items[len(items) // 2 :]
+
+
+def make_parcel(transport: str, options, model, version: str):
+    sender = TRANSPORTS[transport].make_sender(options)
+    for bucket in halves(model):
+        sender.send(bucket)
+    return sender, sender.finish(version)
+
+
+def assert_all_hold(engines, model, folder, version: str) -> None:
+    """Version, checksums equal over the servers and to a load from files, and log-probs of the trainer's model."""
+    sums = [run(engine.control.checksums()) for engine in engines]
+    assert sums[0] == sums[1] and len(sums[0]) > 10
+    for engine in engines:
+        made = engine.generate(PROMPT, max_new_tokens=30, ignore_eos=True)
+        assert made.weight_version == version == run(engine.control.version())
+        assert largest_difference(made.log_probs, plain_log_probs(model, PROMPT, made.ids)) < 1e-4
+    assert run(reload_and_compare(engines[0].control, folder, version)) == []
+
+
+@pytest.mark.parametrize("transport", ["http_tensor", "disk"])
+def test_a_parcel_brings_both_servers_to_the_trainer_s_weights(servers, options, new_model, new_folder, transport):
+    _, weights, engines = servers
+    sender, parcel = make_parcel(transport, options, new_model, f"run:{transport}")
+    metrics = weights.receive(parcel)
+    assert metrics["perf/engines_evicted"] == 0
+    assert_all_hold(engines, new_model, new_folder, f"run:{transport}")
+    sender.close()
+
+
+def test_a_process_group_brings_both_servers_to_the_trainer_s_weights(
+    servers, options, old_model, new_model, tiny_folder, new_folder
+):
+    """Twice over the same group, there and back; the copy on disk comes after, for whoever is late."""
+    _, weights, engines = servers
+    live = LIVE_TRANSPORTS["distributed"].make_sender(options)
+    pushes = ((new_model, new_folder, "run:1"), (old_model, tiny_folder, "run:2"))
+    for model, folder, version in pushes:
+        targets = weights.begin_live()
+        live.open(version, targets)
+        for bucket in halves(model):
+            live.send(bucket)
+        report = live.finish()
+        assert report.failures == {} and report.num_tensors == len(model.state_dict())
+        weights.finish_live(version, targets, report)
+        assert_all_hold(engines, model, folder, version)
+        sender, parcel = make_parcel("disk", options, model, version)
+        weights.receive(parcel)
+        sender.close()
+    live.close()
+
+
+def test_requests_in_flight_go_on_with_the_new_weights_and_say_which_token_is_whose(
+    servers, options, old_model, new_model
+):
+    _, weights, engines = servers
+    sender, parcel = make_parcel("http_tensor", options, new_model, "run:1")
+
+    async def start():
+        tasks = [asyncio.create_task(e.agenerate(PROMPT, max_new_tokens=400, ignore_eos=True)) for e in engines]
+        await engines[0].running(tokens=10)
+        return tasks
+
+    async def finish(tasks):
+        return await asyncio.gather(*tasks)
+
+    tasks = run(start())
+    weights.receive(parcel)
+    for made in run(finish(tasks)):
+        assert [span.version for span in made.spans] == ["default", "run:1"] and len(made.ids) == 400
+        cut = made.spans[0].end
+        old, new = (plain_log_probs(model, PROMPT, made.ids) for model in (old_model, new_model))
+        assert largest_difference(made.log_probs, [*old[:cut], *new[cut:]]) < 1e-4
+    sender.close()
+
+
+def rollout_args(folder, port: int, urls, *flags: str):
+    facts = {"router_ip": "127.0.0.1", "router_port": port, "engine_urls": urls, "num_engines": len(urls)}
+    flags = ("--rollout-max-response-len", str(LENGTH), *flags)
+    return make_args(folder, None, *flags, prompts=64, max_context_len=512, **facts)
+
+
+@pytest.fixture
+def balancer(sglang_pair):
+    made = Balancer(sglang_pair[0].urls)
+    port = run(made.start())
+    yield port
+    run(made.stop())
+
+
+def in_thread(work):
+    """(thread, list that gets the result)."""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(work()))
+    thread.start()
+    return thread, results
+
+
+def test_an_engine_without_versions_per_token_is_pushed_to_by_abort_and_resubmission(
+    servers, options, balancer, old_model, new_model, tmp_path
+):
+    fleet, weights, _ = servers
+    for url in fleet.urls:  # what an older SGLang would say of itself
+        info = weights.info(url)
+        silent = dataclasses.replace(info, dialect=dataclasses.replace(info.dialect, has_spans=False))
+        weights._members[url] = dataclasses.replace(weights._members[url], info=silent)
+    args = rollout_args(tmp_path, balancer, fleet.urls)
+    source = make_source(args)
+    sender, parcel = make_parcel("http_tensor", options, new_model, "run:1")
+    thread, results = in_thread(lambda: generate_rollout(args, 0, source))
+    time.sleep(0.5)
+    weights.receive(parcel)
+    thread.join(300)
+    weights._members.clear()
+    samples = flatten_samples(results[0].samples)
+    assert len(samples) == 8
+    crossed = [s for s in samples if len({version for version, _, _ in s.version_spans}) == 2]
+    assert crossed
+    for sample in crossed:
+        (_, _, cut), *_ = sample.version_spans
+        prompt, ids = sample.tokens[: -sample.response_length], sample.tokens[-sample.response_length :]
+        old, new = (plain_log_probs(model, prompt, ids) for model in (old_model, new_model))
+        assert largest_difference(sample.rollout_log_probs, [*old[:cut], *new[cut:]]) < 1e-4
+    sender.close()
+
+
+def test_a_server_killed_under_load_loses_no_sample_and_comes_back_with_the_current_weights(
+    servers, options, balancer, new_model, tmp_path
+):
+    fleet, weights, engines = servers
+    sender, parcel = make_parcel("http_tensor", options, new_model, "run:7")
+    weights.receive(parcel)
+    args = rollout_args(tmp_path, balancer, fleet.urls, "--rollout-batch-size", "16")
+    source = make_source(args)
+    restarts = fleet.num_restarts
+    thread, results = in_thread(lambda: generate_rollout(args, 0, source))
+    time.sleep(0.7)
+    assert run(EngineControl(fleet.urls[1]).load())[0] > 0, "the victim has no request in flight"
+    psutil.Process(fleet.pids[1]).children()[0].kill()
+    thread.join(300)
+    samples = flatten_samples(results[0].samples)
+    assert len(samples) == 32 and {s.status for s in samples} <= {Sample.Status.COMPLETED, Sample.Status.TRUNCATED}
+    assert all(s.tokens[-1] == END or s.response_length == LENGTH for s in samples)
+    assert {version for s in samples for version, _, _ in s.version_spans} == {"run:7"}
+    assert_conserved(source)
+    deadline = time.monotonic() + 600
+    while fleet.num_restarts == restarts and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert fleet.num_restarts == restarts + 1
+    assert run(EngineControl(fleet.urls[1]).version()) == "run:7"
+    assert run(engines[0].control.checksums()) == run(EngineControl(fleet.urls[1]).checksums())
+    sender.close()
+
+
+def test_the_real_router_serves_a_rollout_and_knows_its_workers_again_after_a_kill(servers, tmp_path):
+    python = ROOT / ".venv-router" / "bin" / "python"
+    if not python.exists():
+        pytest.skip("there is no router: `make sglang-env`")
+    fleet, _, _ = servers
+    command = router_command(str(python), "round_robin")
+    router = SGLangRouter(LaunchPlan("router", command, {}, tmp_path / "router.log", 120.0), fleet.urls)
+    try:
+        port = router.start()
+        args = rollout_args(tmp_path, port, fleet.urls)
+        source = make_source(args)
+        assert len(flatten_samples(generate_rollout(args, 0, source).samples)) == 8
+        psutil.Process(router.pid).children()[0].kill()
+        # The next rollout begins while the router is away: its requests wait for it.
+        samples = flatten_samples(generate_rollout(args, 1, source).samples)
+        assert len(samples) == 8 and all(s.rollout_log_probs for s in samples)
+        assert router.num_restarts == 1
+        assert_conserved(source)
+    finally:
+        router.stop()
