@@ -53,6 +53,10 @@ $(ROUTER_VENV)/.installed:
 test-sglang: $(STAMP) sglang-env
 	$(BIN)/python -m pytest -q -m sglang --timeout 1200
 
+test-megatron: $(STAMP)
+	$(BIN)/python -m pip install -q $(CONSTRAINTS) -e ".[megatron]"
+	$(BIN)/python -m pytest -q -m megatron --timeout 1800
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

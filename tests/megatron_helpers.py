@@ -163,3 +163,35 @@ def run_cases(rank: int, world_size: int, cases: dict[str, tuple[str, dict]]) ->
         result.pop("backend")
         results[name] = result
     return results
+
+
+def save_and_resume(rank: int, world_size: int, model: str, folder: str, save_as: dict, load_as: dict | None) -> dict:
+    """Three steps, a checkpoint, three more; then the last three again from `folder` as `load_as` (None: as saved)."""
+    from slime.backends.megatron import create_backend
+    from slime.backends.update import run_update
+    from slime.batch.convert import samples_to_batch
+    from slime.batch.schedule import split_for_ranks
+
+    place = dict(rank=rank, world_size=world_size, device="cpu")
+
+    def go_on(backend, args):
+        batch = samples_to_batch(args, random_samples(5, 3, vocab=127, seed=1))
+        layout = backend.layout
+        data = split_for_ranks(args, batch, layout.dp_size, cp_size=layout.cp_size)[layout.dp_rank]
+        steps = []
+        run_update(backend, args, 1, data, on_step=lambda index, values: steps.append(values))
+        return {"steps": [(s["train/loss"], s["train/grad_norm"]) for s in steps], "weights": exported(backend)}
+
+    results = {}
+    adam = dict(GRPO, optimizer="adam", lr=1e-3, adam_eps=1e-5)
+    if save_as is not None:
+        args = megatron_args(model, **adam, **save_as)
+        first = train(create_backend, args, rank, world_size)["backend"]
+        first.save(folder)
+        results["went on"] = go_on(first, args)
+    if load_as is not None:
+        args = megatron_args(model, **adam, **load_as)
+        second = create_backend(args, **place)
+        second.load(folder)
+        results["resumed"] = go_on(second, args)
+    return results

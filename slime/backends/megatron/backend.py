@@ -73,9 +73,8 @@ class MegatronBackend:
         # Before the optimizer: its fp32 copies are taken from the parameters.
         self.hub.load(args.hf_checkpoint)
         self.model = wrap_for_training(self.config, ddp_config(args), chunks)
-        self.optimizer = optimizer.build_optimizer(
-            optimizer_config(args, self.compute_dtype), self.model, cpu=device.type == "cpu"
-        )
+        self.optimizer_config = optimizer_config(args, self.compute_dtype)
+        self.optimizer = optimizer.build_optimizer(self.optimizer_config, self.model, cpu=device.type == "cpu")
         self.passes = Passes(self.model, self.config, rotary_embedding(self.hf_config).to(device), self.layout, device)
         self.copies = WeightCopies(lambda: [p.data for chunk in self.model for p in chunk.parameters()])
 
@@ -241,11 +240,23 @@ class MegatronBackend:
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> dict[str, Any]:
-        """Write weights, optimizer (unless --no-save-optim), schedule position and random state into the folder `path`."""
+        """Write weights, optimizer (unless --no-save-optim), schedule position and random state into the folder `path`.
+
+        Copies that cannot be read again from where they came have folders of their own in it."""
+        tags = ["ref"] if self.args.ref_update_interval else []
+        for tag in [*tags, "rollout", "old"]:
+            if tag in self.copies:
+                with self.copies.active(tag):
+                    checkpoint.save_weights(self, Path(path) / tag)
         return checkpoint.save(self, Path(path), with_optimizer=not self.args.no_save_optim)
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Read a folder written by `save`, also under another layout; with --finetune only its weights."""
+        for tag in ("ref", "rollout", "old"):
+            if (Path(path) / tag).is_dir() and not self.args.finetune:
+                with self._keep_live(tag):
+                    checkpoint.load_weights(self, Path(path) / tag)
+                    self.copies.copy(LIVE, tag)
         return checkpoint.load(self, Path(path), weights_only=self.args.finetune)
 
     def move(self, *, params: str | torch.device | None = None, optimizer: str | torch.device | None = None) -> None:

@@ -1,8 +1,127 @@
-"""stub"""
+"""Trainer checkpoints by megatron-core's distributed format (torch_dist): resume under any other layout.
+
+A folder holds `dist/` (weights and, with --optimizer adam, moments), `trainer.json` (format version, architecture, schedule
+position) and `rng_<rank>.pt`. The caller makes the folder appear atomically.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+
+from slime.backends.fsdp.checkpoint import MANIFEST, _check_optimizer, _load_random_state, _random_state, read_manifest
+from slime.backends.megatron import optimizer_fixes
+
+FORMAT_VERSION = 1
+BACKEND = "megatron"
+# Moments are written whole per parameter, so that any other sizes can read them; the default kind cannot be written.
+METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+_ARCHITECTURE = (
+    "num_layers hidden_size num_attention_heads num_query_groups kv_channels ffn_hidden_size num_moe_experts".split()  # noqa: SIM905
+)
 
 
-def save(*a, **k):
-    raise NotImplementedError
+def fingerprint(backend: Any) -> dict[str, Any]:
+    """What must agree for weights to be exchangeable."""
+    sizes = {name: getattr(backend.config, name) for name in _ARCHITECTURE}
+    return {"model_type": backend.hf_config.model_type, "vocab_size": backend.hf_config.vocab_size, **sizes}
 
 
-load = save
+def save(backend: Any, path: Path, *, with_optimizer: bool) -> dict[str, Any]:
+    path.mkdir(parents=True, exist_ok=True)
+    _write(backend, path / "dist", with_optimizer=with_optimizer and backend.args.optimizer == "adam")
+    torch.save(_random_state(), path / f"rng_{backend.rank}.pt")
+    manifest = {
+        "format_version": FORMAT_VERSION,
+        "backend": BACKEND,
+        "model": fingerprint(backend),
+        "optimizer": backend.args.optimizer if with_optimizer else None,
+        "distributed_optimizer": backend.optimizer_config.use_distributed_optimizer,
+        "step": backend.step,
+    }
+    if backend.rank == 0:
+        (path / MANIFEST).write_text(json.dumps(manifest))
+    dist.barrier()
+    return manifest
+
+
+def save_weights(backend: Any, path: Path) -> None:
+    """The live weights alone."""
+    _write(backend, path, with_optimizer=False)
+
+
+def _write(backend: Any, path: Path, *, with_optimizer: bool) -> None:
+    # Megatron refuses a folder that holds anything.
+    path.mkdir(parents=True, exist_ok=True)
+    state = _model_state(backend)
+    if with_optimizer:
+        optimizer_fixes.create_moments(backend.optimizer)
+        state["optimizer"] = backend.optimizer.sharded_state_dict(state, metadata=METADATA)
+    dist_checkpointing.save(state, str(path), content_metadata=METADATA)
+
+
+def load(backend: Any, path: Path, *, weights_only: bool) -> dict[str, Any]:
+    manifest = read_manifest(path)
+    _check(manifest, backend, path)
+    if not weights_only:
+        _check_optimizer(manifest, backend.args.optimizer, path)
+    with_optimizer = not weights_only and backend.args.optimizer == "adam"
+    if with_optimizer and manifest["distributed_optimizer"] != backend.optimizer_config.use_distributed_optimizer:
+        raise ValueError(
+            f"checkpoint {path} was saved {'with' if manifest['distributed_optimizer'] else 'without'} "
+            "--use-distributed-optimizer: resume in the same way, or load it with --finetune (weights only)."
+        )
+    _read(backend, path / "dist", with_optimizer=with_optimizer)
+    if weights_only:
+        return manifest
+    backend.step = manifest["step"]
+    _load_random_state(path / f"rng_{backend.rank}.pt", backend.rank)
+    return manifest
+
+
+def load_weights(backend: Any, path: Path) -> None:
+    """Into the live model, leaving the optimizer alone: the caller copies them elsewhere and restores the model."""
+    _read(backend, path, with_optimizer=False, reload=False)
+
+
+def _read(backend: Any, path: Path, *, with_optimizer: bool, reload: bool = True) -> None:
+    state = _model_state(backend)
+    if with_optimizer:
+        optimizer_fixes.install()
+        optimizer_fixes.create_moments(backend.optimizer)
+        state["optimizer"] = backend.optimizer.sharded_state_dict(state, is_loading=True, metadata=METADATA)
+    loaded = dist_checkpointing.load(state, str(path))
+    for index, chunk in enumerate(backend.model):
+        chunk.module.load_state_dict(loaded[_key(backend, index)], strict=True)
+    if with_optimizer:
+        backend.optimizer.load_state_dict(loaded["optimizer"])
+        optimizer_fixes.unshare_steps(backend.optimizer)
+    elif reload:
+        backend.optimizer.reload_model_params()
+
+
+def _key(backend: Any, index: int) -> str:
+    return f"model{index}" if len(backend.model) > 1 else "model"
+
+
+def _model_state(backend: Any) -> dict[str, Any]:
+    return {
+        _key(backend, index): chunk.module.sharded_state_dict(metadata=METADATA)
+        for index, chunk in enumerate(backend.model)
+    }
+
+
+def _check(manifest: dict[str, Any], backend: Any, path: Path) -> None:
+    if manifest.get("backend") != BACKEND:
+        raise ValueError(
+            f"checkpoint {path} was written by --train-backend {manifest.get('backend', 'fsdp')}: load it there, or start "
+            "from a Hugging Face folder that it wrote (--save-hf)."
+        )
+    own = fingerprint(backend)
+    wrong = [f"{name} is {manifest['model'].get(name)} there and {own[name]} here" for name in own]
+    wrong = [text for text, name in zip(wrong, own, strict=True) if manifest["model"].get(name) != own[name]]
+    if wrong:
+        raise ValueError(f"checkpoint {path} is of another model than --hf-checkpoint: {'; '.join(wrong)}.")

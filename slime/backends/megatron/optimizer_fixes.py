@@ -1,0 +1,57 @@
+"""What megatron-core 0.16.1 gets wrong about checkpoints of torch's Adam, which it uses where TransformerEngine is missing."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_installed = False
+
+
+def _torch_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
+    for member in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(member.optimizer, torch.optim.Optimizer):
+            yield member.optimizer
+
+
+def create_moments(optimizer: Any) -> None:
+    """Before a save or load: Megatron reads the step of every parameter, and a fresh AdamW has none yet."""
+    for inner in _torch_optimizers(optimizer):
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                if not inner.state[parameter]:
+                    inner.state[parameter] = {
+                        "step": torch.tensor(0.0),
+                        "exp_avg": torch.zeros_like(parameter),
+                        "exp_avg_sq": torch.zeros_like(parameter),
+                    }
+
+
+def unshare_steps(optimizer: Any) -> None:
+    """After a load: all parameters got one step tensor, which AdamW would then advance once per parameter."""
+    for inner in _torch_optimizers(optimizer):
+        for state in inner.state.values():
+            if isinstance(state.get("step"), Tensor):
+                state["step"] = state["step"].clone()
+
+
+def install() -> None:
+    """The distributed optimizer copies loaded values into its shards, but stumbles over the step among them."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    # Only where a checkpoint is read.
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    @torch.no_grad()
+    def set_states(self: Any, model_param: Tensor, tensors: dict[str, Tensor]) -> None:
+        group, index = self.model_param_group_index_map[model_param]
+        main = self.optimizer.param_groups[group]["params"][index]
+        targets = {"param": main, **self.optimizer.state[main]}
+        for name, value in tensors.items():
+            if name in targets and name != "step":
+                targets[name].copy_(value)
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = set_states
