@@ -112,7 +112,8 @@ class Cluster:
 
     def _wire_dtype(self) -> str | None:
         """Engines get the precision that the trainer computes in; None: that of the master weights."""
-        return "bfloat16" if self._args.dtype == "bfloat16" else None
+        on_gpu = self._args.dtype == "auto" and device_count() > 0
+        return "bfloat16" if self._args.dtype == "bfloat16" or on_gpu else None
 
     # ---- one step ------------------------------------------------------------------------------------------------
 

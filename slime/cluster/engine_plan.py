@@ -54,8 +54,8 @@ def _sglang(args: Args, run: Run, slot: Slot, threads: int) -> Command:
             python=args.sglang_python,
             model_path=args.hf_checkpoint,
             cpu=cpu,
-            # The trainer computes in fp32 on a CPU machine, and the engine must draw from the same distribution.
-            dtype="float32" if cpu and args.dtype == "auto" else args.dtype,
+            # That of the trainer, so that both have the same distribution.
+            dtype=args.dtype if args.dtype != "auto" else "float32" if cpu else "bfloat16",
             tensor_parallel=args.rollout_num_gpus_per_engine,
             seed=args.seed,
             memory_saver=bool(args.offload_rollout) and not cpu,

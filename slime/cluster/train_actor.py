@@ -20,6 +20,7 @@ from slime.utils import accelerator
 from slime.weight_sync import LIVE_TRANSPORTS, TRANSPORTS, LiveReport, LiveSender, Parcel, Sender, Target
 from slime.weight_sync.base import SenderOptions
 
+from slime.weight_sync.disk import LateCopySender
 
 @dataclass(frozen=True, slots=True)
 class TrainReport:
@@ -77,7 +78,8 @@ class TrainActor:
         if live is not None and (live.every_rank or self._rank == 0):
             self._live_sender = live.make_sender(self._sender_options())
         if self._rank == 0:
-            self._sender = TRANSPORTS["disk" if live else transport].make_sender(self._sender_options())
+            make_sender = LateCopySender if live else TRANSPORTS[transport].make_sender
+            self._sender = make_sender(self._sender_options())
 
     def _sender_options(self) -> SenderOptions:
         folder = Path(self._args.update_weight_disk_dir or self._run.run_dir / "weights")

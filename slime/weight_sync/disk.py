@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import json
 import shutil
 from pathlib import Path
@@ -9,13 +11,14 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from slime.utils import shm
+from slime.utils import shm, waits
 from slime.weight_sync.base import NamedTensors, Parcel, SenderOptions, Transport
 from slime.weight_sync.verify import reload_and_compare
 from slime.wire.control import EngineControl, Receipt
 from slime.wire.manifest import WeightManifest, fill_bucket, plan_bucket
 from slime.wire.protocol import EngineInfo
 
+_WRITE_DEADLINE_S = 600.0
 _KEEP = 2  # the version that engines serve, and the one before it while they change over
 
 
@@ -46,7 +49,7 @@ class DiskSender:
         index = {"metadata": {"total_size": self._nbytes, "version": version}, "weight_map": self._index}
         (self._staging / "model.safetensors.index.json").write_text(json.dumps(index))
         self._copy_config()
-        target = self._folder / f"weights-{version.replace(':', '-')}"
+        target = self._target(version)
         shutil.rmtree(target, ignore_errors=True)
         self._staging.rename(target)
         parcel = Parcel(version, DISK.name, len(self._index), self._nbytes, None, target)
@@ -56,6 +59,9 @@ class DiskSender:
             shutil.rmtree(old, ignore_errors=True)
         del self._written[:-_KEEP]
         return parcel
+
+    def _target(self, version: str) -> Path:
+        return self._folder / f"weights-{version.replace(':', '-')}"
 
     def _copy_config(self) -> None:
         source = Path(self._hf_checkpoint)
@@ -72,7 +78,52 @@ class DiskSender:
         self._written = []
 
 
+class LateCopySender(DiskSender):
+    """The copy that follows a live push: bytes are taken at once, files are written while the engines generate.
+
+    The parcel is out before its folder is there; who needs it waits for it. Two versions are never written at a time.
+    """
+
+    def __init__(self, options: SenderOptions):
+        super().__init__(options)
+        self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="late-copy")
+        self._buckets: list[NamedTensors] = []
+        self._writing: concurrent.futures.Future | None = None
+
+    def send(self, bucket: NamedTensors) -> None:
+        # A clone on the CPU too: the tensors are only ours until the next bucket.
+        self._buckets.append([(name, tensor.detach().to("cpu", copy=True)) for name, tensor in bucket])
+
+    def finish(self, version: str) -> Parcel:
+        if self._writing is not None:
+            self._writing.result()  # an error in the background is an error of the next push
+        buckets, self._buckets = self._buckets, []
+        self._writing = self._pool.submit(self._write, buckets, version)
+        tensors = [tensor for bucket in buckets for _, tensor in bucket]
+        nbytes = sum(t.numel() * t.element_size() for t in tensors)
+        return Parcel(version, DISK.name, len(tensors), nbytes, None, self._target(version))
+
+    def _write(self, buckets: list[NamedTensors], version: str) -> None:
+        for bucket in buckets:
+            DiskSender.send(self, bucket)
+        DiskSender.finish(self, version)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        super().close()
+
+
+async def _until_written(folder: Path) -> None:
+    """A late copy may still be on its way; it appears whole."""
+    with waits.waiting(f"weights in {folder}", owner="engine", deadline_s=_WRITE_DEADLINE_S) as wait:
+        while not folder.is_dir():
+            if wait.age_s > _WRITE_DEADLINE_S:
+                raise waits.WaitTimeout(f"weights in {folder}: not written after {_WRITE_DEADLINE_S:.0f} s")
+            await asyncio.sleep(0.05)
+
+
 async def deliver(parcel: Parcel, control: EngineControl, info: EngineInfo) -> Receipt:
+    await _until_written(parcel.payload)
     receipt = await control.update_from_disk(str(parcel.payload), parcel.version)
     # The engine counts what its loader made of the files, which need not match them one to one.
     return Receipt(await control.version(), None, None, receipt.checksum)
@@ -80,6 +131,7 @@ async def deliver(parcel: Parcel, control: EngineControl, info: EngineInfo) -> R
 
 async def compare(parcel: Parcel, control: EngineControl, info: EngineInfo, shm_prefix: str) -> list[str]:
     """The files' tensors, laid out in shared memory, against the engine's."""
+    await _until_written(parcel.payload)
     if not info.compares_manifests:
         return await reload_and_compare(control, parcel.payload, parcel.version)
     tensors: list[tuple[str, torch.Tensor]] = []

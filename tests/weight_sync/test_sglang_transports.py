@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import pytest
 import torch
 from aiohttp import web
+from safetensors.torch import load_file
 
 from slime.utils.async_utils import run
 from slime.weight_sync import LIVE_TRANSPORTS, Site, Target, choose_transport
 from slime.weight_sync.base import SenderOptions
+from slime.weight_sync.disk import LateCopySender, _until_written
 from slime.weight_sync.sglang_format import pack_bucket
 from slime.weight_sync.verify import check_replicas, differing
 from slime.wire.manifest import fill_bucket, plan_bucket
@@ -148,3 +150,31 @@ def test_engines_that_differ_are_told_with_their_tensors():
     check_replicas({"x": {"a": "1"}, "y": {"a": "1"}})
     with pytest.raises(RuntimeError, match=r"engines x and y hold different weights in 1 tensors: \['a'\]"):
         check_replicas({"x": {"a": "1"}, "y": {"a": "2"}})
+
+
+def test_a_late_copy_is_the_weights_at_the_time_of_the_push_and_appears_whole(tmp_path):
+    sender = LateCopySender(SenderOptions("slime-x", tmp_path, str(tmp_path)))
+    for number in (1, 2, 3):
+        tensors = named_tensors(number)
+        sender.send(tensors[:1])
+        sender.send(tensors[1:])
+        parcel = sender.finish(f"run:{number}")
+        expected = {name: tensor.clone() for name, tensor in tensors}
+        for _, tensor in tensors:
+            tensor.zero_()  # the trainer goes on
+        run(_until_written(parcel.payload))
+        held = {}
+        for file in parcel.payload.glob("*.safetensors"):
+            held |= load_file(file)
+        assert parcel.num_tensors == 3 and all(torch.equal(held[name], expected[name]) for name in expected)
+    sender.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_late_copy_that_cannot_be_written_is_an_error_of_the_next_push(tmp_path):
+    (tmp_path / "file").write_text("")
+    sender = LateCopySender(SenderOptions("slime-x", tmp_path / "file" / "weights", str(tmp_path)))
+    sender.send(named_tensors())
+    sender.finish("run:1")
+    with pytest.raises(OSError, match="file"):
+        sender.finish("run:2")
