@@ -382,7 +382,13 @@ def balance_part(options: argparse.Namespace) -> list[Record]:
     """Imbalance of estimated operations over eight ranks with 32 long-tail samples each; no device is used."""
     shape = ModelShape.from_hf_config(qwen3_config("4b"))
     cost = functools.partial(forward_flops, shape)
-    args = flags(Path("unused"), use_dynamic_batch_size=True, max_tokens_per_gpu=16384, balance_data=True)
+    args = flags(
+        Path("unused"),
+        use_dynamic_batch_size=True,
+        max_tokens_per_gpu=16384,
+        balance_data=True,
+        balance_by_flops=True,
+    )
     totals, in_step, allowed = [], [], 0
     for seed in range(3 if options.tiny else 20):
         lengths = draw_lengths(256, 16384, seed)

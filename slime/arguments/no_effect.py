@@ -157,6 +157,22 @@ NO_EFFECT = (
         "--use-dynamic-batch-size fills micro-batches by tokens (--max-tokens-per-gpu); remove one of them",
     ),
     NoEffect(
+        (
+            "fsdp_cpu_offload",
+            "compile",
+            "only_train_params_name_list",
+            "freeze_params_name_list",
+            "lora_rank",
+        ),
+        lambda d: d.train_backend == "fsdp",
+        "only the FSDP trainer reads it; remove it or use --train-backend fsdp",
+    ),
+    NoEffect(
+        ("lora_alpha", "lora_target_modules"),
+        lambda d: d.lora_rank > 0,
+        "no adapters are trained; add --lora-rank",
+    ),
+    NoEffect(
         ("min_lr", "lr_decay_iters"),
         lambda d: d.lr_decay_style != "constant",
         "--lr-decay-style constant never decays; choose linear or cosine",

@@ -21,8 +21,19 @@ def model_parallel_sizes(draft: Draft) -> None:
     """The ranks must divide into replicas. Runs after the sizes are derived."""
     ranks = draft.actor_num_nodes * draft.actor_num_gpus_per_node
     tensor, context = draft.tensor_model_parallel_size, draft.context_parallel_size
+    if draft.train_backend == "fsdp" and context > 1:
+        _whole_logits(draft)
     if draft.train_backend == "fsdp" and ranks % (tensor * context):
         raise ValueError(
             f"--tensor-model-parallel-size {tensor} x --context-parallel-size {context} does not divide the {ranks} trainer "
             "ranks (--actor-num-nodes x --actor-num-gpus-per-node): choose sizes whose product does."
         )
+
+
+def _whole_logits(draft: Draft) -> None:
+    """Under context parallelism no rank has the logits of a whole sample."""
+    reason = "needs the logits of whole samples on one rank; use --context-parallel-size 1"
+    if draft.loss_type == "custom_loss":
+        raise ValueError(f"--loss-type custom_loss {reason}.")
+    if draft.use_opd and draft.opd_kl == "full":
+        raise ValueError(f"--opd-kl full {reason}.")

@@ -103,12 +103,9 @@ def packed_attention(
     query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, *, scale: float | None = None
 ) -> Tensor:
     """Causal attention within documents. query [T, H, D], key and value [T, G, D] with H a multiple of G -> [T, H, D]."""
-    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
-        if not _VARLEN:
-            prepare()
-        if (attend := _VARLEN[0]) is not None:
-            bound = documents.bound
-            return attend(query, key, value, documents.cu_seqlens, documents.cu_seqlens, bound, bound, scale)
+    if (attend := varlen_for(query)) is not None:
+        bound = documents.bound
+        return attend(query, key, value, documents.cu_seqlens, documents.cu_seqlens, bound, bound, scale)
     groups, order = documents.groups()
     if len(documents.lengths) == 1:
         return _causal(query[None], key[None], value[None], scale)[0]
@@ -132,6 +129,15 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> T
 
 # The variable-length attention of this torch, once `prepare` has looked for it: plain data, which compiled code can read.
 _VARLEN: list[Callable[..., Tensor] | None] = []
+
+
+def varlen_for(query: Tensor) -> Callable[..., Tensor] | None:
+    """torch's variable-length attention where it can take `query`: 16-bit tensors on CUDA."""
+    if not (query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)):
+        return None
+    if not _VARLEN:
+        prepare()
+    return _VARLEN[0]
 
 
 def prepare() -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from slime.backends import attention
 from slime.backends.attention import PackedDocuments
 from slime.backends.base import MicroBatch
 
@@ -47,6 +48,10 @@ class ZigzagPlan:
     rank: int
     local: Tensor  # [T / size] stream positions of this rank's tokens
     order: Tensor  # [T] for each stream position, its row among the ranks' tokens put behind each other
+    # The same as a list of queries, one per chunk, and the prefix of its document that each sees:
+    seen: Tensor  # stream positions of the prefixes, one behind the other
+    cu_query: Tensor  # [chunks + 1] int32
+    cu_key: Tensor  # [chunks + 1] int32
 
     @classmethod
     def build(cls, documents: PackedDocuments, size: int, rank: int) -> "ZigzagPlan":
@@ -54,13 +59,22 @@ class ZigzagPlan:
         gathered = torch.cat(parts)
         order = torch.empty_like(gathered)
         order[gathered] = torch.arange(len(gathered))
-        device = documents.cu_seqlens.device
-        return cls(documents, size, rank, parts[rank].to(device), order.to(device))
+        starts = documents.cu_seqlens.tolist()
+        prefixes, queries = [], []
+        for start, length in zip(starts, documents.lengths, strict=False):
+            chunk = length // (2 * size)
+            for index in (rank, 2 * size - 1 - rank):
+                queries.append(chunk)
+                prefixes.append(torch.arange(start, start + (index + 1) * chunk))
+        cu_query = PackedDocuments.from_lengths(queries).cu_seqlens
+        cu_key = PackedDocuments.from_lengths([len(prefix) for prefix in prefixes]).cu_seqlens
+        plan = cls(documents, size, rank, parts[rank], order, torch.cat(prefixes), cu_query, cu_key)
+        return plan.to(documents.cu_seqlens.device)
 
     def to(self, device: torch.device) -> "ZigzagPlan":
-        return replace(
-            self, documents=self.documents.to(device), local=self.local.to(device), order=self.order.to(device)
-        )
+        names = ("local", "order", "seen", "cu_query", "cu_key")
+        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
+        return replace(self, documents=self.documents.to(device), **moved)
 
 
 class _GatherRows(torch.autograd.Function):
@@ -127,6 +141,10 @@ def zigzag_attention(
     else:
         key = _GatherRows.apply(key, group).index_select(0, plan.order)
         value = _GatherRows.apply(value, group).index_select(0, plan.order)
+    if (attend := attention.varlen_for(query)) is not None:
+        # Queries of a chunk are the last tokens of the prefix that they see: so a causal mask is aligned there.
+        key, value, bound = key.index_select(0, plan.seen), value.index_select(0, plan.seen), plan.documents.bound
+        return attend(query, key, value, plan.cu_query, plan.cu_key, bound, bound, scale)
     results, row, start = [], 0, 0
     for length in plan.documents.lengths:
         chunk = length // (2 * plan.size)

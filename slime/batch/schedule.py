@@ -114,10 +114,15 @@ def _split_step(
     sizes = [sum(lengths[p] for p in unit) for unit in units]
     everything = list(range(len(units)))
     if args.balance_data or args.balance_by_flops:
-        shares = balance([sum(cost(lengths[p]) for p in unit) for unit in units], dp_size)
+        costs = [sum(cost(lengths[p]) for p in unit) for unit in units]
+        shares = balance(costs, dp_size)
         ranks = [_pack(args, share, sizes, len(units[0]), cp_size) for share in shares]
         count = max(len(bins) for bins in ranks)
         ranks = [split_largest(bins, sizes, count) for bins in ranks]
+        if args.balance_by_flops:
+            ranks = [_even_bins(bins, costs, sizes, args.max_tokens_per_gpu * cp_size) for bins in ranks]
+        # Ranks wait for each other at every micro-batch: the heaviest of each meet.
+        ranks = [sorted(bins, key=lambda members: -sum(costs[unit] for unit in members)) for bins in ranks]
     else:
         bins = _pack(args, everything, sizes, len(units[0]), cp_size)
         if args.use_dynamic_batch_size:
@@ -126,6 +131,14 @@ def _split_step(
         count = max(len(bins) for bins in ranks)
     as_positions = [[[p for unit in members for p in units[unit]] for members in bins] for bins in ranks]
     return [bins + [[] for _ in range(count - len(bins))] for bins in as_positions]
+
+
+def _even_bins(bins: list[list[int]], costs: Sequence[float], sizes: Sequence[int], cap: int) -> list[list[int]]:
+    """The same units in as many bins of nearly equal cost, where those stay within `cap` tokens; else `bins`."""
+    units = [unit for members in bins for unit in members]
+    even = [[units[i] for i in part] for part in balance([costs[unit] for unit in units], len(bins))] if bins else []
+    fits = all(len(part) == 1 or sum(sizes[unit] for unit in part) <= cap for part in even)
+    return even if fits and all(even) else bins
 
 
 def _pack(

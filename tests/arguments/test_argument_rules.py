@@ -178,6 +178,8 @@ NO_EFFECT_BESIDE = {
         "reward_weights",
     )
 }
+FSDP_ONLY = ("fsdp_cpu_offload", "compile", "only_train_params_name_list", "freeze_params_name_list", "lora_rank")
+NO_EFFECT_BESIDE |= {name: {"train_backend": "megatron"} for name in FSDP_ONLY}
 
 
 @pytest.mark.parametrize("name", [name for entry in NO_EFFECT for name in entry.flags])

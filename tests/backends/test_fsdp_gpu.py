@@ -48,6 +48,44 @@ def test_variable_length_attention_matches_grouped_sdpa():
         assert (half - full).norm() / full.norm() < 0.02
 
 
+def test_a_chunk_sees_the_prefix_of_its_document():
+    """What context parallelism relies on: with fewer queries than keys the causal mask is aligned at the end."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(40, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2))
+    cu = torch.tensor([0, 40], dtype=torch.int32, device="cuda")
+    cu_query = torch.tensor([0, 10], dtype=torch.int32, device="cuda")
+    attend = _varlen_attention()
+    whole = attend(query, key, value, cu, cu, 64, 64, 0.2)
+    tail = attend(query[30:], key, value, cu_query, cu, 64, 64, 0.2)
+    torch.testing.assert_close(tail, whole[30:], rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_compiled_layers_train_like_plain_ones(model, checkpointing):
+    metrics = {}
+    for compiled in (False, True):
+        args = trainer_args(
+            model,
+            dtype="bfloat16",
+            use_dynamic_batch_size=True,
+            max_tokens_per_gpu=200,
+            compile=compiled,
+            activation_checkpointing=checkpointing,
+        )
+        backend = create_backend(args, rank=0, world_size=1, device="cuda:0")
+        for seed in range(2):
+            metrics[compiled] = train(backend, args, random_samples(4, 4, longest=60, seed=seed))
+    for name in ("train/entropy_loss", "train/grad_norm"):
+        assert metrics[True][name] == pytest.approx(metrics[False][name], rel=0.05)
+
+
+@pytest.mark.parametrize("changes", [dict(fsdp_cpu_offload=True), dict(lora_rank=4)])
+def test_offload_and_adapters_train_on_gpu(model, changes):
+    args = trainer_args(model, dtype="bfloat16", micro_batch_size=4, compile=False, **changes)
+    backend = create_backend(args, rank=0, world_size=1, device="cuda:0")
+    assert train(backend, args, random_samples(4, 4))["train/grad_norm"] > 0
+
+
 def test_bf16_on_gpu_trains_like_fp32_on_gpu(model):
     metrics = {}
     for dtype in ("float32", "bfloat16"):

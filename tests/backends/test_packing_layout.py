@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from trainer_helpers import random_samples, trainer_args
 
 from slime.backends.attention import PackedDocuments, packed_attention, refuse_unsupported, transformers_attention
+from slime.backends.context_parallel import ZigzagPlan
 from slime.backends.microbatch import build_micro_batch, split_by_sample
 from slime.batch.convert import samples_to_batch
 
@@ -36,6 +37,26 @@ def test_packed_attention_is_causal_attention_within_each_document(lengths):
         torch.autograd.grad((x * direction).sum(), (query, key, value), retain_graph=True) for x in (got, expected)
     ]
     torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_chunks_of_context_parallelism_see_the_prefix_of_their_document(size):
+    """The list of queries and prefixes gives each token exactly the keys that the whole documents give it."""
+    lengths = tuple(2 * size * n for n in (1, 3, 2))
+    documents = PackedDocuments.from_lengths(lengths)
+    whole = {}
+    for start, length in zip(documents.cu_seqlens.tolist(), lengths, strict=False):
+        whole |= {start + i: list(range(start, start + i + 1)) for i in range(length)}
+    found = {}
+    for rank in range(size):
+        plan = ZigzagPlan.build(documents, size, rank)
+        cu_query, cu_key = plan.cu_query.tolist(), plan.cu_key.tolist()
+        for chunk in range(len(cu_query) - 1):
+            queries = plan.local[cu_query[chunk] : cu_query[chunk + 1]].tolist()
+            keys = plan.seen[cu_key[chunk] : cu_key[chunk + 1]].tolist()
+            for i, query in enumerate(queries):
+                found[query] = keys[: len(keys) - len(queries) + i + 1]
+    assert found == whole
 
 
 def test_what_packed_attention_cannot_do_is_refused_by_name():

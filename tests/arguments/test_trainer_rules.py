@@ -1,0 +1,42 @@
+"""Flags of the trainer that contradict each other, or do nothing, are refused with the reason."""
+
+import pytest
+from argument_helpers import parse
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"only_train_params_name_list": ["mlp"], "freeze_params_name_list": ["embed"]},
+            "--only-train-params-name-list and --freeze-params-name-list are both set.*keep one",
+        ),
+        ({"lora_rank": 8, "freeze_params_name_list": ["embed"]}, "--lora-rank trains adapters only"),
+        (
+            {"lora_rank": 8, "tensor_model_parallel_size": 2, "actor_num_gpus_per_node": 2},
+            "--lora-rank and --tensor-model-parallel-size > 1",
+        ),
+        ({"lora_alpha": 16}, "--lora-alpha is 16.0, but no adapters are trained; add --lora-rank"),
+        (
+            {"tensor_model_parallel_size": 2},
+            "--tensor-model-parallel-size 2 x --context-parallel-size 1 does not divide the 1 trainer ranks",
+        ),
+        (
+            {
+                "context_parallel_size": 2,
+                "actor_num_gpus_per_node": 2,
+                "loss_type": "custom_loss",
+                "custom_loss_function_path": "json.dumps",
+            },
+            "--loss-type custom_loss needs the logits of whole samples on one rank",
+        ),
+    ],
+)
+def test_combination_of_trainer_flags_is_refused_with_its_reason(changes, message):
+    with pytest.raises(ValueError, match=message):
+        parse(**changes)
+
+
+def test_megatrons_name_for_recomputation_is_understood():
+    assert parse("--recompute-granularity", "full").activation_checkpointing == "full"
+    assert parse().activation_checkpointing == "none"

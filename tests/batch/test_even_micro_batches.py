@@ -1,0 +1,33 @@
+"""Micro-batches of equal work: within a rank, and where ranks wait for each other."""
+
+import torch
+from trainer_helpers import trainer_args
+
+from slime.batch.flops import typical_cost
+from slime.batch.schedule import build_schedule
+
+
+def waiting(by_flops):
+    """Time of a step where every micro-batch waits for its slowest rank, over the mean work of a rank."""
+    torch.manual_seed(0)
+    lengths = torch.exp(6 + torch.randn(128)).clamp(16, 4096).long().tolist()
+    args = trainer_args(
+        "unused",
+        use_dynamic_batch_size=True,
+        max_tokens_per_gpu=8192,
+        balance_data=True,
+        balance_by_flops=by_flops,
+    )
+    (step,) = build_schedule(args, lengths, list(range(128)), dp_size=4).steps
+    assert sorted(step.positions) == list(range(128))
+    assert all(sum(lengths[p] for p in mb) <= 8192 for rank in step.ranks for mb in rank)
+    work = [[sum(typical_cost(lengths[p]) for p in mb) for mb in rank] for rank in step.ranks]
+    return sum(max(column) for column in zip(*work, strict=True)) / (sum(map(sum, work)) / 4)
+
+
+def test_heavy_micro_batches_of_all_ranks_meet():
+    assert waiting(by_flops=False) < 1.3
+
+
+def test_balance_by_flops_evens_micro_batches_out():
+    assert waiting(by_flops=True) < min(1.02, waiting(by_flops=False))
