@@ -16,6 +16,7 @@ from slime.algorithms.reduce import REDUCTIONS
 from slime.arguments.objectives import SUPERVISED_LOSSES
 from slime.backends import beside
 from slime.backends.base import Denominators, NonFiniteStepError, StepStats, TrainBackend
+from slime.backends.kept_versions import KeptVersions
 from slime.backends.losses import build_loss
 from slime.backends.microbatch import build_micro_batches
 from slime.backends.roles import needs_critic, needs_reference
@@ -41,18 +42,21 @@ def run_update(
     *,
     on_step: Callable[[int, dict[str, float]], None] | None = None,
     weight_version: int | None = None,
+    kept: KeptVersions | None = None,
 ) -> dict[str, float]:
     """Train on one rollout's share of this rank and return metrics, the same on all ranks.
 
     `train/*` are means over the optimizer steps; `on_step(step, metrics)` sees each step as it ends. `weight_version` is the
-    version under which the engines know the current weights; None: they do not.
+    version under which the engines know the current weights; None: they do not. `kept` has those of older versions.
+    Functions of the user's get `args` as it is given here.
     """
     started = time.perf_counter()
     batch: RolloutBatch = dict(rank_data.batch)
     seconds: dict[str, float] = {}
     has_advantages = args.compute_advantages_and_returns and args.loss_type not in SUPERVISED_LOSSES
     if has_advantages or needs_reference(args):
-        seconds |= _add_passes(backend, args, rank_data, batch)
+        sampler = "actor" if kept is None else kept.tag_of(batch, weight_version)
+        seconds |= _add_passes(backend, args, rank_data, batch, sampler)
     if has_advantages:
         _add_advantages(backend, args, batch)
     if args.rollout_data_postprocess_path:
@@ -91,10 +95,13 @@ def needs_old_log_probs(args: Any, num_steps: int) -> bool:
     return args.policy_loss_type in COVARIANCE_LOSSES
 
 
-def _add_passes(backend: TrainBackend, args: Any, rank_data: RankData, batch: RolloutBatch) -> dict[str, float]:
+def _add_passes(
+    backend: TrainBackend, args: Any, rank_data: RankData, batch: RolloutBatch, sampler: str
+) -> dict[str, float]:
     """Add what the models say about the samples, where this run needs it; returns seconds by pass.
 
-    `values` of the critic, `ref_log_probs`, `teacher_log_probs`, and the old policy's `log_probs` and `entropy`.
+    `values` of the critic, `ref_log_probs`, `teacher_log_probs`, and `log_probs` and `entropy` of the old policy, under
+    the weights tagged `sampler`.
     """
     for flag in ("use_rollout_logprobs", "use_tis", "use_rs", "get_mismatch_metrics"):
         if getattr(args, flag) and "rollout_log_probs" not in batch:
@@ -119,8 +126,7 @@ def _add_passes(backend: TrainBackend, args: Any, rank_data: RankData, batch: Ro
         seconds["ref_log_probs"] = time.perf_counter() - started
     if needs_old:
         started = time.perf_counter()
-        weights = "old" if backend.has_weights("old") else "actor"
-        result = backend.log_probs(mbs, weights=weights, entropy=args.use_rollout_entropy)
+        result = backend.log_probs(mbs, weights=sampler, entropy=args.use_rollout_entropy)
         batch["log_probs"] = result.log_probs
         if result.entropy is not None:
             batch["entropy"] = result.entropy
@@ -232,7 +238,7 @@ def _train(
         return {"train/nonfinite_steps": 1.0}
     metrics = _step_metrics(stats, step)
     if args.loss_type == "policy_loss" and index == 0:
-        recorded_now = old == "log_probs" and "log_probs" in batch and not backend.has_weights("old")
+        recorded_now = old == "log_probs" and "log_probs" in batch and not args.keep_old_actor
         if recorded_now and not args.skip_on_policy_check:
             check_on_policy(backend, stats, step.num_tokens)
         metrics |= agreement(backend, args, batch, watch, weight_version)

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slime.arguments import Args
+from slime.arguments import Args, RunInfo, plugin_args
 from slime.backends import create_backend
+from slime.backends.kept_versions import keep_versions
 from slime.backends.update import run_update
 from slime.cluster.run import Run
 from slime.cluster.runtime import fetch
@@ -36,6 +37,8 @@ class TrainActor:
     def __init__(self, args: Args, run: Run, rank: int, world_size: int):
         configure_logger()
         self._args, self._run = args, run
+        # Functions of the user's may change their copy. Engines start beside the trainer, so their addresses are not known here.
+        self._plugin_args = plugin_args(args, RunInfo(run.run_id, str(run.run_dir), num_rollout=args.num_rollout))
         self._rank, self._world_size = rank, world_size
         self._store: dist.Store | None = None
         self._sender: Sender | None = None
@@ -66,6 +69,7 @@ class TrainActor:
         self._backend = create_backend(self._args, rank=self._rank, world_size=self._world_size, device=device)
         if checkpoint is not None:
             self._backend.load(checkpoint)
+        self._kept = keep_versions(self._args, self._backend)
         layout = self._backend.layout
         return {"dp_size": layout.dp_size, "dp_rank": layout.dp_rank, "cp_size": layout.cp_size}
 
@@ -89,11 +93,12 @@ class TrainActor:
         steps: list[dict[str, float]] = []
         metrics = run_update(
             self._backend,
-            self._args,
+            self._plugin_args,
             rollout_id,
             fetch(ref),
             on_step=lambda _, values: steps.append(values),
             weight_version=self._version,
+            kept=self._kept,
         )
         if self._version is not None:
             self._version += 1  # the weights have moved on, whether or not they are pushed before the next batch
@@ -102,6 +107,8 @@ class TrainActor:
     def export(self, version: str, dtype: str | None) -> Parcel | None:
         """The whole model, bucket by bucket, into the transport; the first rank returns the parcel."""
         self._version = int(version.rpartition(":")[2])
+        if self._kept is not None:
+            self._kept.note_push(self._version)
         wanted = getattr(torch, dtype) if dtype else None
         for bucket in self._backend.export(dtype=wanted):
             if self._sender is not None:

@@ -436,3 +436,29 @@ def test_forgetting_the_moments_makes_each_rollout_start_afresh(model):
     train(backend, args, random_samples(2, 4))
     train(backend, args, random_samples(2, 4))
     assert {float(state["step"]) for state in backend.optimizer.state.values()} == {1.0}
+
+
+def test_old_log_probs_come_from_the_version_that_sampled_the_batch(model):
+    from slime.backends.kept_versions import KeptVersions
+
+    args = trainer_args(model, keep_old_actor=True, lr=1e-2, micro_batch_size=8, logprob_diff_threshold=0)
+    backend = backend_of(args)
+    kept = KeptVersions(backend)
+
+    def step(version, current):
+        batch = samples_to_batch(args, random_samples(2, 4))
+        batch["versions"] = [torch.full((n,), version, dtype=torch.int32) for n in batch["response_lengths"]]
+        data = split_for_ranks(args, batch, 1)[0]
+        return run_update(backend, args, 0, data, weight_version=current, kept=kept)
+
+    kept.note_push(1)
+    first = step(version=1, current=1)  # its own samples
+    kept.note_push(2)
+    second = step(version=1, current=2)  # samples of the push before
+    third = step(version=2, current=3)
+    assert first["train/ppo_kl_abs"] < 1e-5 and second["train/ppo_kl_abs"] > 1e-3
+    assert second["rollout/log_probs"] == pytest.approx(first["rollout/log_probs"], abs=1e-6)
+    assert third["rollout/log_probs"] != pytest.approx(first["rollout/log_probs"], abs=1e-3)
+    kept.note_push(3)
+    with pytest.raises(ValueError, match=r"last two pushes \(\[2, 3\]\).*version 1"):
+        step(version=1, current=4)

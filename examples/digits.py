@@ -1,0 +1,116 @@
+"""The task that the small examples share: sort the digits of a number. Makes the model and the data, scores what was learnt.
+
+python examples/digits.py model DIR          a three-layer character model with random weights
+python examples/digits.py talks FILE         conversations of two questions, answered right
+python examples/digits.py habits FILE        one question each, answered by one of four habits, sorting among them
+python examples/digits.py pairs FILE         one question each, a sorted answer preferred to another habit
+python examples/digits.py prompts FILE       questions alone
+python examples/digits.py score DIR          share of held-out questions that the model in DIR answers right
+python examples/digits.py judge DIR          share of held-out pairs that the reward model in DIR ranks right
+"""
+
+import argparse
+import itertools
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+from slime.cli.quickstart import tasks, tiny
+
+SEED = 7
+NUM_ROWS = {"talks": 8192, "habits": 16384, "pairs": 4096, "prompts": 4096}
+
+
+def user(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict:
+    return {"role": "assistant", "content": text}
+
+
+def talks() -> Iterator[dict]:
+    problems = tasks.SORT_DIGITS.draw_training(SEED)
+    while True:
+        pair = itertools.islice(problems, 2)
+        yield {"messages": [turn for p in pair for turn in (user(p.prompt), assistant(p.label))]}
+
+
+def habits() -> Iterator[dict]:
+    for problem in tasks.draw_habits(SEED):
+        yield {"messages": [user(problem.prompt), assistant(problem.label)]}
+
+
+def make_pair(prompt: str, rng: random.Random) -> dict:
+    digits = prompt.removesuffix(">")
+    other = rng.choice([habit for name, habit in tasks.HABITS.items() if name != "sorted"])
+    answers = tasks.HABITS["sorted"](digits), other(digits)
+    return {key: [user(prompt), assistant(text)] for key, text in zip(("chosen", "rejected"), answers, strict=True)}
+
+
+def pairs() -> Iterator[dict]:
+    rng = random.Random(SEED)
+    for problem in tasks.SORT_DIGITS.draw_training(SEED):
+        yield make_pair(problem.prompt, rng)
+
+
+def prompts() -> Iterator[dict]:
+    for problem in tasks.SORT_DIGITS.draw_training(SEED + 1):
+        yield {"prompt": problem.prompt, "label": problem.label}
+
+
+def score(folder: str) -> None:
+    """Held-out accuracy: greedy, and sampled at temperature 1, which shows how sure the model is."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.manual_seed(0)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    problems = tasks.SORT_DIGITS.draw_held_out()
+    batch = tokenizer([p.prompt for p in problems], return_tensors="pt", padding=True)
+    found = {}
+    for name, sampled in (("greedy", False), ("sampled", True)):
+        options = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} if sampled else {}
+        out = model.generate(**batch, max_new_tokens=tasks.SORT_DIGITS.max_response_len, do_sample=sampled, **options)
+        replies = tokenizer.batch_decode(out[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+        found[name] = sum(r == p.label for r, p in zip(replies, problems, strict=True)) / len(problems)
+    print(f"held-out accuracy of {folder}: greedy {found['greedy']:.3f}, sampled {found['sampled']:.3f}")
+
+
+def judge(folder: str) -> None:
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    rng = random.Random(SEED)
+    rows = [make_pair(p.prompt, rng) for p in tasks.SORT_DIGITS.draw_held_out()]
+
+    def rate(key: str) -> torch.Tensor:
+        texts = [tokenizer.apply_chat_template(row[key], tokenize=False) for row in rows]
+        with torch.no_grad():
+            return torch.cat([model(**tokenizer(text, return_tensors="pt")).logits[:, 0] for text in texts])
+
+    margin = rate("chosen") - rate("rejected")
+    right = (margin > 0).float().mean()
+    print(f"held-out pairs ranked right by {folder}: {right:.3f}, mean margin {margin.mean():.3f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["model", *NUM_ROWS, "score", "judge"])
+    parser.add_argument("path")
+    options = parser.parse_args()
+    if options.what == "model":
+        tiny.make_checkpoint(Path(options.path), seed=SEED)
+    elif options.what in NUM_ROWS:
+        rows = itertools.islice(globals()[options.what](), NUM_ROWS[options.what])
+        Path(options.path).parent.mkdir(parents=True, exist_ok=True)
+        Path(options.path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        {"score": score, "judge": judge}[options.what](options.path)
+
+
+if __name__ == "__main__":
+    main()

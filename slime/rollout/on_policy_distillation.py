@@ -1,0 +1,71 @@
+"""On-policy distillation with a teacher behind HTTP: its log-probs of the policy's own tokens, as a reward function.
+
+`--use-opd --opd-type engine --rm-url http://teacher/generate --custom-rm-path
+slime.rollout.on_policy_distillation.reward_func`. The teacher is any server that answers SGLang's /generate with
+`input_token_logprobs`. The reward itself is 0: what is learnt comes from the teacher.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from slime.utils.http_utils import HttpError, post
+from slime.utils.types import RewardFailure, Sample, infra_error, invalid
+
+
+async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> float | RewardFailure:
+    """Asks the teacher at --rm-url once per sample and keeps its log-probs on the sample."""
+    del kwargs
+    if not args.rm_url:
+        raise ValueError("--opd-type engine needs --rm-url: the /generate address of the teacher.")
+    payload = {
+        "input_ids": list(sample.tokens),
+        "sampling_params": {
+            "temperature": args.rollout_temperature,
+            "max_new_tokens": 0,
+            "skip_special_tokens": False,
+        },
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    try:
+        answer = await post(args.rm_url, payload, max_retries=9, timeout_s=args.generate_timeout_s)
+    except HttpError as error:
+        return infra_error(f"teacher at --rm-url: {error}")
+    try:
+        sample.teacher_log_probs = response_log_probs(answer, sample)
+    except ValueError as error:
+        return invalid(str(error))
+    return 0.0
+
+
+async def zero_reward(args: Any, sample: Sample, **kwargs: Any) -> float:
+    """For a teacher that the trainer holds: no reward of its own, only the distance to the teacher."""
+    del args, sample, kwargs
+    return 0.0
+
+
+def post_process_rewards(args: Any, samples: Sequence[Sample], **kwargs: Any) -> tuple[list[float], list[float]]:
+    """(raw, trained) rewards of 0 for each sample, for recipes that name it as --custom-reward-post-process-path."""
+    del args, kwargs
+    zeros = [0.0] * len(samples)
+    return zeros, list(zeros)
+
+
+def response_log_probs(answer: dict[str, Any], sample: Sample) -> list[float]:
+    """The teacher's log-prob of each response token, from `meta_info.input_token_logprobs` ([log-prob, token id, ...])."""
+    entries = answer.get("meta_info", {}).get("input_token_logprobs") or []
+    if len(entries) != len(sample.tokens):
+        raise ValueError(
+            f"the teacher returned {len(entries)} input_token_logprobs for {len(sample.tokens)} tokens: it must score the whole "
+            "input (logprob_start_len 0)."
+        )
+    # The first token has nothing before it, so its entry is empty; the response is the tail in any case.
+    tail = entries[len(entries) - sample.response_length :]
+    wanted = sample.tokens[len(entries) - sample.response_length :]
+    for position, (entry, token) in enumerate(zip(tail, wanted, strict=True)):
+        if entry[1] != token or entry[0] is None:
+            raise ValueError(
+                f"the teacher scored token {entry[1]} where response token {position} is {token}: it must share the policy's "
+                "tokenizer."
+            )
+    return [float(entry[0]) for entry in tail]

@@ -1,0 +1,71 @@
+"""A teacher behind real HTTP: its log-probs land on the sample, and an answer that does not fit is no score."""
+
+from types import SimpleNamespace
+
+import pytest
+from aiohttp import web
+
+from slime.rollout.on_policy_distillation import post_process_rewards, reward_func, zero_reward
+from slime.utils import async_utils
+from slime.utils.types import RewardFailure, Sample
+
+SAMPLE = dict(tokens=[5, 6, 7, 8], response_length=2, index=0, group_index=0)
+
+
+async def ask(answer, sample):
+    """Serve `answer(payload)` as the teacher and score one sample."""
+    seen = []
+
+    async def generate(request):
+        payload = await request.json()
+        seen.append(payload)
+        return web.json_response(answer(payload))
+
+    app = web.Application()
+    app.router.add_post("/generate", generate)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = site._server.sockets[0].getsockname()[1]
+    args = SimpleNamespace(
+        rm_url=f"http://127.0.0.1:{port}/generate", rollout_temperature=1.0, generate_timeout_s=10.0
+    )
+    try:
+        return await reward_func(args, sample), seen
+    finally:
+        await runner.cleanup()
+
+
+def scored(payload, shift=0):
+    entries = [[None if i == 0 else -0.5 * i, token + shift, None] for i, token in enumerate(payload["input_ids"])]
+    return {"meta_info": {"input_token_logprobs": entries}}
+
+
+def test_the_teachers_log_probs_of_the_response_are_kept_and_the_reward_is_zero():
+    sample = Sample(**SAMPLE)
+    reward, [payload] = async_utils.run(ask(scored, sample))
+    assert reward == 0.0
+    assert sample.teacher_log_probs == [-1.0, -1.5]
+    assert payload["sampling_params"]["max_new_tokens"] == 0 and payload["logprob_start_len"] == 0
+
+
+@pytest.mark.parametrize(
+    "answer, reason",
+    [
+        (lambda payload: scored({"input_ids": payload["input_ids"][1:]}), "3 input_token_logprobs for 4 tokens"),
+        (lambda payload: scored(payload, shift=1), "share the policy's tokenizer"),
+        (lambda payload: {}, "0 input_token_logprobs"),
+    ],
+)
+def test_an_answer_that_does_not_fit_is_no_score(answer, reason):
+    sample = Sample(**SAMPLE)
+    reward, _ = async_utils.run(ask(answer, sample))
+    assert isinstance(reward, RewardFailure) and reason in reward.reason
+    assert sample.teacher_log_probs is None
+
+
+def test_rewards_beside_a_teacher_are_zero():
+    samples = [Sample(**SAMPLE), Sample(**SAMPLE)]
+    assert post_process_rewards(None, samples) == ([0.0, 0.0], [0.0, 0.0])
+    assert async_utils.run(zero_reward(None, samples[0])) == 0.0
