@@ -130,15 +130,17 @@ class RolloutManager:
     # ---- generation ----------------------------------------------------------------------------------------------
 
     def generate(self, rollout_id: int) -> Generated:
-        started = time.monotonic()
+        started, forward_before = time.monotonic(), self._forward_seconds()
         set_current_rollout_id(rollout_id)
         output = self._guarded(lambda: self._samples_of(rollout_id))
         samples = flatten_samples(output.samples)
         if self._args.save_debug_rollout_data:
             save_rollout_dump(self._args.save_debug_rollout_data, rollout_id, output.samples)
         metrics = self._rollout_metrics(rollout_id, samples, output.metrics or {}, time.monotonic() - started)
+        metrics["perf/engine_forward_time"] = self._forward_seconds() - forward_before
         batch = None if self._args.debug_rollout_only else samples_to_batch(self._plugin_args, output.samples)
-        return Generated(batch, self._cursor(rollout_id), metrics, len(samples))
+        cursor = output.cursor if output.cursor is not None else self._cursor(rollout_id)
+        return Generated(batch, cursor, metrics, len(samples))
 
     def _samples_of(self, rollout_id: int) -> RolloutFnTrainOutput:
         template = self._args.load_debug_rollout_data
@@ -146,6 +148,12 @@ class RolloutManager:
             subsample = self._args.load_debug_rollout_data_subsample
             return RolloutFnTrainOutput(samples=load_rollout_dump(template, rollout_id, subsample=subsample))
         return call_rollout_fn(self._rollout_fn, self._plugin_args, rollout_id, self._data_source, evaluation=False)
+
+    def _forward_seconds(self) -> float:
+        """Of the engine that spent most; 0 where engines do not count (or one died and began anew)."""
+        with self._fleet.frozen() as urls:
+            counts = run(_gather([EngineControl(url).forward_seconds() for url in urls]))
+        return max((count for count in counts if isinstance(count, float)), default=0.0)
 
     def _cursor(self, rollout_id: int) -> dict[str, Any] | None:
         state_dict = getattr(self._data_source, "state_dict", None)  # a user's data source may keep its own state

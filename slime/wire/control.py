@@ -60,6 +60,10 @@ class EngineControl:
         loads = (await self._get("v1/loads"))["loads"]
         return sum(x["num_running_reqs"] for x in loads), sum(x["num_waiting_reqs"] for x in loads)
 
+    async def forward_seconds(self) -> float | None:
+        """Seconds spent in forward passes since the start; None: this engine does not count them."""
+        return (await self._get("get_server_info")).get("forward_s")
+
     async def healthy(self, deadline_s: float = 5.0) -> bool:
         """True when the worker makes a token within the deadline."""
         try:
