@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 SGLANG_VENV := .venv-sglang
 ROUTER_VENV := .venv-router
 
-.PHONY: install quickstart test test-slow test-gpu test-sglang sglang-env lint format docs clean
+.PHONY: install quickstart test test-slow test-gpu test-megatron test-sglang sglang-env lint format docs clean
 
 install: $(STAMP)
 

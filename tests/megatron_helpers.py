@@ -159,7 +159,7 @@ def run_cases(rank: int, world_size: int, cases: dict[str, tuple[str, dict]]) ->
     for name, (model, settings) in cases.items():
         settings = dict(settings)
         module = fsdp if settings.pop("fsdp", False) else megatron
-        result = train(module.create_backend, megatron_args(model, **GRPO, **settings), rank, world_size)
+        result = train(module.create_backend, megatron_args(model, **(GRPO | settings)), rank, world_size)
         result.pop("backend")
         results[name] = result
     return results

@@ -1,0 +1,90 @@
+"""A checkpoint of one layout resumes under another with the same curve; hub checkpoints are read strictly."""
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+
+from megatron_helpers import in_processes, make_family, megatron_args, save_and_resume
+
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(1800)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("resume")
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return make_family(folder / "qwen3", "qwen3")
+
+
+@pytest.fixture(scope="module")
+def saved(folder, model):
+    """Saved with tensor parallelism, resumed as a pipeline; the checkpoint stays."""
+    layouts = dict(tp=2, sp=True, distopt=True), dict(pp=2, distopt=True)
+    return in_processes(2, save_and_resume, folder, model, str(folder / "ckpt"), *layouts)
+
+
+def check(resumed, went_on):
+    for found, expected in zip(resumed["steps"], went_on["steps"], strict=True):
+        assert found == pytest.approx(expected, abs=1e-4)
+    for name, tensor in went_on["weights"].items():
+        torch.testing.assert_close(resumed["weights"][name], tensor, rtol=0, atol=2e-6)
+
+
+def test_tensor_parallel_checkpoint_resumes_as_a_pipeline(saved):
+    check(saved["resumed"], saved["went on"])
+
+
+def test_checkpoint_resumes_on_one_rank(folder, model, saved):
+    resumed = in_processes(1, save_and_resume, folder, model, str(folder / "ckpt"), None, dict(distopt=True))
+    check(resumed["resumed"], saved["went on"])
+
+
+def broken_checkpoints(rank, world_size, model, other, folder):
+    """Messages of what must be refused: other models, missing, extra and wrongly shaped tensors."""
+    from pathlib import Path
+
+    from safetensors.torch import load_file, save_file
+
+    from slime.backends.megatron import create_backend
+
+    def message(act):
+        try:
+            act()
+        except ValueError as error:
+            return str(error)
+        return "nothing was refused"
+
+    def rewritten(name, change):
+        path = Path(folder) / name
+        path.mkdir()
+        (path / "config.json").write_text((Path(model) / "config.json").read_text())
+        tensors = load_file(Path(model) / "model.safetensors")
+        change(tensors)
+        save_file(tensors, path / "model.safetensors")
+        return str(path)
+
+    place = dict(rank=rank, world_size=world_size, device="cpu")
+    backend = create_backend(megatron_args(model, distopt=True), **place)
+    key = "model.layers.1.mlp.up_proj.weight"
+    return {
+        "other model": message(lambda: create_backend(megatron_args(other), **place).load(Path(folder) / "ckpt")),
+        "missing": message(lambda: backend.load_hf(rewritten("missing", lambda t: t.pop(key)))),
+        "extra": message(lambda: backend.load_hf(rewritten("extra", lambda t: t.update(more=torch.zeros(1))))),
+        "shape": message(lambda: backend.load_hf(rewritten("shape", lambda t: t.update({key: torch.zeros(3, 32)})))),
+    }
+
+
+def test_checkpoints_that_do_not_fit_are_named(folder, model, saved):
+    other = make_family(folder / "wide", "qwen3", intermediate_size=64)
+    found = in_processes(1, broken_checkpoints, folder, model, other, str(folder))
+    assert "ffn_hidden_size is 48 there and 64 here" in found["other model"]
+    assert "1 tensors are missing: model.layers.1.mlp.up_proj.weight" in found["missing"]
+    assert "1 tensors have no place in the model: more" in found["extra"]
+    assert "model.layers.1.mlp.up_proj.weight [3, 32]" in found["shape"]
+    assert json.loads((folder / "ckpt" / "trainer.json").read_text())["backend"] == "megatron"

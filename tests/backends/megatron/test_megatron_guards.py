@@ -1,0 +1,84 @@
+"""Layouts that megatron-core would refuse late or compute wrongly are refused at once, with the reason; names map once."""
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+
+from megatron_helpers import make_family, megatron_args
+
+from slime.backends.megatron.config import check_layout, read_hf_config, refuse_unknown_fields, transformer_config
+from slime.backends.megatron.families.base import KINDS, Dims, to_hub, to_local
+
+pytestmark = pytest.mark.megatron
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    return make_family(tmp_path_factory.mktemp("dense"), "qwen3")
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory):
+    return make_family(tmp_path_factory.mktemp("moe"), "qwen3_moe")
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "message"),
+    [
+        (dict(tp=2), 3, "3 trainer ranks are not a multiple"),
+        (dict(tp=3), 3, "4 attention heads"),
+        (dict(pp=3), 3, "4 layers"),
+        (dict(vpp=2), 1, "needs --pipeline-model-parallel-size"),
+        (dict(sp=True), 1, "set --tensor-model-parallel-size"),
+        (dict(ep=2), 2, "qwen3 is dense"),
+        (dict(cp=2, loss_type="custom_loss"), 2, "whole logits"),
+    ],
+)
+def test_impossible_layout_is_refused(dense, changes, ranks, message):
+    args = megatron_args(dense, **changes)
+    with pytest.raises(ValueError, match=message):
+        check_layout(args, read_hf_config(dense), world_size=ranks, device=CPU)
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "message"),
+    [
+        (dict(ep=3), 3, "does not divide the model's 4 experts"),
+        (dict(tp=2), 2, "needs --sequence-parallel"),
+        (dict(tp=2, sp=True, expert_tensor_parallel_size=2), 2, r"which gloo \(CPU\) cannot do"),
+        (dict(ep=2, moe_token_dispatcher_type="allgather"), 2, "use alltoall"),
+    ],
+)
+def test_impossible_layout_of_experts_is_refused(moe, changes, ranks, message):
+    with pytest.raises(ValueError, match=message):
+        check_layout(megatron_args(moe, **changes), read_hf_config(moe), world_size=ranks, device=CPU)
+
+
+def test_flag_that_contradicts_the_checkpoint_names_both(dense):
+    args = megatron_args(dense, megatron_config={"num_layers": 7})
+    with pytest.raises(ValueError, match=r"--num-layers is 7, but the config of --hf-checkpoint .* says 4"):
+        transformer_config(args, read_hf_config(dense), torch.float32, CPU)
+
+
+def test_interleaved_stages_without_overlap_are_refused(dense):
+    """Megatron computes a wrong loss there and says nothing."""
+    args = megatron_args(dense, pp=2, vpp=2, megatron_config={"overlap_p2p_comm": False, "batch_p2p_comm": True})
+    with pytest.raises(ValueError, match="computes a wrong loss without an error"):
+        transformer_config(args, read_hf_config(dense), torch.float32, CPU)
+
+
+def test_unknown_field_is_refused():
+    with pytest.raises(ValueError, match="no_such_field"):
+        refuse_unknown_fields({"no_such_field": 1, "num_layers": 2})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_parts_of_all_ranks_join_to_what_was_cut(kind, size):
+    dims = Dims(groups=4, head_dim=2, vocab=7)
+    shapes = {"qkv": [(16, 3), (8, 3), (8, 3)], "gate_up": [(8, 3), (8, 3)], "vocab": [(7, 3)]}.get(kind, [(8, 8)])
+    tensors = [torch.randn(shape) for shape in shapes]
+    parts = [to_local(kind, tensors, dims, size, rank) for rank in range(size)]
+    assert all(torch.equal(a, b) for a, b in zip(to_hub(kind, parts, dims), tensors, strict=True))
