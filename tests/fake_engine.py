@@ -5,6 +5,7 @@ errors or garbage, and it records everything it was asked.
 """
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +26,7 @@ class FakeEngine:
         self.aborts: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.running = self.most_running = 0
+        self.waiting, self.load = 0, {}  # what /v1/loads says beside the requests that run
         self._held: dict[str, asyncio.Event] = {}
 
     def __enter__(self) -> "FakeEngine":
@@ -45,6 +47,8 @@ class FakeEngine:
         app = web.Application()
         app.router.add_post("/generate", self._generate)
         app.router.add_post("/abort_request", self._abort)
+        app.router.add_get("/model_info", self._model_info)
+        app.router.add_get("/v1/loads", self._loads)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
@@ -58,8 +62,11 @@ class FakeEngine:
         self.headers.append(dict(request.headers))
         self.running += 1
         self.most_running = max(self.most_running, self.running)
+        action = self.script(payload, number) if self.script else None
         try:
-            return await self._answer(payload, self.script(payload, number) if self.script else None)
+            if payload.get("stream") and not isinstance(action, (int, str)):
+                return await self._stream(request, payload, action or {})
+            return await self._answer(payload, action)
         finally:
             self.running -= 1
 
@@ -76,6 +83,31 @@ class FakeEngine:
             await self._held[payload["rid"]].wait()
             finish = "abort"
         return web.json_response(self._body(payload, action.get("tokens"), finish))
+
+    async def _stream(self, request: web.Request, payload: dict, action: dict) -> web.StreamResponse:
+        """One event per token. `break_after`: the connection is cut after so many."""
+        final = self._body(payload, action.get("tokens"), action.get("finish"))
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        ids = final["output_ids"]
+        for count in range(1, len(ids) + 1):
+            last = count == len(ids) and not action.get("hold")
+            await self._send_event(response, self._body(payload, ids[:count], None) if not last else final, last)
+            if count == action.get("break_after"):
+                request.transport.abort()
+                return response
+        if action.get("hold"):
+            self._held[payload["rid"]] = asyncio.Event()
+            await self._held[payload["rid"]].wait()
+            await self._send_event(response, self._body(payload, ids, "abort"), True)
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def _send_event(self, response: web.StreamResponse, body: dict, last: bool) -> None:
+        if not last:
+            body["meta_info"]["finish_reason"] = None
+        await response.write(f"data: {json.dumps(body)}\n\n".encode())
+        await asyncio.sleep(0.005)
 
     def _body(self, payload: dict, tokens: list[int] | None, finish: str | None) -> dict:
         params = payload["sampling_params"]
@@ -98,6 +130,13 @@ class FakeEngine:
         low, high = self.vocab
         seed = payload["sampling_params"].get("sampling_seed", 0)
         return [low + (seed // (i + 1) + i) % (high - low) for i in range(self.num_tokens)]
+
+    async def _model_info(self, request: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self.version})
+
+    async def _loads(self, request: web.Request) -> web.Response:
+        load = {"num_running_reqs": self.running, "num_waiting_reqs": self.waiting, **self.load}
+        return web.json_response({"loads": [load]})
 
     async def _abort(self, request: web.Request) -> web.Response:
         payload = await request.json()

@@ -39,6 +39,17 @@ class RolloutFlags:
     rollout_all_samples_process_path: str | None = flag(
         None, "function that sees every finished group, dropped ones included", metavar="PATH"
     )
+    max_weight_staleness: int = flag(
+        1, "fully asynchronous rollout: how many weight pushes behind the engines a group's oldest token may be", ge=0
+    )
+    adaptive_concurrency: bool = flag(
+        False, "fit the requests in flight to the load the engines report, up to --sglang-server-concurrency each"
+    )
+    group_failure_action: str = flag(
+        "stop",
+        "when a sample cannot be generated: stop the run, drop its group, keep the others of it, or retry the group",
+        choices=("stop", "drop", "keep", "retry"),
+    )
     buffer_filter_path: str | None = flag(None, "function that takes groups out of the buffer", metavar="PATH")
     custom_rollout_log_function_path: str | None = flag(None, "function that logs a rollout", metavar="PATH")
     custom_eval_rollout_log_function_path: str | None = flag(None, "function that logs an evaluation", metavar="PATH")

@@ -27,17 +27,25 @@ from slime.rollout.groups import (
     is_finished,
     is_scored,
 )
+from slime.rollout.requests import PromptError
 from slime.utils.errors import RunStopped
+from slime.utils.http_utils import HttpError
 from slime.utils.types import RewardFailure, Sample, flatten_samples
 
 logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3  # how often one group is generated before its failure stops the run
+MAX_FAILED_IN_A_ROW = 32  # groups; then it is the engines, not the prompts
 ABORT_GRACE_S = 30.0  # how long aborted work that will be kept may take to come back
 
 
 class GroupFailed(RunStopped):
     """A group could not be generated or scored within its attempts."""
+
+
+def is_permanent(error: BaseException) -> bool:
+    """Whether it lies in the request itself: another attempt would fail in the same way."""
+    return isinstance(error, PromptError) or (isinstance(error, HttpError) and 400 <= error.status < 500)
 
 
 @dataclass(eq=False)
@@ -73,14 +81,12 @@ class BatchCollector:
         self._waiting: dict[int, Ticket] = {}  # done, but an earlier one is not (deterministic mode)
         self._num_issued = 0
         self._next_number = 0
+        self._failed_in_a_row = 0
 
     async def collect(self) -> list[Group]:
         """The batch, sorted by sample index."""
         try:
-            while len(self.kept) < self.target:
-                self._issue()
-                self._decide(await self._next_done())
-            await self.drain()
+            await self._fill_batch()
         except BaseException:
             await self._give_everything_back()
             raise
@@ -88,6 +94,12 @@ class BatchCollector:
         self.decided.sort(key=lambda group: first_sample(group).index)
         self._settle(self.kept, "trained")
         return self.kept
+
+    async def _fill_batch(self) -> None:
+        while len(self.kept) < self.target:
+            self._issue()
+            self._decide(await self._next_done())
+        await self.drain()
 
     def metrics(self) -> dict[str, Any]:
         return {**self._drops.collect(), **{f"rollout/groups/{name}": n for name, n in sorted(self.counts.items())}}
@@ -132,7 +144,12 @@ class BatchCollector:
         return self._waiting.pop(self._next_number - 1)
 
     def _decide(self, ticket: Ticket) -> None:
-        group = ticket.task.result()  # a failure that stops the run rises here
+        error = ticket.task.exception()
+        if error is not None:
+            self._on_generation_failure(ticket, error)
+            return
+        self._failed_in_a_row = 0
+        group = ticket.task.result()
         failure = next((s.reward_failure for s in flatten_samples(group) if s.reward_failure is not None), None)
         if failure is not None:
             self._on_reward_failure(ticket, group, failure)
@@ -149,7 +166,9 @@ class BatchCollector:
                 f"{self.args.n_samples_per_prompt}."
             )
         self.decided.append(group)
-        output = call_dynamic_filter(self.dynamic_filter, self.args, flatten_samples(group))
+        made = [s for s in flatten_samples(group) if s.status is not Sample.Status.FAILED]
+        self.counts["samples_failed"] += len(flatten_samples(group)) - len(made)
+        output = call_dynamic_filter(self.dynamic_filter, self.args, made)
         if should_drop_dynamic_filter_output(
             output, remaining_batch_size=self._remaining, target_data_size=self.target
         ):
@@ -163,6 +182,24 @@ class BatchCollector:
         self._forget(ticket)
         self.kept.append(group)
         self.counts["kept"] += 1
+
+    def _on_generation_failure(self, ticket: Ticket, error: BaseException) -> None:
+        """--group-failure-action decides; groups that fail one after another are no matter of single groups."""
+        action = self.args.group_failure_action
+        self._failed_in_a_row += 1
+        ours = isinstance(error, GroupFailed) or is_permanent(error)
+        if not ours or action == "stop" or (action == "retry" and is_permanent(error)):
+            raise error
+        if self._failed_in_a_row >= MAX_FAILED_IN_A_ROW:
+            raise GroupFailed(f"{self._failed_in_a_row} groups in a row failed; the last: {error}") from error
+        if action == "retry":
+            self._requeue(ticket, ticket.origin, str(error))
+            return
+        # With "keep" nothing of the group is left to keep.
+        logger.warning("dropped: %s", error)
+        self._forget(ticket)
+        self.counts["failed"] += 1
+        self._settle([ticket.origin], "failed", "generation")
 
     def _on_reward_failure(self, ticket: Ticket, group: Group, failure: RewardFailure) -> None:
         action = self.args.reward_failure_action

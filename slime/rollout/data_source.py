@@ -206,8 +206,12 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     def get_metadata(self) -> dict[str, Any]:
         return self.metadata
 
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "buffer": [group_to_plain(group) for group in self.buffer]}
+    def state_dict(self, held: Sequence[Group] = ()) -> dict[str, Any]:
+        """`held`: groups a rollout function keeps beyond its batch; a resumed run finds them first in the buffer."""
+        state = super().state_dict()
+        if "counts" in state and held:
+            state["counts"]["returned"] = state["counts"].get("returned", 0) + len(held)
+        return {**state, "buffer": [group_to_plain(group) for group in (*held, *self.buffer)]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)

@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from slime.algorithms.rewards import GREEDY_REWARD_KEY
-from slime.rollout.groups import Group, copy_sample, first_sample
+from slime.rollout.groups import Group, first_sample, without_response
 from slime.rollout.tasks import all_or_none
 from slime.utils.types import Sample, flatten_samples
 
@@ -22,7 +22,7 @@ async def with_greedy_baseline(
     if GREEDY_REWARD_KEY in first_sample(group).metadata:
         return await generate_group(group, sampling_params)
     greedy_params = {**sampling_params, "temperature": 0.0, "top_p": 1.0, "top_k": -1}
-    greedy = _without_response(first_sample(group))
+    greedy = _greedy_of(first_sample(group))
     generated, answers = await all_or_none(
         [generate_group(group, sampling_params), generate_group([greedy], greedy_params)]
     )
@@ -40,14 +40,8 @@ async def with_greedy_baseline(
     return generated
 
 
-def _without_response(sample: Sample) -> Sample:
+def _greedy_of(sample: Sample) -> Sample:
     """A copy that starts from the prompt, marked as not for training."""
-    new = copy_sample(sample)
-    if new.response_length:
-        new.tokens = new.tokens[: -new.response_length]
-    new.response, new.response_length, new.reward, new.loss_mask, new.rollout_log_probs = "", 0, None, None, None
-    new.version_spans, new.weight_versions = [], []
-    new.status = Sample.Status.PENDING
-    new.session_id = None
+    new = without_response(sample)
     new.metadata["greedy_baseline"] = True
     return new

@@ -60,6 +60,17 @@ def copy_group(group: Group) -> Group:
     return [[copy_sample(s) for s in e] if isinstance(e, list) else copy_sample(e) for e in group]
 
 
+def without_response(sample: Sample) -> Sample:
+    """A copy that starts from the prompt."""
+    new = copy_sample(sample)
+    if new.response_length:
+        new.tokens = new.tokens[: -new.response_length]
+    new.response, new.response_length, new.reward, new.loss_mask, new.rollout_log_probs = "", 0, None, None, None
+    new.version_spans, new.weight_versions = [], []
+    new.status, new.session_id = Sample.Status.PENDING, None
+    return new
+
+
 def begin_again(group: Group) -> Group:
     """The group for another attempt: the same samples as given, with the attempt counted (it changes their seeds)."""
     for sample in flatten_samples(group):

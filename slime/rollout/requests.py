@@ -87,7 +87,9 @@ def check_token_ids(args: Any, sample: Sample) -> None:
         )
 
 
-def build_request(args: Any, sample: Sample, sampling_params: dict[str, Any], budget: int | None) -> GenerateRequest:
+def build_request(
+    args: Any, sample: Sample, sampling_params: dict[str, Any], budget: int | None, *, stream: bool = False
+) -> GenerateRequest:
     """Continue the sample's tokens. A `sampling_seed` that the caller set is kept."""
     check_token_ids(args, sample)
     params = {"sampling_seed": sampling_seed(args, sample), **sampling_params, "max_new_tokens": budget}
@@ -101,5 +103,6 @@ def build_request(args: Any, sample: Sample, sampling_params: dict[str, Any], bu
         sampling=SamplingParams.from_json(params),
         rid=f"{sample.index}-{uuid4().hex}",
         session=sample.session_id,
+        stream=stream,
         extra=extra,
     )

@@ -14,10 +14,12 @@ from uuid import uuid4
 
 from slime.rollout import eval_rollout as evaluation_run
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
-from slime.rollout.collect import MAX_ATTEMPTS, BatchCollector, GroupFailed
+from slime.rollout.collect import MAX_ATTEMPTS, BatchCollector, GroupFailed, is_permanent
+from slime.rollout.concurrency import Limit, make_limit
+from slime.rollout.failed_samples import keep_the_rest, share_rewards
 from slime.rollout.greedy_baseline import with_greedy_baseline
 from slime.rollout.groups import Entry, Group, copy_group, describe, is_finished
-from slime.rollout.requests import PromptError, build_request, prepare_prompt, sampling_params_of, token_budget
+from slime.rollout.requests import build_request, prepare_prompt, sampling_params_of, token_budget
 from slime.rollout.rm_hub import RewardConfigError, RewardFailuresExceeded, score_samples
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks, set_current_rollout_id
 from slime.rollout.scope import RequestScope, current_scope
@@ -84,11 +86,11 @@ class GenerateState(metaclass=_StatePerArgs):
         return sampling_params_of(self.args)
 
     @property
-    def semaphore(self) -> asyncio.Semaphore:
-        """The running loop's cap on samples being generated."""
+    def semaphore(self) -> Limit:
+        """The running loop's cap on samples being generated; `async with state.semaphore`."""
         loop = asyncio.get_running_loop()
         if loop not in self._semaphores:
-            self._semaphores[loop] = asyncio.Semaphore(self.max_running)
+            self._semaphores[loop] = make_limit(self.args, self.max_running)
         return self._semaphores[loop]
 
     @property
@@ -240,9 +242,14 @@ async def generate_and_rm_group(
         return group
     for sample in flatten_samples(group):
         sample.session_id = sample.session_id or uuid4().hex
-    group = await all_or_none([_generate_with_retries(args, entry, sampling_params, evaluation) for entry in group])
+    attempts = [_generate_with_retries(args, entry, sampling_params, evaluation) for entry in group]
+    if args.group_failure_action == "keep" and not evaluation:
+        group = await keep_the_rest(group, attempts)
+    else:
+        group = await all_or_none(attempts)
     if args.group_rm and not any(s.status is Sample.Status.ABORTED for s in flatten_samples(group)):
-        await _score(args, flatten_samples(group), evaluation)
+        await _score(args, [s for s in flatten_samples(group) if s.status is not Sample.Status.FAILED], evaluation)
+        share_rewards(group)
     return group
 
 
@@ -253,7 +260,7 @@ async def _generate_with_retries(args: Any, entry: Entry, sampling_params: dict[
         try:
             return await generate_and_rm(args, entry, dict(sampling_params), evaluation=evaluation)
         except Exception as error:
-            if _is_permanent(error):
+            if is_permanent(error) or isinstance(error, (GroupFailed, RewardFailuresExceeded, RewardConfigError)):
                 raise
             cause = f"generating {describe(origin)} failed ({type(error).__name__}: {error})"
             if attempt == MAX_ATTEMPTS:
@@ -263,28 +270,27 @@ async def _generate_with_retries(args: Any, entry: Entry, sampling_params: dict[
     raise AssertionError("the last attempt either returns or raises")
 
 
-def _is_permanent(error: Exception) -> bool:
-    """Another attempt would fail in the same way."""
-    if isinstance(error, http_utils.HttpError):
-        return 400 <= error.status < 500
-    return isinstance(error, (PromptError, GroupFailed, RewardFailuresExceeded, RewardConfigError))
-
-
 async def abort(args: Any, rollout_id: int) -> None:
     """End the requests of the current rollout, by their ids, at every worker. Evaluation has another scope.
 
     Each request then answers with the tokens made so far. A worker that cannot be reached is only noted: it holds
     nothing the batch needs.
     """
-    state = GenerateState(args)
-    state.scope.aborted = True
-    rids = sorted(state.scope.rids)
+    await abort_scope(args, GenerateState(args).scope, rollout_id)
+
+
+async def abort_scope(args: Any, scope: RequestScope, rollout_id: int) -> None:
+    """End the requests of one scope."""
+    scope.aborted = True
+    rids = sorted(scope.rids)
     if not rids:
         return
     logger.info("rollout %s: aborting %d requests", rollout_id, len(rids))
     urls = await _worker_urls(args)
     try:
-        await waits.within(state.client.cancel(urls, rids), "abort of surplus requests", ABORT_DEADLINE_S)
+        await waits.within(
+            GenerateState(args).client.cancel(urls, rids), "abort of surplus requests", ABORT_DEADLINE_S
+        )
     except (http_utils.HttpError, waits.WaitTimeout) as error:
         logger.warning("abort of %d requests: %s", len(rids), error)
 
@@ -298,7 +304,8 @@ async def _worker_urls(args: Any) -> list[str]:
         return list(args.engine_urls)
 
 
-async def _start_group(args: Any, group: Group, sampling_params: dict[str, Any]) -> Group:
+async def start_group(args: Any, group: Group, sampling_params: dict[str, Any]) -> Group:
+    """What training asks of a group: its samples, and for remax a greedy answer beside them."""
     if args.advantage_estimator != "remax":
         return await generate_and_rm_group(args, group, sampling_params)
     return await with_greedy_baseline(
@@ -318,7 +325,7 @@ async def generate_rollout_async(
             args,
             rollout_id,
             data_source,
-            start_group=lambda group: _start_group(args, group, state.sampling_params),
+            start_group=lambda group: start_group(args, group, state.sampling_params),
             abort_requests=lambda: abort(args, rollout_id),
             dynamic_filter=load_function(path) if path is not None else None,
         )
@@ -326,7 +333,7 @@ async def generate_rollout_async(
     return RolloutFnTrainOutput(samples=groups, metrics=collector.metrics()), collector.decided
 
 
-def _call_batch_hooks(args: Any, kept: list[Group], decided: list[Group], data_source: Any) -> None:
+def call_batch_hooks(args: Any, kept: list[Group], decided: list[Group], data_source: Any) -> None:
     """The plug-ins that see the whole rollout; fan-out siblings stand in their group as single samples."""
     if args.rollout_sample_filter_path is not None:
         load_function(args.rollout_sample_filter_path)(args, [flatten_samples(group) for group in kept])
@@ -349,5 +356,5 @@ def generate_rollout(
     if evaluation:
         return run(eval_rollout(args, rollout_id))
     output, decided = run(generate_rollout_async(args, rollout_id, data_source))
-    _call_batch_hooks(args, output.samples, decided, data_source)
+    call_batch_hooks(args, output.samples, decided, data_source)
     return output

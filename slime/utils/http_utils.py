@@ -13,6 +13,7 @@ import json
 import random
 import socket
 import weakref
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -105,6 +106,37 @@ async def _once(method: str, url: str, payload: Any, headers: dict[str, str] | N
         return json.loads(body) if body else None
     except ValueError:
         return body.decode(errors="replace")
+
+
+async def stream(
+    url: str, payload: Any, headers: dict[str, str] | None = None, *, timeout_s: float | None = None
+) -> AsyncIterator[Any]:
+    """POST JSON and yield the server-sent events as they come, decoded. Nothing is sent again.
+
+    Raises `HttpError`: with the status of an error answer, or 0 when the connection ends before the event [DONE].
+    """
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    try:
+        async with get_session().post(url, json=payload, headers=headers, timeout=timeout) as response:
+            if response.status >= 400:
+                raise HttpError(response.status, await response.text(errors="replace"), url)
+            async for line in _lines(response.content):
+                if line == b"data: [DONE]":
+                    return
+                if line.startswith(b"data:"):
+                    yield json.loads(line[5:])
+    except (*_RETRYABLE, ValueError) as error:
+        raise HttpError(0, f"the stream broke ({type(error).__name__}: {error})", url) from error
+    raise HttpError(0, "the stream ended before its last event", url)
+
+
+async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Lines of any length: the reader's own have a limit that one event of a long answer passes."""
+    rest = b""
+    async for chunk in content.iter_any():
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            yield line.strip()
 
 
 def find_available_port(base_port: int = 0) -> int:

@@ -1,7 +1,7 @@
 """The data plane: send a prompt to an engine (or the router before several), get typed tokens back."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from slime.utils import http_utils, waits
@@ -30,6 +30,18 @@ class EngineClient:
             raise ValueError("EngineClient.generate reads one final answer: use stream=False and sampling.n=1")
         answer = await self._post(request.to_json(), self._headers(request, headers), request.rid)
         return Generation.from_json(answer)
+
+    async def stream(
+        self, request: GenerateRequest, headers: Mapping[str, str] | None = None
+    ) -> AsyncIterator[dict[str, Any]]:
+        """The events of one answer; each holds all that was made so far. A broken stream raises, it is not resumed."""
+        url = f"{self.base_url}/generate"
+        async with self._slots:
+            events = http_utils.stream(
+                url, request.to_json(), self._headers(request, headers), timeout_s=self.timeout_s
+            )
+            async for event in events:
+                yield event
 
     def _headers(self, request: GenerateRequest, headers: Mapping[str, str] | None) -> dict[str, str]:
         session = {SESSION_HEADER: request.session} if request.session is not None else {}

@@ -199,8 +199,12 @@ class Generation:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Generation":
         """Read one final answer of `/generate`; a list answer (batch, n > 1) is read item by item."""
-        meta = data["meta_info"]
-        detail = meta["finish_reason"]
+        meta = data.get("meta_info") if isinstance(data, Mapping) else None
+        if not isinstance(meta, Mapping):
+            raise ValueError(
+                f"the engine answered /generate with something that is no generation: {str(data)[:200]!r}"
+            )
+        detail = meta.get("finish_reason")
         if not isinstance(detail, Mapping) or detail.get("type") not in FINISH_TYPES:
             raise ValueError(f"finish_reason {detail!r} of request {meta.get('id')} is none of {FINISH_TYPES}")
         triples = meta.get("output_token_logprobs")

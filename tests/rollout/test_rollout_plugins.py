@@ -209,6 +209,6 @@ def test_an_exhausted_data_source_stops_the_rollout(tmp_path):
     with FakeEngine() as engine:
         args = make_args(tmp_path, engine)
         source = Finite(make_source(args))
-        with pytest.raises(RuntimeError, match=r"gave no groups: 0 of --rollout-batch-size 4"):
+        with pytest.raises(RuntimeError, match=r"gave no groups: 3 of --rollout-batch-size 4"):
             generate_rollout(args, 0, source)
     assert len(source.groups) == 3

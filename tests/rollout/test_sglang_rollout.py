@@ -186,7 +186,7 @@ def test_garbage_for_ever_stops_the_run_and_loses_nothing(tmp_path):
     with FakeEngine(lambda payload, number: "nonsense") as engine:
         args = make_args(tmp_path, engine)
         source = make_source(args)
-        with pytest.raises(GroupFailed, match=r"generating sample \d+ \(group \d+\) failed .* 3 attempts were made"):
+        with pytest.raises(GroupFailed, match=r"failed .*no generation: 'nonsense'\); 3 attempts were made"):
             rollout(args, source)
     assert len(source.buffer) == 4 and all(s.tokens == [] for s in flatten_samples(source.buffer))
     assert_conserved(source)

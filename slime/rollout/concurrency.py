@@ -1,0 +1,157 @@
+"""How many requests may be in flight: a limit that can move, and the controller that fits it to the engines' load.
+
+Additive increase while the limit is what holds requests back and the engines have none waiting; multiplicative
+decrease as soon as they queue or retract. Off by default: the limit then stays where it was set.
+"""
+
+import asyncio
+import collections
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slime.utils import http_utils
+
+logger = logging.getLogger(__name__)
+
+POLL_INTERVAL_S = 1.0
+
+
+class Limit:
+    """A semaphore whose size can change while it is held; who waits longest enters first."""
+
+    def __init__(self, limit: int):
+        self.limit = limit
+        self.in_use = 0
+        self._waiters: collections.deque[asyncio.Future] = collections.deque()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiters)
+
+    async def __aenter__(self) -> None:
+        if self.in_use < self.limit and not self._waiters:
+            self.in_use += 1
+            return
+        future = asyncio.get_running_loop().create_future()
+        self._waiters.append(future)
+        try:
+            await future  # whoever wakes it has counted it in
+        except asyncio.CancelledError:
+            if future.cancelled():
+                self._waiters.remove(future)
+            else:  # the slot was ours already
+                self._leave()
+            raise
+
+    async def __aexit__(self, *_: object) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        self.in_use -= 1
+        self._wake()
+
+    def resize(self, limit: int) -> None:
+        """Takes effect as slots are given back; nothing that runs is interrupted."""
+        self.limit = limit
+        self._wake()
+
+    def _wake(self) -> None:
+        waiters = self._waiters
+        while waiters and self.in_use < self.limit:
+            future = waiters.popleft()
+            if not future.done():
+                self.in_use += 1
+                future.set_result(None)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """What all engines report together. `retracted`: requests that lost their KV cache for want of memory."""
+
+    running: int
+    waiting: int
+    retracted: int
+
+
+@dataclass(frozen=True, slots=True)
+class Aimd:
+    """Additive increase, multiplicative decrease, between `floor` and `ceiling`."""
+
+    floor: int
+    ceiling: int
+    step: int
+    shrink: float = 0.75
+    waiting_share: float = (
+        0.05  # of the running ones: so many may wait, since a queue of a few is only a scheduler's turn
+    )
+
+    def next_limit(self, limit: int, load: EngineLoad, *, held_back: bool) -> int:
+        """`held_back`: requests wait on this side, so that more could be in flight."""
+        if load.retracted > 0 or load.waiting > max(1, self.waiting_share * load.running):
+            return max(self.floor, int(limit * self.shrink))
+        if held_back and load.waiting == 0:
+            return min(self.ceiling, limit + self.step)
+        return limit
+
+
+class AdaptiveLimit(Limit):
+    """A limit with a watcher, which runs while anything is in flight."""
+
+    def __init__(self, aimd: Aimd, read_load: Callable[[], Awaitable[EngineLoad | None]], start: int):
+        super().__init__(start)
+        self._aimd, self._read_load = aimd, read_load
+        self._watcher: asyncio.Task | None = None
+
+    async def __aenter__(self) -> None:
+        if self._watcher is None or self._watcher.done():
+            self._watcher = asyncio.ensure_future(self._watch())
+        await super().__aenter__()
+
+    async def _watch(self) -> None:
+        await asyncio.sleep(0)
+        while self.in_use or self._waiters:
+            load = await self._read_load()
+            if load is not None:
+                new = self._aimd.next_limit(self.limit, load, held_back=bool(self._waiters))
+                if new != self.limit:
+                    logger.debug("requests in flight: %d -> %d (%s)", self.limit, new, load)
+                    self.resize(new)
+            await asyncio.sleep(POLL_INTERVAL_S)
+
+
+async def read_loads(urls: Sequence[str]) -> EngineLoad | None:
+    """The sum over the engines that answer; None when none does."""
+    answers = await asyncio.gather(*(_read_load(url) for url in urls))
+    loads = [load for load in answers if load is not None]
+    if not loads:
+        return None
+    return EngineLoad(*(sum(getattr(load, name) for load in loads) for name in ("running", "waiting", "retracted")))
+
+
+async def _read_load(url: str) -> EngineLoad | None:
+    try:
+        answer = await http_utils.get(f"{url}/v1/loads?include=core,queues", timeout_s=5.0)
+        ranks = answer["loads"]
+        return EngineLoad(
+            running=sum(rank["num_running_reqs"] for rank in ranks),
+            waiting=sum(rank["num_waiting_reqs"] for rank in ranks),
+            retracted=sum(_retracted(rank) for rank in ranks),
+        )
+    except (http_utils.HttpError, KeyError, TypeError) as error:
+        logger.debug("engine %s did not tell its load: %s", url, error)
+        return None
+
+
+def _retracted(rank: Mapping[str, Any]) -> int:
+    return int((rank.get("queues") or {}).get("retracted") or 0)
+
+
+def make_limit(args: Any, ceiling: int) -> Limit:
+    """The limit of a run: fixed at `ceiling`, or with --adaptive-concurrency moving below it."""
+    if not args.adaptive_concurrency:
+        return Limit(ceiling)
+    engines = max(1, args.rollout_num_engines)
+    aimd = Aimd(floor=engines, ceiling=ceiling, step=max(1, min(8 * engines, ceiling // 8)))
+    return AdaptiveLimit(aimd, lambda: read_loads(args.engine_urls), start=max(engines, ceiling // 4))

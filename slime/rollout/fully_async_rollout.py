@@ -1,0 +1,324 @@
+"""Fully asynchronous rollout: a pool of groups stays in flight across rollouts, also while the trainer trains.
+
+    --rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async
+
+A call takes the oldest finished groups out of the pool; the pool fills itself up again. Two rules bound how old a
+trained token may be (--max-weight-staleness, counted in weight pushes): no more groups are started than the rollouts
+within that bound can use, and a group that became older all the same is generated again. Everything runs on the
+process's one loop; the data source is only touched there while the pool is open.
+"""
+
+import asyncio
+import inspect
+import logging
+from typing import Any
+
+from slime.rollout import sglang_rollout
+from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.rollout.collect import MAX_ATTEMPTS, BatchCollector, Ticket
+from slime.rollout.groups import (
+    Group,
+    attempt_of,
+    begin_again,
+    copy_group,
+    describe,
+    first_sample,
+    is_scored,
+    without_response,
+)
+from slime.rollout.sample_hooks import set_current_rollout_id
+from slime.rollout.scope import RequestScope
+from slime.rollout.versions import newest_version_held, oldest_version
+from slime.utils.async_utils import run
+from slime.utils.errors import RunStopped
+from slime.utils.misc import load_function
+
+__all__ = ["AsyncRolloutWorker", "generate_rollout_fully_async"]
+
+logger = logging.getLogger(__name__)
+
+
+class AsyncRolloutWorker:
+    """The pool: tickets by number of issue, those that are done, and how many more may start.
+
+    Lives on the loop. `open_for` (a rollout is being collected) and `close` (its cursor is taken) bracket each rollout.
+    """
+
+    def __init__(self, args: Any, data_source: Any):
+        _check(args, data_source)
+        self.args, self.data_source = args, data_source
+        self.tickets: dict[int, Ticket] = {}  # in flight or done, not decided; in order of issue
+        self.rollout_id = args.start_rollout_id - 1  # the last one that was asked for
+        self.num_kept = 0  # of the batch being collected; set by the collector
+        self.version: int | None = None  # what the engines held when the rollout began
+        self._scopes: dict[int, RequestScope] = {}
+        self._started_at: dict[int, int | None] = {}  # ticket number -> weight version at its start
+        self._num_issued = 0
+        self._collecting = self._paused = False
+        self._news = asyncio.Event()
+        self._failure: Exception | None = None  # of the data source, while nobody was collecting
+
+    # -- admission ---------------------------------------------------------------------------------------------------
+
+    @property
+    def concurrency(self) -> int:
+        """Groups in flight that keep the engines busy."""
+        running = sglang_rollout.GenerateState(self.args).semaphore.limit
+        return -(-running // self.args.n_samples_per_prompt)
+
+    @property
+    def room(self) -> int:
+        """How many groups may start now.
+
+        A group at position p (of all that are not decided, the current batch included) is used p // batch rollouts from
+        now, and at most one push happens every --update-weights-interval rollouts.
+        """
+        args, size = self.args, self.args.rollout_batch_size
+        rollouts = args.max_weight_staleness * args.update_weights_interval
+        rollouts = max(
+            0, min(rollouts, args.num_rollout - 1 - self.rollout_id)
+        )  # nobody uses what comes after the last
+        held = len(self.tickets)
+        allowed = rollouts * size - held + (size - self.num_kept if self._collecting else 0)
+        return min(allowed, self.concurrency - self.num_in_flight)
+
+    @property
+    def num_in_flight(self) -> int:
+        return sum(not ticket.task.done() for ticket in self.tickets.values())
+
+    def fill(self) -> None:
+        """Start groups, those that came back to the buffer first, until there is no room."""
+        if self._paused:
+            return
+        room = self.room
+        if room > 0:
+            for group in self.data_source.get_samples(room):
+                self._start(group)
+
+    def _start(self, group: Group) -> None:
+        number, self._num_issued = self._num_issued, self._num_issued + 1
+        origin = copy_group(group)
+        scope = RequestScope(self.args.rollout_max_context_len)
+        set_current_rollout_id(self.rollout_id)
+        with scope.entered():  # the task inherits it: this group can be ended without touching another
+            params = sglang_rollout.GenerateState(self.args).sampling_params
+            task = asyncio.ensure_future(sglang_rollout.start_group(self.args, group, params))
+        self.tickets[number] = Ticket(number, origin, task)
+        self._scopes[number], self._started_at[number] = scope, self.version
+        task.add_done_callback(lambda _: self._on_done())
+
+    def _on_done(self) -> None:
+        self._news.set()
+        if self._collecting:
+            return  # the collector fills when it has decided
+        try:
+            self.fill()
+        except Exception as error:
+            self._failure = error  # the next rollout raises it
+
+    def forget(self, number: int) -> None:
+        del self.tickets[number], self._scopes[number], self._started_at[number]
+
+    # -- consumption -------------------------------------------------------------------------------------------------
+
+    async def open_for(self, rollout_id: int) -> None:
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+        self.rollout_id, self.num_kept, self._paused = rollout_id, 0, False
+        self.version = await newest_version_held(self.args.engine_urls)
+        self._collecting = True
+
+    async def next_done(self) -> Ticket:
+        """The oldest ticket that is done."""
+        while True:
+            self._news.clear()
+            done = next((ticket for ticket in self.tickets.values() if ticket.task.done()), None)
+            if done is not None:
+                return done
+            if not self.tickets:
+                raise RunStopped("the data source gave no groups: let get_samples go on with a new epoch.")
+            await self._news.wait()
+
+    def expired(self) -> list[Ticket]:
+        """In flight since before the bound: whatever they end with, their first tokens are too old."""
+        return [
+            ticket
+            for number, ticket in self.tickets.items()
+            if not ticket.task.done() and self.is_stale(self._started_at[number])
+        ]
+
+    def is_stale(self, version: int | None) -> bool:
+        return (
+            version is not None
+            and self.version is not None
+            and self.version - version > self.args.max_weight_staleness
+        )
+
+    async def end(self, ticket: Ticket) -> None:
+        """Cancel one group here and at the engines."""
+        scope = self._scopes[ticket.number]
+        abort = asyncio.ensure_future(sglang_rollout.abort_scope(self.args, scope, self.rollout_id))
+        await asyncio.sleep(0)  # the ids are noted before the task lets go of them
+        ticket.task.cancel()
+        await asyncio.gather(ticket.task, abort, return_exceptions=True)
+
+    def pause(self) -> None:
+        """No new groups, until `close`: hooks may use the data source from another thread."""
+        self._paused, self._collecting, self.num_kept = True, False, 0
+
+    async def close(self) -> dict[str, Any] | None:
+        """The rollout is over: the cursor that holds all of the pool, and the pool goes on filling itself."""
+        cursor = self._cursor()
+        self._paused = False
+        self.fill()
+        return cursor
+
+    def held(self) -> list[Group]:
+        """What the pool would give back: finished groups as they are, the others as fresh prompts, oldest first."""
+        return [_as_returned(ticket) for ticket in self.tickets.values()]
+
+    def _cursor(self) -> dict[str, Any] | None:
+        state_dict = getattr(self.data_source, "state_dict", None)  # a user's source may keep its own state
+        if state_dict is None:
+            return None
+        return state_dict(held=self.held()) if self.tickets else state_dict()
+
+    async def stop(self) -> list[Group]:
+        """End all work; what is to be returned to the data source."""
+        self._paused = True
+        groups, tickets = self.held(), list(self.tickets.values())
+        await asyncio.gather(*(self.end(ticket) for ticket in tickets if not ticket.task.done()))
+        self.tickets.clear()
+        return groups
+
+
+def _as_returned(ticket: Ticket) -> Group:
+    task = ticket.task
+    finished = task.done() and not task.cancelled() and task.exception() is None and is_scored(task.result())
+    return task.result() if finished else ticket.origin
+
+
+def _check(args: Any, data_source: Any) -> None:
+    """What contradicts a pool that never stands still."""
+    state_dict = getattr(data_source, "state_dict", None)
+    if state_dict is not None and "held" not in inspect.signature(state_dict).parameters:
+        raise ValueError(
+            f"the state_dict of data source {type(data_source).__name__} takes no `held`: groups in flight would be "
+            "missing from checkpoints. Add the parameter (groups to put first in the buffer)."
+        )
+    name = "--rollout-function-path ...generate_rollout_fully_async"
+    if args.colocate:
+        raise ValueError(f"{name} with --colocate: engines that give up the device cannot go on generating.")
+    if args.deterministic_mode:
+        raise ValueError(f"{name} with --deterministic-mode: which weights make a token depends on timing there.")
+    if args.partial_rollout:
+        raise ValueError(f"{name} with --partial-rollout: nothing is cut off, so nothing is continued; remove it.")
+
+
+class PoolCollector(BatchCollector):
+    """One batch out of the pool: decisions as in the default rollout, plus the one about age."""
+
+    def __init__(self, worker: AsyncRolloutWorker, rollout_id: int, dynamic_filter: Any):
+        super().__init__(worker.args, rollout_id, worker.data_source, None, None, dynamic_filter)
+        self.worker = worker
+        self._tickets = worker.tickets
+
+    async def _fill_batch(self) -> None:
+        await self.worker.open_for(self.rollout_id)
+        self.counts["pool_before"] = len(self.worker.tickets)
+        for ticket in self.worker.expired():
+            await self.worker.end(ticket)
+            self._on_stale(ticket)
+        while len(self.kept) < self.target:
+            self.worker.fill()
+            self._decide(await self.worker.next_done())
+            self.worker.num_kept = len(self.kept)
+        if self.rollout_id >= self.args.num_rollout - 1:
+            self._give_back(await self.worker.stop())  # nobody will ask for it
+        self.counts["pool_after"] = len(self.worker.tickets)
+
+    def _decide(self, ticket: Ticket) -> None:
+        task = ticket.task
+        if not task.cancelled() and task.exception() is None and self.worker.is_stale(oldest_version(task.result())):
+            self._on_stale(ticket)
+        else:
+            super()._decide(ticket)
+
+    def _on_stale(self, ticket: Ticket) -> None:
+        """Generated again with the attempt counted; a prompt that is too slow every time leaves the run, counted."""
+        self.counts["stale"] += 1
+        self._forget(ticket)
+        if attempt_of(first_sample(ticket.origin)) + 1 >= MAX_ATTEMPTS:
+            logger.warning(
+                "given up: %s was too old for --max-weight-staleness %d times", describe(ticket.origin), MAX_ATTEMPTS
+            )
+            self.counts["failed"] += 1
+            self._settle([ticket.origin], "failed", "stale")
+        else:
+            self._give_back([begin_again(_from_prompt(ticket.origin))])
+
+    def _forget(self, ticket: Ticket) -> None:
+        self.worker.forget(ticket.number)
+
+    async def _give_everything_back(self) -> None:
+        """The rollout failed: the pool is given up with it."""
+        kept, self.kept = self.kept, []
+        self._give_back(kept + await self.worker.stop())
+
+
+def _from_prompt(origin: Group) -> Group:
+    """The origin without a response: one that came out of the buffer finished would be as old again."""
+    return [without_response(first_sample([entry])) for entry in origin]
+
+
+_workers: dict[int, AsyncRolloutWorker] = {}  # the pool of each data source, by its id, while it is open
+
+
+def _worker_for(args: Any, data_source: Any) -> AsyncRolloutWorker:
+    worker = _workers.get(id(data_source))
+    if worker is None:
+        worker = _workers[id(data_source)] = AsyncRolloutWorker(args, data_source)
+    return worker
+
+
+async def _collect(args: Any, rollout_id: int, data_source: Any) -> tuple[AsyncRolloutWorker, PoolCollector]:
+    worker = _worker_for(args, data_source)
+    path = args.dynamic_sampling_filter_path
+    collector = PoolCollector(worker, rollout_id, load_function(path) if path is not None else None)
+    try:
+        await collector.collect()
+    except BaseException:
+        _workers.pop(id(data_source), None)
+        raise
+    worker.pause()
+    return worker, collector
+
+
+async def _close(worker: AsyncRolloutWorker) -> dict[str, Any] | None:
+    cursor = await worker.close()
+    if not worker.tickets:
+        _workers.pop(id(worker.data_source), None)
+    return cursor
+
+
+def stop_pool(data_source: Any) -> None:
+    """End the pool of this data source, if it has one, and return its groups."""
+
+    async def stop() -> None:
+        worker = _workers.pop(id(data_source), None)
+        if worker is not None:
+            data_source.add_samples(await worker.stop())
+
+    run(stop())
+
+
+def generate_rollout_fully_async(
+    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
+    """The plug-in point --rollout-function-path. Evaluation goes beside the pool and is not part of it."""
+    if evaluation:
+        return sglang_rollout.generate_rollout(args, rollout_id, data_source, evaluation=True)
+    worker, collector = run(_collect(args, rollout_id, data_source))
+    sglang_rollout.call_batch_hooks(args, collector.kept, collector.decided, data_source)
+    return RolloutFnTrainOutput(samples=collector.kept, metrics=collector.metrics(), cursor=run(_close(worker)))

@@ -1,0 +1,75 @@
+"""A generate function that reads the answer as it is made, so that a broken stream costs only what was not yet read.
+
+    --custom-generate-function-path slime.rollout.sglang_streaming_rollout.generate_streaming
+
+Each event carries all that the request has made so far. The last one read is written onto the sample however the stream
+ends: by itself, by an abort, by a lost engine (generation then continues from there, elsewhere), or by a cancellation.
+"""
+
+import asyncio
+import logging
+from typing import Any
+
+from slime.rollout.groups import describe
+from slime.rollout.requests import build_request, prepare_prompt, token_budget
+from slime.rollout.sglang_rollout import GenerateState
+from slime.utils.http_utils import HttpError
+from slime.utils.types import Sample
+from slime.wire.protocol import GenerateRequest, Generation
+
+__all__ = ["generate_streaming"]
+
+logger = logging.getLogger(__name__)
+
+MAX_BREAKS = 60  # streams that end without a token, one after another
+
+
+async def generate_streaming(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Like the default `generate`, over a stream."""
+    state = GenerateState(args)
+    prepare_prompt(sample, state.tokenizer, state.processor)
+    idle = 0
+    while True:
+        budget = token_budget(args, sample, sampling_params.get("max_new_tokens"), state.scope.max_context_len)
+        if budget == 0:
+            sample.status = Sample.Status.TRUNCATED
+            return sample
+        before = sample.response_length
+        error = await _read_onto(args, sample, build_request(args, sample, sampling_params, budget, stream=True))
+        if state.aborted or sample.status in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED):
+            return sample
+        idle = 0 if sample.response_length > before else idle + 1
+        if idle > MAX_BREAKS:
+            raise error or RuntimeError(f"the engine aborted {describe(sample)} {idle} times without a token")
+        logger.info("%s goes on after %d tokens: %s", describe(sample), sample.response_length, error or "paused")
+        if idle:
+            await asyncio.sleep(min(5.0, 0.05 * 2 ** min(idle, 10)))
+
+
+async def _read_onto(args: Any, sample: Sample, request: GenerateRequest) -> HttpError | None:
+    """One stream; its last event ends up on the sample. Returns why it broke, when that may pass."""
+    state = GenerateState(args)
+    last: dict[str, Any] | None = None
+    try:
+        with state.scope.sending(request.rid):
+            async for event in state.client.stream(request):
+                last = event
+        return None
+    except HttpError as error:
+        if 400 <= error.status < 500:
+            raise
+        return error
+    finally:
+        _write(args, sample, last)
+
+
+def _write(args: Any, sample: Sample, event: dict[str, Any] | None) -> None:
+    sample.status = Sample.Status.ABORTED  # unless the event says how it ended
+    if event is None:
+        return
+    meta = dict(event["meta_info"])
+    meta["finish_reason"] = meta.get("finish_reason") or {"type": "abort", "message": "the stream ended early"}
+    made = Generation.from_json({**event, "meta_info": meta})
+    sample.append_response_tokens(
+        args, tokens=made.ids, log_probs=made.log_probs or [], meta_info=meta, text=made.text
+    )

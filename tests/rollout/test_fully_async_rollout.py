@@ -1,0 +1,241 @@
+"""The fully asynchronous rollout function against a scripted engine over real HTTP."""
+
+import threading
+import time
+
+import pytest
+import rollout_plugins
+from fake_engine import FakeEngine
+from rollout_helpers import assert_conserved, counts, make_args, make_source
+
+from slime.rollout import fully_async_rollout
+from slime.rollout.base_types import call_rollout_fn
+from slime.rollout.collect import GroupFailed
+from slime.rollout.fully_async_rollout import generate_rollout_fully_async, stop_pool
+from slime.rollout.rm_hub.scoring import reset_breaker
+from slime.utils.types import Sample, flatten_samples
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    rollout_plugins.calls.clear()
+    reset_breaker()
+
+
+def rollout(args, source, rollout_id=0):
+    return call_rollout_fn(generate_rollout_fully_async, args, rollout_id, source, evaluation=False)
+
+
+def wait_until(condition, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.01)
+
+
+def ids(output):
+    return [s.index for s in flatten_samples(output.samples)]
+
+
+def test_rollouts_fill_their_batches_and_nothing_is_left_after_the_last(tmp_path):
+    with FakeEngine() as engine:
+        args = make_args(tmp_path, engine, num_rollout=5)
+        source = make_source(args)
+        outputs = [rollout(args, source, i) for i in range(5)]
+    assert [len(output.samples) for output in outputs] == [4] * 5
+    used = [i for output in outputs for i in ids(output)]
+    assert len(set(used)) == len(used) == 40
+    assert counts(source)["trained"] == 20 and counts(source)["new"] == 20
+    assert_conserved(source)
+
+
+def test_the_pool_goes_on_between_rollouts_and_starts_no_more_than_the_bound_lets_be_used(tmp_path):
+    with FakeEngine() as engine:
+        args = make_args(tmp_path, engine, "--max-weight-staleness", "2", num_rollout=100)
+        source = make_source(args)
+        rollout(args, source)
+        wait_until(lambda: len(engine.requests) == 2 * (4 + 2 * 4))
+        time.sleep(0.1)
+        assert len(engine.requests) == 24  # two rollouts ahead, not more
+        sent = {r["rid"].partition("-")[0] for r in engine.requests[8:]}
+        second = rollout(args, source, 1)
+        assert {str(i) for i in ids(second)} <= sent  # made while nobody asked
+        stop_pool(source)
+    assert_conserved(source)
+
+
+def test_without_staleness_nothing_is_generated_between_rollouts(tmp_path):
+    with FakeEngine() as engine:
+        args = make_args(tmp_path, engine, "--max-weight-staleness", "0", num_rollout=9)
+        source = make_source(args)
+        for rollout_id in range(3):
+            rollout(args, source, rollout_id)
+            time.sleep(0.05)
+            assert len(engine.requests) == 8 * (rollout_id + 1)
+            engine.version = f"run:{rollout_id + 2}"
+    assert counts(source)["trained"] == 12
+    assert_conserved(source)
+
+
+def test_the_concurrency_target_bounds_the_groups_in_flight(tmp_path):
+    with FakeEngine(lambda payload, number: {"delay_s": 0.02}) as engine:
+        flags = "--max-weight-staleness", "5", "--sglang-server-concurrency", "6"
+        args = make_args(tmp_path, engine, *flags, num_rollout=3)
+        source = make_source(args)
+        for rollout_id in range(3):
+            rollout(args, source, rollout_id)
+    assert engine.most_running <= 6
+    assert_conserved(source)
+
+
+def test_a_finished_group_that_became_too_old_is_generated_again(tmp_path):
+    with FakeEngine() as engine:
+        args = make_args(tmp_path, engine, num_rollout=9)
+        source = make_source(args)
+        rollout(args, source)
+        wait_until(lambda: len(engine.requests) == 16 and engine.running == 0)
+        engine.version = "run:3"  # two pushes at once: the pool of version 1 is beyond the bound of 1
+        output = rollout(args, source, 1)
+        assert output.metrics["rollout/groups/stale"] == 4
+        assert all(s.version_spans[0][0] == "run:3" for s in flatten_samples(output.samples))
+        again = ids(output) + ids(rollout(args, source, 2))
+        assert set(range(8, 16)) <= set(again)
+        stop_pool(source)
+    assert_conserved(source)
+
+
+def test_a_group_in_flight_for_too_long_is_ended_and_after_its_attempts_leaves_the_run(tmp_path):
+    def hold_the_first_prompt(payload, number):
+        return {"hold": True, "tokens": [33]} if payload["rid"].startswith(("0-", "1-")) else None
+
+    with FakeEngine(hold_the_first_prompt) as engine:
+        args = make_args(tmp_path, engine, num_rollout=99)
+        source = make_source(args)
+        for rollout_id in range(7):
+            engine.version = f"run:{rollout_id + 1}"
+            output = rollout(args, source, rollout_id)
+            assert 0 not in ids(output)
+        assert len({a["rid"] for a in engine.aborts}) == 2 * 3  # two samples, three attempts
+        assert counts(source)["failed"] == 1
+        stop_pool(source)
+    assert_conserved(source)
+
+
+def test_the_cursor_holds_finished_groups_as_finished_and_those_in_flight_as_prompts(tmp_path):
+    def hold_late(payload, number):
+        return {"hold": True, "tokens": [33]} if number >= 12 else None
+
+    with FakeEngine(hold_late) as engine:
+        args = make_args(tmp_path, engine, num_rollout=9)
+        source = make_source(args)
+        first = rollout(args, source)
+        wait_until(lambda: len(engine.requests) == 16 and engine.running == 4)
+        cursor = fully_async_rollout._workers[id(source)]._cursor()  # as the end of a rollout would take it now
+        stop_pool(source)
+    resumed = make_source(args)
+    resumed.load_state_dict(cursor)
+    assert_conserved(resumed)
+    states = {s.index: (s.status, s.response_length) for s in flatten_samples(resumed.buffer)}
+    assert set(states) == set(range(16)) - set(ids(first))
+    done = [i for i, (status, _) in states.items() if status is Sample.Status.COMPLETED]
+    fresh = [i for i, (status, length) in states.items() if status is Sample.Status.PENDING and length == 0]
+    assert len(done) + len(fresh) == 8 and len(fresh) >= 4
+    with FakeEngine() as engine:
+        args = make_args(tmp_path, engine, num_rollout=3)
+        output = rollout(args, resumed, 1)
+    assert set(ids(output)) <= set(states)
+
+
+def test_the_cursor_that_a_rollout_returns_contains_every_group_it_did_not_train(tmp_path):
+    with FakeEngine(lambda payload, number: {"delay_s": 0.01 * (number % 5)}) as engine:
+        args = make_args(tmp_path, engine, "--over-sampling-batch-size", "8", num_rollout=6)
+        source = make_source(args)
+        trained = set()
+        for rollout_id in range(6):
+            output = rollout(args, source, rollout_id)
+            trained |= set(ids(output))
+            resumed = make_source(args)
+            resumed.load_state_dict(output.cursor)
+            held = {s.index for s in flatten_samples(resumed.buffer)}
+            assert held.isdisjoint(trained)
+            assert held | trained == set(range(resumed.sample_index))
+            assert_conserved(resumed)
+
+
+def test_evaluation_goes_beside_the_pool(tmp_path):
+    eval_file = tmp_path / "eval.jsonl"
+    eval_file.write_text('{"input": "e0", "label": "1"}\n')
+
+    def hold_training(payload, number):
+        return {"hold": True} if number >= 8 and payload["sampling_params"]["temperature"] == 1.0 else None
+
+    with FakeEngine(hold_training) as engine:
+        flags = "--eval-prompt-data", "small", str(eval_file), "--eval-temperature", "0.5", "--eval-interval", "1"
+        args = make_args(tmp_path, engine, *flags, num_rollout=9)
+        source = make_source(args)
+        rollout(args, source)
+        wait_until(lambda: engine.running == 8)
+        output = call_rollout_fn(generate_rollout_fully_async, args, 0, source, evaluation=True)
+        assert len(output.data["small"]["rewards"]) == 1
+        assert engine.running == 8 and engine.aborts == []  # the pool was not touched
+        stop_pool(source)
+    assert_conserved(source)
+
+
+def test_filters_and_hooks_are_honoured(tmp_path):
+    with FakeEngine() as engine:
+        flags = (
+            *("--dynamic-sampling-filter-path", "rollout_plugins.drop_every_third"),
+            *("--rollout-sample-filter-path", "rollout_plugins.remove_first"),
+            *("--rollout-all-samples-process-path", "rollout_plugins.see_all"),
+            *("--rollout-sample-hook-path", "rollout_plugins.hook_in_place"),
+        )
+        args = make_args(tmp_path, engine, *flags, num_rollout=3)
+        source = make_source(args)
+        outputs = [rollout(args, source, i) for i in range(3)]
+    assert all(s.group_index % 3 for output in outputs for s in flatten_samples(output.samples))
+    assert all(output.samples[0][0].remove_sample for output in outputs)
+    assert len(rollout_plugins.calls["see_all"]) == 3 and rollout_plugins.calls["hook_in_place"]
+    assert counts(source)["filtered"] >= 3
+    assert_conserved(source)
+
+
+def test_a_failure_gives_everything_back_and_the_next_call_goes_on(tmp_path):
+    broken = threading.Event()
+
+    def script(payload, number):
+        return 400 if broken.is_set() else None
+
+    with FakeEngine(script) as engine:
+        args = make_args(tmp_path, engine, num_rollout=9)
+        source = make_source(args)
+        trained = set(ids(rollout(args, source)))
+        broken.set()
+        with pytest.raises(Exception, match="answered 400"):
+            for rollout_id in range(1, 4):  # what was finished before is used first
+                trained |= set(ids(rollout(args, source, rollout_id)))
+        assert_conserved(source)
+        broken.clear()
+        trained_before = set(trained)
+        after = set(ids(rollout(args, source, 4)))
+        assert after.isdisjoint(trained_before)
+        stop_pool(source)
+    assert_conserved(source)
+
+
+def test_a_failed_reward_is_tried_again_and_stops_the_run_when_it_fails_for_ever(tmp_path):
+    with FakeEngine() as engine:
+        flags = ("--custom-rm-path", "rollout_plugins.fails_for_odd_groups", "--reward-retries", "0")
+        args = make_args(tmp_path, engine, *flags, num_rollout=99)
+        source = make_source(args)
+        with pytest.raises(GroupFailed, match="3 attempts were made"):
+            for rollout_id in range(9):
+                rollout(args, source, rollout_id)
+    assert_conserved(source)
+
+
+@pytest.mark.parametrize("flags", [("--deterministic-mode",), ("--partial-rollout",)])
+def test_flags_that_contradict_the_pool_are_refused(tmp_path, flags):
+    args = make_args(tmp_path, None, *flags, engine_urls=("http://127.0.0.1:9",))
+    with pytest.raises(ValueError, match=flags[0]):
+        rollout(args, make_source(args))

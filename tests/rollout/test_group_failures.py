@@ -1,0 +1,88 @@
+"""What becomes of a group when one of its samples cannot be generated: --group-failure-action."""
+
+import pytest
+import rollout_plugins
+from fake_engine import FakeEngine
+from rollout_helpers import assert_conserved, counts, make_args, make_source
+
+from slime.batch.convert import samples_to_batch
+from slime.rollout.collect import MAX_FAILED_IN_A_ROW, GroupFailed
+from slime.rollout.rm_hub.scoring import reset_breaker
+from slime.rollout.sglang_rollout import generate_rollout
+from slime.utils.http_utils import HttpError
+from slime.utils.types import Sample, flatten_samples
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    rollout_plugins.calls.clear()
+    reset_breaker()
+
+
+def sample_3_is_refused(payload, number):
+    return 400 if payload["rid"].startswith("3-") else None
+
+
+def sample_3_is_garbage(payload, number):
+    return "garbage" if payload["rid"].startswith("3-") else None
+
+
+def test_drop_counts_the_group_and_fills_its_place(tmp_path):
+    with FakeEngine(sample_3_is_refused) as engine:
+        args = make_args(tmp_path, engine, "--group-failure-action", "drop")
+        source = make_source(args)
+        output = generate_rollout(args, 0, source)
+        assert sum(r["rid"].startswith("3-") for r in engine.requests) == 1  # a 4xx is not tried again
+    assert [group[0].group_index for group in output.samples] == [0, 2, 3, 4]
+    assert counts(source)["failed"] == 1 and output.metrics["rollout/groups/failed"] == 1
+    assert_conserved(source)
+
+
+@pytest.mark.parametrize("script", [sample_3_is_refused, sample_3_is_garbage])
+def test_keep_trains_the_others_and_nothing_of_the_failed_one(tmp_path, script):
+    with FakeEngine(script) as engine:
+        args = make_args(tmp_path, engine, "--group-failure-action", "keep")
+        source = make_source(args)
+        output = generate_rollout(args, 0, source)
+    samples = {s.index: s for s in flatten_samples(output.samples)}
+    assert sorted(samples) == list(range(8))
+    assert samples[3].status is Sample.Status.FAILED and "failure" in samples[3].metadata
+    assert output.metrics["rollout/groups/samples_failed"] == 1
+    batch = samples_to_batch(args, output.samples)
+    assert batch["loss_masks"][3].sum() == 0 and batch["rewards"][3] == 0.0
+    assert batch["loss_masks"][2].sum() == 4 and batch["group_index"].count(1) == 1
+    assert_conserved(source)
+
+
+def test_retry_generates_the_group_again_with_other_seeds(tmp_path):
+    def garbage_at_first(payload, number):
+        return "garbage" if payload["rid"].startswith("3-") and number < 12 else None
+
+    with FakeEngine(garbage_at_first) as engine:
+        args = make_args(tmp_path, engine, "--group-failure-action", "retry")
+        source = make_source(args)
+        for rollout_id in range(2):
+            output = generate_rollout(args, rollout_id, source)
+            assert len(output.samples) == 4
+        seeds = {r["sampling_params"]["sampling_seed"] for r in engine.requests if r["rid"].startswith("3-")}
+    assert len(seeds) >= 2
+    assert "failed" not in counts(source)
+    assert_conserved(source)
+
+
+def test_stop_ends_the_run_with_the_cause(tmp_path):
+    with FakeEngine(sample_3_is_refused) as engine:
+        args = make_args(tmp_path, engine)
+        source = make_source(args)
+        with pytest.raises(HttpError, match="answered 400"):
+            generate_rollout(args, 0, source)
+    assert_conserved(source)
+
+
+def test_groups_that_all_fail_stop_the_run_although_each_could_be_dropped(tmp_path):
+    with FakeEngine(lambda payload, number: 400) as engine:
+        args = make_args(tmp_path, engine, "--group-failure-action", "drop")
+        source = make_source(args)
+        with pytest.raises(GroupFailed, match=f"{MAX_FAILED_IN_A_ROW} groups in a row failed.*answered 400"):
+            generate_rollout(args, 0, source)
+    assert_conserved(source)
