@@ -13,8 +13,9 @@ from slime.cli.quickstart.display import Phase, Screen, sparkline
 from slime.cli.quickstart.metrics import MetricsReader
 from slime.cli.quickstart.outcome import draw_plot, read_outcome, summarise, write_summary
 from slime.cli.quickstart.plan import RECIPES
-from slime.cli.quickstart.tasks import SORT_DIGITS
+from slime.cli.quickstart.tasks import SORT_DIGITS, Problem
 
+QUESTIONS = [Problem("213>", "123"), Problem("312>", "123")]
 RECORDS = [
     {"step": 1, "rollout/weight_version": 1},
     {"step": 0, "eval/heldout_greedy": 0.125, "eval/heldout_sampled": 0.0625},
@@ -41,8 +42,8 @@ def write_lines(path, rows):
 def run_dir(tmp_path):
     write_lines(tmp_path / "metrics.jsonl", RECORDS)
     sampled = answer("312>", "sampled", dataset="heldout_sampled")
-    write_lines(tmp_path / "eval" / "0.jsonl", [answer("213>", "123"), answer("312>", "213"), sampled])
-    write_lines(tmp_path / "eval" / "1.jsonl", [answer("213>", "123"), answer("312>", "123"), sampled])
+    write_lines(tmp_path / "eval" / "0.jsonl", [answer("213>", "123"), answer("<user>312></user>", "213"), sampled])
+    write_lines(tmp_path / "eval" / "1.jsonl", [answer("213>", "123"), answer("<user>312></user>", "123"), sampled])
     return tmp_path
 
 
@@ -52,27 +53,27 @@ def plain_screen():
 
 
 def test_the_first_evaluation_is_before_and_the_last_is_after(run_dir):
-    outcome = read_outcome(run_dir)
+    outcome = read_outcome(run_dir, QUESTIONS)
     assert outcome.accuracy == {"greedy": [0.125, 1.0], "sampled": [0.0625, 0.875]}
     assert outcome.eval_steps == [0, 2]
     assert outcome.rewards == [0.25, 0.75]
 
 
-def test_changed_greedy_answers_are_shown_first(run_dir):
-    examples = read_outcome(run_dir).examples
+def test_changed_greedy_answers_are_shown_first_and_without_the_chat_template(run_dir):
+    examples = read_outcome(run_dir, QUESTIONS).examples
     assert [(e.prompt, e.before, e.after) for e in examples] == [("312>", "213", "123"), ("213>", "123", "123")]
 
 
 def test_a_run_evaluated_once_is_refused(run_dir):
     write_lines(run_dir / "metrics.jsonl", RECORDS[:2])
     with pytest.raises(ValueError, match="fewer than two evaluations"):
-        read_outcome(run_dir)
+        read_outcome(run_dir, QUESTIONS)
 
 
 def test_the_summary_holds_what_was_measured(run_dir, tmp_path):
     recipe = RECIPES["tiny"]
     files = write_data(recipe.task, tmp_path / "data", seed=0, num_sft=10, num_rl=10)
-    summary = summarise(read_outcome(run_dir), recipe, files, seed=7, control=None, wall_s=12.34)
+    summary = summarise(read_outcome(run_dir, QUESTIONS), recipe, files, seed=7, control=None, wall_s=12.34)
     write_summary(summary, tmp_path / "summary.json")
     stored = json.loads((tmp_path / "summary.json").read_text())
     expected = {
@@ -90,20 +91,20 @@ def test_the_summary_holds_what_was_measured(run_dir, tmp_path):
 
 
 def test_the_plot_is_a_png(run_dir):
-    draw_plot(read_outcome(run_dir), run_dir / "curve.png", title="test")
+    draw_plot(read_outcome(run_dir, QUESTIONS), run_dir / "curve.png", title="test")
     assert (run_dir / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_report_shows_numbers_answers_and_honest_words(run_dir):
     screen, output = plain_screen()
-    screen.show_outcome(read_outcome(run_dir), SORT_DIGITS, num_held_out=512, control=None)
+    screen.show_outcome(read_outcome(run_dir, QUESTIONS), SORT_DIGITS, num_held_out=512, control=None)
     text = " ".join(output.getvalue().split())
     for expected in ("12.5%", "100.0%", "87.5%", "512 questions", "312>", "choice among known behaviours"):
         assert expected in text
 
 
 def test_the_report_of_a_control_says_whether_accuracy_rose_without_the_reward(run_dir):
-    outcome = read_outcome(run_dir)
+    outcome = read_outcome(run_dir, QUESTIONS)
     fallen = replace(outcome, accuracy={"greedy": [0.3, 0.1], "sampled": [0.2, 0.0]})
     for shown, expected in ((outcome, "rose all the same"), (fallen, "did not rise")):
         screen, output = plain_screen()

@@ -104,7 +104,7 @@ def run(options: Options, screen: Screen) -> dict:
     phase = Phase("RL", args.num_rollout, REWARD, "reward")
     with screen.following(phase, folder / "rl" / "metrics.jsonl"):
         train(args)
-    outcome = read_outcome(folder / "rl")
+    outcome = read_outcome(folder / "rl", recipe.task.draw_held_out())
     summary = summarise(
         outcome,
         recipe,

@@ -15,6 +15,7 @@ from slime.cli.quickstart.metrics import (
     values_by_step,
 )
 from slime.cli.quickstart.plan import Recipe
+from slime.cli.quickstart.tasks import Problem
 
 NUM_EXAMPLES = 6
 
@@ -41,8 +42,8 @@ class Outcome:
     examples: list[Example]
 
 
-def read_outcome(run_dir: Path) -> Outcome:
-    """Collect the outcome from the files that the RL run left in `run_dir`."""
+def read_outcome(run_dir: Path, questions: list[Problem]) -> Outcome:
+    """Collect the outcome from the files that the RL run left in `run_dir`; `questions` are the held-out ones."""
     records = MetricsReader(run_dir / "metrics.jsonl").new_records()
     evaluations = [record for record in records if all(key in record for key in ACCURACY.values())]
     if len(evaluations) < 2:
@@ -57,27 +58,29 @@ def read_outcome(run_dir: Path) -> Outcome:
         rewards=list(values_by_step(records, REWARD).values()),
         num_samples=int(sum(values_by_step(records, NUM_SAMPLES).values())),
         weight_pushes=int(max(values_by_step(records, WEIGHT_VERSION).values(), default=0)),
-        examples=read_examples(run_dir / "eval"),
+        examples=read_examples(run_dir / "eval", questions),
     )
 
 
-def read_examples(folder: Path) -> list[Example]:
+def read_examples(folder: Path, questions: list[Problem]) -> list[Example]:
     """Pair the greedy answers of the first and the last evaluation; questions whose answer changed come first."""
     by_step = sorted(folder.glob("*.jsonl"), key=lambda path: int(path.stem))
     if len(by_step) < 2:
         return []
     first, last = (_greedy_answers(path) for path in (by_step[0], by_step[-1]))
     pairs = [
-        Example(prompt, row["label"], row["response"], last[prompt]["response"])
-        for prompt, row in first.items()
-        if prompt in last
+        Example(question.prompt, question.label, first[prompt], last[prompt])
+        for question in questions
+        # A prompt is the question inside the model's chat template.
+        for prompt in first.keys() & last.keys()
+        if question.prompt in prompt
     ]
     return sorted(pairs, key=lambda example: example.before == example.after)[:NUM_EXAMPLES]
 
 
-def _greedy_answers(path: Path) -> dict[str, dict]:
+def _greedy_answers(path: Path) -> dict[str, str]:
     rows = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
-    return {row["prompt"]: row for row in rows if row["dataset"] == GREEDY}
+    return {row["prompt"]: row["response"] for row in rows if row["dataset"] == GREEDY}
 
 
 def summarise(
