@@ -37,3 +37,5 @@ def _whole_logits(draft: Draft) -> None:
         raise ValueError(f"--loss-type custom_loss {reason}.")
     if draft.use_opd and draft.opd_kl == "full":
         raise ValueError(f"--opd-kl full {reason}.")
+    if draft.loss_type == "rm_loss":
+        raise ValueError("--loss-type rm_loss reads the last token of whole samples; use --context-parallel-size 1.")

@@ -116,7 +116,8 @@ class FSDPBackend:
         alone = dist.get_world_size() == 1 and not args.fsdp_cpu_offload
         if not alone:
             shard(model, self.mesh.shard, self.compute_dtype, offload=args.fsdp_cpu_offload)
-        loading.allocate(model, torch.device("cpu") if args.fsdp_cpu_offload else self.device)
+        storage = torch.device("cpu") if args.fsdp_cpu_offload else self.device
+        loading.allocate(model, storage, compute=self.device)
         if path is None:
             loading.fill_randomly(model.lm, args.seed)
         else:
@@ -129,8 +130,9 @@ class FSDPBackend:
         if self.args.compile is not None:
             return self.args.compile
         config = self.model.lm.config.get_text_config()
-        plain = self.mesh.tensor is None and self.mesh.context_group is None and not hasattr(config, "num_experts")
-        return self.device.type == "cuda" and plain
+        experts = hasattr(config, "num_experts") or hasattr(config, "num_local_experts")
+        alone = self.mesh.tensor is None and self.mesh.context_group is None
+        return self.device.type == "cuda" and alone and not experts
 
     # -- passes ------------------------------------------------------------------------------------------------------
 
@@ -385,25 +387,19 @@ class FSDPBackend:
         A critic has a folder of its own in it, and so has a reference that moves. Returns the manifest beside them."""
         if self.critic is not None:
             self.critic.save(Path(path) / "critic")
-        for tag in self._saved_tags():
-            with self.copies.active(tag):
-                checkpoint.save_weights(self, Path(path) / tag)
+        if self.args.ref_update_interval:
+            with self.copies.active("ref"):
+                checkpoint.save_weights(self, Path(path) / "ref")
         return checkpoint.save(self, Path(path), with_optimizer=not self.args.no_save_optim)
-
-    def _saved_tags(self) -> list[str]:
-        """Copies that cannot be read again from where they came: a refreshed reference, and the weights of older pushes."""
-        tags = ["ref"] if self.args.ref_update_interval else []
-        return [tag for tag in [*tags, "rollout", "old"] if tag in self.copies]
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Read a folder written by `save`, also by another number of ranks; with --finetune only its weights."""
         if self.critic is not None:
             self._load_critic(Path(path))
-        for tag in ("ref", "rollout", "old"):
-            if (Path(path) / tag).is_dir() and not self.args.finetune:
-                with self._keep_live(tag):
-                    checkpoint.load_weights(self, Path(path) / tag)
-                    self.copies.copy(LIVE, tag)
+        if self.args.ref_update_interval and (Path(path) / "ref").is_dir() and not self.args.finetune:
+            with self._keep_live("ref"):
+                checkpoint.load_weights(self, Path(path) / "ref")
+                self.copies.copy(LIVE, "ref")
         return checkpoint.load(self, Path(path), weights_only=self.args.finetune)
 
     def _load_critic(self, path: Path) -> None:

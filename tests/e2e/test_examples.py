@@ -1,0 +1,36 @@
+"""The examples run as their README says and end with a number that has risen."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NUMBER = re.compile(r"(?:greedy|ranked right by \S+:) ([01]\.\d+)")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, before, after", [("sft", 0.1, 0.8), ("dpo", 0.6, 0.7), ("opd", 0.6, 0.7), ("reward_model", 0.7, 0.9)]
+)
+def test_an_example_learns(tmp_path, name, before, after):
+    done = subprocess.run(
+        ["bash", str(ROOT / "examples" / name / "run.sh")],
+        env={**os.environ, "PYTHON": sys.executable, "RUN_DIR": str(tmp_path / "run")},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    numbers = [float(number) for number in NUMBER.findall(done.stdout)]
+    assert numbers[-2] < before and numbers[-1] > after, done.stdout
+
+
+def test_no_example_script_kills_processes_or_names_an_absolute_path():
+    for script in (ROOT / "examples").glob("*/run.sh"):
+        text = script.read_text()
+        assert not re.search(r"\b(pkill|killall|kill)\b", text), script
+        assert not re.search(r"[\s\"=]/(?!usr/bin/env)\w", text), script
