@@ -40,9 +40,13 @@ def known_values(lm: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.data for name, parameter in lm.named_parameters() if not parameter.is_meta}
 
 
-def allocate(model: nn.Module, device: torch.device) -> None:
-    """Storage for this rank's shards, and the buffers that no checkpoint holds."""
+def allocate(model: nn.Module, device: torch.device, *, compute: torch.device | None = None) -> None:
+    """Storage for this rank's shards on `device`, and buffers (those that no checkpoint holds are computed) on `compute`."""
+    compute = compute or device
     model.to_empty(device=device)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = torch.empty_like(buffer, device=compute)
     # Each place of a tied matrix got storage of its own.
     model.lm.tie_weights()
     for name, module in model.lm.named_modules():
@@ -54,7 +58,7 @@ def allocate(model: nn.Module, device: torch.device) -> None:
             )
         fresh = type(module)(module.config)
         for key in module._non_persistent_buffers_set:
-            module._buffers[key] = fresh._buffers[key].to(device)
+            module._buffers[key] = fresh._buffers[key].to(compute)
 
 
 @torch.no_grad()
@@ -150,7 +154,7 @@ def _broadcast(lm: nn.Module, wanted: dict[str, Any], path: str | Path) -> None:
 
 def _sent(wanted: dict[str, Any], source: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in wanted.items():
-        device = tensor.device if dist.get_backend() != "gloo" else torch.device("cpu")
+        device = torch.device("cpu") if dist.get_backend() == "gloo" else torch.device("cuda")
         full = (
             source[hub_name(name)].to(device)
             if source

@@ -96,4 +96,9 @@ def local(tensor: Any) -> Tensor:
 
 def gather_full(tensor: Any) -> Tensor:
     """The whole tensor on every rank; a collective when sharded."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    if not hasattr(tensor, "full_tensor"):
+        return tensor
+    if tensor.device.type != tensor.device_mesh.device_type:
+        # Offloaded shards: the group's collectives take only tensors of its own device.
+        tensor = tensor.to(tensor.device_mesh.device_type)
+    return tensor.full_tensor()
