@@ -153,29 +153,35 @@ class EngineWeights:
     # ---- verification --------------------------------------------------------------------------------------------
 
     def _check_deeply(self, parcel: Parcel, urls: list[str]) -> int:
-        """Engines' own checksums: against a load from files on the first push, then over all engines; evicts whom it finds."""
+        """Engines' own checksums, over all of them; on the first push also against a load from files. Evicts whom it finds."""
         first, interval = self._num_pushes == 0, self._args.weight_checksum_interval
         if not urls or not (first or (interval and self._num_pushes % interval == 0)):
             return 0
-        failures = 0
-        if first and not self.info(urls[0]).compares_manifests:
-
-            async def compare(url: str, info: EngineInfo) -> None:
-                await EngineControl(url).pause("retract" if info.has_spans else "abort")
-                await self._compare(parcel, url, info)
-                await EngineControl(url).resume()
-
-            failures += self._on_each(urls[:1], compare)
         sums = run(_gather([EngineControl(url).checksums() for url in urls]))
         known = {url: held for url, held in zip(urls, sums, strict=True) if isinstance(held, Mapping)}
-        reference = next(iter(known.items()), None)
+        if not known:
+            logger.warning("weights are not compared over engines: %s", sums[0])
+            return 0
+        reference = next(iter(known))
+        failures = 0
         for url, held in known.items():
             try:
-                check_replicas(dict([reference, (url, held)]))
+                check_replicas({reference: known[reference], url: held})
             except RuntimeError as error:
                 self._fleet.evict(url, error)
                 failures += 1
+        if first and not self.info(reference).compares_manifests:
+            failures += self._on_each([reference], self._compare_paused(parcel))
         return failures
+
+    def _compare_paused(self, parcel: Parcel) -> Callable[[str, EngineInfo], Awaitable[None]]:
+        async def compare(url: str, info: EngineInfo) -> None:
+            control = EngineControl(url)
+            await _pause(control, info)
+            await self._compare(parcel, url, info)
+            await control.resume()
+
+        return compare
 
     # ---- all engines ---------------------------------------------------------------------------------------------
 

@@ -20,6 +20,8 @@ import aiohttp
 
 _MAX_CONNECTIONS = 4096
 _BACKOFF_CAP_S = 5.0
+# Shorter than servers keep an idle connection (uvicorn: 5 s), or a call would meet one that is just being closed.
+_KEEPALIVE_S = 2.0
 # Failures of the connection itself: the request may be sent again.
 _RETRYABLE = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError, asyncio.TimeoutError)
 
@@ -39,7 +41,7 @@ def get_session() -> aiohttp.ClientSession:
     loop = asyncio.get_running_loop()
     session = _sessions.get(loop)
     if session is None or session.closed:
-        connector = aiohttp.TCPConnector(limit=_MAX_CONNECTIONS, limit_per_host=0, keepalive_timeout=30)
+        connector = aiohttp.TCPConnector(limit=_MAX_CONNECTIONS, limit_per_host=0, keepalive_timeout=_KEEPALIVE_S)
         session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
         _sessions[loop] = session
     return session

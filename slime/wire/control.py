@@ -24,6 +24,10 @@ class Receipt:
     checksum: int | None
 
 
+class NoChecksums(RuntimeError):
+    """This engine does not tell the checksums of its tensors."""
+
+
 class EngineControl:
     """One worker, addressed directly. Every call has a name and a deadline; no call is repeated behind your back."""
 
@@ -50,10 +54,10 @@ class EngineControl:
         await self._post("resume_memory_occupation", {"tags": list(tags)})
 
     async def info(self) -> EngineInfo:
-        return EngineInfo.from_json(await self._get("get_server_info"), await self._get("model_info"))
+        return EngineInfo.from_json(await self._get_either("server_info"), await self._get_either("model_info"))
 
     async def version(self) -> str:
-        return str((await self._get("model_info"))["weight_version"])
+        return str((await self._get_either("model_info"))["weight_version"])
 
     async def load(self) -> tuple[int, int]:
         """(running, waiting) requests."""
@@ -62,7 +66,7 @@ class EngineControl:
 
     async def forward_seconds(self) -> float | None:
         """Seconds spent in forward passes since the start; None: this engine does not count them."""
-        return (await self._get("get_server_info")).get("forward_s")
+        return (await self._get_either("server_info")).get("forward_s")
 
     async def healthy(self, deadline_s: float = 5.0) -> bool:
         """True when the worker makes a token within the deadline."""
@@ -146,7 +150,9 @@ class EngineControl:
         answer = await self._post("weights_checker", {"action": "checksum"})
         if "checksums" in answer:
             return {name: str(value) for name, value in answer["checksums"].items()}
-        ranks = answer["ranks"]
+        ranks = answer.get("ranks") or answer.get("payload")
+        if not ranks:
+            raise NoChecksums(f"{self.url}/weights_checker answered {str(answer)[:200]}")
         return {f"{rank}:{name}": value for rank, one in enumerate(ranks) for name, value in one["checksums"].items()}
 
     async def check_equal(self, manifest: WeightManifest) -> list[str]:
@@ -159,6 +165,15 @@ class EngineControl:
         return await waits.within(
             http_utils.post(url, payload, max_retries=0), name=f"POST {url}", deadline_s=self.deadline_s
         )
+
+    async def _get_either(self, endpoint: str) -> Any:
+        """Versions of SGLang differ in whether the name begins with `get_`."""
+        try:
+            return await self._get(endpoint)
+        except http_utils.HttpError as error:
+            if error.status != 404:
+                raise
+            return await self._get(f"get_{endpoint}")
 
     async def _get(self, endpoint: str) -> Any:
         url = f"{self.url}/{endpoint}"
