@@ -24,7 +24,8 @@ from slime.backends.base import (
     TokenOutputs,
 )
 from slime.backends.fsdp.backend import resolve_dtype
-from slime.backends.megatron import checkpoint, optimizer
+from slime.backends.megatron import checkpoint
+from slime.backends.megatron import optimizer as optimizer_module
 from slime.backends.megatron.builder import build_chunks, wrap_for_training
 from slime.backends.megatron.config import (
     check_layout,
@@ -74,9 +75,23 @@ class MegatronBackend:
         self.hub.load(args.hf_checkpoint)
         self.model = wrap_for_training(self.config, ddp_config(args), chunks)
         self.optimizer_config = optimizer_config(args, self.compute_dtype)
-        self.optimizer = optimizer.build_optimizer(self.optimizer_config, self.model, cpu=device.type == "cpu")
+        self.optimizer = optimizer_module.build_optimizer(self.optimizer_config, self.model, cpu=device.type == "cpu")
         self.passes = Passes(self.model, self.config, rotary_embedding(self.hf_config).to(device), self.layout, device)
-        self.copies = WeightCopies(lambda: [p.data for chunk in self.model for p in chunk.parameters()])
+        # With --overlap-param-gather forward passes gather what the last step left: on from one training pass to the next.
+        self._gathers_late = args.overlap_param_gather
+        self.copies = WeightCopies(self._settled_parameters)
+        self._away: dict[int, tuple[Tensor | None, int]] = {}  # flat buffers that left the device
+
+    def _settled_parameters(self) -> list[Tensor]:
+        self._settle()
+        return [p.data for chunk in self.model for p in chunk.parameters()]
+
+    def _settle(self) -> None:
+        """Gather updated parameters now, and let passes take them as they are: whoever reads or swaps weights calls this."""
+        if self._gathers_late:
+            self._gathers_late = False
+            for chunk in self.model:
+                chunk.disable_forward_pre_hook(param_sync=True)
 
     # -- passes ------------------------------------------------------------------------------------------------------
 
@@ -90,6 +105,7 @@ class MegatronBackend:
     ) -> TokenLists:
         """Log-probs (and entropies) of every response token under the weights tagged `weights`, on every rank."""
         assert at_head is None, "functions at the head are refused for this trainer when arguments are parsed"
+        self._settle()
         with self.copies.active(weights), torch.no_grad():
             outputs = self.passes.forward(mbs, self._call(entropy=entropy))
         found: dict[int, tuple[Tensor, Tensor | None]] = {}
@@ -112,6 +128,9 @@ class MegatronBackend:
         for chunk in self.model:
             chunk.train()
             chunk.zero_grad_buffer()
+            if self.args.overlap_param_gather and not self._gathers_late:
+                chunk.enable_forward_pre_hook()
+        self._gathers_late = self.args.overlap_param_gather
         self.optimizer.zero_grad()
         sums: dict[str, Tensor] = {}
         seen: list[tuple[Tensor, Tensor | None]] = []
@@ -133,7 +152,7 @@ class MegatronBackend:
         grad_norm = float(self.optimizer.get_grad_norm())
         self._check_finite(metrics, grad_norm)
         rate = learning_rate(self.args, self.step, self.decay_steps)
-        rates = optimizer.step(self.optimizer, grad_norm, self.args.clip_grad, rate)
+        rates = optimizer_module.step(self.optimizer, grad_norm, self.args.clip_grad, rate)
         self.step += 1
         return StepStats(metrics=metrics, grad_norm=grad_norm, learning_rates=rates)
 
@@ -178,7 +197,7 @@ class MegatronBackend:
 
     def reset_optimizer(self) -> None:
         """Forget the moments; the schedule goes on."""
-        for member in optimizer.members(self.optimizer):
+        for member in optimizer_module.members(self.optimizer):
             member.optimizer.state.clear()
 
     def output_matrix(self, weights: str) -> Tensor:
@@ -200,6 +219,7 @@ class MegatronBackend:
 
     def load_hf(self, path: str | Path, *, weights: str = LIVE) -> None:
         """Read the weights of an HF folder into the live model or under another tag."""
+        self._settle()
         with self._keep_live(weights):
             self.hub.load(path)
             self.copies.copy(LIVE, weights)
@@ -229,6 +249,7 @@ class MegatronBackend:
         self, dtype: torch.dtype | None = None, *, weights: str = LIVE, bucket_bytes: int | None = None
     ) -> Iterator[Bucket]:
         """Buckets of (hub name, full tensor); a collective. Tensors are valid until the next bucket."""
+        self._settle()
         with self.copies.active(weights):
             yield from self.hub.buckets(bucket_bytes or self.args.update_weight_buffer_size, dtype)
 
@@ -243,6 +264,7 @@ class MegatronBackend:
         """Write weights, optimizer (unless --no-save-optim), schedule position and random state into the folder `path`.
 
         Copies that cannot be read again from where they came have folders of their own in it."""
+        self._settle()
         tags = ["ref"] if self.args.ref_update_interval else []
         for tag in [*tags, "rollout", "old"]:
             if tag in self.copies:
@@ -252,6 +274,7 @@ class MegatronBackend:
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Read a folder written by `save`, also under another layout; with --finetune only its weights."""
+        self._settle()
         for tag in ("ref", "rollout", "old"):
             if (Path(path) / tag).is_dir() and not self.args.finetune:
                 with self._keep_live(tag):
@@ -263,4 +286,12 @@ class MegatronBackend:
         """Put parameters and optimizer state on a device; None leaves them where they are. Nothing to do on CPU."""
         if self.device.type == "cpu":
             return
-        raise NotImplementedError
+        if params is not None:
+            self._settle()
+            for chunk in self.model:
+                for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                    optimizer_module.move_buffer(buffer, torch.device(params), self._away)
+        if optimizer is not None:
+            optimizer_module.move_state(self.optimizer, torch.device(optimizer))
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()

@@ -34,3 +34,42 @@ def step(optimizer: Any, grad_norm: float, clip_grad: float, rate: float) -> tup
         group["lr"] = rate
     optimizer.step_with_ready_grads()
     return tuple(group["lr"] for group in optimizer.param_groups)
+
+
+def move_buffer(buffer: Any, device: torch.device, away: dict[int, tuple[torch.Tensor | None, int]]) -> None:
+    """Put Megatron's flat parameters on a device and leave its flat gradients without storage while they are away.
+
+    Parameters and gradients are views of the two flat tensors, so only these two change their storage. `away` remembers
+    those without storage: their values on the host (None: gradients, which start from zero) and their size.
+    """
+    if buffer.param_data is None:
+        raise ValueError(
+            "the trainer cannot leave its GPU without --use-distributed-optimizer: only there parameters are one buffer."
+        )
+    for flat, keep in ((buffer.param_data, True), (buffer.grad_data, False)):
+        storage, nbytes = flat.untyped_storage(), flat.untyped_storage().nbytes()
+        if device.type == "cpu" and nbytes:
+            kept = flat.to("cpu") if keep else None
+            away[id(flat)] = (kept, nbytes)
+            storage.resize_(0)
+        elif device.type != "cpu" and id(flat) in away:
+            kept, nbytes = away.pop(id(flat))
+            storage.resize_(nbytes)
+            if kept is not None:
+                flat.copy_(kept)
+            else:
+                flat.zero_()
+
+
+def move_state(optimizer: Any, device: torch.device) -> None:
+    """Moments and fp32 parameters of every optimizer in the chain."""
+    for member in members(optimizer):
+        for group in member.optimizer.param_groups:
+            for parameter in group["params"]:
+                # A view of the model's own buffer (fp32 training) moves with that.
+                if parameter.dtype == torch.float32 and parameter.untyped_storage().nbytes() <= parameter.nbytes:
+                    parameter.data = parameter.data.to(device)
+        for state in member.optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    state[name] = value.to(device)
