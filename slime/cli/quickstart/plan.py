@@ -82,7 +82,7 @@ RECIPES = {
         warm_up=WarmUp(num_chunks=20, steps_per_chunk=20, batch_size=64, lr=4e-3),
         num_rollout=50,
         rollout_batch_size=32,
-        over_sampling_batch_size=32,
+        over_sampling_batch_size=36,  # the filter may drop four groups whose answers are all right or all wrong
         n_samples_per_prompt=16,
         lr=6e-4,
         min_lr=6e-5,
