@@ -53,7 +53,7 @@ class AsyncRolloutWorker:
         self.version: int | None = None  # what the engines held when the rollout began
         self._scopes: dict[int, RequestScope] = {}
         self._started_at: dict[int, int | None] = {}  # ticket number -> weight version at its start
-        self._num_issued = 0
+        self.num_issued = 0  # over all rollouts
         self._collecting = self._paused = False
         self._news = asyncio.Event()
         self._failure: Exception | None = None  # of the data source, while nobody was collecting
@@ -96,7 +96,7 @@ class AsyncRolloutWorker:
                 self._start(group)
 
     def _start(self, group: Group) -> None:
-        number, self._num_issued = self._num_issued, self._num_issued + 1
+        number, self.num_issued = self.num_issued, self.num_issued + 1
         origin = copy_group(group)
         scope = RequestScope(self.args.rollout_max_context_len)
         set_current_rollout_id(self.rollout_id)
@@ -223,6 +223,7 @@ class PoolCollector(BatchCollector):
         super().__init__(worker.args, rollout_id, worker.data_source, None, None, dynamic_filter)
         self.worker = worker
         self._tickets = worker.tickets
+        self._issued_before = worker.num_issued
 
     async def _fill_batch(self) -> None:
         await self.worker.open_for(self.rollout_id)
@@ -236,6 +237,7 @@ class PoolCollector(BatchCollector):
             self.worker.num_kept = len(self.kept)
         if self.rollout_id >= self.args.num_rollout - 1:
             self._give_back(await self.worker.stop())  # nobody will ask for it
+        self.counts["issued"] = self.worker.num_issued - self._issued_before
         self.counts["pool_after"] = len(self.worker.tickets)
 
     def _decide(self, ticket: Ticket) -> None:

@@ -5,10 +5,11 @@ list of samples that execution made. `flatten_samples` of slime.utils.types give
 """
 
 import copy
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from slime.utils.types import Sample, flatten_samples
 
+T = TypeVar("T")
 Entry: TypeAlias = Sample | list[Sample]
 Group: TypeAlias = list[Entry]
 
@@ -42,16 +43,26 @@ def attempt_of(sample: Sample) -> int:
 
 def copy_sample(sample: Sample) -> Sample:
     """An independent copy; media are shared, since nothing writes to them."""
-    new = copy.copy(sample)
-    for name, value in vars(sample).items():
+    new = _bare_copy(sample)
+    fields = vars(new)
+    for name, value in fields.items():
         if isinstance(value, (list, dict)) and name not in ("multimodal_inputs", "multimodal_train_inputs"):
-            setattr(new, name, copy.deepcopy(value) if _is_nested(value) else value.copy())
-    new.spec_info = copy.copy(sample.spec_info)
-    new.prefix_cache_info = copy.copy(sample.prefix_cache_info)
+            fields[name] = copy.deepcopy(value) if _is_nested(value) else value.copy()
+    new.spec_info = _bare_copy(sample.spec_info)
+    new.prefix_cache_info = _bare_copy(sample.prefix_cache_info)
+    return new
+
+
+def _bare_copy(value: T) -> T:
+    """What `copy.copy` does for a plain object, many times faster: every sample is copied several times."""
+    new = object.__new__(type(value))
+    vars(new).update(vars(value))
     return new
 
 
 def _is_nested(value: list | dict) -> bool:
+    if not value:
+        return False
     items = value.values() if isinstance(value, dict) else value[:1]
     return any(isinstance(item, (list, dict, tuple)) for item in items)
 

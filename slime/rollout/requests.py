@@ -1,5 +1,6 @@
 """One generate request for one sample: what is sent, with which seed, and what is refused before it is sent."""
 
+import functools
 from typing import Any
 from uuid import uuid4
 
@@ -51,7 +52,13 @@ def prepare_prompt(sample: Sample, tokenizer: Any, processor: Any = None) -> Non
         encoded.pop("attention_mask", None)
         sample.multimodal_train_inputs = encoded or None
         return
-    sample.tokens = tokenizer.encode(sample.prompt, add_special_tokens=False)
+    sample.tokens = list(_encode(tokenizer, sample.prompt))
+
+
+@functools.lru_cache(maxsize=256)
+def _encode(tokenizer: Any, prompt: str) -> tuple[int, ...]:
+    """Remembered for a while: the samples of a group ask one after another with the same prompt."""
+    return tuple(tokenizer.encode(prompt, add_special_tokens=False))
 
 
 def token_budget(args: Any, sample: Sample, max_new_tokens: int | None, context_limit: int | None) -> int | None:

@@ -63,10 +63,11 @@ async def within(awaitable: Awaitable[T], name: str, deadline_s: float, *, owner
     """`await` with a name and a deadline."""
     with waiting(name, owner=owner, deadline_s=deadline_s):
         try:
-            return await asyncio.wait_for(awaitable, deadline_s)
-        except TimeoutError as error:
-            if isinstance(error, WaitTimeout):
-                raise
+            async with asyncio.timeout(deadline_s) as deadline:
+                return await awaitable
+        except TimeoutError:
+            if not deadline.expired():
+                raise  # a time-out of what was waited for
             raise _breach(name, owner, deadline_s) from None
 
 

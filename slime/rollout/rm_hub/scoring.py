@@ -30,6 +30,9 @@ async def score_samples(args: Any, samples: Sequence[Any], *, evaluation: bool =
             await _score_group(args, flat, evaluation)
         return
     pending = [sample for sample in flat if sample.reward is None]
+    if len(pending) == 1:
+        await _score_one(args, pending[0], evaluation)
+        return
     tasks = [asyncio.create_task(_score_one(args, sample, evaluation)) for sample in pending]
     try:
         await asyncio.gather(*tasks)
