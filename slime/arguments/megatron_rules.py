@@ -16,6 +16,9 @@ OWNED = {
         ("calculate_per_token_loss", "variable_seq_lengths", "perform_initialization", "use_cpu_initialization"),
         "slime decides it",
     ),
+    **dict.fromkeys(
+        ("moe_aux_loss_coeff", "moe_z_loss_coeff"), "auxiliary losses of the router are not built in this version"
+    ),
     "moe_grouped_gemm": "it needs TransformerEngine, which this version does not use",
     "use_megatron_fsdp": "use --train-backend fsdp",
     "transformer_impl": "this version builds Megatron's own modules",

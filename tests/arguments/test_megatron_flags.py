@@ -15,10 +15,10 @@ def megatron(*words):
 
 def test_fields_of_its_dataclasses_are_flags():
     args = megatron(
-        "--moe-aux-loss-coeff", "0.01", "--attention-softmax-in-fp32", "--num-layers=4", "--bucket-size", "99"
+        "--moe-router-bias-update-rate", "0.01", "--attention-softmax-in-fp32", "--num-layers=4", "--bucket-size", "99"
     )
     assert args.megatron_config == {
-        "moe_aux_loss_coeff": 0.01,
+        "moe_router_bias_update_rate": 0.01,
         "attention_softmax_in_fp32": True,
         "num_layers": 4,
         "bucket_size": 99,
@@ -43,7 +43,8 @@ def test_table_is_read_without_importing_the_package():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--moe-aux-loss-coef", "0.1"), "did you mean --moe-aux-loss-coeff"),
+        (("--moe-router-bias-update-rat", "0.1"), "did you mean --moe-router-bias-update-rate"),
+        (("--moe-aux-loss-coeff", "0.1"), "auxiliary losses of the router are not built"),
         (("--num-layers", "four"), "--num-layers is 'four': megatron-core expects int"),
         (("--num-layers",), "takes one value, found 0"),
         (("--attention-softmax-in-fp32", "yes"), "is a switch and takes no value"),
@@ -68,9 +69,9 @@ def test_flag_of_megatron_without_megatron_is_refused():
 
 def test_keys_of_a_file_are_flags_too(tmp_path):
     file = tmp_path / "run.yaml"
-    file.write_text("train-backend: megatron\nmoe-aux-loss-coeff: 0.5\nmoe_permute_fusion: true\n")
-    args = parse("--config", str(file), "--moe-aux-loss-coeff", "0.25")
-    assert args.megatron_config == {"moe_aux_loss_coeff": 0.25, "moe_permute_fusion": True}
+    file.write_text("train-backend: megatron\nmoe-router-bias-update-rate: 0.5\nmoe_permute_fusion: true\n")
+    args = parse("--config", str(file), "--moe-router-bias-update-rate", "0.25")
+    assert args.megatron_config == {"moe_router_bias_update_rate": 0.25, "moe_permute_fusion": True}
 
 
 def test_one_replica_is_the_default_number_of_ranks_on_cpu(monkeypatch):

@@ -62,7 +62,7 @@ def transformer_config(args: Any, hf_config: Any, dtype: torch.dtype, device: to
         "expert_tensor_parallel_size": args.expert_tensor_parallel_size,
         "sequence_parallel": args.sequence_parallel,
         "moe_token_dispatcher_type": args.moe_token_dispatcher_type,
-        "moe_router_load_balancing_type": "aux_loss" if overrides.get("moe_aux_loss_coeff") else "none",
+        "moe_router_load_balancing_type": "none",
         "params_dtype": dtype,
         "pipeline_dtype": dtype if staged else None,
         "bf16": dtype == torch.bfloat16,

@@ -1,0 +1,19 @@
+"""The whole loop with the Megatron trainer: two tensor-parallel ranks train, save, resume, and engines get their weights."""
+
+import pytest
+from loop_helpers import make_world, run_train, series
+
+pytest.importorskip("megatron.core")
+
+pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(900)]
+
+LAYOUT = dict(train_backend="megatron", tensor_model_parallel_size=2, actor_num_gpus_per_node=2)
+
+
+def test_tensor_parallel_ranks_train_save_and_resume(tmp_path):
+    world = make_world(tmp_path)
+    run_train(world, "first", save=world / "ckpt", save_interval=2, num_rollout=2, timeout=400, **LAYOUT)
+    run_train(world, "second", load=world / "ckpt", num_rollout=3, timeout=400, **LAYOUT)
+    differences = series(world, "first", "train/train_rollout_logprob_abs_diff")
+    assert len(differences) == 2 and max(differences.values()) < 1e-3, "engine and trainer must hold the same weights"
+    assert list(series(world, "second", "train/grad_norm")) == [2]
