@@ -159,7 +159,8 @@ def test_only_the_critic_trains_in_its_first_rollouts(model):
 
 
 def test_a_resumed_critic_continues_bit_for_bit(model, tmp_path):
-    args = ppo_args(model, critic_lr=1e-3, critic_lr_warmup_iters=5)
+    reference = dict(use_kl_loss=True, kl_loss_coef=0.1, ref_update_interval=1)
+    args = ppo_args(model, critic_lr=1e-3, critic_lr_warmup_iters=5, **reference)
     first = backend_of(args)
     train(first, args, random_samples(2, 4, seed=1))
     first.save(tmp_path / "ckpt")

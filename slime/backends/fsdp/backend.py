@@ -387,7 +387,7 @@ class FSDPBackend:
         A critic has a folder of its own in it, and so has a reference that moves. Returns the manifest beside them."""
         if self.critic is not None:
             self.critic.save(Path(path) / "critic")
-        if self.args.ref_update_interval:
+        if self.args.ref_update_interval and "ref" in self.copies:
             with self.copies.active("ref"):
                 checkpoint.save_weights(self, Path(path) / "ref")
         return checkpoint.save(self, Path(path), with_optimizer=not self.args.no_save_optim)
