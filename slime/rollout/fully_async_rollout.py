@@ -28,7 +28,7 @@ from slime.rollout.groups import (
 )
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.rollout.scope import RequestScope
-from slime.rollout.versions import newest_version_held, oldest_version
+from slime.rollout.versions import newest_version, newest_version_held, oldest_version
 from slime.utils.async_utils import run
 from slime.utils.errors import RunStopped
 from slime.utils.misc import load_function
@@ -53,6 +53,7 @@ class AsyncRolloutWorker:
         self.version: int | None = None  # what the engines held when the rollout began
         self._scopes: dict[int, RequestScope] = {}
         self._started_at: dict[int, int | None] = {}  # ticket number -> weight version at its start
+        self._newest: int | None = None  # the newest version seen: a push may come between two rollouts
         self.num_issued = 0  # over all rollouts
         self._collecting = self._paused = False
         self._news = asyncio.Event()
@@ -104,17 +105,23 @@ class AsyncRolloutWorker:
             params = sglang_rollout.GenerateState(self.args).sampling_params
             task = asyncio.ensure_future(sglang_rollout.start_group(self.args, group, params))
         self.tickets[number] = Ticket(number, origin, task)
-        self._scopes[number], self._started_at[number] = scope, self.version
-        task.add_done_callback(lambda _: self._on_done())
+        self._scopes[number], self._started_at[number] = scope, self._newest
+        task.add_done_callback(self._on_done)
 
-    def _on_done(self) -> None:
+    def _on_done(self, task: asyncio.Task) -> None:
         self._news.set()
+        if not task.cancelled() and task.exception() is None:
+            self._see(newest_version(task.result()))
         if self._collecting:
             return  # the collector fills when it has decided
         try:
             self.fill()
         except Exception as error:
             self._failure = error  # the next rollout raises it
+
+    def _see(self, version: int | None) -> None:
+        if version is not None:
+            self._newest = max(version, self._newest or 0)
 
     def forget(self, number: int) -> None:
         del self.tickets[number], self._scopes[number], self._started_at[number]
@@ -127,6 +134,7 @@ class AsyncRolloutWorker:
             raise failure
         self.rollout_id, self.num_kept, self._paused = rollout_id, 0, False
         self.version = await newest_version_held(self.args.engine_urls)
+        self._see(self.version)
         self._collecting = True
 
     async def next_done(self) -> Ticket:
@@ -228,8 +236,9 @@ class PoolCollector(BatchCollector):
     async def _fill_batch(self) -> None:
         await self.worker.open_for(self.rollout_id)
         self.counts["pool_before"] = len(self.worker.tickets)
-        for ticket in self.worker.expired():
-            await self.worker.end(ticket)
+        expired = self.worker.expired()
+        await asyncio.gather(*(self.worker.end(ticket) for ticket in expired))
+        for ticket in expired:
             self._on_stale(ticket)
         while len(self.kept) < self.target:
             self.worker.fill()

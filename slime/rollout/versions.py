@@ -28,6 +28,13 @@ def oldest_version(group: Group) -> int | None:
     return min((number for number in numbers if number is not None), default=None)
 
 
+def newest_version(group: Group) -> int | None:
+    """The largest version among its tokens; None when no token says."""
+    spans = [span for sample in flatten_samples(group) for span in sample.version_spans]
+    numbers = [version_number(version) for version, _, _ in spans]
+    return max((number for number in numbers if number is not None), default=None)
+
+
 async def newest_version_held(urls: Sequence[str]) -> int | None:
     """The newest version that an engine answers with; None when none does (they are being started again)."""
     answers = await asyncio.gather(
