@@ -65,6 +65,14 @@ PLUGIN_POINTS = (
         methods=("get_samples", "add_samples", "save", "load"),
     ),
     PluginPoint(
+        "router_middleware_paths",
+        positional=("args",),
+        style="class",
+        returns="an object with `async handle(request, forward)`, as slime.engines.middleware says",
+        when="once at start; then `handle` on each request and answer that passes the built-in balancer",
+        methods=("handle",),
+    ),
+    PluginPoint(
         "custom_generate_function_path",
         positional=("args", "sample", "sampling_params"),
         style="async",

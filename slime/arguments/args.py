@@ -21,6 +21,7 @@ from slime.arguments.parallel import ParallelFlags
 from slime.arguments.rewards import RewardFlags
 from slime.arguments.rollout import RolloutFlags
 from slime.arguments.run import RunFlags
+from slime.arguments.topology import Topology, TopologyFlags
 from slime.arguments.tracking import TrackingFlags
 from slime.arguments.training import TrainingFlags
 
@@ -49,6 +50,7 @@ class Args(
     CheckpointFlags,
     ClusterFlags,
     EngineFlags,
+    TopologyFlags,
     WeightSyncFlags,
     TrackingFlags,
     DebugFlags,
@@ -63,6 +65,8 @@ class Args(
 
     eval_datasets: list[EvalDatasetConfig]  # from --eval-config or --eval-prompt-data; empty: no evaluation
     sglang_options: list[str]  # SGLang's own flags (--sglang-...) as words of its command line
+    router_options: list[str]  # flags of SGLang's router (--router-...), likewise
+    engine_topology: Topology  # which engines serve which models
 
     def __init__(self, values: dict[str, Any], sources: dict[str, str]):
         vars(self).update(values)

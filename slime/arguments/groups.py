@@ -19,6 +19,7 @@ from slime.arguments.parallel import ParallelFlags
 from slime.arguments.rewards import RewardFlags
 from slime.arguments.rollout import RolloutFlags
 from slime.arguments.run import RunFlags
+from slime.arguments.topology import TopologyFlags
 from slime.arguments.tracking import TrackingFlags
 from slime.arguments.training import TrainingFlags
 
@@ -42,6 +43,7 @@ GROUPS = (
     CheckpointFlags,
     ClusterFlags,
     EngineFlags,
+    TopologyFlags,
     WeightSyncFlags,
     TrackingFlags,
     DebugFlags,

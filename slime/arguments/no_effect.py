@@ -7,6 +7,7 @@ from slime.arguments.algorithm import ESTIMATORS_WITH_GAMMA
 from slime.arguments.draft import Draft
 from slime.arguments.groups import all_specs
 from slime.arguments.objectives import PAIR_LOSSES, SUPERVISED_LOSSES
+from slime.arguments.rollout import DEFAULT_ROLLOUT_FUNCTION
 
 # Policy losses that read --eps-clip, and --eps-clip-c.
 CLIPPED_LOSSES = ("ppo", "gspo", "cispo", "gmpo", "clip_cov")
@@ -23,6 +24,11 @@ class NoEffect:
 
 
 NO_EFFECT = (
+    NoEffect(
+        ("router_python", "sglang_router_request_timeout_secs"),
+        lambda d: d.rollout_router == "sglang" or d.router_options or d.prefill_num_servers or d.sglang_config,
+        "the built-in balancer does not read it; use --rollout-router sglang",
+    ),
     NoEffect(
         ("kl_loss_coef", "use_unbiased_kl"),
         lambda d: d.use_kl_loss,
@@ -140,6 +146,11 @@ NO_EFFECT = (
         ("custom_advantage_function_path", "normalize_advantages"),
         lambda d: d.compute_advantages_and_returns,
         "--disable-compute-advantages-and-returns leaves advantages out; remove one of them",
+    ),
+    NoEffect(
+        ("max_weight_staleness",),
+        lambda d: d.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION,
+        "the default rollout function keeps nothing in flight; use fully_async_rollout.generate_rollout_fully_async",
     ),
     NoEffect(
         ("mask_offpolicy_in_partial_rollout",),

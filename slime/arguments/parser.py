@@ -21,6 +21,8 @@ from slime.arguments.megatron import (
     read_megatron_value,
     split_megatron_flags,
 )
+from slime.arguments.router import PREFIX as ROUTER_PREFIX
+from slime.arguments.router import split_router_flags
 from slime.arguments.rules import apply_rules
 from slime.arguments.sglang import PREFIX, need_python, read_server_flags, split_server_flags, yaml_words
 from slime.arguments.show import render_config, render_help
@@ -40,10 +42,12 @@ def parse_args(argv: Sequence[str] | None = None, *, add_custom_arguments: AddAr
     parser, custom = build_parser(add_custom_arguments)
     words = sys.argv[1:] if argv is None else list(argv)
     words, server_flags = split_server_flags(words, set(known_options(parser)))
+    words, router_flags = split_router_flags(words, set(known_options(parser)))
     words, megatron_flags = split_megatron_flags(words, set(known_options(parser)))
     given = _parse_command_line(parser, words)
     defaults = {name: copy.copy(spec.default) for name, spec in all_specs().items()}
     draft = Draft(defaults | {name: flag.default for name, flag in custom.items()})
+    draft.set("router_options", router_flags, DEFAULT)  # as written; the rules make one list of words of them
     if given.get("config"):
         server_flags = _apply_config_file(draft, given["config"], custom) | server_flags
     for name, value in given.items():
@@ -221,6 +225,12 @@ def _apply_config_file(draft: Draft, path: str, custom: dict[str, CustomFlag]) -
             words = yaml_words(value)
             if words is not None:
                 server_flags[PREFIX + name.removeprefix("sglang_").replace("_", "-")] = words
+            continue
+        if name.startswith("router_") and name not in all_specs():
+            words = yaml_words(value)
+            if words is not None:
+                option = ROUTER_PREFIX + name.removeprefix("router_").replace("_", "-")
+                draft.set("router_options", {option: words} | draft.router_options, source)
             continue
         if name not in all_specs() and is_megatron_flag("--" + name.replace("_", "-")):
             fields = (draft.megatron_config or {}) | read_megatron_value(name, value, path)

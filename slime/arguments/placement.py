@@ -49,7 +49,8 @@ def _share_gpus(draft: Draft, gpus: int) -> None:
         left = gpus - (separate or 0)
         draft.derive("actor_num_gpus_per_node", left if left > 0 else gpus, f"{gpus} visible GPUs")
     total = _actor_total(draft)
-    if not draft.colocate and not alone and not draft.was_given("colocate"):
+    external = bool(draft.rollout_external_engine_addrs)
+    if not draft.colocate and not alone and not external and not draft.was_given("colocate"):
         wanted = draft.rollout_num_gpus or 0
         fits = draft.actor_num_nodes > 1 or draft.actor_num_gpus_per_node + max(wanted, 1) <= gpus
         if not fits or (draft.rollout_num_gpus is None and not draft.was_given("actor_num_gpus_per_node")):

@@ -24,7 +24,9 @@ from slime.arguments.paths import check_paths_exist
 from slime.arguments.placement import derive_offload, derive_sizes
 from slime.arguments.rewards import RM_TYPES
 from slime.arguments.rollout import DEFAULT_ROLLOUT_FUNCTION
+from slime.arguments.rollout_rules import fully_async_rollout
 from slime.arguments.sglang import need_python
+from slime.arguments.topology_rules import router, topology, topology_source
 from slime.arguments.trainer_rules import model_parallel_sizes, trainable_parameters
 
 Rule = Callable[[Draft], None]
@@ -223,7 +225,9 @@ def _check_template(flag: str, template: str) -> None:
 def engine_choice(draft: Draft) -> None:
     if draft.rollout_engine == "auto":
         engine, why = (
-            ("sglang", "flags of SGLang are given") if draft.sglang_options else ("embedded", "needs nothing")
+            ("sglang", "flags of SGLang are given")
+            if draft.sglang_options or draft.sglang_config or draft.prefill_num_servers
+            else ("embedded", "needs nothing")
         )
         draft.derive("rollout_engine", engine, why)
     if draft.rollout_engine == "sglang" and not draft.debug_train_only:
@@ -273,8 +277,12 @@ RULES: tuple[Rule, ...] = (
     checkpoints,
     engine_choice,
     refuse_flags_without_effect,
+    fully_async_rollout,
     megatron_trainer,
+    topology_source,
     devices,
+    topology,
+    router,
     trainable_parameters,
     model_parallel_sizes,
     run_folder,

@@ -1,7 +1,7 @@
 """Facts that exist only while a run is going, and the namespace that plug-ins see: arguments plus those facts."""
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from slime.arguments.args import Args
 
@@ -23,6 +23,7 @@ class RunInfo:
     num_engines: int = 0
     vocab_size: int | None = None
     max_context_len: int | None = None
+    model_routers: dict[str, tuple[str, int]] = field(default_factory=dict)  # by model; the policy's is also above
 
 
 def plugin_args(args: Args, run_info: RunInfo) -> argparse.Namespace:
@@ -32,6 +33,7 @@ def plugin_args(args: Args, run_info: RunInfo) -> argparse.Namespace:
         | {
             "sglang_router_ip": run_info.router_ip,
             "sglang_router_port": run_info.router_port,
+            "sglang_model_routers": dict(run_info.model_routers),
             "num_rollout": run_info.num_rollout,
             "start_rollout_id": run_info.start_rollout_id,
             "run_id": run_info.run_id,

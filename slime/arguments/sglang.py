@@ -99,15 +99,15 @@ class ServerFlags:
         return flag
 
 
-def find_python(given: str | None) -> str | None:
+def find_python(given: str | None, environment: str = ".venv-sglang", module: str = "sglang") -> str | None:
     """The interpreter that has SGLang: the one given, that of `make sglang-env`, or this one. None: there is none."""
     if given is not None:
         return given
     for folder in (Path.cwd(), _PACKAGE.parent):
-        python = folder / ".venv-sglang" / "bin" / "python"
+        python = folder / environment / "bin" / "python"
         if python.exists():
             return str(python)
-    return sys.executable if importlib.util.find_spec("sglang") else None
+    return sys.executable if importlib.util.find_spec(module) else None
 
 
 def need_python(given: str | None, reason: str) -> str:
@@ -154,12 +154,17 @@ def _ask(python: str) -> dict[str, Any]:
 
 
 def _read_table(table: dict[str, Any]) -> ServerFlags:
+    return ServerFlags(table["version"], read_flag_rows(table["flags"]))
+
+
+def read_flag_rows(rows: list[dict[str, Any]]) -> dict[str, ServerFlag]:
+    """Option -> flag, from the rows in which an installed program describes its own command line."""
     flags = {}
-    for row in table["flags"]:
+    for row in rows:
         choices = tuple(row["choices"]) if row["choices"] else None
         flag = ServerFlag(tuple(row["options"]), row["dest"], row["nargs"], row["type"], choices, row["help"])
         flags.update(dict.fromkeys(flag.options, flag))
-    return ServerFlags(table["version"], flags)
+    return flags
 
 
 def _cache_folder() -> Path:

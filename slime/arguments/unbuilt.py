@@ -12,11 +12,11 @@ UNBUILT_FLAGS = frozenset(
     log-probs-max-tokens-per-gpu memory-recorder memory-snapshot-dir memory-snapshot-num-steps
     min-batch-collection-ratio model-name no-load-optim no-load-rng
     opd-teacher-ckpt-step
-    padded-vocab-size prefill-num-servers
+    padded-vocab-size
     profile-target qwen-gdn-backend recompute-loss-function
     record-memory-history ref-ckpt-step release-train
-    rollout-buffer-url sglang-config sglang-router-ip sglang-router-policy sglang-router-port
-    sglang-router-request-timeout-secs rollout-data-transport rollout-external-engine-addrs
+    rollout-buffer-url sglang-router-ip sglang-router-policy
+    rollout-data-transport
     rollout-task-type save-debug-train-data spec
     train-env-vars update-weight-delta-checksum update-weight-delta-encoding update-weight-disk-keep-files
     update-weight-local-checkpoint-dir update-weight-mode use-distributed-post
@@ -25,7 +25,7 @@ UNBUILT_FLAGS = frozenset(
     """.split()  # noqa: SIM905 - a paragraph is easier to scan than ninety quoted lines
 )
 # Flags handed through to another program, known by how they begin.
-UNBUILT_PREFIXES = ("router-",)
+UNBUILT_PREFIXES: tuple[str, ...] = ()
 
 
 def is_unbuilt(name: str) -> bool:

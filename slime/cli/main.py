@@ -29,6 +29,7 @@ COMMANDS = {
     "quickstart": Command(
         "slime.cli.quickstart", "train a small model on this machine in minutes, and show that it learned"
     ),
+    "plan": Command("slime.cli.plan", "show which engine would run on which GPUs with which command line"),
     "docs": Command("slime.cli.docs", "write docs/flags.md and docs/plugins.md from the declarations", hidden=True),
 }
 

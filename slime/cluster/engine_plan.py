@@ -3,29 +3,58 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from slime.arguments import Args
+from slime.arguments.topology import ServedModel
 from slime.cluster.placement import Slot
 from slime.cluster.run import Run
 from slime.engines.server import Command, LaunchPlan, embedded_command
 from slime.engines.sglang.command import SGLangOptions, sglang_command
+from slime.engines.sglang.router import router_command
+from slime.engines.topology import EnginePlace, place_engines
 from slime.utils.processes import thread_environment
 
 
 def plan_engines(args: Args, run: Run, slots: tuple[Slot, ...]) -> list[LaunchPlan]:
-    """One plan per slot."""
+    """One plan per slot, in the order of the topology."""
     command_of = {"embedded": _embedded, "sglang": _sglang}[args.rollout_engine]
     threads = args.engine_threads or _default_threads(args, len(slots))
+    models = {model.name: model for model in args.engine_topology.models}
     return [
         LaunchPlan(
-            name=f"engine-{slot.index}",
-            command=command_of(args, run, slot, threads),
+            name=place.name,
+            command=command_of(args, run, EngineSite(models[place.model], place, slot), threads),
             env={**thread_environment(threads), **slot.env},
-            log_path=run.run_dir / "logs" / f"engine-{slot.index}.log",
+            log_path=run.run_dir / "logs" / f"{place.name}.log",
             start_timeout_s=args.engine_start_timeout_s,
+            worker_type=place.worker_type,
         )
-        for slot in slots
+        for place, slot in zip(place_engines(args.engine_topology), slots, strict=True)
     ]
+
+
+def plan_router_process(args: Args, run: Run, model: ServedModel, words: Sequence[str]) -> LaunchPlan:
+    """SGLang's router before the engines of one model; `words`: more of its own flags."""
+    name = "router" if model is args.engine_topology.policy else f"{model.name}-router"
+    timeout = ("--request-timeout-secs", str(args.sglang_router_request_timeout_secs))
+    return LaunchPlan(
+        name=name,
+        command=router_command(args.router_python, "cache_aware", (*timeout, *words)),
+        env={},
+        log_path=run.run_dir / "logs" / f"{name}.log",
+        start_timeout_s=args.engine_start_timeout_s,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSite:
+    """One engine: the model it serves, its share of the topology, its devices."""
+
+    model: ServedModel
+    place: EnginePlace
+    slot: Slot
 
 
 def _default_threads(args: Args, num_engines: int) -> int:
@@ -33,9 +62,9 @@ def _default_threads(args: Args, num_engines: int) -> int:
     return 1 if args.rollout_engine == "sglang" else max(1, (os.cpu_count() or 1) // max(1, num_engines))
 
 
-def _embedded(args: Args, run: Run, slot: Slot, threads: int) -> Command:
+def _embedded(args: Args, run: Run, site: EngineSite, threads: int) -> Command:
     return embedded_command(
-        model_path=args.hf_checkpoint,
+        model_path=site.model.model_path,
         device=args.embedded_device,
         dtype=args.embedded_dtype if args.embedded_dtype != "auto" else args.dtype,
         threads=threads,
@@ -43,22 +72,23 @@ def _embedded(args: Args, run: Run, slot: Slot, threads: int) -> Command:
         max_total_tokens=args.embedded_max_total_tokens,
         seed=args.seed,
         shm_prefix=run.shm_prefix,
-        await_weights=not args.debug_rollout_only,
+        await_weights=site.model.update_weights and not args.debug_rollout_only,
     )
 
 
-def _sglang(args: Args, run: Run, slot: Slot, threads: int) -> Command:
-    cpu = not slot.gpu_ids
+def _sglang(args: Args, run: Run, site: EngineSite, threads: int) -> Command:
+    cpu = not site.slot.gpu_ids
     return sglang_command(
         SGLangOptions(
             python=args.sglang_python,
-            model_path=args.hf_checkpoint,
+            model_path=site.model.model_path,
             cpu=cpu,
             # That of the trainer, so that both have the same distribution.
             dtype=args.dtype if args.dtype != "auto" else "float32" if cpu else "bfloat16",
-            tensor_parallel=args.rollout_num_gpus_per_engine,
+            tensor_parallel=site.place.num_gpus,
             seed=args.seed,
-            memory_saver=bool(args.offload_rollout) and not cpu,
-            extra=args.sglang_options,
+            # A model that gets no push could not be filled again.
+            memory_saver=bool(args.offload_rollout) and site.model.update_weights and not cpu,
+            extra=(*args.sglang_options, *site.place.words),
         )
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slime.arguments import Args
-from slime.utils.http_utils import get_rollout_num_engines
+from slime.engines.topology import place_engines
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +34,34 @@ def plan_placement(args: Args, num_gpus: int) -> Placement:
     On a CPU machine (`num_gpus` 0) a "gpu" of the arguments is a rank, and slots name no device.
     """
     num_ranks = 0 if args.debug_rollout_only else args.actor_num_nodes * args.actor_num_gpus_per_node
-    num_engines = 0 if args.debug_train_only else get_rollout_num_engines(args)
-    per_engine = args.rollout_num_gpus_per_engine
-    if num_gpus == 0:
-        return Placement(tuple(Slot(i) for i in range(num_ranks)), tuple(Slot(i) for i in range(num_engines)))
+    if num_gpus == 0 or args.rollout_external_engine_addrs:
+        engines = tuple(Slot(i) for i in range(_num_engines(args)))
+        if num_gpus == 0:
+            return Placement(tuple(Slot(i) for i in range(num_ranks)), engines)
+    else:
+        engines = _engine_slots(args, num_ranks, num_gpus)
+    return Placement(tuple(Slot(i, (i,)) for i in range(num_ranks)), engines)
+
+
+def _num_engines(args: Args) -> int:
+    if args.debug_train_only:
+        return 0
+    if args.rollout_external_engine_addrs:
+        return len(args.rollout_external_engine_addrs)
+    return sum(model.num_engines for model in args.engine_topology.models)
+
+
+def _engine_slots(args: Args, num_ranks: int, num_gpus: int) -> tuple[Slot, ...]:
+    """In the order of the topology."""
     offset = 0 if args.colocate else num_ranks
-    needed = max(num_ranks, offset + num_engines * per_engine)
-    if needed > num_gpus * args.actor_num_nodes:
+    total, wanted = num_gpus * args.actor_num_nodes, 0 if args.debug_train_only else args.engine_topology.num_gpus
+    needed = max(num_ranks, offset + wanted)
+    if needed > total:
         raise ValueError(
-            f"{num_ranks} trainer ranks and {num_engines} engines of {per_engine} GPU need {needed} GPUs, "
+            f"{num_ranks} trainer ranks and {_num_engines(args)} engines on {wanted} GPUs need {needed} GPUs, "
             f"but {num_gpus} are visible: lower --actor-num-gpus-per-node or --rollout-num-gpus, or use --colocate"
         )
-    ranks = tuple(Slot(i, (i,)) for i in range(num_ranks))
-    first = [offset + i * per_engine for i in range(num_engines)]
-    engines = tuple(Slot(i, tuple(range(start, start + per_engine))) for i, start in enumerate(first))
-    return Placement(ranks, engines)
+    if args.debug_train_only:
+        return ()
+    places = place_engines(args.engine_topology, first_gpu=offset, gpus_per_machine=total)
+    return tuple(Slot(i, place.gpu_ids) for i, place in enumerate(places))

@@ -13,14 +13,11 @@ from typing import Any
 
 from slime.arguments import Args, RunInfo, plugin_args
 from slime.batch.convert import samples_to_batch
-from slime.cluster.engine_plan import plan_engines
 from slime.cluster.engine_weights import EngineWeights
 from slime.cluster.placement import Slot
 from slime.cluster.run import Run
 from slime.cluster.runtime import in_background
-from slime.engines.fleet import EngineFleet, WatchPolicy
-from slime.engines.router import Balancer
-from slime.engines.server import EngineServer
+from slime.cluster.serving import ModelService, make_servers, policy_slots
 from slime.observability.logging_utils import configure_logger
 from slime.observability.metrics import eval_metrics, rollout_metrics
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
@@ -67,13 +64,17 @@ class RolloutManager:
         configure_logger()
         self._args, self._run = args, run_
         self._info = RunInfo(run_id=run_.run_id, run_dir=str(run_.run_dir))
-        self._weights = EngineWeights(args, run_.shm_prefix, tuple(slot.gpu_ids for slot in slots))
-        self._balancer: Balancer | None = None
         self._released: frozenset[str] = frozenset()  # memory tags that engines hold no more
-        servers = [EngineServer(plan) for plan in plan_engines(args, run_, slots)]
-        self._fleet = EngineFleet(servers, _watch_policy(args), self._bring_up_to_date)
+        policy, servers = args.engine_topology.policy, make_servers(args, run_, slots)
+        self._policy = ModelService(args, policy, servers.pop(policy.name, []), self._bring_up_to_date)
+        self._fleet = self._policy.fleet
+        self._weights = EngineWeights(args, run_.shm_prefix, policy_slots(args, slots))
         self._weights.watch(self._fleet)
-        self._fleet.launch()
+        models = {model.name: model for model in args.engine_topology.models}
+        # Beside the policy, with the weights they were loaded with: teachers, reward models.
+        self._frozen = [ModelService(args, models[name], found, _stays_as_it_is) for name, found in servers.items()]
+        for service in self._services:
+            service.fleet.launch()
 
     def start(self, start_rollout_id: int, rollout_state: dict[str, Any] | None) -> RolloutFacts:
         """Reads the data while the engines start, then waits for them."""
@@ -113,19 +114,32 @@ class RolloutManager:
         load_tokenizer(self._args.hf_checkpoint)
         urls = self._fleet.wait_ready()
         infos = [self._weights.info(url) for url in urls]
-        port = int(urls[0].rpartition(":")[2])
-        if len(urls) > 1:
-            self._balancer = Balancer(urls)
-            port = run(self._balancer.start())
+        port = self._policy.start_router(self._run, self._args.sglang_router_port)
         self._info = replace(
             self._info,
             router_ip="127.0.0.1",
             router_port=port,
+            model_routers={self._policy.model.name: ("127.0.0.1", port), **self._connect_frozen()},
             engine_urls=urls,
             num_engines=len(urls),
             **_limits(self._args.hf_checkpoint, infos),
         )
-        return tuple(set.intersection(*(set(info.transports) for info in infos)))
+        return tuple(
+            set.intersection(
+                *(set(server.transports(info)) for server, info in zip(self._fleet.servers, infos, strict=True))
+            )
+        )
+
+    def _connect_frozen(self) -> dict[str, tuple[str, int]]:
+        routers = {}
+        for service in self._frozen:
+            service.fleet.wait_ready()
+            routers[service.model.name] = ("127.0.0.1", service.start_router(self._run, None))
+        return routers
+
+    @property
+    def _services(self) -> list[ModelService]:
+        return [self._policy, *self._frozen]
 
     # ---- generation ----------------------------------------------------------------------------------------------
 
@@ -137,7 +151,7 @@ class RolloutManager:
         if self._args.save_debug_rollout_data:
             save_rollout_dump(self._args.save_debug_rollout_data, rollout_id, output.samples)
         metrics = self._rollout_metrics(rollout_id, samples, output.metrics or {}, time.monotonic() - started)
-        metrics["perf/engine_forward_time"] = self._forward_seconds() - forward_before
+        metrics["perf/engine_forward_time"] = max(0.0, self._forward_seconds() - forward_before)
         batch = None if self._args.debug_rollout_only else samples_to_batch(self._plugin_args, output.samples)
         cursor = output.cursor if output.cursor is not None else self._cursor(rollout_id)
         return Generated(batch, cursor, metrics, len(samples))
@@ -202,10 +216,9 @@ class RolloutManager:
     def _guarded(self, work: Callable[[], Any]) -> Any:
         """Runs rollout code, but ends at once with the cause when the engines are given up."""
         future = in_background(work, "rollout")
-        done, _ = concurrent.futures.wait(
-            [future, self._fleet.failure], return_when=concurrent.futures.FIRST_COMPLETED
-        )
-        return (self._fleet.failure if self._fleet.failure in done else future).result()
+        failures = [failure for service in self._services for failure in service.failures]
+        done, _ = concurrent.futures.wait([future, *failures], return_when=concurrent.futures.FIRST_COMPLETED)
+        return next((failure for failure in failures if failure in done), future).result()
 
     def receive(self, parcel: Parcel) -> dict[str, float]:
         return self._weights.receive(parcel)
@@ -235,9 +248,12 @@ class RolloutManager:
         return self._fleet.pids
 
     def close(self) -> None:
-        self._fleet.stop()
-        if self._balancer is not None:
-            run(self._balancer.stop())
+        for service in self._services:
+            service.close()
+
+
+def _stays_as_it_is(url: str) -> None:
+    """A frozen model that was started again has loaded all it needs."""
 
 
 async def _gather(tasks: list, *, strict: bool = False) -> list:
@@ -256,13 +272,3 @@ def _limits(hf_checkpoint: str, infos: list[EngineInfo]) -> dict[str, int]:
         vocab_sizes = [size or config.vocab_size for size in vocab_sizes]
         contexts = [length or config.max_position_embeddings for length in contexts]
     return {"vocab_size": min(vocab_sizes), "max_context_len": min(contexts)}
-
-
-def _watch_policy(args: Args) -> WatchPolicy:
-    return WatchPolicy(
-        restart_limit=args.engine_restart_limit,
-        restart_window_s=args.engine_restart_window_s,
-        probe_interval_s=args.rollout_health_check_interval if args.use_fault_tolerance else None,
-        probe_timeout_s=args.rollout_health_check_timeout,
-        probe_first_wait_s=args.rollout_health_check_first_wait,
-    )

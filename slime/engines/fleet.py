@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import contextlib
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from slime.engines.server import EngineServer
+from slime.engines.server import LaunchPlan
 from slime.utils.async_utils import run
 from slime.utils.errors import RunStopped
 from slime.wire.control import EngineControl
+from slime.wire.protocol import EngineInfo
 
 logger = logging.getLogger(__name__)
 
@@ -23,9 +26,17 @@ class EnginesKeepDying(RunStopped):
     """Too many deaths within the window: restarting again would only hide the cause."""
 
 
+class NoEngineLeft(RunStopped):
+    """Not one engine serves, and the wait for one is over."""
+
+
 @dataclass(frozen=True, slots=True)
 class WatchPolicy:
-    """When an engine counts as dead and when the run gives up. `probe_interval_s` None: only its process is watched."""
+    """When an engine counts as dead and when the run gives up. `probe_interval_s` None: only its process is watched.
+
+    `probe_failures`: health questions that must fail in a row. `no_engine_timeout_s` None: a run without any engine
+    waits for as long as they are restarted.
+    """
 
     restart_limit: int
     restart_window_s: float
@@ -33,19 +44,51 @@ class WatchPolicy:
     probe_interval_s: float | None = None
     probe_timeout_s: float = 30.0
     probe_first_wait_s: float = 0.0
+    probe_failures: int = 1
+    no_engine_timeout_s: float | None = None
+
+
+class Server(Protocol):
+    """One engine, of ours (`EngineServer`) or of somebody else (`ExternalServer`)."""
+
+    plan: LaunchPlan
+    url: str
+    pid: int | None
+    bootstrap_port: int | None  # of an engine that prefills for others
+
+    def transports(self, info: EngineInfo) -> tuple[str, ...]: ...
+    def launch(self) -> None: ...
+    def wait_ready(self) -> str: ...
+    def alive(self) -> bool: ...
+    def describe_end(self) -> str: ...
+    def kill(self) -> None: ...
+    def stop(self) -> None: ...
+
+
+class Rotation(Protocol):
+    """Who spreads requests over engines: told at once who is out, and who is back with the current weights."""
+
+    def add(self, server: Server) -> None: ...
+    def remove(self, url: str) -> None: ...
 
 
 class EngineFleet:
     """Owns the servers and the thread that watches them.
 
-    `on_join` is called with the address of an engine that was restarted, before it counts as back: it brings the
-    engine to the current weights. `failure` gets the exception that ends the run.
+    An engine that died is taken out of rotation at once and started again beside the others, which go on; pushes go to
+    those that are there. `on_join` is called with its address before it counts as back: it brings it to the current
+    weights. `failure` gets the exception that ends the run.
     """
 
-    def __init__(self, servers: list[EngineServer], policy: WatchPolicy, on_join: Callable[[str], None]):
-        self._servers, self._policy, self._on_join = servers, policy, on_join
+    def __init__(self, servers: Sequence[Server], policy: WatchPolicy, on_join: Callable[[str], None]):
+        self._servers, self._policy, self._on_join = list(servers), policy, on_join
+        self._rotation: Rotation | None = None
+        self._out: set[int] = set()  # places of engines that are being started again, or wait for it
         self._deaths: deque[float] = deque()
         self._eviction: Exception | None = None  # why we last killed an engine ourselves
+        self._last_end = ""  # who died last, and how
+        self._alone_since: float | None = None  # when the last engine was lost
+        self._failed_probes: Counter[int] = Counter()
         self._membership = threading.Lock()  # held by a push or a memory phase: nobody joins meanwhile
         self._stopping = threading.Event()
         self._last_probe = time.monotonic() + policy.probe_first_wait_s
@@ -60,8 +103,20 @@ class EngineFleet:
     def pids(self) -> tuple[int | None, ...]:
         return tuple(server.pid for server in self._servers)
 
+    @property
+    def servers(self) -> tuple[Server, ...]:
+        return tuple(self._servers)
+
     def is_alive(self, url: str) -> bool:
-        return any(server.url == url and server.alive() for server in self._servers)
+        """Whether it serves now; one that is being started again does not."""
+        return any(server.url == url and self._serves(i) for i, server in enumerate(self._servers))
+
+    def _serves(self, place: int) -> bool:
+        return place not in self._out and self._servers[place].alive()
+
+    def follow(self, rotation: Rotation) -> None:
+        """From now on it hears who leaves and who returns."""
+        self._rotation = rotation
 
     def launch(self) -> None:
         for server in self._servers:
@@ -76,9 +131,9 @@ class EngineFleet:
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[list[str]]:
-        """Membership does not change inside; yields the addresses of the engines that are alive."""
+        """Membership does not change inside; yields the addresses of the engines that are there."""
         with self._membership:
-            yield [server.url for server in self._servers if server.alive()]
+            yield [server.url for i, server in enumerate(self._servers) if self._serves(i)]
             self._last_probe = time.monotonic() + self._policy.probe_first_wait_s
 
     def evict(self, url: str, cause: Exception) -> None:
@@ -87,6 +142,7 @@ class EngineFleet:
             if server.url == url:
                 logger.error("%s is evicted: %s", server.plan.name, cause)
                 self._eviction = cause
+                self._leave_rotation(server)
                 server.kill()
 
     def stop(self) -> None:
@@ -94,22 +150,38 @@ class EngineFleet:
         for server in self._servers:
             server.stop()
 
+    # ---- the watch -----------------------------------------------------------------------------------------------
+
     def _watch(self) -> None:
         while not self._stopping.wait(self._policy.poll_s):
             try:
+                self._notice_deaths()
                 with self._membership:
                     self._probe_if_due()
-                    for server in self._servers:
-                        if not server.alive() and not self._stopping.is_set():
-                            self._restart(server)
+                    for place, server in enumerate(self._servers):
+                        if place not in self._out and not server.alive() and not self._stopping.is_set():
+                            self._restart(place)
+                self._check_someone_is_left()
             except Exception as error:
                 if not self._stopping.is_set():
                     self.failure.set_exception(error)
                 return
 
-    def _restart(self, server: EngineServer) -> None:
-        now = time.monotonic()
+    def _notice_deaths(self) -> None:
+        """Before the lock, which a push may hold for long: no request should find a dead engine meanwhile."""
+        for place, server in enumerate(self._servers):
+            if place not in self._out and not server.alive() and not self._stopping.is_set():
+                self._leave_rotation(server)
+
+    def _leave_rotation(self, server: Server) -> None:
+        if self._rotation is not None:
+            self._rotation.remove(server.url)
+
+    def _restart(self, place: int) -> None:
+        """Starts it again; a thread waits for it, so that the others are watched meanwhile."""
+        server, now = self._servers[place], time.monotonic()
         end = server.describe_end()
+        self._last_end = f"{server.plan.name} {end}"
         self._deaths.append(now)
         while now - self._deaths[0] > self._policy.restart_window_s:
             self._deaths.popleft()
@@ -118,23 +190,53 @@ class EngineFleet:
                 f"engines died {len(self._deaths)} times within {self._policy.restart_window_s:.0f} s "
                 f"(--engine-restart-limit {self._policy.restart_limit}); the last one, {server.plan.name}, {end}"
             ) from self._eviction
-        logger.warning("%s %s\nrestarting it", server.plan.name, end)
+        logger.warning("%s\nrestarting it", self._last_end)
+        self._out.add(place)
         server.launch()
+        threading.Thread(target=self._bring_back, args=(place,), name=f"restart-{place}", daemon=True).start()
+
+    def _bring_back(self, place: int) -> None:
+        server = self._servers[place]
         try:
             server.wait_ready()
-            self._on_join(server.url)
+            with self._membership:
+                self._on_join(server.url)
+                self._out.discard(place)
+                self.num_restarts += 1
         except Exception as error:  # one more death, counted at the next look
-            self.evict(server.url, error)
+            if not self._stopping.is_set():
+                self.evict(server.url, error)
+            self._out.discard(place)
             return
-        self.num_restarts += 1
+        if self._rotation is not None:
+            self._rotation.add(server)
         logger.warning("%s serves again at %s", server.plan.name, server.url)
+
+    def _check_someone_is_left(self) -> None:
+        if any(self._serves(place) for place in range(len(self._servers))) or not self._servers:
+            self._alone_since = None
+            return
+        now, limit = time.monotonic(), self._policy.no_engine_timeout_s
+        self._alone_since = self._alone_since or now
+        if limit is not None and now - self._alone_since > limit:
+            raise NoEngineLeft(
+                f"no engine was left for {limit:g} s (--no-engine-timeout-s); the last to go: {self._last_end}"
+            ) from self._eviction
 
     def _probe_if_due(self) -> None:
         interval = self._policy.probe_interval_s
         if interval is None or time.monotonic() - self._last_probe < interval:
             return
-        for server in self._servers:
-            control = EngineControl(server.url)
-            if server.alive() and not run(control.healthy(self._policy.probe_timeout_s)):
-                self.evict(server.url, TimeoutError(f"no token within {self._policy.probe_timeout_s} s"))
+        timeout_s = self._policy.probe_timeout_s
+        places = [place for place in range(len(self._servers)) if self._serves(place)]
+        answers = run(_gather([EngineControl(self._servers[place].url).healthy(timeout_s) for place in places]))
+        for place, healthy in zip(places, answers, strict=True):
+            self._failed_probes[place] = 0 if healthy else self._failed_probes[place] + 1
+            if self._failed_probes[place] >= self._policy.probe_failures:
+                self._failed_probes[place] = 0
+                self.evict(self._servers[place].url, TimeoutError(f"no token within {timeout_s} s"))
         self._last_probe = time.monotonic()
+
+
+async def _gather(tasks: list) -> list:
+    return await asyncio.gather(*tasks)

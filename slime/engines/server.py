@@ -18,6 +18,7 @@ from slime.utils import waits
 from slime.utils.errors import RunStopped
 from slime.utils.http_utils import is_port_available
 from slime.utils.processes import LifePipe, stop_process
+from slime.wire.protocol import EngineInfo
 
 _LOG_TAIL_LINES, _LOG_LINE_CHARACTERS = 20, 600
 _PORT_PATIENCE_S = 2.0
@@ -38,6 +39,7 @@ class LaunchPlan:
     env: dict[str, str]
     log_path: Path
     start_timeout_s: float
+    worker_type: str = "regular"  # or prefill, decode: its share in disaggregation
 
 
 class EngineServer:
@@ -46,6 +48,7 @@ class EngineServer:
     def __init__(self, plan: LaunchPlan):
         self.plan = plan
         self.port = 0
+        self.bootstrap_port: int | None = None  # of an engine that prefills for others
         self._process: subprocess.Popen | None = None
         self._life = LifePipe()
         self._ready_file: Path | None = None
@@ -57,6 +60,10 @@ class EngineServer:
     @property
     def pid(self) -> int | None:
         return self._process.pid if self._process else None
+
+    def transports(self, info: EngineInfo) -> tuple[str, ...]:
+        """Ways to bring weights in; ours run on this machine, where all of them reach."""
+        return info.transports
 
     def launch(self) -> None:
         """Start the process without waiting for it. A restart needs the port it had before, which clients know."""
@@ -102,7 +109,8 @@ class EngineServer:
             )
         except waits.WaitTimeout as error:
             raise EngineStartError(f"{error} (--engine-start-timeout-s); {self._last_words()}") from None
-        self.port = json.loads(self._ready_file.read_text())["port"]
+        facts = json.loads(self._ready_file.read_text())
+        self.port, self.bootstrap_port = facts["port"], facts.get("bootstrap_port")
         self._drop_ready_file()
         return self.url
 

@@ -18,6 +18,8 @@ USED_WHILE_PARSING = {
     "num_steps_per_rollout",
     "num_gpus_per_node",
     "offload",
+    "sglang_config",
+    "prefill_num_servers",
     "eval_config",
     "eval_prompt_data",
     "n_samples_per_eval_prompt",

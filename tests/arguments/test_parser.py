@@ -250,7 +250,12 @@ def test_replace_makes_a_copy_and_refuses_unknown_names():
 
 
 def test_vars_of_args_are_exactly_the_settings():
-    assert set(vars(parse())) == set(all_specs()) | {"eval_datasets", "sglang_options"}
+    assert set(vars(parse())) == set(all_specs()) | {
+        "eval_datasets",
+        "sglang_options",
+        "router_options",
+        "engine_topology",
+    }
 
 
 def test_args_knows_every_flag_group():
@@ -277,7 +282,7 @@ def test_print_config_shows_every_value_and_its_source(capsys, tmp_path):
     shown = capsys.readouterr().out
     assert stop.value.code == 0
     lines = {line.split()[0]: line for line in shown.splitlines() if line and not line.startswith("#")}
-    assert set(lines) == set(all_specs()) | {"eval_datasets", "sglang_options"}
+    assert set(lines) == set(all_specs()) | {"eval_datasets", "sglang_options", "router_options", "engine_topology"}
     assert "0.5" in lines["clip_grad"] and f"file {config}" in lines["clip_grad"]
     assert lines["rollout_batch_size"].split()[1:] == ["4", "command", "line"]
     assert "derived: same as eps_clip" in lines["eps_clip_high"]

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from slime.arguments.topology import plain_topology
 from slime.cluster.checkpoint import Manifest, find_checkpoint, resolve_load, write_checkpoint
 from slime.cluster.placement import plan_placement
 from slime.cluster.residency import GENERATE, SYNC, TRAIN, Residency
@@ -23,7 +24,9 @@ def sizes(**changes):
         "rollout_num_gpus_per_engine": 1,
         "colocate": False,
     }
-    return SimpleNamespace(**{**base, **changes})
+    sizes = {**base, **changes}
+    topology = plain_topology(None, sizes["rollout_num_gpus"], sizes["rollout_num_gpus_per_engine"])
+    return SimpleNamespace(**{"engine_topology": topology, "rollout_external_engine_addrs": None, **sizes})
 
 
 def test_engines_follow_the_trainer_on_the_devices():

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slime.engines.fleet import EngineFleet, EnginesKeepDying, WatchPolicy
+from slime.engines.fleet import EngineFleet, EnginesKeepDying, NoEngineLeft, WatchPolicy
 from slime.engines.server import EngineServer, EngineStartError, LaunchPlan
 from slime.utils.waits import WaitTimeout
 
@@ -28,6 +28,7 @@ class Fleet:
         policy = WatchPolicy(limit, 600.0, poll_s=0.02, **policy)
         self.fleet = EngineFleet(self.servers, policy, self.on_join)
         self.fail_join = False
+        self.on_join_probe = lambda: None
 
     def _plan(self, folder: Path, index: int, timeout_s: float) -> LaunchPlan:
         def command(port: int, ready: Path, life_fd: int) -> list[str]:
@@ -43,6 +44,7 @@ class Fleet:
 
     def on_join(self, url: str) -> None:
         self.joined.append(url)
+        self.on_join_probe()
         if self.fail_join:
             raise RuntimeError("it refused the weights")
 
@@ -187,3 +189,71 @@ def test_stopping_leaves_no_process(make):
     pids = fleet.fleet.pids
     fleet.fleet.stop()
     assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+class Rotation:
+    """Writes down who leaves and who returns."""
+
+    def __init__(self):
+        self.events: list[tuple[str, str]] = []
+
+    def add(self, server) -> None:
+        self.events.append(("back", server.url))
+
+    def remove(self, url: str) -> None:
+        self.events.append(("out", url))
+
+
+def test_an_engine_leaves_the_rotation_at_once_and_returns_after_it_is_up_to_date(make):
+    fleet, rotation = make(size=2), Rotation()
+    urls = fleet.start()
+    fleet.fleet.follow(rotation)
+    joined_at = []
+    fleet.on_join_probe = lambda: joined_at.append(list(rotation.events))
+    fleet.kill(0)
+    eventually(lambda: ("back", urls[0]) in rotation.events)
+    assert rotation.events[0] == ("out", urls[0]) and fleet.joined == [urls[0]]
+    assert joined_at == [[event for event in rotation.events if event[0] == "out"]]
+    assert ("out", urls[1]) not in rotation.events
+
+
+def test_the_others_are_pushed_to_while_one_restarts(make):
+    fleet = make(size=2)
+    urls = fleet.start()
+    fleet.set_mood("silent")  # the one that starts now does not serve for long
+    fleet.kill(0)
+    eventually(lambda: not fleet.fleet.is_alive(urls[0]))
+    time.sleep(0.2)
+    with fleet.fleet.frozen() as present:  # a push does not wait for it
+        assert present == [urls[1]]
+    assert fleet.fleet.is_alive(urls[1]) and fleet.joined == []
+
+
+def test_no_engine_left_for_too_long_ends_the_run_with_the_cause(make):
+    fleet = make(size=2, no_engine_timeout_s=0.5)
+    fleet.start()
+    fleet.set_mood("silent")
+    fleet.kill(0)
+    fleet.kill(1)
+    with pytest.raises(
+        NoEngineLeft, match=r"(?s)no engine was left for 0\.5 s \(--no-engine-timeout-s\).*engine-\d was killed"
+    ):
+        fleet.fleet.failure.result(20)
+
+
+def test_one_engine_left_is_enough(make):
+    fleet = make(size=2, no_engine_timeout_s=0.3)
+    fleet.start()
+    fleet.set_mood("silent")
+    fleet.kill(0)
+    time.sleep(1.0)
+    assert not fleet.fleet.failure.done()
+
+
+def test_a_probe_must_fail_as_often_as_it_is_told(make):
+    fleet = make(probe_interval_s=0.05, probe_timeout_s=5.0, probe_failures=1000)
+    fleet.start()
+    old = fleet.servers[0].pid
+    fleet.set_mood("sick")
+    time.sleep(0.6)
+    assert fleet.servers[0].pid == old and fleet.servers[0].alive()

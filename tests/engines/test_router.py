@@ -2,21 +2,25 @@
 
 import asyncio
 import contextlib
+import socket
+import time
+from types import SimpleNamespace
 
 import pytest
 from fake_engine import FakeEngine
 
+from slime.engines.middleware import RouterAnswer, RouterRequest
 from slime.engines.router import SESSION_HEADER, Balancer
-from slime.utils import http_utils
+from slime.utils import async_utils, http_utils
 from slime.utils.async_utils import run
 
 PAYLOAD = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 4}}
 
 
 @contextlib.contextmanager
-def balanced(urls):
+def balanced(urls, **options):
     """(address of a balancer over these engines, the balancer)."""
-    balancer = Balancer(urls)
+    balancer = Balancer(urls, **options)
     port = run(balancer.start())
     try:
         yield f"http://127.0.0.1:{port}", balancer
@@ -96,7 +100,7 @@ def test_no_engine_left_is_a_503():
         with pytest.raises(http_utils.HttpError, match="no engine answers") as error:
             run(post(url))
         assert error.value.status == 503
-        assert set(balancer._in_flight.values()) == {0}
+        assert all(not running for running in balancer._running.values())
 
 
 def test_an_error_of_an_engine_is_its_answer_and_not_tried_elsewhere():
@@ -111,3 +115,88 @@ def test_the_workers_are_listed_for_those_who_address_them_directly():
     with FakeEngine() as one, FakeEngine() as two, balanced([one.url, two.url]) as (url, _):
         workers = run(http_utils.get(f"{url}/workers"))["workers"]
         assert [worker["url"] for worker in workers] == [one.url, two.url]
+
+
+def member(url: str) -> SimpleNamespace:
+    return SimpleNamespace(url=url)
+
+
+def test_a_request_of_an_engine_that_leaves_the_rotation_is_answered_by_another():
+    with (
+        FakeEngine(lambda *_: {"delay_s": 30}) as stuck,
+        FakeEngine() as other,
+        balanced([stuck.url]) as (url, balancer),
+    ):
+        future = asyncio.run_coroutine_threadsafe(post(url), async_utils.get_loop())
+        while not stuck.requests:
+            time.sleep(0.01)
+        balancer.add(member(other.url))
+        balancer.remove(stuck.url)
+        assert future.result(10)["output_ids"] and len(other.requests) == 1
+
+
+def test_an_engine_that_left_gets_nothing_until_it_returns():
+    with FakeEngine() as one, FakeEngine() as two, balanced([one.url, two.url]) as (url, balancer):
+        balancer.remove(one.url)
+        for _ in range(3):
+            run(post(url))
+        assert (len(one.requests), len(two.requests)) == (0, 3)
+        assert [w["url"] for w in run(http_utils.get(f"{url}/workers"))["workers"]] == [two.url]
+        balancer.add(member(one.url))
+        balancer.remove(two.url)
+        run(post(url))
+        assert len(one.requests) == 1
+
+
+def test_requests_wait_for_an_engine_to_return():
+    with FakeEngine() as engine, balanced([engine.url], no_engine_timeout_s=20.0) as (url, balancer):
+        balancer.remove(engine.url)
+        future = asyncio.run_coroutine_threadsafe(post(url), async_utils.get_loop())
+        time.sleep(0.3)
+        assert not future.done()
+        balancer.add(member(engine.url))
+        assert future.result(10)["output_ids"]
+
+
+def test_the_wait_for_an_engine_ends():
+    with balanced([refused_url()], no_engine_timeout_s=0.4) as (url, _):
+        started = time.monotonic()
+        with pytest.raises(http_utils.HttpError, match="no engine answers"):
+            run(post(url))
+        assert 0.4 <= time.monotonic() - started < 5
+
+
+def test_a_port_that_is_taken_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as thief, pytest.raises(ValueError, match="--sglang-router-port is"):
+        run(Balancer([]).start(port=thief.getsockname()[1]))
+
+
+class Shout:
+    """Changes the request and the answer."""
+
+    def __init__(self, word):
+        self.word = word
+
+    async def handle(self, request, forward):
+        payload = {**request.payload, "input_ids": [*request.payload["input_ids"], self.word]}
+        answer = await forward(RouterRequest(request.path, payload, request.headers))
+        return RouterAnswer(answer.status, {**answer.payload, "words": [*answer.payload.get("words", []), self.word]})
+
+
+def test_middlewares_see_requests_from_the_outside_in_and_answers_back():
+    with FakeEngine() as engine, balanced([engine.url], middlewares=[Shout(1), Shout(2)]) as (url, _):
+        answer = run(post(url, session="a"))
+        assert engine.requests[0]["input_ids"] == [5, 6, 1, 2] and answer["words"] == [2, 1]
+        assert engine.headers[0][SESSION_HEADER] == "a"
+
+
+class Broken:
+    async def handle(self, request, forward):
+        raise KeyError("text")
+
+
+def test_a_middleware_that_fails_is_named_and_nothing_is_repeated():
+    with FakeEngine() as engine, balanced([engine.url], middlewares=[Broken()]) as (url, _):
+        with pytest.raises(http_utils.HttpError, match="middleware Broken: KeyError: 'text'") as error:
+            run(post(url))
+        assert error.value.status == 422 and engine.requests == []

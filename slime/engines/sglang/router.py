@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import aiohttp
+
+from slime.engines.fleet import Server
 from slime.engines.server import Command, EngineServer, LaunchPlan
 from slime.engines.sglang import supervisor
 from slime.engines.sglang.supervisor import NCCL_PORT, PORT
 from slime.utils import http_utils, waits
 from slime.utils.async_utils import run
+from slime.utils.errors import RunStopped
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +42,23 @@ def router_command(python: str, policy: str, extra: Sequence[str] = ()) -> Comma
     return command
 
 
-class SGLangRouter:
-    """Keeps its port over restarts, so that nobody learns a new address."""
+class RouterKeepsDying(RunStopped):
+    """Without a router no request finds an engine."""
 
-    def __init__(self, plan: LaunchPlan, worker_urls: Sequence[str]):
-        self._server, self._worker_urls = EngineServer(plan), tuple(worker_urls)
+
+class SGLangRouter:
+    """Keeps its port over restarts, so that nobody learns a new address, and tells a new life of it who works.
+
+    `failure` gets the exception that ends the run.
+    """
+
+    def __init__(self, plan: LaunchPlan, worker_urls: Sequence[str] = (), *, port: int = 0):
+        self._server = EngineServer(plan)
+        self._server.port = port
+        self._workers = {url: {"url": url} for url in worker_urls}  # what each is registered with
         self._stopping = threading.Event()
+        self._changing = threading.Lock()
+        self.failure: concurrent.futures.Future = concurrent.futures.Future()
         self.num_restarts = 0
 
     @property
@@ -54,28 +71,62 @@ class SGLangRouter:
 
     def start(self) -> int:
         """Serves with all workers known; returns the port."""
+        if self._server.port and not http_utils.is_port_available(self._server.port):
+            raise ValueError(
+                f"--sglang-router-port is {self._server.port}: another program has it; choose another, or leave it out."
+            )
         self._bring_up()
         threading.Thread(target=self._watch, name="router-watch", daemon=True).start()
         return self._server.port
 
+    # ---- who is in rotation --------------------------------------------------------------------------------------
+
+    def enroll(self, server: Server) -> None:
+        """Before the start: one more worker to register."""
+        self._workers[server.url] = _registration(server)
+
+    def add(self, server: Server) -> None:
+        """An engine is back; a router that is down itself learns it when it comes up."""
+        with self._changing:
+            self.enroll(server)
+            self._quietly(lambda: run(http_utils.post(f"{self.url}/workers", _registration(server), max_retries=3)))
+
+    def remove(self, url: str) -> None:
+        with self._changing:
+            if self._workers.pop(url, None) is not None:
+                self._quietly(lambda: run(_unregister(self.url, url)))
+
+    def _quietly(self, act: Callable[[], object]) -> None:
+        try:
+            act()
+        except (http_utils.HttpError, OSError, aiohttp.ClientError, TimeoutError) as error:
+            logger.warning("the router at %s did not take a change of its workers: %s", self.url, error)
+
+    # ---- its life ------------------------------------------------------------------------------------------------
+
     def _bring_up(self) -> None:
         self._server.launch()
         self._server.wait_ready()
-        for url in self._worker_urls:
-            run(http_utils.post(f"{self.url}/workers", {"url": url}, max_retries=3))
+        with self._changing:
+            for registration in self._workers.values():
+                run(http_utils.post(f"{self.url}/workers", registration, max_retries=3))
         # Registration goes on after the answer: only now would requests find a worker.
         waits.until(self._knows_all, "registration of engines at the router", _REGISTER_DEADLINE_S, interval_s=_POLL_S)
 
     def _knows_all(self) -> bool:
         known = run(http_utils.get(f"{self.url}/workers", max_retries=3))["workers"]
-        return {w["url"] for w in known if w.get("is_healthy", True)} >= set(self._worker_urls)
+        return {w["url"] for w in known if w.get("is_healthy", True)} >= set(self._workers)
 
     def _watch(self) -> None:
         while not self._stopping.wait(_POLL_S):
             if self._server.alive():
                 continue
             if self.num_restarts >= _RESTART_LIMIT:
-                logger.error("the router keeps dying and is given up; it %s", self._server.describe_end())
+                self.failure.set_exception(
+                    RouterKeepsDying(
+                        f"the router died {self.num_restarts + 1} times; it {self._server.describe_end()}"
+                    )
+                )
                 return
             logger.warning("the router %s\nrestarting it", self._server.describe_end())
             try:
@@ -88,3 +139,19 @@ class SGLangRouter:
     def stop(self) -> None:
         self._stopping.set()
         self._server.stop()
+
+
+def _registration(server: Server) -> dict[str, Any]:
+    kind = server.plan.worker_type
+    if kind == "regular":
+        return {"url": server.url}
+    bootstrap = {"bootstrap_port": server.bootstrap_port} if kind == "prefill" else {}
+    return {"url": server.url, "worker_type": kind, **bootstrap}
+
+
+async def _unregister(router: str, url: str) -> None:
+    for worker in (await http_utils.get(f"{router}/workers", timeout_s=5.0))["workers"]:
+        if worker["url"] == url:
+            timeout = aiohttp.ClientTimeout(total=5.0)
+            async with http_utils.get_session().delete(f"{router}/workers/{worker['id']}", timeout=timeout):
+                pass

@@ -20,7 +20,8 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-PORT, NCCL_PORT = "{port}", "{nccl_port}"  # words of the server's command that this process fills in
+# Words of the server's command that this process fills in.
+PORT, NCCL_PORT, BOOTSTRAP_PORT = "{port}", "{nccl_port}", "{bootstrap_port}"
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.25
 _BIND_ATTEMPTS = 4
@@ -68,9 +69,10 @@ class Supervisor:
         raise AssertionError("the last attempt returns")
 
     def _serve_once(self) -> int:
-        holds = [self._hold(self._options.port), self._hold(0)]
-        port, nccl_port = (hold.port for hold in holds)
-        words = {PORT: str(port), NCCL_PORT: str(nccl_port)}
+        wanted = {PORT: self._options.port, NCCL_PORT: 0, BOOTSTRAP_PORT: 0}
+        held = {word: self._hold(port) for word, port in wanted.items() if word in (PORT, *self._options.command)}
+        holds, port = list(held.values()), held[PORT].port
+        words = {word: str(hold.port) for word, hold in held.items()}
         self._workers = set()
         self._server = subprocess.Popen(
             [words.get(word, word) for word in self._options.command],
@@ -85,7 +87,8 @@ class Supervisor:
                 hold.release()
         if code is None:
             self._workers = _descendants(self._server.pid)
-            _write_ready(Path(self._options.ready_file), port)
+            bootstrap_port = held[BOOTSTRAP_PORT].port if BOOTSTRAP_PORT in held else None
+            _write_ready(Path(self._options.ready_file), port, bootstrap_port)
             code = self._wait_for_end()
         _kill_rest_of_group()
         return code
@@ -197,9 +200,9 @@ def _is_alive(pid: int) -> bool:
     return False
 
 
-def _write_ready(path: Path, port: int) -> None:
+def _write_ready(path: Path, port: int, bootstrap_port: int | None) -> None:
     part = path.with_suffix(".part")
-    part.write_text(json.dumps({"port": port, "pid": os.getpid()}))
+    part.write_text(json.dumps({"port": port, "pid": os.getpid(), "bootstrap_port": bootstrap_port}))
     part.rename(path)
 
 

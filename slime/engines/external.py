@@ -1,0 +1,189 @@
+"""Engines that somebody else runs: found by their address, checked against our model, used, and never started or stopped."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from slime.engines.server import EngineStartError, LaunchPlan
+from slime.utils import http_utils, waits
+from slime.utils.async_utils import run
+from slime.wire.control import EngineControl
+from slime.wire.dialects import version_tuple
+from slime.wire.protocol import EngineInfo
+
+_FLAG = "--rollout-external-engine-addrs"
+_ASK_DEADLINE_S = 20.0
+_LOOK_INTERVAL_S, _LOOK_TIMEOUT_S = 2.0, 2.0
+_OLDEST_SGLANG = (0, 5)
+# What two folders of the same model agree on.
+_CONFIG_KEYS = ("architectures", "vocab_size", "hidden_size", "num_hidden_layers")
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True, slots=True)
+class ExternalEngine:
+    """An engine that answered, and what it says of itself."""
+
+    url: str
+    info: EngineInfo
+
+    @property
+    def worker_type(self) -> str:
+        mode = self.info.raw.get("disaggregation_mode")
+        return mode if mode in ("prefill", "decode") else "regular"
+
+    @property
+    def bootstrap_port(self) -> int | None:
+        return self.info.raw.get("disaggregation_bootstrap_port") if self.worker_type == "prefill" else None
+
+
+def read_address(address: str) -> str:
+    """`host:port` or a url as a url; a ValueError names what is wrong with it."""
+    url = address if "://" in address else f"http://{address}"
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise ValueError(f"{_FLAG}: {address!r} is no address ({error}); write host:port.") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname or port is None or parts.path not in ("", "/"):
+        raise ValueError(
+            f"{_FLAG}: {address!r} is no address of an engine; write host:port, for example 10.0.0.5:30000."
+        )
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return f"{parts.scheme}://{host}:{port}"
+
+
+def discover(addresses: Sequence[str], hf_checkpoint: str | None) -> tuple[ExternalEngine, ...]:
+    """Asks each address what it serves; one clear ValueError for the first that is wrong."""
+    urls = [read_address(address) for address in addresses]
+    twice = sorted({url for url in urls if urls.count(url) > 1})
+    if twice:
+        raise ValueError(f"{_FLAG} names {twice[0]} twice; write each engine once.")
+    engines = tuple(ExternalEngine(url, _ask(url)) for url in urls)
+    config = _read_config(hf_checkpoint)
+    for engine in engines:
+        _check_model(engine, config, hf_checkpoint)
+        _check_version(engine)
+    kinds = {engine.info.dialect.name for engine in engines}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"{_FLAG}: the engines speak different dialects ({', '.join(sorted(kinds))}); use one version."
+        )
+    return engines
+
+
+def _ask(url: str) -> EngineInfo:
+    try:
+        info = run(EngineControl(url, _ASK_DEADLINE_S).info())
+    except (http_utils.HttpError, waits.WaitTimeout, TimeoutError) as error:
+        status = error.status if isinstance(error, http_utils.HttpError) else 0
+        if status:
+            raise ValueError(f"{_FLAG}: {url} answers, but not as an engine ({error}); correct the address.") from None
+        raise ValueError(f"{_FLAG}: no engine answers at {url} ({error}); start it, or correct the address.") from None
+    except (TypeError, AttributeError, KeyError, ValueError) as error:
+        raise ValueError(
+            f"{_FLAG}: {url} answers, but what it says is not an engine's server info ({error}); correct the address."
+        ) from None
+    if not info.model_path:
+        raise ValueError(f"{_FLAG}: {url} answers, but names no model; it is not an engine. Correct the address.")
+    return info
+
+
+def _read_config(model: str | None) -> dict[str, Any]:
+    """The model's config.json where it is a folder here; empty: nothing to compare with."""
+    file = Path(model).expanduser() / "config.json" if model else None
+    return json.loads(file.read_text(encoding="utf-8")) if file is not None and file.is_file() else {}
+
+
+def _check_model(engine: ExternalEngine, ours: Mapping[str, Any], hf_checkpoint: str | None) -> None:
+    """As far as the engine says, or as far as its folder can be read from here."""
+    info = engine.info
+    theirs = {**_read_config(info.model_path), **{k: info.raw[k] for k in _CONFIG_KEYS if info.raw.get(k) is not None}}
+    if info.vocab_size is not None:
+        theirs["vocab_size"] = info.vocab_size
+    for key in _CONFIG_KEYS:
+        if key in ours and key in theirs and ours[key] != theirs[key]:
+            raise ValueError(
+                f"{_FLAG}: the engine at {engine.url} serves {info.model_path} with {key} {theirs[key]}, but --hf-checkpoint "
+                f"{hf_checkpoint} has {ours[key]}; it must serve the same model."
+            )
+
+
+def _check_version(engine: ExternalEngine) -> None:
+    version = version_tuple(str(engine.info.raw.get("version", "")))
+    if engine.info.dialect.name.startswith("sglang") and version and version < _OLDEST_SGLANG:
+        raise ValueError(
+            f"{_FLAG}: the engine at {engine.url} is SGLang {engine.info.raw['version']}; at least 0.5 is needed."
+        )
+
+
+class ExternalServer:
+    """Stands in a fleet like a process of ours. "Killed" means out of use until it answers again; it is left running."""
+
+    pid = None
+
+    def __init__(self, engine: ExternalEngine, patience_s: float):
+        name = f"external engine {urlsplit(engine.url).netloc}"
+        self.plan = LaunchPlan(name, _no_command, {}, Path(), patience_s, worker_type=engine.worker_type)
+        self.url, self.bootstrap_port = engine.url, engine.bootstrap_port
+        self._in_use = True
+        self._answers, self._last_look = True, float("-inf")
+
+    def transports(self, info: EngineInfo) -> tuple[str, ...]:
+        """Shared memory reaches no other machine."""
+        local = urlsplit(self.url).hostname in _LOOPBACK
+        return tuple(name for name in info.transports if local or name != "shared_memory")
+
+    def launch(self) -> None:
+        """It is not ours to start."""
+
+    def wait_ready(self) -> str:
+        """Until it makes a token."""
+        control = EngineControl(self.url)
+        try:
+            waits.until(
+                lambda: run(control.healthy(_ASK_DEADLINE_S)),
+                f"answer of {self.plan.name}",
+                self.plan.start_timeout_s,
+                owner="engine fleet",
+                interval_s=0.5,
+            )
+        except waits.WaitTimeout as error:
+            raise EngineStartError(f"{error} (--engine-start-timeout-s)") from None
+        self._in_use = self._answers = True
+        self._last_look = time.monotonic()
+        return self.url
+
+    def alive(self) -> bool:
+        """Whether its port takes connections; looked at every few seconds."""
+        if self._in_use and time.monotonic() - self._last_look > _LOOK_INTERVAL_S:
+            self._answers, self._last_look = self._connects(), time.monotonic()
+        return self._in_use and self._answers
+
+    def _connects(self) -> bool:
+        parts = urlsplit(self.url)
+        try:
+            socket.create_connection((parts.hostname, parts.port), _LOOK_TIMEOUT_S).close()
+        except OSError:
+            return False
+        return True
+
+    def describe_end(self) -> str:
+        return "was taken out of use" if not self._in_use else f"takes no connection at {self.url}"
+
+    def kill(self) -> None:
+        self._in_use = False
+
+    def stop(self) -> None:
+        """It is not ours to stop."""
+
+
+def _no_command(port: int, ready_file: Path, life_fd: int) -> list[str]:
+    raise AssertionError("an external engine is never started")

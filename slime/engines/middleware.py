@@ -1,0 +1,54 @@
+"""Middleware of the built-in balancer: a class of yours sees each request, may change or answer it, and sees the answer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RouterRequest:
+    """One POST. Example: RouterRequest("/generate", {"text": "2+2=", "sampling_params": {}}, {"X-SMG-Routing-Key": "a"})."""
+
+    path: str
+    payload: dict[str, Any]
+    headers: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class RouterAnswer:
+    status: int
+    payload: Any
+
+
+Forward = Callable[[RouterRequest], Awaitable[RouterAnswer]]
+
+
+class Middleware(Protocol):
+    """Made once as `cls(args)`. Streaming requests pass by."""
+
+    async def handle(self, request: RouterRequest, forward: Forward) -> RouterAnswer: ...
+
+
+def chain(middlewares: Sequence[Middleware], forward: Forward) -> Forward:
+    """One function that goes through all of them, the first outermost, and then to an engine."""
+    for middleware in reversed(middlewares):
+        forward = _wrap(middleware, forward)
+    return forward
+
+
+def _wrap(middleware: Middleware, inner: Forward) -> Forward:
+    async def call(request: RouterRequest) -> RouterAnswer:
+        try:
+            return await middleware.handle(request, inner)
+        except Exception as error:  # a user's code may raise anything; the request fails, the balancer lives
+            name = type(middleware).__name__
+            logger.exception("--router-middleware-paths: %s failed on %s", name, request.path)
+            # A 4xx: the same request would fail again, so clients must not repeat it.
+            return RouterAnswer(422, {"error": f"middleware {name}: {type(error).__name__}: {error}"})
+
+    return call

@@ -1,0 +1,208 @@
+"""Middleware for conversations kept as text: what was generated before goes back to the engine as the very same token ids.
+
+Tokenising a conversation again may split it otherwise than the model did, and then log-probs belong to other tokens.
+`--router-middleware-paths slime.engines.prefix_cache.PrefixCacheMiddleware` remembers, per text, the ids behind it. A
+`/generate` with `text` (or `messages`) is sent as `input_ids`: known ids for the longest known beginning, fresh ones
+for the rest. `/retrieve_from_text` answers with ids, log-probs, loss mask and weight versions of a whole conversation.
+Responses whose last bytes are half a character are not remembered.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+from slime.engines.middleware import Forward, RouterAnswer, RouterRequest
+from slime.utils.processing_utils import load_tokenizer
+from slime.wire.protocol import Generation
+
+MAX_TOKENS = 16_000_000
+_HALF_CHARACTER = "\ufffd"
+
+
+@dataclass(eq=False, slots=True)
+class Piece:
+    """The ids of one stretch of a conversation, after those of `before`. `log_probs` and `version` None: not generated."""
+
+    before: Piece | None
+    ids: tuple[int, ...]
+    log_probs: tuple[float, ...] | None
+    versions: tuple[str, ...] | None  # one per id
+    node: _Node | None = None  # where the tree keeps it; set by the tree
+
+    def line(self) -> list[Piece]:
+        """From the beginning of the conversation to here."""
+        pieces, piece = [], self
+        while piece is not None:
+            pieces.append(piece)
+            piece = piece.before
+        return pieces[::-1]
+
+
+@dataclass(eq=False, slots=True)
+class _Node:
+    edge: str
+    parent: _Node | None
+    children: dict[str, _Node] = field(default_factory=dict)  # by the first character of their edge
+    piece: Piece | None = None
+
+
+class RadixTree:
+    """Texts and their ids; a lookup costs the length of the text. The least recently used are forgotten above `max_tokens`."""
+
+    def __init__(self, max_tokens: int = MAX_TOKENS):
+        self._root, self._max_tokens = _Node("", None), max_tokens
+        self._recent: OrderedDict[int, Piece] = OrderedDict()  # by id(); the oldest first
+        self.num_tokens = 0
+
+    def longest_prefix(self, text: str) -> tuple[int, Piece | None]:
+        """(characters that are known, their last piece)."""
+        node, at = self._root, 0
+        best: tuple[int, Piece | None] = (0, None)
+        while at < len(text):
+            child = node.children.get(text[at])
+            if child is None or not text.startswith(child.edge, at):
+                break
+            node, at = child, at + len(child.edge)
+            if node.piece is not None:
+                best = (at, node.piece)
+        if best[1] is not None:
+            self._touch(best[1])
+        return best
+
+    def insert(self, text: str, piece: Piece) -> None:
+        """`piece` ends the conversation `text`. A text that is known keeps the ids it was first known by."""
+        if not text or not piece.ids:
+            return
+        node = self._node_for(text)
+        if node.piece is not None:
+            self._touch(node.piece)
+            return
+        node.piece, piece.node = piece, node
+        self._recent[id(piece)] = piece
+        self.num_tokens += len(piece.ids)
+        self._touch(piece)
+        while self.num_tokens > self._max_tokens and len(self._recent) > 1:
+            self._forget(next(iter(self._recent.values())))
+
+    def _node_for(self, text: str) -> _Node:
+        node, at = self._root, 0
+        while at < len(text):
+            child = node.children.get(text[at])
+            if child is None:
+                child = node.children[text[at]] = _Node(text[at:], node)
+                return child
+            common = _common_length(child.edge, text, at)
+            if common < len(child.edge):
+                child = _split(child, common)
+            node, at = child, at + common
+        return node
+
+    def _touch(self, piece: Piece) -> None:
+        """It and what it continues: a beginning is never forgotten before its continuations."""
+        while piece is not None:
+            if id(piece) in self._recent:
+                self._recent.move_to_end(id(piece))
+            piece = piece.before
+
+    def _forget(self, piece: Piece) -> None:
+        del self._recent[id(piece)]
+        self.num_tokens -= len(piece.ids)
+        node, piece.node = piece.node, None
+        node.piece = None
+        while node.parent is not None and node.piece is None and not node.children:
+            del node.parent.children[node.edge[0]]
+            node = node.parent
+
+
+def _common_length(edge: str, text: str, at: int) -> int:
+    length = 0
+    while length < len(edge) and at + length < len(text) and edge[length] == text[at + length]:
+        length += 1
+    return length
+
+
+def _split(node: _Node, length: int) -> _Node:
+    upper = _Node(node.edge[:length], node.parent, {node.edge[length]: node})
+    node.parent.children[node.edge[0]] = upper
+    node.edge, node.parent = node.edge[length:], upper
+    return upper
+
+
+class PrefixCacheMiddleware:
+    """See the module. Ids that a client sends itself (`input_ids`) pass unchanged."""
+
+    def __init__(self, args: Any):
+        self._tokenizer = load_tokenizer(args.hf_checkpoint)
+        self._tree = RadixTree()
+
+    async def handle(self, request: RouterRequest, forward: Forward) -> RouterAnswer:
+        if request.path == "/retrieve_from_text":
+            return self._retrieve(request.payload)
+        if request.path != "/generate" or "input_ids" in request.payload:
+            return await forward(request)
+        text = self._text_of(request.payload)
+        if text is None:
+            return await forward(request)
+        known, prompt = self._prompt(text)
+        rest = {key: value for key, value in request.payload.items() if key not in ("text", "messages", "tools")}
+        ids = [i for piece in prompt.line() for i in piece.ids]
+        sent = {**rest, "input_ids": ids, "return_logprob": True}
+        answer = await forward(RouterRequest(request.path, sent, request.headers))
+        if answer.status != 200:
+            return answer
+        self._remember(text, prompt, answer.payload)
+        cache = {"known_tokens": known, "prompt_tokens": len(ids)}
+        return RouterAnswer(200, {**answer.payload, "prompt_ids": ids, "prefix_cache": cache})
+
+    def _text_of(self, payload: dict[str, Any]) -> str | None:
+        if isinstance(payload.get("messages"), list):
+            return self._tokenizer.apply_chat_template(
+                payload["messages"], tools=payload.get("tools"), tokenize=False, add_generation_prompt=True
+            )
+        return payload["text"] if isinstance(payload.get("text"), str) else None
+
+    def _prompt(self, text: str) -> tuple[int, Piece]:
+        """(how many ids were known, the last piece of the text)."""
+        length, piece = self._tree.longest_prefix(text)
+        known = sum(len(p.ids) for p in piece.line()) if piece is not None else 0
+        if length < len(text) or piece is None:
+            ids = self._tokenizer(text[length:], add_special_tokens=False)["input_ids"]
+            piece = Piece(piece, tuple(ids), None, None)
+        return known, piece
+
+    def _remember(self, text: str, prompt: Piece, answer: dict[str, Any]) -> None:
+        made = Generation.from_json(answer)
+        if prompt.node is None:
+            self._tree.insert(text, prompt)
+        versions = [span.version for span in made.spans for _ in range(span.start, span.end)]
+        self._keep(text, prompt, made.ids, made.log_probs, versions)
+        if made.finish == "stop":  # a client may write the conversation on without the token that stopped it
+            self._keep(text, prompt, made.ids[:-1], made.log_probs[:-1], versions[:-1])
+
+    def _keep(self, text: str, prompt: Piece, ids: Any, log_probs: Any, versions: list[str]) -> None:
+        # With special tokens: a chat template writes them too when the conversation comes back.
+        said = self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        if said and not said.endswith(_HALF_CHARACTER):
+            self._tree.insert(text + said, Piece(prompt, tuple(ids), tuple(log_probs), tuple(versions)))
+
+    def _retrieve(self, payload: dict[str, Any]) -> RouterAnswer:
+        text = self._text_of(payload)
+        if text is None:
+            return RouterAnswer(400, {"error": "retrieve_from_text needs `text` or `messages`"})
+        known, last = self._prompt(text)
+        line = last.line()
+        mask = [int(piece.log_probs is not None) for piece in line for _ in piece.ids]
+        first = mask.index(1) if 1 in mask else len(mask)
+        return RouterAnswer(
+            200,
+            {
+                "tokens": [i for piece in line for i in piece.ids],
+                "loss_mask": mask,
+                "rollout_log_probs": [x for piece in line for x in (piece.log_probs or [0.0] * len(piece.ids))],
+                "weight_versions": [v for piece in line for v in (piece.versions or [None] * len(piece.ids))],
+                "response_length": len(mask) - first,
+                "known_tokens": known,
+            },
+        )
