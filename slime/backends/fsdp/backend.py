@@ -70,6 +70,9 @@ def create_backend(
     return backend
 
 
+_COMPILE_FROM_WIDTH = 1024
+
+
 class FSDPBackend:
     """One rank's model shard and optimizer. Every public method is called by all ranks together."""
 
@@ -126,13 +129,14 @@ class FSDPBackend:
         return WorkingCopy(model, self.compute_dtype) if alone and self.compute_dtype != torch.float32 else None
 
     def _compiles(self) -> bool:
-        """By default on GPUs. Routing to experts has shapes that depend on data, and cut matrices are DTensors: not these."""
+        """By default on GPUs, for layers of some width. Routing to experts has shapes that depend on data, and cut matrices are DTensors: not these."""
         if self.args.compile is not None:
             return self.args.compile
         config = self.model.lm.config.get_text_config()
         experts = hasattr(config, "num_experts") or hasattr(config, "num_local_experts")
         alone = self.mesh.tensor is None and self.mesh.context_group is None
-        return self.device.type == "cuda" and alone and not experts
+        # A minute of compiling pays only where a layer keeps the GPU busy.
+        return self.device.type == "cuda" and alone and not experts and config.hidden_size >= _COMPILE_FROM_WIDTH
 
     # -- passes ------------------------------------------------------------------------------------------------------
 
