@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from slime.arguments.flag import flag
 
 DEFAULT_ROLLOUT_FUNCTION = "slime.rollout.sglang_rollout.generate_rollout"
+FULLY_ASYNC_ROLLOUT_FUNCTION = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 
 
 @dataclass(frozen=True)

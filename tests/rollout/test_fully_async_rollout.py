@@ -15,6 +15,8 @@ from slime.rollout.fully_async_rollout import generate_rollout_fully_async, stop
 from slime.rollout.rm_hub.scoring import reset_breaker
 from slime.utils.types import Sample, flatten_samples
 
+FUNCTION = ("--rollout-function-path", "slime.rollout.fully_async_rollout.generate_rollout_fully_async")
+
 
 @pytest.fixture(autouse=True)
 def fresh():
@@ -51,7 +53,7 @@ def test_rollouts_fill_their_batches_and_nothing_is_left_after_the_last(tmp_path
 
 def test_the_pool_goes_on_between_rollouts_and_starts_no_more_than_the_bound_lets_be_used(tmp_path):
     with FakeEngine() as engine:
-        args = make_args(tmp_path, engine, "--max-weight-staleness", "2", num_rollout=100)
+        args = make_args(tmp_path, engine, *FUNCTION, "--max-weight-staleness", "2", num_rollout=100)
         source = make_source(args)
         rollout(args, source)
         wait_until(lambda: len(engine.requests) == 2 * (4 + 2 * 4))
@@ -66,7 +68,7 @@ def test_the_pool_goes_on_between_rollouts_and_starts_no_more_than_the_bound_let
 
 def test_without_staleness_nothing_is_generated_between_rollouts(tmp_path):
     with FakeEngine() as engine:
-        args = make_args(tmp_path, engine, "--max-weight-staleness", "0", num_rollout=9)
+        args = make_args(tmp_path, engine, *FUNCTION, "--max-weight-staleness", "0", num_rollout=9)
         source = make_source(args)
         for rollout_id in range(3):
             rollout(args, source, rollout_id)
@@ -79,7 +81,7 @@ def test_without_staleness_nothing_is_generated_between_rollouts(tmp_path):
 
 def test_the_concurrency_target_bounds_the_groups_in_flight(tmp_path):
     with FakeEngine(lambda payload, number: {"delay_s": 0.02}) as engine:
-        flags = "--max-weight-staleness", "5", "--sglang-server-concurrency", "6"
+        flags = *FUNCTION, "--max-weight-staleness", "5", "--sglang-server-concurrency", "6"
         args = make_args(tmp_path, engine, *flags, num_rollout=3)
         source = make_source(args)
         for rollout_id in range(3):
@@ -239,3 +241,16 @@ def test_flags_that_contradict_the_pool_are_refused(tmp_path, flags):
     args = make_args(tmp_path, None, *flags, engine_urls=("http://127.0.0.1:9",))
     with pytest.raises(ValueError, match=flags[0]):
         rollout(args, make_source(args))
+
+
+@pytest.mark.parametrize("flag", ["--deterministic-mode", "--partial-rollout", "--colocate"])
+def test_such_flags_are_refused_when_they_are_parsed(tmp_path, flag):
+    with pytest.raises(ValueError, match=f"{flag} with the fully asynchronous rollout function"):
+        make_args(tmp_path, None, *FUNCTION, flag)
+
+
+def test_a_staleness_bound_without_a_pool_is_refused(tmp_path):
+    with pytest.raises(
+        ValueError, match="--max-weight-staleness is 3, but the default rollout function keeps nothing"
+    ):
+        make_args(tmp_path, None, "--max-weight-staleness", "3")
