@@ -26,6 +26,7 @@ class FakeEngine:
         self.aborts: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.running = self.most_running = 0
+        self.abort_delay_s = 0.0
         self.waiting, self.load = 0, {}  # what /v1/loads says beside the requests that run
         self._held: dict[str, asyncio.Event] = {}
 
@@ -141,6 +142,7 @@ class FakeEngine:
     async def _abort(self, request: web.Request) -> web.Response:
         payload = await request.json()
         self.aborts.append(payload)
+        await asyncio.sleep(self.abort_delay_s)
         event = self._held.pop(payload.get("rid"), None)
         if event is not None:
             event.set()

@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3  # how often one group is generated before its failure stops the run
 MAX_FAILED_IN_A_ROW = 32  # groups; then it is the engines, not the prompts
+DISCARD_GRACE_S = 2.0  # how long engines may take to confirm that discarded work is ended
 ABORT_GRACE_S = 30.0  # how long aborted work that will be kept may take to come back
 
 
@@ -242,12 +243,20 @@ class BatchCollector:
             abort = asyncio.ensure_future(self.abort_requests())
             await asyncio.sleep(0)
             await self._cancel(running)
-            await abort
+            await self._briefly(abort)
         groups = [self._worth_keeping(ticket) for ticket in tickets]
         groups.sort(key=lambda group: not is_scored(group))  # finished ones first; the sort is stable
         self._tickets.clear()
         self._give_back(groups)
         return groups
+
+    async def _briefly(self, abort: asyncio.Future) -> None:
+        """What engines still do about discarded work is not waited for; the abort goes on by itself if it must."""
+        await asyncio.wait([abort], timeout=DISCARD_GRACE_S)
+        if abort.done():
+            abort.result()
+        else:
+            abort.add_done_callback(_log_late_failure)
 
     @property
     def _keeps_work(self) -> bool:
@@ -304,3 +313,8 @@ class BatchCollector:
     def _settle(self, groups: list[Group], outcome: str, reason: str | None = None) -> None:
         if isinstance(self.data_source, DataSource):
             self.data_source.settle(groups, outcome, reason)
+
+
+def _log_late_failure(abort: asyncio.Future) -> None:
+    if not abort.cancelled() and abort.exception() is not None:
+        logger.warning("an abort failed: %s", abort.exception())

@@ -8,6 +8,7 @@ from slime.utils import http_utils, waits
 from slime.wire.protocol import GenerateRequest, Generation
 
 SESSION_HEADER = "X-SMG-Routing-Key"  # read by the router's consistent-hashing policy
+MAX_ABORTS = 64  # sent at a time: thousands of requests may end at once, and each would be a connection
 
 
 class EngineClient:
@@ -62,13 +63,14 @@ class EngineClient:
         It goes to the workers because the router has no control endpoints. Ids a worker does not hold are ignored; a
         worker that is gone has nothing left to abort.
         """
-        posts = [_abort(url, rid) for url in engine_urls for rid in rids]
-        await asyncio.gather(*posts)
+        slots = asyncio.Semaphore(MAX_ABORTS)
+        await asyncio.gather(*(_abort(url, rid, slots) for url in engine_urls for rid in rids))
 
 
-async def _abort(url: str, rid: str) -> None:
+async def _abort(url: str, rid: str, slots: asyncio.Semaphore) -> None:
     try:
-        await http_utils.post(f"{url.rstrip('/')}/abort_request", {"rid": rid}, max_retries=0, timeout_s=30.0)
+        async with slots:
+            await http_utils.post(f"{url.rstrip('/')}/abort_request", {"rid": rid}, max_retries=0, timeout_s=30.0)
     except http_utils.HttpError as error:
         if error.status != 0:
             raise

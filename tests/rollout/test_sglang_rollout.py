@@ -109,6 +109,19 @@ def test_abort_goes_by_request_id_and_waits_for_nothing_that_is_discarded(tmp_pa
     assert_conserved(source)
 
 
+def test_an_engine_that_is_slow_to_abort_does_not_hold_up_the_batch(tmp_path):
+    with FakeEngine(hold_late) as engine:
+        engine.abort_delay_s = 8.0
+        args = make_args(tmp_path, engine, "--over-sampling-batch-size", "8")
+        source = make_source(args)
+        start = time.monotonic()
+        rollout(args, source)
+        assert time.monotonic() - start < 6
+        assert engine.aborts
+    assert len(source.buffer) == 4
+    assert_conserved(source)
+
+
 def test_partial_rollout_continues_what_was_aborted(tmp_path):
     with FakeEngine(hold_late) as engine:
         args = make_args(tmp_path, engine, "--over-sampling-batch-size", "8", "--partial-rollout")
