@@ -1,0 +1,129 @@
+"""SGLang's real router over engines that compute nothing: registration, sessions, disaggregation, and its own death."""
+
+import os
+import signal
+import time
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+from aiohttp import web
+from fake_engine import FakeEngine
+
+from slime.arguments.router import need_router_python, read_router_flags
+from slime.arguments.sglang import find_python
+from slime.engines.router import SESSION_HEADER
+from slime.engines.server import LaunchPlan
+from slime.engines.sglang.router import SGLangRouter, router_command
+from slime.utils import http_utils
+from slime.utils.async_utils import run
+
+pytestmark = pytest.mark.sglang
+PAYLOAD = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 4}}
+
+
+class RegisteredEngine(FakeEngine):
+    """Also answers what the router asks of a worker that registers."""
+
+    async def _serve(self) -> int:
+        app = web.Application()
+        app.router.add_post("/generate", self._generate)
+        app.router.add_get("/{path:.*}", self._describe)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        return site._server.sockets[0].getsockname()[1]
+
+    async def _describe(self, request: web.Request) -> web.Response:
+        return web.json_response({"model_path": "org/model", "served_model_name": "org/model", "version": "0.5.23"})
+
+
+@pytest.fixture(scope="module")
+def python() -> str:
+    if find_python(None, ".venv-router", "sglang_router") is None:
+        pytest.skip("there is no sglang-router: `make sglang-env`")
+    return need_router_python(None, "this test")
+
+
+def server(engine: FakeEngine, worker_type: str = "regular", bootstrap_port: int | None = None) -> SimpleNamespace:
+    return SimpleNamespace(
+        url=engine.url, plan=SimpleNamespace(worker_type=worker_type), bootstrap_port=bootstrap_port
+    )
+
+
+def make_router(python: str, folder, policy: str, *words: str) -> SGLangRouter:
+    return SGLangRouter(LaunchPlan("router", router_command(python, policy, words), {}, folder / "router.log", 120.0))
+
+
+def ask(router: SGLangRouter, session: str | None = None):
+    headers = {SESSION_HEADER: session} if session else None
+    payload = {**PAYLOAD, "rid": session}
+    return run(http_utils.post(f"{router.url}/generate", payload, max_retries=20, headers=headers, timeout_s=60))
+
+
+def known(router: SGLangRouter) -> set[str]:
+    return {worker["url"] for worker in run(http_utils.get(f"{router.url}/workers"))["workers"]}
+
+
+def eventually(condition, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.1)
+
+
+def test_engines_leave_and_return_sessions_stay_and_a_dead_router_comes_back_knowing_all(python, tmp_path):
+    with RegisteredEngine() as one, RegisteredEngine() as two:
+        router = make_router(python, tmp_path, "manual")
+        try:
+            for engine in (one, two):
+                router.enroll(server(engine))
+            port = router.start()
+            assert known(router) == {one.url, two.url}
+            for session in "abcdefgh" * 3:
+                assert ask(router, session)["output_ids"]
+            homes = [Counter(request["rid"] for request in engine.requests) for engine in (one, two)]
+            assert not set(homes[0]) & set(homes[1]) and sum(homes, Counter()) == Counter("abcdefgh" * 3)
+
+            router.remove(one.url)
+            eventually(lambda: known(router) == {two.url})
+            before = len(one.requests)
+            for _ in range(4):
+                ask(router)
+            assert len(one.requests) == before
+            router.add(server(one))
+            eventually(lambda: known(router) == {one.url, two.url})
+
+            os.kill(router.pid, signal.SIGKILL)
+            eventually(lambda: router.num_restarts == 1)
+            assert router.url.endswith(f":{port}") and known(router) == {one.url, two.url}
+            assert ask(router)["output_ids"]
+        finally:
+            router.stop()
+
+
+def test_prefill_and_decode_engines_are_registered_as_such_and_both_get_the_request(python, tmp_path):
+    with RegisteredEngine() as prefill, RegisteredEngine() as decode:
+        router = make_router(python, tmp_path, "round_robin", "--pd-disaggregation")
+        try:
+            router.enroll(server(prefill, "prefill", 8998))
+            router.enroll(server(decode, "decode"))
+            router.start()
+            listed = run(http_utils.get(f"{router.url}/workers"))["workers"]
+            kinds = {worker["url"]: (worker["worker_type"], worker.get("bootstrap_port")) for worker in listed}
+            assert kinds[prefill.url] == ("prefill", 8998) and kinds[decode.url][0] == "decode"
+            assert ask(router)["output_ids"]
+            assert len(prefill.requests) == len(decode.requests) == 1
+            assert prefill.requests[0]["bootstrap_port"] == 8998
+            assert prefill.requests[0]["bootstrap_room"] == decode.requests[0]["bootstrap_room"]
+        finally:
+            router.stop()
+
+
+def test_flags_of_the_installed_router_are_known(python):
+    assert read_router_flags({"--router-policy": ["manual"]}, python) == ["--policy", "manual"]
+    with pytest.raises(ValueError, match="did you mean --router-policy"):
+        read_router_flags({"--router-polcy": ["manual"]}, python)
+    with pytest.raises(ValueError, match="--router-port cannot be given: --sglang-router-port decides it"):
+        read_router_flags({"--router-port": ["1"]}, python)
