@@ -1,6 +1,7 @@
 """The loop of `train.py` with the next rollout in flight while this one is trained: one step off policy.
 
-Weights change only between rollouts, so every sample of a batch comes from one version.
+Weights change only between rollouts, so every sample of a batch comes from one version; unless the rollout function keeps
+groups in flight across rollouts (slime.rollout.fully_async_rollout), whose tokens say which version made each.
 """
 
 import sys

@@ -9,6 +9,7 @@ process's one loop; the data source is only touched there while the pool is open
 """
 
 import asyncio
+import heapq
 import inspect
 import logging
 from typing import Any
@@ -55,6 +56,8 @@ class AsyncRolloutWorker:
         self._started_at: dict[int, int | None] = {}  # ticket number -> weight version at its start
         self._newest: int | None = None  # the newest version seen: a push may come between two rollouts
         self.num_issued = 0  # over all rollouts
+        self.num_in_flight = 0
+        self._done: list[int] = []  # a heap of ticket numbers; some may be forgotten already
         self._collecting = self._paused = False
         self._news = asyncio.Event()
         self._failure: Exception | None = None  # of the data source, while nobody was collecting
@@ -75,17 +78,11 @@ class AsyncRolloutWorker:
         now, and at most one push happens every --update-weights-interval rollouts.
         """
         args, size = self.args, self.args.rollout_batch_size
-        rollouts = args.max_weight_staleness * args.update_weights_interval
-        rollouts = max(
-            0, min(rollouts, args.num_rollout - 1 - self.rollout_id)
-        )  # nobody uses what comes after the last
+        after_this = max(0, args.num_rollout - 1 - self.rollout_id)  # nobody uses what comes after the last
+        rollouts = min(args.max_weight_staleness * args.update_weights_interval, after_this)
         held = len(self.tickets)
         allowed = rollouts * size - held + (size - self.num_kept if self._collecting else 0)
         return min(allowed, self.concurrency - self.num_in_flight)
-
-    @property
-    def num_in_flight(self) -> int:
-        return sum(not ticket.task.done() for ticket in self.tickets.values())
 
     def fill(self) -> None:
         """Start groups, those that came back to the buffer first, until there is no room."""
@@ -105,10 +102,13 @@ class AsyncRolloutWorker:
             params = sglang_rollout.GenerateState(self.args).sampling_params
             task = asyncio.ensure_future(sglang_rollout.start_group(self.args, group, params))
         self.tickets[number] = Ticket(number, origin, task)
+        self.num_in_flight += 1
         self._scopes[number], self._started_at[number] = scope, self._newest
-        task.add_done_callback(self._on_done)
+        task.add_done_callback(lambda task: self._on_done(number, task))
 
-    def _on_done(self, task: asyncio.Task) -> None:
+    def _on_done(self, number: int, task: asyncio.Task) -> None:
+        self.num_in_flight -= 1
+        heapq.heappush(self._done, number)
         self._news.set()
         if not task.cancelled() and task.exception() is None:
             self._see(newest_version(task.result()))
@@ -141,9 +141,10 @@ class AsyncRolloutWorker:
         """The oldest ticket that is done."""
         while True:
             self._news.clear()
-            done = next((ticket for ticket in self.tickets.values() if ticket.task.done()), None)
-            if done is not None:
-                return done
+            while self._done:
+                number = heapq.heappop(self._done)
+                if number in self.tickets:
+                    return self.tickets[number]
             if not self.tickets:
                 raise RunStopped("the data source gave no groups: let get_samples go on with a new epoch.")
             await self._news.wait()
