@@ -11,6 +11,7 @@ from rollout_helpers import assert_conserved, counts, make_args, make_source
 from slime.rollout import fully_async_rollout
 from slime.rollout.base_types import call_rollout_fn
 from slime.rollout.collect import GroupFailed
+from slime.rollout.data_source import RolloutDataSource
 from slime.rollout.fully_async_rollout import generate_rollout_fully_async, stop_pool
 from slime.rollout.rm_hub.scoring import reset_breaker
 from slime.utils.types import Sample, flatten_samples
@@ -254,3 +255,29 @@ def test_a_staleness_bound_without_a_pool_is_refused(tmp_path):
         ValueError, match="--max-weight-staleness is 3, but the default rollout function keeps nothing"
     ):
         make_args(tmp_path, None, "--max-weight-staleness", "3")
+
+
+def test_an_engine_that_sometimes_answers_garbage_or_500_loses_no_group(tmp_path):
+    answers = {3: "<html>", 7: 500, 11: {"finish": "nonsense"}, 17: 503}
+    with FakeEngine(lambda payload, number: answers.get(number)) as engine:
+        args = make_args(tmp_path, engine, num_rollout=4)
+        source = make_source(args)
+        used = [i for rollout_id in range(4) for i in ids(rollout(args, source, rollout_id))]
+    assert len(set(used)) == len(used) == 32
+    assert_conserved(source)
+
+
+def test_a_data_source_without_buffer_serves_a_pool_and_gives_up_nothing_that_is_wanted(tmp_path):
+    with FakeEngine() as engine:
+        args = make_args(tmp_path, engine, num_rollout=3)
+        source = RolloutDataSource(args)
+        source.state_dict = None
+        outputs = [rollout(args, source, i) for i in range(3)]
+    assert all(output.cursor is None for output in outputs)
+    assert source.journal.counts == {"new": 12, "trained": 12}
+
+
+def test_a_data_source_whose_state_cannot_hold_the_pool_is_refused(tmp_path):
+    args = make_args(tmp_path, None, engine_urls=("http://127.0.0.1:9",))
+    with pytest.raises(ValueError, match="RolloutDataSource takes no `held`"):
+        rollout(args, RolloutDataSource(args))
