@@ -10,7 +10,9 @@ class FSDPFlags:
     """FSDP trainer."""
 
     fsdp_cpu_offload: bool = flag(False, "keep parameters, gradients and optimizer state in host memory")
-    compile: bool | None = flag(None, "compile each decoder layer; default: on GPUs, for dense models at least 1024 wide")
+    compile: bool | None = flag(
+        None, "compile each decoder layer; default: on GPUs, for dense models at least 1024 wide"
+    )
     only_train_params_name_list: list[str] | None = flag(
         None, "regular expressions: only parameters whose name one of them matches are trained", metavar="REGEX"
     )

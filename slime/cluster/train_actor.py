@@ -20,8 +20,8 @@ from slime.observability.logging_utils import configure_logger
 from slime.utils import accelerator
 from slime.weight_sync import LIVE_TRANSPORTS, TRANSPORTS, LiveReport, LiveSender, Parcel, Sender, Target
 from slime.weight_sync.base import SenderOptions
-
 from slime.weight_sync.disk import LateCopySender
+
 
 @dataclass(frozen=True, slots=True)
 class TrainReport:
