@@ -230,7 +230,7 @@ def engine_choice(draft: Draft) -> None:
             else ("embedded", "needs nothing")
         )
         draft.derive("rollout_engine", engine, why)
-    if draft.rollout_engine == "sglang" and not draft.debug_train_only:
+    if draft.rollout_engine == "sglang" and not draft.debug_train_only and not draft.rollout_external_engine_addrs:
         python = need_python(draft.sglang_python, "--rollout-engine sglang")
         if draft.sglang_python is None:
             draft.derive("sglang_python", python, "where SGLang is installed")

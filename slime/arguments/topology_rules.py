@@ -88,6 +88,11 @@ def router(draft: Draft) -> None:
     if draft.rollout_router == "builtin" or draft.debug_train_only:
         draft.set("router_options", [], draft.source("router_options"))
         return
+    if draft.rollout_engine != "sglang" and not draft.rollout_external_engine_addrs:
+        raise ValueError(
+            f"{reason or '--rollout-router sglang'} means SGLang's router, which adds fields of its own to requests that "
+            f"--rollout-engine {draft.rollout_engine} refuses; use --rollout-engine sglang."
+        )
     if draft.router_middleware_paths:
         raise ValueError(
             "--router-middleware-paths are called by the built-in balancer; use --rollout-router builtin."

@@ -9,6 +9,7 @@ from argument_helpers import parse
 
 from slime.arguments.topology import ServerGroup, plain_topology, prefill_topology, read_topology
 from slime.cli.plan import main as plan
+from slime.cluster.placement import plan_placement
 from slime.engines.topology import override_words, place_engines, plan_router
 
 FULL = """
@@ -208,3 +209,33 @@ def test_two_sources_of_engines_are_refused(write):
     path = write("sglang: [{name: a, server_groups: [{num_gpus: 1}]}]")
     with pytest.raises(ValueError, match="--sglang-config and --prefill-num-servers both say which engines serve"):
         parse("--sglang-config", path, "--prefill-num-servers", "1")
+
+
+def test_external_engines_take_no_gpu_of_ours():
+    args = parse("--rollout-external-engine-addrs", "10.0.0.5:30000", "10.0.0.6:30000", rollout_num_gpus=None)
+    assert args.rollout_num_gpus == 0 and not args.colocate
+    assert [slot.gpu_ids for slot in plan_placement(args, 1).engines] == [(), ()]
+    with pytest.raises(ValueError, match="--rollout-num-gpus is set beside --rollout-external-engine-addrs"):
+        parse("--rollout-external-engine-addrs", "10.0.0.5:30000")
+
+
+def test_engines_of_a_topology_get_the_gpus_after_the_trainers(write):
+    path = write(
+        "sglang: [{name: a, server_groups: [{num_gpus: 2}]}, {name: b, model_path: org/b, server_groups: [{num_gpus: 1}]}]"
+    )
+    args = parse("--sglang-config", path, "--rollout-engine", "embedded", rollout_num_gpus=None)
+    assert [slot.gpu_ids for slot in plan_placement(args, 8).engines] == [(1,), (2,), (3,)]
+    with pytest.raises(ValueError, match="1 trainer ranks and 3 engines on 3 GPUs need 4 GPUs, but 2 are visible"):
+        plan_placement(args, 2)
+
+
+def test_a_flag_of_the_router_needs_engines_that_it_can_talk_to():
+    with pytest.raises(ValueError, match=r"--router-policy means SGLang's router, .* use --rollout-engine sglang"):
+        parse("--router-policy", "manual")
+    with pytest.raises(ValueError, match="--rollout-router builtin is set, but --router-policy needs SGLang's router"):
+        parse("--router-policy", "manual", "--rollout-router", "builtin")
+
+
+def test_a_flag_that_only_sglang_s_router_reads_is_refused_beside_the_built_in_one():
+    with pytest.raises(ValueError, match="--router-python is x, but the built-in balancer does not read it"):
+        parse("--router-python", "x")
