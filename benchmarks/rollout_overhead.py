@@ -25,6 +25,7 @@ import aiohttp
 
 from slime.arguments import RunInfo, parse_args, plugin_args
 from slime.cli.quickstart import tiny
+from slime.rollout import requests
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.requests import build_request, prepare_prompt
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout
@@ -136,6 +137,7 @@ def make_args(folder: Path, port: int, num_samples: int, concurrency: int) -> An
 def measure_rollout(args: Any) -> float:
     """CPU seconds of one rollout."""
     source = RolloutDataSourceWithBuffer(args)
+    requests._encode.cache_clear()  # earlier rounds had the same prompts, a run has new ones
     gc.collect()
     started = time.process_time()
     output = generate_rollout(args, 0, source)
