@@ -46,6 +46,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 ABORT_DEADLINE_S = 20.0
+_PAUSE_BETWEEN_ATTEMPTS_S = 2.5  # at least, once the back-off has grown
 MAX_IDLE_RESUBMITS = 60  # answers without a token from an engine that is paused, a second apart
 
 
@@ -98,8 +99,10 @@ class GenerateState(metaclass=_StatePerArgs):
         loop = asyncio.get_running_loop()
         if loop not in self._clients:
             url = get_model_url(self.args, "default", endpoint="")
+            # Attempts that outlast the wait for an engine: whoever watches the engines ends the run, and knows the cause.
+            attempts = max(60, int(self.args.no_engine_timeout_s / _PAUSE_BETWEEN_ATTEMPTS_S))
             self._clients[loop] = EngineClient(
-                url, timeout_s=self.args.generate_timeout_s, max_running=self.max_running
+                url, timeout_s=self.args.generate_timeout_s, max_retries=attempts, max_running=self.max_running
             )
         return self._clients[loop]
 
