@@ -28,7 +28,7 @@ test: $(STAMP) lint
 	$(BIN)/python -m pytest -q
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -q -m slow --timeout 3600
+	$(BIN)/python -m pytest -q -m "slow and not megatron and not sglang and not gpu" --timeout 3600
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -q -m gpu --timeout 1800
@@ -66,7 +66,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 docs: $(STAMP)
-	$(BIN)/python -m slime.arguments.docs
+	$(BIN)/slime docs
 
 clean:
 	rm -rf $(VENV) $(SGLANG_VENV) $(ROUTER_VENV) build *.egg-info runs
