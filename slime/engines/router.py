@@ -176,7 +176,10 @@ class Balancer:
             try:
                 async for chunk in answer.content.iter_any():
                     await stream.write(chunk)
-            except _BROKEN as error:  # the client has read a part, so nobody else can begin again
+            except (
+                *_BROKEN,
+                asyncio.CancelledError,
+            ) as error:  # the client has read a part, so nobody else can begin again
                 raise ConnectionResetError(f"{target} broke in the middle of a stream") from error
             await stream.write_eof()
             return stream

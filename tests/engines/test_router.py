@@ -6,6 +6,7 @@ import socket
 import time
 from types import SimpleNamespace
 
+import aiohttp
 import pytest
 from fake_engine import FakeEngine
 
@@ -133,6 +134,28 @@ def test_a_request_of_an_engine_that_leaves_the_rotation_is_answered_by_another(
         balancer.add(member(other.url))
         balancer.remove(stuck.url)
         assert future.result(10)["output_ids"] and len(other.requests) == 1
+
+
+def test_a_stream_of_an_engine_that_leaves_is_cut_and_not_begun_again():
+    held = {**PAYLOAD, "stream": True, "rid": "a"}
+
+    async def read(url):
+        async with http_utils.get_session().post(f"{url}/generate", json=held) as answer:
+            return await answer.read()
+
+    with (
+        FakeEngine(lambda *_: {"hold": True}) as stuck,
+        FakeEngine() as other,
+        balanced([stuck.url]) as (url, balancer),
+    ):
+        future = asyncio.run_coroutine_threadsafe(read(url), async_utils.get_loop())
+        while "a" not in stuck._held:
+            time.sleep(0.01)
+        balancer.add(member(other.url))
+        balancer.remove(stuck.url)
+        with pytest.raises(aiohttp.ClientError):
+            future.result(10)
+        assert other.requests == []
 
 
 def test_an_engine_that_left_gets_nothing_until_it_returns():
