@@ -125,6 +125,7 @@ class StepStats:
     metrics: dict[str, float]
     grad_norm: float
     learning_rates: tuple[float, ...]  # per parameter group
+    optimizer_s: float = 0.0  # host seconds of the optimizer itself, after the last backward pass
 
 
 class NonFiniteStepError(RunStopped, ArithmeticError):

@@ -292,6 +292,7 @@ def _step_metrics(stats: StepStats, step: RankStep) -> dict[str, float]:
     for i, rate in enumerate(stats.learning_rates):
         metrics[f"train/lr-pg_{i}"] = rate
     metrics["train/global_batch_size"] = step.num_rollouts
+    metrics["perf/optimizer_time"] = stats.optimizer_s
     return metrics
 
 

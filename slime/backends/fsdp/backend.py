@@ -2,6 +2,7 @@
 
 import logging
 import math
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -200,8 +201,10 @@ class FSDPBackend:
         if (counts := self.expert_load.take()) is not None:
             metrics |= load_metrics(self._sum_over_tokens(counts))
         self._check_finite(metrics, grad_norm)
+        started = time.perf_counter()
         rates = self._apply(grad_norm)
-        return StepStats(metrics=metrics, grad_norm=grad_norm, learning_rates=rates)
+        seconds = time.perf_counter() - started
+        return StepStats(metrics=metrics, grad_norm=grad_norm, learning_rates=rates, optimizer_s=seconds)
 
     def _send(self, mb: MicroBatch, model: nn.Module) -> tuple[MicroBatch, StreamShare | None]:
         """The micro-batch on the device, and this rank's share of it under context parallelism."""
