@@ -275,11 +275,11 @@ RULES: tuple[Rule, ...] = (
     rewards,
     evaluation,
     checkpoints,
+    topology_source,  # before the engine is chosen: what is asked for must make sense whatever is installed
     engine_choice,
     refuse_flags_without_effect,
     fully_async_rollout,
     megatron_trainer,
-    topology_source,
     devices,
     topology,
     router,
