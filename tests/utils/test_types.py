@@ -100,3 +100,11 @@ def test_nested_groups_flatten_in_order():
 )
 def test_only_finite_numbers_are_scores(value, expected):
     assert is_score(value) is expected
+
+
+def test_the_package_offers_the_sample():
+    import slime
+
+    assert slime.Sample is Sample
+    with pytest.raises(AttributeError, match="no attribute 'Simple'"):
+        _ = slime.Simple
