@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,20 @@ def run_train(world: Path, run: str, *, check: bool = True, timeout: float = 240
     if check:
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return done
+
+
+def start_train(world: Path, run: str, **changes) -> subprocess.Popen:
+    """Start a run, its output in `<run>.out`, and do not wait for it."""
+    with open(world / f"{run}.out", "w") as log:
+        return subprocess.Popen(
+            command(world, run, **changes),
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            cwd=ROOT,
+            # A shell that starts us in the background has SIGINT ignored, and children inherit that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
 
 
 def metrics(world: Path, run: str) -> list[dict]:

@@ -3,14 +3,12 @@
 import json
 import os
 import signal
-import subprocess
 import time
-from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 import pytest
-from loop_helpers import ROOT, command, flags, make_world, run_train, series
+from loop_helpers import flags, make_world, run_train, series, start_train
 from tiny_model import make_tiny_model
 
 from slime.cli import train as cli_train
@@ -232,22 +230,11 @@ def test_a_check_that_hangs_is_killed_and_the_pool_goes_on(world, end):
 # ---- several runs on one machine ---------------------------------------------------------------------------------
 
 
-def start(world: Path, name: str, **changes) -> subprocess.Popen:
-    with open(world / f"{name}.out", "w") as log:
-        return subprocess.Popen(
-            command(world, name, **changes),
-            stdout=log,
-            stderr=log,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            cwd=ROOT,
-        )
-
-
 @pytest.fixture(scope="module")
 def neighbours(world):
     """Two runs at the same time: the first saves a checkpoint and ends, the second gets Ctrl-C in mid-run."""
-    first = start(world, "first", num_rollout=1, save=world / "ckpt", save_interval=1)
-    second = start(world, "second", num_rollout=100_000)
+    first = start_train(world, "first", num_rollout=1, save=world / "ckpt", save_interval=1)
+    second = start_train(world, "second", num_rollout=100_000)
     try:
         deadline = time.monotonic() + 200
         while not series(world, "second", "train/loss") and second.poll() is None and time.monotonic() < deadline:

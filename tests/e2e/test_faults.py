@@ -1,14 +1,12 @@
 """Processes are killed at bad moments: nothing is lost, nothing is counted twice, nothing is left behind."""
 
-import os
 import random
 import signal
-import subprocess
 import time
 
 import psutil
 import pytest
-from loop_helpers import ROOT, command, make_world, run_train, series
+from loop_helpers import make_world, run_train, series, start_train
 
 from slime.rollout.dumps import load_rollout_dump
 from slime.utils import shm
@@ -29,13 +27,6 @@ def world(tmp_path_factory):
     folder = make_world(tmp_path_factory.mktemp("faults"))
     (folder / "slow.py").write_text(SLOW_REWARD)
     return folder
-
-
-def start(world, run, **changes) -> subprocess.Popen:
-    log = open(world / f"{run}.out", "w")  # noqa: SIM115 - closed with the process
-    return subprocess.Popen(
-        command(world, run, **changes), stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=ROOT
-    )
 
 
 def wait_for(condition, process, seconds=120):
@@ -86,7 +77,9 @@ def dumped(world, name, rollouts):
 def test_an_engine_killed_in_mid_run_is_replaced_and_no_sample_is_lost_or_doubled(world):
     settings = {"custom_rm_path": f"{world}/slow.py:reward", "num_rollout": 4, "rollout_max_response_len": 200}
     run_train(world, "calm", **settings, save_debug_rollout_data=f"{world}/calm-dump/{{rollout_id}}.pt")
-    process = start(world, "killed", **settings, save_debug_rollout_data=f"{world}/killed-dump/{{rollout_id}}.pt")
+    process = start_train(
+        world, "killed", **settings, save_debug_rollout_data=f"{world}/killed-dump/{{rollout_id}}.pt"
+    )
     driver = psutil.Process(process.pid)
     wait_for(lambda: len(series(world, "killed", "train/loss")) >= 1, process)
     engine = wait_for(lambda: engine_of(driver), process)
@@ -100,7 +93,7 @@ def test_an_engine_killed_in_mid_run_is_replaced_and_no_sample_is_lost_or_double
 
 
 def test_an_engine_that_keeps_dying_stops_the_run_with_the_cause(world):
-    process = start(
+    process = start_train(
         world,
         "dying",
         custom_rm_path=f"{world}/slow.py:reward",
@@ -125,7 +118,7 @@ def test_an_engine_that_keeps_dying_stops_the_run_with_the_cause(world):
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_the_end_of_the_driver_ends_everything(world, sent):
     name = f"end-{sent}"
-    process = start(world, name, custom_rm_path=f"{world}/slow.py:reward", num_rollout=1000)
+    process = start_train(world, name, custom_rm_path=f"{world}/slow.py:reward", num_rollout=1000)
     driver = psutil.Process(process.pid)
     wait_for(lambda: series(world, name, "train/loss"), process)
     family = children(driver)
@@ -148,7 +141,7 @@ def resume_after_kills(world, name, points, num_rollout, seed):
         "save_interval": 1,
     }
     for _ in range(points):
-        process = start(world, name, **settings)
+        process = start_train(world, name, **settings)
         time.sleep(rng.uniform(0.0, 16.0))
         process.kill()
         process.wait()
