@@ -47,7 +47,8 @@ class Checkpoint:
     def trainer(self) -> Path:
         return self.path / "trainer"
 
-    def rollout_state(self) -> dict[str, Any]:
+    def rollout_state(self) -> dict[str, Any] | None:
+        """None: the data source of that run keeps its own state."""
         return torch.load(self.path / "rollout.pt", weights_only=True)
 
 
@@ -86,7 +87,7 @@ def resolve_load(load: str | None, save: str | None, step: int | None) -> Checkp
 def write_checkpoint(
     folder: str | Path,
     manifest: Manifest,
-    rollout_state: dict[str, Any],
+    rollout_state: dict[str, Any] | None,
     write_trainer: Callable[[Path], None],
     needed_bytes: int,
 ) -> Checkpoint:

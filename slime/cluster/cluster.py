@@ -162,7 +162,7 @@ class Cluster:
         started = time.monotonic()
         manifest = Manifest(rollout_id, self._run.run_id, self._push.num_pushes if self._push else 0)
         checkpoint = write_checkpoint(
-            self._args.save, manifest, generated.cursor or {}, self._trainer.save, self._checkpoint_bytes
+            self._args.save, manifest, generated.cursor, self._trainer.save, self._checkpoint_bytes
         )
         self._checkpoint_bytes = sum(f.stat().st_size for f in checkpoint.path.rglob("*") if f.is_file())
         if generated.cursor is None:

@@ -139,6 +139,11 @@ def test_the_latest_complete_checkpoint_is_found(tmp_path):
     assert find_checkpoint(tmp_path, 3).rollout_state() == {"offset": 7, "buffer": [{"tokens": [1, 2]}]}
 
 
+def test_a_data_source_that_keeps_its_own_state_leaves_none(tmp_path):
+    checkpoint = write_checkpoint(tmp_path, Manifest(0, "run", 1), None, lambda path: path.mkdir(), 0)
+    assert checkpoint.rollout_state() is None
+
+
 def test_an_interrupted_checkpoint_is_never_read_and_later_removed(tmp_path):
     def interrupted(path):
         path.mkdir()
