@@ -15,6 +15,7 @@ from typing import Any
 
 from slime.arguments import Args, explain_batch
 from slime.cluster.checkpoint import Checkpoint, Manifest, resolve_load, write_checkpoint
+from slime.cluster.janitor import Janitor
 from slime.cluster.placement import plan_placement
 from slime.cluster.residency import GENERATE, TRAIN, Phase, Residency
 from slime.cluster.rollout_manager import Generated, RolloutFacts
@@ -46,6 +47,7 @@ class Cluster:
         self._run = open_run(args)
         self._placement = plan_placement(args, device_count())
         self._tracker = Tracker(args, self._run.run_dir)
+        self._janitor = Janitor(shm.FOLDER, self._run.shm_prefix)
         self._runtime = create_runtime(args, self._run.run_dir, self._run.shm_prefix)
         self._rollout: RolloutStage | None = None
         self._trainer: TrainGroup | NoTrainer = NoTrainer()
@@ -71,6 +73,7 @@ class Cluster:
                 self._rollout.close()
         self._runtime.close()
         shm.unlink_prefix(self._run.shm_prefix)
+        self._janitor.dismiss()
         self._tracker.finish()
 
     def start(self) -> Schedule:

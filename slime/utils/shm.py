@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import torch
 
-_DIRECTORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
+FOLDER = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
 
 
 def make_prefix() -> str:
@@ -34,7 +34,7 @@ class Segment:
 
     @property
     def path(self) -> Path:
-        return _DIRECTORY / self.name
+        return FOLDER / self.name
 
     def close(self) -> None:
         """Forget the mapping; the memory goes when the last tensor over it does."""
@@ -48,7 +48,7 @@ class Segment:
 def create_segment(nbytes: int, prefix: str) -> Segment:
     """A new segment of zeros, writable."""
     name = f"{prefix}-{secrets.token_hex(6)}"
-    path = _DIRECTORY / name
+    path = FOLDER / name
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
         # Reserve now: a sparse file would raise SIGBUS at the first write once the memory is full.
@@ -56,7 +56,7 @@ def create_segment(nbytes: int, prefix: str) -> Segment:
         mapping = mmap.mmap(fd, max(nbytes, 1))
     except OSError as error:
         path.unlink(missing_ok=True)
-        raise OSError(f"no room for a shared segment of {nbytes} bytes in {_DIRECTORY}: {error}") from error
+        raise OSError(f"no room for a shared segment of {nbytes} bytes in {FOLDER}: {error}") from error
     finally:
         os.close(fd)
     return Segment(name, mapping, nbytes)
@@ -66,7 +66,7 @@ def open_segment(name: str) -> Segment:
     """An existing segment. The name must be a bare one: a path would reach outside the shared folder."""
     if "/" in name or not name.startswith("slime-"):
         raise ValueError(f"{name!r} is not the name of a shared segment")
-    path = _DIRECTORY / name
+    path = FOLDER / name
     if not path.exists():
         raise FileNotFoundError(f"shared segment {name} does not exist (its owner may have gone)")
     fd = os.open(path, os.O_RDWR)
@@ -79,19 +79,19 @@ def open_segment(name: str) -> Segment:
 
 
 def list_segments(prefix: str) -> list[str]:
-    return sorted(p.name for p in _DIRECTORY.glob(f"{prefix}-*"))
+    return sorted(p.name for p in FOLDER.glob(f"{prefix}-*"))
 
 
 def unlink_prefix(prefix: str) -> None:
     """Remove every segment of a run; safe to call from several processes at once."""
-    for path in _DIRECTORY.glob(f"{prefix}-*"):
+    for path in FOLDER.glob(f"{prefix}-*"):
         path.unlink(missing_ok=True)
 
 
 def unlink_stale() -> list[str]:
     """Remove segments whose driver process no longer exists; returns their names."""
     removed = []
-    for path in _DIRECTORY.glob("slime-*-*"):
+    for path in FOLDER.glob("slime-*-*"):
         pid = path.name.split("-")[1]
         if pid.isdigit() and not psutil.pid_exists(int(pid)):
             path.unlink(missing_ok=True)

@@ -1,0 +1,45 @@
+"""Removes a run's shared memory when its driver ends, however it ends: a small process beside it, standard library only.
+
+Workers of the local runtime clean up when they see the driver gone; those of Ray are killed before they could.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+_GRACE_S = 2.0  # workers that are ending may still make a segment
+
+
+def remove_when_gone(fd: int, pattern: str) -> None:
+    """Wait for the end of the pipe, then remove the files: at once, and again for what came late."""
+    while os.read(fd, 1):
+        pass
+    for pause_s in (_GRACE_S, 0.0):
+        folder, _, name = pattern.rpartition("/")
+        for path in Path(folder).glob(name):
+            path.unlink(missing_ok=True)
+        time.sleep(pause_s)
+
+
+class Janitor:
+    """The driver's side."""
+
+    def __init__(self, folder: Path, prefix: str):
+        read_fd, self._write_fd = os.pipe()
+        command = [sys.executable, "-S", "-E", __file__, str(read_fd), f"{folder}/{prefix}-*"]
+        self._process = subprocess.Popen(command, pass_fds=[read_fd], stdin=subprocess.DEVNULL, start_new_session=True)
+        os.close(read_fd)
+
+    def dismiss(self) -> None:
+        """An orderly end: the driver cleans up itself."""
+        self._process.kill()
+        self._process.wait()
+        os.close(self._write_fd)
+
+
+if __name__ == "__main__":
+    remove_when_gone(int(sys.argv[1]), sys.argv[2])
