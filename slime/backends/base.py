@@ -114,8 +114,20 @@ class Loss:
     at_head: "HeadFunction | None" = None  # its result comes back as TokenOutputs.extra
 
 
-# Runs where the whole output matrix [V, H] is at hand, on the hidden states [R, H] that predict the response tokens.
-HeadFunction = Callable[[Tensor, Tensor, MicroBatch], Tensor]
+class OutputMatrix(Protocol):
+    """What makes logits of hidden states, as this rank holds it: the whole matrix, or its rows of the vocabulary."""
+
+    weight: Tensor  # [V, H], or this rank's part of the V rows
+
+    def reverse_kl(
+        self, hidden: Tensor, teacher_hidden: Tensor, teacher: "OutputMatrix", *, temperature: float, chunk_size: int
+    ) -> Tensor:
+        """[R] KL(own || teacher) over the vocabulary, the same on all ranks that share it; differentiable in the own."""
+        ...
+
+
+# Runs where the output matrix is at hand, on the hidden states [R, H] that predict the response tokens.
+HeadFunction = Callable[[Tensor, OutputMatrix, MicroBatch], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +172,7 @@ class TrainBackend(Protocol):
 
     def reset_optimizer(self) -> None: ...
 
-    def output_matrix(self, weights: str) -> Tensor: ...
+    def output_matrix(self, weights: str) -> OutputMatrix: ...
 
     def export(self, *, weights: str = "actor", dtype: torch.dtype | None = None) -> Iterator[Bucket]: ...
 

@@ -7,8 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.algorithms.distillation import full_reverse_kl, sampled_reverse_kl, subtract_reverse_kl
-from slime.backends.base import Denominators, HeadFunction, Loss, Metrics, MicroBatch, TokenOutputs, TrainBackend
+from slime.algorithms.distillation import sampled_reverse_kl, subtract_reverse_kl
+from slime.backends.base import (
+    Denominators,
+    HeadFunction,
+    Loss,
+    Metrics,
+    MicroBatch,
+    OutputMatrix,
+    TokenOutputs,
+    TrainBackend,
+)
 from slime.backends.critic_loss import build_value_loss
 from slime.backends.microbatch import build_micro_batches
 from slime.backends.policy import loss_reducer, mean_reducer
@@ -58,7 +67,7 @@ def add_teacher(backend: TrainBackend, args: Any, mbs: list[MicroBatch], batch: 
             )
         return {}
     started = time.perf_counter()
-    at_head = (lambda hidden, weight, mb: hidden) if wants_full_kl(args) else None
+    at_head = (lambda hidden, matrix, mb: hidden) if wants_full_kl(args) else None
     result = backend.log_probs(mbs, weights="teacher", at_head=at_head)
     batch["teacher_log_probs"] = result.log_probs
     if result.extra is not None:
@@ -92,16 +101,15 @@ def with_distillation(loss: Loss, backend: TrainBackend, args: Any) -> Loss:
 
 def _full_kl_at_head(backend: TrainBackend, args: Any) -> HeadFunction:
     """KL(policy || teacher) over the vocabulary at each response token; needs `teacher_hidden` among the tokens."""
-    matrix = backend.output_matrix("teacher")
+    teacher = backend.output_matrix("teacher")
 
-    def at_head(hidden: Tensor, weight: Tensor, mb: MicroBatch) -> Tensor:
+    def at_head(hidden: Tensor, matrix: OutputMatrix, mb: MicroBatch) -> Tensor:
         if not mb.positions:
-            return hidden.sum(-1).float() + 0.0 * weight[0, 0]
-        return full_reverse_kl(
+            return hidden.sum(-1).float() + 0.0 * matrix.weight[0, 0]
+        return matrix.reverse_kl(
             hidden,
-            weight,
             mb.tokens["teacher_hidden"],
-            matrix,
+            teacher,
             temperature=args.rollout_temperature,
             chunk_size=args.log_probs_chunk_size,
         )

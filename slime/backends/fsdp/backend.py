@@ -28,7 +28,7 @@ from slime.backends.fsdp import checkpoint, hf_export, loading, lora, tensor_par
 from slime.backends.fsdp.experts import ExpertLoad, load_metrics
 from slime.backends.fsdp.layers import decoder_layers, prepare_layers
 from slime.backends.fsdp.mesh import Mesh
-from slime.backends.fsdp.model import PackedCausalLM, gather_full, local, reshard, shard
+from slime.backends.fsdp.model import PackedCausalLM, WholeMatrix, gather_full, local, reshard, shard
 from slime.backends.fsdp.scalar_model import PackedScalarLM
 from slime.backends.fsdp.trainable import choose_trainable
 from slime.backends.fsdp.working_copy import WorkingCopy
@@ -342,11 +342,11 @@ class FSDPBackend:
         loading.fill(source, path)
         self.teacher.eval()
 
-    def output_matrix(self, weights: str) -> Tensor:
+    def output_matrix(self, weights: str) -> WholeMatrix:
         """The whole output matrix [V, H] of the weights tagged `weights`, in the dtype of the passes, on this device."""
         with self._holding(weights) as model:
             matrix = gather_full(model.lm.get_output_embeddings().weight.detach())
-            return matrix.to(self.device, self.compute_dtype, copy=True)
+            return WholeMatrix(matrix.to(self.device, self.compute_dtype, copy=True))
 
     @contextmanager
     def _keep_live(self, weights: str) -> Iterator[None]:

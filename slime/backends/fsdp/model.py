@@ -1,5 +1,6 @@
 """An HF causal LM as the trainer sees it: packed tokens in, log-probs of the response tokens out; sharded by FSDP2."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from slime.algorithms.distillation import full_reverse_kl
 from slime.algorithms.logprobs import chunked_log_probs
 from slime.backends.base import HeadFunction, MicroBatch
 from slime.backends.context_parallel import StreamShare
@@ -19,6 +21,20 @@ def run_decoder(lm: nn.Module, mb: MicroBatch, share: StreamShare | None) -> Ten
     return lm.base_model(
         input_ids=stream.input_ids, position_ids=stream.position_ids, use_cache=False, documents=stream.documents
     ).last_hidden_state[0]
+
+
+@dataclass(frozen=True, slots=True)
+class WholeMatrix:
+    """An output matrix with all rows of the vocabulary on this rank."""
+
+    weight: Tensor  # [V, H]
+
+    def reverse_kl(
+        self, hidden: Tensor, teacher_hidden: Tensor, teacher: "WholeMatrix", *, temperature: float, chunk_size: int
+    ) -> Tensor:
+        return full_reverse_kl(
+            hidden, self.weight, teacher_hidden, teacher.weight, temperature=temperature, chunk_size=chunk_size
+        )
 
 
 class PackedCausalLM(nn.Module):
@@ -67,7 +83,8 @@ class PackedCausalLM(nn.Module):
             log_probs = share.join(log_probs, len(mb.targets))
             entropies = share.join(entropies, len(mb.targets)) if entropy else None
         full = (hidden @ weight.T)[None].float() / temperature if logits else None
-        return log_probs, entropies, full, at_head(chosen, weight, mb) if at_head is not None else None
+        extra = at_head(chosen, WholeMatrix(weight), mb) if at_head is not None else None
+        return log_probs, entropies, full, extra
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype, *, offload: bool = False) -> None:
