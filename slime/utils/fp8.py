@@ -1,0 +1,55 @@
+"""FP8 weights in blocks: e4m3 values and one fp32 factor per block, as FP8 checkpoints on the hub hold them.
+
+A block is `weight_block_size` rows and columns (128 x 128 as a rule); the last ones may be smaller. The stored factor
+is the one to multiply with, although checkpoints call it `weight_scale_inv`.
+"""
+
+import torch
+from torch import Tensor
+
+FP8 = torch.float8_e4m3fn
+LARGEST = torch.finfo(FP8).max  # 448
+SCALE_SUFFIX = "_scale_inv"  # of the factors' name, behind that of the weight
+
+
+def quantize_blocks(weight: Tensor, block: tuple[int, int], *, powers_of_two: bool = False) -> tuple[Tensor, Tensor]:
+    """(e4m3 [M, N], fp32 factors [ceil(M / rows), ceil(N / columns)]) of a weight [M, N].
+
+    A value is off by at most 2^-4 of itself, or 2^-10 of its block's factor where it is tiny. Zero blocks get factor 1.
+    `powers_of_two` rounds factors up to one, for kernels that keep only their exponent.
+    """
+    rows, columns = block
+    tiles = _tiles(weight.float(), rows, columns)
+    largest = tiles.abs().amax(dim=(1, 3))
+    scale = (largest / LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
+    if powers_of_two:
+        fraction, exponent = torch.frexp(scale)
+        scale = torch.ldexp(torch.ones_like(scale), exponent - (fraction == 0.5).to(exponent.dtype))
+    scale = torch.where(largest == 0, 1.0, scale)
+    # The cast saturates on some devices and makes NaN on others: never leave the range by a rounding.
+    values = (tiles / scale[:, None, :, None]).clamp(-LARGEST, LARGEST)
+    return _untile(values, weight.shape).to(FP8), scale
+
+
+def dequantize_blocks(values: Tensor, scale: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """The weight [M, N] that e4m3 values and their factors stand for."""
+    compute = torch.float64 if dtype == torch.float64 else torch.float32
+    tiles = _tiles(values.to(compute), *block)
+    if tuple(scale.shape) != (tiles.shape[0], tiles.shape[2]):
+        raise ValueError(
+            f"an FP8 weight of shape {tuple(values.shape)} in blocks of {tuple(block)} has factors of shape "
+            f"{(tiles.shape[0], tiles.shape[2])}, not {tuple(scale.shape)}"
+        )
+    return _untile(tiles * scale.to(compute)[:, None, :, None], values.shape).to(dtype)
+
+
+def _tiles(matrix: Tensor, rows: int, columns: int) -> Tensor:
+    """[M, N] -> [M / rows, rows, N / columns, columns], padded with zeros where it does not divide."""
+    m, n = matrix.shape
+    padded = torch.nn.functional.pad(matrix, (0, -n % columns, 0, -m % rows))
+    return padded.view(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
+
+
+def _untile(tiles: Tensor, shape: torch.Size) -> Tensor:
+    flat = tiles.reshape(tiles.shape[0] * tiles.shape[1], -1)
+    return flat[: shape[0], : shape[1]].contiguous()

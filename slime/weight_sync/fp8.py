@@ -1,0 +1,141 @@
+"""Weights on their way to an FP8 model: which of them become FP8, and a stream of named tensors that has them so.
+
+What an FP8 checkpoint holds is said by the `quantization_config` of its config.json. Linear weights become e4m3 with
+fp32 factors beside them; embedding, output matrix, norms, routers and what the config excludes stay as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from slime.utils.fp8 import SCALE_SUFFIX, quantize_blocks
+
+_WEIGHT = ".weight"
+# Matrices that no FP8 checkpoint quantises, whatever its config says: they are looked up or decide, they do not transform.
+_NEVER = re.compile(r"(^|\.)(embed_tokens|embeddings?|wte|wpe|lm_head|score|gate|router|shared_expert_gate|eh_proj)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Format:
+    """How one FP8 checkpoint holds its weights.
+
+    Example: Qwen3-8B-FP8 has block (128, 128) and no exclusions: `model.layers.0.mlp.up_proj.weight` is e4m3, and
+    `model.layers.0.mlp.up_proj.weight_scale_inv` its fp32 factors.
+    """
+
+    block: tuple[int, int]
+    excluded: tuple[str, ...] = ()  # modules, as patterns
+    included: tuple[str, ...] = ()  # modules that would otherwise not be converted
+    powers_of_two: bool = False
+    names: frozenset[str] | None = None  # weights that a checkpoint has in FP8; None: not known, the patterns decide
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], names: frozenset[str] | None = None) -> Fp8Format:
+        """From the `quantization_config` of a config.json; another kind of quantisation is a ValueError."""
+        method, layout = config.get("quant_method"), config.get("fmt", "e4m3")
+        if method != "fp8" or layout != "e4m3":
+            raise ValueError(
+                f"quantization_config has quant_method {method!r} and fmt {layout!r}: weights are only written as fp8 in "
+                "e4m3; use a checkpoint of that kind, or one that is not quantised."
+            )
+        block = config.get("weight_block_size")
+        if block is None or len(block) != 2 or min(block) < 1:
+            raise ValueError(
+                f"quantization_config has weight_block_size {block!r}: weights are only written in blocks, such as "
+                "[128, 128]."
+            )
+        if config.get("activation_scheme", "dynamic") != "dynamic":
+            raise ValueError(
+                f"quantization_config has activation_scheme {config['activation_scheme']!r}: factors of activations are "
+                "part of such a checkpoint and cannot be made from weights; use one with 'dynamic'."
+            )
+        excluded = config.get("modules_to_not_convert") or config.get("ignored_layers") or ()
+        return cls(
+            block=(int(block[0]), int(block[1])),
+            excluded=tuple(excluded),
+            included=tuple(config.get("modules_to_convert") or ()),
+            powers_of_two=config.get("scale_fmt") == "ue8m0",
+            names=names,
+        )
+
+    def converts(self, name: str, tensor: Tensor) -> bool:
+        """Whether the checkpoint holds this tensor in FP8."""
+        if self.names is not None:
+            return name in self.names
+        if not name.endswith(_WEIGHT) or tensor.dim() != 2:
+            return False
+        module = name.removesuffix(_WEIGHT)
+        if any(_matches(pattern, module) for pattern in self.included):
+            return True
+        return not _NEVER.search(module) and not any(_matches(pattern, module) for pattern in self.excluded)
+
+
+def quantize_state(named: Iterable[tuple[str, Tensor]], config: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a model as an FP8 checkpoint with this `quantization_config` holds them, in the order they come."""
+    return quantize_named(named, Fp8Format.from_config(config))
+
+
+def quantize_named(named: Iterable[tuple[str, Tensor]], how: Fp8Format) -> Iterator[tuple[str, Tensor]]:
+    """`quantize_state` for a format that is known already."""
+    for name, tensor in named:
+        if not how.converts(name, tensor):
+            yield name, tensor
+            continue
+        if not tensor.is_floating_point() or tensor.element_size() < 2 or tensor.dim() != 2:
+            raise ValueError(
+                f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}: only matrices of 16 bit or more become FP8."
+            )
+        values, scale = quantize_blocks(tensor, how.block, powers_of_two=how.powers_of_two)
+        if not bool(scale.isfinite().all()):
+            raise ValueError(f"{name} holds NaN or infinite values: it cannot be written as FP8.")
+        yield name, values
+        yield name + SCALE_SUFFIX, scale
+
+
+def checkpoint_format(folder: str | Path) -> Fp8Format | None:
+    """How the checkpoint in a folder holds its weights; None: it is not quantised, or its config is not at hand.
+
+    Where its files can be listed they say which weights are FP8; the patterns of its config only decide without them.
+    """
+    file = Path(folder) / "config.json"
+    if not file.is_file():
+        return None
+    config = json.loads(file.read_text()).get("quantization_config")
+    if not config:
+        return None
+    scales = {name for name in _tensor_names(Path(folder)) if name.endswith(_WEIGHT + SCALE_SUFFIX)}
+    names = frozenset(name.removesuffix(SCALE_SUFFIX) for name in scales)
+    try:
+        return Fp8Format.from_config(config, names or None)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
+
+
+def _tensor_names(folder: Path) -> Iterator[str]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        yield from json.loads(index.read_text())["weight_map"]
+        return
+    from safetensors import safe_open  # with transformers, only needed here
+
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            yield from tensors.keys()
+
+
+def _matches(pattern: str, module: str) -> bool:
+    """Whether a pattern of a quantization_config names a module: its name or that of one around it, an end of its
+    name, or a regular expression for the beginning of it."""
+    if module == pattern or module.startswith(pattern + ".") or module.endswith(pattern):
+        return True
+    try:
+        return re.match(rf"(?:{pattern})(?:\.|$)", module) is not None
+    except re.error:
+        return False  # a plain name with odd characters
