@@ -39,7 +39,13 @@ def rotary_embedding(hf_config: Any) -> nn.Module:
 
 
 def dims_of(hf_config: Any, config: TransformerConfig) -> Dims:
-    return Dims(groups=config.num_query_groups, head_dim=config.kv_channels, vocab=hf_config.vocab_size)
+    return Dims(
+        groups=config.num_query_groups,
+        head_dim=config.kv_channels,
+        vocab=hf_config.vocab_size,
+        layers=config.num_layers,
+        extra_layers=getattr(hf_config, "num_nextn_predict_layers", None) or 0,  # not every family's config has it
+    )
 
 
 def transformer_config(args: Any, hf_config: Any, dtype: torch.dtype, device: torch.device) -> TransformerConfig:
@@ -224,3 +230,13 @@ def check_layout(args: Any, hf_config: Any, *, world_size: int, device: torch.de
             "--moe-token-dispatcher-type allgather needs equally many tokens on every rank, and packed "
             "micro-batches differ: use alltoall."
         )
+
+
+def same_architecture(one: Any, other: Any) -> bool:
+    """Whether the weights of one HF config fit a model built from another."""
+    settings = family_of(other).settings(other)
+    return (
+        one.model_type == other.model_type
+        and one.tie_word_embeddings == other.tie_word_embeddings
+        and family_of(one).settings(one) == settings
+    )

@@ -1,5 +1,6 @@
 """Our parts of Megatron's layers: packed attention with the HF model's rotary angles, and an RMS norm for every layout."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -86,7 +87,19 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel
 
 
-def layer_spec(config: TransformerConfig, *, moe: bool) -> ModuleSpec:
+class NormedAdd(RMSNorm):
+    """Takes the place of Megatron's bias, dropout and add: a branch's output is normalised before it joins the residual."""
+
+    def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
+        return self._add
+
+    def _add(self, out_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+        out, bias = out_and_bias
+        assert bias is None and not dropout, "branches with their own norm have neither biases nor dropout"
+        return residual + super().forward(out)
+
+
+def layer_spec(config: TransformerConfig, *, moe: bool, branch_norms: bool = False) -> ModuleSpec:
     """One decoder layer of Megatron's own modules, with our attention and norms in it."""
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if moe else None,
@@ -99,15 +112,22 @@ def layer_spec(config: TransformerConfig, *, moe: bool) -> ModuleSpec:
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if branch_norms:
+        sizes = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
+        layer.self_attn_bda = layer.mlp_bda = ModuleSpec(module=NormedAdd, params=sizes)
     return spec
 
 
-def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+def block_spec(
+    config: TransformerConfig, vp_stage: int | None, *, branch_norms: bool = False
+) -> TransformerBlockSubmodules:
     """The layers that this pipeline stage (and virtual stage) builds."""
     first = get_transformer_layer_offset(config, vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     pattern = moe_pattern(config)
-    specs = [layer_spec(config, moe=pattern[layer]) for layer in range(first, first + count)]
+    specs = [
+        layer_spec(config, moe=pattern[layer], branch_norms=branch_norms) for layer in range(first, first + count)
+    ]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
 
 

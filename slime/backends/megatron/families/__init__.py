@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from slime.backends.megatron.families import llama, qwen2, qwen3, qwen3_moe
+from slime.backends.megatron.families import glm4, llama, qwen2, qwen3, qwen3_moe
 from slime.backends.megatron.families.base import Family
 
 FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (llama.FAMILY, qwen2.FAMILY, qwen3.FAMILY, qwen3_moe.FAMILY)
+    module.FAMILY.model_type: module.FAMILY for module in (llama, qwen2, qwen3, qwen3_moe, glm4)
 }
 
 

@@ -4,11 +4,13 @@ A rule works both ways. `to_local` cuts hub tensors into what one tensor-paralle
 parts again. What a rank holds is decided by the rule's kind:
 
     replicated   the same tensor on every rank
+    exact        the same, and exported in fp32 whatever the dtype of the rest
     column       rows cut over the ranks (dimension 0)
     row          columns cut over the ranks (dimension 1)
     vocab        rows cut over the ranks, after padding the vocabulary to a multiple of their number
     qkv          query, key and value interleaved by key-value group, rows cut over the ranks
     gate_up      each rank's rows of the gate above its rows of the up projection
+    fused_gate_up  the same, from a hub tensor that holds the whole gate above the whole up projection
 """
 
 import re
@@ -20,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-KINDS = ("replicated", "column", "row", "vocab", "qkv", "gate_up")
+KINDS = ("replicated", "exact", "column", "row", "vocab", "qkv", "gate_up", "fused_gate_up")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,8 @@ class Dims:
     groups: int  # key-value heads
     head_dim: int
     vocab: int
+    layers: int = 0  # of the decoder
+    extra_layers: int = 0  # heads that predict further tokens, after the decoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,20 @@ class Family:
     settings: Callable[[Any], dict[str, Any]]
     rules: tuple[Rule, ...]
     ignored: tuple[str, ...] = (r".*rotary_emb\.inv_freq",)  # in checkpoints, not parameters
+    # Where checkpoints keep heads that predict further tokens. They are not part of the model: saved as they were read.
+    heads: str | None = None
+    branch_norms: bool = False  # attention and MLP outputs are normalised before they join the residual stream
+
+    def heads_pattern(self, dims: Dims) -> re.Pattern[str] | None:
+        """Names of the tensors of those heads. `{layer}` counts on from the decoder's layers, `{head}` from 0."""
+        if self.heads is None or not dims.extra_layers:
+            return None
+        heads = range(dims.extra_layers)
+        numbers = {"layer": "|".join(str(dims.layers + i) for i in heads), "head": "|".join(str(i) for i in heads)}
+        escaped = re.escape(self.heads)
+        for name, choice in numbers.items():
+            escaped = escaped.replace(re.escape("{" + name + "}"), f"(?:{choice})")
+        return re.compile(escaped + r"\..+")
 
 
 def dense_settings(hf: Any) -> dict[str, Any]:
@@ -124,13 +142,15 @@ DENSE_MLP = (
 
 def to_local(kind: str, tensors: Sequence[Tensor], dims: Dims, size: int, rank: int) -> Tensor:
     """Hub tensors -> what rank `rank` of `size` holds."""
-    if kind == "replicated":
+    if kind in ("replicated", "exact"):
         return tensors[0]
     if kind == "row":
         return tensors[0].chunk(size, dim=1)[rank]
     if kind == "vocab":
         missing = -tensors[0].shape[0] % size
         return F.pad(tensors[0], (0, 0, 0, missing)).chunk(size)[rank]
+    if kind == "fused_gate_up":
+        return to_local("gate_up", tensors[0].chunk(2), dims, size, rank)
     if kind == "gate_up":
         return torch.cat([tensor.chunk(size)[rank] for tensor in tensors])
     whole = _join_groups(tensors, dims) if kind == "qkv" else tensors[0]
@@ -139,12 +159,14 @@ def to_local(kind: str, tensors: Sequence[Tensor], dims: Dims, size: int, rank: 
 
 def to_hub(kind: str, parts: Sequence[Tensor], dims: Dims) -> list[Tensor]:
     """What all ranks hold, in their order -> hub tensors."""
-    if kind == "replicated":
+    if kind in ("replicated", "exact"):
         return [parts[0]]
     if kind == "row":
         return [torch.cat(list(parts), dim=1)]
     if kind == "vocab":
         return [torch.cat(list(parts))[: dims.vocab]]
+    if kind == "fused_gate_up":
+        return [torch.cat(to_hub("gate_up", parts, dims))]
     if kind == "gate_up":
         return [torch.cat(halves) for halves in zip(*(part.chunk(2) for part in parts), strict=True)]
     whole = torch.cat(list(parts))
