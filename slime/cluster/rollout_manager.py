@@ -41,6 +41,7 @@ class RolloutFacts:
     num_rollout: int
     num_rollout_per_epoch: int | None
     transports: tuple[str, ...]
+    engine_urls: tuple[str, ...]
     engine_pids: tuple[int | None, ...]
 
 
@@ -88,7 +89,7 @@ class RolloutManager:
         self._plugin_args = plugin_args(self._args, self._info)
         self._rollout_fn = load_function(self._args.rollout_function_path)
         self._eval_fn = load_function(self._args.eval_function_path or self._args.rollout_function_path)
-        return RolloutFacts(num_rollout, per_epoch, transports, self._fleet.pids)
+        return RolloutFacts(num_rollout, per_epoch, transports, self._fleet.urls, self._fleet.pids)
 
     def _load_state(self, start_rollout_id: int, rollout_state: dict[str, Any] | None) -> None:
         if rollout_state is not None:

@@ -78,6 +78,11 @@ class TrainGroup:
     def close(self) -> None:
         self._call("close", deadline_s=10.0)
 
+    def kill(self) -> None:
+        """Ends the ranks, and gives back what they hold."""
+        for handle in self._ranks:
+            handle.kill()
+
     def _call(self, method: str, *args: Any, deadline_s: float | None = None) -> list[Any]:
         futures = [handle.call(method, *args) for handle in self._ranks]
         return gather(futures, deadline_s)
