@@ -73,7 +73,9 @@ def test_a_run_evaluated_once_is_refused(run_dir):
 def test_the_summary_holds_what_was_measured(run_dir, tmp_path):
     recipe = RECIPES["tiny"]
     files = write_data(recipe.task, tmp_path / "data", seed=0, num_sft=10, num_rl=10)
-    summary = summarise(read_outcome(run_dir, QUESTIONS), recipe, files, seed=7, control=None, wall_s=12.34)
+    summary = summarise(
+        read_outcome(run_dir, QUESTIONS), recipe, files, seed=7, control=None, estimator="rloo", wall_s=12.34
+    )
     write_summary(summary, tmp_path / "summary.json")
     stored = json.loads((tmp_path / "summary.json").read_text())
     expected = {
@@ -85,6 +87,7 @@ def test_the_summary_holds_what_was_measured(run_dir, tmp_path):
         "num_samples": 1024,
         "weight_pushes": 3,
         "seed": 7,
+        "advantage_estimator": "rloo",
         "num_held_out": files.num_held_out,
     }
     assert expected.items() <= stored.items()

@@ -9,6 +9,7 @@ from slime.arguments import parse_args
 from slime.cli.quickstart import tiny
 from slime.cli.quickstart.data import write_data
 from slime.cli.quickstart.plan import RECIPES, build_rl_argv, build_sft_argv, machine_flags
+from slime.cli.quickstart.presets import PRESETS, describe
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +68,32 @@ def test_the_rl_flags_parse_and_evaluate_greedily_and_sampled(model, checkpoint,
 def test_what_the_user_wrote_wins_over_the_recipe(checkpoint, tmp_path):
     args = rl_args(RECIPES["tiny"], checkpoint, tmp_path, extra=["--lr", "0.5", "--runtime", "ray"])
     assert args.lr == 0.5 and args.runtime == "ray"
+
+
+@pytest.mark.parametrize("model", RECIPES)
+def test_every_preset_parses_and_names_only_what_differs_from_grpo(model, checkpoint, tmp_path):
+    plain = rl_args(RECIPES[model], checkpoint, tmp_path)
+    for estimator, preset in PRESETS.items():
+        args = rl_args(RECIPES[model], checkpoint, tmp_path, estimator=estimator)
+        assert args.advantage_estimator == estimator
+        names = [word.removeprefix("--").replace("-", "_") for word in preset.flags(model) if word.startswith("--")]
+        assert all(getattr(args, name) != getattr(plain, name) for name in names), preset
+        assert all(word in describe(estimator, model) for word in preset.flags(model))
+
+
+def test_the_estimators_that_the_quick_start_page_lists_have_a_preset():
+    listed = {"ppo", "grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "rloo", "dr_grpo"}
+    assert set(PRESETS) == listed
+
+
+def test_an_estimator_without_a_preset_runs_by_the_recipe(checkpoint, tmp_path):
+    assert rl_args(RECIPES["tiny"], checkpoint, tmp_path, estimator="maxrl").advantage_estimator == "maxrl"
+    assert "none" in describe("maxrl", "tiny")
+
+
+def test_what_the_user_wrote_wins_over_the_preset(checkpoint, tmp_path):
+    args = rl_args(RECIPES["tiny"], checkpoint, tmp_path, estimator="ppo", extra=["--critic-lr", "0.25"])
+    assert args.critic_lr == 0.25
 
 
 def test_the_control_changes_the_reward_of_training_but_not_of_evaluation(checkpoint, tmp_path):

@@ -16,6 +16,7 @@ from slime.cli.quickstart.display import Phase, Screen
 from slime.cli.quickstart.metrics import LOSS, REWARD
 from slime.cli.quickstart.outcome import Outcome, draw_plot, read_outcome, summarise, write_summary
 from slime.cli.quickstart.plan import RECIPES, Recipe, build_rl_argv, build_sft_argv, warmed_up
+from slime.cli.quickstart.presets import PRESETS, describe
 from slime.cli.train import load_args
 from slime.observability.logging_utils import configure_logger
 
@@ -39,6 +40,7 @@ class Options:
     model: str
     seed: int
     control: str | None
+    advantage_estimator: str
     run_dir: Path
     num_rollout: int | None  # None: what the recipe says
     hf_checkpoint: str | None
@@ -67,6 +69,9 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
         "--model", choices=tuple(RECIPES), default="tiny", help="tiny: from scratch; smollm2: a real LLM"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of data, model and sampling (default 0)")
+    parser.add_argument(
+        "--advantage-estimator", default="grpo", metavar="NAME", help=f"with its preset: {', '.join(PRESETS)}"
+    )
     parser.add_argument("--control", choices=(RANDOM_REWARD,), help="replace the reward by coin tosses")
     parser.add_argument(
         "--run-dir", type=Path, default=Path("runs/quickstart"), help="folder for everything it writes"
@@ -95,6 +100,7 @@ def run(options: Options, screen: Screen) -> dict:
     num_sft = warm_up.num_samples if warm_up else 0
     files = write_data(recipe.task, folder / "data", seed=options.seed, num_sft=num_sft, num_rl=recipe.num_rl_prompts)
     screen.say(f"Task: {recipe.task.question}")
+    screen.say(describe(options.advantage_estimator, recipe.model))
     checkpoint = make_model(options, screen)
     # Read here once for its complaints: a misspelt flag must not surface only after the warm-up.
     load_args(rl_argv(recipe, options, files, checkpoint))
@@ -111,6 +117,7 @@ def run(options: Options, screen: Screen) -> dict:
         files,
         seed=options.seed,
         control=options.control,
+        estimator=args.advantage_estimator,
         wall_s=time.monotonic() - started,
     )
     report(outcome, summary, recipe, options, screen)
@@ -157,6 +164,7 @@ def rl_argv(recipe: Recipe, options: Options, files: DataFiles, checkpoint: Path
         run_dir=options.run_dir / "rl",
         seed=options.seed,
         control=options.control == RANDOM_REWARD,
+        estimator=options.advantage_estimator,
         extra=options.extra,
     )
 

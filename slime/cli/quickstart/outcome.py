@@ -90,6 +90,7 @@ def summarise(
     *,
     seed: int,
     control: str | None,
+    estimator: str,
     wall_s: float,
 ) -> dict:
     """The content of summary.json; accuracies are on held-out questions, `reward_*` is their sampled score."""
@@ -110,6 +111,7 @@ def summarise(
         "model": recipe.model,
         "task": recipe.task.name,
         "control": control,
+        "advantage_estimator": estimator,
         "num_steps": len(outcome.rewards),
         "num_held_out": files.num_held_out,
         "num_rl_prompts": files.num_rl,

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slime.cli.quickstart.data import DataFiles
+from slime.cli.quickstart.presets import preset_flags
 from slime.cli.quickstart.tasks import ADDITION, SORT_DIGITS, Task
 
 # Flags of the user that describe the machine; the warm-up gets these too, the RL run gets everything.
@@ -161,9 +162,10 @@ def build_rl_argv(
     run_dir: Path,
     seed: int,
     control: bool = False,
+    estimator: str = "grpo",
     extra: Iterable[str] = (),
 ) -> list[str]:
-    """Flags of the RL run; `extra` comes last, so that what the user wrote wins."""
+    """Flags of the RL run: the recipe, the estimator's preset, then `extra`, so that what the user wrote wins."""
     task = recipe.task
     settings = {
         "hf-checkpoint": checkpoint,
@@ -183,7 +185,7 @@ def build_rl_argv(
         "n-samples-per-prompt": recipe.n_samples_per_prompt,
         "rollout-max-response-len": task.max_response_len,
         "rollout-temperature": 1.0,
-        "advantage-estimator": "grpo",
+        "advantage-estimator": estimator,
         "eps-clip": 0.2,
         "lr": recipe.lr,
         "min-lr": recipe.min_lr,
@@ -201,7 +203,7 @@ def build_rl_argv(
     switches = ["use-dynamic-batch-size", "rollout-skip-special-tokens", "rollout-shuffle"]
     if task.chat:
         switches.append("apply-chat-template")
-    return [*_as_argv(settings, switches), *recipe.precision, *extra]
+    return [*_as_argv(settings, switches), *recipe.precision, *preset_flags(estimator, recipe.model), *extra]
 
 
 def _saving(run_dir: Path, last: int) -> dict[str, object]:
