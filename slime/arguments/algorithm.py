@@ -22,6 +22,9 @@ ADVANTAGE_ESTIMATORS = (
 # Estimators whose advantages contain --kl-coef, and --gamma.
 ESTIMATORS_WITH_KL = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
 ESTIMATORS_WITH_GAMMA = ("reinforce_plus_plus", "ppo")
+# Estimators that compare a reward with those of its group, and that divide by the group's standard deviation too.
+ESTIMATORS_WITH_GROUPS = ("grpo", "gspo", "cispo", "dr_grpo", "rloo", "opo", "maxrl", "reinforce_plus_plus_baseline")
+ESTIMATORS_WITH_STD = ("grpo", "gspo", "cispo")
 POLICY_LOSS_TYPES = ("ppo", "gspo", "cispo", "sapo", "gmpo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl")
 # Estimators that come with a loss or a reduction of their own.
 LOSS_OF_ESTIMATOR = {"gspo": "gspo", "cispo": "cispo"}

@@ -1,10 +1,20 @@
 """Rules of the algorithm flags: what an estimator implies, what excludes what, and what needs what."""
 
-from slime.arguments.algorithm import ESTIMATORS_WITH_KL, LOSS_OF_ESTIMATOR, REDUCTION_OF_ESTIMATOR
+from slime.arguments.algorithm import (
+    ESTIMATORS_WITH_GROUPS,
+    ESTIMATORS_WITH_KL,
+    ESTIMATORS_WITH_STD,
+    LOSS_OF_ESTIMATOR,
+    REDUCTION_OF_ESTIMATOR,
+)
 from slime.arguments.draft import Draft
+from slime.arguments.objectives import SUPERVISED_LOSSES
+from slime.arguments.rollout import DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC_ROLLOUT_FUNCTION
 
 # The entry of a dict reward that holds the sum of --reward-weights.
 WEIGHTED_REWARD_KEY = "weighted_sum"
+# Rollout functions whose groups have --n-samples-per-prompt answers; others may group as they like.
+GROUPING_ROLLOUTS = (DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC_ROLLOUT_FUNCTION)
 
 
 def policy_loss(draft: Draft) -> None:
@@ -42,14 +52,30 @@ def loss_reduction(draft: Draft) -> None:
 
 
 def group_normalisation(draft: Draft) -> None:
-    if draft.n_samples_per_prompt > 1 or not draft.grpo_std_normalization:
+    """A group of one answer has nothing to be compared with: training on it would silently change nothing."""
+    if draft.n_samples_per_prompt > 1:
         return
-    if draft.was_given("grpo_std_normalization"):
+    estimator = draft.advantage_estimator
+    if _compares_in_groups(draft):
+        divides = estimator in ESTIMATORS_WITH_STD and draft.grpo_std_normalization
+        lacks = "no standard deviation to divide by" if divides else "nothing to be compared with"
         raise ValueError(
-            "--grpo-std-normalization is set and --n-samples-per-prompt is 1: a group of one sample has no standard deviation; "
-            "use more samples per prompt, or leave the flag out."
+            f"--n-samples-per-prompt is 1 with --advantage-estimator {estimator}: a group of one answer has {lacks}, so every "
+            "advantage would be 0; use at least 2, an estimator without groups (reinforce_plus_plus, ppo, remax), or raw rewards "
+            "(--disable-rewards-normalization)."
         )
-    draft.derive("grpo_std_normalization", False, "a group of one sample has no standard deviation")
+    if draft.grpo_std_normalization:
+        draft.derive("grpo_std_normalization", False, "a group of one sample has no standard deviation")
+
+
+def _compares_in_groups(draft: Draft) -> bool:
+    """Whether rewards become advantages by comparison within groups of --n-samples-per-prompt answers."""
+    by_reward = draft.loss_type not in SUPERVISED_LOSSES and draft.compute_advantages_and_returns and not draft.use_opd
+    replaced = draft.custom_reward_post_process_path or draft.custom_advantage_function_path
+    own_groups = draft.rollout_function_path not in GROUPING_ROLLOUTS or draft.load_debug_rollout_data
+    if not by_reward or replaced or own_groups or draft.debug_rollout_only:
+        return False
+    return draft.rewards_normalization and draft.advantage_estimator in ESTIMATORS_WITH_GROUPS
 
 
 def reference_model(draft: Draft) -> None:

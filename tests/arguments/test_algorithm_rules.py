@@ -17,7 +17,10 @@ from argument_helpers import parse
         ({"advantage_estimator": "dr_grpo"}, "loss_denominator", 16.0),
         ({"advantage_estimator": "dr_grpo", "calculate_per_token_loss": True}, "loss_reduction", "token_mean"),
         ({"loss_reduction": "constant", "loss_denominator": 100}, "loss_denominator", 100.0),
-        ({"n_samples_per_prompt": 1}, "grpo_std_normalization", False),
+        ({"n_samples_per_prompt": 1, "loss_type": "sft_loss"}, "grpo_std_normalization", False),
+        ({"n_samples_per_prompt": 1, "rollout_function_path": "a.b"}, "grpo_std_normalization", False),
+        ({"n_samples_per_prompt": 1, "advantage_estimator": "remax"}, "rewards_normalization", True),
+        ({"n_samples_per_prompt": 1, "debug_rollout_only": True}, "rewards_normalization", True),
         ({"use_rs": True, "rs_upper": 4.0}, "rs_lower", 0.25),
         ({"custom_advantage_function_path": "a.b", "kl_coef": 0.1}, "kl_coef", 0.1),
     ],
@@ -30,9 +33,10 @@ def test_a_value_follows_from_the_others(changes, name, value):
     ("changes", "message"),
     [
         (
-            {"n_samples_per_prompt": 1, "grpo_std_normalization": True},
-            "a group of one sample has no standard deviation",
+            {"n_samples_per_prompt": 1},
+            "--n-samples-per-prompt is 1 with .* grpo: .* no standard deviation to divide by",
         ),
+        ({"n_samples_per_prompt": 1, "advantage_estimator": "rloo"}, "rloo: .* nothing to be compared with"),
         ({"use_tis": True, "use_rollout_logprobs": True}, "--use-tis corrects from the engine's policy"),
         ({"use_tis": True, "tis_clip_low": 3.0}, "--tis-clip-low is 3, above --tis-clip 2"),
         ({"use_rs": True, "rs_lower": 3.0}, "--rs-lower is 3, above --rs-upper 2"),
@@ -48,6 +52,26 @@ def test_a_value_follows_from_the_others(changes, name, value):
             "rloo never subtracts a KL from the reward; use --use-kl-loss",
         ),
         ({"gamma": 0.9}, "--gamma is 0.9, but this --advantage-estimator discounts nothing"),
+        (
+            {"advantage_estimator": "rloo", "disable_grpo_std_normalization": True},
+            "is set, but no reward is divided by a group's standard deviation",
+        ),
+        (
+            {"advantage_estimator": "ppo", "disable_rewards_normalization": True},
+            "--disable-rewards-normalization is set, but this --advantage-estimator compares no rewards",
+        ),
+        (
+            {"custom_reward_post_process_path": "a.b", "disable_rewards_normalization": True},
+            "--custom-reward-post-process-path replaces the comparison",
+        ),
+        (
+            {"loss_type": "sft_loss", "n_samples_per_prompt": 1, "advantage_estimator": "rloo"},
+            "--advantage-estimator is rloo, but this --loss-type has no advantages",
+        ),
+        (
+            {"loss_type": "custom_loss", "custom_loss_function_path": "a.b", "use_rollout_entropy": True},
+            "only --loss-type policy_loss",
+        ),
         ({"lambd": 0.9}, "--lambd is 0.9, but only --advantage-estimator ppo"),
         ({"policy_loss_type": "sapo", "eps_clip": 0.1}, "clips no ratio"),
         ({"policy_loss_type": "cispo", "eps_clip_c": 3.0}, "no dual clip"),

@@ -69,7 +69,12 @@ def test_combination_is_refused_with_its_reason(changes, message):
         ({}, "eps_clip_high", 0.2, "same as eps_clip"),
         ({"eps_clip": 0.3}, "eps_clip_high", 0.3, "same as eps_clip"),
         ({}, "over_sampling_batch_size", 4, "same as rollout_batch_size"),
-        ({"n_samples_per_prompt": 1}, "grpo_std_normalization", False, "a group of one sample"),
+        (
+            {"n_samples_per_prompt": 1, "disable_rewards_normalization": True},
+            "grpo_std_normalization",
+            False,
+            "a group of one sample",
+        ),
         ({"rollout_max_context_len": 64}, "rollout_max_prompt_len", 63, "rollout_max_context_len - 1"),
         ({"rollout_max_context_len": 64}, "eval_max_context_len", 64, "same as rollout_max_context_len"),
         ({"use_kl_loss": True}, "ref_load", "owner/model", "taken from hf_checkpoint"),
@@ -128,7 +133,7 @@ def test_batch_algebra_is_explained_in_words():
     args = parse(rollout_batch_size=32, n_samples_per_prompt=8, global_batch_size=128)
     assert explain_batch(args) == "32 prompts x 8 samples = 256 = 2 optimizer steps of 128"
     assert (
-        explain_batch(parse(rollout_batch_size=1, n_samples_per_prompt=1))
+        explain_batch(parse(rollout_batch_size=1, n_samples_per_prompt=1, advantage_estimator="ppo"))
         == "1 prompt x 1 sample = 1 = 1 optimizer step of 1"
     )
 
@@ -160,6 +165,7 @@ NO_EFFECT_VALUES = {
     "rs_upper": 3.0,
     "clip_cov_high": 6.0,
     "reward_weights": '{"a": 1}',
+    "advantage_estimator": "rloo",
 }
 SFT = {"loss_type": "sft_loss", "n_samples_per_prompt": 1}
 # What must be set beside a flag so that it has no effect.
@@ -176,6 +182,11 @@ NO_EFFECT_BESIDE = {
         "logprob_diff_threshold",
         "overlong_buffer_len",
         "reward_weights",
+        "use_rollout_entropy",
+        "custom_pg_loss_reducer_function_path",
+        "advantage_estimator",
+        "rewards_normalization",
+        "grpo_std_normalization",
     )
 }
 FSDP_ONLY = ("fsdp_cpu_offload", "compile", "only_train_params_name_list", "freeze_params_name_list", "lora_rank")
@@ -206,9 +217,9 @@ def test_flag_without_effect_is_refused_when_given(name):
         changes |= {"rollout_engine": "sglang", "sglang_python": sys.executable}
     if name == "embedded_dtype":
         changes |= {name: "bfloat16"}
-    if name == "wandb_random_suffix":
+    if spec.info.off:
         del changes[name]
-        words = ["--disable-wandb-random-suffix"]
+        words = [spec.info.off]
     with pytest.raises(ValueError, match=rf"^{spec.option} is .*, but "):
         parse(*words, **changes)
 

@@ -68,6 +68,9 @@ def test_what_the_rules_say_about_estimators_and_losses_is_what_the_tables_say()
     assert {n for n, e in ESTIMATORS.items() if e.uses_gamma} == set(algorithm.ESTIMATORS_WITH_GAMMA)
     assert tuple(POLICY_LOSSES) == algorithm.POLICY_LOSS_TYPES
     assert tuple(REDUCTIONS) == algorithm.LOSS_REDUCTIONS
+    grouped = {n for n, e in ESTIMATORS.items() if e.baseline not in (None, "greedy")}
+    assert grouped == set(algorithm.ESTIMATORS_WITH_GROUPS)
+    assert {n for n, e in ESTIMATORS.items() if e.scale_rewards} == set(algorithm.ESTIMATORS_WITH_STD)
     assert off_policy.LEVELS == LEVELS
 
 

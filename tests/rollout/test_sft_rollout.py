@@ -14,12 +14,13 @@ TALK = [
     {"role": "user", "content": "sure?"},
     {"role": "assistant", "content": "yes"},
 ]
+SFT = ("--loss-type", "sft_loss", "--n-samples-per-prompt", "1")
 
 
 def sft_args(folder, conversations, *flags):
     path = folder / "talks.jsonl"
     path.write_text("".join(json.dumps({"messages": talk, "label": ""}) + "\n" for talk in conversations))
-    flags = ("--input-key", "messages", "--rollout-batch-size", "2", "--n-samples-per-prompt", "1", *flags)
+    flags = ("--input-key", "messages", "--rollout-batch-size", "2", *SFT, *flags)
     return make_args(folder, None, "--prompt-data", str(path), *flags)
 
 
@@ -53,7 +54,7 @@ def test_a_dataset_without_any_assistant_is_an_error(tmp_path):
 
 
 def test_text_instead_of_messages_names_the_fix(tmp_path):
-    args = make_args(tmp_path, None, "--n-samples-per-prompt", "1")
+    args = make_args(tmp_path, None, *SFT)
     with pytest.raises(ValueError, match=r"sample 0 .*list of messages.*--input-key"):
         generate_rollout(args, 0, make_source(args))
 
