@@ -48,7 +48,7 @@ def megatron_args(model, **changes) -> SimpleNamespace:
     return SimpleNamespace(**{**vars(trainer_args(model, **changes)), **own})
 
 
-def make_family(path, kind: str, **changes) -> str:
+def make_family(path, kind: str, *, seed: int = 0, **changes) -> str:
     """A tiny random model of an HF family, written as a hub checkpoint looks; odd sizes where a layout allows them."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -79,7 +79,7 @@ def make_family(path, kind: str, **changes) -> str:
             mlp_only_layers=[],
         ),
     }[kind]
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = AutoConfig.for_model(kind, **(common | extra | changes))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Flags of the FSDP trainer alone: offload, compilation, which parameters train, and LoRA."""
+"""Flags of the FSDP trainer alone: offload, compilation and LoRA."""
 
 from dataclasses import dataclass
 
@@ -12,12 +12,6 @@ class FSDPFlags:
     fsdp_cpu_offload: bool = flag(False, "keep parameters, gradients and optimizer state in host memory")
     compile: bool | None = flag(
         None, "compile each decoder layer; default: on GPUs, for dense models at least 1024 wide"
-    )
-    only_train_params_name_list: list[str] | None = flag(
-        None, "regular expressions: only parameters whose name one of them matches are trained", metavar="REGEX"
-    )
-    freeze_params_name_list: list[str] | None = flag(
-        None, "regular expressions: parameters whose name one of them matches are not trained", metavar="REGEX"
     )
     lora_rank: int = flag(0, "train low-rank adapters of this rank instead of the model; 0: train the model", ge=0)
     lora_alpha: float = flag(32.0, "scale of the adapters: their product is multiplied by alpha / rank", gt=0)

@@ -40,19 +40,10 @@ def megatron_trainer(draft: Draft) -> None:
             raise ValueError(f"{option} cannot be given: {OWNED[name]}.")
         if name in all_specs():
             raise ValueError(f"--megatron-config sets {name}: give it as {option}.")
-    _refuse_unbuilt(draft)
+    _overlaps(draft)
 
 
-def _refuse_unbuilt(draft: Draft) -> None:
-    unbuilt = {
-        "--advantage-estimator ppo (a critic)": draft.advantage_estimator == "ppo"
-        and draft.loss_type == "policy_loss",
-        "--loss-type rm_loss": draft.loss_type == "rm_loss",
-        "--opd-kl full": draft.use_opd and draft.opd_kl == "full",
-    }
-    for what, asked in unbuilt.items():
-        if asked:
-            raise ValueError(f"{what} is not built on --train-backend megatron; use --train-backend fsdp.")
+def _overlaps(draft: Draft) -> None:
     if draft.overlap_param_gather and not (draft.overlap_grad_reduce and draft.use_distributed_optimizer):
         raise ValueError(
             "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce, in which it hides."

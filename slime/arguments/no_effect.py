@@ -3,11 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from slime.arguments.algorithm import (
-    ESTIMATORS_WITH_GAMMA,
-    ESTIMATORS_WITH_GROUPS,
-    ESTIMATORS_WITH_STD,
-)
+from slime.arguments.algorithm import ESTIMATORS_WITH_GAMMA
 from slime.arguments.draft import Draft
 from slime.arguments.groups import all_specs
 from slime.arguments.objectives import PAIR_LOSSES, SUPERVISED_LOSSES
@@ -58,8 +54,6 @@ NO_EFFECT = (
             "get_mismatch_metrics",
             "skip_on_policy_check",
             "logprob_diff_threshold",
-            "use_rollout_entropy",
-            "custom_pg_loss_reducer_function_path",
         ),
         lambda d: d.loss_type == "policy_loss",
         "only --loss-type policy_loss has policy ratios; remove it",
@@ -91,34 +85,6 @@ NO_EFFECT = (
             (("kl_cov_ratio", "kl_cov_coef"), ("kl_cov",)),
             (("dppo_delta",), ("dppo_tv", "dppo_kl")),
         )
-    ),
-    NoEffect(
-        ("grpo_std_normalization",),
-        lambda d: d.advantage_estimator in ESTIMATORS_WITH_STD and d.rewards_normalization,
-        "no reward is divided by a group's standard deviation here (only grpo, gspo and cispo do); remove it",
-    ),
-    NoEffect(
-        ("rewards_normalization",),
-        lambda d: d.advantage_estimator in (*ESTIMATORS_WITH_GROUPS, "remax"),
-        "this --advantage-estimator compares no rewards; remove it",
-    ),
-    NoEffect(
-        ("rewards_normalization", "grpo_std_normalization"),
-        lambda d: d.custom_reward_post_process_path is None,
-        "--custom-reward-post-process-path replaces the comparison of rewards; remove one of them",
-    ),
-    NoEffect(
-        (
-            *(
-                "advantage_estimator",
-                "custom_advantage_function_path",
-                "normalize_advantages",
-                "rewards_normalization",
-            ),
-            *("grpo_std_normalization", "kl_coef", "gamma", "lambd"),
-        ),
-        lambda d: d.loss_type not in SUPERVISED_LOSSES,
-        "this --loss-type has no advantages; remove it",
     ),
     NoEffect(
         ("gamma",),

@@ -1,4 +1,4 @@
-"""Flags that both trainers share: how one model is spread over ranks, and what its activations cost."""
+"""Flags that both trainers share: how one model is spread over ranks, what its activations cost, what of it trains."""
 
 from dataclasses import dataclass
 
@@ -17,4 +17,10 @@ class ParallelFlags:
         "whole layers",
         choices=("none", "selective", "full"),
         alias="--recompute-granularity",
+    )
+    only_train_params_name_list: list[str] | None = flag(
+        None, "regular expressions: only parameters whose name one of them matches are trained", metavar="REGEX"
+    )
+    freeze_params_name_list: list[str] | None = flag(
+        None, "regular expressions: parameters whose name one of them matches are not trained", metavar="REGEX"
     )

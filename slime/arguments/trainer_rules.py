@@ -21,7 +21,7 @@ def model_parallel_sizes(draft: Draft) -> None:
     """The ranks must divide into replicas. Runs after the sizes are derived."""
     ranks = draft.actor_num_nodes * draft.actor_num_gpus_per_node
     tensor, context = draft.tensor_model_parallel_size, draft.context_parallel_size
-    if draft.train_backend == "fsdp" and context > 1:
+    if context > 1:
         _whole_logits(draft)
     if draft.train_backend == "fsdp" and ranks % (tensor * context):
         raise ValueError(
@@ -37,5 +37,5 @@ def _whole_logits(draft: Draft) -> None:
         raise ValueError(f"--loss-type custom_loss {reason}.")
     if draft.use_opd and draft.opd_kl == "full":
         raise ValueError(f"--opd-kl full {reason}.")
-    if draft.loss_type == "rm_loss":
+    if draft.loss_type == "rm_loss" and draft.train_backend == "fsdp":
         raise ValueError("--loss-type rm_loss reads the last token of whole samples; use --context-parallel-size 1.")

@@ -51,7 +51,10 @@ def test_table_is_read_without_importing_the_package():
         (("--bf16",), "--bf16 cannot be given: --dtype decides it"),
         (("--mtp-num-layers", "1"), "does not train prediction heads"),
         (("--lora-rank", "4"), "only the FSDP trainer reads it"),
-        (("--advantage-estimator", "ppo"), "is not built on --train-backend megatron"),
+        (
+            ("--loss-type", "custom_loss", "--custom-loss-function-path", "a.b", "--context-parallel-size", "2"),
+            "needs the logits of whole samples on one rank",
+        ),
         (("--megatron-config", '{"lr": 1}'), "give it as --lr"),
     ],
 )

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from slime.backends.base import MicroBatch
 from slime.backends.context_parallel import StreamShare
 from slime.backends.fsdp.model import run_decoder
-
-HEAD = "score.weight"  # its name in a folder of transformers' sequence classification
+from slime.backends.scalar_head import HEAD, draw_head
 
 
 class PackedScalarLM(nn.Module):
@@ -30,7 +29,7 @@ class PackedScalarLM(nn.Module):
             head.weight.data.copy_(saved)
         else:
             # Every rank draws the same numbers: each keeps its part of one matrix.
-            head.weight.data.normal_(0.0, 0.02, generator=torch.Generator().manual_seed(seed))
+            head.weight.data.copy_(draw_head(hidden, seed))
         lm.config.tie_word_embeddings = False
         lm.set_output_embeddings(head)
         self.lm = lm

@@ -6,11 +6,16 @@ import torch
 
 
 def create_backend(
-    args: Any, *, rank: int, world_size: int, device: str | torch.device, total_steps: int | None = None
+    args: Any,
+    *,
+    rank: int,
+    world_size: int,
+    device: str | torch.device,
+    total_steps: int | None = None,
 ) -> Any:
-    """The trainer of this rank with the weights of --hf-checkpoint, and those of a reference or teacher beside them.
+    """The trainer of this rank with the weights of --hf-checkpoint, and the models that its algorithm needs beside it.
 
-    torch.distributed must be initialised. A teacher must be of the same architecture.
+    torch.distributed must be initialised.
     """
     device = torch.device(device)
     try:
@@ -25,11 +30,16 @@ def create_backend(
         cpu_shims.install()
     # After the shims: megatron-core asks for the device while it is imported.
     from slime.backends.megatron.backend import MegatronBackend
-    from slime.backends.roles import needs_reference
+    from slime.backends.megatron.checkpoint import check_same_decoder
+    from slime.backends.roles import critic_settings, needs_critic, needs_reference
 
-    backend = MegatronBackend(args, rank=rank, world_size=world_size, device=device, total_steps=total_steps)
+    place = {"rank": rank, "world_size": world_size, "device": device, "total_steps": total_steps}
+    backend = MegatronBackend(args, **place)
     if needs_reference(args):
         backend.load_hf(args.ref_load or args.hf_checkpoint, weights="ref")
+    if needs_critic(args):
+        backend.critic = MegatronBackend(critic_settings(args), **place, role="critic")
+        check_same_decoder(backend.critic, backend)
     if args.use_opd and args.opd_type == "trainer":
-        backend.load_hf(args.opd_teacher_load, weights="teacher")
+        backend.load_teacher(args.opd_teacher_load)
     return backend

@@ -1,6 +1,8 @@
 """The Megatron trainer: log-prob passes, optimizer steps, checkpoints and weight export of one rank."""
 
+import logging
 import math
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,25 +37,41 @@ from slime.backends.megatron.config import (
     read_hf_config,
     refuse_unknown_fields,
     rotary_embedding,
+    same_architecture,
     transformer_config,
 )
 from slime.backends.megatron.families import family_of
-from slime.backends.megatron.groups import from_last_stage, init_groups
-from slime.backends.megatron.passes import ModelCall, Passes
+from slime.backends.megatron.groups import current_layout, from_last_stage, init_groups
+from slime.backends.megatron.model import ModelCall
+from slime.backends.megatron.passes import Passes, outputs_on, outputs_on_cpu
+from slime.backends.megatron.teacher import FrozenModel, output_matrix_of
+from slime.backends.megatron.trainable import freeze
+from slime.backends.megatron.vocab_parallel import VocabSlice
 from slime.backends.megatron.weights import HubWeights
 from slime.backends.microbatch import split_by_sample
 from slime.backends.optimizer import learning_rate
 from slime.backends.weight_copies import LIVE, WeightCopies
 from slime.batch.flops import ModelShape, total_forward_flops
 
+logger = logging.getLogger(__name__)
+
 
 class MegatronBackend:
     """One rank's part of the model and its optimizer. Every public method is called by all ranks together."""
 
     def __init__(
-        self, args: Any, *, rank: int, world_size: int, device: torch.device, total_steps: int | None = None
+        self,
+        args: Any,
+        *,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        total_steps: int | None = None,
+        role: str = "actor",
     ) -> None:
         self.args = args
+        self.critic: MegatronBackend | None = None  # set by create_backend: a second model on the same ranks
+        self.teacher: FrozenModel | None = None  # a teacher of another shape; one of the same is a tagged copy
         self.rank = rank
         self.device = device
         self.decay_steps = args.lr_decay_iters or total_steps
@@ -62,21 +80,31 @@ class MegatronBackend:
         self.hf_config = read_hf_config(args.hf_checkpoint)
         refuse_unknown_fields(args.megatron_config or {})
         check_layout(args, self.hf_config, world_size=world_size, device=device)
-        self.layout = init_groups(args, device)
+        self.layout = init_groups(args, device) if role == "actor" else current_layout()
         self.config = transformer_config(args, self.hf_config, self.compute_dtype, device)
-        chunks = build_chunks(self.config, self.hf_config, device)
+        self.is_scalar = role == "critic" or args.loss_type == "rm_loss"
+        chunks = build_chunks(self.config, self.hf_config, device, scalar=self.is_scalar)
         self.hub = HubWeights(
             chunks,
             family_of(self.hf_config),
             dims_of(self.hf_config, self.config),
             tied=bool(self.hf_config.tie_word_embeddings),
+            scalar_seed=args.seed if self.is_scalar else None,
         )
+        freeze(args, self.hub.entries)
         # Before the optimizer: its fp32 copies are taken from the parameters.
         self.hub.load(args.hf_checkpoint)
         self.model = wrap_for_training(self.config, ddp_config(args), chunks)
         self.optimizer_config = optimizer_config(args, self.compute_dtype)
         self.optimizer = optimizer_module.build_optimizer(self.optimizer_config, self.model, cpu=device.type == "cpu")
-        self.passes = Passes(self.model, self.config, rotary_embedding(self.hf_config).to(device), self.layout, device)
+        self.passes = Passes(
+            self.model,
+            self.config,
+            rotary_embedding(self.hf_config).to(device),
+            self.layout,
+            device,
+            after_token=self.is_scalar and role != "critic",
+        )
         # With --overlap-param-gather forward passes gather what the last step left: on from one training pass to the next.
         self._gathers_late = args.overlap_param_gather
         self.copies = WeightCopies(self._settled_parameters)
@@ -104,27 +132,36 @@ class MegatronBackend:
         at_head: HeadFunction | None = None,
     ) -> TokenLists:
         """Log-probs (and entropies) of every response token under the weights tagged `weights`, on every rank."""
-        assert at_head is None, "functions at the head are refused for this trainer when arguments are parsed"
-        self._settle()
-        with self.copies.active(weights), torch.no_grad():
-            outputs = self.passes.forward(mbs, self._call(entropy=entropy))
-        found: dict[int, tuple[Tensor, Tensor | None]] = {}
-        for mb, (log_probs, entropies) in zip(mbs, from_last_stage(outputs), strict=True):
-            parts = split_by_sample(log_probs, mb)
-            extra = split_by_sample(entropies, mb) if entropy else [None] * len(parts)
-            # zip stops at once for a micro-batch of weight zero: it has no positions.
-            found.update((p, pair) for p, pair in zip(mb.positions, zip(parts, extra, strict=True), strict=False))
-        ordered = [found[p] for p in sorted(found)]
-        return TokenLists([lp for lp, _ in ordered], [h for _, h in ordered] if entropy else None)
+        found = self._forward(mbs, weights, self._call(entropy=entropy, at_head=at_head))
+        return TokenLists(found["log_probs"], found.get("entropy"), found.get("extra"))
 
     def values(self, mbs: list[MicroBatch]) -> list[Tensor]:
-        raise AssertionError("a critic is refused for this trainer when arguments are parsed")
+        """The critic's value of every response token, [R_i] fp32 on the CPU, on every rank."""
+        assert self.critic is not None, "this run has no critic"
+        return self.critic._forward(mbs, LIVE, self._call())["values"]
+
+    def _forward(self, mbs: list[MicroBatch], weights: str, call: ModelCall) -> dict[str, list[Tensor]]:
+        """Each kind of output by sample, in the order of the batch, from passes without gradients."""
+        self._settle()
+        if weights == "teacher" and self.teacher is not None:
+            outputs = self.teacher.forward(mbs, call)
+        else:
+            with self.copies.active(weights), torch.no_grad():
+                outputs = self.passes.forward(mbs, call)
+        found: dict[str, dict[int, Tensor]] = {}
+        for mb, results in zip(mbs, from_last_stage(outputs), strict=True):
+            for name, flat in results.items():
+                # zip stops at once for a micro-batch of weight zero: it has no positions.
+                found.setdefault(name, {}).update(zip(mb.positions, split_by_sample(flat, mb), strict=False))
+        return {name: [values[p] for p in sorted(values)] for name, values in found.items()}
 
     def train_step(
         self, mbs: list[MicroBatch], loss: Loss, denominators: Denominators, *, model: str = "actor"
     ) -> StepStats:
         """One optimizer step over all micro-batches; raises without applying it when a number is not finite."""
-        assert model == "actor" and loss.at_head is None, "refused for this trainer when arguments are parsed"
+        if model == "critic":
+            assert self.critic is not None, "this run has no critic"
+            return self.critic.train_step(mbs, loss, denominators)
         for chunk in self.model:
             chunk.train()
             chunk.zero_grad_buffer()
@@ -133,17 +170,18 @@ class MegatronBackend:
         self._gathers_late = self.args.overlap_param_gather
         self.optimizer.zero_grad()
         sums: dict[str, Tensor] = {}
-        seen: list[tuple[Tensor, Tensor | None]] = []
+        seen: list[dict[str, Tensor]] = []
 
         def loss_of(out: TokenOutputs, mb: MicroBatch) -> Tensor:
             value, metrics = loss.fn(out, mb)
             for name, metric in metrics.items():
                 sums[name] = sums[name] + metric if name in sums else metric
             if self.layout.pp_size > 1:
-                seen.append((out.log_probs.detach(), out.entropy.detach() if out.entropy is not None else None))
+                seen.append(outputs_on_cpu(out))
             return value / denominators.value
 
-        self.passes.backward(mbs, self._call(entropy=loss.needs_entropy, logits=loss.needs_logits), loss_of)
+        call = self._call(entropy=loss.needs_entropy, logits=loss.needs_logits, at_head=loss.at_head)
+        self.passes.backward(mbs, call, loss_of)
         self._repeat_on_other_stages(mbs, loss, seen)
         for chunk in self.model:
             chunk.eval()
@@ -152,29 +190,25 @@ class MegatronBackend:
         grad_norm = float(self.optimizer.get_grad_norm())
         self._check_finite(metrics, grad_norm)
         rate = learning_rate(self.args, self.step, self.decay_steps)
+        started = time.perf_counter()
         rates = optimizer_module.step(self.optimizer, grad_norm, self.args.clip_grad, rate)
+        seconds = time.perf_counter() - started
         self.step += 1
-        return StepStats(metrics=metrics, grad_norm=grad_norm, learning_rates=rates)
+        return StepStats(metrics=metrics, grad_norm=grad_norm, learning_rates=rates, optimizer_s=seconds)
 
     @torch.no_grad()
-    def _repeat_on_other_stages(
-        self, mbs: list[MicroBatch], loss: Loss, seen: list[tuple[Tensor, Tensor | None]]
-    ) -> None:
+    def _repeat_on_other_stages(self, mbs: list[MicroBatch], loss: Loss, seen: list[dict[str, Tensor]]) -> None:
         """What a loss records about tokens it records on every stage, from the last stage's results."""
         if self.layout.pp_size == 1 or loss.needs_logits:
             return
         results = from_last_stage(seen)
         if self.layout.pp_rank < self.layout.pp_size - 1:
-            for mb, (log_probs, entropy) in zip(mbs, results, strict=False):
-                entropy = entropy.to(self.device) if entropy is not None else None
-                loss.fn(TokenOutputs(log_probs=log_probs.to(self.device), entropy=entropy), mb.to(self.device))
+            for mb, found in zip(mbs, results, strict=False):
+                loss.fn(outputs_on(found, self.device), mb.to(self.device))
 
-    def _call(self, *, entropy: bool = False, logits: bool = False) -> ModelCall:
+    def _call(self, **options: Any) -> ModelCall:
         return ModelCall(
-            temperature=self.args.rollout_temperature,
-            chunk_size=self.args.log_probs_chunk_size,
-            entropy=entropy,
-            logits=logits,
+            temperature=self.args.rollout_temperature, chunk_size=self.args.log_probs_chunk_size, **options
         )
 
     def _reduce(self, sums: dict[str, Tensor], denominators: Denominators) -> dict[str, float]:
@@ -196,12 +230,19 @@ class MegatronBackend:
         )
 
     def reset_optimizer(self) -> None:
-        """Forget the moments; the schedule goes on."""
+        """Forget the moments of actor and critic; the schedules go on."""
         for member in optimizer_module.members(self.optimizer):
             member.optimizer.state.clear()
+        if self.critic is not None:
+            self.critic.reset_optimizer()
 
-    def output_matrix(self, weights: str) -> Tensor:
-        raise AssertionError("functions at the head are refused for this trainer when arguments are parsed")
+    def output_matrix(self, weights: str) -> VocabSlice | None:
+        """This rank's rows of the output matrix of the weights tagged `weights`, a copy; None where no head is."""
+        if weights == "teacher" and self.teacher is not None:
+            return output_matrix_of(self.teacher.chunks)
+        self._settle()
+        with self.copies.active(weights):
+            return output_matrix_of([chunk.module for chunk in self.model])
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """Element-wise sum over the data-parallel ranks, the same on all of them."""
@@ -225,6 +266,20 @@ class MegatronBackend:
             self.copies.copy(LIVE, weights)
         if weights == LIVE:
             self.optimizer.reload_model_params()
+
+    def load_teacher(self, path: str | Path) -> None:
+        """Keep the model of the HF folder `path` under the tag "teacher"; its vocabulary must be the policy's."""
+        theirs = read_hf_config(str(path))
+        if theirs.vocab_size != self.hf_config.vocab_size:
+            raise ValueError(
+                f"--opd-teacher-load {path} has {theirs.vocab_size} tokens in its vocabulary, --hf-checkpoint has "
+                f"{self.hf_config.vocab_size}: a teacher scores the policy's own tokens, so both must share one tokenizer; "
+                "choose a teacher of the same family."
+            )
+        if same_architecture(theirs, self.hf_config):
+            self.load_hf(path, weights="teacher")
+        else:
+            self.teacher = FrozenModel(self.args, path, self.layout, self.compute_dtype, self.device)
 
     @contextmanager
     def _keep_live(self, weights: str) -> Iterator[None]:
@@ -256,15 +311,18 @@ class MegatronBackend:
     def save_hf(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
         """Write an HF folder that `from_pretrained` reads, with the tokenizer of --hf-checkpoint; whole or not at all."""
         dtype = dtype or self.hf_config.dtype or torch.float32
-        hf_folder.save(self.export(dtype), Path(path), self.args.hf_checkpoint, dtype, self.rank)
+        source = self.args.hf_checkpoint
+        hf_folder.save(self.export(dtype), Path(path), source, dtype, self.rank, scalar=self.is_scalar)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> dict[str, Any]:
         """Write weights, optimizer (unless --no-save-optim), schedule position and random state into the folder `path`.
 
-        Copies that cannot be read again from where they came have folders of their own in it."""
+        A critic, and copies that cannot be read again from where they came, have folders of their own in it."""
         self._settle()
+        if self.critic is not None:
+            self.critic.save(Path(path) / "critic")
         tags = ["ref"] if self.args.ref_update_interval else []
         for tag in [*tags, "rollout", "old"]:
             if tag in self.copies:
@@ -275,6 +333,8 @@ class MegatronBackend:
     def load(self, path: str | Path) -> dict[str, Any]:
         """Read a folder written by `save`, also under another layout; with --finetune only its weights."""
         self._settle()
+        if self.critic is not None:
+            self._load_critic(Path(path))
         for tag in ("ref", "rollout", "old"):
             if (Path(path) / tag).is_dir() and not self.args.finetune:
                 with self._keep_live(tag):
@@ -282,10 +342,24 @@ class MegatronBackend:
                     self.copies.copy(LIVE, tag)
         return checkpoint.load(self, Path(path), weights_only=self.args.finetune)
 
+    def _load_critic(self, path: Path) -> None:
+        if (path / "critic").is_dir():
+            self.critic.load(path / "critic")
+        elif self.args.finetune:
+            logger.warning("checkpoint %s has no critic: it starts from %s.", path, self.critic.args.hf_checkpoint)
+        else:
+            raise ValueError(
+                f"checkpoint {path} has no critic, but --advantage-estimator {self.args.advantage_estimator} trains one: "
+                "resume with the estimator it was saved with, or take only its weights with --finetune."
+            )
+
     def move(self, *, params: str | torch.device | None = None, optimizer: str | torch.device | None = None) -> None:
         """Put parameters and optimizer state on a device; None leaves them where they are. Nothing to do on CPU."""
         if self.device.type == "cpu":
             return
+        if self.critic is not None:
+            # A push needs the actor alone: the critic's weights come only for training, with the optimizers.
+            self.critic.move(params=optimizer if params is not None else None, optimizer=optimizer)
         if params is not None:
             self._settle()
             for chunk in self.model:

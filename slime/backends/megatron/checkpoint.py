@@ -30,6 +30,17 @@ def fingerprint(backend: Any) -> dict[str, Any]:
     return {"model_type": backend.hf_config.model_type, "vocab_size": backend.hf_config.vocab_size, **sizes}
 
 
+def check_same_decoder(critic: Any, actor: Any) -> None:
+    """A critic reads the policy's tokens beside it: it has its shape, whatever its head."""
+    own, theirs = fingerprint(actor), fingerprint(critic)
+    wrong = [f"{name} is {theirs[name]} there and {own[name]} here" for name in own if own[name] != theirs[name]]
+    if wrong:
+        raise ValueError(
+            f"--critic-load {critic.args.hf_checkpoint} is of another size or family than --hf-checkpoint ({wrong[0]}): it "
+            "must have the same decoder; leave --critic-load out to start from --hf-checkpoint."
+        )
+
+
 def save(backend: Any, path: Path, *, with_optimizer: bool) -> dict[str, Any]:
     path.mkdir(parents=True, exist_ok=True)
     _write(backend, path / "dist", with_optimizer=with_optimizer and backend.args.optimizer == "adam")

@@ -25,6 +25,11 @@ def init_groups(args: Any, device: torch.device) -> Layout:
         create_gloo_process_groups=device.type != "cpu",
     )
     model_parallel_cuda_manual_seed(args.seed)
+    return current_layout()
+
+
+def current_layout() -> Layout:
+    """This rank's place in the groups that stand."""
     return Layout(
         dp_size=parallel_state.get_data_parallel_world_size(),
         dp_rank=parallel_state.get_data_parallel_rank(),

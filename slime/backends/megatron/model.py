@@ -1,18 +1,40 @@
-"""Megatron's GPT model as the trainer sees it: a packed stream in, log-probs of the response tokens out on the last stage."""
+"""Megatron's GPT model as the trainer sees it: a packed stream in, what the loss needs of the response tokens out."""
 
-from typing import Any
+from dataclasses import dataclass
 
+import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from torch import Tensor
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
 
-from slime.backends.base import TokenOutputs
+from slime.backends.base import HeadFunction, MicroBatch, TokenOutputs
 from slime.backends.context_parallel import place_tokens
 from slime.backends.megatron.stream import PackedStream
-from slime.backends.megatron.vocab_parallel import gather_vocab, vocab_parallel_log_probs
+from slime.backends.megatron.vocab_parallel import VocabSlice, gather_vocab, vocab_parallel_log_probs
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCall:
+    """What the last stage is asked to compute."""
+
+    temperature: float
+    chunk_size: int = -1
+    entropy: bool = False
+    logits: bool = False
+    at_head: HeadFunction | None = None
+
+
+class ScalarHead(MegatronModule):
+    """One row in place of the output matrix: the value of a critic, the score of a reward model. Alike on all TP ranks."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        self.weight = nn.Parameter(torch.empty(1, config.hidden_size, dtype=config.params_dtype))
 
 
 class PackedGPTModel(GPTModel):
@@ -20,25 +42,32 @@ class PackedGPTModel(GPTModel):
 
     real_vocab_size: int  # set by the builder: without the rows that pad the vocabulary
 
-    def forward(
-        self,
-        stream: PackedStream,
-        *,
-        temperature: float,
-        chunk_size: int = -1,
-        entropy: bool = False,
-        logits: bool = False,
-    ) -> Tensor | TokenOutputs:
+    def forward(self, stream: PackedStream, call: ModelCall, mb: MicroBatch) -> Tensor | TokenOutputs:
         """Hidden states [T_local, 1, H] on all stages but the last; there TokenOutputs of all R response tokens."""
-        decoder_input = self.embedding(stream.input_ids, stream.position_ids) if self.pre_process else None
+        decoder_input = None
+        if self.pre_process:
+            decoder_input = self.embedding(stream.input_ids, stream.position_ids)
+            if torch.is_grad_enabled() and not decoder_input.requires_grad:
+                # A frozen embedding: the schedules run a backward pass through every stage, trained or not.
+                decoder_input.requires_grad_()
         hidden = self.decoder(hidden_states=decoder_input, attention_mask=None, packed_seq_params=stream)
         if not self.post_process:
             return hidden
-        return self._outputs(hidden, stream, temperature, chunk_size, entropy, logits)
+        if isinstance(self.output_layer, ScalarHead):
+            return self._values(hidden, stream)
+        return self._outputs(hidden, stream, call, mb)
 
-    def _outputs(
-        self, hidden: Tensor, stream: PackedStream, temperature: float, chunk_size: int, entropy: bool, logits: bool
-    ) -> TokenOutputs:
+    def _values(self, hidden: Tensor, stream: PackedStream) -> TokenOutputs:
+        """Every tensor-parallel rank computes all of them, so that no gradient must be summed. No temperature: no logits."""
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
+            )
+        rows = hidden[:, 0].index_select(0, stream.logit_rows)
+        values = (rows @ self.output_layer.weight.T).squeeze(-1).float()
+        return TokenOutputs(log_probs=None, values=self._joined(values, stream))
+
+    def _outputs(self, hidden: Tensor, stream: PackedStream, call: ModelCall, mb: MicroBatch) -> TokenOutputs:
         groups = self.pg_collection
         # Each rank computes the gradient of its slice of the vocabulary; both mappings sum it over the ranks.
         if self.config.sequence_parallel:
@@ -46,29 +75,38 @@ class PackedGPTModel(GPTModel):
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden, group=groups.tp)
         hidden = hidden[:, 0]
-        weight = self.output_weight()
+        matrix = self.output_matrix()
+        rows = hidden.index_select(0, stream.logit_rows)
         log_probs, entropies = vocab_parallel_log_probs(
-            hidden.index_select(0, stream.logit_rows),
-            weight,
+            rows,
+            matrix.weight,
             stream.targets,
             group=groups.tp,
             vocab_size=self.real_vocab_size,
-            temperature=temperature,
-            chunk_size=chunk_size,
-            with_entropy=entropy,
+            temperature=call.temperature,
+            chunk_size=call.chunk_size,
+            with_entropy=call.entropy,
         )
-        if stream.plan is not None:
-            log_probs = place_tokens(log_probs, stream.places, stream.num_targets, groups.cp)
-            if entropies is not None:
-                entropies = place_tokens(entropies, stream.places, stream.num_targets, groups.cp)
-        full = None
-        if logits:
-            assert stream.plan is None, "whole logits are refused with context parallelism when the backend starts"
-            local = hidden.index_select(0, stream.real) @ weight.T
-            full = gather_vocab(local, groups.tp, self.real_vocab_size)[None].float() / temperature
-        return TokenOutputs(log_probs=log_probs, entropy=entropies, logits=full)
+        log_probs = self._joined(log_probs, stream)
+        if entropies is not None:
+            entropies = self._joined(entropies, stream)
+        full = extra = None
+        if call.logits or call.at_head is not None:
+            assert stream.plan is None, "what needs whole samples at the head is refused with context parallelism"
+        if call.logits:
+            local = hidden.index_select(0, stream.real) @ matrix.weight.T
+            full = gather_vocab(local, groups.tp, self.real_vocab_size)[None].float() / call.temperature
+        if call.at_head is not None:
+            extra = call.at_head(rows, matrix, mb)
+        return TokenOutputs(log_probs=log_probs, entropy=entropies, logits=full, extra=extra)
 
-    def output_weight(self) -> Any:
-        if self.share_embeddings_and_output_weights:
-            return self.shared_embedding_or_output_weight()
-        return self.output_layer.weight
+    def _joined(self, values: Tensor, stream: PackedStream) -> Tensor:
+        """[R] of all response tokens from those that this context-parallel rank predicts."""
+        if stream.plan is None:
+            return values
+        return place_tokens(values, stream.places, stream.num_targets, self.pg_collection.cp)
+
+    def output_matrix(self) -> VocabSlice:
+        tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        return VocabSlice(weight, self.pg_collection.tp, self.real_vocab_size)

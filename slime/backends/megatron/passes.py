@@ -1,7 +1,6 @@
 """Micro-batches through Megatron's schedules: the same call is a plain loop, a pipeline or an interleaved pipeline."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,20 +9,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from slime.backends.base import Layout, MicroBatch, TokenOutputs
+from slime.backends.megatron.model import ModelCall
 from slime.backends.megatron.stream import PackedStream, build_stream
 from slime.backends.microbatch import build_micro_batch
 
 LossOf = Callable[[TokenOutputs, MicroBatch], Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class ModelCall:
-    """What the last stage is asked to compute."""
-
-    temperature: float
-    chunk_size: int
-    entropy: bool
-    logits: bool
+_RESULTS = ("log_probs", "entropy", "values", "extra")
 
 
 class Passes:
@@ -36,18 +27,20 @@ class Passes:
         rotary: nn.Module,
         layout: Layout,
         device: torch.device,
+        *,
+        after_token: bool = False,
     ) -> None:
         self._chunks, self._config, self._rotary = chunks, config, rotary
         self._layout, self._device = layout, device
+        self._after_token = after_token  # the head reads a response token itself, not the token before it
 
-    def forward(self, mbs: list[MicroBatch], call: ModelCall) -> list[tuple[Tensor, Tensor | None]] | None:
-        """Log-probs [R] and entropies [R] of each micro-batch on CPU; None on all pipeline stages but the last."""
-        results: list[tuple[Tensor, Tensor | None]] = []
+    def forward(self, mbs: list[MicroBatch], call: ModelCall) -> list[dict[str, Tensor]] | None:
+        """What the last stage computed for each micro-batch, on CPU; None on all other pipeline stages."""
+        results: list[dict[str, Tensor]] = []
 
         def keep(out: TokenOutputs, mb: MicroBatch) -> Tensor:
-            entropy = out.entropy.cpu() if out.entropy is not None else None
-            results.append((out.log_probs.cpu(), entropy))
-            return out.log_probs.new_zeros(())
+            results.append(outputs_on_cpu(out))
+            return torch.zeros((), device=self._device)
 
         self._run(mbs, call, keep, forward_only=True)
         return results[: len(mbs)] or None
@@ -61,13 +54,7 @@ class Passes:
 
         def forward_step(iterator: Iterator[MicroBatch], chunk: nn.Module, *extra: Any) -> tuple[Any, Callable]:
             mb = next(iterator).to(self._device)
-            out = chunk(
-                self._stream(mb),
-                temperature=call.temperature,
-                chunk_size=call.chunk_size,
-                entropy=call.entropy,
-                logits=call.logits,
-            )
+            out = chunk(self._stream(mb), call, mb)
             # Three values, the second a token count, is how Megatron leaves a loss as it is.
             return out, lambda outputs: (loss_of(outputs, mb), torch.zeros((), dtype=torch.int), {})
 
@@ -94,7 +81,18 @@ class Passes:
             cp_size=self._layout.cp_size,
             cp_rank=self._layout.cp_rank,
             token_multiple=self._layout.tp_size if self._config.sequence_parallel else 1,
+            after_token=self._after_token,
         )
+
+
+def outputs_on_cpu(out: TokenOutputs) -> dict[str, Tensor]:
+    """What can travel between pipeline stages: all but whole logits."""
+    found = {name: getattr(out, name) for name in _RESULTS}
+    return {name: value.detach().cpu() for name, value in found.items() if value is not None}
+
+
+def outputs_on(results: dict[str, Tensor], device: torch.device) -> TokenOutputs:
+    return TokenOutputs(**{"log_probs": None, **{name: value.to(device) for name, value in results.items()}})
 
 
 def _weight_zero(like: MicroBatch) -> MicroBatch:

@@ -25,8 +25,8 @@ class PackedStream(PackedSeqParams):
     sin: Tensor | None = None
     input_ids: Tensor | None = None  # [1, T_local]
     position_ids: Tensor | None = None  # [1, T_local]
-    logit_rows: Tensor | None = None  # [R_local] rows of this rank that predict a response token
-    places: Tensor | None = None  # [R_local] which of the R response tokens each row predicts
+    logit_rows: Tensor | None = None  # [R_local] rows of this rank that speak of a response token
+    places: Tensor | None = None  # [R_local] which of the R response tokens each row speaks of
     targets: Tensor | None = None  # [R_local]
     num_targets: int = 0  # R
     real: Tensor | None = None  # [T] padded position of each token of the micro-batch
@@ -45,9 +45,18 @@ def padded_lengths(lengths: tuple[int, ...], *, cp_size: int, token_multiple: in
 
 
 def build_stream(
-    mb: MicroBatch, rotary: nn.Module, *, cp_size: int, cp_rank: int, token_multiple: int = 1
+    mb: MicroBatch,
+    rotary: nn.Module,
+    *,
+    cp_size: int,
+    cp_rank: int,
+    token_multiple: int = 1,
+    after_token: bool = False,
 ) -> PackedStream:
-    """`rotary` is the HF model's own rotary embedding, so that every kind of RoPE scaling is the one of the hub model."""
+    """`rotary` is the HF model's own rotary embedding, so that every kind of RoPE scaling is the one of the hub model.
+
+    `after_token`: the rows are those of the response tokens, not of the tokens before them.
+    """
     device = mb.input_ids.device
     lengths = padded_lengths(mb.documents.lengths, cp_size=cp_size, token_multiple=token_multiple)
     documents = PackedDocuments.from_lengths(lengths).to(device)
@@ -60,7 +69,7 @@ def build_stream(
     input_ids[real] = mb.input_ids[0]
     padded_sizes = torch.tensor(lengths, device=device)
     position_ids = torch.arange(total, device=device) - torch.repeat_interleave(starts, padded_sizes)
-    rows, places = real[mb.logit_positions], torch.arange(len(mb.targets), device=device)
+    rows, places = real[mb.logit_positions + int(after_token)], torch.arange(len(mb.targets), device=device)
     plan = None
     if cp_size > 1:
         plan = ZigzagPlan.build(documents, cp_size, cp_rank)

@@ -4,6 +4,8 @@ The same mathematics as `slime.algorithms.logprobs`: full logits never exist, th
 logits again from the saved log-sum-exp. Per chunk three numbers per token cross the ranks, and never a logit.
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -135,3 +137,79 @@ def gather_vocab(local: Tensor, group: dist.ProcessGroup, vocab_size: int) -> Te
     """Whole logits [T, V] from slices [T, V / size]."""
     whole = _GatherVocab.apply(local, group) if group.size() > 1 else local
     return whole[..., :vocab_size]
+
+
+class _VocabParallelReverseKL(torch.autograd.Function):
+    """KL(own || teacher) from slices of both output matrices; d KL / d logits = p (log p - log q - KL)."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, teacher_hidden, teacher_weight, temperature, rows, real, group):
+        kl = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+        log_sums = torch.empty(2, hidden.shape[0], dtype=torch.float32, device=hidden.device)
+        for start in range(0, hidden.shape[0], rows):
+            part = slice(start, start + rows)
+            own = _logits(hidden[part], weight, temperature, real)
+            theirs = _logits(teacher_hidden[part], teacher_weight, temperature, real)
+            log_sums[0, part], log_sums[1, part] = _log_sum(own, real, group), _log_sum(theirs, real, group)
+            log_p, log_q = own - log_sums[0, part, None], theirs - log_sums[1, part, None]
+            p = log_p.exp()
+            total = (p * (log_p - log_q).masked_fill(p == 0, 0.0)).sum(-1)
+            dist.all_reduce(total, group=group)
+            kl[part] = total
+        ctx.save_for_backward(hidden, weight, teacher_hidden, teacher_weight, log_sums, kl)
+        ctx.settings = temperature, rows, real
+        return kl
+
+    @staticmethod
+    def backward(ctx, grad_kl):
+        hidden, weight, teacher_hidden, teacher_weight, log_sums, kl = ctx.saved_tensors
+        temperature, rows, real = ctx.settings
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        for start in range(0, hidden.shape[0], rows):
+            part = slice(start, start + rows)
+            log_p = _logits(hidden[part], weight, temperature, real) - log_sums[0, part, None]
+            log_q = _logits(teacher_hidden[part], teacher_weight, temperature, real) - log_sums[1, part, None]
+            p = log_p.exp()
+            grad = p * ((log_p - log_q).masked_fill(p == 0, 0.0) - kl[part, None]) * grad_kl[part, None]
+            grad = grad.div_(temperature).to(hidden.dtype)
+            grad_hidden[part] = grad @ weight
+            grad_weight += grad.T @ hidden[part]
+        return grad_hidden, grad_weight.to(weight.dtype), *(None,) * 6
+
+
+def _log_sum(logits: Tensor, real: int, group: dist.ProcessGroup) -> Tensor:
+    """log-sum-exp [T] over all ranks' slices."""
+    top = logits.max(dim=-1).values if real else logits.new_full((logits.shape[0],), float("-inf"))
+    dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+    total = (logits - top[:, None]).exp().sum(-1)
+    dist.all_reduce(total, group=group)
+    return top + total.log()
+
+
+@dataclass(frozen=True, slots=True)
+class VocabSlice:
+    """An output matrix of which this rank holds some rows of the vocabulary, padded to equal parts."""
+
+    weight: Tensor  # [V / size, H]
+    group: dist.ProcessGroup
+    vocab_size: int  # without padding
+
+    @property
+    def first(self) -> int:
+        return self.group.rank() * self.weight.shape[0]
+
+    @property
+    def real(self) -> int:
+        """Rows of this rank that stand for a token."""
+        return min(max(self.vocab_size - self.first, 0), self.weight.shape[0])
+
+    def reverse_kl(
+        self, hidden: Tensor, teacher_hidden: Tensor, teacher: "VocabSlice", *, temperature: float, chunk_size: int
+    ) -> Tensor:
+        """[R] in fp32, the same on all ranks. The gradient of `hidden` is this rank's part: the caller sums it."""
+        rows = chunk_size if chunk_size > 0 else max(1, MAX_CHUNK_ELEMENTS // self.weight.shape[0])
+        theirs = teacher_hidden.to(teacher.weight.dtype)
+        return _VocabParallelReverseKL.apply(
+            hidden, self.weight, theirs, teacher.weight, float(temperature), rows, self.real, self.group
+        )

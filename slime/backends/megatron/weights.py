@@ -18,8 +18,10 @@ from torch import Tensor, nn
 
 from slime.backends.base import Bucket
 from slime.backends.megatron.families.base import Dims, Family, Rule, to_hub, to_local
+from slime.backends.scalar_head import HEAD, draw_head
 
 _SHOWN = 8
+SCALAR_HEAD = Rule("output_layer.weight", (HEAD,), "replicated")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +52,18 @@ class Piece:
 class HubWeights:
     """The pairing of this rank's parameters with hub tensors. Methods are collectives."""
 
-    def __init__(self, chunks: Sequence[nn.Module], family: Family, dims: Dims, *, tied: bool) -> None:
-        self._family, self._dims, self._tied = family, dims, tied
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        family: Family,
+        dims: Dims,
+        *,
+        tied: bool,
+        scalar_seed: int | None = None,
+    ) -> None:
+        """`scalar_seed`: the model has a scalar head, drawn from this seed where a folder holds none."""
+        self._family, self._dims, self._scalar_seed = family, dims, scalar_seed
+        self._tied = tied and scalar_seed is None
         self.entries = [entry for chunk in chunks for entry in self._entries_of(chunk)]
         self._plan: list[list[Piece]] | None = None
 
@@ -60,6 +72,9 @@ class HubWeights:
         experts = (chunk.config.num_moe_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
         first_expert = experts * parallel_state.get_expert_model_parallel_rank()
         for name, parameter in chunk.named_parameters():
+            if name == SCALAR_HEAD.mcore and self._scalar_seed is not None:
+                yield Entry(parameter, SCALAR_HEAD, SCALAR_HEAD.hub, True)
+                continue
             rule, numbers = self._rule_of(name)
             numbers = {"layer": numbers.get("layer", 0) + offset, "expert": numbers.get("expert", 0) + first_expert}
             copy = name == "output_layer.weight" and self._tied
@@ -84,6 +99,10 @@ class HubWeights:
             raise ValueError(f"{path} is of another shape than its config says: {_list(wrong)}.")
 
     def _load_entry(self, entry: Entry, folder: "CheckpointFolder") -> Iterator[str]:
+        if entry.rule is SCALAR_HEAD and entry.hub[0] not in folder.names:
+            # Every rank draws the same numbers.
+            entry.parameter.copy_(draw_head(entry.parameter.shape[1], self._scalar_seed))
+            return
         tensors = [folder.read(name) for name in entry.hub]
         size, rank = _shards(entry.rule)
         local = to_local(entry.rule.kind, tensors, self._dims, size, rank)
@@ -99,8 +118,11 @@ class HubWeights:
         wanted = set().union(*own)
         ignored = [re.compile(pattern) for pattern in self._family.ignored]
         extra = {name for name in present - wanted if not any(p.fullmatch(name) for p in ignored)}
-        if self._tied:
+        if self._tied or self._scalar_seed is not None:
             extra.discard("lm_head.weight")
+        if self._scalar_seed is not None:
+            wanted -= set(SCALAR_HEAD.hub)
+            extra -= set(SCALAR_HEAD.hub)
         problems = []
         if wanted - present:
             problems.append(f"{len(wanted - present)} tensors are missing: {_list(sorted(wanted - present))}")

@@ -1,0 +1,49 @@
+"""Which parameters train, by patterns over hub names: Megatron's fused matrices train or stay as a whole."""
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from slime.backends.megatron.weights import Entry
+
+
+def freeze(args: Any, entries: Sequence[Entry]) -> None:
+    """Freeze what --only-train-params-name-list leaves out, or what --freeze-params-name-list names; before the optimizer."""
+    only, frozen = args.only_train_params_name_list, args.freeze_params_name_list
+    if not (only or frozen):
+        return
+    flag = "--only-train-params-name-list" if only else "--freeze-params-name-list"
+    entries = [entry for entry in entries if isinstance(entry.parameter, nn.Parameter)]  # a saved buffer never trains
+    _check_patterns(flag, only or frozen, entries)
+    trains = [_matches(flag, only or frozen, entry) == bool(only) for entry in entries]
+    everywhere: list[bool | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, any(trains))
+    if not any(everywhere):
+        raise ValueError(f"{flag} freezes every parameter: nothing would train.")
+    for entry, kept in zip(entries, trains, strict=True):
+        entry.parameter.requires_grad_(kept)
+
+
+def _matches(flag: str, patterns: Iterable[str], entry: Entry) -> bool:
+    found = {name: any(re.search(pattern, name) for pattern in patterns) for name in entry.hub}
+    if len(set(found.values())) > 1:
+        inside = next(name for name, matched in found.items() if matched)
+        outside = next(name for name, matched in found.items() if not matched)
+        raise ValueError(
+            f"{flag} matches {inside} but not {outside}: Megatron keeps both in one matrix, which trains or stays as a "
+            "whole; name both (or use --train-backend fsdp)."
+        )
+    return next(iter(found.values()))
+
+
+def _check_patterns(flag: str, patterns: Iterable[str], entries: Sequence[Entry]) -> None:
+    """A pattern must match a name on some rank; every rank refuses the same one."""
+    names: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(names, [name for entry in entries for name in entry.hub])
+    known = [name for rank in names for name in rank]
+    for pattern in patterns:
+        if not any(re.search(pattern, name) for name in known):
+            raise ValueError(f"{flag}: {pattern!r} matches no parameter; names look like {known[len(known) // 2]}.")

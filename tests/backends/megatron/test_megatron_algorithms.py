@@ -1,0 +1,201 @@
+"""Every algorithm of the FSDP trainer gives the same numbers here: loss, gradient norm, and weights after SGD.
+
+The reference is the FSDP trainer on one process; PPO, reward models, DPO, SFT, distillation from a teacher of the same and
+of another size, and frozen parameters, each on one process, under tensor, sequence, pipeline and context parallelism.
+"""
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+
+from megatron_helpers import exported, in_processes, make_family, megatron_args
+from trainer_helpers import random_samples
+
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(1800)]
+
+BASE = dict(
+    lr=0.1, optimizer="sgd", global_batch_size=5, use_dynamic_batch_size=True, max_tokens_per_gpu=40, weight_decay=0.0
+)
+PPO = dict(
+    advantage_estimator="ppo",
+    gamma=0.9,
+    lambd=0.8,
+    value_clip=0.05,
+    critic_lr=0.05,
+    use_kl_loss=True,
+    kl_loss_coef=0.1,
+)
+OPD = dict(use_opd=True, opd_type="trainer", opd_kl_coef=0.5)
+FROZEN = ["embed_tokens", r"layers\.[01]\.", "norm"]
+ALGORITHMS = {
+    "ppo": PPO,
+    "reward model": dict(loss_type="rm_loss"),
+    "dpo": dict(loss_type="dpo_loss"),
+    "sft": dict(loss_type="sft_loss"),
+    "opd sampled": dict(OPD, teacher="teacher"),
+    "opd full": dict(OPD, opd_kl="full", teacher="teacher", rollout_temperature=0.8),
+    "opd full large teacher": dict(OPD, opd_kl="full", teacher="large", log_probs_chunk_size=7),
+    "frozen": dict(freeze_params_name_list=FROZEN),
+    "only head": dict(only_train_params_name_list=["lm_head"]),
+    "tied frozen embedding": dict(freeze_params_name_list=["embed_tokens"], model="tied"),
+}
+LAYOUTS = {
+    "tp2": dict(tp=2),
+    "tp2 sp": dict(tp=2, sp=True),
+    "pp2": dict(pp=2),
+    "cp2": dict(cp=2),
+}
+# Where a head function sees whole samples: refused when arguments are parsed.
+NOT_WITH_CP = ("opd full", "opd full large teacher")
+CASES = [(name, layout) for layout in LAYOUTS for name in ALGORITHMS if not (layout == "cp2" and name in NOT_WITH_CP)]
+
+
+def samples_for(settings):
+    samples = random_samples(5, 3, vocab=127)
+    if settings.get("loss_type") not in ("dpo_loss", "rm_loss"):
+        return samples
+    samples = random_samples(10, 2, vocab=127)
+    for sample in samples:
+        sample.rollout_id = sample.group_index
+        sample.reward = 1.0 - sample.index % 2
+        sample.rollout_log_probs = None
+    return samples
+
+
+def train_case(rank, world_size, models, settings, create):
+    from slime.backends.update import run_update
+    from slime.batch.convert import samples_to_batch
+    from slime.batch.schedule import split_for_ranks
+
+    settings = dict(settings)
+    model = models[settings.pop("model", "qwen3")]
+    if teacher := settings.pop("teacher", None):
+        settings["opd_teacher_load"] = models[teacher]
+    args = megatron_args(model, **(BASE | settings))
+    backend = create(args, rank=rank, world_size=world_size, device="cpu")
+    layout = backend.layout
+    data = split_for_ranks(
+        args, samples_to_batch(args, samples_for(settings)), layout.dp_size, cp_size=layout.cp_size
+    )[layout.dp_rank]
+    before, steps = exported(backend), []
+    metrics = run_update(backend, args, 0, data, on_step=lambda index, values: steps.append(values))
+    skipped = ("time", "tok_per_s", "tflops")
+    result = {
+        "steps": [{n: v for n, v in step.items() if not n.endswith(skipped)} for step in steps],
+        "metrics": {n: v for n, v in metrics.items() if not n.endswith(skipped)},
+        "before": before,
+        "after": exported(backend),
+    }
+    if backend.critic is not None:
+        result["critic"] = exported(backend.critic)
+    return result
+
+
+def run_all(rank, world_size, models, cases):
+    from slime.backends import fsdp, megatron
+
+    results = {}
+    for name, (settings, kind) in cases.items():
+        create = {"fsdp": fsdp, "megatron": megatron}[kind].create_backend
+        results[name] = train_case(rank, world_size, models, settings, create)
+    return results
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("algorithms")
+
+
+@pytest.fixture(scope="module")
+def models(folder):
+    return {
+        "qwen3": make_family(folder / "qwen3", "qwen3"),
+        "tied": make_family(folder / "tied", "qwen3", tie_word_embeddings=True),
+        "teacher": make_family(folder / "teacher", "qwen3", seed=3),
+        "large": make_family(folder / "large", "qwen3", seed=4, hidden_size=48, num_hidden_layers=6),
+    }
+
+
+@pytest.fixture(scope="module")
+def one(folder, models):
+    cases = {f"fsdp {name}": (settings, "fsdp") for name, settings in ALGORITHMS.items()}
+    cases |= {name: (settings, "megatron") for name, settings in ALGORITHMS.items()}
+    return in_processes(1, run_all, folder, models, cases)
+
+
+@pytest.fixture(scope="module")
+def two(folder, models):
+    cases = {(name, layout): ({**ALGORITHMS[name], **LAYOUTS[layout]}, "megatron") for name, layout in CASES}
+    return in_processes(2, run_all, folder, models, cases)
+
+
+def hub_names(weights):
+    """The FSDP trainer holds a scalar head in the output matrix's place."""
+    return {("score.weight" if t.shape[0] == 1 and n == "lm_head.weight" else n): t for n, t in weights.items()}
+
+
+def check(found, reference):
+    assert len(found["steps"]) == len(reference["steps"]) >= 2
+    for step, expected in zip(found["steps"], reference["steps"], strict=True):
+        assert step.keys() == expected.keys()
+        for name, value in expected.items():
+            assert step[name] == pytest.approx(value, rel=1e-4, abs=2e-5), name
+    for name, value in reference["metrics"].items():
+        assert found["metrics"][name] == pytest.approx(value, rel=1e-4, abs=2e-5), name
+    for kind in ("before", "after", "critic"):
+        assert (kind in found) == (kind in reference)
+        if kind not in reference:
+            continue
+        weights = hub_names(reference[kind])
+        assert found[kind].keys() == weights.keys()
+        for name, tensor in weights.items():
+            torch.testing.assert_close(
+                found[kind][name], tensor, rtol=0, atol=2e-6, msg=lambda m, n=name, k=kind: f"{k} {n}: {m}"
+            )
+
+
+def moved(result):
+    return {name for name, tensor in result["after"].items() if not torch.equal(tensor, result["before"][name])}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_one_process_equals_fsdp(one, name):
+    check(one[name], one[f"fsdp {name}"])
+    assert moved(one[name]), "the steps must change the weights for this comparison to mean something"
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES, ids=lambda value: value.replace(" ", "-"))
+def test_two_ranks_equal_fsdp(one, two, name, layout):
+    check(two[name, layout], one[f"fsdp {name}"])
+
+
+def test_frozen_parameters_stay(one):
+    assert not any("embed_tokens" in n or ".layers.0." in n or "norm" in n for n in moved(one["frozen"]))
+    assert "model.layers.3.mlp.up_proj.weight" in moved(one["frozen"])
+    assert moved(one["only head"]) == {"lm_head.weight"}
+
+
+def refusals(rank, world_size, models):
+    from slime.backends.megatron import create_backend
+
+    found = {}
+    for name, settings in {
+        "no match": dict(freeze_params_name_list=["nothing"]),
+        "half": dict(freeze_params_name_list=["k_proj"]),
+        "all": dict(freeze_params_name_list=["."]),
+        "critic": dict(PPO, critic_load=models["large"]),
+    }.items():
+        try:
+            create_backend(megatron_args(models["qwen3"], **(BASE | settings)), rank=rank, world_size=1, device="cpu")
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_patterns_and_critics_that_do_not_fit_are_refused(folder, models):
+    found = in_processes(1, refusals, folder, models)
+    assert "'nothing' matches no parameter; names look like model.layers" in found["no match"]
+    assert "matches model.layers.0.self_attn.k_proj.weight but not" in found["half"]
+    assert "freezes every parameter" in found["all"]
+    assert "--critic-load" in found["critic"] and "num_layers is 6 there and 4 here" in found["critic"]
