@@ -146,7 +146,10 @@ class Cluster:
         for i, step in enumerate(report.steps):
             logger.info("train   %d: %s", rollout_id, _headline(step, _TRAIN_HEADLINE))
             self._log(step, "train", rollout_id * len(report.steps) + i)
-        self._log({**report.metrics, "perf/step_time": step_time}, "rollout", rollout_id)
+        peaks = self._residency.take_peaks()
+        if peaks:
+            logger.info("memory  %d: %s", rollout_id, _headline(peaks, peaks))
+        self._log({**report.metrics, **peaks, "perf/step_time": step_time}, "rollout", rollout_id)
 
     def push_weights(self, rollout_id: int) -> None:
         """The weights that rollout `rollout_id` and later ones use; no-op in a run that has only one of the two stages."""

@@ -1,4 +1,7 @@
-"""Who holds the device now: engines while generating, the trainer while training, both sides' weights in between."""
+"""Who holds the device now: engines while generating, the trainer while training, both sides' weights in between.
+
+How full the device was is asked of the trainer's ranks, which see what engines on the same device hold too.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,11 @@ _ENGINE_HOLDS = {
 }
 
 
+# What a phase is called where its memory is reported. "offload": engines have left and the trainer has not come.
+_REPORTED = {GENERATE: "rollout", TRAIN: "train", SYNC: "push"}
+_OFFLOAD = "offload"
+
+
 class Engines(Protocol):
     """The rollout stage, as far as memory is concerned."""
 
@@ -40,6 +48,8 @@ class Trainer(Protocol):
 
     def move(self, *, params: str, optimizer: str) -> None: ...
 
+    def take_peak_memory(self) -> int | None: ...
+
 
 class Residency:
     """Moves things so that the next phase fits. What leaves goes first, then what comes."""
@@ -49,17 +59,32 @@ class Residency:
         self._engines, self._trainer = engines, trainer
         self._held = _ENGINE_HOLDS[GENERATE]  # engines start with everything in place
         self._phase: Phase | None = None
+        self._peaks: dict[str, float] = {}
 
     @contextlib.contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
         self.enter(phase)
         yield
+        self._note_peak(_REPORTED[phase])
+
+    def take_peaks(self) -> dict[str, float]:
+        """GiB in use at most in each phase since the last call; empty on a CPU machine."""
+        peaks, self._peaks = self._peaks, {}
+        return peaks
+
+    def _note_peak(self, name: str) -> None:
+        peak = self._trainer.take_peak_memory()
+        if peak is not None:
+            metric = f"perf/peak_memory_{name}_gib"
+            self._peaks[metric] = max(peak / 2**30, self._peaks.get(metric, 0.0))
 
     def enter(self, phase: Phase) -> None:
         if phase is self._phase:
             return
         if self._offload_rollout:
             self._release(self._held - _ENGINE_HOLDS[phase])
+            if phase is TRAIN:
+                self._note_peak(_OFFLOAD)
         if self._offload_train:
             self._trainer.move(
                 params="cpu" if phase is GENERATE else "device", optimizer="device" if phase is TRAIN else "cpu"

@@ -71,6 +71,9 @@ class NoTrainer:
     def move(self, *, params: str, optimizer: str) -> None:
         """Nothing to move."""
 
+    def take_peak_memory(self) -> None:
+        """Nobody here holds a device."""
+
     def save(self, path: Path) -> None:
         """Nothing to save."""
 

@@ -135,6 +135,10 @@ class TrainActor:
         place = {"device": str(self._device), "cpu": "cpu"}
         self._backend.move(params=place[params], optimizer=place[optimizer])
 
+    def take_peak_memory(self) -> int | None:
+        """Bytes in use on this rank's device at their most since the last call; None on a CPU machine."""
+        return accelerator.take_peak_memory()
+
     def close(self) -> None:
         for sender in (self._live_sender, self._sender):
             if sender is not None:

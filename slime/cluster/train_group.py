@@ -75,6 +75,11 @@ class TrainGroup:
     def move(self, *, params: str, optimizer: str) -> None:
         self._call("move", params, optimizer)
 
+    def take_peak_memory(self) -> int | None:
+        """Of the device that was fullest since the last call; None on a CPU machine."""
+        peaks = [peak for peak in self._call("take_peak_memory") if peak is not None]
+        return max(peaks, default=None)
+
     def close(self) -> None:
         self._call("close", deadline_s=10.0)
 

@@ -19,6 +19,20 @@ def process_group_backend() -> str:
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
+def take_peak_memory() -> int | None:
+    """Most bytes in use on this process's device since this was last asked, those of others included; None on a CPU.
+
+    Others count with what they hold now: engines take their memory at their start, and keep it or release it whole.
+    """
+    if not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info()
+    others = total - free - torch.cuda.memory_reserved()
+    peak = others + torch.cuda.max_memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    return peak
+
+
 def empty_cache() -> None:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

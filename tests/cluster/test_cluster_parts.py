@@ -88,8 +88,12 @@ def test_a_resumed_run_does_not_evaluate_the_start_again():
 class Recorder:
     """Notes the order in which things leave and come."""
 
-    def __init__(self):
+    def __init__(self, peaks=()):
         self.log = []
+        self._peaks = iter(peaks)
+
+    def take_peak_memory(self):
+        return next(self._peaks, None)
 
     def release(self, tags):
         self.log.append(("release", *sorted(tags)))
@@ -118,6 +122,31 @@ def test_what_leaves_the_device_goes_before_what_comes():
         ("move", "cpu", "cpu"),
         ("restore", "cuda_graph", "kv_cache"),
     ]
+
+
+def test_the_peak_of_each_phase_is_told_once():
+    gib = 2**30
+    recorder = Recorder(peaks=[90 * gib, 9 * gib, 40 * gib, 25 * gib, 91 * gib])
+    residency = Residency(SimpleNamespace(offload_rollout=True, offload_train=True), recorder, recorder)
+    for phase in (GENERATE, TRAIN, SYNC):
+        with residency.phase(phase):
+            pass
+    assert residency.take_peaks() == {
+        "perf/peak_memory_rollout_gib": 90.0,
+        "perf/peak_memory_offload_gib": 9.0,
+        "perf/peak_memory_train_gib": 40.0,
+        "perf/peak_memory_push_gib": 25.0,
+    }
+    with residency.phase(GENERATE):
+        pass
+    assert residency.take_peaks() == {"perf/peak_memory_rollout_gib": 91.0}
+
+
+def test_a_cpu_machine_reports_no_device_memory():
+    residency = Residency(SimpleNamespace(offload_rollout=True, offload_train=True), Recorder(), Recorder())
+    with residency.phase(TRAIN):
+        pass
+    assert residency.take_peaks() == {}
 
 
 def test_without_offload_nothing_moves():
