@@ -1,8 +1,8 @@
 """The one attention function of training: causal attention within each document of a packed stream.
 
 It is registered with transformers under the name `slime_packed`; models are called with `documents=PackedDocuments(...)`
-and pass it through to here. On CUDA with 16-bit tensors torch's variable-length attention does the work. Elsewhere
-documents of similar length are gathered into one batch, padded on the right: under a causal mask no real token sees the
+and pass it through to here. On CUDA with 16-bit tensors `long_attention` does the work, or torch's variable-length
+attention where that does not run. Elsewhere documents of similar length are gathered into one batch, padded on the right: under a causal mask no real token sees the
 padding, so no mask tensor is needed.
 
 Not covered, and refused by name: sliding windows, attention sinks, soft-capped scores, dropout, non-causal layers.
@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from slime.backends import long_attention
 
 ATTENTION_NAME = "slime_packed"
 
@@ -44,6 +46,7 @@ class PackedDocuments:
     lengths: tuple[int, ...]
     # At least the longest document. A power of two, because compiled layers are specialised to its value.
     bound: int = 0
+    bounds: Tensor | None = None  # cu_seqlens as the host reads them: int64, on the CPU
     _groups: list[DocumentGroup] | None = field(default=None, repr=False)
     _order: Tensor | None = field(default=None, repr=False)
 
@@ -51,7 +54,8 @@ class PackedDocuments:
     def from_lengths(cls, lengths: list[int] | tuple[int, ...]) -> "PackedDocuments":
         cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32)
         cu_seqlens[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
-        return cls(cu_seqlens, tuple(lengths), bound=1 << (max(lengths) - 1).bit_length())
+        bound = 1 << (max(lengths) - 1).bit_length()
+        return cls(cu_seqlens, tuple(lengths), bound, bounds=cu_seqlens.long())
 
     @property
     def longest(self) -> int:
@@ -63,7 +67,7 @@ class PackedDocuments:
     def to(self, device: torch.device) -> "PackedDocuments":
         if self.cu_seqlens.device == device:
             return self
-        return PackedDocuments(self.cu_seqlens.to(device, non_blocking=True), self.lengths, self.bound)
+        return PackedDocuments(self.cu_seqlens.to(device, non_blocking=True), self.lengths, self.bound, self.bounds)
 
     def groups(self) -> tuple[list[DocumentGroup], Tensor]:
         """The document groups, and for each stream position the row of their concatenated results. Built once."""
@@ -103,6 +107,9 @@ def packed_attention(
     query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, *, scale: float | None = None
 ) -> Tensor:
     """Causal attention within documents. query [T, H, D], key and value [T, G, D] with H a multiple of G -> [T, H, D]."""
+    if long_attention_takes(query):
+        chosen = query.shape[-1] ** -0.5 if scale is None else scale
+        return long_attention.attend(query, key, value, documents.cu_seqlens, documents.bounds, chosen)[0]
     if (attend := varlen_for(query)) is not None:
         bound = documents.bound
         return attend(query, key, value, documents.cu_seqlens, documents.cu_seqlens, bound, bound, scale)
@@ -127,8 +134,19 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> T
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale).transpose(1, 2)
 
 
-# The variable-length attention of this torch, once `prepare` has looked for it: plain data, which compiled code can read.
+# The variable-length attention of this torch, and whether `long_attention` runs, once `prepare` has looked for them: plain data,
+# which compiled code can read.
 _VARLEN: list[Callable[..., Tensor] | None] = []
+_LONG_WORKS: list[bool] = []
+_LONG_WIDTH = 128  # cuDNN's backward takes heads up to this width on every GPU that has it
+
+
+def long_attention_takes(query: Tensor) -> bool:
+    if not (query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)) or query.shape[-1] > _LONG_WIDTH:
+        return False
+    if not _LONG_WORKS:
+        prepare()
+    return _LONG_WORKS[0]
 
 
 def varlen_for(query: Tensor) -> Callable[..., Tensor] | None:
@@ -141,9 +159,11 @@ def varlen_for(query: Tensor) -> Callable[..., Tensor] | None:
 
 
 def prepare() -> None:
-    """Find torch's variable-length attention. Called outside of compiled code, which could not look for it."""
+    """Find out which attention runs here. Called outside of compiled code, which could not look for it."""
     if not _VARLEN:
         _VARLEN.append(_varlen_attention())
+    if not _LONG_WORKS:
+        _LONG_WORKS.append(long_attention.works(torch.device("cuda")))
 
 
 @functools.cache

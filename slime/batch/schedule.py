@@ -129,7 +129,9 @@ def _split_step(
             bins = split_largest(bins, sizes, -(-len(bins) // dp_size) * dp_size)
         ranks = [bins[rank::dp_size] for rank in range(dp_size)]
         count = max(len(bins) for bins in ranks)
-    as_positions = [[[p for unit in members for p in units[unit]] for members in bins] for bins in ranks]
+    # By length within a micro-batch: attention then meets its short documents in one run.
+    ordered = [[sorted(members, key=lambda unit: sizes[unit]) for members in bins] for bins in ranks]
+    as_positions = [[[p for unit in members for p in units[unit]] for members in bins] for bins in ordered]
     return [bins + [[] for _ in range(count - len(bins))] for bins in as_positions]
 
 

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from tiny_model import make_tiny_model
 from trainer_helpers import free_port, random_samples, trainer_args
 
+from slime.backends import long_attention
 from slime.backends.attention import PackedDocuments, _varlen_attention, packed_attention
 from slime.backends.fsdp import create_backend
 from slime.backends.update import run_update
@@ -33,9 +34,10 @@ def train(backend, args, samples):
     return run_update(backend, args, 0, data)
 
 
-def test_variable_length_attention_matches_grouped_sdpa():
+@pytest.mark.parametrize("lengths", [[5, 300, 17, 64, 1], [5, 4500, 17, 4096, 4095, 64, 5000], [4700]])
+def test_variable_length_attention_matches_grouped_sdpa(lengths):
     assert _varlen_attention() is not None
-    lengths = [5, 300, 17, 64, 1]
+    assert long_attention.works(torch.device("cuda"))
     torch.manual_seed(0)
     heads = [torch.randn(sum(lengths), n, 64, device="cuda", requires_grad=True) for n in (8, 2, 2)]
     documents = PackedDocuments.from_lengths(lengths).to(torch.device("cuda"))

@@ -9,6 +9,7 @@ from trainer_helpers import random_samples, trainer_args
 
 from slime.backends.attention import PackedDocuments, packed_attention, refuse_unsupported, transformers_attention
 from slime.backends.context_parallel import ZigzagPlan
+from slime.backends.long_attention import plan_parts
 from slime.backends.microbatch import build_micro_batch, split_by_sample
 from slime.batch.convert import samples_to_batch
 
@@ -105,3 +106,21 @@ def test_an_empty_micro_batch_runs_but_weighs_nothing():
     assert mb.input_ids.numel() == 2
     assert mb.loss_mask.sum() == 0
     assert mb.positions == ()
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, 1500), min_size=1, max_size=12))
+def test_parts_of_long_attention_cover_the_stream_once_and_in_order(lengths):
+    bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    long = 512
+    parts = list(plan_parts(bounds, long))
+    assert [parts[0].start, *(part.end for part in parts)] == [part.start for part in parts] + [bounds[-1]]
+    assert [parts[0].first, *(part.last for part in parts)] == [part.first for part in parts] + [len(lengths)]
+    for part in parts:
+        inside = lengths[part.first : part.last]
+        assert sum(inside) == part.end - part.start
+        if part.rounded:
+            assert len(inside) == 1 and inside[0] >= long
+            assert inside[0] <= part.rounded < inside[0] + 128 and part.rounded % 128 == 0
+        else:
+            assert max(inside) < long

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from slime.backends import attention
 
 # Results that cost a matrix product or an attention pass are kept; the rest is cheap to compute again.
-_KEPT_OPERATORS = ("mm", "addmm", "bmm", "_grouped_mm", "_flash_attention_forward", "_varlen_attn")
+_KEPT_OPERATORS = ("mm", "addmm", "bmm", "_grouped_mm", "_flash_attention_forward", "_varlen_attn", "packed_attention")
 _KEPT_PREFIXES = ("_scaled_dot_product",)
 # Compiled code is specialised to a bound on document lengths, a power of two, and to passes with and without gradients.
 _RECOMPILE_LIMIT = 64
