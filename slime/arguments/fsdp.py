@@ -18,3 +18,9 @@ class FSDPFlags:
     lora_target_modules: list[str] = flag(
         ["all-linear"], "names of the layers that get an adapter, or all-linear for every one but the output layer"
     )
+    lora_sync: str = flag(
+        "merged",
+        "what engines get; merged: the whole model with the adapters' products added; adapter: the adapters alone, for "
+        "engines that started with --hf-checkpoint",
+        choices=("merged", "adapter"),
+    )

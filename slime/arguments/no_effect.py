@@ -177,7 +177,7 @@ NO_EFFECT = (
         "only the FSDP trainer reads it; remove it or use --train-backend fsdp",
     ),
     NoEffect(
-        ("lora_alpha", "lora_target_modules"),
+        ("lora_alpha", "lora_target_modules", "lora_sync"),
         lambda d: d.lora_rank > 0,
         "no adapters are trained; add --lora-rank",
     ),

@@ -15,6 +15,27 @@ def trainable_parameters(draft: Draft) -> None:
         raise ValueError("--lora-rank trains adapters only: remove the list of trained or frozen parameters.")
     if draft.lora_rank and draft.tensor_model_parallel_size > 1:
         raise ValueError("--lora-rank and --tensor-model-parallel-size > 1 do not work together yet; use one of them.")
+    if draft.lora_sync == "adapter":
+        _adapters_alone(draft)
+
+
+def _adapters_alone(draft: Draft) -> None:
+    """Requests must name the adapters, and the engines must be able to take them."""
+    if draft.debug_rollout_only or draft.debug_train_only:
+        raise ValueError("--lora-sync adapter: a run with only one stage pushes nothing to engines; remove it.")
+    if draft.update_weight_transport not in ("auto", "tensor"):
+        raise ValueError(
+            f"--lora-sync adapter with --update-weight-transport {draft.update_weight_transport}: adapters alone go in "
+            "memory only; use auto, or --lora-sync merged."
+        )
+    functions = ("custom_generate_function_path", "rollout_function_path", "eval_function_path")
+    own = [name for name in functions if not (getattr(draft, name) or "slime.rollout.").startswith("slime.rollout.")]
+    if own and draft.rollout_engine == "sglang":
+        flag = "--" + own[0].replace("_", "-")
+        raise ValueError(
+            f"--lora-sync adapter with {flag} on SGLang engines: requests of one's own that do not name the adapter would "
+            "be answered by the model without it; use --lora-sync merged."
+        )
 
 
 def model_parallel_sizes(draft: Draft) -> None:

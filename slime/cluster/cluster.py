@@ -31,6 +31,7 @@ from slime.plugins import check_plugins
 from slime.utils import shm
 from slime.utils.accelerator import device_count
 from slime.weight_sync import LIVE_TRANSPORTS, Site, choose_transport
+from slime.weight_sync.lora import choose_adapter_transport
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +106,10 @@ class Cluster:
     def _open_push(self, facts: RolloutFacts, num_done: int) -> None:
         args = self._args
         site = Site(device_count() > 0, args.colocate, args.rollout_num_gpus_per_engine)
-        transport = choose_transport(args.update_weight_transport, facts.transports, site)
+        if args.lora_sync == "adapter":
+            transport = choose_adapter_transport(facts.transports)
+        else:
+            transport = choose_transport(args.update_weight_transport, facts.transports, site)
         logger.info("weights travel by %s", transport.name)
         self._trainer.open_sender(transport.name)
         stages = (self._trainer, self._rollout, self._residency)

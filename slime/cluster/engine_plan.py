@@ -16,6 +16,9 @@ from slime.engines.sglang.router import router_command
 from slime.engines.topology import EnginePlace, place_engines
 from slime.utils.processes import thread_environment
 
+# What all-linear of --lora-target-modules comes to in the dense families; an engine must know it before it sees adapters.
+_LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
 
 def plan_engines(args: Args, run: Run, slots: tuple[Slot, ...]) -> list[LaunchPlan]:
     """One plan per slot, in the order of the topology."""
@@ -89,6 +92,17 @@ def _sglang(args: Args, run: Run, site: EngineSite, threads: int) -> Command:
             seed=args.seed,
             # A model that gets no push could not be filled again.
             memory_saver=bool(args.offload_rollout) and site.model.update_weights and not cpu,
-            extra=(*args.sglang_options, *site.place.words),
+            extra=(*_adapter_words(args, site.model, cpu), *args.sglang_options, *site.place.words),
         )
     )
+
+
+def _adapter_words(args: Args, model: ServedModel, cpu: bool) -> tuple[str, ...]:
+    """What makes SGLang ready for adapters that come alone: it sizes their memory before it knows them."""
+    if args.lora_sync != "adapter" or not model.update_weights:
+        return ()
+    targets = args.lora_target_modules
+    names = _LINEAR_LAYERS if targets == ["all-linear"] else targets
+    # One adapter, and requests without any: a health probe is one.
+    words = ("--enable-lora", "--max-lora-rank", str(args.lora_rank), "--max-loras-per-batch", "2")
+    return (*words, "--lora-target-modules", *names, *(("--lora-backend", "torch_native") if cpu else ()))

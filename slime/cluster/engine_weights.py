@@ -93,7 +93,7 @@ class EngineWeights:
     def _take(self, parcel: Parcel) -> Callable[[str, EngineInfo], Awaitable[None]]:
         async def take(url: str, info: EngineInfo) -> None:
             control, transport = EngineControl(url), TRANSPORTS[parcel.transport]
-            await _pause(control, info)
+            await _pause(control, info, keep=transport.keeps_requests)
             check_receipt(parcel, await transport.deliver(parcel, control, info), url)
             if self._args.check_weight_update_equal:
                 await self._compare(parcel, url, info)
@@ -177,7 +177,7 @@ class EngineWeights:
     def _compare_paused(self, parcel: Parcel) -> Callable[[str, EngineInfo], Awaitable[None]]:
         async def compare(url: str, info: EngineInfo) -> None:
             control = EngineControl(url)
-            await _pause(control, info)
+            await _pause(control, info, keep=TRANSPORTS[parcel.transport].keeps_requests)
             await self._compare(parcel, url, info)
             await control.resume()
 
@@ -218,13 +218,14 @@ class EngineWeights:
         return len(failures)
 
 
-async def _pause(control: EngineControl, info: EngineInfo) -> None:
+async def _pause(control: EngineControl, info: EngineInfo, *, keep: bool = True) -> None:
     """No request runs on, and no cached prefix is left: KV of old weights must not meet new ones.
 
     An engine that says which tokens came from which version keeps its requests, which start again from their tokens.
-    From one that does not, they come back, and are sent again: each part then has one version.
+    From one that does not, they come back, and are sent again: each part then has one version. So they do where the
+    transport does not let it `keep` them.
     """
-    await control.pause("retract" if info.has_spans else "abort")
+    await control.pause("retract" if info.has_spans and keep else "abort")
     for attempt in range(1, _FLUSH_ATTEMPTS + 1):
         try:
             return await control.flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ from slime.cluster.runtime import fetch
 from slime.observability.logging_utils import configure_logger
 from slime.utils import accelerator
 from slime.weight_sync import LIVE_TRANSPORTS, TRANSPORTS, LiveReport, LiveSender, Parcel, Sender, Target
-from slime.weight_sync.base import SenderOptions
+from slime.weight_sync.base import NamedTensors, SenderOptions
 from slime.weight_sync.disk import LateCopySender
+from slime.weight_sync.fp8 import checkpoint_format, quantize_named
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,8 @@ class TrainActor:
         After a live push the first rank leaves a copy on disk, for engines that come late.
         """
         live = LIVE_TRANSPORTS.get(transport)
+        self._content = (live or TRANSPORTS[transport]).content
+        self._fp8 = checkpoint_format(self._args.engine_topology.policy.model_path)
         if live is not None and (live.every_rank or self._rank == 0):
             self._live_sender = live.make_sender(self._sender_options())
         if self._rank == 0:
@@ -87,7 +91,15 @@ class TrainActor:
 
     def _sender_options(self) -> SenderOptions:
         folder = Path(self._args.update_weight_disk_dir or self._run.run_dir / "weights")
-        return SenderOptions(self._run.shm_prefix, folder, self._args.hf_checkpoint, self._rank, self._run.host)
+        adapter = self._backend.adapter_config() if self._content == "adapter" else None
+        return SenderOptions(
+            self._run.shm_prefix,
+            folder,
+            self._args.hf_checkpoint,
+            self._rank,
+            self._run.host,
+            adapter_config=adapter,
+        )
 
     def train(self, rollout_id: int, ref: Any) -> TrainReport:
         steps: list[dict[str, float]] = []
@@ -105,24 +117,32 @@ class TrainActor:
         return TrainReport({k: v for k, v in metrics.items() if not k.startswith("train/")}, steps)
 
     def export(self, version: str, dtype: str | None) -> Parcel | None:
-        """The whole model, bucket by bucket, into the transport; the first rank returns the parcel."""
+        """The model or its adapters, bucket by bucket, into the transport; the first rank returns the parcel."""
         self._version = int(version.rpartition(":")[2])
         if self._kept is not None:
             self._kept.note_push(self._version)
-        wanted = getattr(torch, dtype) if dtype else None
-        for bucket in self._backend.export(dtype=wanted):
+        for bucket in self._stream(dtype):
             if self._sender is not None:
-                self._sender.send(bucket)
+                self._sender.send(self._as_engines_hold(bucket))
         return self._sender.finish(version) if self._sender is not None else None
 
     def send_live(self, version: str, dtype: str | None, targets: tuple[Target, ...]) -> LiveReport | None:
         """The whole model, bucket by bucket, to engines that wait for it; a rank that sends nothing returns None."""
         if self._live_sender is not None:
             self._live_sender.open(version, targets)
-        for bucket in self._backend.export(dtype=getattr(torch, dtype) if dtype else None):
+        for bucket in self._stream(dtype):
             if self._live_sender is not None:
-                self._live_sender.send(bucket)
+                self._live_sender.send(self._as_engines_hold(bucket))
         return self._live_sender.finish() if self._live_sender is not None else None
+
+    def _stream(self, dtype: str | None) -> Iterator[NamedTensors]:
+        """What the transport carries, bucket by bucket: the model, or its adapters alone. A collective."""
+        export = self._backend.export_adapter if self._content == "adapter" else self._backend.export
+        return export(dtype=getattr(torch, dtype) if dtype else None)
+
+    def _as_engines_hold(self, bucket: NamedTensors) -> NamedTensors:
+        """In FP8 where the engines' checkpoint is."""
+        return bucket if self._fp8 is None or self._content == "adapter" else list(quantize_named(bucket, self._fp8))
 
     def save(self, path: Path) -> None:
         self._backend.save(path)

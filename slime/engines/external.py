@@ -139,7 +139,7 @@ class ExternalServer:
     def transports(self, info: EngineInfo) -> tuple[str, ...]:
         """Shared memory reaches no other machine."""
         local = urlsplit(self.url).hostname in _LOOPBACK
-        return tuple(name for name in info.transports if local or name != "shared_memory")
+        return tuple(name for name in info.transports if local or not name.endswith("shared_memory"))
 
     def launch(self) -> None:
         """It is not ours to start."""

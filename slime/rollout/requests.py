@@ -8,7 +8,7 @@ from slime.data.mix import mix64
 from slime.rollout.groups import attempt_of, describe
 from slime.utils.processing_utils import encode_image_for_rollout_engine
 from slime.utils.types import Sample
-from slime.wire.protocol import GenerateRequest, SamplingParams
+from slime.wire.protocol import ADAPTER_NAME, GenerateRequest, SamplingParams
 
 
 class PromptError(ValueError):
@@ -105,6 +105,8 @@ def build_request(
     extra = {}
     if sample.multimodal_inputs and sample.multimodal_inputs.get("images"):
         extra["image_data"] = [encode_image_for_rollout_engine(image) for image in sample.multimodal_inputs["images"]]
+    if args.lora_sync == "adapter":
+        extra["lora_path"] = ADAPTER_NAME
     return GenerateRequest(
         input_ids=sample.tokens,
         sampling=SamplingParams.from_json(params),

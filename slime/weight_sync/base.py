@@ -9,7 +9,7 @@ the engines have gone on, for those that come late.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,7 +17,6 @@ from typing import Any, Protocol
 import torch
 
 from slime.wire.control import EngineControl, Receipt
-from slime.wire.manifest import WeightManifest
 from slime.wire.protocol import EngineInfo
 
 NamedTensors = list[tuple[str, torch.Tensor]]
@@ -36,7 +35,7 @@ class Parcel:
     num_tensors: int
     nbytes: int
     checksum: int | None
-    payload: WeightManifest | Path
+    payload: Any  # what the transport's `deliver` reads
 
 
 class Sender(Protocol):
@@ -90,6 +89,7 @@ class SenderOptions:
     rank: int = 0
     host: str = "127.0.0.1"  # address of the trainer's first rank, as engines reach it
     deadline_s: float = 120.0  # longest wait for one bucket
+    adapter_config: Mapping[str, Any] | None = None  # of adapters that are sent alone; None: the model is sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,8 @@ class Transport:
     """One way to move weights.
 
     `choice`: the value of --update-weight-transport that allows it. `engine_needs`: the name that an engine's
-    `transports` must contain. `suits`: whether it works between a trainer and engines that stand like this.
+    `transports` must contain. `suits`: whether it works between a trainer and engines that stand like this. `content`:
+    "model", or "adapter" for adapters alone. `keeps_requests`: paused requests may wait in the engine meanwhile.
     """
 
     name: str
@@ -116,6 +117,8 @@ class Transport:
     deliver: Callable[[Parcel, EngineControl, EngineInfo], Awaitable[Receipt]]
     compare: Callable[[Parcel, EngineControl, EngineInfo, str], Awaitable[list[str]]]
     suits: Callable[[Site], bool] = lambda site: True
+    content: str = "model"
+    keeps_requests: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +131,7 @@ class LiveTransport:
     make_sender: Callable[[SenderOptions], LiveSender]
     suits: Callable[[Site], bool]
     every_rank: bool
+    content: str = "model"
 
 
 def check_receipt(parcel: Parcel, receipt: Receipt, engine: str) -> None:

@@ -9,9 +9,12 @@ from slime.weight_sync.cuda_ipc import CUDA_IPC
 from slime.weight_sync.disk import DISK
 from slime.weight_sync.distributed import DISTRIBUTED
 from slime.weight_sync.http_tensor import HTTP_TENSOR
+from slime.weight_sync.lora import ADAPTER_SHARED_MEMORY, ADAPTER_TENSORS
 from slime.weight_sync.shared_memory import SHARED_MEMORY
 
-TRANSPORTS: dict[str, Transport] = {t.name: t for t in (SHARED_MEMORY, HTTP_TENSOR, DISK)}
+TRANSPORTS: dict[str, Transport] = {
+    t.name: t for t in (SHARED_MEMORY, HTTP_TENSOR, DISK, ADAPTER_SHARED_MEMORY, ADAPTER_TENSORS)
+}
 LIVE_TRANSPORTS: dict[str, LiveTransport] = {t.name: t for t in (CUDA_IPC, DISTRIBUTED)}
 # For "auto", fastest first. Bodies of requests beat a group of gloo on a CPU machine, and lose to NCCL on GPUs.
 _ON_CPU: tuple[Transport | LiveTransport, ...] = (SHARED_MEMORY, HTTP_TENSOR, DISTRIBUTED, DISK)

@@ -1,6 +1,6 @@
 """The control plane of one engine worker: pause, weights, memory, health. Never through the router."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -97,6 +97,36 @@ class EngineControl:
         answer = await self._post("update_weights_from_shared_memory", manifest.to_json())
         return _receipt(answer, manifest.version)
 
+    async def load_adapter_from_shared_memory(
+        self, name: str, manifest: WeightManifest, config: Mapping[str, Any]
+    ) -> Receipt:
+        """Low-rank adapters in place of those it had; verified before anything is applied."""
+        payload = {"lora_name": name, "config_dict": dict(config), "manifest": manifest.to_json()}
+        return _receipt(await self._post("load_lora_adapter_from_shared_memory", payload), manifest.version)
+
+    async def load_adapter_from_tensors(
+        self, name: str, payloads: Sequence[str], config: Mapping[str, Any], checksums: Mapping[str, str]
+    ) -> None:
+        """Low-rank adapters in SGLang's own format, base64, one text per rank; `checksums`: SHA-256 of each tensor."""
+        payload = {
+            "lora_name": name,
+            "config_dict": dict(config),
+            "serialized_named_tensors": list(payloads),
+            "load_format": "flattened_bucket",
+            "expected_checksums": dict(checksums),
+            "pinned": True,
+        }
+        _accepted(await self._post("load_lora_adapter_from_tensors", payload), f"adapter {name}")
+
+    async def unload_adapter(self, name: str) -> None:
+        """Returns when no request uses it any more."""
+        _accepted(await self._post("unload_lora_adapter", {"lora_name": name}), f"to unload adapter {name}")
+
+    async def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters that it holds."""
+        models = (await self._get("v1/models"))["data"]
+        return tuple(model["id"] for model in models if model.get("parent"))
+
     async def begin_update(self) -> None:
         """Opens an update by tensors or by a process group; engines without the call need none (EngineInfo says so)."""
         await self._post("begin_weight_update", {})
@@ -160,6 +190,11 @@ class EngineControl:
         payload = {"action": "compare", "manifest": manifest.to_json()}
         return list((await self._post("weights_checker", payload))["mismatched"])
 
+    async def check_adapter_equal(self, manifest: WeightManifest) -> list[str]:
+        """Names of adapter tensors that differ from the manifest's bytes, or that only one side has."""
+        payload = {"action": "compare_adapter", "manifest": manifest.to_json()}
+        return list((await self._post("weights_checker", payload))["mismatched"])
+
     async def _post(self, endpoint: str, payload: dict[str, Any]) -> Any:
         url = f"{self.url}/{endpoint}"
         return await waits.within(
@@ -182,7 +217,7 @@ class EngineControl:
 
 def _accepted(answer: dict[str, Any], what: str) -> None:
     if not answer.get("success"):
-        raise RuntimeError(f"the engine refused {what}: {answer.get('message')}")
+        raise RuntimeError(f"the engine refused {what}: {answer.get('message') or answer.get('error_message')}")
 
 
 def _receipt(answer: dict[str, Any], version: str) -> Receipt:

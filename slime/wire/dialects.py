@@ -20,6 +20,7 @@ class Dialect:
     `probes_while_paused`: a health probe makes its token also while generation is paused.
     `clamps_length`: more new tokens than the context holds are cut to fit; others answer 400.
     `frees_at_hang_up`: a client that hangs up ends its request at once; others notice after seconds.
+    `adapters_by`: how low-rank adapters come in (SGLang: only with its own flag, see EngineInfo); None: not at all.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Dialect:
     probes_while_paused: bool = False
     clamps_length: bool = False
     frees_at_hang_up: bool = False
+    adapters_by: str | None = None
 
 
 EMBEDDED = Dialect(
@@ -49,6 +51,7 @@ EMBEDDED = Dialect(
     probes_while_paused=True,
     clamps_length=True,
     frees_at_hang_up=True,
+    adapters_by="adapter_shared_memory",
 )
 SGLANG = Dialect(
     name="sglang",
@@ -57,6 +60,7 @@ SGLANG = Dialect(
     has_begin_end=True,
     memory_saver=False,
     flush_while_running=False,
+    adapters_by="adapter_tensors",
 )
 # 0.5.16 answers 404 to begin_weight_update and reports one weight_version per answer; 0.5.23 demands the first and
 # reports spans. Releases in between were not examined, so the older form holds up to 0.5.22.

@@ -14,6 +14,8 @@ from slime.wire.dialects import Dialect, dialect_of
 
 Finish = Literal["stop", "length", "abort"]
 FINISH_TYPES: tuple[Finish, ...] = ("stop", "length", "abort")
+# How requests name the policy's adapters, in engines that get them alone.
+ADAPTER_NAME = "policy"
 
 
 def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> float:
@@ -255,7 +257,9 @@ class EngineInfo:
 
     @property
     def transports(self) -> tuple[str, ...]:
-        return self.dialect.transports
+        """Ways to bring weights in; adapters alone only where the engine was started for them."""
+        adapters = self.dialect.adapters_by if self.raw.get("enable_lora") else None
+        return (*self.dialect.transports, *([adapters] if adapters else []))
 
     @property
     def has_spans(self) -> bool:

@@ -156,6 +156,7 @@ def test_batch_that_does_not_fit_is_explained(changes, message):
 
 
 NO_EFFECT_VALUES = {
+    "lora_sync": "adapter",
     "kl_loss_type": "k3",
     "wandb_mode": "offline",
     "policy_loss_type": "sapo",

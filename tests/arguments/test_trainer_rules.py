@@ -1,5 +1,7 @@
 """Flags of the trainer that contradict each other, or do nothing, are refused with the reason."""
 
+import sys
+
 import pytest
 from argument_helpers import parse
 
@@ -17,6 +19,24 @@ from argument_helpers import parse
             "--lora-rank and --tensor-model-parallel-size > 1",
         ),
         ({"lora_alpha": 16}, "--lora-alpha is 16.0, but no adapters are trained; add --lora-rank"),
+        (
+            {"lora_rank": 8, "lora_sync": "adapter", "update_weight_transport": "disk"},
+            "--lora-sync adapter with --update-weight-transport disk: adapters alone go in memory only",
+        ),
+        (
+            {"lora_rank": 8, "lora_sync": "adapter", "debug_train_only": True},
+            "--lora-sync adapter: a run with only one stage pushes nothing",
+        ),
+        (
+            {
+                "lora_rank": 8,
+                "lora_sync": "adapter",
+                "rollout_engine": "sglang",
+                "sglang_python": sys.executable,
+                "custom_generate_function_path": "json.dumps",
+            },
+            "--lora-sync adapter with --custom-generate-function-path on SGLang engines",
+        ),
         (
             {"tensor_model_parallel_size": 2},
             "--tensor-model-parallel-size 2 x --context-parallel-size 1 does not divide the 1 trainer ranks",

@@ -373,6 +373,15 @@ class FSDPBackend:
         with self.copies.active(weights):
             yield from hf_export.buckets(self.model.lm, limit, dtype)
 
+    def export_adapter(self, dtype: torch.dtype | None = None) -> Iterator[Bucket]:
+        """Buckets of (peft's name, full tensor) of the adapters alone; a collective."""
+        named = lora.adapter_tensors(self.model.lm)
+        return hf_export.in_buckets(named, self.args.update_weight_buffer_size, dtype)
+
+    def adapter_config(self) -> dict[str, Any]:
+        """What an engine must know of the adapters beside their tensors, as peft writes it."""
+        return lora.adapter_config(self.args, self.model.lm)
+
     def save_hf(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
         """Write an HF folder that `from_pretrained` reads, with the tokenizer of --hf-checkpoint; appears whole or not at all.
 

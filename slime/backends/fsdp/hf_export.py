@@ -25,9 +25,16 @@ def named_tensors(lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def buckets(lm: nn.Module, bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[Bucket]:
     """Full tensors under hub names in buckets of at most `bucket_bytes` (a larger tensor stands alone)."""
+    return in_buckets(_hub_tensors(lm), bucket_bytes, dtype)
+
+
+def in_buckets(
+    named: Iterator[tuple[str, Tensor]], bucket_bytes: int, dtype: torch.dtype | None
+) -> Iterator[Bucket]:
+    """Named tensors, cast to `dtype` where one is given, in buckets of at most `bucket_bytes`."""
     bucket: Bucket = []
     size = 0
-    for name, tensor in _hub_tensors(lm):
+    for name, tensor in named:
         if dtype is not None and tensor.is_floating_point():
             tensor = tensor.to(dtype)
         tensor = tensor.detach().contiguous()

@@ -1,4 +1,4 @@
-"""Low-rank adapters through peft: added before sharding, merged into the weights that leave the trainer, saved alone."""
+"""Low-rank adapters through peft: added before sharding; they leave the trainer merged into its weights, or alone."""
 
 import hashlib
 import json
@@ -78,29 +78,36 @@ def merged(lm: nn.Module, named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple
         yield hub_name(name), full
 
 
-def save_adapter(args: Any, lm: nn.Module, path: Path, rank: int) -> None:
-    """Write the adapters alone, as peft reads them. All ranks call; the first writes."""
-    from safetensors.torch import save_file  # with transformers, only needed here
-
-    tensors = {}
+def adapter_tensors(lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Whole adapter tensors under the names that peft saves them with; a collective."""
     for name, parameter in lm.named_parameters():
         if is_adapter(name):
-            key = "base_model.model." + name.replace(f".{NAME}.", ".")
-            tensors[key] = gather_full(parameter.detach()).cpu().contiguous()
-    if rank != 0:
-        return
-    path.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})
-    targets = sorted({key.split(".lora_")[0].rpartition(".")[2] for key in tensors})
-    config = {
+            yield "base_model.model." + name.replace(f".{NAME}.", "."), gather_full(parameter.detach())
+
+
+def adapter_config(args: Any, lm: nn.Module) -> dict[str, Any]:
+    """What peft writes beside adapters: how they were made, and for which layers."""
+    names = (name for name, _ in lm.named_parameters() if is_adapter(name))
+    return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(args.hf_checkpoint),
         "r": args.lora_rank,
         "lora_alpha": args.lora_alpha,
-        "target_modules": targets,
+        "target_modules": sorted({name.split(".lora_")[0].rpartition(".")[2] for name in names}),
         "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,
     }
-    (path / "adapter_config.json").write_text(json.dumps(config, indent=2))
+
+
+def save_adapter(args: Any, lm: nn.Module, path: Path, rank: int) -> None:
+    """Write the adapters alone, as peft reads them. All ranks call; the first writes."""
+    from safetensors.torch import save_file  # with transformers, only needed here
+
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in adapter_tensors(lm)}
+    if rank != 0:
+        return
+    path.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})
+    (path / "adapter_config.json").write_text(json.dumps(adapter_config(args, lm), indent=2))

@@ -5,10 +5,11 @@ a lock and none of them sees a half-done step.
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from slime.engines.embedded.adapter import AdaptedWeights, AdapterConfig
 from slime.engines.embedded.kv_cache import BlockAllocator
 from slime.engines.embedded.runner import BLOCK_SIZE, ModelRunner
 from slime.engines.embedded.sampler import sample
@@ -37,6 +38,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.weights = WeightStore(self.runner.model)
+        self.adapters = AdaptedWeights(self.runner.model)
         self.allocator = BlockAllocator(self.runner.num_blocks, BLOCK_SIZE)
         self.scheduler = Scheduler(
             self.allocator,
@@ -126,15 +128,31 @@ class Engine:
 
     def update_weights(self, source: Source, version: str) -> tuple[int, int]:
         """Replace all parameters. Requests in flight go on from the KV they have; nobody reuses it afterwards."""
+        self.weights.check(source)
+
+        def apply() -> tuple[int, int]:
+            self.adapters.forget()
+            return self.weights.apply(source)
+
+        return self._change_weights(apply, version)
+
+    def update_adapter(self, source: Source, config: AdapterConfig, name: str, version: str) -> tuple[int, int]:
+        """Replace the adapters that are added to the weights the model was loaded with, or was last given."""
+        self.adapters.check(source)
+        return self._change_weights(lambda: self.adapters.apply(source, config, name), version)
+
+    def _change_weights(self, apply: Callable[[], tuple[int, int]], version: str) -> tuple[int, int]:
         if "weights" in self.released:
             raise BadWeights("the weights are released: call /resume_memory_occupation with the tag weights first")
-        self.weights.check(source)
         self.awaiting_weights = True  # should the copy fail half-way, nothing is served from the mixture
-        counts = self.weights.apply(source)
+        counts = apply()
         self.allocator.flush()
         self.set_version(version)
         self.awaiting_weights = False
         return counts
+
+    def checksums(self) -> dict[str, int]:
+        return self.adapters.checksums(self.weights.checksums())
 
     def set_version(self, version: str) -> None:
         self.version = version

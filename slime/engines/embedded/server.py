@@ -8,6 +8,7 @@ from typing import Any
 
 from aiohttp import web
 
+from slime.engines.embedded.adapter import AdapterConfig
 from slime.engines.embedded.engine import Engine
 from slime.engines.embedded.loop import EngineLoop
 from slime.engines.embedded.requests import BadRequest, Limits, RequestReader, answer_json
@@ -58,6 +59,7 @@ class Server:
             "/continue_generation": self.continue_generation,
             "/update_weights_from_disk": self.update_weights_from_disk,
             "/update_weights_from_shared_memory": self.update_weights_from_shared_memory,
+            "/load_lora_adapter_from_shared_memory": self.load_adapter,
             "/update_weight_version": self.update_weight_version,
             "/weights_checker": self.weights_checker,
             "/release_memory_occupation": self.release_memory,
@@ -77,11 +79,18 @@ class Server:
             return _error(503, "the engine waits for its first weights")
         if self.engine.released:
             return _error(503, f"memory is released ({sorted(self.engine.released)}): call /resume_memory_occupation")
-        sequences, is_list = self.reader.read(await _read_json(request))
+        body = await _read_json(request)
+        self._check_adapter(body.pop("lora_path", None))
+        sequences, is_list = self.reader.read(body)
         if sequences[0].stream:
             return await self._stream(request, sequences[0])
         answers = await self._finish(sequences)
         return web.json_response(answers if is_list else answers[0])
+
+    def _check_adapter(self, wanted: Any) -> None:
+        """A request may name the adapters that all requests get, and no others."""
+        if wanted is not None and wanted != self.engine.adapters.name:
+            raise BadRequest(f"lora_path is {wanted!r}: this engine has {self.engine.adapters.name or 'no adapters'}")
 
     async def _finish(self, sequences: list[Sequence]) -> list[dict[str, Any]]:
         listeners = [self.loop.submit(sequence) for sequence in sequences]
@@ -184,6 +193,20 @@ class Server:
             source.close()
         return _updated(manifest.version, count, manifest.nbytes, manifest.checksum)
 
+    async def load_adapter(self, request: web.Request) -> web.Response:
+        """Low-rank adapters, by a manifest; all requests get them, whether or not they name them."""
+        body = await _read_json(request)
+        name, manifest = body.get("lora_name"), _manifest(body.get("manifest"))
+        if not isinstance(name, str) or not name:
+            raise BadRequest("lora_name must be a string")
+        config = AdapterConfig.from_json(body.get("config_dict"))
+        source = await asyncio.to_thread(SharedMemorySource.open, manifest)
+        try:
+            count, _ = await self.loop.call(self.engine.update_adapter, source, config, name, manifest.version)
+        finally:
+            source.close()
+        return _updated(manifest.version, count, manifest.nbytes, manifest.checksum)
+
     async def update_weights_from_disk(self, request: web.Request) -> web.Response:
         body = await _read_json(request)
         path = body.get("model_path")
@@ -212,16 +235,17 @@ class Server:
         body = await _read_json(request)
         action = body.get("action")
         if action == "checksum":
-            checksums = await self.loop.call(self.engine.weights.checksums)
+            checksums = await self.loop.call(self.engine.checksums)
             return web.json_response({"success": True, "message": "", "checksums": checksums})
-        if action == "compare":
+        if action in ("compare", "compare_adapter"):
+            held = self.engine.weights if action == "compare" else self.engine.adapters
             source = await asyncio.to_thread(SharedMemorySource.open, _manifest(body.get("manifest")))
             try:
-                mismatched = await self.loop.call(self.engine.weights.differing, source)
+                mismatched = await self.loop.call(held.differing, source)
             finally:
                 source.close()
             return web.json_response({"success": not mismatched, "message": "", "mismatched": mismatched})
-        raise BadRequest(f"action is {action!r}: expected checksum, or compare with a manifest")
+        raise BadRequest(f"action is {action!r}: expected checksum, or compare or compare_adapter with a manifest")
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
@@ -244,6 +268,7 @@ def make_static_info(engine: Engine, model_path: str, version: str) -> dict[str,
         "vocab_size": runner.vocab_size,
         "context_length": runner.context_len,
         "transports": list(EMBEDDED.transports),
+        "enable_lora": True,
         "device": str(runner.device),
         "dtype": str(runner.dtype).removeprefix("torch."),
         "max_running_requests": engine.max_running,

@@ -153,18 +153,18 @@ class WeightStore:
         for name, tensor in source.tensors():
             own = parameters.get(name)
             seen.add(id(own))
-            if own is None or own.shape != tensor.shape or not _same_bytes(own, tensor):
+            if own is None or own.shape != tensor.shape or not same_bytes(own, tensor):
                 names.append(name)
         return names + [name for name, p in parameters.items() if id(p) not in seen]
 
     @torch.no_grad()
     def checksums(self) -> dict[str, int]:
-        return {name: byte_checksum(_bytes(p)) for name, p in self._parameters().items()}
+        return {name: byte_checksum(tensor_bytes(p)) for name, p in self._parameters().items()}
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
-def _same_bytes(own: torch.Tensor, new: torch.Tensor) -> bool:
-    return torch.equal(_bytes(own), _bytes(new.to(own.device, own.dtype)))
+def same_bytes(own: torch.Tensor, new: torch.Tensor) -> bool:
+    return torch.equal(tensor_bytes(own), tensor_bytes(new.to(own.device, own.dtype)))

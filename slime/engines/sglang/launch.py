@@ -1,9 +1,10 @@
 """Runs an SGLang server, or prints its flags; executed as a script by the interpreter that has SGLang.
 
-On a CPU machine three gaps of the wheel are filled first. That happens when the module is loaded, because SGLang
+On a CPU machine four gaps of the wheel are filled first. That happens when the module is loaded, because SGLang
 spawns its workers, and a spawned process loads the main module again. Nothing on the path of a request is replaced.
 """
 
+import functools
 import itertools
 import json
 import os
@@ -28,7 +29,7 @@ class _NoKernels(types.ModuleType):
 
 
 def fill_cpu_gaps():
-    """What a CPU machine lacks: the choice of the native code paths, two operators, the kernel package."""
+    """What a CPU machine lacks: the choice of the native code paths, two operators, the kernel package, pinned memory."""
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     import torch  # only after the choice above is made
 
@@ -39,6 +40,17 @@ def fill_cpu_gaps():
     kernels = _NoKernels("sgl_kernel")
     kernels.__path__ = []
     sys.modules["sgl_kernel"] = kernels
+    # Adapters ask for pinned memory wherever they are; without a device to copy to, plain memory is the same.
+    torch.Tensor.pin_memory = lambda tensor, *args: tensor
+    for name in ("tensor", "empty", "zeros", "arange"):
+        setattr(torch, name, _without_pinning(getattr(torch, name)))
+
+
+def _without_pinning(make):
+    def unpinned(*args, pin_memory=False, **kwargs):
+        return make(*args, **kwargs)
+
+    return functools.wraps(make)(unpinned)
 
 
 def _wants_cpu(words):

@@ -1,0 +1,120 @@
+"""Low-rank adapters on the weights of a model: the product is added to what the weights were without them.
+
+The weights without adapters are kept in host memory, so that the next adapters, or fewer of them, start from the same
+values: nothing is subtracted, and no rounding adds up. Names are those of peft. Not covered: layers other than linear
+ones, and the variants of LoRA that its config can ask for.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from slime.engines.embedded.weights import BadWeights, Source, same_bytes, tensor_bytes
+from slime.wire.manifest import byte_checksum
+
+_PREFIX = "base_model.model."
+_FACTORS = (".lora_A.weight", ".lora_B.weight")
+# What would change the meaning of the factors; peft's neutral values.
+_NEUTRAL = {"use_rslora": False, "use_dora": False, "bias": "none", "fan_in_fan_out": False, "rank_pattern": {}}
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """The part of peft's config that decides what the factors mean."""
+
+    scale: float
+
+    @classmethod
+    def from_json(cls, config: Any) -> "AdapterConfig":
+        if not isinstance(config, Mapping) or config.get("peft_type") != "LORA":
+            raise BadWeights("config_dict must be the adapter_config.json of a LORA adapter")
+        for name, neutral in {**_NEUTRAL, "alpha_pattern": {}, "modules_to_save": None}.items():
+            if config.get(name, neutral) not in (neutral, None):
+                raise BadWeights(
+                    f"the adapter's {name} is {config[name]!r}: the embedded engine takes {neutral!r} only"
+                )
+        try:
+            return cls(float(config["lora_alpha"]) / int(config["r"]))
+        except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+            raise BadWeights(f"config_dict needs numbers r and lora_alpha: {error}") from error
+
+
+class AdaptedWeights:
+    """The adapters that one model has now, if any."""
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self._base: dict[str, torch.Tensor] = {}  # weight name -> its values without adapters, on the CPU
+        self._factors: dict[str, torch.Tensor] = {}  # as they came
+        self.name: str | None = None  # how requests call them; None: there are none
+
+    def forget(self) -> None:
+        """The model got other weights: they are what adapters would now be added to."""
+        self._base, self._factors, self.name = {}, {}, None
+
+    def check(self, source: Source) -> None:
+        """Raise BadWeights unless every tensor is a factor of a layer's, with the layer's shape, and none stands alone."""
+        parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        pairs: dict[str, dict[str, tuple[int, ...]]] = {}
+        for name, shape in source.shapes.items():
+            weight, factor = _split(name)
+            if weight not in parameters or len(shape) != 2:
+                raise BadWeights(f"adapter tensor {name} of shape {list(shape)} belongs to no layer of this model")
+            pairs.setdefault(weight, {})[factor] = shape
+        for weight, shapes in pairs.items():
+            if len(shapes) != 2:
+                raise BadWeights(f"of {weight} only one adapter factor came")
+            (rank_a, columns), (rows, rank_b) = (shapes[factor] for factor in _FACTORS)
+            if rank_a != rank_b or (rows, columns) != tuple(parameters[weight].shape):
+                raise BadWeights(
+                    f"the adapter of {weight} has factors {[rows, rank_b]} and {[rank_a, columns]}, the weight is "
+                    f"{list(parameters[weight].shape)}"
+                )
+
+    @torch.no_grad()
+    def apply(self, source: Source, config: AdapterConfig, name: str) -> tuple[int, int]:
+        """Replace the adapters; returns (tensors, bytes). Call `check` first: this must not fail half-way."""
+        factors = {key: tensor.clone() for key, tensor in source.tensors()}
+        weights = {_split(key)[0] for key in factors}
+        parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        for weight in weights - self._base.keys():
+            self._base[weight] = parameters[weight].detach().to("cpu", copy=True)
+        for weight, base in self._base.items():
+            parameter = parameters[weight]
+            value = base.to(parameter.device)
+            if weight in weights:
+                a, b = (factors[_join(weight, factor)].to(parameter.device).float() for factor in _FACTORS)
+                value = value.float() + config.scale * (b @ a)
+            parameter.copy_(value)
+        self._factors, self.name = factors, name
+        return len(factors), sum(tensor.nbytes for tensor in factors.values())
+
+    def differing(self, source: Source) -> list[str]:
+        """Names of factors whose bytes differ from the source's, or that only one side has."""
+        given = dict(source.tensors())
+        names = given.keys() | self._factors.keys()
+        return sorted(
+            name
+            for name in names
+            if name not in given or name not in self._factors or not same_bytes(self._factors[name], given[name])
+        )
+
+    def checksums(self, of_weights: Mapping[str, int]) -> dict[str, int]:
+        """Of the weights without adapters and of the factors: the same on any machine, which products need not be."""
+        base = {name: byte_checksum(tensor_bytes(tensor)) for name, tensor in self._base.items()}
+        return {**of_weights, **base, **{name: byte_checksum(tensor_bytes(t)) for name, t in self._factors.items()}}
+
+
+def _split(name: str) -> tuple[str, str]:
+    """(name of the layer's weight, which factor) of `base_model.model.layers.0.q_proj.lora_A.weight`."""
+    for factor in _FACTORS:
+        if name.startswith(_PREFIX) and name.endswith(factor):
+            return name.removeprefix(_PREFIX).removesuffix(factor) + ".weight", factor
+    raise BadWeights(f"tensor {name} is no factor of a low-rank adapter")
+
+
+def _join(weight: str, factor: str) -> str:
+    return _PREFIX + weight.removesuffix(".weight") + factor

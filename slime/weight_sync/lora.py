@@ -1,0 +1,132 @@
+"""Low-rank adapters alone, for engines that hold the model already: a small part of the bytes of a whole push.
+
+The parcel is the adapters in shared memory and their config, both as peft has them. An engine that comes late has loaded
+the model from its folder, so the parcel is all it needs. Our own engine adds the product to weights that it keeps;
+SGLang computes it beside them, for requests that name the adapter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slime.utils import shm
+from slime.weight_sync.base import NamedTensors, Parcel, SenderOptions, Transport
+from slime.weight_sync.sglang_format import pack_bucket
+from slime.weight_sync.shared_memory import SharedMemorySender
+from slime.wire.control import EngineControl, Receipt
+from slime.wire.manifest import BucketManifest, WeightManifest, byte_checksum
+from slime.wire.protocol import ADAPTER_NAME, EngineInfo
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterPayload:
+    """What a parcel of adapters holds: where the tensors lie, and peft's description of them."""
+
+    manifest: WeightManifest
+    config: Mapping[str, Any]
+
+
+class AdapterSender(SharedMemorySender):
+    """Shared memory, in one bucket because an engine takes an adapter whole, with the config beside it."""
+
+    transport = "adapter_shared_memory"
+
+    def __init__(self, options: SenderOptions):
+        super().__init__(options)
+        assert options.adapter_config is not None, "a sender of adapters needs their config"
+        self._config = options.adapter_config
+        self._tensors: NamedTensors = []
+
+    def send(self, bucket: NamedTensors) -> None:
+        # A clone on the CPU too: the tensors are only ours until the next bucket.
+        self._tensors += [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in bucket]
+
+    def finish(self, version: str) -> Parcel:
+        tensors, self._tensors = self._tensors, []
+        super().send(tensors)
+        parcel = super().finish(version)
+        payload = AdapterPayload(parcel.payload, self._config)
+        return Parcel(version, self.transport, parcel.num_tensors, parcel.nbytes, parcel.checksum, payload)
+
+
+class AdapterTensorSender(AdapterSender):
+    """The same, for engines that take an adapter in the body of a request."""
+
+    transport = "adapter_tensors"
+
+
+async def deliver_by_memory(parcel: Parcel, control: EngineControl, info: EngineInfo) -> Receipt:
+    return await control.load_adapter_from_shared_memory(ADAPTER_NAME, parcel.payload.manifest, parcel.payload.config)
+
+
+async def compare_by_memory(parcel: Parcel, control: EngineControl, info: EngineInfo, shm_prefix: str) -> list[str]:
+    return await control.check_adapter_equal(parcel.payload.manifest)
+
+
+async def deliver_by_tensors(parcel: Parcel, control: EngineControl, info: EngineInfo) -> Receipt:
+    """The engine must be paused and without requests: it holds on to an adapter as long as one of them uses it.
+
+    It checks every tensor against our checksum before it takes the adapter.
+    """
+    text, checksums = await asyncio.to_thread(_pack, parcel.payload.manifest.buckets[0])
+    if ADAPTER_NAME in await control.adapters():
+        await control.unload_adapter(ADAPTER_NAME)
+    await control.load_adapter_from_tensors(ADAPTER_NAME, [text] * info.num_ranks, parcel.payload.config, checksums)
+    await control.set_version(parcel.version)
+    return Receipt(await control.version(), None, None, None)
+
+
+async def compare_by_tensors(parcel: Parcel, control: EngineControl, info: EngineInfo, shm_prefix: str) -> list[str]:
+    """The engine compared them as it took them and gives none out; what is left to see is that it still has them."""
+    return [] if ADAPTER_NAME in await control.adapters() else [ADAPTER_NAME]
+
+
+def _pack(bucket: BucketManifest) -> tuple[str, dict[str, str]]:
+    """The bucket in SGLang's format, and the checksum that SGLang takes of each tensor."""
+    segment = shm.open_segment(bucket.segment)
+    try:
+        flat = segment.buffer[: bucket.nbytes].clone()
+    finally:
+        segment.close()
+    if byte_checksum(flat) != bucket.checksum:
+        raise RuntimeError(f"shared segment {bucket.segment} is not what the trainer wrote: checksum differs")
+    raw = {entry.name: flat[entry.offset : entry.offset + entry.nbytes] for entry in bucket.tensors}
+    checksums = {name: hashlib.sha256(part.numpy().tobytes()).hexdigest() for name, part in raw.items()}
+    return pack_bucket(flat, bucket.tensors), checksums
+
+
+ADAPTER_SHARED_MEMORY = Transport(
+    name=AdapterSender.transport,
+    choice="tensor",
+    engine_needs=AdapterSender.transport,
+    make_sender=AdapterSender,
+    deliver=deliver_by_memory,
+    compare=compare_by_memory,
+    content="adapter",
+)
+ADAPTER_TENSORS = Transport(
+    name=AdapterTensorSender.transport,
+    choice="tensor",
+    engine_needs=AdapterTensorSender.transport,
+    make_sender=AdapterTensorSender,
+    deliver=deliver_by_tensors,
+    compare=compare_by_tensors,
+    content="adapter",
+    keeps_requests=False,
+)
+
+
+def choose_adapter_transport(offered: Iterable[str]) -> Transport:
+    """How engines that offer these ways take adapters alone."""
+    offered = set(offered)
+    for transport in (ADAPTER_SHARED_MEMORY, ADAPTER_TENSORS):
+        if transport.engine_needs in offered:
+            return transport
+    raise ValueError(
+        "--lora-sync adapter needs engines that take adapters (the embedded engine, or SGLang 0.5.23 or later started with "
+        f"--enable-lora); these take {', '.join(sorted(offered))}: use --lora-sync merged"
+    )
