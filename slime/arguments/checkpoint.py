@@ -18,4 +18,7 @@ class CheckpointFlags:
     save_interval: int | None = flag(None, "rollouts between checkpoints", ge=1)
     no_save_optim: bool = flag(False, "leave the optimizer out of checkpoints; they then load with --finetune only")
     save_hf: str | None = flag(None, "also write a Hugging Face folder: hf/{rollout_id}", metavar="TEMPLATE")
-    ref_load: str | None = flag(None, "reference model for the KL; default: --hf-checkpoint", metavar="MODEL")
+    ref_load: str | None = flag(
+        None, "reference model for the KL, or a folder of checkpoints; default: --hf-checkpoint", metavar="MODEL"
+    )
+    ref_ckpt_step: int | None = flag(None, "which checkpoint of --ref-load; default: the latest", ge=0)

@@ -57,7 +57,12 @@ class DistillationFlags:
         choices=("sampled", "full"),
     )
     opd_kl_coef: float = flag(1.0, "weight of the reverse KL to the teacher", ge=0)
-    opd_teacher_load: str | None = flag(None, "the teacher that the trainer holds", metavar="MODEL")
+    opd_teacher_load: str | None = flag(
+        None,
+        "the teacher that the trainer holds, or a folder of checkpoints of a model like the policy",
+        metavar="MODEL",
+    )
+    opd_teacher_ckpt_step: int | None = flag(None, "which checkpoint of --opd-teacher-load; default: the latest", ge=0)
 
 
 @dataclass(frozen=True)

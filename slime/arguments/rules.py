@@ -17,6 +17,7 @@ from slime.arguments.data import DEFAULT_DATA_SOURCE
 from slime.arguments.devices import visible_gpus
 from slime.arguments.draft import Draft
 from slime.arguments.eval_datasets import resolve_eval_datasets
+from slime.arguments.kept_models import kept_models
 from slime.arguments.megatron_rules import megatron_trainer
 from slime.arguments.no_effect import refuse_flags_without_effect
 from slime.arguments.objective_rules import distillation, preference_pairs
@@ -262,6 +263,7 @@ RULES: tuple[Rule, ...] = (
     length_of_run,
     loss,
     policy_loss,
+    kept_models,
     loss_reduction,
     group_normalisation,
     reference_model,

@@ -11,10 +11,9 @@ UNBUILT_FLAGS = frozenset(
     http-proxy load-forge-rollout-data log-correct-samples log-multi-turn
     log-probs-max-tokens-per-gpu memory-recorder memory-snapshot-dir memory-snapshot-num-steps
     min-batch-collection-ratio model-name no-load-optim no-load-rng
-    opd-teacher-ckpt-step
     padded-vocab-size
     profile-target qwen-gdn-backend recompute-loss-function
-    record-memory-history ref-ckpt-step release-train
+    record-memory-history release-train
     rollout-buffer-url sglang-router-ip sglang-router-policy
     rollout-data-transport
     rollout-task-type save-debug-train-data spec

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -21,9 +20,9 @@ from typing import Any
 import torch
 
 from slime.utils.errors import RunStopped
+from slime.utils.step_folders import step_folders
 
 FORMAT_VERSION = 1
-_STEP = re.compile(r"step_(\d{7})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +53,7 @@ class Checkpoint:
 
 def find_checkpoint(folder: str | Path, step: int | None = None) -> Checkpoint | None:
     """The latest complete checkpoint of a folder, or that of rollout `step`; None when there is none."""
-    folder = Path(folder)
-    steps = {int(m[1]): p for p in folder.glob("step_*") if (m := _STEP.fullmatch(p.name))}
+    steps = step_folders(folder)
     if step is not None and step not in steps:
         found = ", ".join(map(str, sorted(steps))) or "none"
         raise ValueError(f"--ckpt-step {step}: {folder} has checkpoints of rollouts {found}")

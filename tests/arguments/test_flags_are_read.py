@@ -16,6 +16,8 @@ USED_WHILE_PARSING = {
     "custom_config_path",
     "allow_sampling_mismatch",
     "num_steps_per_rollout",
+    "ref_ckpt_step",
+    "opd_teacher_ckpt_step",
     "num_gpus_per_node",
     "offload",
     "sglang_config",
@@ -66,11 +68,11 @@ def test_what_the_rules_say_about_estimators_and_losses_is_what_the_tables_say()
     assert set(ESTIMATORS) - {"ppo"} <= set(algorithm.ADVANTAGE_ESTIMATORS) <= set(ESTIMATORS)
     assert {n for n, e in ESTIMATORS.items() if e.uses_kl_in_reward} == set(algorithm.ESTIMATORS_WITH_KL)
     assert {n for n, e in ESTIMATORS.items() if e.uses_gamma} == set(algorithm.ESTIMATORS_WITH_GAMMA)
-    assert tuple(POLICY_LOSSES) == algorithm.POLICY_LOSS_TYPES
-    assert tuple(REDUCTIONS) == algorithm.LOSS_REDUCTIONS
     grouped = {n for n, e in ESTIMATORS.items() if e.baseline not in (None, "greedy")}
     assert grouped == set(algorithm.ESTIMATORS_WITH_GROUPS)
     assert {n for n, e in ESTIMATORS.items() if e.scale_rewards} == set(algorithm.ESTIMATORS_WITH_STD)
+    assert tuple(POLICY_LOSSES) == algorithm.POLICY_LOSS_TYPES
+    assert tuple(REDUCTIONS) == algorithm.LOSS_REDUCTIONS
     assert off_policy.LEVELS == LEVELS
 
 

@@ -46,3 +46,42 @@ def test_what_is_missing_or_meaningless_is_named(flags, message):
 def test_dpo_takes_its_reference_from_the_model():
     args = parse("--loss-type", "dpo_loss", "--n-samples-per-prompt", "1")
     assert args.ref_load == args.hf_checkpoint
+
+
+def checkpoints_in(folder, *steps):
+    for step in steps:
+        trainer = folder / f"step_{step:07d}" / "trainer"
+        trainer.mkdir(parents=True)
+        (trainer / "trainer.json").write_text("{}")
+    return str(folder)
+
+
+@pytest.mark.parametrize("flags, step", [((), 12), (("--ref-ckpt-step", "3"), 3)])
+def test_a_reference_may_be_one_of_a_folder_of_checkpoints(flags, step, tmp_path):
+    args = parse("--use-kl-loss", "--ref-load", checkpoints_in(tmp_path, 3, 12), *flags)
+    assert args.ref_load == str(tmp_path / f"step_{step:07d}" / "trainer")
+
+
+def test_so_may_a_teacher(tmp_path):
+    teacher = ("--use-opd", "--opd-type", "trainer", "--opd-teacher-load", checkpoints_in(tmp_path, 3, 12))
+    args = parse(*teacher, "--opd-teacher-ckpt-step", "3")
+    assert args.opd_teacher_load == str(tmp_path / "step_0000003" / "trainer")
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (
+            ("--ref-ckpt-step", "4", "--ref-load", "FOLDER"),
+            "--ref-ckpt-step is 4: .* has checkpoints of rollouts 3, 12",
+        ),
+        (("--ref-ckpt-step", "3"), "--ref-load owner/model holds no checkpoints"),
+        (("--opd-teacher-ckpt-step", "3"), "--opd-teacher-load is not set"),
+        (("--ref-load", "FOLDER", "--save", "FOLDER", "--save-interval", "1"), "choose one with --ref-ckpt-step"),
+        (("--ref-load", "FOLDER", "--train-backend", "megatron"), "that --save-hf wrote"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_a_kept_model_is_named(flags, message, tmp_path):
+    folder = checkpoints_in(tmp_path, 3, 12)
+    with pytest.raises(ValueError, match=message):
+        parse("--use-kl-loss", *(folder if word == "FOLDER" else word for word in flags))

@@ -61,7 +61,7 @@ def create_backend(
     place = {"rank": rank, "world_size": world_size, "device": torch.device(device), "total_steps": total_steps}
     backend = FSDPBackend(args, **place, random_weights=random_weights)
     if needs_reference(args):
-        backend.load_hf(args.ref_load or args.hf_checkpoint, weights="ref")
+        backend.load_model(args.ref_load or args.hf_checkpoint, weights="ref")
     if needs_critic(args):
         critic = FSDPBackend(critic_settings(args), **place, role="critic")
         checkpoint.check_same_decoder(critic.model.lm, backend.model.lm, "--critic-load", critic.args.hf_checkpoint)
@@ -324,8 +324,22 @@ class FSDPBackend:
             checkpoint.load_hf_weights(self.model, path)
             self.copies.copy(LIVE, weights)
 
+    def load_model(self, path: str | Path, *, weights: str) -> None:
+        """Read an HF folder, or a checkpoint of this same model, into the weights tagged `weights`."""
+        if not checkpoint.is_checkpoint(path):
+            self.load_hf(path, weights=weights)
+            return
+        with self._keep_live(weights):
+            checkpoint.load(self, Path(path), weights_only=True)
+            self.copies.copy(LIVE, weights)
+
     def load_teacher(self, path: str | Path) -> None:
-        """Keep the model of the HF folder `path` under the tag "teacher"; its vocabulary must be the policy's."""
+        """Keep the model of `path` under the tag "teacher"; its vocabulary must be the policy's.
+
+        `path` is an HF folder, or a checkpoint of a model of the policy's shape."""
+        if checkpoint.is_checkpoint(path):
+            self.load_model(path, weights="teacher")
+            return
         source = loading.empty_model(path)
         own, theirs = self.model.lm.config.vocab_size, source.config.vocab_size
         if own != theirs:

@@ -67,6 +67,11 @@ def load(backend: Any, path: Path, *, weights_only: bool) -> dict[str, Any]:
     return manifest
 
 
+def is_checkpoint(path: str | Path) -> bool:
+    """Whether a trainer saved `path`; else it is an HF folder or a hub id."""
+    return (Path(path) / MANIFEST).is_file()
+
+
 def read_manifest(path: Path) -> dict[str, Any]:
     file = path / MANIFEST
     if not file.is_file():
