@@ -21,16 +21,19 @@ from slime.backends.base import (
 from slime.backends.critic_loss import build_value_loss
 from slime.backends.microbatch import build_micro_batches
 from slime.backends.policy import loss_reducer, mean_reducer
+from slime.backends.watch import TokenWatch
 from slime.batch.schedule import RankStep
 from slime.utils.types import RolloutBatch
 
 
-def train_critic(backend: TrainBackend, args: Any, batch: RolloutBatch, step: RankStep) -> dict[str, float]:
+def train_critic(
+    backend: TrainBackend, args: Any, batch: RolloutBatch, step: RankStep, watch: TokenWatch
+) -> dict[str, float]:
     """One optimizer step of the critic towards the returns; its metrics are `train/critic-*`."""
     mbs = build_micro_batches(batch, step.micro_batches, ["values", "returns"])
     per = "tokens" if args.calculate_per_token_loss else "rollouts"
     denominators = Denominators(step.num_rollouts, step.num_tokens, step.num_samples, per=per)
-    stats = backend.train_step(mbs, build_value_loss(args), denominators, model="critic")
+    stats = backend.train_step(mbs, build_value_loss(args, watch), denominators, model="critic")
     metrics = {f"train/critic-{name}": value for name, value in stats.metrics.items()}
     metrics["train/critic-grad_norm"] = stats.grad_norm
     for i, rate in enumerate(stats.learning_rates):

@@ -24,12 +24,13 @@ logger = logging.getLogger(__name__)
 def build_loss(args: Any, batch: RolloutBatch, watch: TokenWatch | None = None) -> Loss:
     """The loss that `--loss-type` names, over the given batch (custom losses see its per-sample lists).
 
-    `watch` sees the per-token terms of a policy loss.
+    `watch` sees the per-token terms; a loss of the user's own has none that we know.
     """
+    watch = watch or TokenWatch()
     if args.loss_type == "policy_loss":
         return Loss(policy_loss(args, watch), needs_entropy=True)
     if args.loss_type == "sft_loss":
-        return Loss(_sft_loss(args))
+        return Loss(_sft_loss(args, watch))
     if args.loss_type == "custom_loss":
         logger.warning(
             "--loss-type custom_loss: full fp32 logits [tokens, vocabulary] are materialised for each micro-batch; keep "
@@ -37,16 +38,17 @@ def build_loss(args: Any, batch: RolloutBatch, watch: TokenWatch | None = None) 
         )
         return Loss(_custom_loss(args, batch), needs_logits=True)
     if args.loss_type == "dpo_loss":
-        return build_dpo_loss(args, batch)
+        return build_dpo_loss(args, batch, watch)
     if args.loss_type == "rm_loss":
-        return build_reward_model_loss(batch)
+        return build_reward_model_loss(batch, watch)
     raise ValueError(
         f"--loss-type is {args.loss_type!r}: choose policy_loss, sft_loss, dpo_loss, rm_loss or custom_loss."
     )
 
 
-def _sft_loss(args: Any) -> Callable[[TokenOutputs, MicroBatch], tuple[Tensor, Metrics]]:
+def _sft_loss(args: Any, watch: TokenWatch) -> Callable[[TokenOutputs, MicroBatch], tuple[Tensor, Metrics]]:
     def loss_fn(out: TokenOutputs, mb: MicroBatch) -> tuple[Tensor, Metrics]:
+        watch.record(mb, {"log_probs": out.log_probs})
         loss = loss_reducer(args, mb)(compute_sft_loss(out.log_probs))
         return loss, {"loss": loss.detach()}
 

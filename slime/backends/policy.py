@@ -50,7 +50,7 @@ def policy_loss(args: Any, watch: TokenWatch | None = None) -> LossFn:
             loss = loss - args.entropy_coef * reduce(out.entropy)
         sums = {"pg_loss": pg_loss}
         if args.use_kl_loss:
-            kl = reduce(_reference_kl(args, terms, inputs, mb))
+            kl = reduce(_reference_kl(args, inputs, mb))
             loss = loss + args.kl_loss_coef * kl
             sums["kl_loss"] = kl
         token_metrics |= {
@@ -61,12 +61,16 @@ def policy_loss(args: Any, watch: TokenWatch | None = None) -> LossFn:
             "ois": torch.exp(-terms.ppo_kl),
         }
         if watch is not None:
-            watch.record(mb, inputs, {"pg_loss": per_token, "ppo_kl": terms.ppo_kl, "entropy": out.entropy})
+            watch.record(mb, _watched(inputs) | {"pg_loss": per_token, "ppo_kl": terms.ppo_kl, "entropy": out.entropy})
         sums |= {name: mean(values.detach()) for name, values in token_metrics.items()}
         sums["loss"] = loss
         return loss, {name: value.detach() for name, value in sums.items()}
 
     return loss_fn
+
+
+def _watched(inputs: PolicyInputs) -> TokenMetrics:
+    return {name: getattr(inputs, name) for name in ("log_probs", "old_log_probs", "advantages")}
 
 
 def loss_reducer(args: Any, mb: MicroBatch) -> Reducer:
@@ -199,7 +203,8 @@ def _custom_tis(
     return torch.where(keep, corrected, torch.zeros_like(corrected)), dict(metrics)
 
 
-def _reference_kl(args: Any, terms: PolicyTerms, inputs: PolicyInputs, mb: MicroBatch) -> Tensor:
-    ratio = torch.exp(-terms.ppo_kl) if args.use_unbiased_kl else None
+def _reference_kl(args: Any, inputs: PolicyInputs, mb: MicroBatch) -> Tensor:
+    """Per token; unbiased by the token's own ratio, whatever ratio the policy loss goes by."""
+    ratio = torch.exp(inputs.log_probs - inputs.old_log_probs) if args.use_unbiased_kl else None
     reference = _trained(mb, "ref_log_probs", inputs.log_probs)
     return compute_approx_kl(inputs.log_probs, reference, args.kl_loss_type, ratio)

@@ -13,15 +13,17 @@ from torch import Tensor
 from slime.algorithms.preference import compute_bradley_terry_loss, compute_dpo_loss
 from slime.algorithms.reduce import segment_sum
 from slime.backends.base import Loss, Metrics, MicroBatch, TokenOutputs
+from slime.backends.watch import TokenWatch
 from slime.utils.types import RolloutBatch
 
 PairFunction = Callable[[TokenOutputs, MicroBatch, Tensor, Tensor], tuple[Tensor, Metrics]]
 
 
-def build_dpo_loss(args: Any, batch: RolloutBatch) -> Loss:
+def build_dpo_loss(args: Any, batch: RolloutBatch, watch: TokenWatch) -> Loss:
     """Needs `ref_log_probs` among the micro-batch's tokens."""
 
     def pair_loss(out: TokenOutputs, mb: MicroBatch, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Metrics]:
+        watch.record(mb, {"log_probs": out.log_probs, "ref_log_probs": mb.tokens["ref_log_probs"]})
         policy = segment_sum(out.log_probs * mb.loss_mask, mb.segments, mb.num_samples)
         reference = segment_sum(mb.tokens["ref_log_probs"] * mb.loss_mask, mb.segments, mb.num_samples)
         loss, good, bad = compute_dpo_loss(
@@ -41,7 +43,7 @@ def build_dpo_loss(args: Any, batch: RolloutBatch) -> Loss:
     return Loss(_over_pairs(batch, pair_loss))
 
 
-def build_reward_model_loss(batch: RolloutBatch) -> Loss:
+def build_reward_model_loss(batch: RolloutBatch, watch: TokenWatch) -> Loss:
     """A pair may bring a margin: the smallest difference of scores that is enough, in its train metadata."""
     metadata = batch.get("metadata")
 
@@ -49,6 +51,7 @@ def build_reward_model_loss(batch: RolloutBatch) -> Loss:
         return float((metadata[position] or {}).get("margin") or 0.0) if metadata is not None else 0.0
 
     def pair_loss(out: TokenOutputs, mb: MicroBatch, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Metrics]:
+        watch.record(mb, {"values": out.values})
         # The score of an answer is the head's output at its last token.
         last = torch.tensor(mb.response_lengths, device=out.values.device).cumsum(0) - 1
         scores = out.values[last]

@@ -62,6 +62,8 @@ def run_update(
     if args.rollout_data_postprocess_path:
         load_function(args.rollout_data_postprocess_path)(args, rollout_id, batch)
     metrics = _rollout_metrics(backend, batch, sum(step.num_rollouts for step in rank_data.steps))
+    if "values" in batch and "returns" in batch:
+        metrics["rollout/explained_variance"] = beside.explained_variance(backend, batch)
     if args.reset_optimizer_states:
         backend.reset_optimizer()
     train_started = time.perf_counter()
@@ -199,7 +201,12 @@ def _train_all(
     """One optimizer step of every model that trains: the critic, then, after --num-critic-only-steps, the actor."""
     metrics: dict[str, float] = {}
     if needs_critic(args):
-        metrics = beside.train_critic(backend, args, batch, step)
+        watch = TokenWatch()
+        try:
+            metrics = beside.train_critic(backend, args, batch, step, watch)
+        except NonFiniteStepError as error:
+            _report_nonfinite(backend, args, f"rollout_{rollout_id}_step_{index}_critic", batch, step, watch, error)
+            metrics = {"train/critic-nonfinite_steps": 1.0}
         if rollout_id < args.num_critic_only_steps:
             return metrics
     return metrics | _train(backend, args, rollout_id, batch, step, index, weight_version)
@@ -231,10 +238,7 @@ def _train(
     try:
         stats = backend.train_step(mbs, loss, denominators)
     except NonFiniteStepError as error:
-        report = save_nonfinite(backend, args, rollout_id, index, batch, watch, error)
-        if args.nonfinite_action == "stop":
-            raise NonFiniteStepError(f"{error} {report}") from error
-        logger.warning("%s %s", error, report)
+        _report_nonfinite(backend, args, f"rollout_{rollout_id}_step_{index}", batch, step, watch, error)
         return {"train/nonfinite_steps": 1.0}
     metrics = _step_metrics(stats, step)
     if args.loss_type == "policy_loss" and index == 0:
@@ -243,6 +247,23 @@ def _train(
             check_on_policy(backend, stats, step.num_tokens)
         metrics |= agreement(backend, args, batch, watch, weight_version)
     return metrics
+
+
+def _report_nonfinite(
+    backend: TrainBackend,
+    args: Any,
+    name: str,
+    batch: RolloutBatch,
+    step: RankStep,
+    watch: TokenWatch,
+    error: NonFiniteStepError,
+) -> None:
+    """Save the samples of a step that was not applied; raises unless --nonfinite-action says to go on."""
+    positions = [p for micro_batch in step.micro_batches for p in micro_batch]
+    report = save_nonfinite(backend, args, name, batch, positions, watch, error)
+    if args.nonfinite_action == "stop":
+        raise NonFiniteStepError(f"{error} {report}") from error
+    logger.warning("%s %s", error, report)
 
 
 def _select_tokens(
@@ -272,13 +293,12 @@ def _select_tokens(
 
 def _means(steps: Sequence[dict[str, float]]) -> dict[str, float]:
     """Mean of each metric over the steps that have it; steps that were not applied are counted instead."""
-    skipped = sum(step.get("train/nonfinite_steps", 0.0) for step in steps)
     names = dict.fromkeys(name for step in steps for name in step)
     means = {}
     for name in names:
         values = [step[name] for step in steps if name in step]
-        means[name] = sum(values) / len(values)
-    return means | ({"train/nonfinite_steps": skipped} if skipped else {})
+        means[name] = sum(values) / (1 if name.endswith("nonfinite_steps") else len(values))
+    return means
 
 
 def _step_metrics(stats: StepStats, step: RankStep) -> dict[str, float]:

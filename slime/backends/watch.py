@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.algorithms.policy_loss import PolicyInputs
 from slime.arguments.algorithm import LOGPROB_DIFF_THRESHOLDS
 from slime.backends.base import MicroBatch, NonFiniteStepError, StepStats, TrainBackend
 from slime.backends.microbatch import split_by_sample
@@ -26,9 +25,9 @@ class TokenWatch:
     def __init__(self) -> None:
         self._records: list[tuple[MicroBatch, dict[str, Tensor]]] = []
 
-    def record(self, mb: MicroBatch, inputs: PolicyInputs, terms: dict[str, Tensor]) -> None:
-        own = {"log_probs": inputs.log_probs, "old_log_probs": inputs.old_log_probs, "advantages": inputs.advantages}
-        self._records.append((mb, {name: value.detach() for name, value in (own | terms).items()}))
+    def record(self, mb: MicroBatch, terms: dict[str, Tensor]) -> None:
+        """Remember terms [R] of the micro-batch's response tokens."""
+        self._records.append((mb, {name: value.detach() for name, value in terms.items()}))
 
     def by_sample(self) -> dict[int, dict[str, Tensor]]:
         """Position in the rank's batch -> its terms, each [R_i] on the CPU."""
@@ -141,17 +140,18 @@ def _describe(batch: RolloutBatch, position: int, t: int, trainer: float) -> str
 def save_nonfinite(
     backend: TrainBackend,
     args: Any,
-    rollout_id: int,
-    step: int,
+    name: str,
     batch: RolloutBatch,
+    positions: list[int],
     watch: TokenWatch,
     error: NonFiniteStepError,
 ) -> str:
     """Save the samples that broke a step with their terms; returns a sentence that names them and the file.
 
-    When the terms of every rank are finite (the gradient overflowed later) each rank saves all its samples.
+    `name` is that of the step, in the file's name; `positions` are the step's samples in the batch. When no rank watched a
+    term that is not finite (the gradient overflowed later, or the loss is a user's own) each rank saves all its samples.
     """
-    samples = watch.by_sample()
+    samples = {position: {} for position in positions} | watch.by_sample()
     broken = {
         position: [
             name for name, values in terms.items() if not _trained_finite(values, batch["loss_masks"][position])
@@ -165,7 +165,7 @@ def save_nonfinite(
         return f"{anywhere} samples of other ranks have such terms; these ranks saved them in {folder}."
     chosen = broken or {position: [] for position in samples}
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"rollout_{rollout_id}_step_{step}_rank_{backend.layout.dp_rank}.pt"
+    path = folder / f"{name}_rank_{backend.layout.dp_rank}.pt"
     rows = [
         {
             "sample_index": batch["sample_indices"][p],
@@ -177,9 +177,9 @@ def save_nonfinite(
         }
         for p, names in chosen.items()
     ]
-    torch.save({"rollout_id": rollout_id, "step": step, "error": str(error), "samples": rows}, path)
+    torch.save({"step": name, "error": str(error), "samples": rows}, path)
     if not broken:
-        return f"Every per-token term of this rank is finite; its {len(rows)} samples are in {path}."
+        return f"No per-token term that is watched is at fault; the {len(rows)} samples of this rank are in {path}."
     named = ", ".join(f"{row['sample_index']} ({', '.join(row['nonfinite'])})" for row in rows[:8])
     return f"Samples with such terms: {named}{' ...' if len(rows) > 8 else ''}; saved in {path}."
 

@@ -9,6 +9,7 @@ from trainer_helpers import init_process_group, random_samples, trainer_args
 
 from slime.algorithms.distillation import full_reverse_kl
 from slime.algorithms.gae import vanilla_gae
+from slime.backends.base import NonFiniteStepError
 from slime.backends.fsdp import create_backend
 from slime.backends.fsdp.model import gather_full
 from slime.backends.update import run_update
@@ -156,6 +157,35 @@ def test_only_the_critic_trains_in_its_first_rollouts(model):
     assert "train/critic-value_loss" in metrics and "train/loss" not in metrics
     torch.testing.assert_close(weights_of(backend), before, rtol=0, atol=0)
     assert "train/loss" in train(backend, args, random_samples(2, 4), rollout_id=2)
+
+
+def test_a_broken_step_of_the_critic_names_its_samples_and_may_be_skipped(model, tmp_path):
+    file = tmp_path / "broken.py"
+    file.write_text(
+        "def advantages(args, data):\n"
+        "    data['advantages'] = [k.clone() for k in data['kl']]\n"
+        "    data['returns'] = [k.clone() for k in data['kl']]\n"
+        "    data['returns'][2][-1] = float('inf')\n"
+    )
+    changes = {"custom_advantage_function_path": f"{file}:advantages", "run_dir": str(tmp_path), "micro_batch_size": 8}
+    samples = random_samples(1, 4)
+    samples[2].loss_mask = [1] * samples[2].response_length
+    args = ppo_args(model, **changes)
+    with pytest.raises(NonFiniteStepError, match=r"Samples with such terms: 2 \(returns, value_loss\); saved in "):
+        train(backend_of(args), args, samples)
+    assert (tmp_path / "nonfinite" / "rollout_0_step_0_critic_rank_0.pt").is_file()
+    args = ppo_args(model, **changes, nonfinite_action="skip")
+    backend = backend_of(args)
+    before = weights_of(backend.critic)
+    assert train(backend, args, samples)["train/critic-nonfinite_steps"] == 1
+    torch.testing.assert_close(weights_of(backend.critic), before, rtol=0, atol=0)
+
+
+def test_a_critic_that_is_all_right_explains_the_variance_of_the_returns(model):
+    args = ppo_args(model, lr=0.0, critic_lr=1e-2, micro_batch_size=8)
+    backend = backend_of(args)
+    runs = [train(backend, args, random_samples(2, 4), rollout_id=i) for i in range(30)]
+    assert runs[0]["rollout/explained_variance"] < 0.3 < runs[-1]["rollout/explained_variance"] <= 1.0
 
 
 def test_a_resumed_critic_continues_bit_for_bit(model, tmp_path):
@@ -429,6 +459,25 @@ def test_the_reference_becomes_the_policy_at_its_interval_and_survives_a_resume(
     resumed.load(tmp_path / "ckpt")
     got = train(resumed, args, random_samples(2, 4), rollout_id=5)
     assert got["train/kl_loss"] == expected["train/kl_loss"] > 1e-4
+
+
+def test_the_reference_and_the_teacher_may_be_checkpoints_of_the_same_model(model, tmp_path):
+    plain = trainer_args(model, micro_batch_size=8, lr=1e-2)
+    saved = backend_of(plain)
+    train(saved, plain, random_samples(2, 4))
+    saved.save(tmp_path / "ckpt")
+    args = trainer_args(
+        model, use_kl_loss=True, ref_load=str(tmp_path / "ckpt"), use_opd=True, opd_type="trainer", opd_kl="sampled"
+    )
+    args.opd_teacher_load = str(tmp_path / "ckpt")
+    backend = backend_of(args)
+    for tag in ("ref", "teacher"):
+        with backend.copies.active(tag):
+            torch.testing.assert_close(weights_of(backend), weights_of(saved), rtol=0, atol=0)
+    torch.testing.assert_close(weights_of(backend), weights_of(backend_of(plain)), rtol=0, atol=0)
+    other = make_tiny_model(tmp_path / "other", hidden=32)
+    with pytest.raises(ValueError, match="another model"):
+        backend_of(trainer_args(other, use_kl_loss=True, ref_load=str(tmp_path / "ckpt")))
 
 
 def test_forgetting_the_moments_makes_each_rollout_start_afresh(model):

@@ -207,6 +207,54 @@ def test_a_broken_step_names_and_saves_its_samples_and_may_be_skipped(model, tmp
     assert not torch.equal(weights_of(backend), before) or metrics["train/grad_norm"] == 0
 
 
+def test_a_broken_supervised_step_names_the_sample_with_the_broken_log_prob(model, tmp_path):
+    args = trainer_args(model, loss_type="sft_loss", run_dir=str(tmp_path))
+    backend, samples = backend_of(args), random_samples(1, 4)
+    for sample in samples:
+        sample.tokens = [min(token, 100) for token in sample.tokens]
+    samples[3].tokens[0] = 101  # only this sample reads the broken row of the input matrix
+    with torch.no_grad():
+        backend.model.lm.get_input_embeddings().weight[101] = float("nan")
+    if backend.model.lm.config.tie_word_embeddings:
+        pytest.skip("the broken row is also in the output matrix")
+    with pytest.raises(NonFiniteStepError, match=r"Samples with such terms: 3 \(log_probs\)"):
+        train(backend, args, samples)
+
+
+def test_a_broken_custom_loss_saves_the_samples_of_its_step(model, tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text("def loss(args, batch, logits, reduce):\n    return logits.sum() * float('nan'), {}\n")
+    args = trainer_args(
+        model, loss_type="custom_loss", custom_loss_function_path=f"{file}:loss", run_dir=str(tmp_path)
+    )
+    with pytest.raises(NonFiniteStepError, match="the 4 samples of this rank are in "):
+        train(backend_of(args), args, random_samples(1, 4))
+    saved = torch.load(tmp_path / "nonfinite" / "rollout_0_step_0_rank_0.pt", weights_only=True)
+    assert [row["sample_index"] for row in saved["samples"]] == [0, 1, 2, 3]
+
+
+def test_the_unbiased_kl_is_weighted_by_the_ratio_of_the_token_whatever_the_loss(model):
+    """With log-probs of engine and reference apart, the KL term does not depend on how the policy loss groups its ratios."""
+    outcomes = {}
+    for kind in ("ppo", "gspo", "gmpo"):
+        args = trainer_args(
+            model,
+            policy_loss_type=kind,
+            use_kl_loss=True,
+            kl_loss_type="k2",
+            use_unbiased_kl=True,
+            use_rollout_logprobs=True,
+            logprob_diff_threshold=0.0,
+        )
+        backend = backend_of(args)
+        with torch.no_grad():
+            for copy in backend.copies._copies["ref"]:
+                copy.mul_(1.1)
+        outcomes[kind] = train(backend, args, engine_samples(backend, args, noise=0.5))["train/kl_loss"]
+    assert outcomes["gspo"] == outcomes["gmpo"] == pytest.approx(outcomes["ppo"], rel=1e-6)
+    assert outcomes["ppo"] > 0
+
+
 def test_old_log_probs_of_another_policy_stop_the_first_step(model, tmp_path):
     file = tmp_path / "moved.py"
     file.write_text(

@@ -8,6 +8,7 @@ import torch
 
 from slime.arguments.topology import plain_topology
 from slime.cluster.checkpoint import Manifest, find_checkpoint, resolve_load, write_checkpoint
+from slime.cluster.cluster import _TRAIN_HEADLINE, _headline
 from slime.cluster.placement import plan_placement
 from slime.cluster.residency import GENERATE, SYNC, TRAIN, Residency
 from slime.cluster.schedule import Schedule
@@ -210,3 +211,8 @@ def test_a_full_disk_is_noticed_before_anything_is_written(tmp_path):
     with pytest.raises(RunStopped, match="MiB free"):
         write_checkpoint(tmp_path, Manifest(0, "run", 1), {}, lambda path: path.mkdir(), 1 << 60)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_step_of_the_critic_alone_still_has_a_headline():
+    critic_only = {"train/critic-value_loss": 0.25, "train/critic-lr-pg_0": 1e-3}
+    assert _headline(critic_only, _TRAIN_HEADLINE) == "critic-value_loss 0.25"
