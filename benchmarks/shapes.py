@@ -12,14 +12,14 @@ _TINY_VOCAB, _VOCAB = 4096, 151936
 _TINY_CONTEXT, _CONTEXT = 2048, 32768
 
 
-def qwen3_config(shape: str) -> Any:
-    """Hardly any answer ends by itself: the end token is one of thousands."""
+def qwen3_config(shape: str, vocab_size: int | None = None) -> Any:
+    """By default hardly any answer ends by itself: the end token is one of thousands."""
     from transformers import Qwen3Config
 
     tiny = shape == "tiny"
     return Qwen3Config(
         **SHAPES[shape],
-        vocab_size=_TINY_VOCAB if tiny else _VOCAB,
+        vocab_size=vocab_size or (_TINY_VOCAB if tiny else _VOCAB),
         num_key_value_heads=2 if tiny else 8,
         head_dim=16 if tiny else 128,
         max_position_embeddings=_TINY_CONTEXT if tiny else _CONTEXT,
@@ -30,7 +30,15 @@ def qwen3_config(shape: str) -> Any:
     )
 
 
-def write_model(shape: str, folder: Path, *, device: str = "cpu", weights: bool = True, seed: int = 0) -> Path:
+def write_model(
+    shape: str,
+    folder: Path,
+    *,
+    device: str = "cpu",
+    weights: bool = True,
+    vocab_size: int | None = None,
+    seed: int = 0,
+) -> Path:
     """A model folder as the hub has them. `weights` False: config and tokenizer alone, for an engine that makes its own."""
     import torch
     from transformers import Qwen3ForCausalLM
@@ -38,7 +46,7 @@ def write_model(shape: str, folder: Path, *, device: str = "cpu", weights: bool 
     from slime.cli.quickstart import tiny
     from slime.cli.quickstart.checkpoint_files import widen_readers
 
-    config = qwen3_config(shape)
+    config = qwen3_config(shape, vocab_size)
     config.dtype = torch.bfloat16 if shape != "tiny" else torch.float32
     if weights:
         torch.manual_seed(seed)

@@ -121,7 +121,7 @@ class Stand:
 
     def measure(self, args: Args, num_pushes: int) -> list[dict[str, float]]:
         """Pushes with the bucket size of `args`: seconds of each part."""
-        self._residency.enter(SYNC)  # a trainer that starts needs the room of the KV cache
+        self._residency.make_room()
         trainer = TrainGroup(args, self._run, self._runtime, self._placement.trainer)
         try:
             trainer.start(None)

@@ -88,8 +88,8 @@ class Cluster:
         self._rollout = RolloutStage(args, self._run, self._runtime, self._placement.engines)
         if self._placement.trainer:
             self._trainer = TrainGroup(args, self._run, self._runtime, self._placement.trainer)
-        facts = self._start_stages(start_id, None if fresh else resumed.rollout_state())
         self._residency = Residency(args, self._rollout, self._trainer)
+        facts = self._start_stages(start_id, None if fresh else resumed.rollout_state())
         if self._placement.engines and self._placement.trainer:
             self._open_push(facts, 0 if fresh else resumed.manifest.num_pushes)
         return Schedule(args, start_id, facts.num_rollout, facts.num_rollout_per_epoch)
@@ -100,6 +100,7 @@ class Cluster:
         rollout = self._rollout.begin_start(start_id, rollout_state)
         if self._args.colocate:
             gather([rollout])
+            self._residency.make_room()
         trainer = in_background(lambda: self._trainer.start(trainer_folder), "trainer-start")
         return gather([rollout, trainer])[0]
 

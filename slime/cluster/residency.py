@@ -67,6 +67,11 @@ class Residency:
         yield
         self._note_peak(_REPORTED[phase])
 
+    def make_room(self) -> None:
+        """Before a trainer starts on the engines' devices: they keep their weights alone."""
+        if self._offload_rollout:
+            self._release(self._held - _ENGINE_HOLDS[SYNC])
+
     def take_peaks(self) -> dict[str, float]:
         """GiB in use at most in each phase since the last call; empty on a CPU machine."""
         peaks, self._peaks = self._peaks, {}

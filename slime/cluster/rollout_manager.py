@@ -239,11 +239,13 @@ class RolloutManager:
         with self._fleet.frozen() as urls:
             run(_gather([EngineControl(url).release(tags) for url in urls], strict=True))
             self._released |= tags
+            self._fleet.asleep = True
 
     def restore(self, tags: frozenset[str]) -> None:
         with self._fleet.frozen() as urls:
             run(_gather([EngineControl(url).restore(tags) for url in urls], strict=True))
             self._released -= tags
+            self._fleet.asleep = bool(self._released)
 
     def engine_pids(self) -> tuple[int | None, ...]:
         return self._fleet.pids

@@ -91,6 +91,8 @@ class EngineFleet:
         self._failed_probes: Counter[int] = Counter()
         self._membership = threading.Lock()  # held by a push or a memory phase: nobody joins meanwhile
         self._stopping = threading.Event()
+        # Engines have given their memory away: none can make a token, and one that starts would find no room.
+        self.asleep = False
         self._last_probe = time.monotonic() + policy.probe_first_wait_s
         self.failure: concurrent.futures.Future = concurrent.futures.Future()
         self.num_restarts = 0
@@ -157,15 +159,19 @@ class EngineFleet:
             try:
                 self._notice_deaths()
                 with self._membership:
-                    self._probe_if_due()
-                    for place, server in enumerate(self._servers):
-                        if place not in self._out and not server.alive() and not self._stopping.is_set():
-                            self._restart(place)
-                self._check_someone_is_left()
+                    if not self.asleep:
+                        self._look_after_engines()
             except Exception as error:
                 if not self._stopping.is_set():
                     self.failure.set_exception(error)
                 return
+
+    def _look_after_engines(self) -> None:
+        self._probe_if_due()
+        for place, server in enumerate(self._servers):
+            if place not in self._out and not server.alive() and not self._stopping.is_set():
+                self._restart(place)
+        self._check_someone_is_left()
 
     def _notice_deaths(self) -> None:
         """Before the lock, which a push may hold for long: no request should find a dead engine meanwhile."""

@@ -257,3 +257,19 @@ def test_a_probe_must_fail_as_often_as_it_is_told(make):
     fleet.set_mood("sick")
     time.sleep(0.6)
     assert fleet.servers[0].pid == old and fleet.servers[0].alive()
+
+
+def test_engines_without_their_memory_are_neither_asked_nor_restarted_until_they_wake(make):
+    fleet = make(probe_interval_s=0.05, probe_timeout_s=5.0)
+    fleet.start()
+    fleet.fleet.asleep = True
+    fleet.set_mood("sick")
+    pid = fleet.servers[0].pid
+    time.sleep(0.5)
+    assert fleet.servers[0].pid == pid and fleet.servers[0].alive()
+    fleet.set_mood("well")
+    fleet.kill()
+    time.sleep(0.5)
+    assert fleet.joined == []
+    fleet.fleet.asleep = False
+    eventually(lambda: fleet.joined)

@@ -1,0 +1,130 @@
+"""A GRPO run with engine and trainer on one device: does the reward move, what does a step cost, how full is the device?
+
+Random weights, so nothing needs a download. The reward is the share of even token ids in the answer: one half by chance, and
+a policy that learns leaves it soon. The run is an ordinary one (`train.py`); this script makes the model, and then reads the
+metrics: reward and loss per step, seconds of each part, and the peak of device memory in each phase.
+
+    python benchmarks/colocated_grpo.py --shape tiny                                          (embedded engine, any machine)
+    python benchmarks/colocated_grpo.py --shape 0.6b --engine sglang --sglang-python PATH [--sglang-...]   (one GPU)
+"""
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from shapes import SHAPES, write_model
+
+from slime.arguments import parse_args
+from slime.cli.quickstart.tiny import CHARACTERS
+from slime.utils.accelerator import device_count
+
+LEARNING_RATES = {"tiny": 5e-3, "0.6b": 1e-4, "4b": 5e-5}
+CHANCE, MOVED = 0.5, 0.05
+VOCAB = 512  # few tokens, so that each is tried often enough to learn about it within some steps
+COLUMNS = {
+    "reward": "rollout/raw_reward",
+    "loss": "train/loss",
+    "grad norm": "train/grad_norm",
+    "|logp diff|": "train/train_rollout_logprob_abs_diff",
+    "step s": "perf/step_time",
+    "rollout s": "perf/rollout_time",
+    "pause s": "perf/update_weights_pause_time",
+    "push s": "perf/update_weights_time",
+    "rollout GiB": "perf/peak_memory_rollout_gib",
+    "offload GiB": "perf/peak_memory_offload_gib",
+    "train GiB": "perf/peak_memory_train_gib",
+    "push GiB": "perf/peak_memory_push_gib",
+}
+
+
+async def reward(args: Any, sample: Any, **kwargs: Any) -> float:
+    """The share of even token ids in the answer."""
+    answer = sample.tokens[len(sample.tokens) - sample.response_length :]
+    return sum(token % 2 == 0 for token in answer) / max(1, len(answer))
+
+
+def parse() -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--shape", default="tiny", choices=tuple(SHAPES))
+    parser.add_argument("--engine", default="embedded", choices=("embedded", "sglang"))
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--prompts", type=int, default=32, help="per step")
+    parser.add_argument("--output-tokens", type=int, default=128)
+    parser.add_argument("--lr", type=float, help="default: by shape")
+    parser.add_argument("--run-dir", type=Path, help="default: a temporary folder")
+    parser.add_argument("--json", type=Path, default=Path("benchmarks/results/colocated_grpo.json"))
+    return parser.parse_known_args()
+
+
+def flags(options: argparse.Namespace, folder: Path) -> list[str]:
+    rng = random.Random(0)
+    prompts = folder / "prompts.jsonl"
+    rows = [
+        {"input": "".join(rng.choices(CHARACTERS, k=32)), "label": "0"} for _ in range(options.steps * options.prompts)
+    ]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    device = "cuda" if device_count() else "cpu"
+    settings = {
+        "--hf-checkpoint": write_model(options.shape, folder / "model", device=device, vocab_size=VOCAB),
+        "--run-dir": options.run_dir or folder / "run",
+        "--prompt-data": prompts,
+        "--label-key": "label",
+        "--custom-rm-path": f"{__file__}:reward",
+        "--num-rollout": options.steps,
+        "--rollout-batch-size": options.prompts,
+        "--n-samples-per-prompt": 8,
+        "--rollout-max-response-len": options.output_tokens,
+        "--rollout-engine": options.engine,
+        "--lr": options.lr or LEARNING_RATES[options.shape],
+        "--lr-decay-style": "constant",
+        "--max-tokens-per-gpu": 16384,
+        "--actor-num-gpus-per-node": 1,
+    }
+    words = [str(token) for item in settings.items() for token in item]
+    return [*words, "--colocate", "--use-dynamic-batch-size"]
+
+
+def read_steps(path: Path) -> list[dict[str, float]]:
+    """One row per step. The push after step i is logged with the rollout that uses it, i + 1."""
+    steps: dict[int, dict[str, float]] = {}
+    for line in path.read_text().splitlines():
+        record = json.loads(line)
+        for axis in ("rollout/step", "train/step"):
+            if axis in record:
+                steps.setdefault(int(record[axis]), {}).update(record)
+    return [steps[i] for i in sorted(steps)]
+
+
+def report(steps: list[dict[str, float]]) -> None:
+    shown = {title: name for title, name in COLUMNS.items() if any(name in step for step in steps)}
+    print("step " + " ".join(f"{title:>11s}" for title in shown))
+    for i, step in enumerate(steps):
+        print(f"{i:4d} " + " ".join(f"{step[name]:11.4g}" if name in step else " " * 11 for name in shown.values()))
+
+
+def main() -> int:
+    options, extra = parse()
+    # Only now: the loop brings the trainer and the engines, which --help need not wait for.
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from train import train
+
+    with tempfile.TemporaryDirectory() as name:
+        args = parse_args([*flags(options, Path(name)), *extra])
+        train(args)
+        steps = read_steps(Path(args.run_dir) / "metrics.jsonl")
+    report(steps)
+    rewards = [step["rollout/raw_reward"] for step in steps if "rollout/raw_reward" in step]
+    print(f"reward {rewards[0]:.3f} -> {rewards[-1]:.3f} ({CHANCE} by chance)")
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps({"flags": extra, "rewards": rewards, "steps": steps}, indent=1) + "\n")
+    return 0 if rewards[-1] - rewards[0] > MOVED else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
