@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from slime.arguments.flag import flag
 
+ENCODINGS = ("xor", "overwrite")
+CHECKSUMS = ("xxh3-128", "blake3", "adler32")
+
 
 @dataclass(frozen=True)
 class EngineFlags:
@@ -44,7 +47,31 @@ class WeightSyncFlags:
         "group of trainer and engines; disk: a checkpoint folder; auto: the fastest that these engines take",
         choices=("auto", "tensor", "distributed", "nccl", "disk"),
     )
-    update_weight_disk_dir: str | None = flag(None, "folder shared with the engines, for disk", metavar="DIR")
+    update_weight_mode: str = flag(
+        "full",
+        "delta: only changed bytes travel, through a folder, to a copy of the weights beside the engines, which load it "
+        "from disk; needs the extra `delta`",
+        choices=("full", "delta"),
+    )
+    update_weight_delta_encoding: str = flag(
+        "xor", "what a delta holds of a changed element: old xor new (smaller), or the new one", choices=ENCODINGS
+    )
+    update_weight_delta_checksum: str = flag(
+        "xxh3-128", "checksum of every tensor, verified before an engine loads it", choices=CHECKSUMS
+    )
+    update_weight_local_checkpoint_dir: str | None = flag(
+        None, "where the copy beside the engines is kept, for delta; default: in the run's folder", metavar="DIR"
+    )
+    weight_agent_addrs: list[str] | None = flag(
+        None,
+        "one `slime weight-agent` for each of --rollout-external-engine-addrs, in that order: they keep the copies, for "
+        "delta; default: the engines read this machine's disk",
+        metavar="HOST:PORT",
+    )
+    update_weight_disk_dir: str | None = flag(
+        None, "folder shared with the engines, for disk; for delta also with agents", metavar="DIR"
+    )
+    update_weight_disk_keep_files: bool = flag(False, "versions of the weights on disk stay, also after the run")
     update_weights_interval: int = flag(1, "rollouts between weight updates (train_async.py only)", ge=1)
     update_weight_buffer_size: int = flag(512 * 1024**2, "bytes per bucket of weights", ge=1)
     check_weight_update_equal: bool = flag(False, "compare every tensor of the engines with the trainer after a push")

@@ -3,7 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from slime.arguments.algorithm import ESTIMATORS_WITH_GAMMA
+from slime.arguments.algorithm import (
+    ESTIMATORS_WITH_GAMMA,
+    ESTIMATORS_WITH_GROUPS,
+    ESTIMATORS_WITH_STD,
+)
 from slime.arguments.draft import Draft
 from slime.arguments.groups import all_specs
 from slime.arguments.objectives import PAIR_LOSSES, SUPERVISED_LOSSES
@@ -54,6 +58,8 @@ NO_EFFECT = (
             "get_mismatch_metrics",
             "skip_on_policy_check",
             "logprob_diff_threshold",
+            "use_rollout_entropy",
+            "custom_pg_loss_reducer_function_path",
         ),
         lambda d: d.loss_type == "policy_loss",
         "only --loss-type policy_loss has policy ratios; remove it",
@@ -85,6 +91,34 @@ NO_EFFECT = (
             (("kl_cov_ratio", "kl_cov_coef"), ("kl_cov",)),
             (("dppo_delta",), ("dppo_tv", "dppo_kl")),
         )
+    ),
+    NoEffect(
+        ("grpo_std_normalization",),
+        lambda d: d.advantage_estimator in ESTIMATORS_WITH_STD and d.rewards_normalization,
+        "no reward is divided by a group's standard deviation here (only grpo, gspo and cispo do); remove it",
+    ),
+    NoEffect(
+        ("rewards_normalization",),
+        lambda d: d.advantage_estimator in (*ESTIMATORS_WITH_GROUPS, "remax"),
+        "this --advantage-estimator compares no rewards; remove it",
+    ),
+    NoEffect(
+        ("rewards_normalization", "grpo_std_normalization"),
+        lambda d: d.custom_reward_post_process_path is None,
+        "--custom-reward-post-process-path replaces the comparison of rewards; remove one of them",
+    ),
+    NoEffect(
+        (
+            *(
+                "advantage_estimator",
+                "custom_advantage_function_path",
+                "normalize_advantages",
+                "rewards_normalization",
+            ),
+            *("grpo_std_normalization", "kl_coef", "gamma", "lambd"),
+        ),
+        lambda d: d.loss_type not in SUPERVISED_LOSSES,
+        "this --loss-type has no advantages; remove it",
     ),
     NoEffect(
         ("gamma",),
@@ -239,9 +273,17 @@ NO_EFFECT = (
         "SGLang is the engine; use its own flags (--sglang-...)",
     ),
     NoEffect(
-        ("update_weight_disk_dir",),
-        lambda d: d.update_weight_transport == "disk",
+        ("update_weight_disk_dir", "update_weight_disk_keep_files"),
+        lambda d: d.update_weight_transport == "disk" or d.update_weight_mode == "delta",
         "weights travel in memory; add --update-weight-transport disk",
+    ),
+    NoEffect(
+        (
+            *("update_weight_delta_encoding", "update_weight_delta_checksum"),
+            *("update_weight_local_checkpoint_dir", "weight_agent_addrs"),
+        ),
+        lambda d: d.update_weight_mode == "delta",
+        "whole weights travel; add --update-weight-mode delta",
     ),
     NoEffect(
         ("rollout_shuffle", "rollout_max_prompt_len"),

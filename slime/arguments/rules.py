@@ -29,6 +29,7 @@ from slime.arguments.rollout_rules import fully_async_rollout
 from slime.arguments.sglang import need_python
 from slime.arguments.topology_rules import router, topology, topology_source
 from slime.arguments.trainer_rules import model_parallel_sizes, trainable_parameters
+from slime.arguments.weight_sync_rules import weight_sync
 
 Rule = Callable[[Draft], None]
 
@@ -235,12 +236,6 @@ def engine_choice(draft: Draft) -> None:
         python = need_python(draft.sglang_python, "--rollout-engine sglang")
         if draft.sglang_python is None:
             draft.derive("sglang_python", python, "where SGLang is installed")
-    if draft.update_weight_transport == "disk" and draft.update_weight_disk_dir is None:
-        raise ValueError(
-            "--update-weight-transport disk needs --update-weight-disk-dir: a folder that engines can read."
-        )
-    if draft.update_weight_transport == "nccl":
-        draft.derive("update_weight_transport", "distributed", "nccl is its older name")
 
 
 def devices(draft: Draft) -> None:
@@ -279,6 +274,7 @@ RULES: tuple[Rule, ...] = (
     checkpoints,
     topology_source,  # before the engine is chosen: what is asked for must make sense whatever is installed
     engine_choice,
+    weight_sync,
     refuse_flags_without_effect,
     fully_async_rollout,
     megatron_trainer,

@@ -17,8 +17,7 @@ UNBUILT_FLAGS = frozenset(
     rollout-buffer-url sglang-router-ip sglang-router-policy
     rollout-data-transport
     rollout-task-type save-debug-train-data spec
-    train-env-vars update-weight-delta-checksum update-weight-delta-encoding update-weight-disk-keep-files
-    update-weight-local-checkpoint-dir update-weight-mode use-distributed-post
+    train-env-vars use-distributed-post
     use-pytorch-profiler use-rollout-routing-replay use-routing-replay use-stateless-adam
     wandb-always-use-train-step
     """.split()  # noqa: SIM905 - a paragraph is easier to scan than ninety quoted lines

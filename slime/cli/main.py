@@ -30,6 +30,10 @@ COMMANDS = {
         "slime.cli.quickstart", "train a small model on this machine in minutes, and show that it learned"
     ),
     "plan": Command("slime.cli.plan", "show which engine would run on which GPUs with which command line"),
+    "weight-agent": Command(
+        "slime.cli.weight_agent", "keep a copy of the weights beside an engine, and have it load what is asked for"
+    ),
+    "weight-publisher": Command("slime.cli.weight_publisher", "serve published weights to agents on other machines"),
     "docs": Command("slime.cli.docs", "write docs/flags.md and docs/plugins.md from the declarations", hidden=True),
 }
 
@@ -55,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def render_help() -> str:
     lines = ["usage: slime <command> [flags]", "", "LLM post-training by reinforcement learning.", "", "commands:"]
-    lines += [f"  {name:<12} {command.help}" for name, command in COMMANDS.items() if not command.hidden]
+    lines += [f"  {name:<16} {command.help}" for name, command in COMMANDS.items() if not command.hidden]
     return "\n".join([*lines, "", "`slime <command> --help` shows the flags of a command."])
 
 

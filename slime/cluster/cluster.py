@@ -110,7 +110,7 @@ class Cluster:
         if args.lora_sync == "adapter":
             transport = choose_adapter_transport(facts.transports)
         else:
-            transport = choose_transport(args.update_weight_transport, facts.transports, site)
+            transport = choose_transport(args.update_weight_transport, facts.transports, site, args.update_weight_mode)
         logger.info("weights travel by %s", transport.name)
         self._trainer.open_sender(transport.name)
         stages = (self._trainer, self._rollout, self._residency)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from slime.arguments import Args
 from slime.engines.fleet import EngineFleet
 from slime.utils.async_utils import run
+from slime.utils.errors import RunStopped
 from slime.utils.http_utils import HttpError
 from slime.weight_sync import TRANSPORTS, LiveReport, Parcel, Target
 from slime.weight_sync.base import check_receipt
@@ -93,6 +94,7 @@ class EngineWeights:
     def _take(self, parcel: Parcel) -> Callable[[str, EngineInfo], Awaitable[None]]:
         async def take(url: str, info: EngineInfo) -> None:
             control, transport = EngineControl(url), TRANSPORTS[parcel.transport]
+            await transport.prepare(parcel, control)
             await _pause(control, info, keep=transport.keeps_requests)
             check_receipt(parcel, await transport.deliver(parcel, control, info), url)
             if self._args.check_weight_update_equal:
@@ -214,6 +216,8 @@ class EngineWeights:
         outcomes = run(_gather([guarded(url) for url in infos]))
         failures |= {u: o for u, o in zip(infos, outcomes, strict=True) if isinstance(o, Exception)}
         for url, error in failures.items():
+            if isinstance(error, RunStopped):
+                raise error  # not the engine's fault, and a new one would meet it too
             self._fleet.evict(url, error)
         return len(failures)
 

@@ -15,6 +15,7 @@ from slime.arguments import Args, RunInfo, plugin_args
 from slime.backends import create_backend
 from slime.backends.kept_versions import keep_versions
 from slime.backends.update import run_update
+from slime.cluster.delta_options import delta_options
 from slime.cluster.run import Run
 from slime.cluster.runtime import fetch
 from slime.observability.logging_utils import configure_logger
@@ -99,6 +100,8 @@ class TrainActor:
             self._rank,
             self._run.host,
             adapter_config=adapter,
+            keep_files=self._args.update_weight_disk_keep_files,
+            delta=delta_options(self._args, self._run),
         )
 
     def train(self, rollout_id: int, ref: Any) -> TrainReport:

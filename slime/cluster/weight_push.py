@@ -58,6 +58,7 @@ class WeightPush:
         self.num_pushes += 1
         return {
             **metrics,
+            **parcel.metrics,
             "perf/update_weights_time": time.monotonic() - started,
             "perf/update_weights_bytes": parcel.nbytes,
             "rollout/weight_version": self.num_pushes,

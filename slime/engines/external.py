@@ -44,17 +44,17 @@ class ExternalEngine:
         return self.info.raw.get("disaggregation_bootstrap_port") if self.worker_type == "prefill" else None
 
 
-def read_address(address: str) -> str:
+def read_address(address: str, flag: str = _FLAG) -> str:
     """`host:port` or a url as a url; a ValueError names what is wrong with it."""
     url = address if "://" in address else f"http://{address}"
     try:
         parts = urlsplit(url)
         port = parts.port
     except ValueError as error:
-        raise ValueError(f"{_FLAG}: {address!r} is no address ({error}); write host:port.") from None
+        raise ValueError(f"{flag}: {address!r} is no address ({error}); write host:port.") from None
     if parts.scheme not in ("http", "https") or not parts.hostname or port is None or parts.path not in ("", "/"):
         raise ValueError(
-            f"{_FLAG}: {address!r} is no address of an engine; write host:port, for example 10.0.0.5:30000."
+            f"{flag}: {address!r} is no address of a server; write host:port, for example 10.0.0.5:30000."
         )
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     return f"{parts.scheme}://{host}:{port}"

@@ -10,7 +10,7 @@ the engines have gone on, for those that come late.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,7 +27,8 @@ class Parcel:
     """One version of the weights, ready to be taken.
 
     Example: version "3f2a:7" over the "tensor" transport: `payload` is the manifest of three shared segments.
-    Over "disk" it is the folder of a checkpoint. `checksum` None: the transport leaves checking to its reader.
+    Over "disk" it is the folder of a checkpoint, over "delta" where changes are published. `checksum` None: the
+    transport leaves checking to its reader. `metrics`: what the sender counted, for the log.
     """
 
     version: str
@@ -35,7 +36,8 @@ class Parcel:
     num_tensors: int
     nbytes: int
     checksum: int | None
-    payload: Any  # what the transport's `deliver` reads
+    payload: Any
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class Sender(Protocol):
@@ -80,6 +82,17 @@ class LiveSender(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaOptions:
+    """What only deltas need. `agents`: engine address -> the agent that keeps a copy beside it; others share `local`."""
+
+    local: Path  # the copy beside the engines of this machine
+    remove_local: bool = False  # it is ours, and goes with the run
+    encoding: str = "xor"
+    checksum: str = "xxh3-128"
+    agents: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class SenderOptions:
     """What a sender may need to know about the run."""
 
@@ -90,6 +103,8 @@ class SenderOptions:
     host: str = "127.0.0.1"  # address of the trainer's first rank, as engines reach it
     deadline_s: float = 120.0  # longest wait for one bucket
     adapter_config: Mapping[str, Any] | None = None  # of adapters that are sent alone; None: the model is sent
+    keep_files: bool = False  # versions on disk stay after their use
+    delta: DeltaOptions | None = None  # None: the run sends no deltas
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +116,18 @@ class Site:
     gpus_per_engine: int = 1
 
 
+async def nothing_to_prepare(parcel: Parcel, control: EngineControl) -> None:
+    """Everything happens in `deliver`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Transport:
     """One way to move weights.
 
-    `choice`: the value of --update-weight-transport that allows it. `engine_needs`: the name that an engine's
-    `transports` must contain. `suits`: whether it works between a trainer and engines that stand like this. `content`:
-    "model", or "adapter" for adapters alone. `keeps_requests`: paused requests may wait in the engine meanwhile.
+    `choice`: the value of --update-weight-transport that allows it, `mode` that of --update-weight-mode.
+    `engine_needs`: the name that an engine's `transports` must contain. `suits`: whether it works between a trainer and
+    engines that stand like this. `prepare`: what can be done while the engine still generates, before `deliver`.
+    `content`: "model", or "adapter" for adapters alone. `keeps_requests`: paused requests may wait in the engine meanwhile.
     """
 
     name: str
@@ -117,6 +137,8 @@ class Transport:
     deliver: Callable[[Parcel, EngineControl, EngineInfo], Awaitable[Receipt]]
     compare: Callable[[Parcel, EngineControl, EngineInfo, str], Awaitable[list[str]]]
     suits: Callable[[Site], bool] = lambda site: True
+    prepare: Callable[[Parcel, EngineControl], Awaitable[None]] = nothing_to_prepare
+    mode: str = "full"
     content: str = "model"
     keeps_requests: bool = True
 
@@ -131,6 +153,7 @@ class LiveTransport:
     make_sender: Callable[[SenderOptions], LiveSender]
     suits: Callable[[Site], bool]
     every_rank: bool
+    mode: str = "full"
     content: str = "model"
 
 

@@ -27,6 +27,7 @@ class DiskSender:
 
     def __init__(self, options: SenderOptions):
         self._folder, self._hf_checkpoint = options.folder, options.hf_checkpoint
+        self._keep_files = options.keep_files
         self._written: list[Path] = []
         self._index: dict[str, str] = {}
         self._nbytes = 0
@@ -48,34 +49,37 @@ class DiskSender:
     def finish(self, version: str) -> Parcel:
         index = {"metadata": {"total_size": self._nbytes, "version": version}, "weight_map": self._index}
         (self._staging / "model.safetensors.index.json").write_text(json.dumps(index))
-        self._copy_config()
+        copy_config(self._hf_checkpoint, self._staging)
         target = self._target(version)
         shutil.rmtree(target, ignore_errors=True)
         self._staging.rename(target)
         parcel = Parcel(version, DISK.name, len(self._index), self._nbytes, None, target)
         self._index, self._nbytes = {}, 0
         self._written.append(target)
-        for old in self._written[:-_KEEP]:
-            shutil.rmtree(old, ignore_errors=True)
-        del self._written[:-_KEEP]
+        if not self._keep_files:
+            for old in self._written[:-_KEEP]:
+                shutil.rmtree(old, ignore_errors=True)
+            del self._written[:-_KEEP]
         return parcel
 
     def _target(self, version: str) -> Path:
         return self._folder / f"weights-{version.replace(':', '-')}"
 
-    def _copy_config(self) -> None:
-        source = Path(self._hf_checkpoint)
-        if not source.is_dir():
-            return  # a hub name: the engine has its config already
-        for file in source.iterdir():
-            if file.suffix in (".json", ".jinja", ".txt", ".model") and "index" not in file.name:
-                shutil.copy(file, self._staging / file.name)
-
     def close(self) -> None:
         shutil.rmtree(self._staging, ignore_errors=True)
-        for folder in self._written:
+        for folder in () if self._keep_files else self._written:
             shutil.rmtree(folder, ignore_errors=True)
         self._written = []
+
+
+def copy_config(hf_checkpoint: str, folder: Path) -> None:
+    """What makes a folder of weights a checkpoint: config and tokenizer."""
+    source = Path(hf_checkpoint)
+    if not source.is_dir():
+        return  # a hub name: the engine has its config already
+    for file in source.iterdir():
+        if file.suffix in (".json", ".jinja", ".txt", ".model") and "index" not in file.name:
+            shutil.copy(file, folder / file.name)
 
 
 class LateCopySender(DiskSender):
@@ -130,17 +134,23 @@ async def deliver(parcel: Parcel, control: EngineControl, info: EngineInfo) -> R
 
 
 async def compare(parcel: Parcel, control: EngineControl, info: EngineInfo, shm_prefix: str) -> list[str]:
-    """The files' tensors, laid out in shared memory, against the engine's."""
     await _until_written(parcel.payload)
+    return await compare_with_folder(parcel.payload, parcel.version, control, info, shm_prefix)
+
+
+async def compare_with_folder(
+    folder: Path, version: str, control: EngineControl, info: EngineInfo, shm_prefix: str
+) -> list[str]:
+    """The files' tensors, laid out in shared memory, against the engine's."""
     if not info.compares_manifests:
-        return await reload_and_compare(control, parcel.payload, parcel.version)
+        return await reload_and_compare(control, folder, version)
     tensors: list[tuple[str, torch.Tensor]] = []
-    for file in sorted(Path(parcel.payload).glob("*.safetensors")):
+    for file in sorted(folder.glob("*.safetensors")):
         tensors.extend(load_file(file).items())
     segment = shm.create_segment(plan_bucket(tensors)[1], shm_prefix)
     try:
         bucket = fill_bucket(segment.name, segment.buffer, tensors)
-        return await control.check_equal(WeightManifest(parcel.version, (bucket,), len(tensors), bucket.nbytes))
+        return await control.check_equal(WeightManifest(version, (bucket,), len(tensors), bucket.nbytes))
     finally:
         segment.unlink()
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from slime.weight_sync.base import LiveTransport, Site, Transport
 from slime.weight_sync.cuda_ipc import CUDA_IPC
+from slime.weight_sync.delta import DELTA
 from slime.weight_sync.disk import DISK
 from slime.weight_sync.distributed import DISTRIBUTED
 from slime.weight_sync.http_tensor import HTTP_TENSOR
@@ -13,19 +14,21 @@ from slime.weight_sync.lora import ADAPTER_SHARED_MEMORY, ADAPTER_TENSORS
 from slime.weight_sync.shared_memory import SHARED_MEMORY
 
 TRANSPORTS: dict[str, Transport] = {
-    t.name: t for t in (SHARED_MEMORY, HTTP_TENSOR, DISK, ADAPTER_SHARED_MEMORY, ADAPTER_TENSORS)
+    t.name: t for t in (SHARED_MEMORY, HTTP_TENSOR, DISK, DELTA, ADAPTER_SHARED_MEMORY, ADAPTER_TENSORS)
 }
 LIVE_TRANSPORTS: dict[str, LiveTransport] = {t.name: t for t in (CUDA_IPC, DISTRIBUTED)}
 # For "auto", fastest first. Bodies of requests beat a group of gloo on a CPU machine, and lose to NCCL on GPUs.
-_ON_CPU: tuple[Transport | LiveTransport, ...] = (SHARED_MEMORY, HTTP_TENSOR, DISTRIBUTED, DISK)
-_ON_CUDA: tuple[Transport | LiveTransport, ...] = (SHARED_MEMORY, CUDA_IPC, DISTRIBUTED, DISK, HTTP_TENSOR)
+_ON_CPU: tuple[Transport | LiveTransport, ...] = (SHARED_MEMORY, HTTP_TENSOR, DISTRIBUTED, DISK, DELTA)
+_ON_CUDA: tuple[Transport | LiveTransport, ...] = (SHARED_MEMORY, CUDA_IPC, DISTRIBUTED, DISK, HTTP_TENSOR, DELTA)
 
 
-def choose_transport(wanted: str, offered: Iterable[str], site: Site | None = None) -> Transport | LiveTransport:
-    """The first transport that --update-weight-transport allows, that every engine takes and that suits the site."""
+def choose_transport(
+    wanted: str, offered: Iterable[str], site: Site | None = None, mode: str = "full"
+) -> Transport | LiveTransport:
+    """The first transport that --update-weight-transport and -mode allow, that every engine takes and that suits the site."""
     offered, site = set(offered), site or Site()
     order = _ON_CUDA if site.cuda else _ON_CPU
-    allowed = [transport for transport in order if wanted in ("auto", transport.choice)]
+    allowed = [transport for transport in order if transport.mode == mode and wanted in ("auto", transport.choice)]
     taken = [transport for transport in allowed if transport.engine_needs in offered]
     for transport in taken:
         if transport.suits(site):

@@ -157,6 +157,8 @@ def test_batch_that_does_not_fit_is_explained(changes, message):
 
 NO_EFFECT_VALUES = {
     "lora_sync": "adapter",
+    "update_weight_delta_encoding": "overwrite",
+    "update_weight_delta_checksum": "adler32",
     "kl_loss_type": "k3",
     "wandb_mode": "offline",
     "policy_loss_type": "sapo",

@@ -1,0 +1,44 @@
+"""`slime weight-agent`: keeps a copy of the trainer's weights beside an engine, and has the engine load it when asked."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from aiohttp import web
+
+from slime.arguments.engine import CHECKSUMS
+from slime.cli.main import user_errors
+from slime.engines.external import read_address
+from slime.observability.logging_utils import configure_logger
+from slime.weight_sync.delta_codec import check_installed
+from slime.weight_sync.publication import open_source
+from slime.weight_sync.weight_agent import WeightAgent
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
+    with user_errors():
+        configure_logger()
+        check_installed(CHECKSUMS[0])
+        local = Path(options.local_checkpoint_dir)
+        local.mkdir(parents=True, exist_ok=True)
+        engine = read_address(options.engine, "--engine")
+        agent = WeightAgent(open_source(options.source), local, engine, options.wait_s)
+        web.run_app(agent.app(), host=options.host, port=options.port, print=None)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="slime weight-agent", description=__doc__.partition(":")[2].strip())
+    parser.add_argument("--engine", required=True, metavar="HOST:PORT", help="the engine beside which it runs")
+    parser.add_argument(
+        "--source",
+        required=True,
+        metavar="DIR|URL",
+        help="the trainer's --update-weight-disk-dir, or http://host:port of `slime weight-publisher`",
+    )
+    parser.add_argument("--local-checkpoint-dir", required=True, metavar="DIR", help="where the copy is kept")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on [127.0.0.1]")
+    parser.add_argument("--port", type=int, required=True, help="port to listen on")
+    parser.add_argument("--wait-s", type=float, default=120.0, help="longest wait for a version [120]")
+    return parser

@@ -1,0 +1,58 @@
+"""Runs whose weights travel as deltas, to the embedded engine and to SGLang."""
+
+import json
+
+import pytest
+from loop_helpers import make_world, run_train, series
+
+from slime.arguments.sglang import find_python
+
+pytest.importorskip("zstandard")
+pytest.importorskip("xxhash")
+
+
+@pytest.fixture
+def world(tmp_path):
+    return make_world(tmp_path)
+
+
+def check_run(world, run: str, num_rollout: int) -> None:
+    """Every push but the first is a delta, is smaller than the model, and was found equal in the engine."""
+    sent, whole = (series(world, run, f"perf/update_weights_{what}") for what in ("wire_bytes", "bytes"))
+    density = series(world, run, "perf/update_weights_density")
+    assert len(series(world, run, "rollout/raw_reward")) == num_rollout
+    assert max(density) == max(sent) and len(density) >= num_rollout - 1
+    assert all(0 < value <= 1 for value in density.values())
+    assert all(sent[step] < whole[step] for step in density)
+    assert sum(series(world, run, "perf/engines_evicted").values()) == 0
+
+
+def test_a_run_with_deltas_is_the_run_with_whole_weights(world):
+    """With every tensor of the engine compared after every push."""
+    shared = {"num_rollout": 2, "deterministic_mode": True}
+    run_train(world, "delta", update_weight_mode="delta", check_weight_update_equal=True, **shared)
+    check_run(world, "delta", 2)
+    run_train(world, "full", **shared)
+    assert series(world, "delta", "train/loss") == series(world, "full", "train/loss")
+    assert series(world, "delta", "rollout/raw_reward") == series(world, "full", "rollout/raw_reward")
+    left = {path.name for path in (world / "delta").iterdir()}
+    assert "local-weights" not in left and not list((world / "delta" / "weights").iterdir())
+    assert json.loads((world / "delta" / "config.json").read_text())["update_weight_mode"]["value"] == "delta"
+
+
+@pytest.mark.sglang
+def test_sglang_loads_deltas_without_a_patch(world):
+    if find_python(None) is None:
+        pytest.skip("there is no SGLang: `make sglang-env`")
+    run_train(
+        world,
+        "run",
+        timeout=1200,
+        num_rollout=2,
+        rollout_engine="sglang",
+        engine_start_timeout_s=900,
+        update_weight_mode="delta",
+        update_weight_delta_encoding="overwrite",
+        weight_checksum_interval=1,
+    )
+    check_run(world, "run", 2)
