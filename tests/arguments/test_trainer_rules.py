@@ -20,11 +20,11 @@ from argument_helpers import parse
         ),
         ({"lora_alpha": 16}, "--lora-alpha is 16.0, but no adapters are trained; add --lora-rank"),
         (
-            {"lora_rank": 8, "lora_sync": "adapter", "update_weight_transport": "disk"},
-            "--lora-sync adapter with --update-weight-transport disk: adapters alone go in memory only",
+            {"lora_rank": 8, "lora_sync": "adapter", "update_weight_transport": "distributed"},
+            "--lora-sync adapter with --update-weight-transport distributed: adapters alone go in memory only",
         ),
         (
-            {"lora_rank": 8, "lora_sync": "adapter", "debug_train_only": True},
+            {"lora_rank": 8, "lora_sync": "adapter", "debug_rollout_only": True},
             "--lora-sync adapter: a run with only one stage pushes nothing",
         ),
         (

@@ -21,8 +21,13 @@ def test_two_ranks_that_share_a_replica_learn_the_same_curve(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_with_adapters_pushes_merged_weights(tmp_path):
+def test_a_run_with_adapters_is_the_same_whether_they_are_pushed_merged_or_alone(tmp_path):
     world = make_world(tmp_path)
-    run_train(world, "lora", lora_rank=4, lr=1e-2, num_rollout=2)
-    # The engine samples with what it was sent: its log-probs are those of the trained adapters.
-    assert max(series(world, "lora", "train/train_rollout_logprob_abs_diff").values()) < 1e-3
+    for sync in ("merged", "adapter"):
+        run_train(world, sync, lora_rank=4, lora_sync=sync, lr=1e-2, num_rollout=3)
+        # The engine samples with what it was sent: its log-probs are those of the trained adapters.
+        assert max(series(world, sync, "train/train_rollout_logprob_abs_diff").values()) < 1e-4
+    merged, alone = (series(world, sync, "train/loss") for sync in ("merged", "adapter"))
+    assert alone == pytest.approx(merged, rel=1e-3, abs=1e-5)
+    sent = [series(world, sync, "perf/update_weights_bytes") for sync in ("adapter", "merged")]
+    assert max(sent[0].values()) < min(sent[1].values()) / 4

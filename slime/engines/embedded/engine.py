@@ -128,6 +128,7 @@ class Engine:
 
     def update_weights(self, source: Source, version: str) -> tuple[int, int]:
         """Replace all parameters. Requests in flight go on from the KV they have; nobody reuses it afterwards."""
+        self._refuse_without_memory()
         self.weights.check(source)
 
         def apply() -> tuple[int, int]:
@@ -138,12 +139,15 @@ class Engine:
 
     def update_adapter(self, source: Source, config: AdapterConfig, name: str, version: str) -> tuple[int, int]:
         """Replace the adapters that are added to the weights the model was loaded with, or was last given."""
+        self._refuse_without_memory()
         self.adapters.check(source)
         return self._change_weights(lambda: self.adapters.apply(source, config, name), version)
 
-    def _change_weights(self, apply: Callable[[], tuple[int, int]], version: str) -> tuple[int, int]:
+    def _refuse_without_memory(self) -> None:
         if "weights" in self.released:
             raise BadWeights("the weights are released: call /resume_memory_occupation with the tag weights first")
+
+    def _change_weights(self, apply: Callable[[], tuple[int, int]], version: str) -> tuple[int, int]:
         self.awaiting_weights = True  # should the copy fail half-way, nothing is served from the mixture
         counts = apply()
         self.allocator.flush()
