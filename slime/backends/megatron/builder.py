@@ -11,6 +11,7 @@ from megatron.core.tensor_parallel.layers import (
     VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
@@ -32,6 +33,10 @@ def build_chunks(
         chunk.to(device)
         if config.bf16:
             chunk.bfloat16()
+            for module in chunk.modules():
+                if isinstance(module, TopKRouter):
+                    # Before weights are read: its bias keeps all its digits.
+                    module._maintain_float32_expert_bias()
     return chunks
 
 

@@ -16,12 +16,15 @@ from torch import nn
 from slime.backends.attention import refuse_unsupported
 from slime.backends.megatron.families import family_of
 from slime.backends.megatron.families.base import Dims
+from slime.backends.megatron.families.mimo import register_config
+from slime.backends.megatron.latent import LatentConfig
 
 
 def read_hf_config(path: str) -> Any:
     # Heavy import, only needed where a model is built.
     from transformers import AutoConfig
 
+    register_config()
     config = AutoConfig.from_pretrained(path)
     refuse_unsupported(config)
     return config
@@ -32,7 +35,10 @@ def rotary_embedding(hf_config: Any) -> nn.Module:
     # Heavy import, only needed where a model is built.
     from transformers import AutoModelForCausalLM
 
-    module = importlib.import_module(AutoModelForCausalLM._model_mapping[type(hf_config)].__module__)
+    models = AutoModelForCausalLM._model_mapping
+    # A config of ours is a child of the one whose model it describes.
+    known = next(kind for kind in type(hf_config).__mro__ if kind in models)
+    module = importlib.import_module(models[known].__module__)
     classes = [name for name in vars(module) if name.endswith("RotaryEmbedding")]
     assert len(classes) == 1, f"{module.__name__} has {len(classes)} rotary embeddings, expected one"
     return getattr(module, classes[0])(config=hf_config)
@@ -50,7 +56,7 @@ def dims_of(hf_config: Any, config: TransformerConfig) -> Dims:
 
 def transformer_config(args: Any, hf_config: Any, dtype: torch.dtype, device: torch.device) -> TransformerConfig:
     settings = family_of(hf_config).settings(hf_config)
-    overrides = _fields_of(TransformerConfig, args.megatron_config or {})
+    overrides = _fields_of(LatentConfig, args.megatron_config or {})
     for name, value in overrides.items():
         if name in settings and settings[name] != value:
             raise ValueError(
@@ -69,6 +75,8 @@ def transformer_config(args: Any, hf_config: Any, dtype: torch.dtype, device: to
         "sequence_parallel": args.sequence_parallel,
         "moe_token_dispatcher_type": args.moe_token_dispatcher_type,
         "moe_router_load_balancing_type": "none",
+        # The bias that evens out the choice of experts was learnt in pretraining, and engines route with it as it is.
+        "moe_router_bias_update_rate": 0.0,
         "params_dtype": dtype,
         "pipeline_dtype": dtype if staged else None,
         "bf16": dtype == torch.bfloat16,
@@ -84,7 +92,8 @@ def transformer_config(args: Any, hf_config: Any, dtype: torch.dtype, device: to
         "deterministic_mode": args.deterministic_mode,
         **_recompute(args),
     }
-    config = TransformerConfig(**settings, **(values | overrides))
+    kind = LatentConfig if "multi_latent_attention" in settings else TransformerConfig
+    config = kind(**settings | values | overrides)
     _check_overlap(config)
     return config
 
@@ -144,7 +153,7 @@ def _fields_of(kind: type, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_unknown_fields(values: dict[str, Any]) -> None:
-    known = (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
+    known = (LatentConfig, OptimizerConfig, DistributedDataParallelConfig)
     names = {field.name for kind in known for field in dataclasses.fields(kind)}
     unknown = sorted(set(values) - names)
     if unknown:

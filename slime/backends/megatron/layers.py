@@ -69,14 +69,16 @@ class PackedCoreAttention(MegatronModule):
         """query [T, H, D], key and value [T, G, D] of this context-parallel rank -> [T, H * D]."""
         stream = packed_seq_params
         assert isinstance(stream, PackedStream), "this model is called with a PackedStream only"
-        query, key = (
-            rotate(x, stream.cos, stream.sin, interleaved=self.config.rotary_interleaved) for x in (query, key)
-        )
-        if stream.plan is None:
-            out = packed_attention(query, key, value, stream.documents, scale=self.scale)
-        else:
-            out = zigzag_attention(query, key, value, stream.plan, self.cp_group, scale=self.scale)
+        out = self.attend(self.rotate(query, stream), self.rotate(key, stream), value, stream)
         return out.reshape(out.shape[0], -1)
+
+    def rotate(self, x: Tensor, stream: PackedStream) -> Tensor:
+        return rotate(x, stream.cos, stream.sin, interleaved=self.config.rotary_interleaved)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, stream: PackedStream) -> Tensor:
+        if stream.plan is None:
+            return packed_attention(query, key, value, stream.documents, scale=self.scale)
+        return zigzag_attention(query, key, value, stream.plan, self.cp_group, scale=self.scale)
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -105,13 +107,19 @@ def layer_spec(config: TransformerConfig, *, moe: bool, branch_norms: bool = Fal
         num_experts=config.num_moe_experts if moe else None,
         moe_grouped_gemm=False,
         qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
         normalization="RMSNorm",
     )
-    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
-    attention.core_attention = PackedCoreAttention
+    layer, attention = spec.submodules, spec.submodules.self_attention
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if config.multi_latent_attention:
+        from slime.backends.megatron.latent import use_latent_attention  # builds on this module
+
+        use_latent_attention(attention)
+    else:
+        attention.submodules.core_attention = PackedCoreAttention
+        if config.qk_layernorm:
+            attention.submodules.q_layernorm = attention.submodules.k_layernorm = RMSNorm
     if branch_norms:
         sizes = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
         layer.self_attn_bda = layer.mlp_bda = ModuleSpec(module=NormedAdd, params=sizes)

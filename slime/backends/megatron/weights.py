@@ -26,9 +26,9 @@ SCALAR_HEAD = Rule("output_layer.weight", (HEAD,), "replicated")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One parameter of this rank and the hub tensors it is made of."""
+    """One parameter (or saved buffer) of this rank and the hub tensors it is made of."""
 
-    parameter: nn.Parameter
+    parameter: Tensor
     rule: Rule
     hub: tuple[str, ...]  # of this rank's expert, where the parameter is an expert's
     shown: bool  # False: a second copy of a tied matrix, which must not be exported
@@ -47,6 +47,10 @@ class Piece:
     @property
     def count(self) -> int:
         return torch.Size(self.shape).numel()
+
+    def wire(self, dtype: torch.dtype | None) -> torch.dtype:
+        """The dtype it is exported in when `dtype` is asked for."""
+        return self.dtype if dtype is None or self.kind == "exact" else dtype
 
 
 class HubWeights:
@@ -71,7 +75,8 @@ class HubWeights:
         offset = get_transformer_layer_offset(chunk.config, chunk.vp_stage)
         experts = (chunk.config.num_moe_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
         first_expert = experts * parallel_state.get_expert_model_parallel_rank()
-        for name, parameter in chunk.named_parameters():
+        buffers = ((name, buffer) for name, buffer in chunk.named_buffers() if self._matches(name))
+        for name, parameter in (*chunk.named_parameters(), *buffers):
             if name == SCALAR_HEAD.mcore and self._scalar_seed is not None:
                 yield Entry(parameter, SCALAR_HEAD, SCALAR_HEAD.hub, True)
                 continue
@@ -81,11 +86,19 @@ class HubWeights:
             hub = ("model.embed_tokens.weight",) if copy else tuple(n.format(**numbers) for n in rule.hub)
             yield Entry(parameter, rule, hub, not copy)
 
+    def _matches(self, name: str) -> list[tuple[Rule, re.Match[str]]]:
+        return [(rule, match) for rule in self._family.rules if (match := rule.pattern.fullmatch(name))]
+
     def _rule_of(self, name: str) -> tuple[Rule, dict[str, int]]:
-        found = [(rule, match) for rule in self._family.rules if (match := rule.pattern.fullmatch(name))]
+        found = self._matches(name)
         assert len(found) == 1, f"{len(found)} rules of {self._family.model_type} match Megatron's parameter {name}"
         rule, match = found[0]
         return rule, {key: int(value) for key, value in match.groupdict().items()}
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """What belongs to the weights without being trained; copies of the weights must include it."""
+        return [entry.parameter for entry in self.entries if not isinstance(entry.parameter, nn.Parameter)]
 
     # -- in ----------------------------------------------------------------------------------------------------------
 
@@ -118,6 +131,7 @@ class HubWeights:
         wanted = set().union(*own)
         ignored = [re.compile(pattern) for pattern in self._family.ignored]
         extra = {name for name in present - wanted if not any(p.fullmatch(name) for p in ignored)}
+        extra -= self._heads_in(extra)
         if self._tied or self._scalar_seed is not None:
             extra.discard("lm_head.weight")
         if self._scalar_seed is not None:
@@ -133,6 +147,11 @@ class HubWeights:
                 f"{path} does not hold a {self._family.model_type} as its config says. {'; '.join(problems)}."
             )
 
+    def _heads_in(self, names: set[str]) -> set[str]:
+        """Those of `names` that belong to heads which predict further tokens."""
+        pattern = self._family.heads_pattern(self._dims)
+        return {name for name in names if pattern is not None and pattern.fullmatch(name)}
+
     # -- out ---------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -146,6 +165,19 @@ class HubWeights:
             for pieces in _grouped(self._pieces()[stage], bucket_bytes, dtype):
                 local = [next(entries).parameter for _ in pieces] if stage == own_stage else None
                 yield self._gather(pieces, local, stage, dtype)
+
+    def untrained(self, path: str | Path, bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[Bucket]:
+        """Heads that predict further tokens, from the folder they came with: they are no part of the model built here."""
+        with CheckpointFolder(path) as folder:
+            bucket: Bucket = []
+            for name in sorted(self._heads_in(folder.names)):
+                tensor = folder.read(name)
+                bucket.append((name, tensor if dtype is None or _stays(name) else tensor.to(dtype)))
+                if sum(tensor.nbytes for _, tensor in bucket) >= bucket_bytes:
+                    yield bucket
+                    bucket = []
+            if bucket:
+                yield bucket
 
     def _pieces(self) -> list[list[Piece]]:
         """What each pipeline stage holds; found out once."""
@@ -180,7 +212,7 @@ class HubWeights:
             if is_expert
             else parallel_state.get_tensor_model_parallel_group()
         )
-        wire = dtype or pieces[0].dtype
+        wire = pieces[0].wire(dtype)
         count = sum(piece.count for piece in pieces)
         device = self.entries[0].parameter.device
         if parameters is not None:
@@ -229,8 +261,8 @@ def _grouped(pieces: list[Piece], bucket_bytes: int, dtype: torch.dtype | None) 
             if piece.is_expert
             else parallel_state.get_tensor_model_parallel_world_size()
         )
-        nbytes = piece.count * ranks * (dtype or piece.dtype).itemsize
-        same = not group or (piece.is_expert, piece.dtype) == (group[0].is_expert, group[0].dtype)
+        nbytes = piece.count * ranks * piece.wire(dtype).itemsize
+        same = not group or (piece.is_expert, piece.wire(dtype)) == (group[0].is_expert, group[0].wire(dtype))
         if group and (not same or size + nbytes > bucket_bytes):
             yield group
             group, size = [], 0
@@ -238,6 +270,11 @@ def _grouped(pieces: list[Piece], bucket_bytes: int, dtype: torch.dtype | None) 
         size += nbytes
     if group:
         yield group
+
+
+def _stays(name: str) -> bool:
+    """Whether hub checkpoints keep a tensor in fp32 beside 16-bit ones."""
+    return name.endswith("e_score_correction_bias")
 
 
 def _list(names: Sequence[str]) -> str:

@@ -2,11 +2,12 @@
 
 from typing import Any
 
-from slime.backends.megatron.families import glm4, llama, qwen2, qwen3, qwen3_moe
+from slime.backends.megatron.families import deepseek_v3, glm4, glm4_moe, llama, mimo, qwen2, qwen3, qwen3_moe
 from slime.backends.megatron.families.base import Family
 
 FAMILIES: dict[str, Family] = {
-    module.FAMILY.model_type: module.FAMILY for module in (llama, qwen2, qwen3, qwen3_moe, glm4)
+    module.FAMILY.model_type: module.FAMILY
+    for module in (llama, qwen2, qwen3, qwen3_moe, glm4, glm4_moe, deepseek_v3, mimo)
 }
 
 

@@ -3,17 +3,8 @@
 from typing import Any
 
 from slime.backends.megatron.families import qwen3
-from slime.backends.megatron.families.base import Family, in_layer
-
-EXPERTS = (
-    in_layer("mlp.router.weight", "mlp.gate.weight", "replicated"),
-    in_layer(
-        "mlp.experts.local_experts.{expert}.linear_fc1.weight",
-        ("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight"),
-        "gate_up",
-    ),
-    in_layer("mlp.experts.local_experts.{expert}.linear_fc2.weight", "mlp.experts.{expert}.down_proj.weight", "row"),
-)
+from slime.backends.megatron.families.base import Family
+from slime.backends.megatron.families.experts import ROUTED
 
 
 def settings(hf: Any) -> dict[str, Any]:
@@ -33,4 +24,4 @@ def settings(hf: Any) -> dict[str, Any]:
     }
 
 
-FAMILY = Family("qwen3_moe", settings, (*qwen3.FAMILY.rules, *EXPERTS))
+FAMILY = Family("qwen3_moe", settings, (*qwen3.FAMILY.rules, *ROUTED))

@@ -1,0 +1,29 @@
+"""MiMo-7B: Qwen2 with heads that predict further tokens.
+
+transformers has no model of this type (the hub holds code for it), so its config is read as that of a Qwen2.
+"""
+
+from typing import Any
+
+from slime.backends.megatron.families import qwen2
+from slime.backends.megatron.families.base import Family
+
+MODEL_TYPE = "mimo"
+
+
+def register_config() -> None:
+    """Let transformers read configs of this type in this process."""
+    # Heavy import, only needed where a model is built.
+    from transformers import AutoConfig, Qwen2Config
+
+    class MimoConfig(Qwen2Config):
+        model_type = MODEL_TYPE
+
+    AutoConfig.register(MODEL_TYPE, MimoConfig, exist_ok=True)
+
+
+def settings(hf: Any) -> dict[str, Any]:
+    return qwen2.settings(hf)
+
+
+FAMILY = Family(MODEL_TYPE, settings, qwen2.FAMILY.rules, heads="model.mtp_layers.{head}")
