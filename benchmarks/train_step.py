@@ -7,12 +7,14 @@ with 16-bit optimizer state. Also the log-prob kernel against the bare matrix pr
 data-parallel ranks. Each part fails on its own.
 
     python benchmarks/train_step.py [--part kernels --part 0.6b --part 4b --part balance] [--profile]
+    python benchmarks/train_step.py --backend megatron --part 0.6b --part 4b    (the Megatron trainer beside FSDP's)
     python benchmarks/train_step.py --device cpu --tiny        (does the script work?)
 """
 
 import argparse
 import functools
 import gc
+import importlib
 import json
 import logging
 import math
@@ -31,11 +33,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from shapes import qwen3_config
 from torch.utils.checkpoint import checkpoint
 
 from slime.algorithms.logprobs import chunked_log_probs
 from slime.arguments.groups import all_specs
-from slime.backends.fsdp import create_backend
 from slime.backends.update import run_update
 from slime.batch.convert import samples_to_batch
 from slime.batch.flops import ModelShape, forward_flops
@@ -43,11 +45,6 @@ from slime.batch.schedule import build_schedule, split_for_ranks
 from slime.utils.types import Sample
 
 PARTS = ("kernels", "0.6b", "4b", "balance")
-SHAPES = {
-    "0.6b": dict(hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, intermediate_size=3072),
-    "4b": dict(hidden_size=2560, num_hidden_layers=36, num_attention_heads=32, intermediate_size=9728),
-    "tiny": dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128),
-}
 # Tokens of one micro-batch, and of one optimizer step.
 TOKENS = {"0.6b": (32768, 131072), "4b": (16384, 65536), "tiny": (256, 512)}
 Record = dict[str, Any]
@@ -58,6 +55,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--part", action="append", choices=PARTS, help="run this part (again for more); default: all")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true", help="small shapes: checks the script, measures nothing")
+    parser.add_argument(
+        "--backend", default="fsdp", choices=("fsdp", "megatron"), help="megatron: both, one after another"
+    )
     parser.add_argument("--steps", type=int, default=3, help="measured optimizer steps")
     parser.add_argument("--micro-batch-tokens", type=int, help="tokens of one micro-batch of our step")
     parser.add_argument("--checkpointing", default="none", choices=("none", "selective", "full"))
@@ -164,19 +164,11 @@ def _kernel_ratios(tokens: int, vocab: int, width: int, device: torch.device) ->
 # -- models ----------------------------------------------------------------------------------------------------------
 
 
-def qwen3_config(shape: str) -> Any:
-    from transformers import Qwen3Config
+def parameter_count(config: Any) -> int:
+    from transformers import Qwen3ForCausalLM
 
-    tiny = shape == "tiny"
-    return Qwen3Config(
-        **SHAPES[shape],
-        vocab_size=512 if tiny else 151936,
-        num_key_value_heads=2 if tiny else 8,
-        head_dim=16 if tiny else 128,
-        max_position_embeddings=32768,
-        tie_word_embeddings=True,
-        use_cache=False,
-    )
+    with torch.device("meta"):
+        return sum(p.numel() for p in Qwen3ForCausalLM(config).parameters())
 
 
 def plain_step(shape: str, device: torch.device, *, compiled: bool, recompute: bool, options: Any) -> Record:
@@ -194,6 +186,7 @@ def plain_step(shape: str, device: torch.device, *, compiled: bool, recompute: b
         forward = torch.compile(type(model.model.layers[0]).forward)
         for layer in model.model.layers:
             layer.forward = types.MethodType(forward, layer)
+    model.config.use_cache = False
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda")
     ids = torch.randint(0, model.config.vocab_size, (rows, length), device=device)
 
@@ -246,12 +239,12 @@ def flags(folder: Path, **changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**(values | {"hf_checkpoint": str(folder)} | changes))
 
 
-def our_step(shape: str, device: torch.device, options: argparse.Namespace) -> list[Record]:
+def our_step(shape: str, device: torch.device, options: argparse.Namespace, trainer: str = "fsdp") -> list[Record]:
     budget, total = TOKENS[shape]
     budget = options.micro_batch_tokens or budget
     while True:
         try:
-            return _our_step(shape, device, options, budget, total)
+            return _our_step(shape, device, options, budget, total, trainer)
         except torch.OutOfMemoryError:
             if budget <= 4096:
                 raise
@@ -260,8 +253,9 @@ def our_step(shape: str, device: torch.device, options: argparse.Namespace) -> l
         free_memory(device)
 
 
-def _our_step(shape: str, device: torch.device, options: Any, budget: int, total: int) -> list[Record]:
+def _our_step(shape: str, device: torch.device, options: Any, budget: int, total: int, trainer: str) -> list[Record]:
     config = qwen3_config(shape)
+    create_backend = importlib.import_module(f"slime.backends.{trainer}").create_backend
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         args = flags(
@@ -291,11 +285,11 @@ def _our_step(shape: str, device: torch.device, options: Any, budget: int, total
         duration = seconds(step, device, warmup=1, repeats=options.steps)
         records.append(
             {
-                "what": name,
+                "what": name if trainer == "fsdp" else f"{trainer}: {name}",
                 "tokens_per_s": total / duration,
                 "seconds": duration,
                 "first_step_s": first,
-                "parameters": sum(p.numel() for p in backend.model.parameters()),
+                "parameters": parameter_count(config),
                 "micro_batch_tokens": budget,
                 "micro_batches": len(data.steps[0].micro_batches),
                 "samples": len(samples),
@@ -352,6 +346,8 @@ def model_part(name: str, options: argparse.Namespace, device: torch.device, rat
     }
     # Ours first: it is what a short run must not lose.
     attempts: list[tuple[str, Callable[[], list[Record]]]] = [("ours", lambda: our_step(shape, device, options))]
+    if options.backend == "megatron":
+        attempts.append(("megatron", lambda: our_step(shape, device, options, "megatron")))
     if not options.no_references:
         for what, settings in references.items():
             attempts.append(
@@ -436,19 +432,23 @@ def show(title: str, records: list[Record]) -> None:
 
 
 def summary(results: dict[str, list[Record]]) -> None:
-    print("\n| step | tokens/s | MFU (6N) | with attention | x naive | x compiled | peak GiB |")
-    print("|---|---|---|---|---|---|---|")
+    print("\n| step | tokens/s | MFU (6N) | with attention | x naive | x compiled | x FSDP | peak GiB |")
+    print("|---|---|---|---|---|---|---|---|")
     for part in ("0.6b", "4b"):
         rows = {record["what"]: record for record in results.get(part, []) if "tokens_per_s" in record}
         for name, row in rows.items():
             against = [
                 f"{row['tokens_per_s'] / rows[other]['tokens_per_s']:.2f}" if other in rows else "-"
-                for other in ("naive transformers", "plain compiled layers")
+                for other in (
+                    "naive transformers",
+                    "plain compiled layers",
+                    name.removeprefix("megatron: ") * (": " in name),
+                )
             ]
             attention = f"{100 * row['mfu_with_attention']:.1f}%" if "mfu_with_attention" in row else "-"
             print(
-                f"| {part}, {name} | {row['tokens_per_s']:,.0f} | {100 * row['mfu']:.1f}% | {attention} | {against[0]} | "
-                f"{against[1]} | {row['peak_gib']:.1f} |"
+                f"| {part}, {name} | {row['tokens_per_s']:,.0f} | {100 * row['mfu']:.1f}% | {attention} | "
+                f"{' | '.join(against)} | {row['peak_gib']:.1f} |"
             )
 
 

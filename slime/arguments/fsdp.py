@@ -11,7 +11,8 @@ class FSDPFlags:
 
     fsdp_cpu_offload: bool = flag(False, "keep parameters, gradients and optimizer state in host memory")
     compile: bool | None = flag(
-        None, "compile each decoder layer; default: on GPUs, for dense models at least 1024 wide"
+        None,
+        "compile each decoder layer; default: on GPUs, for dense models at least 1024 wide that no tensor parallelism cuts",
     )
     lora_rank: int = flag(0, "train low-rank adapters of this rank instead of the model; 0: train the model", ge=0)
     lora_alpha: float = flag(32.0, "scale of the adapters: their product is multiplied by alpha / rank", gt=0)

@@ -204,7 +204,6 @@ NO_EFFECT = (
     NoEffect(
         (
             "fsdp_cpu_offload",
-            "compile",
             "lora_rank",
         ),
         lambda d: d.train_backend == "fsdp",

@@ -12,10 +12,11 @@ def create_backend(
     world_size: int,
     device: str | torch.device,
     total_steps: int | None = None,
+    random_weights: bool = False,
 ) -> Any:
     """The trainer of this rank with the weights of --hf-checkpoint, and the models that its algorithm needs beside it.
 
-    torch.distributed must be initialised.
+    torch.distributed must be initialised. `random_weights`: only the config is read, as speed tests do.
     """
     device = torch.device(device)
     try:
@@ -34,7 +35,7 @@ def create_backend(
     from slime.backends.roles import critic_settings, needs_critic, needs_reference
 
     place = {"rank": rank, "world_size": world_size, "device": device, "total_steps": total_steps}
-    backend = MegatronBackend(args, **place)
+    backend = MegatronBackend(args, **place, random_weights=random_weights)
     if needs_reference(args):
         backend.load_hf(args.ref_load or args.hf_checkpoint, weights="ref")
     if needs_critic(args):

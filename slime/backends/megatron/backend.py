@@ -29,6 +29,7 @@ from slime.backends.fsdp.backend import resolve_dtype
 from slime.backends.megatron import checkpoint
 from slime.backends.megatron import optimizer as optimizer_module
 from slime.backends.megatron.builder import build_chunks, wrap_for_training
+from slime.backends.megatron.compiled import compile_layers, should_compile
 from slime.backends.megatron.config import (
     check_layout,
     ddp_config,
@@ -44,6 +45,7 @@ from slime.backends.megatron.families import family_of
 from slime.backends.megatron.groups import current_layout, from_last_stage, init_groups
 from slime.backends.megatron.model import ModelCall
 from slime.backends.megatron.passes import Passes, outputs_on, outputs_on_cpu
+from slime.backends.megatron.random_weights import draw_weights
 from slime.backends.megatron.teacher import FrozenModel, output_matrix_of
 from slime.backends.megatron.trainable import freeze
 from slime.backends.megatron.vocab_parallel import VocabSlice
@@ -67,6 +69,7 @@ class MegatronBackend:
         world_size: int,
         device: torch.device,
         total_steps: int | None = None,
+        random_weights: bool = False,
         role: str = "actor",
     ) -> None:
         self.args = args
@@ -93,7 +96,12 @@ class MegatronBackend:
         )
         freeze(args, self.hub.entries)
         # Before the optimizer: its fp32 copies are taken from the parameters.
-        self.hub.load(args.hf_checkpoint)
+        if random_weights:
+            draw_weights(chunks, args.seed)
+        else:
+            self.hub.load(args.hf_checkpoint)
+        if should_compile(args, self.config, device):
+            compile_layers(chunks, device)
         self.model = wrap_for_training(self.config, ddp_config(args), chunks)
         self.optimizer_config = optimizer_config(args, self.compute_dtype)
         self.optimizer = optimizer_module.build_optimizer(self.optimizer_config, self.model, cpu=device.type == "cpu")

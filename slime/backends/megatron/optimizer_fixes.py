@@ -22,7 +22,7 @@ def create_moments(optimizer: Any) -> None:
             for parameter in group["params"]:
                 if not inner.state[parameter]:
                     inner.state[parameter] = {
-                        "step": torch.tensor(0.0),
+                        "step": _on_its_device(torch.tensor(0.0), parameter, group),
                         "exp_avg": torch.zeros_like(parameter),
                         "exp_avg_sq": torch.zeros_like(parameter),
                     }
@@ -31,9 +31,16 @@ def create_moments(optimizer: Any) -> None:
 def unshare_steps(optimizer: Any) -> None:
     """After a load: all parameters got one step tensor, which AdamW would then advance once per parameter."""
     for inner in _torch_optimizers(optimizer):
-        for state in inner.state.values():
-            if isinstance(state.get("step"), Tensor):
-                state["step"] = state["step"].clone()
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                state = inner.state[parameter]
+                if isinstance(state.get("step"), Tensor):
+                    state["step"] = _on_its_device(state["step"].clone(), parameter, group)
+
+
+def _on_its_device(step: Tensor, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+    """A fused AdamW counts on the parameters' device, the others on the host."""
+    return step.to(parameter.device if group.get("fused") else "cpu")
 
 
 def install() -> None:

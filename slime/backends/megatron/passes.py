@@ -52,13 +52,18 @@ class Passes:
     def _run(self, mbs: list[MicroBatch], call: ModelCall, loss_of: LossOf, *, forward_only: bool) -> None:
         padded = mbs + [_weight_zero(mbs[0])] * self._missing(len(mbs))
 
-        def forward_step(iterator: Iterator[MicroBatch], chunk: nn.Module, *extra: Any) -> tuple[Any, Callable]:
-            mb = next(iterator).to(self._device)
-            out = chunk(self._stream(mb), call, mb)
+        # All inputs cross before the schedule runs: inside it the host need not wait for the device.
+        sent = [(mb, self._stream(mb)) for mb in (mb.to(self._device) for mb in padded)]
+
+        def forward_step(
+            iterator: Iterator[tuple[MicroBatch, PackedStream]], chunk: nn.Module, *extra: Any
+        ) -> tuple[Any, Callable]:
+            mb, stream = next(iterator)
+            out = chunk(stream, call, mb)
             # Three values, the second a token count, is how Megatron leaves a loss as it is.
             return out, lambda outputs: (loss_of(outputs, mb), torch.zeros((), dtype=torch.int), {})
 
-        iterators = [iter(padded) for _ in self._chunks]
+        iterators = [iter(sent) for _ in self._chunks]
         get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
