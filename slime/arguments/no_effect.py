@@ -162,6 +162,12 @@ NO_EFFECT = (
     ),
     NoEffect(("opsm_delta",), lambda d: d.use_opsm, "no sample is masked; add --use-opsm"),
     NoEffect(
+        ("use_opsm",),
+        lambda d: d.use_rollout_logprobs or d.keep_old_actor or d.num_steps_per_rollout > 1,
+        "the only optimizer step of a rollout starts at the old policy, so no sample has drifted from it; take several "
+        "(--num-steps-per-rollout) or the engine's log-probs as the old policy (--use-rollout-logprobs)",
+    ),
+    NoEffect(
         ("overlong_penalty_factor",),
         lambda d: d.overlong_buffer_len is not None,
         "long responses cost nothing; add --overlong-buffer-len",

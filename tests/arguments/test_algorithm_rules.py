@@ -22,6 +22,7 @@ from argument_helpers import parse
         ({"n_samples_per_prompt": 1, "advantage_estimator": "remax"}, "rewards_normalization", True),
         ({"n_samples_per_prompt": 1, "debug_rollout_only": True}, "rewards_normalization", True),
         ({"use_rs": True, "rs_upper": 4.0}, "rs_lower", 0.25),
+        ({"use_opsm": True, "num_steps_per_rollout": 2}, "use_opsm", True),
         ({"custom_advantage_function_path": "a.b", "kl_coef": 0.1}, "kl_coef", 0.1),
     ],
 )
@@ -78,6 +79,7 @@ def test_a_value_follows_from_the_others(changes, name, value):
         ({"use_tis": True, "tis_mode": "truncate", "tis_clip_low": 0.5}, "truncate has no lower bound"),
         ({"custom_tis_function_path": "a.b"}, "nothing calls it"),
         ({"opsm_delta": 0.1}, "add --use-opsm"),
+        ({"use_opsm": True}, "--use-opsm is set, but the only optimizer step of a rollout"),
     ],
 )
 def test_a_combination_is_refused_with_its_reason(changes, message):
