@@ -35,6 +35,7 @@ class EngineFlags:
     rollout_health_check_interval: float = flag(30.0, "seconds between probes", gt=0)
     rollout_health_check_timeout: float = flag(30.0, "seconds until a probe counts as failed", gt=0)
     rollout_health_check_first_wait: float = flag(0.0, "seconds before the first probe", ge=0)
+    rollout_health_check_failures: int = flag(1, "failed probes in a row after which an engine is replaced", ge=1)
 
 
 @dataclass(frozen=True)

@@ -296,7 +296,7 @@ NO_EFFECT = (
         "--disable-rollout-global-dataset leaves the prompts to your rollout function; remove one of them",
     ),
     NoEffect(
-        ("rollout_health_check_interval", "rollout_health_check_timeout", "rollout_health_check_first_wait"),
+        tuple(f"rollout_health_check_{name}" for name in ("interval", "timeout", "first_wait", "failures")),
         lambda d: d.use_fault_tolerance,
         "engines are probed only with --use-fault-tolerance; add it",
     ),

@@ -51,6 +51,11 @@ class RolloutFlags:
         "when a sample cannot be generated: stop the run, drop its group, keep the others of it, or retry the group",
         choices=("stop", "drop", "keep", "retry"),
     )
+    group_max_attempts: int = flag(
+        3,
+        "how often one group is generated: after failures, or when it became older than --max-weight-staleness",
+        ge=1,
+    )
     buffer_filter_path: str | None = flag(None, "function that takes groups out of the buffer", metavar="PATH")
     custom_rollout_log_function_path: str | None = flag(None, "function that logs a rollout", metavar="PATH")
     custom_eval_rollout_log_function_path: str | None = flag(None, "function that logs an evaluation", metavar="PATH")

@@ -102,5 +102,6 @@ def _watch_policy(args: Args) -> WatchPolicy:
         probe_interval_s=args.rollout_health_check_interval if args.use_fault_tolerance else None,
         probe_timeout_s=args.rollout_health_check_timeout,
         probe_first_wait_s=args.rollout_health_check_first_wait,
+        probe_failures=args.rollout_health_check_failures,
         no_engine_timeout_s=args.no_engine_timeout_s,
     )

@@ -34,7 +34,6 @@ from slime.utils.types import RewardFailure, Sample, flatten_samples
 
 logger = logging.getLogger(__name__)
 
-MAX_ATTEMPTS = 3  # how often one group is generated before its failure stops the run
 MAX_FAILED_IN_A_ROW = 32  # groups; then it is the engines, not the prompts
 DISCARD_GRACE_S = 2.0  # how long engines may take to confirm that discarded work is ended
 ABORT_GRACE_S = 30.0  # how long aborted work that will be kept may take to come back
@@ -219,9 +218,10 @@ class BatchCollector:
 
     def _requeue(self, ticket: Ticket, group: Group, cause: str, hint: str = "") -> None:
         attempts = attempt_of(first_sample(ticket.origin)) + 1
-        if attempts >= MAX_ATTEMPTS:
-            raise GroupFailed(f"{cause}; {attempts} attempts were made.{hint}")
-        logger.warning("generated again (attempt %d of %d): %s", attempts + 1, MAX_ATTEMPTS, cause)
+        allowed = self.args.group_max_attempts
+        if attempts >= allowed:
+            raise GroupFailed(f"{cause}; {attempts} attempts were made (--group-max-attempts).{hint}")
+        logger.warning("generated again (attempt %d of %d): %s", attempts + 1, allowed, cause)
         self._forget(ticket)
         self._give_back([begin_again(group)])
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from slime.rollout import sglang_rollout
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
-from slime.rollout.collect import MAX_ATTEMPTS, BatchCollector, Ticket
+from slime.rollout.collect import BatchCollector, Ticket
 from slime.rollout.groups import (
     Group,
     attempt_of,
@@ -261,9 +261,10 @@ class PoolCollector(BatchCollector):
         """Generated again with the attempt counted; a prompt that is too slow every time leaves the run, counted."""
         self.counts["stale"] += 1
         self._forget(ticket)
-        if attempt_of(first_sample(ticket.origin)) + 1 >= MAX_ATTEMPTS:
+        attempts = attempt_of(first_sample(ticket.origin)) + 1
+        if attempts >= self.args.group_max_attempts:
             logger.warning(
-                "given up: %s was too old for --max-weight-staleness %d times", describe(ticket.origin), MAX_ATTEMPTS
+                "given up: %s was too old for --max-weight-staleness %d times", describe(ticket.origin), attempts
             )
             self.counts["failed"] += 1
             self._settle([ticket.origin], "failed", "stale")

@@ -14,7 +14,7 @@ from uuid import uuid4
 
 from slime.rollout import eval_rollout as evaluation_run
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
-from slime.rollout.collect import MAX_ATTEMPTS, BatchCollector, GroupFailed, is_permanent
+from slime.rollout.collect import BatchCollector, GroupFailed, is_permanent
 from slime.rollout.concurrency import Limit, make_limit
 from slime.rollout.failed_samples import keep_the_rest, share_rewards
 from slime.rollout.greedy_baseline import with_greedy_baseline
@@ -258,17 +258,17 @@ async def generate_and_rm_group(
 
 async def _generate_with_retries(args: Any, entry: Entry, sampling_params: dict[str, Any], evaluation: bool) -> Entry:
     """Failures that may pass are tried again from the sample as it was, with the same seed."""
-    origin = copy_group([entry])
-    for attempt in range(1, MAX_ATTEMPTS + 1):
+    origin, allowed = copy_group([entry]), args.group_max_attempts
+    for attempt in range(1, allowed + 1):
         try:
             return await generate_and_rm(args, entry, dict(sampling_params), evaluation=evaluation)
         except Exception as error:
             if is_permanent(error) or isinstance(error, (GroupFailed, RewardFailuresExceeded, RewardConfigError)):
                 raise
             cause = f"generating {describe(origin)} failed ({type(error).__name__}: {error})"
-            if attempt == MAX_ATTEMPTS:
-                raise GroupFailed(f"{cause}; {attempt} attempts were made.") from error
-            logger.warning("attempt %d of %d: %s", attempt, MAX_ATTEMPTS, cause)
+            if attempt == allowed:
+                raise GroupFailed(f"{cause}; {attempt} attempts were made (--group-max-attempts).") from error
+            logger.warning("attempt %d of %d: %s", attempt, allowed, cause)
             entry = copy_group(origin)[0]
     raise AssertionError("the last attempt either returns or raises")
 

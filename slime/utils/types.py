@@ -49,8 +49,11 @@ class SpecInfo:
         return self.completion_token_num / self.spec_verify_ct if self.spec_verify_ct else 0.0
 
     def add(self, meta_info: dict[str, Any]) -> None:
-        self.spec_accept_token_num += meta_info.get("spec_accept_token_num", 0)
-        self.spec_draft_token_num += meta_info.get("spec_draft_token_num", 0)
+        """The first names are those of SGLang 0.5.16 and later, the second those before."""
+        accepted = meta_info.get("spec_num_correct_drafts", meta_info.get("spec_accept_token_num"))
+        drafted = meta_info.get("spec_num_proposed_drafts", meta_info.get("spec_draft_token_num"))
+        self.spec_accept_token_num += accepted or 0
+        self.spec_draft_token_num += drafted or 0
         self.spec_verify_ct += meta_info.get("spec_verify_ct", 0)
         self.completion_token_num += meta_info.get("completion_tokens", 0)
 

@@ -79,6 +79,14 @@ def test_stop_ends_the_run_with_the_cause(tmp_path):
     assert_conserved(source)
 
 
+def test_a_group_is_tried_as_often_as_it_is_told(tmp_path):
+    with FakeEngine(sample_3_is_garbage) as engine:
+        args = make_args(tmp_path, engine, "--group-max-attempts", "5")
+        with pytest.raises(GroupFailed, match="5 attempts were made"):
+            generate_rollout(args, 0, make_source(args))
+        assert sum(r["rid"].startswith("3-") for r in engine.requests) == 5
+
+
 def test_groups_that_all_fail_stop_the_run_although_each_could_be_dropped(tmp_path):
     with FakeEngine(lambda payload, number: 400) as engine:
         args = make_args(tmp_path, engine, "--group-failure-action", "drop")

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from slime.utils.types import RewardFailure, Sample, flatten_samples, is_score
+from slime.utils.types import RewardFailure, Sample, SpecInfo, flatten_samples, is_score
 
 
 def answer(finish="stop", version="r:1", **extra):
@@ -88,6 +88,20 @@ def test_samples_survive_a_round_trip_with_foreign_attributes():
     back = Sample.from_dict(sample.to_dict())
     assert dataclasses.asdict(back) == dataclasses.asdict(sample)
     assert back.source == "mine"
+
+
+@pytest.mark.parametrize(
+    "accepted, drafted",
+    [
+        ("spec_num_correct_drafts", "spec_num_proposed_drafts"),
+        ("spec_accept_token_num", "spec_draft_token_num"),
+    ],
+)
+def test_speculation_is_counted_under_the_names_of_either_engine_generation(accepted, drafted):
+    info = SpecInfo()
+    for _ in range(2):
+        info.add({accepted: 6, drafted: 12, "spec_verify_ct": 4, "completion_tokens": 10})
+    assert (info.spec_accept_rate, info.spec_accept_length) == (0.5, 2.5)
 
 
 def test_nested_groups_flatten_in_order():
