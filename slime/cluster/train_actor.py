@@ -22,8 +22,8 @@ from slime.observability.logging_utils import configure_logger
 from slime.utils import accelerator
 from slime.weight_sync import LIVE_TRANSPORTS, TRANSPORTS, LiveReport, LiveSender, Parcel, Sender, Target
 from slime.weight_sync.base import NamedTensors, SenderOptions
-from slime.weight_sync.disk import LateCopySender
 from slime.weight_sync.fp8 import checkpoint_format, quantize_named
+from slime.weight_sync.late_copy import LateCopySender
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +149,9 @@ class TrainActor:
 
     def save(self, path: Path) -> None:
         self._backend.save(path)
+
+    def finish_save(self, wait: bool) -> bool:
+        return self._backend.finish_save(wait=wait)
 
     def save_hf(self, path: Path) -> None:
         self._backend.save_hf(path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import json
 import shutil
 from pathlib import Path
@@ -82,43 +81,16 @@ def copy_config(hf_checkpoint: str, folder: Path) -> None:
             shutil.copy(file, folder / file.name)
 
 
-class LateCopySender(DiskSender):
-    """The copy that follows a live push: bytes are taken at once, files are written while the engines generate.
-
-    The parcel is out before its folder is there; who needs it waits for it. Two versions are never written at a time.
-    """
-
-    def __init__(self, options: SenderOptions):
-        super().__init__(options)
-        self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="late-copy")
-        self._buckets: list[NamedTensors] = []
-        self._writing: concurrent.futures.Future | None = None
-
-    def send(self, bucket: NamedTensors) -> None:
-        # A clone on the CPU too: the tensors are only ours until the next bucket.
-        self._buckets.append([(name, tensor.detach().to("cpu", copy=True)) for name, tensor in bucket])
-
-    def finish(self, version: str) -> Parcel:
-        if self._writing is not None:
-            self._writing.result()  # an error in the background is an error of the next push
-        buckets, self._buckets = self._buckets, []
-        self._writing = self._pool.submit(self._write, buckets, version)
-        tensors = [tensor for bucket in buckets for _, tensor in bucket]
-        nbytes = sum(t.numel() * t.element_size() for t in tensors)
-        return Parcel(version, DISK.name, len(tensors), nbytes, None, self._target(version))
-
-    def _write(self, buckets: list[NamedTensors], version: str) -> None:
-        for bucket in buckets:
-            DiskSender.send(self, bucket)
-        DiskSender.finish(self, version)
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
-        super().close()
+def wanted_mark(folder: Path) -> Path:
+    """The file that asks for a copy which is only written when somebody needs it."""
+    return folder.with_name(folder.name + ".wanted")
 
 
-async def _until_written(folder: Path) -> None:
-    """A late copy may still be on its way; it appears whole."""
+async def until_written(folder: Path) -> None:
+    """A late copy is written once it is asked for; it appears whole."""
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        wanted_mark(folder).touch()
     with waits.waiting(f"weights in {folder}", owner="engine", deadline_s=_WRITE_DEADLINE_S) as wait:
         while not folder.is_dir():
             if wait.age_s > _WRITE_DEADLINE_S:
@@ -127,14 +99,14 @@ async def _until_written(folder: Path) -> None:
 
 
 async def deliver(parcel: Parcel, control: EngineControl, info: EngineInfo) -> Receipt:
-    await _until_written(parcel.payload)
+    await until_written(parcel.payload)
     receipt = await control.update_from_disk(str(parcel.payload), parcel.version)
     # The engine counts what its loader made of the files, which need not match them one to one.
     return Receipt(await control.version(), None, None, receipt.checksum)
 
 
 async def compare(parcel: Parcel, control: EngineControl, info: EngineInfo, shm_prefix: str) -> list[str]:
-    await _until_written(parcel.payload)
+    await until_written(parcel.payload)
     return await compare_with_folder(parcel.payload, parcel.version, control, info, shm_prefix)
 
 

@@ -3,6 +3,7 @@
 import base64
 import io
 import pickle
+import time
 from dataclasses import dataclass
 
 import pytest
@@ -13,7 +14,8 @@ from safetensors.torch import load_file
 from slime.utils.async_utils import run
 from slime.weight_sync import LIVE_TRANSPORTS, Site, Target, choose_transport
 from slime.weight_sync.base import SenderOptions
-from slime.weight_sync.disk import LateCopySender, _until_written
+from slime.weight_sync.disk import until_written, wanted_mark
+from slime.weight_sync.late_copy import LateCopySender
 from slime.weight_sync.sglang_format import pack_bucket
 from slime.weight_sync.verify import check_replicas, differing
 from slime.wire.manifest import fill_bucket, plan_bucket
@@ -162,7 +164,7 @@ def test_a_late_copy_is_the_weights_at_the_time_of_the_push_and_appears_whole(tm
         expected = {name: tensor.clone() for name, tensor in tensors}
         for _, tensor in tensors:
             tensor.zero_()  # the trainer goes on
-        run(_until_written(parcel.payload))
+        run(until_written(parcel.payload))
         held = {}
         for file in parcel.payload.glob("*.safetensors"):
             held |= load_file(file)
@@ -171,10 +173,22 @@ def test_a_late_copy_is_the_weights_at_the_time_of_the_push_and_appears_whole(tm
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_late_copy_that_nobody_asks_for_is_never_written(tmp_path):
+    sender = LateCopySender(SenderOptions("slime-x", tmp_path, str(tmp_path)))
+    for number in (1, 2):
+        sender.send(named_tensors(number))
+        sender.finish(f"run:{number}")
+    assert list(tmp_path.iterdir()) == []
+    sender.close()
+
+
 def test_a_late_copy_that_cannot_be_written_is_an_error_of_the_next_push(tmp_path):
-    (tmp_path / "file").write_text("")
-    sender = LateCopySender(SenderOptions("slime-x", tmp_path / "file" / "weights", str(tmp_path)))
+    (tmp_path / "incoming.tmp").write_text("in the way")
+    sender = LateCopySender(SenderOptions("slime-x", tmp_path, str(tmp_path)))
     sender.send(named_tensors())
-    sender.finish("run:1")
-    with pytest.raises(OSError, match="file"):
-        sender.finish("run:2")
+    wanted_mark(sender.finish("run:1").payload).touch()
+    with pytest.raises(OSError, match="incoming"):
+        for _ in range(200):
+            time.sleep(0.05)
+            sender.send(named_tensors())
+            sender.finish("run:1")
