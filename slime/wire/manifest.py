@@ -18,6 +18,7 @@ DTYPES: dict[str, torch.dtype] = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
     "float64": torch.float64,
+    "float8_e4m3fn": torch.float8_e4m3fn,
     "int64": torch.int64,
     "int32": torch.int32,
     "int16": torch.int16,

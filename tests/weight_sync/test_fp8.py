@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from slime.utils.fp8 import FP8, LARGEST, dequantize_blocks, quantize_blocks
+from slime.utils.fp8 import FP8, LARGEST, dequantize_blocks, dequantize_part, quantize_blocks
 from slime.weight_sync.fp8 import Fp8Format, checkpoint_format, quantize_named, quantize_state
 
 BLOCK = (128, 128)
@@ -178,3 +178,11 @@ def test_factors_of_another_shape_are_refused():
     values, scale = quantize_blocks(torch.randn(256, 128), BLOCK)
     with pytest.raises(ValueError, match="factors of shape"):
         dequantize_blocks(values, scale[:1], BLOCK, torch.float32)
+
+
+@pytest.mark.parametrize("start", [(0, 0), (5, 130), (127, 3), (128, 128)])
+def test_a_part_of_a_weight_is_what_the_whole_has_there(start):
+    values, scale = quantize_blocks(torch.randn(300, 260, generator=torch.Generator().manual_seed(1)), BLOCK)
+    whole = dequantize_blocks(values, scale, BLOCK, torch.float32)
+    region = (slice(start[0], start[0] + 140), slice(start[1], start[1] + 100))
+    assert torch.equal(dequantize_part(values[region], scale, BLOCK, start), whole[region])

@@ -1,8 +1,8 @@
 """HF weights into a sharded model, without a full copy on each rank.
 
 A model is built without storage, sharded, given storage for its shards, and then every rank reads from the safetensors files
-only the rows and columns that it holds. Families whose tensors transformers fuses in memory are converted on the first rank
-and broadcast tensor by tensor.
+only the rows and columns that it holds; FP8 weights become the fp32 ones that they stand for. Families whose tensors
+transformers fuses in memory are converted on the first rank and broadcast tensor by tensor.
 """
 
 import json
@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from slime.backends.attention import refuse_unsupported, register
 from slime.backends.fsdp.hf_export import is_converted, named_tensors
 from slime.backends.fsdp.lora import hub_name, is_adapter
+from slime.utils.fp8 import SCALE_SUFFIX, block_size_of, dequantize_part
+
+Reader = Callable[[tuple[slice, ...]], Tensor]  # of a region of one tensor
 
 
 def empty_model(path: str | Path) -> nn.Module:
@@ -90,7 +93,7 @@ def fill_randomly(lm: nn.Module, seed: int) -> None:
             local.fill_(0.0 if name.endswith("bias") else 1.0)
 
 
-def _open_files(folder: Path, stack: ExitStack) -> dict[str, Callable[[tuple[slice, ...]], Tensor]] | None:
+def _open_files(folder: Path, stack: ExitStack) -> dict[str, Reader] | None:
     """Name -> reader of a region, over all safetensors files of a folder; None where there are none."""
     # With transformers, only needed where a model is loaded.
     from safetensors import safe_open
@@ -107,7 +110,24 @@ def _open_files(folder: Path, stack: ExitStack) -> dict[str, Callable[[tuple[sli
         file = stack.enter_context(safe_open(folder / name, framework="pt"))
         for key in file.keys():  # noqa: SIM118 - not a dict
             readers[key] = lambda region, file=file, key=key: file.get_slice(key)[region]
-    return readers
+    return _dequantizing(readers, block_size_of(folder))
+
+
+def _dequantizing(readers: dict[str, Reader], block: tuple[int, int] | None) -> dict[str, Reader]:
+    """Readers of the weights that FP8 values and their factors stand for; the others as they are."""
+    scales = {key.removesuffix(SCALE_SUFFIX): read for key, read in readers.items() if key.endswith(SCALE_SUFFIX)}
+    if block is None or not scales:
+        return readers
+
+    def dequantizing(read: Reader, read_scale: Reader) -> Reader:
+        def of_region(region: tuple[slice, ...]) -> Tensor:
+            whole = (slice(None), slice(None))
+            return dequantize_part(read(region), read_scale(whole), block, (region[0].start, region[1].start))
+
+        return of_region
+
+    plain = {key: read for key, read in readers.items() if not key.endswith(SCALE_SUFFIX)}
+    return {key: dequantizing(read, scales[key]) if key in scales else read for key, read in plain.items()}
 
 
 def write_part(target: Any, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
@@ -141,9 +161,10 @@ def _broadcast(lm: nn.Module, wanted: dict[str, Any], path: str | Path) -> None:
     source: dict[str, Tensor] = {}
     if dist.get_rank() == 0:
         # Heavy import, only needed where a model is loaded.
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
-        source = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
+        how = {"quantization_config": FineGrainedFP8Config(dequantize=True)} if block_size_of(path) else {}
+        source = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **how).state_dict()
     missing = [[name for name in wanted if hub_name(name) not in source]]
     dist.broadcast_object_list(missing, src=0)
     if missing[0]:

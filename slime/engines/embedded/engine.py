@@ -37,7 +37,7 @@ class Engine:
     forward_s: float = 0.0  # in forward passes and sampling: what an engine is for
 
     def __post_init__(self) -> None:
-        self.weights = WeightStore(self.runner.model)
+        self.weights = WeightStore(self.runner.model, self.runner.fp8_block)
         self.adapters = AdaptedWeights(self.runner.model)
         self.allocator = BlockAllocator(self.runner.num_blocks, BLOCK_SIZE)
         self.scheduler = Scheduler(

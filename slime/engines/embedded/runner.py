@@ -5,6 +5,7 @@ import torch
 
 from slime.engines.embedded import attention
 from slime.engines.embedded.attention import BatchPlan, KVPool
+from slime.utils.fp8 import block_size_of
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _CPU_POOL_BYTES = 256 << 20
@@ -30,7 +31,7 @@ class ModelRunner:
     def __init__(
         self, model_path: str, *, device: str, dtype: str, max_running: int, max_total_tokens: int | None
     ) -> None:
-        from transformers import AutoModelForCausalLM  # late: takes seconds to import
+        from transformers import AutoModelForCausalLM, FineGrainedFP8Config  # late: takes seconds to import
         from transformers.utils import logging as transformers_logging
 
         transformers_logging.disable_progress_bar()
@@ -38,8 +39,11 @@ class ModelRunner:
         attention.register()
         self.device = resolve_device(device)
         self.dtype = resolve_dtype(dtype, self.device)
+        # FP8 weights are served as what they stand for: this engine has no kernels for them.
+        self.fp8_block = block_size_of(model_path)
+        how = {"quantization_config": FineGrainedFP8Config(dequantize=True)} if self.fp8_block else {}
         self.model = AutoModelForCausalLM.from_pretrained(
-            model_path, dtype=self.dtype, attn_implementation=attention.NAME
+            model_path, dtype=self.dtype, attn_implementation=attention.NAME, **how
         )
         self.model.to(self.device).eval().requires_grad_(False)
         self.config = self.model.config.get_text_config()

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from slime.utils import shm
+from slime.utils.fp8 import SCALE_SUFFIX, dequantize_blocks
 from slime.wire.manifest import WeightManifest, byte_checksum
 
 
@@ -110,18 +111,48 @@ def _checkpoint_files(folder: Path) -> list[Path]:
     return files
 
 
-class WeightStore:
-    """The parameters of one model under their hub names; tied parameters answer to each of their names."""
+class DequantizedSource:
+    """A source whose FP8 weights have become those that they stand for: this engine computes with no others."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, source: Source, block: tuple[int, int]):
+        self._source, self._block = source, block
+        self.shapes = {name: s for name, s in source.shapes.items() if not name.endswith(SCALE_SUFFIX)}
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        halves: dict[str, torch.Tensor] = {}  # an FP8 weight or its factors, until the other comes
+        for name, tensor in self._source.tensors():
+            weight = name.removesuffix(SCALE_SUFFIX)
+            if weight + SCALE_SUFFIX not in self._source.shapes:
+                yield name, tensor
+            elif weight not in halves:
+                halves[weight] = tensor
+            else:
+                values, scale = (halves.pop(weight), tensor)[:: 1 if name != weight else -1]
+                try:
+                    yield weight, dequantize_blocks(values, scale, self._block, torch.float32)
+                except ValueError as error:
+                    raise BadWeights(f"{weight}: {error}") from error
+
+
+class WeightStore:
+    """The parameters of one model under their hub names; tied parameters answer to each of their names.
+
+    `fp8_block`: the model's checkpoint holds FP8 weights in such blocks, and so do its updates.
+    """
+
+    def __init__(self, model: nn.Module, fp8_block: tuple[int, int] | None = None):
         self._model = model
+        self._block = fp8_block
+
+    def _plain(self, source: Source) -> Source:
+        return source if self._block is None else DequantizedSource(source, self._block)
 
     def _parameters(self) -> dict[str, torch.Tensor]:
         return dict(self._model.named_parameters(remove_duplicate=False))
 
     def check(self, source: Source) -> None:
         """Raise BadWeights unless the source has every parameter, each with its shape, and nothing else."""
-        parameters = self._parameters()
+        source, parameters = self._plain(source), self._parameters()
         for name, shape in source.shapes.items():
             if name not in parameters:
                 raise BadWeights(f"tensor {name} is not a parameter of this model ({type(self._model).__name__})")
@@ -136,19 +167,17 @@ class WeightStore:
 
     @torch.no_grad()
     def apply(self, source: Source) -> tuple[int, int]:
-        """Copy every tensor in; returns (tensors, bytes). Call `check` first: this must not fail half-way."""
-        parameters = self._parameters()
-        count = nbytes = 0
-        for name, tensor in source.tensors():
+        """Copy every tensor in; returns (tensors, bytes) that came. Call `check` first: this must not fail half-way."""
+        parameters, nbytes = self._parameters(), 0
+        for name, tensor in self._plain(source).tensors():
             parameters[name].copy_(tensor)
-            count += 1
             nbytes += tensor.numel() * tensor.element_size()
-        return count, nbytes
+        return len(source.shapes), nbytes
 
     @torch.no_grad()
     def differing(self, source: Source) -> list[str]:
         """Names whose values differ from the source's in the model's dtype, and parameters the source lacks."""
-        parameters = self._parameters()
+        source, parameters = self._plain(source), self._parameters()
         names, seen = [], set()
         for name, tensor in source.tensors():
             own = parameters.get(name)
