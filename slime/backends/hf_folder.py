@@ -49,9 +49,8 @@ def save(
         _name_files(temporary, files)
         config = AutoConfig.from_pretrained(source)
         config.dtype = dtype
-        config.__dict__.pop(
-            "quantization_config", None
-        )  # what is written here is not quantised, whatever the source is
+        # What is written here is not quantised, whatever the source is.
+        config.__dict__.pop("quantization_config", None)
         if scalar:
             config.num_labels = 1
             config.architectures = [
