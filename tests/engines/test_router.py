@@ -12,6 +12,8 @@ from fake_engine import FakeEngine
 
 from slime.engines.middleware import RouterAnswer, RouterRequest
 from slime.engines.router import SESSION_HEADER, Balancer
+from slime.engines.server import LaunchPlan
+from slime.engines.sglang.router import SGLangRouter, router_command
 from slime.utils import async_utils, http_utils
 from slime.utils.async_utils import run
 
@@ -223,3 +225,12 @@ def test_a_middleware_that_fails_is_named_and_nothing_is_repeated():
         with pytest.raises(http_utils.HttpError, match="middleware Broken: KeyError: 'text'") as error:
             run(post(url))
         assert error.value.status == 422 and engine.requests == []
+
+
+def test_sglang_s_router_names_a_port_that_is_taken_and_starts_nothing(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as thief:
+        port = thief.getsockname()[1]
+        plan = LaunchPlan("router", router_command("/no/python", "round_robin"), {}, tmp_path / "router.log", 5.0)
+        with pytest.raises(ValueError, match=f"--sglang-router-port is {port}: another program has it"):
+            SGLangRouter(plan, port=port).start()
+    assert not (tmp_path / "router.log").exists()

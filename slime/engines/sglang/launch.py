@@ -53,12 +53,22 @@ def _without_pinning(make):
     return functools.wraps(make)(unpinned)
 
 
-def _wants_cpu(words):
-    return "cpu" in [after for before, after in itertools.pairwise(words) if before == "--device"]
+def spread_over_cores(ranks):
+    """SGLang gives each rank a NUMA node, and refuses more ranks than nodes unless it is told which cores are whose."""
+    cores = sorted(os.sched_getaffinity(0))
+    shares = [cores[i * len(cores) // ranks : (i + 1) * len(cores) // ranks] or cores[:1] for i in range(ranks)]
+    os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
 
 
-if _wants_cpu(sys.argv):
+def _values(words, option):
+    return [after for before, after in itertools.pairwise(words) if before == option]
+
+
+if "cpu" in _values(sys.argv, "--device"):
     fill_cpu_gaps()
+    num_ranks = int((_values(sys.argv, "--tp-size") or ["1"])[-1])
+    if num_ranks > 1:
+        spread_over_cores(num_ranks)
 
 
 def print_flags():
