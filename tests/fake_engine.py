@@ -17,7 +17,8 @@ Script = Callable[[dict[str, Any], int], Any]
 
 class FakeEngine:
     """`script(payload, number)` may return None (answer normally), a status code, raw text, seconds to wait as
-    `{"delay_s": ...}`, `{"hold": True}` (until aborted, `tokens` made so far) or `{"tokens": [...], "finish": ...}`."""
+    `{"delay_s": ...}`, `{"hold": True}` (until aborted, `tokens` made so far) or `{"tokens": [...], "finish": ...}`;
+    `meta` adds to what an answer says about itself."""
 
     def __init__(self, script: Script | None = None, *, num_tokens: int = 4, vocab: tuple[int, int] = (10, 60)):
         self.script, self.num_tokens, self.vocab = script, num_tokens, vocab
@@ -83,7 +84,9 @@ class FakeEngine:
             self._held[payload["rid"]] = asyncio.Event()
             await self._held[payload["rid"]].wait()
             finish = "abort"
-        return web.json_response(self._body(payload, action.get("tokens"), finish))
+        body = self._body(payload, action.get("tokens"), finish)
+        body["meta_info"] |= action.get("meta", {})
+        return web.json_response(body)
 
     async def _stream(self, request: web.Request, payload: dict, action: dict) -> web.StreamResponse:
         """One event per token. `break_after`: the connection is cut after so many."""

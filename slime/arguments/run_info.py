@@ -23,6 +23,8 @@ class RunInfo:
     num_engines: int = 0
     vocab_size: int | None = None
     max_context_len: int | None = None
+    num_layers: int | None = None  # of the policy; None: no engines, or its config does not say
+    moe_router_topk: int | None = None  # experts per token; None: it has no experts
     model_routers: dict[str, tuple[str, int]] = field(default_factory=dict)  # by model; the policy's is also above
 
 
@@ -42,5 +44,7 @@ def plugin_args(args: Args, run_info: RunInfo) -> argparse.Namespace:
             "rollout_num_engines": run_info.num_engines,
             "vocab_size": run_info.vocab_size,
             "max_context_len": run_info.max_context_len,
+            "num_layers": run_info.num_layers,
+            "moe_router_topk": run_info.moe_router_topk,
         }
     )

@@ -123,7 +123,7 @@ class RolloutManager:
             model_routers={self._policy.model.name: ("127.0.0.1", port), **self._connect_frozen()},
             engine_urls=urls,
             num_engines=len(urls),
-            **_limits(self._args.hf_checkpoint, infos),
+            **_model_facts(self._args.hf_checkpoint, infos),
         )
         return tuple(
             set.intersection(
@@ -263,15 +263,15 @@ async def _gather(tasks: list, *, strict: bool = False) -> list:
     return await asyncio.gather(*tasks, return_exceptions=not strict)
 
 
-def _limits(hf_checkpoint: str, infos: list[EngineInfo]) -> dict[str, int]:
+def _model_facts(hf_checkpoint: str, infos: list[EngineInfo]) -> dict[str, int | None]:
     """What every engine can take; what an engine does not say about itself follows from the model's config."""
-    vocab_sizes = [info.vocab_size for info in infos]
-    contexts = [info.context_len for info in infos]
-    if None in vocab_sizes or None in contexts:
-        # Heavy import, and some engines say both.
-        from transformers import AutoConfig
+    # Heavy import, and some runs have no engines.
+    from transformers import AutoConfig
 
-        config = AutoConfig.from_pretrained(hf_checkpoint).get_text_config()
-        vocab_sizes = [size or config.vocab_size for size in vocab_sizes]
-        contexts = [length or config.max_position_embeddings for length in contexts]
-    return {"vocab_size": min(vocab_sizes), "max_context_len": min(contexts)}
+    config = AutoConfig.from_pretrained(hf_checkpoint).get_text_config()
+    return {
+        "vocab_size": min(info.vocab_size or config.vocab_size for info in infos),
+        "max_context_len": min(info.context_len or config.max_position_embeddings for info in infos),
+        "num_layers": getattr(config, "num_hidden_layers", None),
+        "moe_router_topk": getattr(config, "num_experts_per_tok", None),
+    }
