@@ -45,6 +45,7 @@ def write_model(
 
     from slime.cli.quickstart import tiny
     from slime.cli.quickstart.checkpoint_files import widen_readers
+    from slime.utils.accelerator import empty_cache
 
     config = qwen3_config(shape, vocab_size)
     config.dtype = torch.bfloat16 if shape != "tiny" else torch.float32
@@ -53,6 +54,8 @@ def write_model(
         with torch.device(device):
             model = Qwen3ForCausalLM._from_config(config, dtype=config.dtype)
         model.save_pretrained(folder)
+        del model
+        empty_cache()  # engine and trainer will want the room
     else:
         config.architectures = ["Qwen3ForCausalLM"]
         config.save_pretrained(folder)
