@@ -1,0 +1,60 @@
+"""A real SGLang server whose weights lie in two shares: pushes reach both, and its answers are the trainer's."""
+
+from collections.abc import Iterator
+
+import pytest
+from engine_under_test import EngineUnderTest, largest_difference, plain_log_probs
+
+from slime.arguments.sglang import find_python
+from slime.engines.server import EngineServer, LaunchPlan
+from slime.engines.sglang.command import SGLangOptions, sglang_command
+from slime.utils import shm
+from slime.utils.async_utils import run
+from slime.utils.processes import thread_environment
+from slime.weight_sync import TRANSPORTS
+from slime.weight_sync.base import SenderOptions
+from slime.weight_sync.verify import reload_and_compare
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+PROMPT = [10, 20, 30, 40, 50]
+
+
+@pytest.fixture(scope="module")
+def server(tiny_folder, tmp_path_factory) -> Iterator[EngineUnderTest]:
+    python = find_python(None)
+    if python is None:
+        pytest.skip("there is no SGLang: `make sglang-env`")
+    extra = ("--max-running-requests", "8", "--max-total-tokens", "8192")
+    options = SGLangOptions(python, str(tiny_folder), True, "float32", 2, 0, False, extra=extra)
+    log = tmp_path_factory.mktemp("sglang") / "engine.log"
+    server = EngineServer(LaunchPlan("engine", sglang_command(options), thread_environment(1), log, 900.0))
+    server.launch()
+    try:
+        yield EngineUnderTest(server.wait_ready(), tiny_folder, None, "")
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize("name", ["http_tensor", "disk"])
+def test_a_push_reaches_both_shares(server, tiny_folder, new_folder, new_model, tmp_path, name):
+    options, transport = SenderOptions(shm.make_prefix(), tmp_path / "weights", str(tiny_folder)), TRANSPORTS[name]
+    sender = transport.make_sender(options)
+    items = list(new_model.state_dict().items())
+    for bucket in (items[: len(items) // 2], items[len(items) // 2 :]):
+        sender.send(bucket)
+    parcel = sender.finish(f"run:{name}")
+    info = run(server.control.info())
+    assert info.num_ranks == 2
+    before = run(server.control.checksums())
+    assert {key.partition(":")[0] for key in before} == {"0", "1"}
+    run(server.control.pause("retract"))
+    run(server.control.flush())
+    run(transport.deliver(parcel, server.control, info))
+    run(server.control.resume())
+    made = server.generate(PROMPT, max_new_tokens=30, ignore_eos=True)
+    assert made.weight_version == f"run:{name}"
+    assert largest_difference(made.log_probs, plain_log_probs(new_model, PROMPT, made.ids)) < 1e-4
+    assert run(reload_and_compare(server.control, new_folder, "again")) == []
+    run(server.control.update_from_disk(str(tiny_folder), "default"))
+    sender.close()
+    shm.unlink_prefix(options.shm_prefix)
