@@ -4,15 +4,13 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from aiohttp import web
-
 from slime.arguments.engine import CHECKSUMS
 from slime.cli.main import user_errors
 from slime.engines.external import read_address
 from slime.observability.logging_utils import configure_logger
 from slime.weight_sync.delta_codec import check_installed
 from slime.weight_sync.publication import open_source
-from slime.weight_sync.weight_agent import WeightAgent
+from slime.weight_sync.weight_agent import WeightAgent, serve
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         local.mkdir(parents=True, exist_ok=True)
         engine = read_address(options.engine, "--engine")
         agent = WeightAgent(open_source(options.source), local, engine, options.wait_s)
-        web.run_app(agent.app(), host=options.host, port=options.port, print=None)
+        serve(agent.app(), options.host, options.port)
     return 0
 
 
@@ -39,6 +37,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--local-checkpoint-dir", required=True, metavar="DIR", help="where the copy is kept")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on [127.0.0.1]")
-    parser.add_argument("--port", type=int, required=True, help="port to listen on")
+    parser.add_argument("--port", type=int, required=True, help="port to listen on; 0: any free one, which it prints")
     parser.add_argument("--wait-s", type=float, default=120.0, help="longest wait for a version [120]")
     return parser

@@ -4,23 +4,21 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from aiohttp import web
-
 from slime.cli.main import user_errors
 from slime.observability.logging_utils import configure_logger
-from slime.weight_sync.weight_agent import publisher_app
+from slime.weight_sync.weight_agent import publisher_app, serve
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="slime weight-publisher", description=__doc__.partition(":")[2].strip())
     parser.add_argument("folder", metavar="DIR", help="the trainer's --update-weight-disk-dir")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on [127.0.0.1]")
-    parser.add_argument("--port", type=int, required=True, help="port to listen on")
+    parser.add_argument("--port", type=int, required=True, help="port to listen on; 0: any free one, which it prints")
     options = parser.parse_args(argv)
     with user_errors():
         configure_logger()
         folder = Path(options.folder)
         if not folder.is_dir():
             raise ValueError(f"{folder} is not a folder; give the trainer's --update-weight-disk-dir.")
-        web.run_app(publisher_app(folder), host=options.host, port=options.port, print=None)
+        serve(publisher_app(folder), options.host, options.port)
     return 0

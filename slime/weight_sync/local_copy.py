@@ -48,7 +48,6 @@ logger = logging.getLogger(__name__)
 _STATE, _STAGING, _LOCK = "state.json", "incoming.tmp", "lock"
 _LOOK_S = 0.05
 _MAX_THREADS = 8
-_GONE_LIMIT = 5  # files that vanish while they are read: the trainer tidies up
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +75,14 @@ class Arrival:
 
 
 class _Broken(DeltaError):
-    """A published folder that does not lead where it says."""
+    """A published folder that does not lead where it says, unless what it was applied to is to blame.
 
-    def __init__(self, entry: Entry, why: str):
+    `surely`: it is the folder itself; a file is missing or cut.
+    """
+
+    def __init__(self, entry: Entry, why: object, *, surely: bool = False):
         super().__init__(f"{entry.folder}: {why}")
-        self.entry = entry
+        self.entry, self.surely = entry, surely
 
 
 def find_route(index: Index, held: str | None, target: str, without: Sequence[str] = ()) -> Route | None:
@@ -107,7 +109,6 @@ class _Attempts:
 
     broken: list[str] = field(default_factory=list)  # folders of published versions that did not apply
     why: list[str] = field(default_factory=list)
-    num_gone: int = 0
     held_is_wrong: bool = False  # the copy here may be the one to blame: go on from a full one
     asked_full: bool = False
 
@@ -173,28 +174,20 @@ class LocalCopy:
             return None
         try:
             folder = self._follow(route, source, target, state)
-        except FileNotFoundError as error:
-            attempts.num_gone += 1
-            attempts.why.append(str(error))
-            if attempts.num_gone > _GONE_LIMIT:
-                raise DeltaError(self._no_way(source, version, attempts)) from error
-            return None
-        except DeltaError as error:
+        except _Broken as error:
             self._learn(route, error, attempts)
             return None
         kind = "delta" if route.full is None else "full"
         return Arrival(target, folder, kind, len(route.deltas), route.nbytes, time.monotonic() - started)
 
-    def _learn(self, route: Route, error: DeltaError, attempts: _Attempts) -> None:
+    def _learn(self, route: Route, error: _Broken, attempts: _Attempts) -> None:
         """The copy here may be what is wrong: it is left aside first. What fails on a full copy too is broken itself."""
         logger.warning("weights do not apply: %s", error)
         attempts.why.append(str(error))
-        if route.full is None:
+        if route.full is None and not error.surely:
             attempts.held_is_wrong = True
-        elif isinstance(error, _Broken):
-            attempts.broken.append(error.entry.folder)
         else:
-            attempts.broken.extend(entry.folder for entry in (route.full, *route.deltas))
+            attempts.broken.append(error.entry.folder)
 
     def _no_way(self, source: Source, version: str | None, attempts: _Attempts) -> str:
         try:
@@ -239,10 +232,7 @@ class LocalCopy:
         base = staging / "base"
         base.mkdir()
         for file, nbytes in manifest.files.items():
-            try:
-                path = source.path_of(entry.folder, file, nbytes, staging / "fetched")
-            except DeltaError as error:
-                raise _Broken(entry, str(error)) from error
+            path = _fetch(entry, source, file, nbytes, staging / "fetched")
             (base / file).symlink_to(path.resolve())
         return base
 
@@ -292,14 +282,22 @@ def _target(index: Index, version: str | None, exact: bool) -> str | None:
 def _read_manifest(entry: Entry, source: Source) -> Manifest:
     try:
         manifest = Manifest.from_json(source.read(entry.folder, MANIFEST))
-    except DeltaError as error:
-        raise _Broken(entry, str(error)) from error
+    except (DeltaError, FileNotFoundError) as error:
+        raise _Broken(entry, error, surely=True) from error
     if (manifest.version, manifest.base) != (entry.version, entry.base):
         raise _Broken(
             entry,
             f"made from {manifest.base} to {manifest.version}, where {INDEX} says from {entry.base} to {entry.version}",
+            surely=True,
         )
     return manifest
+
+
+def _fetch(entry: Entry, source: Source, file: str, nbytes: int, scratch: Path) -> Path:
+    try:
+        return source.path_of(entry.folder, file, nbytes, scratch)
+    except (DeltaError, FileNotFoundError) as error:  # damaged, or tidied up by the trainer meanwhile
+        raise _Broken(entry, error, surely=True) from error
 
 
 @dataclass(slots=True)
@@ -340,10 +338,7 @@ class _Steps:
             step = _Step(entry, manifest, {record.name: record for record in manifest.tensors}, {})
             steps.deltas.append(step)
             for file, nbytes in manifest.files.items():
-                try:
-                    step.files[file] = os.open(source.path_of(entry.folder, file, nbytes, scratch), os.O_RDONLY)
-                except DeltaError as error:
-                    raise _Broken(entry, str(error)) from error
+                step.files[file] = os.open(_fetch(entry, source, file, nbytes, scratch), os.O_RDONLY)
             version, steps.last, steps.last_entry = manifest.version, manifest, entry
         return steps
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,23 @@ class WeightAgent:
         except (http_utils.HttpError, TimeoutError, KeyError):
             served = None  # it does not answer
         return web.json_response({"version": self._copy.version, "engine_version": served})
+
+
+async def _close_session(app: web.Application) -> None:
+    await http_utils.close_session()
+
+
+def serve(app: web.Application, host: str, port: int) -> None:
+    """Until it is ended; says first where it listens. Port 0: any free one."""
+    try:
+        listener = socket.create_server((host, port))
+    except OSError as error:
+        raise ValueError(
+            f"--port {port} on --host {host} cannot be had ({error.strerror}); choose another."
+        ) from error
+    print(f"listening on http://{host}:{listener.getsockname()[1]}", flush=True)
+    app.on_cleanup.append(_close_session)
+    web.run_app(app, sock=listener, print=None)
 
 
 async def ask_agent(agent_url: str, version: str, *, load: bool) -> dict[str, Any]:

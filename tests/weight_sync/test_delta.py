@@ -214,7 +214,7 @@ def test_a_damaged_full_copy_is_written_again_by_the_trainer(place):
 
 
 def test_a_delta_on_the_wrong_base_is_refused_and_a_full_copy_taken(place, caplog):
-    folder, sender, copy, source = place
+    _, sender, copy, source = place
     publish(sender, state := small_state(), "run:1")
     local = copy.bring_to(source).folder
     flip_bit(next(local.glob("*.safetensors")), place=-600)  # says run:1, and is not
@@ -276,7 +276,9 @@ def test_a_full_disk_beside_the_engine_leaves_the_version_before(place, small_fi
     held = copy.bring_to(source).folder
     publish(sender, after := step(state, 1), "run:2")
     small_files(1000)
-    with pytest.raises(RunStopped, match=r"no room for weights run:2 in .*local.*--update-weight-local-checkpoint-dir"):
+    with pytest.raises(
+        RunStopped, match=r"no room for weights run:2 in .*local.*--update-weight-local-checkpoint-dir"
+    ):
         copy.bring_to(source)
     small_files(resource.RLIM_INFINITY)
     assert copy.version == "run:1" and not (copy._folder / "incoming.tmp").exists()

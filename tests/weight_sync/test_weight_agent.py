@@ -1,0 +1,211 @@
+"""Deltas to a real engine process: by the trainer's push, and through an agent process that pulls over HTTP."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+from aiohttp import web
+from delta_world import load_folder, make_sender, publish
+from tiny_model import make_tiny_model
+
+from slime.engines.server import EngineServer, LaunchPlan, embedded_command
+from slime.utils import shm
+from slime.utils.async_utils import run
+from slime.utils.processes import stop_process, thread_environment
+from slime.weight_sync.base import check_receipt
+from slime.weight_sync.delta import DELTA
+from slime.weight_sync.publication import open_source
+from slime.weight_sync.weight_agent import WeightAgent, publisher_app
+from slime.wire.control import EngineControl
+from slime.wire.manifest import WeightManifest, fill_bucket, plan_bucket
+
+pytest.importorskip("zstandard")
+pytest.importorskip("xxhash")
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("delta") / "model")
+
+
+@pytest.fixture(scope="module")
+def engine(model, tmp_path_factory):
+    """(control, info, prefix of shared memory) of an embedded engine in a process of its own."""
+    prefix = shm.make_prefix()
+    command = embedded_command(
+        model_path=str(model),
+        device="cpu",
+        dtype="float32",
+        threads=1,
+        max_running_requests=4,
+        max_total_tokens=4096,
+        seed=0,
+        shm_prefix=prefix,
+        await_weights=True,
+    )
+    log = tmp_path_factory.mktemp("logs") / "engine.log"
+    server = EngineServer(LaunchPlan("engine-0", command, thread_environment(1), log, 120.0))
+    server.launch()
+    server.wait_ready()
+    control = EngineControl(server.url)
+    yield control, run(control.info()), prefix
+    server.stop()
+    shm.unlink_prefix(prefix)
+
+
+def differing(engine, state: dict[str, torch.Tensor]) -> list[str]:
+    """Names of the engine's tensors that are not the trainer's, bit by bit."""
+    control, _, prefix = engine
+    tensors = list(state.items())
+    segment = shm.create_segment(plan_bucket(tensors)[1], prefix)
+    try:
+        bucket = fill_bucket(segment.name, segment.buffer, tensors)
+        return run(control.check_equal(WeightManifest("any", (bucket,), len(tensors), bucket.nbytes)))
+    finally:
+        segment.unlink()
+
+
+def moved(state: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    return {name: torch.where(torch.rand(t.shape) < 0.02, t + 0.01, t) for name, t in state.items()}
+
+
+def test_the_engine_holds_the_trainer_s_bits_after_each_of_several_pushes(engine, model, tmp_path):
+    control, info, prefix = engine
+    sender = make_sender(tmp_path / "p", tmp_path / "l", str(model), encoding="overwrite")
+    state = load_folder(model)
+    for i in range(1, 5):
+        state = moved(state, i)
+        parcel = publish(sender, state, f"push:{i}")
+        run(DELTA.prepare(parcel, control))
+        assert run(control.version()) != f"push:{i}"  # it still serves
+        check_receipt(parcel, run(DELTA.deliver(parcel, control, info)), control.url)
+        assert run(DELTA.compare(parcel, control, info, prefix)) == []
+        assert differing(engine, state) == []
+    assert differing(engine, moved(state, 9)) != []
+    sender.close()
+
+
+# ---- an agent ----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def serving(app: web.Application):
+    """An application over real HTTP, in this process."""
+    runner = web.AppRunner(app)
+    run(runner.setup())
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    run(site.start())
+    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    run(runner.cleanup())
+
+
+@contextlib.contextmanager
+def started(*words: str):
+    """A `slime` command that serves, in a process of its own; (process, its address)."""
+    env = {**os.environ, **thread_environment(1), "PYTHONPATH": str(ROOT)}
+    words = (sys.executable, "-m", "slime", *words, "--port", "0")
+    process = subprocess.Popen(words, env=env, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        line = process.stdout.readline()
+        assert line.startswith("listening on http://"), line
+        yield process, line.split()[-1]
+    finally:
+        stop_process(process)
+        process.stdout.close()
+
+
+@pytest.fixture
+def sender(model, tmp_path):
+    (tmp_path / "p").mkdir()
+    made = make_sender(tmp_path / "p", tmp_path / "unused", str(model))
+    yield made
+    made.close()
+
+
+def ask(url: str, **payload) -> dict:
+    request = urllib.request.Request(f"{url}/pull", data=json.dumps(payload).encode(), method="POST")
+    try:
+        with urllib.request.urlopen(request, timeout=120) as response:
+            return json.load(response)
+    except urllib.error.HTTPError as error:
+        return {"status": error.code, **json.load(error)}
+
+
+def test_an_agent_pulls_over_http_and_catches_up_over_a_broken_chain(engine, model, sender, tmp_path):
+    state = load_folder(model)
+    with serving(publisher_app(tmp_path / "p")) as source:
+        agent = WeightAgent(open_source(source), tmp_path / "l", engine[0].url, deadline_s=20)
+        with serving(agent.app()) as url:
+            publish(sender, state := moved(state, 1), "pull:1")
+            assert ask(url)["route"] == "full"
+            assert run(engine[0].version()) == "pull:1" and differing(engine, state) == []
+            for i in range(2, 5):
+                publish(sender, state := moved(state, i), f"pull:{i}")
+            answer = ask(url, version="pull:3")  # at least
+            assert (answer["version"], answer["route"], answer["num_deltas"]) == ("pull:4", "delta", 3)
+            assert run(engine[0].version()) == "pull:4" and differing(engine, state) == []
+            publish(sender, state := moved(state, 5), "pull:5")
+            for file in (tmp_path / "p" / "delta-pull-5").glob("*.bin"):
+                file.unlink()  # the chain is broken
+            assert ask(url, version="pull:5", exact=True)["route"] == "full"
+            assert differing(engine, state) == []
+            assert ask(url, version="no version")["status"] == 400
+
+
+def test_a_push_goes_through_the_agent_and_an_agent_that_is_gone_is_an_error(engine, model, tmp_path):
+    control, info, prefix = engine
+    agent = WeightAgent(open_source(str(tmp_path / "p")), tmp_path / "l", control.url, deadline_s=20)
+    with serving(agent.app()) as url:
+        sender = make_sender(tmp_path / "p", tmp_path / "unused", str(model), agents={control.url: url})
+        state = moved(load_folder(model), 7)
+        parcel = publish(sender, state, "agent:1")
+        run(DELTA.prepare(parcel, control))
+        check_receipt(parcel, run(DELTA.deliver(parcel, control, info)), control.url)
+        assert run(DELTA.compare(parcel, control, info, prefix)) == [] == differing(engine, state)
+        assert not (tmp_path / "unused").exists()
+    with pytest.raises(RuntimeError, match=rf"{url}/pull"):
+        run(DELTA.deliver(parcel, control, info))
+    sender.close()
+
+
+def test_a_publisher_shows_published_files_and_nothing_else(sender, tmp_path):
+    publish(sender, {"a": torch.ones(3), "b": torch.ones(2)}, "pub:1")
+    (tmp_path / "p" / "secret").mkdir()
+    (tmp_path / "p" / "secret" / "file").write_text("x")
+    (tmp_path / "outside").write_text("x")
+    with serving(publisher_app(tmp_path / "p")) as url:
+        assert b"pub:1" in urllib.request.urlopen(f"{url}/published.json").read()
+        assert urllib.request.urlopen(f"{url}/full-pub-1/weights.json").read()
+        for path in ("secret/file", "full-pub-1/../../outside", "full-pub-1/..%2F..%2Foutside", "full-pub-1/.hidden"):
+            with pytest.raises(urllib.error.HTTPError, match="404"):
+                urllib.request.urlopen(f"{url}/{path}")
+
+
+@pytest.mark.slow
+def test_agent_and_publisher_as_processes_and_the_agent_is_killed(engine, model, sender, tmp_path):
+    state = load_folder(model)
+    with started("weight-publisher", str(tmp_path / "p")) as (_, source):
+        words = ("weight-agent", "--engine", engine[0].url, "--source", source)
+        words += ("--local-checkpoint-dir", str(tmp_path / "l"), "--wait-s", "20")
+        publish(sender, state := moved(state, 1), "kill:1")
+        with started(*words) as (process, url):
+            assert ask(url, version="kill:1")["route"] == "full"
+            publish(sender, state := moved(state, 2), "kill:2")
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        with started(*words) as (_, url):
+            held = json.load(urllib.request.urlopen(f"{url}/version"))
+            assert held == {"version": "kill:1", "engine_version": "kill:1"}
+            assert ask(url, version="kill:2")["route"] == "delta"
+            assert differing(engine, state) == []
