@@ -16,6 +16,10 @@ class CheckpointFlags:
     finetune: bool = flag(False, "take only the weights of --load and start from rollout 0")
     save: str | None = flag(None, "folder to save checkpoints in", metavar="DIR")
     save_interval: int | None = flag(None, "rollouts between checkpoints", ge=1)
+    no_load_optim: bool = flag(False, "leave the optimizer's state in --load alone: moments start from zero")
+    no_load_rng: bool = flag(False, "leave the random state in --load alone: it starts from --seed")
+    async_save: bool = flag(False, "checkpoints are written while training goes on; the next one and the end wait")
+    keep_last_n: int | None = flag(None, "how many checkpoints of --save stay; default: all", ge=1)
     no_save_optim: bool = flag(False, "leave the optimizer out of checkpoints; they then load with --finetune only")
     save_hf: str | None = flag(None, "also write a Hugging Face folder: hf/{rollout_id}", metavar="TEMPLATE")
     ref_load: str | None = flag(

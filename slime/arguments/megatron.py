@@ -63,6 +63,12 @@ class MegatronFlags:
     moe_token_dispatcher_type: str = flag(
         "alltoall", "how tokens travel to their experts", choices=("alltoall", "allgather", "flex")
     )
+    use_routing_replay: bool = flag(
+        False, "training passes send tokens to the experts that the pass of the old policy chose"
+    )
+    use_rollout_routing_replay: bool = flag(
+        False, "passes of the policy send tokens to the experts that the engine chose while it sampled"
+    )
     megatron_config: dict | None = flag(
         None, "further fields of megatron-core's configuration; each is also a flag of its own", metavar="JSON"
     )

@@ -16,13 +16,15 @@ OWNED = {
         ("calculate_per_token_loss", "variable_seq_lengths", "perform_initialization", "use_cpu_initialization"),
         "slime decides it",
     ),
-    **dict.fromkeys(
-        ("moe_aux_loss_coeff", "moe_z_loss_coeff"), "auxiliary losses of the router are not built in this version"
-    ),
+    "moe_router_fusion": "it needs TransformerEngine, which this version does not use",
+    "moe_enable_routing_replay": "use --use-routing-replay or --use-rollout-routing-replay",
     "moe_grouped_gemm": "it needs TransformerEngine, which this version does not use",
     "use_megatron_fsdp": "use --train-backend fsdp",
     "transformer_impl": "this version builds Megatron's own modules",
 }
+
+# Sets of tokens over which the load of experts is balanced: micro-batches, or samples.
+BALANCING = ("none", "aux_loss", "seq_aux_loss")
 
 
 def megatron_trainer(draft: Draft) -> None:
@@ -41,6 +43,24 @@ def megatron_trainer(draft: Draft) -> None:
         if name in all_specs():
             raise ValueError(f"--megatron-config sets {name}: give it as {option}.")
     _overlaps(draft)
+    _experts(draft)
+
+
+def _experts(draft: Draft) -> None:
+    balancing = (draft.megatron_config or {}).get("moe_router_load_balancing_type", "aux_loss")
+    if balancing not in BALANCING:
+        raise ValueError(
+            f"--moe-router-load-balancing-type is {balancing}: over packed samples there are {', '.join(BALANCING)}."
+        )
+    for name in ("use_routing_replay", "use_rollout_routing_replay"):
+        if getattr(draft, name) and draft.loss_type != "policy_loss":
+            option = "--" + name.replace("_", "-")
+            raise ValueError(f"{option}: --loss-type {draft.loss_type} has no old policy to follow; remove it.")
+    if draft.use_routing_replay and draft.use_rollout_logprobs and not draft.use_rollout_routing_replay:
+        raise ValueError(
+            "--use-routing-replay with --use-rollout-logprobs: no pass of the old policy runs, so nothing is recorded; use "
+            "--use-rollout-routing-replay."
+        )
 
 
 def _overlaps(draft: Draft) -> None:

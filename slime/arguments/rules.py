@@ -202,11 +202,17 @@ def evaluation(draft: Draft) -> None:
         )
 
 
+_CHECKPOINT_FOLDERS = {"no_load_optim": "load", "no_load_rng": "load", "async_save": "save", "keep_last_n": "save"}
+
+
 def checkpoints(draft: Draft) -> None:
     if draft.save_interval is not None and draft.save is None:
         raise ValueError(
             f"--save-interval is {draft.save_interval}, but there is no folder to save in; add --save DIR."
         )
+    for name, needs in _CHECKPOINT_FOLDERS.items():
+        if draft.was_given(name) and getattr(draft, name) and getattr(draft, needs) is None:
+            raise ValueError(f"--{name.replace('_', '-')} does nothing without --{needs}; add it or remove the flag.")
     for name in ("save_hf", "save_debug_rollout_data", "load_debug_rollout_data"):
         template = getattr(draft, name)
         if template is not None:

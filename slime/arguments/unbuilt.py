@@ -2,7 +2,7 @@
 
 UNBUILT_FLAGS = frozenset(
     """
-    actor-num-cpus allgather-cp async-save ci-disable-kl-checker ci-load-grad-norm ci-save-grad-norm ci-test
+    actor-num-cpus allgather-cp ci-disable-kl-checker ci-load-grad-norm ci-save-grad-norm ci-test
     ci-train-rollout-logprob-abs-diff-threshold custom-megatron-before-log-prob-hook-path
     custom-megatron-before-train-step-hook-path custom-megatron-init-path custom-model-provider-path
     custom-update-weight-post-write-path
@@ -10,7 +10,7 @@ UNBUILT_FLAGS = frozenset(
     fetch-trajectory-retry-times freeze-indexer
     http-proxy load-forge-rollout-data log-correct-samples log-multi-turn
     log-probs-max-tokens-per-gpu memory-recorder memory-snapshot-dir memory-snapshot-num-steps
-    min-batch-collection-ratio model-name no-load-optim no-load-rng
+    min-batch-collection-ratio model-name
     padded-vocab-size
     profile-target qwen-gdn-backend recompute-loss-function
     record-memory-history release-train
@@ -18,7 +18,7 @@ UNBUILT_FLAGS = frozenset(
     rollout-data-transport
     rollout-task-type save-debug-train-data spec
     train-env-vars use-distributed-post
-    use-pytorch-profiler use-rollout-routing-replay use-routing-replay use-stateless-adam
+    use-pytorch-profiler use-stateless-adam
     wandb-always-use-train-step
     """.split()  # noqa: SIM905 - a paragraph is easier to scan than ninety quoted lines
 )

@@ -48,6 +48,9 @@ class MicroBatch:
     positions: tuple[int, ...]  # of the samples in the rank's batch; empty: a micro-batch of weight zero
     response_lengths: tuple[int, ...]  # [S]
     tokens: dict[str, Tensor] = field(default_factory=dict)  # further values per response token [R]: advantages, ...
+    routed_experts: Tensor | None = (
+        None  # [T, layers, topk] int32 of the engine; -1: none recorded; None: not replayed
+    )
 
     @property
     def num_samples(self) -> int:
@@ -56,7 +59,8 @@ class MicroBatch:
     def to(self, device: torch.device) -> "MicroBatch":
         moved = {name: getattr(self, name).to(device, non_blocking=True) for name in _TENSOR_FIELDS}
         tokens = {name: value.to(device, non_blocking=True) for name, value in self.tokens.items()}
-        return replace(self, **moved, documents=self.documents.to(device), tokens=tokens)
+        routed = None if self.routed_experts is None else self.routed_experts.to(device, non_blocking=True)
+        return replace(self, **moved, documents=self.documents.to(device), tokens=tokens, routed_experts=routed)
 
 
 _TENSOR_FIELDS = (
@@ -153,7 +157,11 @@ class TrainBackend(Protocol):
 
     def load(self, path: str | Path) -> dict[str, Any]: ...
 
-    def save(self, path: str | Path) -> dict[str, Any]: ...
+    def save(self, path: str | Path) -> dict[str, Any]:
+        """With --async-save it returns when the state is copied; `finish_save` says when it is written."""
+        ...
+
+    def finish_save(self, *, wait: bool) -> bool: ...
 
     def log_probs(
         self,

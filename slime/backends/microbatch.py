@@ -10,8 +10,12 @@ from slime.backends.base import MicroBatch
 from slime.utils.types import RolloutBatch
 
 
-def build_micro_batch(batch: RolloutBatch, positions: Sequence[int], token_keys: Sequence[str] = ()) -> MicroBatch:
+def build_micro_batch(
+    batch: RolloutBatch, positions: Sequence[int], token_keys: Sequence[str] = (), *, replay: bool = False
+) -> MicroBatch:
     """The samples at `positions` as one packed stream; `token_keys` name per-token lists of the batch to carry along.
+
+    `replay`: with the experts that the engine chose.
 
     No positions: a two-token stream whose one target has mask 0, so that a rank without samples runs the same passes.
     """
@@ -36,13 +40,32 @@ def build_micro_batch(batch: RolloutBatch, positions: Sequence[int], token_keys:
         positions=tuple(positions),
         response_lengths=tuple(response_lengths),
         tokens={key: torch.cat([batch[key][p] for p in positions]).float() for key in token_keys},
+        routed_experts=_routed_experts(batch, positions) if replay and "routed_experts" in batch else None,
     )
 
 
 def build_micro_batches(
-    batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], token_keys: Sequence[str] = ()
+    batch: RolloutBatch,
+    micro_batches: Sequence[Sequence[int]],
+    token_keys: Sequence[str] = (),
+    *,
+    replay: bool = False,
 ) -> list[MicroBatch]:
-    return [build_micro_batch(batch, positions, token_keys) for positions in micro_batches]
+    return [build_micro_batch(batch, positions, token_keys, replay=replay) for positions in micro_batches]
+
+
+def _routed_experts(batch: RolloutBatch, positions: Sequence[int]) -> Tensor:
+    """[T, layers, topk]: an engine never runs a sample's last token, which gets -1."""
+    parts = []
+    for position in positions:
+        routed = batch["routed_experts"][position].to(torch.int32)
+        if len(routed) != len(batch["tokens"][position]) - 1:
+            raise ValueError(
+                f"sample {batch['sample_indices'][position]} has experts of {len(routed)} tokens for "
+                f"{len(batch['tokens'][position])} tokens: an engine records all but the last."
+            )
+        parts += [routed, torch.full((1, *routed.shape[1:]), -1, dtype=torch.int32)]
+    return torch.cat(parts)
 
 
 def split_by_sample(values: Tensor, micro_batch: MicroBatch) -> list[Tensor]:

@@ -114,7 +114,7 @@ def _add_passes(
     if not (needs_old or needs_reference(args) or needs_critic(args) or args.use_opd):
         return {}
     all_positions = [micro_batch for step in rank_data.steps for micro_batch in step.micro_batches]
-    mbs = build_micro_batches(batch, all_positions)
+    mbs = build_micro_batches(batch, all_positions, replay=args.use_rollout_routing_replay)
     seconds = {}
     if needs_critic(args):
         started = time.perf_counter()
@@ -227,7 +227,8 @@ def _train(
         batch = {**batch, "old_log_probs": batch[old]}
     if args.loss_type == "policy_loss" and args.policy_loss_type in COVARIANCE_LOSSES:
         batch = {**batch, "selected": _select_tokens(backend, args, rollout_id, batch, step)}
-    mbs = build_micro_batches(batch, step.micro_batches, _token_keys(args, batch))
+    replay = args.use_rollout_routing_replay
+    mbs = build_micro_batches(batch, step.micro_batches, _token_keys(args, batch), replay=replay)
     denominators = Denominators(
         step.num_rollouts, step.num_tokens, step.num_samples, per=REDUCTIONS[args.loss_reduction]
     )

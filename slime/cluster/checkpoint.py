@@ -82,6 +82,26 @@ def resolve_load(load: str | None, save: str | None, step: int | None) -> Checkp
     return checkpoint
 
 
+@dataclass(frozen=True, slots=True)
+class StagedCheckpoint:
+    """Everything in `step_N.tmp`, of which ranks may still write their part in the background."""
+
+    staging: Path
+    manifest: Manifest
+
+    def complete(self, keep_last: int | None = None) -> Checkpoint:
+        """One rename, when all is written; then all but the `keep_last` newest checkpoints go (None: all stay)."""
+        final = self.staging.with_suffix("")
+        _sync_tree(self.staging)
+        if final.exists():  # a resumed run repeats a rollout that was saved but not the newest when it was loaded
+            shutil.rmtree(final)
+        self.staging.rename(final)
+        _sync_path(final.parent)
+        if keep_last is not None:
+            _remove_older(final.parent, keep_last)
+        return Checkpoint(final, self.manifest)
+
+
 def write_checkpoint(
     folder: str | Path,
     manifest: Manifest,
@@ -89,26 +109,40 @@ def write_checkpoint(
     write_trainer: Callable[[Path], None],
     needed_bytes: int,
 ) -> Checkpoint:
-    """Everything into `step_N.tmp`, then one rename. An older interrupted attempt is removed first."""
+    """A checkpoint that is complete when this returns."""
+    return stage_checkpoint(folder, manifest, rollout_state, write_trainer, needed_bytes).complete()
+
+
+def stage_checkpoint(
+    folder: str | Path,
+    manifest: Manifest,
+    rollout_state: dict[str, Any] | None,
+    write_trainer: Callable[[Path], None],
+    needed_bytes: int,
+) -> StagedCheckpoint:
+    """Everything into `step_N.tmp`. An older interrupted attempt is removed first."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
     if free < needed_bytes:
         raise RunStopped(f"--save {folder}: {free >> 20} MiB free, a checkpoint needs about {needed_bytes >> 20} MiB")
-    final = folder / f"step_{manifest.rollout_id:07d}"
-    staging = final.with_name(final.name + ".tmp")
+    staging = folder / f"step_{manifest.rollout_id:07d}.tmp"
     for leftover in folder.glob("step_*.tmp"):
         shutil.rmtree(leftover)
     staging.mkdir()
     write_trainer(staging / "trainer")
     torch.save(rollout_state, staging / "rollout.pt")
     (staging / "manifest.json").write_text(json.dumps(asdict(manifest)))
-    _sync_tree(staging)
-    if final.exists():  # a resumed run repeats a rollout that was saved but not the newest when it was loaded
-        shutil.rmtree(final)
-    staging.rename(final)
-    _sync_path(folder)
-    return Checkpoint(final, manifest)
+    return StagedCheckpoint(staging, manifest)
+
+
+def _remove_older(folder: Path, keep_last: int) -> None:
+    """Newest is what was saved last in the run's order, the largest rollout."""
+    steps = step_folders(folder)
+    for step in sorted(steps)[:-keep_last]:
+        # Renamed first: a folder half removed must not look complete.
+        doomed = steps[step].rename(steps[step].with_name(steps[step].name + ".tmp"))
+        shutil.rmtree(doomed)
 
 
 def _sync_tree(folder: Path) -> None:

@@ -14,7 +14,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from slime.arguments import Args, explain_batch
-from slime.cluster.checkpoint import Checkpoint, Manifest, resolve_load, write_checkpoint
+from slime.cluster.checkpoint import Checkpoint, Manifest, StagedCheckpoint, resolve_load, stage_checkpoint
 from slime.cluster.janitor import Janitor
 from slime.cluster.placement import plan_placement
 from slime.cluster.residency import GENERATE, TRAIN, Phase, Residency
@@ -54,6 +54,7 @@ class Cluster:
         self._trainer: TrainGroup | NoTrainer = NoTrainer()
         self._push: WeightPush | None = None
         self._checkpoint_bytes = 0
+        self._staged: StagedCheckpoint | None = None  # written by the ranks, not yet complete
         self._step_started = time.monotonic()
 
     # ---- start and end -------------------------------------------------------------------------------------------
@@ -68,6 +69,7 @@ class Cluster:
     ) -> None:
         with contextlib.suppress(Exception):  # the cause that is already on its way matters more
             if kind is None:
+                self._finish_save(wait=True)
                 self._trainer.close()
         if self._rollout is not None:
             with contextlib.suppress(Exception):
@@ -146,6 +148,7 @@ class Cluster:
     def train(self, rollout_id: int, generated: Generated) -> None:
         with self.phase(TRAIN):
             report = self._trainer.train(rollout_id, generated.batch)
+        self._finish_save(wait=False)
         step_time = time.monotonic() - self._step_started
         self._step_started = time.monotonic()
         for i, step in enumerate(report.steps):
@@ -172,15 +175,24 @@ class Cluster:
         """One transaction, with the cursor of the batch that was trained, not of the one in flight."""
         started = time.monotonic()
         manifest = Manifest(rollout_id, self._run.run_id, self._push.num_pushes if self._push else 0)
-        checkpoint = write_checkpoint(
+        self._finish_save(wait=True)
+        self._staged = stage_checkpoint(
             self._args.save, manifest, generated.cursor, self._trainer.save, self._checkpoint_bytes
         )
-        self._checkpoint_bytes = sum(f.stat().st_size for f in checkpoint.path.rglob("*") if f.is_file())
+        self._finish_save(wait=not self._args.async_save)
         if generated.cursor is None:
             self._rollout.save_data_source(rollout_id)
         if self._args.save_hf:
             self._trainer.save_hf(Path(self._args.save_hf.format(rollout_id=rollout_id)))
         self._log({"perf/save_model_time": time.monotonic() - started}, "rollout", rollout_id)
+
+    def _finish_save(self, *, wait: bool) -> None:
+        """Complete the checkpoint that ranks write in the background, if they are done (or as soon as they are)."""
+        if self._staged is None or not self._trainer.finish_save(wait=wait):
+            return
+        checkpoint = self._staged.complete(self._args.keep_last_n)
+        self._staged = None
+        self._checkpoint_bytes = sum(f.stat().st_size for f in checkpoint.path.rglob("*") if f.is_file())
 
     def _log(self, metrics: dict[str, Any], stage: str, step: int) -> None:
         self._tracker.log(metrics, f"{stage}/step", step)

@@ -77,6 +77,9 @@ class NoTrainer:
     def save(self, path: Path) -> None:
         """Nothing to save."""
 
+    def finish_save(self, *, wait: bool) -> bool:
+        return True
+
     def save_hf(self, path: Path) -> None:
         """Nothing to save."""
 

@@ -69,6 +69,10 @@ class TrainGroup:
     def save(self, path: Path) -> None:
         self._call("save", path)
 
+    def finish_save(self, *, wait: bool) -> bool:
+        """Whether all ranks have written what `save` began; `wait`: until they have."""
+        return all(self._call("finish_save", wait))
+
     def save_hf(self, path: Path) -> None:
         self._call("save_hf", path)
 

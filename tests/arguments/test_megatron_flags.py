@@ -44,7 +44,9 @@ def test_table_is_read_without_importing_the_package():
     ("words", "message"),
     [
         (("--moe-router-bias-update-rat", "0.1"), "did you mean --moe-router-bias-update-rate"),
-        (("--moe-aux-loss-coeff", "0.1"), "auxiliary losses of the router are not built"),
+        (("--moe-router-load-balancing-type", "sinkhorn"), "there are none, aux_loss, seq_aux_loss"),
+        (("--use-routing-replay", "--use-rollout-logprobs"), "nothing is recorded"),
+        (("--use-routing-replay", "--loss-type", "custom_loss", "--custom-loss-function-path", "a.b"), "no old"),
         (("--num-layers", "four"), "--num-layers is 'four': megatron-core expects int"),
         (("--num-layers",), "takes one value, found 0"),
         (("--attention-softmax-in-fp32", "yes"), "is a switch and takes no value"),

@@ -52,7 +52,7 @@ def test_value_after_a_switch_is_refused():
         parse("--colocate=true")
 
 
-@pytest.mark.parametrize("flag", ["--use-stateless-adam", "--sglang-router-ip", "--async-save"])
+@pytest.mark.parametrize("flag", ["--use-stateless-adam", "--sglang-router-ip", "--spec"])
 def test_known_flag_of_a_missing_feature_says_so(flag):
     with pytest.raises(ValueError, match=f"{flag} is a slime flag that this version does not build yet"):
         parse(flag, "1")

@@ -4,6 +4,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,8 @@ class FSDPBackend:
         self.compute_dtype = resolve_dtype(args.dtype, device)
         self.decay_steps = args.lr_decay_iters or total_steps
         self.step = 0  # optimizer steps taken
+        self.pending_save: Future | None = None  # with --async-save: what is being written
+        self.save_group: dist.ProcessGroup | None = None  # set by the first such save
         self.model = build_model(args, role)
         self.shape = ModelShape.from_hf_config(self.model.lm.config)
         choose_trainable(args, self.model.lm)
@@ -421,6 +424,14 @@ class FSDPBackend:
             with self.copies.active("ref"):
                 checkpoint.save_weights(self, Path(path) / "ref")
         return checkpoint.save(self, Path(path), with_optimizer=not self.args.no_save_optim)
+
+    def finish_save(self, *, wait: bool) -> bool:
+        """Whether all that `save` was given is on disk; `wait`: until it is."""
+        done = self.critic is None or self.critic.finish_save(wait=wait)
+        if self.pending_save is not None and (wait or self.pending_save.done()):
+            self.pending_save.result()
+            self.pending_save = None
+        return done and self.pending_save is None
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Read a folder written by `save`, also by another number of ranks; with --finetune only its weights."""

@@ -38,7 +38,7 @@ def fingerprint(lm: nn.Module, *, adapters: bool = True) -> dict[str, Any]:
 def save(backend: Any, path: Path, *, with_optimizer: bool) -> dict[str, Any]:
     path.mkdir(parents=True, exist_ok=True)
     init_state(backend.optimizer)
-    dcp.save(_state(backend, with_optimizer), checkpoint_id=path)
+    _write(backend, path, _state(backend, with_optimizer))
     torch.save(_random_state(), path / f"rng_{backend.rank}.pt")
     manifest = {
         "format_version": FORMAT_VERSION,
@@ -53,17 +53,31 @@ def save(backend: Any, path: Path, *, with_optimizer: bool) -> dict[str, Any]:
     return manifest
 
 
+def _write(backend: Any, path: Path, state: dict[str, Any]) -> None:
+    if not backend.args.async_save:
+        dcp.save(state, checkpoint_id=path)
+        return
+    if backend.save_group is None:
+        # A group of its own: the background's messages must not mix with those of training.
+        backend.save_group = dist.new_group(backend="gloo")
+    # What is in host memory already would be written as it is then, not as it is now.
+    copied = {name: value.detach().clone() if value.device.type == "cpu" else value for name, value in state.items()}
+    backend.pending_save = dcp.async_save(copied, checkpoint_id=path, process_group=backend.save_group)
+
+
 def load(backend: Any, path: Path, *, weights_only: bool) -> dict[str, Any]:
     manifest = read_manifest(path)
     check_same_model(manifest["model"], fingerprint(backend.model.lm), path)
-    if not weights_only:
+    with_optimizer = not (weights_only or backend.args.no_load_optim)
+    if with_optimizer:
         _check_optimizer(manifest, backend.args.optimizer, path)
         init_state(backend.optimizer)
-    dcp.load(_state(backend, with_optimizer=not weights_only), checkpoint_id=path)
+    dcp.load(_state(backend, with_optimizer=with_optimizer), checkpoint_id=path)
     if weights_only:
         return manifest
     backend.step = manifest["step"]
-    _load_random_state(path / f"rng_{backend.rank}.pt", backend.rank)
+    if not backend.args.no_load_rng:
+        _load_random_state(path / f"rng_{backend.rank}.pt", backend.rank)
     return manifest
 
 
@@ -137,7 +151,8 @@ def load_weights(backend: Any, path: Path) -> None:
 def _check_optimizer(manifest: dict[str, Any], optimizer: str, path: Path) -> None:
     if manifest["optimizer"] is None:
         raise ValueError(
-            f"checkpoint {path} was saved without optimizer state: load it with --finetune (weights only)."
+            f"checkpoint {path} was saved without optimizer state: go on with --no-load-optim, or take only its weights "
+            "with --finetune."
         )
     if manifest["optimizer"] != optimizer:
         raise ValueError(

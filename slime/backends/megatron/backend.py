@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from torch import Tensor
 
 from slime.backends import hf_folder
@@ -26,6 +27,7 @@ from slime.backends.base import (
     TokenOutputs,
 )
 from slime.backends.fsdp.backend import resolve_dtype
+from slime.backends.fsdp.experts import load_metrics
 from slime.backends.megatron import checkpoint
 from slime.backends.megatron import optimizer as optimizer_module
 from slime.backends.megatron.builder import build_chunks, wrap_for_training
@@ -46,6 +48,7 @@ from slime.backends.megatron.groups import current_layout, from_last_stage, init
 from slime.backends.megatron.model import ModelCall
 from slime.backends.megatron.passes import Passes, outputs_on, outputs_on_cpu
 from slime.backends.megatron.random_weights import draw_weights
+from slime.backends.megatron.routing import Recorded, RoutingPlan, balance_coefficient, routers_of, take_metrics
 from slime.backends.megatron.teacher import FrozenModel, output_matrix_of
 from slime.backends.megatron.trainable import freeze
 from slime.backends.megatron.vocab_parallel import VocabSlice
@@ -72,7 +75,7 @@ class MegatronBackend:
         random_weights: bool = False,
         role: str = "actor",
     ) -> None:
-        self.args = args
+        self.args, self.role = args, role
         self.critic: MegatronBackend | None = None  # set by create_backend: a second model on the same ranks
         self.teacher: FrozenModel | None = None  # a teacher of another shape; one of the same is a tagged copy
         self.rank = rank
@@ -116,6 +119,9 @@ class MegatronBackend:
         # With --overlap-param-gather forward passes gather what the last step left: on from one training pass to the next.
         self._gathers_late = args.overlap_param_gather
         self.copies = WeightCopies(self._settled_parameters)
+        self.routers = routers_of(self.model)
+        self._recorded: dict[tuple[int, ...], Recorded] = {}  # experts chosen in the last pass of the old policy
+        self.saves = AsyncCallsQueue()  # with --async-save: what is being written
         self._away: dict[int, tuple[Tensor | None, int]] = {}  # flat buffers that left the device
 
     def _settled_parameters(self) -> list[Tensor]:
@@ -140,22 +146,39 @@ class MegatronBackend:
         at_head: HeadFunction | None = None,
     ) -> TokenLists:
         """Log-probs (and entropies) of every response token under the weights tagged `weights`, on every rank."""
-        found = self._forward(mbs, weights, self._call(entropy=entropy, at_head=at_head))
+        # Experts belong to the policy: a reference or a teacher chooses its own.
+        routing = RoutingPlan() if weights in ("ref", "teacher") else self._plan_recording()
+        found = self._forward(mbs, weights, self._call(entropy=entropy, at_head=at_head), routing)
         return TokenLists(found["log_probs"], found.get("entropy"), found.get("extra"))
 
     def values(self, mbs: list[MicroBatch]) -> list[Tensor]:
         """The critic's value of every response token, [R_i] fp32 on the CPU, on every rank."""
         assert self.critic is not None, "this run has no critic"
-        return self.critic._forward(mbs, LIVE, self._call())["values"]
+        return self.critic._forward(mbs, LIVE, self._call(), RoutingPlan())["values"]
 
-    def _forward(self, mbs: list[MicroBatch], weights: str, call: ModelCall) -> dict[str, list[Tensor]]:
+    def _plan_recording(self) -> RoutingPlan:
+        if self.args.use_rollout_routing_replay:
+            return RoutingPlan(follow_engine=True)
+        self._recorded = {}
+        return RoutingPlan(record=self._recorded if self.args.use_routing_replay else None)
+
+    def _plan_training(self, mbs: list[MicroBatch], role: str) -> RoutingPlan:
+        tokens = torch.tensor(sum(mb.input_ids.shape[1] for mb in mbs if mb.positions), dtype=torch.float64)
+        total = max(float(self.sum_over_ranks(tokens)), 1.0) if self.routers else 1.0
+        replay = self._recorded if self._recorded and role == "actor" else None
+        follow = self.args.use_rollout_routing_replay and role == "actor"
+        return RoutingPlan(step_tokens=total, follow_engine=follow, replay=replay)
+
+    def _forward(
+        self, mbs: list[MicroBatch], weights: str, call: ModelCall, routing: RoutingPlan
+    ) -> dict[str, list[Tensor]]:
         """Each kind of output by sample, in the order of the batch, from passes without gradients."""
         self._settle()
         if weights == "teacher" and self.teacher is not None:
             outputs = self.teacher.forward(mbs, call)
         else:
             with self.copies.active(weights), torch.no_grad():
-                outputs = self.passes.forward(mbs, call)
+                outputs = self.passes.forward(mbs, call, routing)
         found: dict[str, dict[int, Tensor]] = {}
         for mb, results in zip(mbs, from_last_stage(outputs), strict=True):
             for name, flat in results.items():
@@ -189,11 +212,11 @@ class MegatronBackend:
             return value / denominators.value
 
         call = self._call(entropy=loss.needs_entropy, logits=loss.needs_logits, at_head=loss.at_head)
-        self.passes.backward(mbs, call, loss_of)
+        self.passes.backward(mbs, call, loss_of, self._plan_training(mbs, self.role))
         self._repeat_on_other_stages(mbs, loss, seen)
         for chunk in self.model:
             chunk.eval()
-        metrics = self._reduce(sums, denominators)
+        metrics = self._reduce(sums, denominators) | self._expert_metrics()
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
         self._check_finite(metrics, grad_norm)
@@ -227,6 +250,14 @@ class MegatronBackend:
             values = self.sum_over_ranks(torch.stack([sums[name].double() for name in names])).tolist()
         names, values = from_last_stage((names, values))
         return {name: value / denominators.value for name, value in zip(names, values, strict=True)}
+
+    def _expert_metrics(self) -> dict[str, float]:
+        """How evenly the experts were used, and the losses of the routers where they are on."""
+        if self.config.num_moe_experts is None:
+            return {}
+        counts, losses = take_metrics(self.routers, self.config.num_moe_experts)
+        asked = {"moe_aux_loss": balance_coefficient(self.config), "moe_z_loss": self.config.moe_z_loss_coeff}
+        return load_metrics(counts) | {name: value for name, value in losses.items() if asked[name]}
 
     def _check_finite(self, metrics: dict[str, float], grad_norm: float) -> None:
         bad = [f"{name}={value}" for name, value in metrics.items() if not math.isfinite(value)]
@@ -337,6 +368,12 @@ class MegatronBackend:
                 with self.copies.active(tag):
                     checkpoint.save_weights(self, Path(path) / tag)
         return checkpoint.save(self, Path(path), with_optimizer=not self.args.no_save_optim)
+
+    def finish_save(self, *, wait: bool) -> bool:
+        """Whether all that `save` was given is on disk; `wait`: until it is."""
+        done = self.critic is None or self.critic.finish_save(wait=wait)
+        self.saves.maybe_finalize_async_calls(blocking=wait)
+        return done and self.saves.get_num_unfinalized_calls() == 0
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Read a folder written by `save`, also under another layout; with --finetune only its weights."""

@@ -71,15 +71,19 @@ def _write(backend: Any, path: Path, *, with_optimizer: bool) -> None:
     if with_optimizer:
         optimizer_fixes.create_moments(backend.optimizer)
         state["optimizer"] = backend.optimizer.sharded_state_dict(state, metadata=METADATA)
-    dist_checkpointing.save(state, str(path), content_metadata=METADATA)
+    background = backend.args.async_save
+    request = dist_checkpointing.save(state, str(path), content_metadata=METADATA, async_sharded_save=background)
+    if background:
+        backend.saves.schedule_async_request(request)
 
 
 def load(backend: Any, path: Path, *, weights_only: bool) -> dict[str, Any]:
     manifest = read_manifest(path)
     _check(manifest, backend, path)
-    if not weights_only:
+    with_optimizer = not (weights_only or backend.args.no_load_optim)
+    if with_optimizer:
         _check_optimizer(manifest, backend.args.optimizer, path)
-    with_optimizer = not weights_only and backend.args.optimizer == "adam"
+    with_optimizer = with_optimizer and backend.args.optimizer == "adam"
     if with_optimizer and manifest["distributed_optimizer"] != backend.optimizer_config.use_distributed_optimizer:
         raise ValueError(
             f"checkpoint {path} was saved {'with' if manifest['distributed_optimizer'] else 'without'} "
@@ -89,7 +93,8 @@ def load(backend: Any, path: Path, *, weights_only: bool) -> dict[str, Any]:
     if weights_only:
         return manifest
     backend.step = manifest["step"]
-    _load_random_state(path / f"rng_{backend.rank}.pt", backend.rank)
+    if not backend.args.no_load_rng:
+        _load_random_state(path / f"rng_{backend.rank}.pt", backend.rank)
     return manifest
 
 

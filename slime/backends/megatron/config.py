@@ -74,7 +74,8 @@ def transformer_config(args: Any, hf_config: Any, dtype: torch.dtype, device: to
         "expert_tensor_parallel_size": args.expert_tensor_parallel_size,
         "sequence_parallel": args.sequence_parallel,
         "moe_token_dispatcher_type": args.moe_token_dispatcher_type,
-        "moe_router_load_balancing_type": "none",
+        # Counts only with a coefficient, which is 0 unless it is given.
+        "moe_router_load_balancing_type": "aux_loss",
         # The bias that evens out the choice of experts was learnt in pretraining, and engines route with it as it is.
         "moe_router_bias_update_rate": 0.0,
         "params_dtype": dtype,
@@ -234,10 +235,15 @@ def check_layout(args: Any, hf_config: Any, *, world_size: int, device: torch.de
             f"--expert-tensor-parallel-size is {etp}: it gathers unequal numbers of tokens, which gloo (CPU) "
             "cannot do; use 1 here."
         )
-    if args.moe_token_dispatcher_type == "allgather" and (pp > 1 or ep > 1):
+    if args.moe_token_dispatcher_type == "allgather" and pp > 1:
         raise ValueError(
-            "--moe-token-dispatcher-type allgather needs equally many tokens on every rank, and packed "
-            "micro-batches differ: use alltoall."
+            "--moe-token-dispatcher-type allgather with --pipeline-model-parallel-size above 1: megatron-core has it only "
+            "for micro-batches of one length, and packed ones differ; use alltoall."
+        )
+    if pp > 1 and "moe" in (args.recompute_modules or ()):
+        raise ValueError(
+            "--recompute-modules moe with --pipeline-model-parallel-size above 1: when experts alone are computed again, "
+            "they no longer know which micro-batch they compute; use --recompute-granularity full."
         )
 
 

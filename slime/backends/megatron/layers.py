@@ -15,6 +15,7 @@ from torch import Tensor
 
 from slime.backends.attention import packed_attention
 from slime.backends.context_parallel import zigzag_attention
+from slime.backends.megatron.routing import use_packed_router
 from slime.backends.megatron.stream import PackedStream
 
 
@@ -120,6 +121,8 @@ def layer_spec(config: TransformerConfig, *, moe: bool, branch_norms: bool = Fal
         attention.submodules.core_attention = PackedCoreAttention
         if config.qk_layernorm:
             attention.submodules.q_layernorm = attention.submodules.k_layernorm = RMSNorm
+    if moe:
+        use_packed_router(spec)
     if branch_norms:
         sizes = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
         layer.self_attn_bda = layer.mlp_bda = ModuleSpec(module=NormedAdd, params=sizes)

@@ -4,16 +4,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from slime.backends.base import Layout, MicroBatch, TokenOutputs
 from slime.backends.megatron.model import ModelCall
+from slime.backends.megatron.routing import RoutingPlan, build_routes, check_engine_choices
 from slime.backends.megatron.stream import PackedStream, build_stream
 from slime.backends.microbatch import build_micro_batch
 
 LossOf = Callable[[TokenOutputs, MicroBatch], Tensor]
+_OWN_CHOICE = RoutingPlan()
 _RESULTS = ("log_probs", "entropy", "values", "extra")
 
 
@@ -32,9 +35,14 @@ class Passes:
     ) -> None:
         self._chunks, self._config, self._rotary = chunks, config, rotary
         self._layout, self._device = layout, device
+        # The all-gather dispatcher wants equally many tokens on all ranks that share experts.
+        gathers = config.moe_token_dispatcher_type == "allgather" and config.expert_model_parallel_size > 1
+        self._equal_over = parallel_state.get_expert_tensor_and_model_parallel_group() if gathers else None
         self._after_token = after_token  # the head reads a response token itself, not the token before it
 
-    def forward(self, mbs: list[MicroBatch], call: ModelCall) -> list[dict[str, Tensor]] | None:
+    def forward(
+        self, mbs: list[MicroBatch], call: ModelCall, routing: RoutingPlan = _OWN_CHOICE
+    ) -> list[dict[str, Tensor]] | None:
         """What the last stage computed for each micro-batch, on CPU; None on all other pipeline stages."""
         results: list[dict[str, Tensor]] = []
 
@@ -42,18 +50,27 @@ class Passes:
             results.append(outputs_on_cpu(out))
             return torch.zeros((), device=self._device)
 
-        self._run(mbs, call, keep, forward_only=True)
+        self._run(mbs, call, keep, routing, forward_only=True)
         return results[: len(mbs)] or None
 
-    def backward(self, mbs: list[MicroBatch], call: ModelCall, loss_of: LossOf) -> None:
+    def backward(
+        self, mbs: list[MicroBatch], call: ModelCall, loss_of: LossOf, routing: RoutingPlan = _OWN_CHOICE
+    ) -> None:
         """Adds the gradients of the sum of all micro-batches' losses, over all ranks."""
-        self._run(mbs, call, loss_of, forward_only=False)
+        self._run(mbs, call, loss_of, routing, forward_only=False)
 
-    def _run(self, mbs: list[MicroBatch], call: ModelCall, loss_of: LossOf, *, forward_only: bool) -> None:
+    def _run(
+        self, mbs: list[MicroBatch], call: ModelCall, loss_of: LossOf, routing: RoutingPlan, *, forward_only: bool
+    ) -> None:
+        if routing.follow_engine:
+            for mb in mbs:
+                if mb.positions:
+                    check_engine_choices(mb, self._config)
         padded = mbs + [_weight_zero(mbs[0])] * self._missing(len(mbs))
 
         # All inputs cross before the schedule runs: inside it the host need not wait for the device.
-        sent = [(mb, self._stream(mb)) for mb in (mb.to(self._device) for mb in padded)]
+        moved = [mb.to(self._device) for mb in padded]
+        sent = [[(mb, self._stream(mb, routing)) for mb in moved] for _ in self._chunks]
 
         def forward_step(
             iterator: Iterator[tuple[MicroBatch, PackedStream]], chunk: nn.Module, *extra: Any
@@ -63,7 +80,7 @@ class Passes:
             # Three values, the second a token count, is how Megatron leaves a loss as it is.
             return out, lambda outputs: (loss_of(outputs, mb), torch.zeros((), dtype=torch.int), {})
 
-        iterators = [iter(sent) for _ in self._chunks]
+        iterators = [iter(inputs) for inputs in sent]
         get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
@@ -79,15 +96,21 @@ class Passes:
         """Micro-batches of weight zero to add: interleaved stages take them in whole groups."""
         return -count % self._layout.pp_size if len(self._chunks) > 1 else 0
 
-    def _stream(self, mb: MicroBatch) -> PackedStream:
-        return build_stream(
+    def _stream(self, mb: MicroBatch, routing: RoutingPlan) -> PackedStream:
+        stream = build_stream(
             mb,
             self._rotary,
             cp_size=self._layout.cp_size,
             cp_rank=self._layout.cp_rank,
             token_multiple=self._layout.tp_size if self._config.sequence_parallel else 1,
             after_token=self._after_token,
+            equal_over=self._equal_over,
         )
+        if self._config.num_moe_experts is not None:
+            split = self._config.sequence_parallel
+            tp = (self._layout.tp_size, self._layout.tp_rank) if split else (1, 0)
+            stream.routes = build_routes(mb, stream, self._config, routing, tp)
+        return stream
 
 
 def outputs_on_cpu(out: TokenOutputs) -> dict[str, Tensor]:

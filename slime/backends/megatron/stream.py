@@ -5,8 +5,10 @@ needs a divisible count. Under a causal mask no real token sees the padding, and
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor, nn
 
@@ -30,6 +32,7 @@ class PackedStream(PackedSeqParams):
     targets: Tensor | None = None  # [R_local]
     num_targets: int = 0  # R
     real: Tensor | None = None  # [T] padded position of each token of the micro-batch
+    routes: Any = None  # of a mixture of experts: slime.backends.megatron.routing.Routes
 
 
 def padded_lengths(lengths: tuple[int, ...], *, cp_size: int, token_multiple: int) -> tuple[int, ...]:
@@ -52,13 +55,19 @@ def build_stream(
     cp_rank: int,
     token_multiple: int = 1,
     after_token: bool = False,
+    equal_over: dist.ProcessGroup | None = None,
 ) -> PackedStream:
     """`rotary` is the HF model's own rotary embedding, so that every kind of RoPE scaling is the one of the hub model.
 
-    `after_token`: the rows are those of the response tokens, not of the tokens before them.
+    `after_token`: the rows are those of the response tokens, not of the tokens before them. `equal_over`: ranks that must hold
+    equally many tokens, on which all of them call this.
     """
     device = mb.input_ids.device
     lengths = padded_lengths(mb.documents.lengths, cp_size=cp_size, token_multiple=token_multiple)
+    if equal_over is not None:
+        total = torch.tensor(sum(lengths), device=device)
+        dist.all_reduce(total, op=dist.ReduceOp.MAX, group=equal_over)
+        lengths = (*lengths[:-1], lengths[-1] + int(total) - sum(lengths))
     documents = PackedDocuments.from_lengths(lengths).to(device)
     sizes = torch.tensor(mb.documents.lengths, device=device)
     starts = documents.cu_seqlens[:-1].long()

@@ -48,7 +48,8 @@ def test_impossible_layout_is_refused(dense, changes, ranks, message):
         (dict(ep=3), 3, "does not divide the model's 4 experts"),
         (dict(tp=2), 2, "needs --sequence-parallel"),
         (dict(tp=2, sp=True, expert_tensor_parallel_size=2), 2, r"which gloo \(CPU\) cannot do"),
-        (dict(ep=2, moe_token_dispatcher_type="allgather"), 2, "use alltoall"),
+        (dict(pp=2, moe_token_dispatcher_type="allgather"), 2, "use alltoall"),
+        (dict(pp=2, recompute_modules=["moe"]), 2, "which micro-batch they compute"),
     ],
 )
 def test_impossible_layout_of_experts_is_refused(moe, changes, ranks, message):
