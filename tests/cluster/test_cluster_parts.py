@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from slime.arguments.topology import plain_topology
-from slime.cluster.checkpoint import Manifest, find_checkpoint, resolve_load, write_checkpoint
+from slime.cluster.checkpoint import Manifest, find_checkpoint, resolve_load, stage_checkpoint, write_checkpoint
 from slime.cluster.cluster import _TRAIN_HEADLINE, _headline
 from slime.cluster.placement import plan_placement
 from slime.cluster.residency import GENERATE, SYNC, TRAIN, Residency
@@ -186,6 +186,23 @@ def test_an_interrupted_checkpoint_is_never_read_and_later_removed(tmp_path):
     assert find_checkpoint(tmp_path).manifest.rollout_id == 1
     write(tmp_path, 3)
     assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_checkpoint_that_ranks_still_write_is_not_found(tmp_path):
+    write(tmp_path, 1)
+    staged = stage_checkpoint(tmp_path, Manifest(2, "run", 3), {}, lambda path: path.mkdir(), 0)
+    assert find_checkpoint(tmp_path).manifest.rollout_id == 1
+    assert staged.complete().path == tmp_path / "step_0000002"
+    assert find_checkpoint(tmp_path).manifest.rollout_id == 2
+
+
+def test_only_the_last_checkpoints_stay(tmp_path):
+    for rollout_id in (1, 2, 3):
+        write(tmp_path, rollout_id)
+    staged = stage_checkpoint(tmp_path, Manifest(4, "run", 5), {}, lambda path: path.mkdir(), 0)
+    assert len(list(tmp_path.iterdir())) == 4, "older ones go only when the new one is complete"
+    staged.complete(keep_last=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_0000003", "step_0000004"]
 
 
 def test_an_unknown_format_is_refused_with_both_numbers(tmp_path):
