@@ -196,6 +196,7 @@ class Engine:
             "released": [tag for tag in TAGS if tag in self.released],
             "num_running_reqs": len(self.scheduler.running),
             "num_waiting_reqs": len(self.scheduler.waiting),
+            "num_retracted_reqs": sum(sequence.num_retractions > 0 for sequence in self.scheduler.waiting),
             "num_forward_passes": self.runner.num_forward_passes,
             "forward_s": self.forward_s,
             "num_generated_tokens": self.num_generated_tokens,

@@ -175,6 +175,7 @@ class Server:
         state = await self.loop.call(self.engine.state)
         load = {"dp_rank": 0} | {k: state[k] for k in ("num_running_reqs", "num_waiting_reqs")}
         load["num_total_reqs"] = load["num_running_reqs"] + load["num_waiting_reqs"]
+        load["queues"] = {"waiting": state["num_waiting_reqs"], "retracted": state["num_retracted_reqs"]}
         return web.json_response({"timestamp": time.time(), "dp_rank_count": 1, "loads": [load]})
 
     async def flush_cache(self, request: web.Request) -> web.Response:
