@@ -133,6 +133,7 @@ def trainer_args(model: str, **changes) -> SimpleNamespace:
         freeze_params_name_list=None,
         use_routing_replay=False,
         use_rollout_routing_replay=False,
+        router_aux_loss_coef=None,
         lora_rank=0,
         lora_alpha=32.0,
         lora_target_modules=["all-linear"],

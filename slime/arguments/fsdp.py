@@ -14,6 +14,12 @@ class FSDPFlags:
         None,
         "compile each decoder layer; default: on GPUs, for dense models at least 1024 wide that no tensor parallelism cuts",
     )
+    router_aux_loss_coef: float | None = flag(
+        None,
+        "coefficient of a loss that evens out the use of experts within each sample; default: that of the model's config "
+        "where it sets output_router_logits, else none",
+        ge=0,
+    )
     lora_rank: int = flag(0, "train low-rank adapters of this rank instead of the model; 0: train the model", ge=0)
     lora_alpha: float = flag(32.0, "scale of the adapters: their product is multiplied by alpha / rank", gt=0)
     lora_target_modules: list[str] = flag(

@@ -210,6 +210,7 @@ NO_EFFECT = (
     NoEffect(
         (
             "fsdp_cpu_offload",
+            "router_aux_loss_coef",
             "lora_rank",
         ),
         lambda d: d.train_backend == "fsdp",

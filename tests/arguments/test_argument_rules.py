@@ -192,7 +192,13 @@ NO_EFFECT_BESIDE = {
         "grpo_std_normalization",
     )
 }
-FSDP_ONLY = ("fsdp_cpu_offload", "only_train_params_name_list", "freeze_params_name_list", "lora_rank")
+FSDP_ONLY = (
+    "fsdp_cpu_offload",
+    "only_train_params_name_list",
+    "freeze_params_name_list",
+    "router_aux_loss_coef",
+    "lora_rank",
+)
 NO_EFFECT_BESIDE |= {name: {"train_backend": "megatron"} for name in FSDP_ONLY}
 
 

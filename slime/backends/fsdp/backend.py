@@ -26,7 +26,7 @@ from slime.backends.base import (
 )
 from slime.backends.context_parallel import StreamShare
 from slime.backends.fsdp import checkpoint, hf_export, loading, lora, tensor_parallel
-from slime.backends.fsdp.experts import ExpertLoad, load_metrics
+from slime.backends.fsdp.experts import ExpertWatch, balance_coefficient, load_metrics
 from slime.backends.fsdp.layers import decoder_layers, prepare_layers
 from slime.backends.fsdp.mesh import Mesh
 from slime.backends.fsdp.model import PackedCausalLM, WholeMatrix, gather_full, local, reshard, shard
@@ -106,7 +106,7 @@ class FSDPBackend:
         self.shape = ModelShape.from_hf_config(self.model.lm.config)
         choose_trainable(args, self.model.lm)
         lora.add_adapters(args, self.model.lm)
-        self.expert_load = ExpertLoad(self.model.lm)
+        self.experts = ExpertWatch(self.model.lm, balance_coefficient(args, self.model.lm))
         self.working = self._place(self.model, None if random_weights else args.hf_checkpoint)
         self.optimizer = build_optimizer(args, self.model.lm.named_parameters())
         self.copies = WeightCopies(lambda: [local(p.data) for p in self.model.parameters()])
@@ -192,16 +192,17 @@ class FSDPBackend:
         with self._working():
             # All inputs cross before the loop: inside it the host never waits for the device.
             for mb, share in [self._send(mb, self.model) for mb in mbs]:
-                out = self._forward(
-                    mb, share, entropy=loss.needs_entropy, logits=loss.needs_logits, at_head=loss.at_head
-                )
-                value, metrics = loss.fn(out, mb)
+                with self.experts.listening(mb):
+                    out = self._forward(
+                        mb, share, entropy=loss.needs_entropy, logits=loss.needs_logits, at_head=loss.at_head
+                    )
+                value, metrics = self.experts.add_balance(*loss.fn(out, mb), mb, denominators)
                 (value * scale).backward()
                 for name, metric in metrics.items():
                     sums[name] = sums[name] + metric if name in sums else metric
         self.model.eval()
         metrics, grad_norm = self._reduce(sums, denominators)
-        if (counts := self.expert_load.take()) is not None:
+        if (counts := self.experts.take()) is not None:
             metrics |= load_metrics(self._sum_over_tokens(counts))
         self._check_finite(metrics, grad_norm)
         started = time.perf_counter()

@@ -1,29 +1,66 @@
-"""How evenly a mixture of experts is used: counts of chosen experts by layer, gathered while a step trains."""
+"""What a mixture of experts does while a step trains: how evenly its experts are used, and a loss that evens it out."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from slime.algorithms.expert_balance import balance_losses
+from slime.backends.base import Denominators, Metrics, MicroBatch
 
-class ExpertLoad:
-    """Listens to the routers of a model. A router is a module with `top_k` and `num_experts` that returns chosen indices last."""
 
-    def __init__(self, lm: nn.Module) -> None:
+class ExpertWatch:
+    """Listens to the routers of a model. A router is a module with `top_k` and `num_experts` that returns chosen indices last.
+
+    `balance`: coefficient of the loss for even use; 0: none.
+    """
+
+    def __init__(self, lm: nn.Module, balance: float = 0.0) -> None:
+        self._balance = balance
+        self._listens = False
         self._counts: dict[int, Tensor] = {}
-        routers = [
-            m for m in lm.modules() if hasattr(m, "top_k") and hasattr(m, "num_experts") and hasattr(m, "weight")
-        ]
-        for index, router in enumerate(routers):
+        self._routes: list[tuple[Tensor, Tensor]] = []  # (logits [T, E], chosen [T, k]) by layer, of one forward pass
+        for index, router in enumerate(routers(lm)):
             router.register_forward_hook(lambda module, _, out, index=index: self._record(index, module, out))
 
+    @contextmanager
+    def listening(self, mb: MicroBatch) -> Iterator[None]:
+        """Around a forward pass that trains. Not heard: what the backward pass computes again, and tokens that are no sample's."""
+        self._listens, self._routes = bool(mb.positions), []
+        try:
+            yield
+        finally:
+            self._listens = False
+
     def _record(self, index: int, router: nn.Module, output: Any) -> None:
-        if not (router.training and isinstance(output, tuple) and output[-1].dtype == torch.int64):
+        if not (self._listens and isinstance(output, tuple) and output[-1].dtype == torch.int64):
             return
+        if self._balance:
+            self._routes.append((output[0], output[-1]))
         chosen = output[-1].detach().flatten()
         counts = torch.zeros(router.num_experts, dtype=torch.float64, device=chosen.device)
         counts.index_add_(0, chosen, torch.ones_like(chosen, dtype=torch.float64))
         self._counts[index] = self._counts[index] + counts if index in self._counts else counts
+
+    def add_balance(
+        self, value: Tensor, metrics: Metrics, mb: MicroBatch, denominators: Denominators
+    ) -> tuple[Tensor, Metrics]:
+        """The loss of a micro-batch and its metrics, with the balance of its samples: a mean over layers and samples."""
+        routes, self._routes = self._routes, []
+        if not self._balance:
+            return value, metrics
+        if not mb.positions:
+            # Every rank brings the same metrics.
+            return value, {**metrics, "moe_aux_loss": torch.zeros((), device=value.device)}
+        lengths = torch.tensor(mb.documents.lengths, device=mb.input_ids.device)
+        documents = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
+        layers = [balance_losses(logits, chosen, documents, len(lengths)) for logits, chosen in routes]
+        # Sums leave here, and are divided by the step's own count: of rollouts, tokens or samples.
+        factor = denominators.value / max(denominators.samples, 1)
+        balance = torch.stack(layers).mean(0)[: mb.num_samples].sum() * factor
+        return value + self._balance * balance, {**metrics, "moe_aux_loss": balance.detach()}
 
     def take(self) -> Tensor | None:
         """Counts [layers, experts] since the last call; None for a model without experts."""
@@ -32,6 +69,30 @@ class ExpertLoad:
         counts = torch.stack([self._counts[index] for index in sorted(self._counts)])
         self._counts = {}
         return counts
+
+
+def routers(lm: nn.Module) -> list[nn.Module]:
+    return [m for m in lm.modules() if hasattr(m, "top_k") and hasattr(m, "num_experts") and hasattr(m, "weight")]
+
+
+def balance_coefficient(args: Any, lm: nn.Module) -> float:
+    """That of --router-aux-loss-coef; without it, that of a config whose training asks for the loss."""
+    asked = args.router_aux_loss_coef
+    config = lm.config.get_text_config()
+    known = vars(config).get("router_aux_loss_coef")
+    if asked is None:
+        asked = known if known and vars(config).get("output_router_logits") else 0.0
+    if asked and (known is None or not routers(lm)):
+        raise ValueError(
+            f"--router-aux-loss-coef is {asked}, but {config.model_type} has no router that such a loss is known for: "
+            "remove it."
+        )
+    if asked and args.context_parallel_size > 1:
+        raise ValueError(
+            f"--router-aux-loss-coef {asked}: how evenly a sample uses the experts is only known where all its tokens are; "
+            "use --context-parallel-size 1, or --router-aux-loss-coef 0."
+        )
+    return float(asked)
 
 
 def load_metrics(counts: Tensor) -> dict[str, float]:

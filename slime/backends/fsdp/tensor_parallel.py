@@ -1,7 +1,8 @@
 """Tensor parallelism from the plan that each transformers family carries: matrices cut by columns or rows over ranks.
 
 Embedding, norms and output matrix stay whole on every rank. Their gradients are the same on all ranks of the group, because
-what flows back into them was summed there. Not covered, and refused by name: experts, and styles of other families.
+what flows back into them was summed there. So do routers; experts are shared out whole. Not covered, and refused by name:
+experts that are kept in another way, and styles of other families.
 """
 
 import re
@@ -17,6 +18,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from slime.backends.fsdp.expert_parallel import is_experts, share_out
+from slime.backends.fsdp.experts import routers
+
 # Norms of single heads see only this rank's heads (dimension 2 of [1, T, heads, size]): their gradients are summed.
 _STYLES: dict[str, Any] = {
     "colwise": ColwiseParallel,
@@ -28,19 +32,7 @@ _STYLES: dict[str, Any] = {
 def apply(lm: nn.Module, mesh: DeviceMesh) -> None:
     """Cut the decoder of `lm` over the one-dimensional `mesh`."""
     size, config = mesh.size(), lm.config.get_text_config()
-    # What stands outside of the layers (embedding, output matrix) stays whole.
-    plan = {k: v for k, v in (config.base_model_tp_plan or {}).items() if k.startswith("layers.")}
-    if not plan or getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None):
-        raise ValueError(
-            f"--tensor-model-parallel-size {size}: {config.model_type} has no plan for it in this version (models with experts "
-            "and families without one are not cut); use 1."
-        )
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        if getattr(config, name) % size:
-            raise ValueError(
-                f"--tensor-model-parallel-size {size} does not divide {name} = {getattr(config, name)} of "
-                f"{config.model_type}: use a size that does."
-            )
+    plan, experts = plan_of(lm, size)
     styles = {name: _style(pattern_style, size, config.model_type) for name, pattern_style in plan.items()}
     base = lm.base_model
     chosen: dict[str, ParallelStyle] = {}
@@ -53,6 +45,42 @@ def apply(lm: nn.Module, mesh: DeviceMesh) -> None:
         elif general.endswith(("q_norm", "k_norm")):
             chosen[name] = _STYLES["replicated_with_grad_allreduce"]()
     parallelize_module(base, mesh, chosen)
+    for module in experts:
+        share_out(module, mesh)
+
+
+def plan_of(lm: nn.Module, size: int) -> tuple[dict[str, str], list[nn.Module]]:
+    """What is cut by which style, and the modules whose experts are shared out; a model that cannot be is a ValueError."""
+    config = lm.config.get_text_config()
+    # What stands outside of the layers (embedding, output matrix) stays whole.
+    plan = {
+        name: style
+        for name, style in (config.base_model_tp_plan or {}).items()
+        if name.startswith("layers.") and ".experts" not in name  # those are shared out instead
+    }
+    if not plan:
+        raise ValueError(
+            f"--tensor-model-parallel-size {size}: {config.model_type} has no plan for it in this version; use 1."
+        )
+    experts = [module for module in lm.modules() if is_experts(module)]
+    declared = any(vars(config).get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    if (declared or routers(lm)) and not 0 < len(experts) == len(routers(lm)):
+        raise ValueError(
+            f"--tensor-model-parallel-size {size}: {config.model_type} keeps its experts in a way that this version cannot "
+            "share out over ranks; use 1."
+        )
+    sizes = {
+        name: getattr(config, name) for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    }
+    if experts:
+        sizes["the number of experts"] = experts[0].num_experts
+    for name, value in sizes.items():
+        if value % size:
+            raise ValueError(
+                f"--tensor-model-parallel-size {size} does not divide {name} = {value} of {config.model_type}: use a size "
+                "that does."
+            )
+    return plan, experts
 
 
 def is_cut(parameter: Any) -> bool:

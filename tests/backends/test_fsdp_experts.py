@@ -1,0 +1,161 @@
+"""A mixture of experts on the FSDP trainer: the same steps however it is spread, cut and recomputed, with a balance loss."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from trainer_helpers import free_port, init_process_group, random_samples, trainer_args
+
+from slime.backends.fsdp import create_backend, loading, tensor_parallel
+from slime.backends.fsdp.model import gather_full
+from slime.backends.update import run_update
+from slime.batch.convert import samples_to_batch
+from slime.batch.schedule import split_for_ranks
+
+TENSOR, FULL = dict(tensor_model_parallel_size=2), dict(activation_checkpointing="full")
+VARIANTS = {
+    "one rank": {"plain": {}, "recomputed, other micro-batches": {**FULL, "micro_batch_size": 5}},
+    "two ranks": {"data": {}, "tensor": {**TENSOR, **FULL}},
+    "four ranks": {"data x tensor": {**TENSOR, "micro_batch_size": 3}, "offloaded": dict(fsdp_cpu_offload=True)},
+}
+RANKS = {"one rank": 1, "two ranks": 2, "four ranks": 4}
+
+
+def make_moe(path, *, experts: int = 4, **changes):
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=experts,
+        num_experts_per_tok=2,
+        mlp_only_layers=[1],
+        initializer_range=0.2,
+        **changes,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        Qwen3MoeForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def settings(model, **changes):
+    values = dict(optimizer="sgd", lr=0.1, weight_decay=0.0, router_aux_loss_coef=0.5)
+    return trainer_args(model, **(values | changes))
+
+
+def take_step(backend, args):
+    batch = samples_to_batch(args, random_samples(3, 3))
+    shares = split_for_ranks(args, batch, backend.layout.dp_size)
+    return run_update(backend, args, 0, shares[backend.layout.dp_rank])
+
+
+def work(rank, matrix, port, folder, model):
+    torch.set_num_threads(1)
+    init_process_group(rank, RANKS[matrix], port)
+    results = {}
+    for name, changes in VARIANTS[matrix].items():
+        args = settings(model, **changes)
+        backend = create_backend(args, rank=rank, world_size=RANKS[matrix], device="cpu")
+        metrics = take_step(backend, args)
+        weights = {name: gather_full(p.data).clone() for name, p in backend.model.lm.named_parameters()}
+        exported = {name: tensor.clone() for bucket in backend.export() for name, tensor in bucket}
+        results[name] = {"metrics": metrics, "weights": weights, "exported": exported}
+    if rank == 0:
+        torch.save(results, folder / f"{matrix}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("experts")
+    model = make_moe(folder / "moe")
+    work(0, "one rank", free_port(), folder, model)
+    return folder, model, torch.load(folder / "one rank.pt")["plain"]
+
+
+@pytest.mark.parametrize(
+    "matrix",
+    ["one rank", *(pytest.param(matrix, marks=pytest.mark.slow) for matrix in ("two ranks", "four ranks"))],
+)
+def test_experts_take_the_same_steps_however_they_are_spread(world, matrix):
+    folder, model, reference = world
+    if matrix != "one rank":
+        mp.spawn(work, args=(matrix, free_port(), folder, model), nprocs=RANKS[matrix], join=True)
+    for name, outcome in torch.load(folder / f"{matrix}.pt").items():
+        for part in ("weights", "exported"):
+            torch.testing.assert_close(
+                outcome[part], reference[part], rtol=1e-5, atol=1e-5, msg=lambda m, n=name, p=part: f"{n} {p}: {m}"
+            )
+        for key, value in reference["metrics"].items():
+            if not key.startswith("perf/"):
+                assert outcome["metrics"][key] == pytest.approx(value, rel=1e-4, abs=1e-5), f"{name}: {key}"
+
+
+@pytest.fixture
+def alone():
+    init_process_group()
+    yield
+    dist.destroy_process_group()
+
+
+def one_step(model, **changes):
+    args = settings(model, **changes)
+    backend = create_backend(args, rank=0, world_size=1, device="cpu")
+    before = {name: p.data.clone() for name, p in backend.model.lm.named_parameters()}
+    metrics = take_step(backend, args)
+    return metrics, {name: p.data - before[name] for name, p in backend.model.lm.named_parameters()}
+
+
+def test_the_balance_loss_moves_the_router_down_its_own_gradient(world, alone):
+    """The step with the loss less the step without it is its gradient, which a plain model gives too."""
+    from transformers import AutoModelForCausalLM
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+    _, model, _ = world
+    changes = dict(clip_grad=0.0, dtype="float32")
+    metrics, with_loss = one_step(model, **changes)
+    _, without = one_step(model, router_aux_loss_coef=0.0, **changes)
+    lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    args = settings(model)
+    batch = samples_to_batch(args, random_samples(3, 3))
+    total = 0.0
+    for tokens in batch["tokens"]:
+        routes = [logits for logits in lm(tokens[None], output_router_logits=True).router_logits if logits is not None]
+        losses = [load_balancing_loss_func((logits,), 4, 2) for logits in routes]
+        total = total + sum(losses) / len(losses) / len(batch["tokens"])
+    assert metrics["train/moe_aux_loss"] == pytest.approx(total.item(), rel=1e-5)
+    (0.5 * total).backward()
+    for name in ("model.layers.0.mlp.gate.weight", "model.layers.2.mlp.gate.weight", "model.embed_tokens.weight"):
+        gradient = dict(lm.named_parameters())[name].grad
+        torch.testing.assert_close(with_loss[name] - without[name], -0.1 * gradient, rtol=1e-3, atol=2e-6)
+
+
+def test_a_config_that_asks_for_the_loss_gets_it_and_others_do_not(tmp_path, alone):
+    asks = make_moe(tmp_path / "asks", output_router_logits=True, router_aux_loss_coef=0.25)
+    metrics, _ = one_step(asks, router_aux_loss_coef=None)
+    assert metrics["train/moe_aux_loss"] >= 2.0 - 1e-5
+    metrics, _ = one_step(make_moe(tmp_path / "silent"), router_aux_loss_coef=None)
+    assert "train/moe_aux_loss" not in metrics
+
+
+def test_models_without_routers_and_split_samples_are_refused_with_the_reason(tmp_path, alone):
+    from tiny_model import make_tiny_model
+
+    dense = make_tiny_model(tmp_path / "dense")
+    with pytest.raises(ValueError, match=r"--router-aux-loss-coef is 0\.5, but qwen3 has no router"):
+        create_backend(settings(dense), rank=0, world_size=1, device="cpu")
+
+
+def test_experts_that_cannot_be_shared_out_evenly_are_refused(tmp_path):
+    lm = loading.empty_model(make_moe(tmp_path / "odd", experts=3))
+    with pytest.raises(ValueError, match="--tensor-model-parallel-size 2 does not divide the number of experts = 3"):
+        tensor_parallel.plan_of(lm, 2)
+    assert len(tensor_parallel.plan_of(loading.empty_model(make_moe(tmp_path / "even")), 2)[1]) == 2
