@@ -10,24 +10,21 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import errno
 import json
 import logging
 import os
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 
-from slime.utils.errors import RunStopped
 from slime.weight_sync.base import NamedTensors, Parcel, SenderOptions, Transport
 from slime.weight_sync.delta_codec import check_installed, checksum_function, encode
-from slime.weight_sync.disk import compare_with_folder, copy_config
+from slime.weight_sync.disk import compare_with_folder, copy_config, room_for, save_tensors
 from slime.weight_sync.local_copy import LocalCopy
 from slime.weight_sync.publication import (
     INDEX,
@@ -93,7 +90,7 @@ class DeltaSender:
     # ---- a push --------------------------------------------------------------------------------------------------
 
     def send(self, bucket: NamedTensors) -> None:
-        with self._state, self._room_for("weights"):
+        with self._pushing("weights"):
             if not self._records:
                 self._begin()
             news = [(name, tensor.detach().to("cpu", copy=True).contiguous()) for name, tensor in bucket]
@@ -129,7 +126,7 @@ class DeltaSender:
         return TensorRecord(name, data.size, itemsize, checksum, num_changed=num_changed), payload
 
     def finish(self, version: str) -> Parcel:
-        with self._state, self._room_for(f"weights {version}"):
+        with self._pushing(f"weights {version}"):
             records, self._records = self._records, []
             sent = {record.name for record in records}
             if self._base is not None and sent != set(self._known):
@@ -151,18 +148,14 @@ class DeltaSender:
         return Parcel(version, DELTA.name, len(records), nbytes, None, published, metrics)
 
     @contextlib.contextmanager
-    def _room_for(self, what: str):
+    def _pushing(self, what: str) -> Iterator[None]:
         """After any failure the next push is a full one: what was remembered is half old and half new."""
         try:
-            yield
-        except BaseException as error:
+            with self._state, room_for(what, self._folder, "--update-weight-disk-dir"):
+                yield
+        except BaseException:
             self._version, self._base, self._records = None, None, []
             shutil.rmtree(self._staging, ignore_errors=True)
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
-                raise RunStopped(
-                    f"no room for {what} in {self._folder} ({error.strerror}); the versions published before are intact, and "
-                    "engines serve the last of them. Free some space, or name another folder with --update-weight-disk-dir."
-                ) from error
             raise
 
     # ---- what is published ---------------------------------------------------------------------------------------
@@ -180,7 +173,7 @@ class DeltaSender:
         weight_map: dict[str, str] = {}
         for i, shard in enumerate(_shards(tensors), 1):
             file = f"model-{i:05d}.safetensors"
-            save_file(shard, staging / file, metadata={"format": "pt"})
+            save_tensors(shard, staging / file)
             weight_map.update(dict.fromkeys(shard, file))
         total = sum(t.numel() * t.element_size() for t in tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import json
+import os
+import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from slime.utils import shm, waits
+from slime.utils.errors import RunStopped
 from slime.weight_sync.base import NamedTensors, Parcel, SenderOptions, Transport
 from slime.weight_sync.verify import reload_and_compare
 from slime.wire.control import EngineControl, Receipt
@@ -19,6 +26,7 @@ from slime.wire.protocol import EngineInfo
 
 _WRITE_DEADLINE_S = 600.0
 _KEEP = 2  # the version that engines serve, and the one before it while they change over
+_NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 
 class DiskSender:
@@ -36,19 +44,24 @@ class DiskSender:
         return self._folder / "incoming.tmp"
 
     def send(self, bucket: NamedTensors) -> None:
+        with room_for("weights", self._folder, "--update-weight-disk-dir"):
+            self._write(bucket)
+
+    def _write(self, bucket: NamedTensors) -> None:
         if not self._index:
             shutil.rmtree(self._staging, ignore_errors=True)
             self._staging.mkdir(parents=True)
         file = f"model-{len(set(self._index.values())) + 1:05d}.safetensors"
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in bucket}
-        save_file(tensors, self._staging / file, metadata={"format": "pt"})
+        save_tensors(tensors, self._staging / file)
         self._index.update(dict.fromkeys(tensors, file))
         self._nbytes += sum(t.numel() * t.element_size() for t in tensors.values())
 
     def finish(self, version: str) -> Parcel:
         index = {"metadata": {"total_size": self._nbytes, "version": version}, "weight_map": self._index}
-        (self._staging / "model.safetensors.index.json").write_text(json.dumps(index))
-        copy_config(self._hf_checkpoint, self._staging)
+        with room_for(f"weights {version}", self._folder, "--update-weight-disk-dir"):
+            (self._staging / "model.safetensors.index.json").write_text(json.dumps(index))
+            copy_config(self._hf_checkpoint, self._staging)
         target = self._target(version)
         shutil.rmtree(target, ignore_errors=True)
         self._staging.rename(target)
@@ -69,6 +82,31 @@ class DiskSender:
         for folder in () if self._keep_files else self._written:
             shutil.rmtree(folder, ignore_errors=True)
         self._written = []
+
+
+def save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """Like safetensors' own, but an error of the system is an OSError with its number."""
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+
+
+@contextlib.contextmanager
+def room_for(what: str, folder: Path, flag: str) -> Iterator[None]:
+    """A full disk ends the run with the folder's name; a version appears only when it is whole, so none is lost."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        raise RunStopped(
+            f"no room for {what} in {folder} ({error.strerror}, {shutil.disk_usage(folder).free} bytes free); the versions "
+            f"before it are intact, and engines serve the last of them. Free some space, or name another folder with {flag}."
+        ) from error
 
 
 def copy_config(hf_checkpoint: str, folder: Path) -> None:

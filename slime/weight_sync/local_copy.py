@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import errno
 import fcntl
 import json
 import logging
@@ -26,8 +25,8 @@ from pathlib import Path
 import numpy as np
 
 from slime.utils import waits
-from slime.utils.errors import RunStopped
 from slime.weight_sync.delta_codec import DeltaError, apply, checksum_function
+from slime.weight_sync.disk import room_for
 from slime.weight_sync.publication import (
     INDEX,
     MANIFEST,
@@ -207,22 +206,14 @@ class LocalCopy:
         self._tidy(keep=state["folder"] if state else None)
         (staging / "new").mkdir(parents=True)
         (staging / "fetched").mkdir()
+        held = route.full is None and state is not None
         try:
-            held = route.full is None and state is not None
-            base = self._folder / state["folder"] if held else self._fetch_full(route.full, source, staging)
-            steps = _Steps.read(route, source, state["version"] if held else None, staging / "fetched")
-            with _closing(steps), _pool() as pool:
-                _rewrite(base, staging / "new", steps, pool, link=held)
-            return self._switch(staging / "new", target)
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
-                free = shutil.disk_usage(self._folder).free
-                raise RunStopped(
-                    f"no room for weights {target} in {self._folder} ({error.strerror}, {free} bytes free); the version "
-                    "before it is intact. Free some space, or name another folder with "
-                    "--update-weight-local-checkpoint-dir."
-                ) from error
-            raise
+            with room_for(f"weights {target}", self._folder, "--update-weight-local-checkpoint-dir"):
+                base = self._folder / state["folder"] if held else self._fetch_full(route.full, source, staging)
+                steps = _Steps.read(route, source, state["version"] if held else None, staging / "fetched")
+                with _closing(steps), _pool() as pool:
+                    _rewrite(base, staging / "new", steps, pool, link=held)
+                return self._switch(staging / "new", target)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
 

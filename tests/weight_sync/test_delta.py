@@ -262,6 +262,8 @@ def test_a_full_disk_at_the_trainer_stops_with_the_folder_and_loses_no_version(p
     small_files(200)
     with pytest.raises(RunStopped, match=r"no room for weights.* in .*published .*--update-weight-disk-dir"):
         publish(sender, step(state, 1), "run:2")
+    with pytest.raises(RunStopped, match=r"no room for weights run:2 in .*published"):
+        publish(sender, step(state, 1), "run:2")  # a full copy this time
     small_files(resource.RLIM_INFINITY)
     assert [entry.version for entry in index_of(folder).entries] == ["run:1"]
     assert_same_bits(load_folder(copy.bring_to(source).folder), state)

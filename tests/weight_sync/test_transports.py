@@ -1,5 +1,6 @@
 """Weights on their way to a real engine process: shared memory and disk, receipts, comparison, late engines."""
 
+import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from tiny_model import make_tiny_model
 from slime.engines.server import EngineServer, LaunchPlan, embedded_command
 from slime.utils import shm
 from slime.utils.async_utils import run
+from slime.utils.errors import RunStopped
 from slime.utils.processes import thread_environment
 from slime.weight_sync import TRANSPORTS, choose_transport
 from slime.weight_sync.base import SenderOptions, check_receipt
@@ -191,6 +193,21 @@ def test_the_disk_shows_no_half_written_version_and_the_next_sender_clears_it(pr
     parcel = send(sender, {"b": torch.ones(1), "c": torch.ones(1)}, "run:1")
     assert [p.name for p in folder.iterdir()] == ["weights-run-1"]
     assert sorted(name for file in parcel.payload.glob("*.safetensors") for name in load_file(file)) == ["b", "c"]
+    sender.close()
+
+
+def test_a_full_disk_ends_the_run_with_the_folder_and_leaves_the_version_before(prefix, tmp_path):
+    """A fake full disk: no file of this process may pass a size."""
+    sender = TRANSPORTS["disk"].make_sender(options(prefix, tmp_path / "w"))
+    first = send(sender, {"a": torch.ones(2), "b": torch.ones(3)}, "run:1")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(RunStopped, match=r"no room for weights in .*/w .*--update-weight-disk-dir"):
+            send(sender, {"a": torch.ones(2000), "b": torch.ones(3)}, "run:2")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert load_file(first.payload / "model-00001.safetensors")["a"].tolist() == [1.0, 1.0]
     sender.close()
 
 
