@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,7 @@ class MegatronBackend:
 
     def _settled_parameters(self) -> list[Tensor]:
         self._settle()
-        return [p.data for chunk in self.model for p in chunk.parameters()]
+        return [p.data for chunk in self.model for p in chunk.parameters()] + self.hub.buffers
 
     def _settle(self) -> None:
         """Gather updated parameters now, and let passes take them as they are: whoever reads or swaps weights calls this."""
@@ -351,7 +352,11 @@ class MegatronBackend:
         """Write an HF folder that `from_pretrained` reads, with the tokenizer of --hf-checkpoint; whole or not at all."""
         dtype = dtype or self.hf_config.dtype or torch.float32
         source = self.args.hf_checkpoint
-        hf_folder.save(self.export(dtype), Path(path), source, dtype, self.rank, scalar=self.is_scalar)
+        buckets = self.export(dtype)
+        if self.rank == 0 and not self.is_scalar:
+            # The rank that writes adds what came with the checkpoint and is no part of the model.
+            buckets = chain(buckets, self.hub.untrained(source, self.args.update_weight_buffer_size, dtype))
+        hf_folder.save(buckets, Path(path), source, dtype, self.rank, scalar=self.is_scalar)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ def read_hf_config(path: str) -> Any:
 
     register_config()
     config = AutoConfig.from_pretrained(path)
+    family_of(config)  # before the general check: it can say more about a type that is not built
     refuse_unsupported(config)
     return config
 

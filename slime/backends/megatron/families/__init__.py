@@ -11,8 +11,17 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+# Types that are asked for and cannot be built, and what is missing.
+MISSING = {
+    "qwen3_next": "megatron-core 0.16.1 computes its gated delta net layers only with flash-linear-attention (CUDA), and "
+    "not for packed sequences",
+}
+
+
 def family_of(hf_config: Any) -> Family:
     kind = hf_config.model_type
+    if kind in MISSING:
+        raise ValueError(f"--train-backend megatron cannot train a {kind} (--hf-checkpoint): {MISSING[kind]}.")
     if kind not in FAMILIES:
         raise ValueError(
             f"--train-backend megatron knows no model of type {kind!r} (--hf-checkpoint); it knows "
