@@ -92,6 +92,9 @@ class Seat:
         if self.trainer is not None:
             self.trainer.move(params=params, optimizer=optimizer)
 
+    def take_peak_memory(self) -> int | None:
+        return self.trainer.take_peak_memory() if self.trainer is not None else None
+
 
 class Stand:
     """One engine that lives through all bucket sizes, and a trainer for each."""

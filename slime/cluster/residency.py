@@ -64,6 +64,7 @@ class Residency:
     @contextlib.contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
         self.enter(phase)
+        self._trainer.take_peak_memory()  # what the phase before held until it left is not this one's
         yield
         self._note_peak(_REPORTED[phase])
 

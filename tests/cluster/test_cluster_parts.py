@@ -127,7 +127,9 @@ def test_what_leaves_the_device_goes_before_what_comes():
 
 def test_the_peak_of_each_phase_is_told_once():
     gib = 2**30
-    recorder = Recorder(peaks=[90 * gib, 9 * gib, 40 * gib, 25 * gib, 91 * gib])
+    before = 99 * gib  # until a phase begins
+    train = [9 * gib, before, 40 * gib]
+    recorder = Recorder(peaks=[before, 90 * gib, *train, before, 25 * gib, before, 91 * gib])
     residency = Residency(SimpleNamespace(offload_rollout=True, offload_train=True), recorder, recorder)
     for phase in (GENERATE, TRAIN, SYNC):
         with residency.phase(phase):
