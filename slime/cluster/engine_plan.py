@@ -92,9 +92,18 @@ def _sglang(args: Args, run: Run, site: EngineSite, threads: int) -> Command:
             seed=args.seed,
             # A model that gets no push could not be filled again.
             memory_saver=bool(args.offload_rollout) and site.model.update_weights and not cpu,
-            extra=(*_adapter_words(args, site.model, cpu), *args.sglang_options, *site.place.words),
+            extra=(
+                *_replay_words(args, site.model),
+                *_adapter_words(args, site.model, cpu),
+                *args.sglang_options,
+                *site.place.words,
+            ),
         )
     )
+
+
+def _replay_words(args: Args, model: ServedModel) -> tuple[str, ...]:
+    return ("--enable-return-routed-experts",) if args.use_rollout_routing_replay and model.update_weights else ()
 
 
 def _adapter_words(args: Args, model: ServedModel, cpu: bool) -> tuple[str, ...]:

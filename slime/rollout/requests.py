@@ -102,7 +102,7 @@ def build_request(
     params = {"sampling_seed": sampling_seed(args, sample), **sampling_params, "max_new_tokens": budget}
     if budget is not None and params.get("min_new_tokens"):
         params["min_new_tokens"] = min(params["min_new_tokens"], budget)
-    extra = {}
+    extra: dict[str, Any] = {"return_routed_experts": True} if args.use_rollout_routing_replay else {}
     if sample.multimodal_inputs and sample.multimodal_inputs.get("images"):
         extra["image_data"] = [encode_image_for_rollout_engine(image) for image in sample.multimodal_inputs["images"]]
     if args.lora_sync == "adapter":
