@@ -48,6 +48,7 @@ def trainer_args(model: str, **changes) -> SimpleNamespace:
         tis_clip_low=0.0,
         tis_level="token",
         tis_mode="clip",
+        tis_batch_normalize=False,
         use_rs=False,
         rs_level="token",
         rs_upper=2.0,

@@ -90,6 +90,18 @@ def importance_weights(
     return Correction(weights, torch.ones_like(weights), metrics)
 
 
+def weight_moments(weights: Tensor, layout: TokenLayout, level: str) -> Tensor:
+    """[2] sum and count of weights that are trained on, of tokens or, at the levels of samples, of samples.
+
+    Added up over a whole step they give the mean weight, by which self-normalised importance sampling divides.
+    """
+    counted = (layout.mask != 0).double()
+    if level != "token":
+        tokens = segment_sum(counted, layout.segments, layout.num_samples)
+        counted = counted / tokens[layout.segments].clamp(min=1.0)  # the tokens of a sample share its weight
+    return torch.stack([(weights.double() * counted).sum(), counted.sum()])
+
+
 def rejection(
     log_ratio: Tensor, layout: TokenLayout, *, level: str, low: float, high: float, veto: float | None = None
 ) -> Correction:

@@ -136,7 +136,7 @@ NO_EFFECT = (
         "no constant divides the loss; add --loss-reduction constant",
     ),
     NoEffect(
-        ("tis_clip", "tis_clip_low", "tis_level", "tis_mode"),
+        ("tis_clip", "tis_clip_low", "tis_level", "tis_mode", "tis_batch_normalize"),
         lambda d: d.use_tis or d.custom_tis_function_path is not None,
         "no importance weights are used; add --use-tis",
     ),
@@ -151,7 +151,7 @@ NO_EFFECT = (
         "nothing calls it; add --use-tis or --get-mismatch-metrics",
     ),
     NoEffect(
-        ("tis_level", "tis_mode"),
+        ("tis_level", "tis_mode", "tis_batch_normalize"),
         lambda d: d.custom_tis_function_path is None,
         "--custom-tis-function-path replaces the built-in weights; remove one of them",
     ),

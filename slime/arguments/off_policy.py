@@ -20,6 +20,9 @@ class OffPolicyFlags:
         "outside the bounds: clip to both, truncate to the upper, or mask to 0 (IcePop)",
         choices=("clip", "truncate", "mask"),
     )
+    tis_batch_normalize: bool = flag(
+        False, "divide the weights by their mean over the optimizer step, so that they average 1"
+    )
     custom_tis_function_path: str | None = flag(None, "function in place of the weights", metavar="PATH")
     use_rs: bool = flag(False, "leave tokens or samples out of the policy loss whose ratio is out of bounds")
     rs_level: str = flag("token", "whose ratio decides", choices=LEVELS)

@@ -1,6 +1,8 @@
-"""Rules about the trainer's parallel sizes and about which parameters train."""
+"""Rules about the trainer's parallel sizes, about which parameters train, and about engines of another precision."""
 
+from slime.arguments.algorithm import LOGPROB_DIFF_THRESHOLDS
 from slime.arguments.draft import Draft
+from slime.utils.fp8_config import block_size_of
 
 
 def trainable_parameters(draft: Draft) -> None:
@@ -36,6 +38,14 @@ def _adapters_alone(draft: Draft) -> None:
             f"--lora-sync adapter with {flag} on SGLang engines: requests of one's own that do not name the adapter would "
             "be answered by the model without it; use --lora-sync merged."
         )
+
+
+def engine_precision(draft: Draft) -> None:
+    """Engines of an FP8 checkpoint differ from the trainer by more than arithmetic. Runs after the topology is known."""
+    if draft.logprob_diff_threshold is None and draft.loss_type == "policy_loss":
+        path = draft.engine_topology.policy.model_path
+        if path and block_size_of(path):
+            draft.derive("logprob_diff_threshold", LOGPROB_DIFF_THRESHOLDS["fp8"], "engines have FP8 weights")
 
 
 def model_parallel_sizes(draft: Draft) -> None:

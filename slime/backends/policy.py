@@ -1,6 +1,6 @@
 """The policy loss of a micro-batch: ratios, off-policy correction, entropy and KL terms, and what is reported of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,13 +14,15 @@ from slime.algorithms.off_policy import (
     mismatch_metrics,
     opsm_keep,
     rejection,
+    weight_moments,
 )
 from slime.algorithms.policy_loss import POLICY_LOSSES, PolicyInputs, PolicyOptions, PolicyTerms
 from slime.algorithms.reduce import Reducer, reduction_weights, weighted_sum
-from slime.backends.base import Metrics, MicroBatch, TokenOutputs
+from slime.backends.base import Metrics, MicroBatch, TokenOutputs, TrainBackend
 from slime.backends.microbatch import split_by_sample
 from slime.backends.watch import TokenWatch
 from slime.utils.misc import load_function
+from slime.utils.types import RolloutBatch
 
 TokenMetrics = dict[str, Tensor]  # each [R], to be averaged over trained tokens
 LossFn = Callable[[TokenOutputs, MicroBatch], tuple[Tensor, Metrics]]
@@ -169,7 +171,8 @@ def _correct(args: Any, terms: PolicyTerms, inputs: PolicyInputs, mb: MicroBatch
             low=args.tis_clip_low,
             high=args.tis_clip,
         )
-        loss, metrics = loss * correction.weights, metrics | correction.metrics
+        weights = correction.weights * mb.tokens["tis_scale"] if "tis_scale" in mb.tokens else correction.weights
+        loss, metrics = loss * weights, metrics | correction.metrics | {"tis_weight": weights}
     if args.use_rs:
         correction = rejection(
             proximal - behaviour,
@@ -184,6 +187,24 @@ def _correct(args: Any, terms: PolicyTerms, inputs: PolicyInputs, mb: MicroBatch
     if args.get_mismatch_metrics and not args.custom_tis_function_path:
         metrics |= mismatch_metrics(proximal, behaviour, layout)
     return loss, metrics
+
+
+def tis_scale(args: Any, backend: TrainBackend, batch: RolloutBatch, positions: Sequence[int]) -> list[Tensor]:
+    """1 / mean weight over the step whose samples of this rank are at `positions`: for each sample of the batch [R_i]."""
+    moments = torch.zeros(2, dtype=torch.float64)
+    if positions:
+        ratio = torch.cat([batch["log_probs"][p] - batch["rollout_log_probs"][p] for p in positions])
+        lengths = torch.tensor([batch["response_lengths"][p] for p in positions])
+        segments = torch.arange(len(positions)).repeat_interleave(lengths)
+        layout = TokenLayout(torch.cat([batch["loss_masks"][p] for p in positions]), segments, len(positions))
+        ratio = torch.where(layout.mask != 0, ratio, torch.zeros_like(ratio))
+        correction = importance_weights(
+            ratio, layout, level=args.tis_level, mode=args.tis_mode, low=args.tis_clip_low, high=args.tis_clip
+        )
+        moments = weight_moments(correction.weights, layout, args.tis_level)
+    total, count = backend.sum_over_ranks(moments).tolist()
+    scale = count / total if total > 0 else 1.0
+    return [torch.full((length,), scale) for length in batch["response_lengths"]]
 
 
 def _custom_tis(

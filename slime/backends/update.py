@@ -19,6 +19,7 @@ from slime.backends.base import Denominators, NonFiniteStepError, StepStats, Tra
 from slime.backends.kept_versions import KeptVersions
 from slime.backends.losses import build_loss
 from slime.backends.microbatch import build_micro_batches
+from slime.backends.policy import tis_scale
 from slime.backends.roles import needs_critic, needs_reference
 from slime.backends.watch import TokenWatch, agreement, check_on_policy, save_nonfinite
 from slime.batch.schedule import RankData, RankStep
@@ -92,7 +93,7 @@ def needs_old_log_probs(args: Any, num_steps: int) -> bool:
         return True
     if args.use_rollout_logprobs:
         return False
-    if num_steps > 1 or args.kl_coef != 0 or args.keep_old_actor or args.use_opd:
+    if num_steps > 1 or args.kl_coef != 0 or args.keep_old_actor or args.use_opd or args.tis_batch_normalize:
         return True
     return args.policy_loss_type in COVARIANCE_LOSSES
 
@@ -184,7 +185,7 @@ def _check_token_lists(args: Any, batch: RolloutBatch) -> None:
 def _token_keys(args: Any, batch: RolloutBatch) -> list[str]:
     wanted = (
         *("advantages", "returns", "log_probs", "ref_log_probs", "rollout_log_probs", "old_log_probs", "selected"),
-        *("opd_reverse_kl", "teacher_hidden"),
+        *("opd_reverse_kl", "teacher_hidden", "tis_scale"),
     )
     return [key for key in wanted if key in batch]
 
@@ -227,6 +228,9 @@ def _train(
         batch = {**batch, "old_log_probs": batch[old]}
     if args.loss_type == "policy_loss" and args.policy_loss_type in COVARIANCE_LOSSES:
         batch = {**batch, "selected": _select_tokens(backend, args, rollout_id, batch, step)}
+    if args.loss_type == "policy_loss" and args.tis_batch_normalize:
+        positions = [position for micro_batch in step.micro_batches for position in micro_batch]
+        batch = {**batch, "tis_scale": tis_scale(args, backend, batch, positions)}
     replay = args.use_rollout_routing_replay
     mbs = build_micro_batches(batch, step.micro_batches, _token_keys(args, batch), replay=replay)
     denominators = Denominators(

@@ -4,9 +4,6 @@ A block is `weight_block_size` rows and columns (128 x 128 as a rule); the last 
 is the one to multiply with, although checkpoints call it `weight_scale_inv`.
 """
 
-import json
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
@@ -51,14 +48,6 @@ def dequantize_part(values: Tensor, scale: Tensor, block: tuple[int, int], start
     rows = torch.arange(start[0], start[0] + values.shape[0]) // block[0]
     columns = torch.arange(start[1], start[1] + values.shape[1]) // block[1]
     return values.float() * scale.float()[rows][:, columns]
-
-
-def block_size_of(folder: str | Path) -> tuple[int, int] | None:
-    """The blocks of an FP8 checkpoint; None: its weights are in no blocks of FP8."""
-    file = Path(folder) / "config.json"
-    config = json.loads(file.read_text()).get("quantization_config") if file.is_file() else None
-    block = (config or {}).get("weight_block_size")
-    return (int(block[0]), int(block[1])) if block and config.get("quant_method") == "fp8" else None
 
 
 def _tiles(matrix: Tensor, rows: int, columns: int) -> Tensor:

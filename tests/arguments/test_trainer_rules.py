@@ -1,5 +1,6 @@
 """Flags of the trainer that contradict each other, or do nothing, are refused with the reason."""
 
+import json
 import sys
 
 import pytest
@@ -60,3 +61,12 @@ def test_combination_of_trainer_flags_is_refused_with_its_reason(changes, messag
 def test_megatrons_name_for_recomputation_is_understood():
     assert parse("--recompute-granularity", "full").activation_checkpointing == "full"
     assert parse().activation_checkpointing == "none"
+
+
+def test_engines_of_an_fp8_checkpoint_may_lie_further_apart_from_the_trainer(tmp_path):
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert parse(hf_checkpoint=str(tmp_path)).logprob_diff_threshold == 0.4
+    assert parse(hf_checkpoint=str(tmp_path), logprob_diff_threshold=0.1).logprob_diff_threshold == 0.1
+    (tmp_path / "config.json").write_text("{}")
+    assert parse(hf_checkpoint=str(tmp_path)).logprob_diff_threshold is None

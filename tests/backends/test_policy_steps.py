@@ -130,6 +130,32 @@ def test_weights_effective_sample_size_and_difference_are_those_of_the_obvious_c
     assert metrics["train/mis_chi2_token"] == pytest.approx(means["square"] - 1, rel=1e-3)
 
 
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_weights_divided_by_their_mean_average_one_over_the_whole_step(model, level):
+    """However the step is cut: the mean is that of all its tokens, or of all its samples."""
+    changes = dict(use_tis=True, tis_clip=1.3, tis_level=level, optimizer="sgd", lr=0.5)
+    plain = trainer_args(model, **changes)
+    backend = backend_of(plain)
+    exact = [s.rollout_log_probs for s in engine_samples(backend, plain)]
+    noisy = engine_samples(backend, plain, noise=0.4)
+    total = count = 0.0
+    for sample, train_log_probs in zip(noisy, exact, strict=True):
+        triples = zip(train_log_probs, sample.rollout_log_probs, sample.loss_mask, strict=True)
+        logs = [t - r for t, r, m in triples if m]
+        whole = {"sequence": [sum(logs)], "geometric": [sum(logs) / len(logs)], "token": logs}[level]
+        total, count = total + sum(min(math.exp(x), 1.3) for x in whole), count + len(whole)
+    before = train(backend, plain, noisy)
+    outcomes = []
+    for micro_batch_size in (1, 3):
+        args = trainer_args(model, **changes, tis_batch_normalize=True, micro_batch_size=micro_batch_size)
+        backend = backend_of(args)
+        outcomes.append((train(backend, args, noisy), [p.data.clone() for p in backend.model.parameters()]))
+    for key in ("train/tis_weight", "train/pg_loss"):
+        assert outcomes[0][0][key] == pytest.approx(before[key] * count / total, rel=1e-4, abs=1e-7)
+    torch.testing.assert_close(outcomes[0][1], outcomes[1][1], rtol=1e-5, atol=1e-5)
+    assert abs(count / total - 1) > 1e-3
+
+
 def test_a_correction_without_engine_log_probs_is_one_error(model):
     args = trainer_args(model, use_tis=True)
     samples = random_samples(1, 2)

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from slime.backends.attention import refuse_unsupported, register
 from slime.backends.fsdp.hf_export import is_converted, named_tensors
 from slime.backends.fsdp.lora import hub_name, is_adapter
-from slime.utils.fp8 import SCALE_SUFFIX, block_size_of, dequantize_part
+from slime.utils.fp8 import SCALE_SUFFIX, dequantize_part
+from slime.utils.fp8_config import block_size_of
 
 Reader = Callable[[tuple[slice, ...]], Tensor]  # of a region of one tensor
 

@@ -5,7 +5,7 @@ import torch
 
 from slime.engines.embedded import attention
 from slime.engines.embedded.attention import BatchPlan, KVPool
-from slime.utils.fp8 import block_size_of
+from slime.utils.fp8_config import block_size_of
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _CPU_POOL_BYTES = 256 << 20
