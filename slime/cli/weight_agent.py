@@ -38,5 +38,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--local-checkpoint-dir", required=True, metavar="DIR", help="where the copy is kept")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on [127.0.0.1]")
     parser.add_argument("--port", type=int, required=True, help="port to listen on; 0: any free one, which it prints")
-    parser.add_argument("--wait-s", type=float, default=120.0, help="longest wait for a version [120]")
+    parser.add_argument("--wait-s", type=float, default=600.0, help="longest wait for a version [600]")
     return parser

@@ -131,7 +131,7 @@ class LocalCopy:
             return None
 
     def bring_to(
-        self, source: Source, version: str | None = None, *, exact: bool = False, deadline_s: float = 120.0
+        self, source: Source, version: str | None = None, *, exact: bool = False, deadline_s: float = 600.0
     ) -> Arrival:
         """At least `version` (None: the newest), or exactly it; waits for it to be published until the deadline.
 

@@ -27,13 +27,13 @@ from slime.wire.control import EngineControl
 
 logger = logging.getLogger(__name__)
 
-_ASK_DEADLINE_S = 600.0
+_ASK_DEADLINE_S = 1200.0  # longer than an agent waits for a version
 
 
 class WeightAgent:
     """One engine and its copy of the weights. One pull at a time."""
 
-    def __init__(self, source: Source, local: Path, engine_url: str, deadline_s: float = 120.0):
+    def __init__(self, source: Source, local: Path, engine_url: str, deadline_s: float = 600.0):
         self._source, self._copy, self._deadline_s = source, LocalCopy(local), deadline_s
         self._engine = EngineControl(engine_url, _ASK_DEADLINE_S)
         self._one = asyncio.Lock()

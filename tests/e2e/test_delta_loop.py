@@ -1,7 +1,14 @@
 """Runs whose weights travel as deltas, to the embedded engine and to SGLang."""
 
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+
 import pytest
-from loop_helpers import make_world, run_train, series
+from loop_helpers import ROOT, make_world, run_train, series
 
 from slime.arguments.sglang import find_python
 
@@ -39,6 +46,50 @@ def test_a_run_with_deltas_is_the_run_with_whole_weights(world):
     run_train(world, "full", **shared)
     for name in ("train/loss", "train/grad_norm", "rollout/raw_reward"):
         assert series(world, "delta", name) == series(world, "full", name)
+
+
+@contextlib.contextmanager
+def running(words: list[str], **options):
+    """A child process that is ended whatever happens."""
+    process = subprocess.Popen([sys.executable, "-m", *words], cwd=ROOT, text=True, **options)
+    try:
+        yield process
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.slow
+def test_an_engine_that_somebody_else_runs_gets_deltas_through_its_agent(world):
+    published, read_write = world / "published", os.pipe()
+    engine = ["slime.engines.embedded", "--model-path", str(world / "model"), "--port", "0", "--host", "127.0.0.1"]
+    engine += ["--ready-file", str(world / "ready"), "--life-fd", str(read_write[0]), "--device", "cpu"]
+    engine += ["--dtype", "float32", "--threads", "1", "--shm-prefix", "external"]
+    with running(engine, pass_fds=[read_write[0]]) as process:
+        while not (world / "ready").exists():
+            assert process.poll() is None
+            time.sleep(0.1)
+        address = f"127.0.0.1:{json.loads((world / 'ready').read_text())['port']}"
+        agent = ["slime", "weight-agent", "--engine", address, "--source", str(published), "--port", "0"]
+        agent += ["--local-checkpoint-dir", str(world / "copy")]
+        with running(agent, stdout=subprocess.PIPE) as asked:
+            agent_address = asked.stdout.readline().split("//")[-1].strip()
+            run_train(
+                world,
+                "run",
+                num_rollout=2,
+                rollout_external_engine_addrs=[address],
+                weight_agent_addrs=[agent_address],
+                update_weight_mode="delta",
+                update_weight_disk_dir=published,
+                check_weight_update_equal=True,
+            )
+    check_run(world, "run", 2)
+    state = json.loads((world / "copy" / "state.json").read_text())
+    assert state["version"].endswith(f":{len(series(world, 'run', 'rollout/weight_version'))}")
+    assert not (world / "run" / "local-weights").exists()
+    os.close(read_write[1])
 
 
 @pytest.mark.sglang
