@@ -156,6 +156,7 @@ class Stand:
         parts["copy"] = metrics["perf/update_weights_time"] - paused - check
         if metrics["perf/engines_evicted"] or metrics.get("perf/engines_missed"):
             raise RuntimeError(f"the engine did not take the weights: {metrics}")
+        print(f"  push: pause to continue {paused:.3f} s, copy {parts['copy']:.3f} s, check {check:.3f} s", flush=True)
         return {**parts, "restore": self._enter(GENERATE)}
 
     def _enter(self, phase: Phase) -> float:
