@@ -30,6 +30,7 @@ from slime.backends.fsdp.experts import ExpertWatch, balance_coefficient, load_m
 from slime.backends.fsdp.layers import decoder_layers, prepare_layers
 from slime.backends.fsdp.mesh import Mesh
 from slime.backends.fsdp.model import PackedCausalLM, WholeMatrix, gather_full, local, reshard, shard
+from slime.backends.fsdp.offload import HostMemory
 from slime.backends.fsdp.scalar_model import PackedScalarLM
 from slime.backends.fsdp.trainable import choose_trainable
 from slime.backends.fsdp.working_copy import WorkingCopy
@@ -109,6 +110,7 @@ class FSDPBackend:
         self.experts = ExpertWatch(self.model.lm, balance_coefficient(args, self.model.lm))
         self.working = self._place(self.model, None if random_weights else args.hf_checkpoint)
         self.optimizer = build_optimizer(args, self.model.lm.named_parameters())
+        self._host = HostMemory()
         self.copies = WeightCopies(lambda: [local(p.data) for p in self.model.parameters()])
 
     def _place(self, model: nn.Module, path: str | Path | None) -> WorkingCopy | None:
@@ -463,15 +465,12 @@ class FSDPBackend:
             # A push needs the actor alone: the critic's weights come only for training, with the optimizers.
             self.critic.move(params=optimizer if params is not None else None, optimizer=optimizer)
         if params is not None and not self.args.fsdp_cpu_offload:
-            self.model.to(params)
+            self._host.move_model(self.model, torch.device(params))
             if self.working is not None:
                 self.working.drop()
         if optimizer is not None and not self.args.fsdp_cpu_offload:
             self.optimizer_device = torch.device(optimizer)
-            for state in self.optimizer.state.values():
-                for key, value in state.items():
-                    if isinstance(value, Tensor):
-                        state[key] = value.to(optimizer)
+            self._host.move_state(self.optimizer, self.optimizer_device)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 

@@ -1,0 +1,45 @@
+"""A trainer's tensors in host memory: the same place every time, and never two in one."""
+
+import itertools
+
+import torch
+from torch import nn
+
+from slime.backends.fsdp import offload
+from slime.backends.fsdp.offload import HostMemory
+
+
+def test_a_key_keeps_its_place_and_holds_what_came_last():
+    host = HostMemory()
+    first = host.keep("a", torch.ones(3, 5))
+    again = host.keep("a", torch.full((3, 5), 2.0))
+    assert again.data_ptr() == first.data_ptr() and torch.equal(again, torch.full((3, 5), 2.0))
+    assert host.keep("a", torch.ones(7)).shape == (7,)
+
+
+def test_tensors_share_blocks_and_do_not_overlap(monkeypatch):
+    monkeypatch.setattr(offload, "_BLOCK_BYTES", 4096)
+    host = HostMemory()
+    sizes = [3, 700, 1, 65, 5000, 900, 2]  # some fill a block, one needs more than one
+    kept = [host.keep(i, torch.full((size,), float(i), dtype=torch.float64)) for i, size in enumerate(sizes)]
+    for i, (tensor, size) in enumerate(zip(kept, sizes, strict=True)):
+        assert tensor.shape == (size,) and bool((tensor == i).all())
+    spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in kept)
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+
+
+def test_a_model_that_comes_from_elsewhere_has_its_values_here_and_its_ties():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    host, values = HostMemory(), {name: p.clone() for name, p in model.named_parameters()}
+    moved = {}
+
+    def pretend_it_was_on_a_device(key, tensor, place):
+        moved[id(tensor)] = key
+        return host.keep(key, tensor) if key is not None and key not in host._places else tensor
+
+    host._move = pretend_it_was_on_a_device
+    host.move_model(model, torch.device("cpu"))
+    assert len(moved) == 3 and model[1].weight is model[0].weight
+    assert all(torch.equal(p, values[name]) for name, p in model.named_parameters())
+    assert model[0].weight.data_ptr() == host._places[model[0].weight].data_ptr()
