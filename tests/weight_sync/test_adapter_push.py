@@ -159,6 +159,7 @@ def test_the_engine_says_what_the_trainer_says_after_each_push_of_adapters(engin
     assert largest_difference(trainer_log_probs(trainer, answers[0].ids), answers[0].log_probs) > 1e-2
 
 
+@pytest.mark.slow
 def test_an_engine_that_was_killed_comes_back_with_the_model_and_the_current_adapters(engines, trainer, sender):
     (fleet, weights, _), backend = engines, trainer[0]
     train(trainer)
