@@ -29,11 +29,18 @@ COMMANDS = {
     "quickstart": Command(
         "slime.cli.quickstart", "train a small model on this machine in minutes, and show that it learned"
     ),
-    "plan": Command("slime.cli.plan", "show which engine would run on which GPUs with which command line"),
+    "plan": Command(
+        "slime.cli.plan", "show which engine would run on which GPUs, and what a trainer layout would cost"
+    ),
     "weight-agent": Command(
         "slime.cli.weight_agent", "keep a copy of the weights beside an engine, and have it load what is asked for"
     ),
     "weight-publisher": Command("slime.cli.weight_publisher", "serve published weights to agents on other machines"),
+    "convert": Command("slime.cli.convert", "weights between Hugging Face folders, trainer checkpoints and FP8"),
+    "verify-model": Command(
+        "slime.cli.verify_model",
+        "hold every trainer and layout against transformers on a small model of your architecture",
+    ),
     "docs": Command("slime.cli.docs", "write docs/flags.md and docs/plugins.md from the declarations", hidden=True),
 }
 

@@ -1,4 +1,4 @@
-"""`slime plan`: prints which engine would run on which GPUs with which command line, and starts nothing."""
+"""`slime plan`: prints which engine would run on which GPUs, and what a trainer layout would cost; starts nothing."""
 
 import argparse
 import json
@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 from slime.arguments.topology import Topology, plain_topology, prefill_topology, read_topology
 from slime.cli.main import user_errors
+from slime.cli.trainer_plan import Sizes, TrainerPlan, plan_trainer, read_model, render
 from slime.engines.sglang.command import SGLangOptions, server_words
 from slime.engines.topology import EnginePlace, place_engines, plan_router, render_plan
 
@@ -14,12 +15,19 @@ from slime.engines.topology import EnginePlace, place_engines, plan_router, rend
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     with user_errors():
+        trainer = _trainer(options)
+        if trainer is not None and options.topology is None and options.rollout_num_gpus is None:
+            print(json.dumps({"trainer": asdict(trainer)}, indent=2) if options.json else render(trainer))
+            return 0
         topology = _topology(options)
         if any(model.is_disaggregated for model in topology.models):
             options.rollout_router = "sglang"  # what such a run takes by itself
         per_machine = 0 if options.cpu else options.num_gpus_per_node
         places = place_engines(topology, first_gpu=options.first_gpu, gpus_per_machine=per_machine)
-        print(_as_json(topology, places, options) if options.json else _as_text(topology, places, options))
+        if options.json:
+            print(_as_json(topology, places, trainer, options))
+        else:
+            print(_as_text(topology, places, options) + (f"\n{render(trainer)}" if trainer else ""))
     return 0
 
 
@@ -35,9 +43,61 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--num-gpus-per-node", type=int, default=8, help="GPUs of one machine [8]")
     parser.add_argument("--first-gpu", type=int, default=0, help="GPUs before the engines', which train [0]")
     parser.add_argument("--rollout-router", choices=("builtin", "sglang"), default="builtin", help="[builtin]")
+    _add_trainer(parser.add_argument_group("a Megatron trainer; shown where --actor-num-gpus-per-node is given"))
     parser.add_argument("--cpu", action="store_true", help="plan for a machine without GPUs")
     parser.add_argument("--json", action="store_true", help="for programs")
     return parser
+
+
+def _add_trainer(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--actor-num-nodes", type=_count, default=1, help="[1]")
+    group.add_argument("--actor-num-gpus-per-node", type=_count)
+    for name in (
+        "tensor-model",
+        "pipeline-model",
+        "virtual-pipeline-model",
+        "context",
+        "expert-model",
+        "expert-tensor",
+    ):
+        group.add_argument(f"--{name}-parallel-size", type=_count, default=1, help="[1]")
+    group.add_argument("--sequence-parallel", action="store_true")
+    group.add_argument("--no-use-distributed-optimizer", action="store_true", help="whole moments on every rank")
+    group.add_argument("--num-micro-batches", type=_count, default=8, help="of one rank in one optimizer step [8]")
+    group.add_argument("--max-tokens-per-gpu", type=_count, default=8192, help="of one micro-batch and rank [8192]")
+    group.add_argument("--activation-checkpointing", choices=("none", "full"), default="none", help="[none]")
+    group.add_argument(
+        "--moe-load-max-over-mean", type=float, default=2.0, help="load of the busiest expert, as runs log it [2.0]"
+    )
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no count of at least 1")
+    return int(text)
+
+
+def _trainer(options: argparse.Namespace) -> TrainerPlan | None:
+    if options.actor_num_gpus_per_node is None:
+        return None
+    if options.hf_checkpoint is None:
+        raise ValueError("--actor-num-gpus-per-node plans a trainer: give its model, --hf-checkpoint.")
+    if options.moe_load_max_over_mean < 1:
+        raise ValueError(
+            f"--moe-load-max-over-mean is {options.moe_load_max_over_mean}: the busiest is at least the mean."
+        )
+    sizes = Sizes(
+        ranks=options.actor_num_nodes * options.actor_num_gpus_per_node,
+        tp=options.tensor_model_parallel_size,
+        pp=options.pipeline_model_parallel_size,
+        vpp=options.virtual_pipeline_model_parallel_size,
+        cp=options.context_parallel_size,
+        ep=options.expert_model_parallel_size,
+        etp=options.expert_tensor_parallel_size,
+        sequence_parallel=options.sequence_parallel,
+        distributed_optimizer=not options.no_use_distributed_optimizer,
+    )
+    return plan_trainer(read_model(options.hf_checkpoint), sizes, options)
 
 
 def _topology(options: argparse.Namespace) -> Topology:
@@ -52,7 +112,9 @@ def _topology(options: argparse.Namespace) -> Topology:
             )
         return topology
     if options.rollout_num_gpus is None or options.hf_checkpoint is None:
-        raise ValueError("give --topology FILE, or --hf-checkpoint and --rollout-num-gpus.")
+        raise ValueError(
+            "give --topology FILE, or --hf-checkpoint and --rollout-num-gpus; for a trainer --actor-num-gpus-per-node."
+        )
     size = (options.hf_checkpoint, options.rollout_num_gpus, options.rollout_num_gpus_per_engine)
     return (
         prefill_topology(*size, options.prefill_num_servers) if options.prefill_num_servers else plain_topology(*size)
@@ -75,7 +137,10 @@ def _as_text(topology: Topology, places: tuple[EnginePlace, ...], options: argpa
     )
 
 
-def _as_json(topology: Topology, places: tuple[EnginePlace, ...], options: argparse.Namespace) -> str:
+def _as_json(
+    topology: Topology, places: tuple[EnginePlace, ...], trainer: TrainerPlan | None, options: argparse.Namespace
+) -> str:
     engines = [{**asdict(place), "command": _server_words(topology, place, options.cpu)} for place in places]
     routers = [asdict(plan_router(model, options.rollout_router)) for model in topology.models]
-    return json.dumps({"num_gpus": topology.num_gpus, "engines": engines, "routers": routers}, indent=2)
+    plan = {"num_gpus": topology.num_gpus, "engines": engines, "routers": routers}
+    return json.dumps(plan | ({"trainer": asdict(trainer)} if trainer else {}), indent=2)

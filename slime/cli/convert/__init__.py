@@ -1,0 +1,66 @@
+"""`slime convert`: weights between Hugging Face folders, trainer checkpoints and FP8, without a run."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from slime.cli.main import user_errors
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
+    with user_errors():
+        if options.what == "hf-to-fp8":
+            # torch takes seconds to load, which a wrong flag should not cost.
+            from slime.cli.convert.fp8_folder import convert
+
+            convert(Path(options.hf_checkpoint), Path(options.save), options)
+        else:
+            from slime.cli.convert.trainer_checkpoint import from_hf, to_hf
+
+            (from_hf if options.what == "hf-to-dist" else to_hf)(options)
+    print(f"written: {options.save}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="slime convert", description=__doc__.partition(":")[2].strip())
+    commands = parser.add_subparsers(dest="what", required=True, metavar="hf-to-dist | dist-to-hf | hf-to-fp8")
+    _add_from_hf(commands)
+    _add_to_hf(commands)
+    _add_fp8(commands)
+    return parser
+
+
+def _add_from_hf(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser(
+        "hf-to-dist", help="a Hugging Face model as a trainer checkpoint, for --load ... --finetune under any layout"
+    )
+    command.add_argument("--hf-checkpoint", required=True, metavar="DIR", help="the model")
+    command.add_argument("--save", required=True, metavar="DIR", help="new folder, as --save of a run writes it")
+    command.add_argument("--train-backend", choices=("fsdp", "megatron"), default="fsdp", help="whose format [fsdp]")
+
+
+def _add_to_hf(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser("dist-to-hf", help="a trainer checkpoint as a Hugging Face model")
+    command.add_argument(
+        "--load", "--input-dir", required=True, metavar="DIR", help="folder of --save, or one step_* in it"
+    )
+    command.add_argument("--ckpt-step", type=int, help="which of several checkpoints [the latest]")
+    command.add_argument(
+        "--hf-checkpoint", "--origin-hf-dir", required=True, metavar="DIR", help="model that the run started from"
+    )
+    command.add_argument("--save", "--output-dir", required=True, metavar="DIR", help="new folder")
+    command.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), help="of the weights written [that of --hf-checkpoint]"
+    )
+
+
+def _add_fp8(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser("hf-to-fp8", help="a Hugging Face model with its linear weights in FP8 blocks")
+    command.add_argument("--hf-checkpoint", "--model-dir", required=True, metavar="DIR", help="the model")
+    command.add_argument("--save", "--save-dir", required=True, metavar="DIR", help="new folder")
+    command.add_argument(
+        "--block-size", type=int, nargs=2, default=(128, 128), metavar=("ROWS", "COLUMNS"), help="[128 128]"
+    )
+    command.add_argument("--scale-fmt", choices=("ue8m0",), help="ue8m0: factors are powers of two")

@@ -1,0 +1,95 @@
+"""Hugging Face folders into trainer checkpoints and back, by the trainer's own code, in one process on the CPU.
+
+FSDP keeps fp32 weights, four bytes per parameter; Megatron keeps the model's own dtype and a gradient buffer beside it.
+"""
+
+import argparse
+import importlib
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slime.backends.fsdp.checkpoint import MANIFEST, is_checkpoint
+from slime.cli.settings import default_settings
+from slime.cluster.checkpoint import Manifest, find_checkpoint, write_checkpoint
+
+
+def from_hf(options: argparse.Namespace) -> None:
+    """A checkpoint of rollout 0 without optimizer state: `--load` reads it together with `--finetune`."""
+    source, target = Path(options.hf_checkpoint), Path(options.save)
+    _refuse_existing(target)
+    _need_model(source)
+    with _trainer(options.train_backend, source) as backend:
+        manifest = Manifest(rollout_id=0, run_id="convert", num_pushes=0)
+        size = sum(file.stat().st_size for file in source.glob("*.safetensors"))
+        write_checkpoint(target, manifest, None, backend.save, needed_bytes=2 * size)
+
+
+def to_hf(options: argparse.Namespace) -> None:
+    """The weights of a checkpoint with config, generation config and tokenizer of the model it started from."""
+    source, target = Path(options.hf_checkpoint), Path(options.save)
+    _refuse_existing(target)
+    _need_model(source)
+    checkpoint = _find(Path(options.load), options.ckpt_step)
+    manifest = json.loads((checkpoint / MANIFEST).read_text())
+    dtype = {None: None, "bfloat16": torch.bfloat16, "float32": torch.float32}[options.dtype]
+    with _trainer(manifest.get("backend", "fsdp"), source) as backend:
+        backend.load(checkpoint)
+        backend.save_hf(target, dtype)
+
+
+def _find(folder: Path, step: int | None) -> Path:
+    """The trainer's part of a checkpoint: of a folder of several, of one, or itself."""
+    for path in (folder, folder / "trainer"):
+        if is_checkpoint(path):
+            return path
+    found = find_checkpoint(folder, step) if folder.is_dir() else None
+    if found is None:
+        raise ValueError(
+            f"--load {folder} holds no checkpoint: give a folder that --save of a run wrote, or one step_* in it."
+        )
+    return found.trainer
+
+
+def _refuse_existing(target: Path) -> None:
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"--save {target} is there already: give a new folder, or remove that one.")
+
+
+def _need_model(source: Path) -> None:
+    if not (source / "config.json").is_file():
+        raise ValueError(f"--hf-checkpoint {source}: no config.json there, so it is not a Hugging Face model folder.")
+
+
+@contextmanager
+def _trainer(kind: str, source: Path) -> Iterator[Any]:
+    """The trainer of one process with the weights of `source`. SGD, because Adam would take room for its moments."""
+    # Heavy import, only needed here.
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(source)
+    in_16_bit = kind == "megatron" and config.dtype == torch.bfloat16
+    args = default_settings(
+        hf_checkpoint=str(source),
+        train_backend=kind,
+        dtype="bfloat16" if in_16_bit else "float32",
+        optimizer="sgd",
+        lr=0.0,
+        finetune=True,
+        no_save_optim=True,
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    try:
+        create_backend = importlib.import_module(f"slime.backends.{kind}").create_backend
+        yield create_backend(args, rank=0, world_size=1, device="cpu")
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,294 @@
+"""What a Megatron layout would cost, from config.json and the sizes alone: memory by rank, pipeline bubble, expert imbalance.
+
+Estimates, for layouts that cannot be tried where one plans: bf16 weights, fp32 gradients, Adam with fp32 weights and
+moments, activations as a compiled-free layer keeps them. Not covered: buffers of collectives, fragmentation, the engine.
+"""
+
+import argparse
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+GIB = 2**30
+_WEIGHT, _GRADIENT, _ADAM, _ACTIVATION = 2, 4, 12, 2  # bytes of one number
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """Parameters of one layer or of what stands around them, by how they are shared."""
+
+    cut: float = 0.0  # over tensor-parallel ranks
+    whole: float = 0.0  # on every tensor-parallel rank
+    experts: float = 0.0  # over expert- and expert-tensor-parallel ranks
+
+    def __add__(self, other: "Parameters") -> "Parameters":
+        return Parameters(self.cut + other.cut, self.whole + other.whole, self.experts + other.experts)
+
+    @property
+    def total(self) -> float:
+        return self.cut + self.whole + self.experts
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The parallel sizes of a layout. Example: 16 ranks as tp 2, pp 2 leave dp 4."""
+
+    ranks: int
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    sequence_parallel: bool = False
+    distributed_optimizer: bool = True
+
+    @property
+    def dp(self) -> int:
+        return self.ranks // (self.tp * self.pp * self.cp)
+
+    @property
+    def expert_copies(self) -> int:
+        return self.ranks // (self.etp * self.ep * self.pp)
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Bytes on the fullest rank of one pipeline stage."""
+
+    stage: int
+    parameters: float  # a count
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.optimizer + self.activations
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerPlan:
+    """What `slime plan` prints of the trainer."""
+
+    sizes: Sizes
+    parameters: float
+    stages: tuple[RankMemory, ...]
+    micro_batches: int
+    bubble: float  # share of a step in which a stage waits
+    expert_imbalance: float | None  # work of the busiest expert-parallel rank over the mean; None: no experts
+
+
+def plan_trainer(model: dict[str, Any], sizes: Sizes, options: argparse.Namespace) -> TrainerPlan:
+    layers = model["num_hidden_layers"]
+    _check(model, sizes, layers)
+    per_stage = layers // sizes.pp
+    stages = tuple(_stage_memory(model, sizes, stage, per_stage, options) for stage in range(sizes.pp))
+    all_layers = sum((layer_parameters(model, layer).total for layer in range(layers)), 0.0)
+    around = sum(p.total for p in outside_parameters(model).values())
+    experts = number_of_experts(model)
+    imbalance = expert_imbalance(experts, sizes.ep, options.moe_load_max_over_mean) if experts else None
+    bubble = bubble_share(sizes.pp, sizes.vpp, options.num_micro_batches)
+    return TrainerPlan(sizes, all_layers + around, stages, options.num_micro_batches, bubble, imbalance)
+
+
+def _check(model: dict[str, Any], sizes: Sizes, layers: int) -> None:
+    if sizes.ranks % (sizes.tp * sizes.pp * sizes.cp):
+        raise ValueError(
+            f"{sizes.ranks} trainer ranks are not a multiple of tensor {sizes.tp} x pipeline {sizes.pp} x context "
+            f"{sizes.cp} parallelism: change the sizes or --actor-num-gpus-per-node."
+        )
+    if layers % (sizes.pp * sizes.vpp):
+        raise ValueError(f"{layers} layers cannot be shared evenly by {sizes.pp} stages of {sizes.vpp} chunks.")
+    experts = number_of_experts(model)
+    if sizes.ep > 1 and (not experts or experts % sizes.ep):
+        raise ValueError(f"--expert-model-parallel-size is {sizes.ep}, but the model has {experts or 'no'} experts.")
+    if sizes.ranks % (sizes.etp * sizes.ep * sizes.pp):
+        raise ValueError(
+            f"{sizes.ranks} trainer ranks are not a multiple of expert-tensor {sizes.etp} x expert {sizes.ep} x "
+            f"pipeline {sizes.pp} parallelism: use smaller sizes."
+        )
+
+
+# -- the model -------------------------------------------------------------------------------------------------------
+
+
+def read_model(path: str) -> dict[str, Any]:
+    """The config.json of a folder; the text part of a model that has several."""
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        raise ValueError(f"--hf-checkpoint {path}: no config.json there; a trainer is planned from a model's folder.")
+    values = json.loads(file.read_text())
+    return values | values.get("text_config", {})
+
+
+def number_of_experts(model: dict[str, Any]) -> int:
+    return next((model[n] for n in ("num_experts", "n_routed_experts", "num_local_experts") if model.get(n)), 0)
+
+
+def has_experts(model: dict[str, Any], layer: int) -> bool:
+    if not number_of_experts(model) or layer in (model.get("mlp_only_layers") or ()):
+        return False
+    return (
+        layer >= (model.get("first_k_dense_replace") or 0)
+        and (layer + 1) % (model.get("decoder_sparse_step") or 1) == 0
+    )
+
+
+def _attention_widths(model: dict[str, Any]) -> tuple[int, int]:
+    """Of all queries together, and of keys and values together."""
+    heads = model["num_attention_heads"]
+    if model.get("kv_lora_rank"):
+        key = model["qk_nope_head_dim"] + model["qk_rope_head_dim"]
+        return heads * key, heads * (key + model["v_head_dim"])
+    size = model.get("head_dim") or model["hidden_size"] // heads
+    return heads * size, 2 * (model.get("num_key_value_heads") or heads) * size
+
+
+def _attention_parameters(model: dict[str, Any]) -> Parameters:
+    hidden, (query, key_value) = model["hidden_size"], _attention_widths(model)
+    if not model.get("kv_lora_rank"):
+        return Parameters(cut=hidden * (query + key_value) + query * hidden)
+    heads, low, rope = model["num_attention_heads"], model["kv_lora_rank"], model["qk_rope_head_dim"]
+    down = hidden * (low + rope)
+    up = low * heads * (model["qk_nope_head_dim"] + model["v_head_dim"]) + heads * model["v_head_dim"] * hidden
+    rank = model.get("q_lora_rank")
+    down, up = (down + hidden * rank, up + rank * query) if rank else (down, up + hidden * query)
+    return Parameters(cut=up, whole=down)
+
+
+def _shared_width(model: dict[str, Any]) -> int:
+    if model.get("shared_expert_intermediate_size"):
+        return model["shared_expert_intermediate_size"]
+    return (model.get("n_shared_experts") or 0) * (model.get("moe_intermediate_size") or 0)
+
+
+def layer_parameters(model: dict[str, Any], layer: int) -> Parameters:
+    hidden = model["hidden_size"]
+    around = _attention_parameters(model) + Parameters(whole=2 * hidden)
+    if not has_experts(model, layer):
+        return around + Parameters(cut=3 * hidden * model["intermediate_size"])
+    experts = number_of_experts(model)
+    return around + Parameters(
+        cut=3 * hidden * _shared_width(model),
+        whole=hidden * experts,
+        experts=3 * hidden * model["moe_intermediate_size"] * experts,
+    )
+
+
+def outside_parameters(model: dict[str, Any]) -> dict[str, Parameters]:
+    """Embedding, and head with the last norm; a tied head has no matrix of its own."""
+    matrix = model["vocab_size"] * model["hidden_size"]
+    head = 0 if model.get("tie_word_embeddings") else matrix
+    return {"first": Parameters(cut=matrix), "last": Parameters(cut=head, whole=model["hidden_size"])}
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def _stage_memory(
+    model: dict[str, Any], sizes: Sizes, stage: int, per_stage: int, options: argparse.Namespace
+) -> RankMemory:
+    layers = _layers_of(stage, per_stage, sizes)
+    held = sum((layer_parameters(model, layer) for layer in layers), Parameters())
+    outside = outside_parameters(model)
+    if stage == 0:
+        held += outside["first"]
+    if stage == sizes.pp - 1:
+        held += outside["last"]
+        if model.get("tie_word_embeddings") and sizes.pp > 1:
+            held += outside["first"]  # a copy of the tied matrix
+    dense = held.cut / sizes.tp + held.whole
+    experts = held.experts / (sizes.ep * sizes.etp)
+    shards = (sizes.dp * sizes.cp, sizes.expert_copies) if sizes.distributed_optimizer else (1, 1)
+    return RankMemory(
+        stage,
+        dense + experts,
+        _WEIGHT * (dense + experts),
+        _GRADIENT * (dense + experts),
+        _ADAM * (dense / shards[0] + experts / shards[1]),
+        _activations(model, sizes, stage, layers, options),
+    )
+
+
+def _layers_of(stage: int, per_stage: int, sizes: Sizes) -> list[int]:
+    """Interleaved stages hold every pp-th chunk of layers."""
+    chunk = per_stage // sizes.vpp
+    return [(c * sizes.pp + stage) * chunk + i for c in range(sizes.vpp) for i in range(chunk)]
+
+
+def _activations(
+    model: dict[str, Any], sizes: Sizes, stage: int, layers: list[int], options: argparse.Namespace
+) -> float:
+    """What one micro-batch leaves in the layers, for as many as are on their way through this stage."""
+    tokens = options.max_tokens_per_gpu  # of one context-parallel rank
+    per_layer = [_kept_per_token(model, sizes, layer) for layer in layers]
+    if options.activation_checkpointing == "full":
+        inputs = len(layers) * model["hidden_size"] / (sizes.tp if sizes.sequence_parallel else 1)
+        one = _ACTIVATION * tokens * (inputs + max(per_layer))
+    else:
+        one = _ACTIVATION * tokens * sum(per_layer)
+    in_flight = min(sizes.pp - stage, options.num_micro_batches)
+    if sizes.vpp > 1:
+        in_flight = min(sizes.pp - stage + (sizes.pp - 1) / sizes.vpp, options.num_micro_batches)
+    return one * in_flight
+
+
+def _kept_per_token(model: dict[str, Any], sizes: Sizes, layer: int) -> float:
+    """Numbers per token: inputs of both norms and what follows them; queries, keys and values before and after rotation;
+    the attention's result; gate, up and their product."""
+    hidden, (query, key_value) = model["hidden_size"], _attention_widths(model)
+    split = sizes.tp if sizes.sequence_parallel else 1
+    if has_experts(model, layer):
+        # Each rank sends its tokens to their experts once; ranks that share an expert see each other's.
+        each = 3 * model["moe_intermediate_size"] + 2 * hidden * sizes.etp
+        mlp = 3 * _shared_width(model) / sizes.tp + model["num_experts_per_tok"] * each / split
+    else:
+        mlp = 3 * model["intermediate_size"] / sizes.tp
+    return 4 * hidden / split + (2 * (query + key_value) + query) / sizes.tp + mlp
+
+
+# -- time ------------------------------------------------------------------------------------------------------------
+
+
+def bubble_share(stages: int, chunks: int, micro_batches: int) -> float:
+    """Share of a step in which a stage waits: filling and draining take (stages - 1) / chunks micro-batches."""
+    waiting = (stages - 1) / chunks
+    return waiting / (micro_batches + waiting)
+
+
+def expert_imbalance(experts: int, ranks: int, busiest: float) -> float:
+    """Work of the busiest of `ranks` expert-parallel ranks over the mean, when the busiest expert has `busiest` times it.
+
+    Loads are taken as independent: a rank with many experts evens them out. 1 with one rank, `busiest` with one expert each.
+    """
+    if ranks == 1:
+        return 1.0
+    return 1.0 + (busiest - 1.0) * _largest_of(ranks) / _largest_of(experts) / math.sqrt(experts / ranks)
+
+
+def _largest_of(count: int) -> float:
+    """Expected largest of `count` standard normal numbers (Blom's approximation)."""
+    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
+
+
+# -- report ----------------------------------------------------------------------------------------------------------
+
+
+def render(plan: TrainerPlan) -> str:
+    s = plan.sizes
+    shape = f"tp {s.tp}, pp {s.pp}" + (f" x {s.vpp} chunks" if s.vpp > 1 else "") + f", cp {s.cp}, dp {s.dp}"
+    lines = [f"trainer: {plan.parameters / 1e9:.2f}B parameters on {s.ranks} ranks ({shape}, ep {s.ep})"]
+    lines.append("  stage  parameters   weights  gradients  optimizer  activations    total (GiB per rank, estimated)")
+    for m in plan.stages:
+        cells = (m.weights, m.gradients, m.optimizer, m.activations, m.total)
+        shown = "".join(f"{value / GIB:>{width}.1f}" for value, width in zip(cells, (10, 11, 11, 13, 9), strict=True))
+        lines.append(f"  {m.stage:>5}{m.parameters / 1e9:>11.2f}B{shown}")
+    lines.append(f"  pipeline bubble: {100 * plan.bubble:.1f}% of a step of {plan.micro_batches} micro-batches")
+    if plan.expert_imbalance is not None:
+        lines.append(f"  busiest expert-parallel rank: {plan.expert_imbalance:.2f} times the mean work")
+    return "\n".join(lines)

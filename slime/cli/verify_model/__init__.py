@@ -1,0 +1,123 @@
+"""`slime verify-model`: a few random layers of a model's own architecture through every trainer, against transformers."""
+
+import argparse
+import importlib.util
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from slime.cli.main import user_errors
+
+FAILED = 1  # exit code: something diverges
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
+    with user_errors():
+        _check(options)
+        with tempfile.TemporaryDirectory(prefix="slime-verify-") as folder:
+            return verify(options, Path(folder))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="slime verify-model",
+        description="Compares transformers, the FSDP trainer, the Megatron trainer under each layout and, if asked, an "
+        "engine on a small random model of the same architecture. Needs config.json, no weights; runs on CPU.",
+    )
+    parser.add_argument("--hf-checkpoint", required=True, metavar="DIR", help="folder (or hub id) with a config.json")
+    parser.add_argument("--layers", type=int, default=2, help="decoder layers of the small model [2]")
+    parser.add_argument("--full-width", action="store_true", help="keep heads and widths of the config; slower")
+    parser.add_argument(
+        "--layouts", metavar="LIST", help="Megatron layouts, such as tp2,pp2,tp2pp2 [all of two ranks, one of four]"
+    )
+    parser.add_argument("--engine", choices=("embedded", "sglang"), help="also an engine that serves the model")
+    parser.add_argument("--tolerance", type=float, default=1e-4, help="relative to the largest value [1e-4]")
+    parser.add_argument("--deadline-s", type=float, default=300.0, help="of one layout [300]")
+    return parser
+
+
+def _check(options: argparse.Namespace) -> None:
+    if options.layers < 1:
+        raise ValueError(f"--layers is {options.layers}: at least one layer is needed.")
+    if options.tolerance <= 0:
+        raise ValueError(f"--tolerance is {options.tolerance}: use a value above 0; fp32 differs by 1e-6 or so.")
+
+
+def verify(options: argparse.Namespace, folder: Path, *, before_build: Callable[[], None] | None = None) -> int:
+    """Prints the table line by line and returns the exit code. `before_build`: see `trainer_job.Job`."""
+    # torch and transformers take seconds to load, which a wrong flag should not cost.
+    from slime.cli.verify_model import reference, shrink
+    from slime.cli.verify_model.cases import documents
+    from slime.cli.verify_model.layouts import choose_targets
+    from slime.cli.verify_model.table import Table
+
+    reference.be_quiet()
+    config = shrink.shrink(
+        shrink.read_config(options.hf_checkpoint), layers=options.layers, full_width=options.full_width
+    )
+    megatron = importlib.util.find_spec("megatron") is not None
+    targets = choose_targets(options.layouts, experts=shrink.has_experts(config), megatron=megatron)
+    print(f"{options.hf_checkpoint}, as {shrink.describe(config)}; relative differences to transformers in fp32")
+    shrink.build(config, folder / "model", options.hf_checkpoint)
+    expected = reference.compute(folder / "model", folder / "after", config.vocab_size)
+    table = Table()
+    for target in targets:
+        _check_target(options, target, expected, folder, table, before_build)
+    if options.engine:
+        prompts = [tokens.tolist() for tokens in documents(config.vocab_size)["tokens"]]
+        _check_served(options, prompts, folder, table)
+    if not megatron:
+        print("megatron-core is not installed: the Megatron trainer was not compared.")
+    return _conclude(table)
+
+
+def _check_target(
+    options: argparse.Namespace, target: Any, expected: Any, folder: Path, table: Any, before_build: Any
+) -> None:
+    from slime.cli.verify_model import trainer_job
+    from slime.cli.verify_model.compare import compare
+
+    own = folder / target.name.replace(" ", "-")
+    own.mkdir()
+    vocabulary = expected.before[_embedding(expected.before)].shape[0]
+    job = trainer_job.Job(
+        str(folder / "model"), target, str(own), vocabulary, trainer_job.free_port(), before_build=before_build
+    )
+    started = time.monotonic()
+    try:
+        found = trainer_job.run(job, options.deadline_s)
+    except trainer_job.JobFailed as error:
+        table.failed(target.name, target.ranks, time.monotonic() - started, str(error))
+        return
+    table.compared(target.name, target.ranks, time.monotonic() - started, compare(expected, found, options.tolerance))
+
+
+def _embedding(weights: dict[str, Any]) -> str:
+    return next(name for name in weights if name.endswith("embed_tokens.weight"))
+
+
+def _check_served(options: argparse.Namespace, prompts: list[list[int]], folder: Path, table: Any) -> None:
+    from slime.cli.verify_model.engine_check import check_engine
+    from slime.utils.errors import RunStopped
+
+    started = time.monotonic()
+    name = f"{options.engine} engine"
+    try:
+        worst = check_engine(options.engine, folder / "model", prompts, folder, deadline_s=options.deadline_s)
+    except RunStopped as error:
+        table.failed(name, 1, time.monotonic() - started, str(error))
+        return
+    table.served(name, time.monotonic() - started, worst, options.tolerance)
+
+
+def _conclude(table: Any) -> int:
+    if not table.problems:
+        print(f"all {table.rows} agree")
+        return 0
+    print()
+    for name, problem in table.problems:
+        print(f"{name} diverges first at {problem}" if not problem.startswith("did not") else f"{name} {problem}")
+    return FAILED

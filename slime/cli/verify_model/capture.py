@@ -1,0 +1,120 @@
+"""Activations inside decoder layers, token by token, whatever part of the stream a rank holds."""
+
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from slime.backends.base import MicroBatch
+from slime.cli.verify_model.cases import Activations
+
+OUTPUT = "output"
+# Parts of a layer in the order of computation, by their hub name; Megatron's name where it differs.
+PARTS = {
+    "input_layernorm": "input_layernorm",
+    "self_attn": "self_attention",
+    "post_attention_layernorm": "pre_mlp_layernorm",
+    "mlp": "mlp",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Part of one activation: `values` [n, H] of the tokens numbered `tokens` [n] in a packed micro-batch."""
+
+    documents: tuple[int, ...]
+    lengths: tuple[int, ...]
+    layer: int
+    part: str
+    tokens: Tensor
+    values: Tensor
+
+
+@contextmanager
+def recording(layers: Sequence[tuple[int, nn.Module]], mbs: Sequence[MicroBatch], ids: Sequence[int], share: Any):
+    """Collects pieces while the block runs one pass over `mbs`; `ids` are the documents of this rank's batch.
+
+    `share(keyword arguments of the layer, micro-batch)` says which tokens of the micro-batch this rank computes, as
+    numbers with -1 for padding.
+    """
+    pieces: list[Piece] = []
+    handles = [hook for layer in layers for hook in _hook_layer(*layer, mbs, ids, share, pieces)]
+    try:
+        yield pieces
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _hook_layer(
+    number: int, layer: nn.Module, mbs: Sequence[MicroBatch], ids: Sequence[int], share: Any, pieces: list
+):
+    calls = -1
+    tokens: Tensor | None = None
+
+    def begin(_module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
+        nonlocal calls, tokens
+        calls += 1
+        # Micro-batches that only fill a schedule come after the real ones.
+        tokens = share(kwargs, mbs[calls]) if calls < len(mbs) else None
+
+    def keep(part: str):
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            if tokens is None:
+                return
+            value = (output[0] if isinstance(output, tuple) else output).detach()
+            value = value.reshape(-1, value.shape[-1]).float().cpu()
+            mb, real = mbs[calls], tokens >= 0
+            documents = tuple(ids[p] for p in mb.positions)
+            pieces.append(Piece(documents, mb.documents.lengths, number, part, tokens[real], value[real].clone()))
+
+        return hook
+
+    yield layer.register_forward_pre_hook(begin, with_kwargs=True)
+    yield layer.register_forward_hook(keep(OUTPUT))
+    for part, other in PARTS.items():
+        module = getattr(layer, part, None) or getattr(layer, other, None)
+        if module is not None:
+            yield module.register_forward_hook(keep(part))
+
+
+def whole_stream(_kwargs: dict[str, Any], mb: MicroBatch) -> Tensor:
+    """What a rank of the FSDP trainer computes."""
+    return torch.arange(mb.input_ids.shape[1])
+
+
+def megatron_share(tensor_rank: int, tensor_size: int):
+    """What a rank of the Megatron trainer computes; the sizes are of sequence parallelism (1: none)."""
+
+    def share(kwargs: dict[str, Any], mb: MicroBatch) -> Tensor:
+        stream = kwargs["packed_seq_params"]
+        total = sum(stream.documents.lengths)
+        numbers = torch.full((total,), -1)
+        numbers[stream.real.cpu()] = torch.arange(mb.input_ids.shape[1])
+        if stream.plan is not None:
+            numbers = numbers[stream.plan.local.cpu()]
+        return numbers.chunk(tensor_size)[tensor_rank]
+
+    return share
+
+
+def assemble(pieces: list[Piece]) -> Activations | None:
+    """All ranks' pieces as whole documents on rank 0; None on the others."""
+    gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(pieces, gathered)
+    if gathered is None:
+        return None
+    streams: dict[tuple, Tensor] = {}
+    for piece in (piece for part in gathered for piece in part):
+        key = (piece.documents, piece.lengths, piece.layer, piece.part)
+        shape = (sum(piece.lengths), piece.values.shape[-1])
+        streams.setdefault(key, torch.full(shape, float("nan")))[piece.tokens] = piece.values
+    return {
+        (document, layer, part): values
+        for (documents, lengths, layer, part), stream in streams.items()
+        for document, values in zip(documents, stream.split(lengths), strict=True)
+    }

@@ -1,0 +1,116 @@
+"""An outcome against the reference: one number for each thing compared, and the name of what diverges first."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slime.cli.verify_model import capture
+from slime.cli.verify_model.cases import LEARNING_RATE, Outcome
+
+COLUMNS = ("log-probs", "entropy", "loss", "grad norm", "gradients", "SGD step", "round trip")
+EXACT = "round trip"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`errors` by column; `first` names the first thing that diverges, in the order of computation (None: nothing)."""
+
+    errors: dict[str, float]
+    first: str | None
+
+
+def compare(reference: Outcome, found: Outcome, tolerance: float) -> Verdict:
+    gradients = _by_tensor(_gradients(reference), _gradients(found))
+    weights = _by_tensor(reference.after, found.after)
+    trip = {name: _differing(reference.before.get(name), found.before.get(name)) for name in _names(reference, found)}
+    errors = {
+        "log-probs": _largest(_relative(a, b) for a, b in zip(reference.log_probs, found.log_probs, strict=True)),
+        "entropy": _largest(_relative(a, b) for a, b in zip(reference.entropy, found.entropy, strict=True)),
+        "loss": abs(found.loss - reference.loss) / max(abs(reference.loss), 1.0),
+        "grad norm": abs(found.grad_norm - reference.grad_norm) / reference.grad_norm,
+        "gradients": _largest(gradients.values()),
+        "SGD step": _largest(weights.values()),
+        EXACT: float(sum(trip.values())),
+    }
+    wrong = [name for name, error in errors.items() if not error <= (0.0 if name == EXACT else tolerance)]
+    if not wrong:
+        return Verdict(errors, None)
+    return Verdict(errors, _first_divergence(reference, found, wrong, trip, gradients, tolerance))
+
+
+def _first_divergence(
+    reference: Outcome,
+    found: Outcome,
+    wrong: list[str],
+    trip: dict[str, int],
+    gradients: dict[str, float],
+    tolerance: float,
+) -> str:
+    """Weights that came in wrong explain what follows, then the first activation, then the first gradient."""
+    if EXACT in wrong:
+        name = next(name for name, differing in trip.items() if differing)
+        if name not in found.before or name not in reference.before:
+            where = "is missing from the trainer's export" if name not in found.before else "is no tensor of the model"
+            return f"tensor {name} {where}"
+        return (
+            f"tensor {name}: {trip[name]} of {reference.before[name].numel()} elements changed between load and export"
+        )
+    if {"log-probs", "entropy"} & set(wrong):
+        return first_activation(reference, found, tolerance) or "the output layer: activations agree, log-probs do not"
+    name = next((name for name, error in gradients.items() if not error <= tolerance), None)
+    return f"gradient of {name}" if name else f"{wrong[0]}: passes agree, the optimizer step does not"
+
+
+def first_activation(reference: Outcome, found: Outcome, tolerance: float) -> str | None:
+    """The first layer whose output differs, and the first part inside it that does."""
+    layers = sorted({layer for _, layer, _ in reference.activations})
+    for layer in layers:
+        if not _differs(reference, found, layer, capture.OUTPUT, tolerance):
+            continue
+        part = next((p for p in capture.PARTS if _differs(reference, found, layer, p, tolerance)), capture.OUTPUT)
+        weights = [n for n in reference.before if f"layers.{layer}.{part}." in n]
+        beside = f" (weights {', '.join(weights[:6])})" if weights else ""
+        return f"layer {layer}, {part}{beside}"
+    return None
+
+
+def _differs(reference: Outcome, found: Outcome, layer: int, part: str, tolerance: float) -> bool:
+    keys = [key for key in reference.activations if key[1:] == (layer, part) and key in found.activations]
+    return any(not _relative(reference.activations[key], found.activations[key]) <= tolerance for key in keys)
+
+
+def _names(reference: Outcome, found: Outcome) -> list[str]:
+    """In the reference's order; a tied output matrix may be exported once more."""
+    extra = [name for name in found.before if name not in reference.before and name != "lm_head.weight"]
+    return [*reference.before, *extra]
+
+
+def _differing(expected: Tensor | None, found: Tensor | None) -> int:
+    if expected is None or found is None or expected.shape != found.shape:
+        return 1
+    return int((expected != found.to(expected.dtype)).sum())
+
+
+def _gradients(outcome: Outcome) -> dict[str, Tensor]:
+    """What one step of SGD took off each weight, by its rate."""
+    return {name: (outcome.before[name] - after) / LEARNING_RATE for name, after in outcome.after.items()}
+
+
+def _by_tensor(expected: dict[str, Tensor], found: dict[str, Tensor]) -> dict[str, float]:
+    return {name: _relative(tensor, found[name]) for name, tensor in expected.items() if name in found}
+
+
+def _relative(expected: Tensor, found: Tensor) -> float:
+    """The largest difference, by the largest value; NaN where a value is missing."""
+    if expected.shape != found.shape:
+        return math.inf
+    scale = max(float(expected.abs().max()), 1e-3)
+    return float((expected.double() - found.double()).abs().max()) / scale
+
+
+def _largest(values) -> float:
+    listed = torch.tensor([*values], dtype=torch.float64)
+    # max keeps NaN, which no tolerance admits.
+    return float(listed.max()) if len(listed) else math.nan

@@ -1,0 +1,64 @@
+"""Layouts by name: `tp2`, `pp2`, `cp2`, `ep2`, `dp2`, `tp2sp`, `tp2pp2`, ... and how many processes each takes."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+_FLAGS = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+}
+_PART = re.compile(r"(vpp|etp|tp|pp|cp|ep|dp)(\d+)|(sp)")
+DENSE = ("single", "tp2", "tp2sp", "pp2", "cp2", "dp2", "tp2pp2")
+EXPERTS = ("single", "tp2", "pp2", "cp2", "ep2", "ep2pp2")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One trainer under one layout. `settings` are flags of the run."""
+
+    backend: str  # fsdp or megatron
+    layout: str
+    ranks: int
+    settings: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"{self.backend} {self.layout}"
+
+
+def parse_layout(text: str, *, experts: bool) -> Target:
+    """`tp2pp2` -> the Megatron trainer on four ranks. With experts, tensor parallelism brings sequence parallelism."""
+    sizes = {} if text == "single" else _sizes(text)
+    tp, cp, pp = (sizes.get(name, 1) for name in ("tp", "cp", "pp"))
+    dp = sizes.get("dp", 1)
+    while (tp * cp * dp) % (sizes.get("ep", 1) * sizes.get("etp", 1)):
+        dp += 1
+    settings = {_FLAGS[name]: size for name, size in sizes.items() if name in _FLAGS}
+    settings["sequence_parallel"] = "sp" in sizes or (experts and tp > 1)
+    return Target("megatron", text, tp * cp * pp * dp, tuple(settings.items()))
+
+
+def _sizes(text: str) -> dict[str, int]:
+    parts = list(_PART.finditer(text))
+    if not parts or "".join(part.group() for part in parts) != text:
+        raise ValueError(
+            f"--layouts names {text!r}: a layout is `single`, or sizes behind each other such as tp2, pp2, tp2sp, "
+            f"pp2vpp2, cp2, ep2, dp2, tp2pp2."
+        )
+    return {part.group(1) or "sp": int(part.group(2) or 1) for part in parts}
+
+
+def choose_targets(layouts: str | None, *, experts: bool, megatron: bool) -> list[Target]:
+    """The FSDP trainer alone and on two ranks, then the Megatron trainer under each layout."""
+    targets = [Target("fsdp", "single", 1), Target("fsdp", "dp2", 2)]
+    if layouts is None and not megatron:
+        return targets
+    if not megatron:
+        raise ValueError(f"--layouts {layouts}: layouts are Megatron's, and megatron-core is not installed.")
+    names = layouts.split(",") if layouts else (EXPERTS if experts else DENSE)
+    return targets + [parse_layout(name.strip(), experts=experts) for name in names]

@@ -1,0 +1,144 @@
+"""A small model of the user's own architecture: a few layers, narrow, with random weights, from config.json alone."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+VOCABULARY = 512
+EXPERTS, EXPERTS_PER_TOKEN = 8, 2
+_KEY_VALUE_HEADS, _HEAD_DIM = 2, 16
+# Largest values of sizes inside latent attention.
+_LATENT = dict(q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16)
+_EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
+_WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.index.json", "config.json", "generation_config.json")
+
+
+def read_config(path: str) -> Any:
+    # Heavy import, only needed here.
+    from transformers import AutoConfig
+
+    if Path(path).exists() and not (Path(path) / "config.json").is_file():
+        raise ValueError(f"--hf-checkpoint {path}: no config.json there, so it is not a Hugging Face model folder.")
+    return AutoConfig.from_pretrained(path)
+
+
+def shrink(config: Any, *, layers: int, full_width: bool = False) -> Any:
+    """The same architecture with `layers` layers, a small vocabulary and few experts; narrow unless `full_width`."""
+    values = config.to_dict()
+    changes = _fewer_layers(values, layers) | _fewer_experts(values)
+    changes["vocab_size"] = min(values["vocab_size"], VOCABULARY)
+    changes |= {name: None for name in _SPECIAL_TOKENS if name in values}
+    if not full_width:
+        changes |= _narrower(values)
+    values.pop("quantization_config", None)
+    return type(config).from_dict(values | changes | {"dtype": "float32", "use_cache": False})
+
+
+def _fewer_layers(values: dict[str, Any], layers: int) -> dict[str, Any]:
+    """A model that has dense layers before its experts keeps one of them, if two layers or more are left."""
+    changes: dict[str, Any] = {"num_hidden_layers": layers}
+    if values.get("layer_types"):
+        kinds = list(dict.fromkeys(values["layer_types"]))
+        changes["layer_types"] = [kinds[i % len(kinds)] for i in range(layers)]
+    if values.get("mlp_layer_types"):
+        changes["mlp_layer_types"] = _pick_both_ends(values["mlp_layer_types"], layers)
+    if values.get("mlp_only_layers"):
+        changes["mlp_only_layers"] = [0] if layers > 1 else []
+    if values.get("first_k_dense_replace"):
+        changes["first_k_dense_replace"] = min(values["first_k_dense_replace"], layers - 1)
+    if values.get("max_window_layers"):
+        changes["max_window_layers"] = layers
+    for name in ("num_nextn_predict_layers", "num_mtp_layers"):
+        if values.get(name):
+            changes[name] = 0
+    return changes
+
+
+def _pick_both_ends(kinds: list[str], layers: int) -> list[str]:
+    return [kinds[0], *[kinds[-1]] * (layers - 1)]
+
+
+def _fewer_experts(values: dict[str, Any]) -> dict[str, Any]:
+    names = [name for name in _EXPERT_COUNTS if values.get(name)]
+    if not names:
+        return {}
+    experts = min(values[names[0]], EXPERTS)
+    changes = dict.fromkeys(names, experts)
+    if values.get("num_experts_per_tok"):
+        changes["num_experts_per_tok"] = min(values["num_experts_per_tok"], EXPERTS_PER_TOKEN)
+    if (values.get("n_group") or 1) > 1:
+        changes |= {"n_group": 2, "topk_group": 1}
+    return changes
+
+
+def _narrower(values: dict[str, Any]) -> dict[str, Any]:
+    """Heads keep their ratio to key-value heads up to four, widths their ratio to the hidden size."""
+    heads = values["num_attention_heads"]
+    groups = values.get("num_key_value_heads") or heads
+    changes: dict[str, Any] = {name: min(values[name], size) for name, size in _LATENT.items() if values.get(name)}
+    shared = min(heads // groups, 4)
+    new_groups = min(groups, _KEY_VALUE_HEADS if shared > 1 else 4)
+    new_heads = min(heads, 4) if changes else new_groups * shared
+    hidden = values["hidden_size"]
+    head_dim = min(values.get("head_dim") or hidden // heads, _HEAD_DIM)
+    width = new_heads * head_dim
+    changes |= {"num_attention_heads": new_heads, "hidden_size": width}
+    if "num_key_value_heads" in values:
+        changes["num_key_value_heads"] = new_heads if changes.get("kv_lora_rank") else new_groups
+    if values.get("head_dim"):
+        changes["head_dim"] = changes.get("qk_rope_head_dim", head_dim)
+    for name in _WIDTHS:
+        if values.get(name):
+            changes[name] = max(16, round(values[name] / hidden * width / 8) * 8)
+    return changes
+
+
+def build(config: Any, folder: Path, source: str, *, seed: int = 0) -> None:
+    """Write the model with random weights as a hub checkpoint, with the tokenizer of `source` if it is a folder."""
+    # Heavy import, only needed here.
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    draw(model)
+    model.save_pretrained(folder)
+    if Path(source).is_dir():
+        skipped = {file.name for pattern in _WEIGHT_FILES for file in Path(source).glob(pattern)}
+        for file in Path(source).iterdir():
+            if file.is_file() and file.name not in skipped and file.suffix in (".json", ".txt", ".model", ".jinja"):
+                shutil.copyfile(file, folder / file.name)
+
+
+@torch.no_grad()
+def draw(model: nn.Module) -> None:
+    """Weights under which every tensor matters: norms are not all one, biases are not zero, matrices keep the scale."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name.endswith("inv_freq") or not tensor.is_floating_point():
+            continue
+        if tensor.ndim > 1:
+            tensor.normal_(0.0, tensor.shape[-1] ** -0.5)
+        elif name.endswith("bias"):
+            tensor.normal_(0.0, 0.1)
+        else:
+            tensor.normal_(1.0, 0.1)
+
+
+def has_experts(config: Any) -> bool:
+    values = config.to_dict()
+    return any(values.get(name) for name in _EXPERT_COUNTS)
+
+
+def describe(config: Any) -> str:
+    values = json.loads(config.to_json_string(use_diff=False))
+    parts = [f"{values['num_hidden_layers']} layers", f"hidden {values['hidden_size']}"]
+    parts.append(f"{values['num_attention_heads']} heads")
+    experts = next((values[name] for name in _EXPERT_COUNTS if values.get(name)), None)
+    if experts:
+        parts.append(f"{experts} experts")
+    return f"{values['model_type']}: {', '.join(parts)}, vocabulary {values['vocab_size']}"

@@ -1,0 +1,170 @@
+"""One trainer under one layout, in processes of its own: they end with a result, an error or at the deadline."""
+
+import importlib
+import multiprocessing
+import os
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slime.backends.fsdp.layers import decoder_layers
+from slime.backends.microbatch import build_micro_batch
+from slime.cli.settings import default_settings
+from slime.cli.verify_model import capture, reference
+from slime.cli.verify_model.cases import DENOMINATORS, LEARNING_RATE, Outcome, documents, linear_loss, take
+from slime.cli.verify_model.layouts import Target
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """`before_build` is called in every process first; tests make a mistake there that the check must find."""
+
+    model: str
+    target: Target
+    folder: str
+    vocabulary: int
+    port: int
+    before_build: Callable[[], None] | None = None
+
+
+class JobFailed(Exception):
+    """A trainer did not finish; the message says why."""
+
+
+def run(job: Job, deadline_s: float) -> Outcome:
+    """Start the job's ranks, wait for them, and end them all when one fails or the time is up."""
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=_rank_main, args=(rank, job), daemon=True) for rank in range(job.target.ranks)]
+    for process in ranks:
+        process.start()
+    try:
+        _wait(ranks, job, time.monotonic() + deadline_s, deadline_s)
+    finally:
+        for process in ranks:
+            if process.is_alive():
+                process.kill()
+            process.join()
+    return torch.load(Path(job.folder) / "outcome.pt", weights_only=False)
+
+
+def _wait(ranks: list[Any], job: Job, deadline: float, deadline_s: float) -> None:
+    running = list(ranks)
+    while running:
+        ready = wait([process.sentinel for process in running], timeout=max(deadline - time.monotonic(), 0.0))
+        if not ready:
+            raise JobFailed(f"not finished after {deadline_s:.0f} s (--deadline-s)")
+        running = [process for process in running if process.sentinel not in ready]
+        if any(process.exitcode for process in ranks if process.sentinel in ready):
+            errors = sorted(Path(job.folder).glob("error_*.txt"), key=lambda file: file.stat().st_mtime)
+            raise JobFailed(errors[0].read_text().strip() if errors else "a process ended without a word")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def settings(model: str, target: Target) -> SimpleNamespace:
+    """Every flag at its default, plain SGD, and the layout's own."""
+    return default_settings(
+        hf_checkpoint=model,
+        train_backend=target.backend,
+        dtype="float32",
+        optimizer="sgd",
+        lr=LEARNING_RATE,
+        weight_decay=0.0,
+        clip_grad=0.0,
+        **dict(target.settings),
+    )
+
+
+def _rank_main(rank: int, job: Job) -> None:
+    _end_with_parent()
+    torch.set_num_threads(1)
+    reference.be_quiet()
+    try:
+        address = f"tcp://127.0.0.1:{job.port}"
+        dist.init_process_group("gloo", init_method=address, rank=rank, world_size=job.target.ranks)
+        if job.before_build is not None:
+            job.before_build()
+        outcome = compute(rank, job)
+    except BaseException as error:
+        # Ranks that wait for this one would report a lost connection; the cause is written first.
+        told = str(error) if isinstance(error, ValueError) else traceback.format_exc(limit=-4)
+        (Path(job.folder) / f"error_{rank}.txt").write_text(told or type(error).__name__)
+        os._exit(1)
+    if rank == 0:
+        torch.save(outcome, Path(job.folder) / "outcome.pt")
+    dist.barrier()
+    os._exit(0)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "this runs in a child process"
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def compute(rank: int, job: Job) -> Outcome | None:
+    """Log-probs with activations, the weights before, one step, the weights after. On rank 0."""
+    target = job.target
+    create_backend = importlib.import_module(f"slime.backends.{target.backend}").create_backend
+    args = settings(job.model, target)
+    backend = create_backend(args, rank=rank, world_size=target.ranks, device="cpu")
+    layout = backend.layout
+    whole = documents(job.vocabulary)
+    ids = list(range(len(whole["tokens"])))[layout.dp_rank :: layout.dp_size]
+    batch = take(whole, ids)
+    half = -(-len(ids) // 2)
+    positions = [list(range(half)), list(range(half, len(ids)))]
+    mbs = [build_micro_batch(batch, chosen, ["advantages"]) for chosen in positions if chosen]
+    layers, share = _layers_of(backend, args)
+    with capture.recording(layers, mbs, ids, share) as pieces:
+        lists = backend.log_probs(mbs, entropy=True)
+    activations = capture.assemble(pieces)
+    log_probs, entropy = (
+        _by_document(values, ids, len(whole["tokens"])) for values in (lists.log_probs, lists.entropy)
+    )
+    before = _exported(backend)
+    stats = backend.train_step(mbs, linear_loss(), DENOMINATORS)
+    after = _exported(backend)
+    if rank != 0:
+        return None
+    return Outcome(log_probs, entropy, stats.metrics["loss"], stats.grad_norm, before, after, activations or {})
+
+
+def _layers_of(backend: Any, args: Any) -> tuple[list[tuple[int, torch.nn.Module]], Any]:
+    if args.train_backend == "fsdp":
+        return list(enumerate(decoder_layers(backend.model.lm))), capture.whole_stream
+    chunks = [chunk.module for chunk in backend.model]
+    layers = [(layer.layer_number - 1, layer) for chunk in chunks for layer in chunk.decoder.layers]
+    split = (backend.layout.tp_rank, backend.layout.tp_size) if args.sequence_parallel else (0, 1)
+    return layers, capture.megatron_share(*split)
+
+
+def _by_document(values: list[torch.Tensor], ids: list[int], count: int) -> list[torch.Tensor]:
+    """This rank's documents and all others', in the order of the whole batch."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, dict(zip(ids, values, strict=True)))
+    found = {number: value for part in gathered for number, value in part.items()}
+    return [found[number] for number in range(count)]
+
+
+def _exported(backend: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().cpu().clone() for bucket in backend.export() for name, tensor in bucket}

@@ -1,0 +1,145 @@
+"""`slime convert`: round trips change no bit, FP8 folders say what they hold, mistakes are told before anything is written."""
+
+import importlib.util
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from slime.cli.main import main
+from slime.utils.fp8 import dequantize_blocks
+
+needs_megatron = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+
+
+def make_model(path, *, shards: str = "1GB", tied: bool = True) -> str:
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=127,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        tie_word_embeddings=tied,
+        dtype=BF16,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=BF16)
+    model.save_pretrained(path, max_shard_size=shards)
+    (path / "tokenizer.json").write_text('{"kept": true}')
+    return str(path)
+
+
+def weights(folder) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def fails(argv: list[str], capsys) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        main(["convert", *argv])
+    assert stopped.value.code == 2
+    return capsys.readouterr().err
+
+
+def round_trip(tmp_path, backend: str) -> None:
+    model = make_model(tmp_path / "model")
+    saved, back = str(tmp_path / "dist"), str(tmp_path / "back")
+    assert main(["convert", "hf-to-dist", "--hf-checkpoint", model, "--save", saved, "--train-backend", backend]) == 0
+    assert main(["convert", "dist-to-hf", "--load", saved, "--hf-checkpoint", model, "--save", back]) == 0
+    expected, found = weights(tmp_path / "model"), weights(tmp_path / "back")
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == BF16 and torch.equal(found[name], tensor), name
+    assert (tmp_path / "back" / "tokenizer.json").read_text() == '{"kept": true}'
+
+
+def test_round_trip_through_an_fsdp_checkpoint_changes_no_bit(tmp_path):
+    round_trip(tmp_path, "fsdp")
+
+
+@pytest.mark.slow
+@pytest.mark.megatron
+@needs_megatron
+def test_round_trip_through_a_megatron_checkpoint_changes_no_bit(tmp_path):
+    # In a process of its own: the shims that let Megatron run on a CPU stay in a process for good.
+    import subprocess
+    import sys
+
+    model, saved, back = make_model(tmp_path / "model", tied=False), str(tmp_path / "dist"), str(tmp_path / "back")
+    slime = [sys.executable, "-m", "slime", "convert"]
+    to_dist = ["hf-to-dist", "--hf-checkpoint", model, "--save", saved, "--train-backend", "megatron"]
+    to_hf = ["dist-to-hf", "--load", saved, "--hf-checkpoint", model, "--save", back]
+    for words in (to_dist, to_hf):
+        subprocess.run([*slime, *words], check=True, timeout=300)
+    expected, found = weights(tmp_path / "model"), weights(tmp_path / "back")
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_existing_output_and_wrong_folders_are_refused(tmp_path, capsys):
+    model = make_model(tmp_path / "model")
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "notes.txt").write_text("mine")
+    words = ["hf-to-dist", "--hf-checkpoint", model, "--save", str(full)]
+    assert f"--save {full} is there already" in fails(words, capsys)
+    assert "no config.json" in fails(
+        ["hf-to-dist", "--hf-checkpoint", str(full), "--save", str(tmp_path / "x")], capsys
+    )
+    words = ["dist-to-hf", "--load", str(full), "--hf-checkpoint", model, "--save", str(tmp_path / "x")]
+    assert f"--load {full} holds no checkpoint" in fails(words, capsys)
+    assert (full / "notes.txt").read_text() == "mine" and not (tmp_path / "x").exists()
+
+
+def test_fp8_folder_holds_blocks_and_says_so(tmp_path):
+    model = make_model(tmp_path / "model", shards="20KB", tied=False)
+    out = tmp_path / "fp8"
+    words = ["hf-to-fp8", "--hf-checkpoint", model, "--save", str(out), "--block-size", "16", "16"]
+    assert main(["convert", *words]) == 0
+    before, after = weights(tmp_path / "model"), weights(out)
+    for name, tensor in before.items():
+        if "_proj" in name:
+            assert after[name].dtype == FP8
+            read = dequantize_blocks(after[name], after[name + "_scale_inv"], (16, 16), torch.float32)
+            assert (read - tensor.float()).abs().max() <= tensor.float().abs().max() / 16
+        else:
+            assert torch.equal(after[name], tensor), name
+    config = json.loads((out / "config.json").read_text())
+    assert config["quantization_config"] == {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [16, 16],
+        "modules_to_not_convert": ["lm_head"],
+    }
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == after.keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in after.values())
+    assert (out / "tokenizer.json").is_file() and not (tmp_path / "fp8.tmp").exists()
+
+
+def test_fp8_of_an_fp8_folder_or_over_another_is_refused(tmp_path, capsys):
+    model = make_model(tmp_path / "model")
+    words = ["hf-to-fp8", "--hf-checkpoint", model, "--save", str(tmp_path / "fp8")]
+    assert main(["convert", *words]) == 0
+    assert "is there already" in fails(words, capsys)
+    again = ["hf-to-fp8", "--hf-checkpoint", str(tmp_path / "fp8"), "--save", str(tmp_path / "x")]
+    assert "is quantised already (fp8)" in fails(again, capsys)
+
+
+def test_tensor_that_the_index_promises_and_no_file_has_is_named(tmp_path, capsys):
+    model = make_model(tmp_path / "model", shards="20KB")
+    file = sorted((tmp_path / "model").glob("*.safetensors"))[0]
+    tensors = load_file(file)
+    lost = sorted(tensors)[0]
+    save_file({name: tensor for name, tensor in tensors.items() if name != lost} | {"x": torch.ones(1)}, file)
+    words = ["hf-to-fp8", "--hf-checkpoint", model, "--save", str(tmp_path / "fp8")]
+    assert lost in fails(words, capsys)
+    file.unlink()
+    assert f"names {file.name}, which is not there" in fails(words, capsys)
+    assert not (tmp_path / "fp8").exists()

@@ -1,0 +1,149 @@
+"""What `slime plan` says of a trainer: golden tables of two models, and each estimate against a slower count."""
+
+import json
+
+import pytest
+
+from slime.cli.plan import main
+from slime.cli.trainer_plan import bubble_share, expert_imbalance, layer_parameters, outside_parameters
+
+QWEN3_4B = dict(
+    hidden_size=2560,
+    num_hidden_layers=36,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    intermediate_size=9728,
+    vocab_size=151936,
+    tie_word_embeddings=True,
+)
+QWEN3_30B_A3B = dict(
+    hidden_size=2048,
+    num_hidden_layers=48,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    head_dim=128,
+    intermediate_size=6144,
+    moe_intermediate_size=768,
+    num_experts=128,
+    num_experts_per_tok=8,
+    vocab_size=151936,
+    tie_word_embeddings=False,
+)
+DENSE = """\
+trainer: 4.02B parameters on 8 ranks (tp 2, pp 2, cp 1, dp 2, ep 1)
+  stage  parameters   weights  gradients  optimizer  activations    total (GiB per rank, estimated)
+      0       1.10B       2.1        4.1        6.2         15.3     27.7
+      1       1.10B       2.1        4.1        6.2          7.7     20.0
+  pipeline bubble: 11.1% of a step of 8 micro-batches
+"""
+EXPERTS = """\
+trainer: 30.53B parameters on 16 ranks (tp 2, pp 2 x 2 chunks, cp 1, dp 4, ep 8)
+  stage  parameters   weights  gradients  optimizer  activations    total (GiB per rank, estimated)
+      0       2.20B       4.1        8.2       21.3         33.8     67.4
+      1       2.20B       4.1        8.2       21.3         20.2     53.9
+  pipeline bubble: 3.0% of a step of 16 micro-batches
+  busiest expert-parallel rank: 1.14 times the mean work
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    def write(model: dict) -> str:
+        (tmp_path / "config.json").write_text(json.dumps(model))
+        return str(tmp_path)
+
+    return write
+
+
+def plan(model: str, ranks: int, *words: str) -> list[str]:
+    return ["--hf-checkpoint", model, "--actor-num-gpus-per-node", str(ranks), *words]
+
+
+def test_dense_layout_has_its_golden_table(folder, capsys):
+    words = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2", "--sequence-parallel"]
+    assert main(plan(folder(QWEN3_4B), 8, *words)) == 0
+    assert capsys.readouterr().out == DENSE
+
+
+def test_interleaved_layout_of_experts_has_its_golden_table(folder, capsys):
+    words = "--actor-num-nodes 2 --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"
+    words += " --virtual-pipeline-model-parallel-size 2 --expert-model-parallel-size 8 --num-micro-batches 16"
+    assert main(plan(folder(QWEN3_30B_A3B), 8, *words.split())) == 0
+    assert capsys.readouterr().out == EXPERTS
+
+
+def test_parameters_are_those_of_transformers():
+    """Counts of Qwen3-4B and Qwen3-30B-A3B without the norms of single heads, 2 x 128 in each layer."""
+    for model, count in ((QWEN3_4B, 4022468096), (QWEN3_30B_A3B, 30532122624)):
+        layers = sum(layer_parameters(model, i).total for i in range(model["num_hidden_layers"]))
+        found = layers + sum(p.total for p in outside_parameters(model).values())
+        assert found == count - model["num_hidden_layers"] * 2 * 128
+
+
+def simulated_bubble(stages: int, micro_batches: int) -> float:
+    """Forward and backward of one time unit each, one after another through all stages, as 1F1B orders them."""
+    done: dict[tuple[str, int, int], int] = {}
+    free = [0] * stages
+    order = []
+    for stage in range(stages):
+        warm = min(stages - stage - 1, micro_batches)
+        steps = [("f", i) for i in range(warm)]
+        for i in range(micro_batches - warm):
+            steps += [("f", warm + i), ("b", i)]
+        order.append(steps + [("b", i) for i in range(micro_batches - warm, micro_batches)])
+    while any(order):
+        for stage, steps in enumerate(order):
+            while steps:
+                kind, i = steps[0]
+                neighbour = stage - 1 if kind == "f" else stage + 1
+                needs = [(kind, i, neighbour)] if 0 <= neighbour < stages else []
+                needs += [("f", i, stage)] if kind == "b" else []
+                if any(need not in done for need in needs):
+                    break
+                free[stage] = max([free[stage], *(done[need] for need in needs)]) + 1
+                done[kind, i, stage] = free[stage]
+                steps.pop(0)
+    return 1 - 2 * micro_batches / max(free)
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 3), (2, 4), (4, 8), (4, 2), (8, 32)])
+def test_bubble_is_that_of_a_simulated_schedule(stages, micro_batches):
+    assert bubble_share(stages, 1, micro_batches) == pytest.approx(simulated_bubble(stages, micro_batches))
+
+
+def test_chunks_shorten_the_bubble():
+    assert bubble_share(4, 2, 8) == pytest.approx(1.5 / 9.5)
+
+
+def test_experts_spread_over_few_ranks_even_out():
+    assert expert_imbalance(128, 1, 3.0) == 1.0
+    assert expert_imbalance(128, 128, 3.0) == pytest.approx(3.0)
+    assert 1.0 < expert_imbalance(128, 8, 3.0) < expert_imbalance(128, 32, 3.0) < 3.0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--tensor-model-parallel-size 3", "not a multiple of tensor 3"),
+        ("--pipeline-model-parallel-size 8 --virtual-pipeline-model-parallel-size 2", "36 layers cannot be shared"),
+        ("--expert-model-parallel-size 2", "has no experts"),
+        ("--moe-load-max-over-mean 0.5", "at least the mean"),
+    ],
+)
+def test_impossible_trainer_is_refused(folder, capsys, words, message):
+    with pytest.raises(SystemExit) as stopped:
+        main(plan(folder(QWEN3_4B), 8, *words.split()))
+    assert stopped.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_trainer_without_a_model_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(plan(str(tmp_path), 8))
+    assert "no config.json" in capsys.readouterr().err
+
+
+def test_plan_for_programs_holds_the_trainer(folder, capsys):
+    assert main(plan(folder(QWEN3_4B), 8, "--json", "--rollout-num-gpus", "2")) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["trainer"]["sizes"]["ranks"] == 8 and len(shown["engines"]) == 2
