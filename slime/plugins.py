@@ -202,6 +202,35 @@ PLUGIN_POINTS = (
         returns="(loss, dict of metrics)",
         when="for each micro-batch, with --loss-type custom_loss",
     ),
+    PluginPoint(
+        "custom_megatron_init_path",
+        positional=("args",),
+        style="sync",
+        returns="nothing",
+        when="once on every rank of the Megatron trainer: process groups stand, no model is built",
+    ),
+    PluginPoint(
+        "custom_megatron_before_log_prob_hook_path",
+        positional=("args", "model", "store_prefix"),
+        style="sync",
+        returns="nothing",
+        when='before each pass of the Megatron trainer that records log-probs; store_prefix is "", "ref_" or "teacher_"',
+    ),
+    PluginPoint(
+        "custom_megatron_before_train_step_hook_path",
+        positional=("args", "rollout_id", "step_id", "model", "optimizer", "opt_param_scheduler"),
+        style="sync",
+        returns="nothing",
+        when="before each optimizer step of the Megatron trainer's policy; the scheduler offers get_lr() and num_steps",
+    ),
+    PluginPoint(
+        "custom_model_provider_path",
+        positional=("pre_process", "post_process"),
+        style="sync",
+        returns="a slime.backends.megatron.model.PackedGPTModel",
+        when="for each chunk that a rank builds; `build` makes the usual one, a critic's head is put in afterwards",
+        optional=("vp_stage", "config", "build"),
+    ),
 )
 
 # The plug-in points that an evaluation dataset can set for itself, by the name of its setting.

@@ -27,6 +27,10 @@ MEGATRON_FLAGS = dict(
     overlap_param_gather=False,
     moe_token_dispatcher_type="alltoall",
     megatron_config=None,
+    custom_megatron_init_path=None,
+    custom_megatron_before_log_prob_hook_path=None,
+    custom_megatron_before_train_step_hook_path=None,
+    custom_model_provider_path=None,
     deterministic_mode=False,
     distributed_timeout_minutes=5,
     seed=1,
@@ -189,6 +193,7 @@ def save_and_resume(rank: int, world_size: int, model: str, folder: str, save_as
         first = train(create_backend, args, rank, world_size)["backend"]
         first.save(folder)
         results["went on"] = go_on(first, args)
+        assert first.finish_save(wait=True)
     if load_as is not None:
         args = megatron_args(model, **adam, **load_as)
         second = create_backend(args, **place)

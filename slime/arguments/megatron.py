@@ -69,6 +69,18 @@ class MegatronFlags:
     use_rollout_routing_replay: bool = flag(
         False, "passes of the policy send tokens to the experts that the engine chose while it sampled"
     )
+    custom_megatron_init_path: str | None = flag(
+        None, "function called on every rank when its process groups stand", metavar="PATH"
+    )
+    custom_megatron_before_log_prob_hook_path: str | None = flag(
+        None, "function called before each pass that records log-probs", metavar="PATH"
+    )
+    custom_megatron_before_train_step_hook_path: str | None = flag(
+        None, "function called before each optimizer step of the policy", metavar="PATH"
+    )
+    custom_model_provider_path: str | None = flag(
+        None, "function that builds the model of a pipeline stage", metavar="PATH"
+    )
     megatron_config: dict | None = flag(
         None, "further fields of megatron-core's configuration; each is also a flag of its own", metavar="JSON"
     )

@@ -3,8 +3,7 @@
 UNBUILT_FLAGS = frozenset(
     """
     actor-num-cpus allgather-cp ci-disable-kl-checker ci-load-grad-norm ci-save-grad-norm ci-test
-    ci-train-rollout-logprob-abs-diff-threshold custom-megatron-before-log-prob-hook-path
-    custom-megatron-before-train-step-hook-path custom-megatron-init-path custom-model-provider-path
+    ci-train-rollout-logprob-abs-diff-threshold
     custom-update-weight-post-write-path
     data-pad-size-multiplier dump-details enable-mtp-training
     fetch-trajectory-retry-times freeze-indexer

@@ -109,6 +109,14 @@ class Denominators:
 
 
 @dataclass(frozen=True, slots=True)
+class StepPlace:
+    """Which optimizer step of a run it is."""
+
+    rollout_id: int
+    step_id: int  # from 0 in the rollout
+
+
+@dataclass(frozen=True, slots=True)
 class Loss:
     """A loss function and what it needs from the model."""
 
@@ -175,7 +183,13 @@ class TrainBackend(Protocol):
     def values(self, mbs: list[MicroBatch]) -> list[Tensor]: ...
 
     def train_step(
-        self, mbs: list[MicroBatch], loss: Loss, denominators: Denominators, *, model: str = "actor"
+        self,
+        mbs: list[MicroBatch],
+        loss: Loss,
+        denominators: Denominators,
+        *,
+        model: str = "actor",
+        place: StepPlace | None = None,  # None: outside of a run
     ) -> StepStats: ...
 
     def reset_optimizer(self) -> None: ...

@@ -15,7 +15,7 @@ from slime.algorithms.policy_loss import COVARIANCE_LOSSES
 from slime.algorithms.reduce import REDUCTIONS
 from slime.arguments.objectives import SUPERVISED_LOSSES
 from slime.backends import beside
-from slime.backends.base import Denominators, NonFiniteStepError, StepStats, TrainBackend
+from slime.backends.base import Denominators, NonFiniteStepError, StepPlace, StepStats, TrainBackend
 from slime.backends.kept_versions import KeptVersions
 from slime.backends.losses import build_loss
 from slime.backends.microbatch import build_micro_batches
@@ -241,7 +241,7 @@ def _train(
     if args.use_opd:
         loss = beside.with_distillation(loss, backend, args)
     try:
-        stats = backend.train_step(mbs, loss, denominators)
+        stats = backend.train_step(mbs, loss, denominators, place=StepPlace(rollout_id, index))
     except NonFiniteStepError as error:
         _report_nonfinite(backend, args, f"rollout_{rollout_id}_step_{index}", batch, step, watch, error)
         return {"train/nonfinite_steps": 1.0}

@@ -20,6 +20,7 @@ from slime.backends.base import (
     Loss,
     MicroBatch,
     NonFiniteStepError,
+    StepPlace,
     StepStats,
     TokenLists,
     TokenOutputs,
@@ -181,7 +182,13 @@ class FSDPBackend:
         return found
 
     def train_step(
-        self, mbs: list[MicroBatch], loss: Loss, denominators: Denominators, *, model: str = "actor"
+        self,
+        mbs: list[MicroBatch],
+        loss: Loss,
+        denominators: Denominators,
+        *,
+        model: str = "actor",
+        place: StepPlace | None = None,
     ) -> StepStats:
         """One optimizer step over all micro-batches; raises without applying it when a number is not finite."""
         if model == "critic":

@@ -23,13 +23,14 @@ from slime.backends.base import (
     Loss,
     MicroBatch,
     NonFiniteStepError,
+    StepPlace,
     StepStats,
     TokenLists,
     TokenOutputs,
 )
 from slime.backends.fsdp.backend import resolve_dtype
 from slime.backends.fsdp.experts import load_metrics
-from slime.backends.megatron import checkpoint
+from slime.backends.megatron import checkpoint, hooks
 from slime.backends.megatron import optimizer as optimizer_module
 from slime.backends.megatron.builder import build_chunks, wrap_for_training
 from slime.backends.megatron.compiled import compile_layers, should_compile
@@ -87,10 +88,15 @@ class MegatronBackend:
         self.hf_config = read_hf_config(args.hf_checkpoint)
         refuse_unknown_fields(args.megatron_config or {})
         check_layout(args, self.hf_config, world_size=world_size, device=device)
-        self.layout = init_groups(args, device) if role == "actor" else current_layout()
+        if role == "actor":
+            init_groups(args, device)
+            hooks.after_init(args)
+        self.layout = current_layout()
         self.config = transformer_config(args, self.hf_config, self.compute_dtype, device)
         self.is_scalar = role == "critic" or args.loss_type == "rm_loss"
-        chunks = build_chunks(self.config, self.hf_config, device, scalar=self.is_scalar)
+        chunks = build_chunks(
+            self.config, self.hf_config, device, scalar=self.is_scalar, provider=args.custom_model_provider_path
+        )
         self.hub = HubWeights(
             chunks,
             family_of(self.hf_config),
@@ -149,6 +155,7 @@ class MegatronBackend:
         """Log-probs (and entropies) of every response token under the weights tagged `weights`, on every rank."""
         # Experts belong to the policy: a reference or a teacher chooses its own.
         routing = RoutingPlan() if weights in ("ref", "teacher") else self._plan_recording()
+        hooks.before_log_prob(self.args, self.model, weights)
         found = self._forward(mbs, weights, self._call(entropy=entropy, at_head=at_head), routing)
         return TokenLists(found["log_probs"], found.get("entropy"), found.get("extra"))
 
@@ -188,7 +195,13 @@ class MegatronBackend:
         return {name: [values[p] for p in sorted(values)] for name, values in found.items()}
 
     def train_step(
-        self, mbs: list[MicroBatch], loss: Loss, denominators: Denominators, *, model: str = "actor"
+        self,
+        mbs: list[MicroBatch],
+        loss: Loss,
+        denominators: Denominators,
+        *,
+        model: str = "actor",
+        place: StepPlace | None = None,
     ) -> StepStats:
         """One optimizer step over all micro-batches; raises without applying it when a number is not finite."""
         if model == "critic":
@@ -201,6 +214,9 @@ class MegatronBackend:
                 chunk.enable_forward_pre_hook()
         self._gathers_late = self.args.overlap_param_gather
         self.optimizer.zero_grad()
+        if self.role == "actor" and place is not None:
+            rates = hooks.Schedule(self.args, self.step, self.decay_steps)
+            hooks.before_train_step(self.args, place, self.model, self.optimizer, rates)
         sums: dict[str, Tensor] = {}
         seen: list[dict[str, Tensor]] = []
 

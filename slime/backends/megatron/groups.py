@@ -10,7 +10,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from slime.backends.base import Layout
 
 
-def init_groups(args: Any, device: torch.device) -> Layout:
+def init_groups(args: Any, device: torch.device) -> None:
     """Cut the ranks into groups (again, if a model of another layout was built before in this process)."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
@@ -25,7 +25,6 @@ def init_groups(args: Any, device: torch.device) -> Layout:
         create_gloo_process_groups=device.type != "cpu",
     )
     model_parallel_cuda_manual_seed(args.seed)
-    return current_layout()
 
 
 def current_layout() -> Layout:

@@ -1,0 +1,72 @@
+"""Where a user's functions take part in the Megatron trainer: after start, before passes and steps, and building the model."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+
+from slime.backends.base import StepPlace
+from slime.backends.megatron.model import PackedGPTModel
+from slime.backends.optimizer import learning_rate
+from slime.utils.misc import load_function
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What stands for Megatron's scheduler in a hook: the rate of the step that begins."""
+
+    args: Any
+    num_steps: int  # optimizer steps taken
+    decay_steps: int | None
+
+    def get_lr(self) -> float:
+        return learning_rate(self.args, self.num_steps, self.decay_steps)
+
+
+def after_init(args: Any) -> None:
+    """Process groups stand, no model is built."""
+    if args.custom_megatron_init_path:
+        load_function(args.custom_megatron_init_path)(args)
+
+
+def before_log_prob(args: Any, model: Sequence[nn.Module], weights: str) -> None:
+    """Before each pass that records log-probs; they go to the batch under `store_prefix` + "log_probs"."""
+    path = args.custom_megatron_before_log_prob_hook_path
+    if path:
+        prefix = f"{weights}_" if weights in ("ref", "teacher") else ""
+        load_function(path)(args, list(model), prefix)
+
+
+def before_train_step(
+    args: Any, place: StepPlace, model: Sequence[nn.Module], optimizer: Any, rates: Schedule
+) -> None:
+    """Gradients are zero, nothing of the step has run."""
+    path = args.custom_megatron_before_train_step_hook_path
+    if path:
+        load_function(path)(args, place.rollout_id, place.step_id, list(model), optimizer, rates)
+
+
+def provide_model(
+    path: str,
+    config: TransformerConfig,
+    build: Callable[[], PackedGPTModel],
+    *,
+    pre_process: bool,
+    post_process: bool,
+    vp_stage: int | None,
+) -> PackedGPTModel:
+    """The user's model of one chunk. `build` makes the one that would be used without the function."""
+    function = load_function(path)
+    offered = {"vp_stage": vp_stage, "config": config, "build": build}
+    taken = inspect.signature(function).parameters
+    model = function(pre_process, post_process, **{name: value for name, value in offered.items() if name in taken})
+    if not isinstance(model, PackedGPTModel):
+        raise ValueError(
+            f"--custom-model-provider-path {path} returned a {type(model).__name__}: the trainer runs packed samples, so it "
+            "needs a slime.backends.megatron.model.PackedGPTModel (a GPTModel); take the `build` keyword and change what "
+            "it returns."
+        )
+    return model
