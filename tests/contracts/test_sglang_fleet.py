@@ -18,8 +18,10 @@ from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils import shm
 from slime.utils.async_utils import run
 from slime.utils.types import Sample, flatten_samples
+from slime.utils.waits import until
 from slime.weight_sync import LIVE_TRANSPORTS, TRANSPORTS
-from slime.weight_sync.base import SenderOptions
+from slime.weight_sync.base import DeltaOptions, SenderOptions
+from slime.weight_sync.delta import DELTA
 from slime.weight_sync.verify import reload_and_compare
 from slime.wire.control import EngineControl
 
@@ -77,6 +79,30 @@ def test_a_parcel_brings_both_servers_to_the_trainer_s_weights(servers, options,
     metrics = weights.receive(parcel)
     assert metrics["perf/engines_evicted"] == 0
     assert_all_hold(engines, new_model, new_folder, f"run:{transport}")
+    sender.close()
+
+
+def test_deltas_bring_both_servers_to_the_trainer_s_weights_and_one_that_was_killed_catches_up(
+    servers, options, old_model, new_model, tiny_folder, new_folder, tmp_path
+):
+    """There, back, and there again: one copy beside the two servers, which load it from disk."""
+    pytest.importorskip("zstandard")
+    fleet, weights, engines = servers
+    sender = DELTA.make_sender(dataclasses.replace(options, delta=DeltaOptions(tmp_path / "local")))
+    routes = []
+    pushes = ((old_model, tiny_folder), (new_model, new_folder), (old_model, tiny_folder))
+    for i, (model, folder) in enumerate(pushes, 1):
+        for bucket in halves(model):
+            sender.send(bucket)
+        parcel = sender.finish(f"run:{i}")
+        routes.append("perf/update_weights_density" in parcel.metrics)
+        assert weights.receive(parcel)["perf/engines_evicted"] == 0
+        assert_all_hold(engines, model, folder, f"run:{i}")
+    assert routes == [False, True, True]
+    restarts = fleet.num_restarts
+    psutil.Process(fleet.pids[0]).kill()
+    until(lambda: fleet.num_restarts == restarts + 1, "the server to come back", 900.0)
+    assert_all_hold(engines, old_model, tiny_folder, "run:3")
     sender.close()
 
 
