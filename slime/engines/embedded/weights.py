@@ -1,7 +1,8 @@
 """Replaces the parameters of a model from shared memory or a checkpoint folder: verified first, then applied whole.
 
-Names are those of hub checkpoints. Not covered: families whose parameters transformers fuses in memory (experts);
-their names are refused, and nothing is applied.
+Names are those of hub checkpoints. Experts, which transformers keeps as one tensor per matrix, are taken one by one under the
+names of the Qwen families. Not covered: families with other names for what is fused in memory; these are refused, and
+nothing is applied.
 """
 
 import json
@@ -148,7 +149,10 @@ class WeightStore:
         return source if self._block is None else DequantizedSource(source, self._block)
 
     def _parameters(self) -> dict[str, torch.Tensor]:
-        return dict(self._model.named_parameters(remove_duplicate=False))
+        named: dict[str, torch.Tensor] = {}
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):
+            named.update(_experts(name, parameter.data) or {name: parameter})
+        return named
 
     def check(self, source: Source) -> None:
         """Raise BadWeights unless the source has every parameter, each with its shape, and nothing else."""
@@ -189,6 +193,22 @@ class WeightStore:
     @torch.no_grad()
     def checksums(self) -> dict[str, int]:
         return {name: byte_checksum(tensor_bytes(p)) for name, p in self._parameters().items()}
+
+
+def _experts(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Views of the single experts in a tensor [experts, out, in] under their hub names; empty for other tensors."""
+    layer, _, matrix = name.rpartition(".")
+    if tensor.dim() != 3 or not layer.endswith(".experts"):
+        return {}
+    if matrix == "down_proj":
+        return {f"{layer}.{i}.down_proj.weight": expert for i, expert in enumerate(tensor)}
+    if matrix != "gate_up_proj":
+        return {}
+    return {
+        f"{layer}.{i}.{half}_proj.weight": part
+        for i, expert in enumerate(tensor)
+        for half, part in zip(("gate", "up"), expert.chunk(2), strict=True)
+    }
 
 
 def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
