@@ -8,7 +8,6 @@ machines have an agent of their own (`weight_agent.py`), which is asked for the 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import json
 import logging
@@ -23,7 +22,7 @@ import numpy as np
 import torch
 
 from slime.weight_sync.base import NamedTensors, Parcel, SenderOptions, Transport
-from slime.weight_sync.delta_codec import check_installed, checksum_function, encode
+from slime.weight_sync.delta_codec import check_installed, checksum_function, encode, worker_pool
 from slime.weight_sync.disk import compare_with_folder, copy_config, room_for, save_tensors
 from slime.weight_sync.local_copy import LocalCopy
 from slime.weight_sync.publication import (
@@ -49,7 +48,6 @@ logger = logging.getLogger(__name__)
 _MAX_CHAIN = 32  # deltas after a full copy; a late engine follows them all
 _SHARD_BYTES = 1 << 30
 _LOOK_S = 0.2
-_MAX_THREADS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +76,8 @@ class DeltaSender:
         self._base: str | None = None
         self._records: list[TensorRecord] = []
         self._index: list[Entry] = []
-        self._state = threading.Condition()  # guards all of the above between the caller and the thread of full copies
-        self._pool = concurrent.futures.ThreadPoolExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0))))
+        self._state = threading.Lock()  # guards all of the above between the caller and the thread of full copies
+        self._pool = worker_pool()
         self._closing = threading.Event()
         self._background: threading.Thread | None = None
 

@@ -10,6 +10,8 @@ Measured on a bfloat16 matrix of which 3.0 % of the elements change: 7.1 MB are 
 
 from __future__ import annotations
 
+import concurrent.futures
+import os
 import zlib
 from collections.abc import Callable
 from types import ModuleType
@@ -24,6 +26,7 @@ _DENSE_FROM = 0.25  # share of changed elements from which positions cost more t
 _ZSTD_LEVEL = 1
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _COUNT_BYTES = 8
+_MAX_THREADS = 8
 
 
 class DeltaError(RuntimeError):
@@ -67,6 +70,11 @@ def checksum_function(name: str) -> Callable[[Any], str]:
             "or use --update-weight-delta-checksum adler32."
         ) from error
     raise ValueError(f"--update-weight-delta-checksum is {name!r}; choose one of {', '.join(CHECKSUMS)}.")
+
+
+def worker_pool() -> concurrent.futures.ThreadPoolExecutor:
+    """Threads for tensors side by side: zstd, checksums and numpy let go of the interpreter."""
+    return concurrent.futures.ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1))
 
 
 def encode(old: np.ndarray, new: np.ndarray, itemsize: int, encoding: str) -> tuple[int, bytes]:

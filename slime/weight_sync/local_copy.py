@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from slime.utils import waits
-from slime.weight_sync.delta_codec import DeltaError, apply, checksum_function
+from slime.weight_sync.delta_codec import DeltaError, apply, checksum_function, worker_pool
 from slime.weight_sync.disk import room_for
 from slime.weight_sync.publication import (
     INDEX,
@@ -46,7 +46,6 @@ logger = logging.getLogger(__name__)
 
 _STATE, _STAGING, _LOCK = "state.json", "incoming.tmp", "lock"
 _LOOK_S = 0.05
-_MAX_THREADS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +210,7 @@ class LocalCopy:
             with room_for(f"weights {target}", self._folder, "--update-weight-local-checkpoint-dir"):
                 base = self._folder / state["folder"] if held else self._fetch_full(route.full, source, staging)
                 steps = _Steps.read(route, source, state["version"] if held else None, staging / "fetched")
-                with _closing(steps), _pool() as pool:
+                with _closing(steps), worker_pool() as pool:
                     _rewrite(base, staging / "new", steps, pool, link=held)
                 return self._switch(staging / "new", target)
         finally:
@@ -345,11 +344,6 @@ def _closing(steps: _Steps) -> Iterator[None]:
         for step in steps.deltas:
             for fd in step.files.values():
                 os.close(fd)
-
-
-def _pool() -> concurrent.futures.ThreadPoolExecutor:
-    """Hashing, zstd and numpy release the interpreter."""
-    return concurrent.futures.ThreadPoolExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0))))
 
 
 def _rewrite(
