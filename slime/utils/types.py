@@ -200,7 +200,7 @@ class Sample:
         Trainable tokens come from the policy and need log-probs; the rest (tool output, environment text) must
         have none and gets log-prob 0 and mask 0. `meta_info` is the engine's answer of the same name.
         """
-        new = [int(t) for t in tokens or ()]
+        new = list(map(int, tokens or ()))
         self._check_append(new, log_probs, trainable)
         if self.loss_mask is None:
             self.loss_mask = [1] * self.response_length
@@ -208,7 +208,7 @@ class Sample:
         self.tokens.extend(new)
         self.response_length += len(new)
         self.loss_mask.extend([int(trainable)] * len(new))
-        values = [float(x) for x in log_probs] if trainable and log_probs is not None else [0.0] * len(new)
+        values = list(map(float, log_probs)) if trainable and log_probs is not None else [0.0] * len(new)
         if new or log_probs is not None:
             self.rollout_log_probs = (self.rollout_log_probs or []) + values
         if text:

@@ -8,6 +8,7 @@ never ignored silently.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from operator import itemgetter
 from typing import Any, Literal
 
 from slime.wire.dialects import Dialect, dialect_of
@@ -213,7 +214,8 @@ class Generation:
         if triples is None:
             ids, log_probs = tuple(data["output_ids"]), None
         else:
-            ids, log_probs = tuple(t[1] for t in triples), tuple(float(t[0]) for t in triples)
+            # Column by column: an answer has thousands of these, and all of them come at once.
+            ids, log_probs = tuple(map(itemgetter(1), triples)), tuple(map(float, map(itemgetter(0), triples)))
             if "output_ids" in data and len(data["output_ids"]) != len(ids):
                 raise ValueError(
                     f"request {meta.get('id')}: {len(ids)} log-probs for {len(data['output_ids'])} output tokens"
