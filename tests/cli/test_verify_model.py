@@ -59,6 +59,13 @@ def test_folder_without_config_is_refused(tmp_path, capsys):
     assert stopped.value.code == 2 and "no config.json" in capsys.readouterr().err
 
 
+def test_type_that_transformers_lacks_is_refused(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"model_type": "no_such_model"}')
+    with pytest.raises(SystemExit):
+        main(["--hf-checkpoint", str(tmp_path)])
+    assert "no model of type 'no_such_model'" in capsys.readouterr().err
+
+
 # -- layouts ---------------------------------------------------------------------------------------------------------
 
 

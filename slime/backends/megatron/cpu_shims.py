@@ -117,11 +117,7 @@ def _patch_random_states() -> None:
 
 
 def _patch_moe() -> None:
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher  # after the device queries are patched
-
-    # Without TransformerEngine the router names a function that was never imported.
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
+    from megatron.core.transformer.moe import token_dispatcher  # after the device queries are patched
 
     # All-to-all split sizes become numpy only when they come from a GPU.
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

@@ -21,10 +21,17 @@ _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.index.json", "config.json", "gener
 
 def read_config(path: str) -> Any:
     # Heavy import, only needed here.
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
 
-    if Path(path).exists() and not (Path(path) / "config.json").is_file():
+    file = Path(path) / "config.json"
+    if Path(path).exists() and not file.is_file():
         raise ValueError(f"--hf-checkpoint {path}: no config.json there, so it is not a Hugging Face model folder.")
+    kind = json.loads(file.read_text()).get("model_type") if file.is_file() else None
+    if kind is not None and kind not in CONFIG_MAPPING:
+        raise ValueError(
+            f"--hf-checkpoint {path}: this transformers has no model of type {kind!r}, so there is nothing to hold the "
+            "trainers against; models whose code is on the hub cannot be verified."
+        )
     return AutoConfig.from_pretrained(path)
 
 
