@@ -30,6 +30,10 @@ def _adapters_alone(draft: Draft) -> None:
             f"--lora-sync adapter with --update-weight-transport {draft.update_weight_transport}: adapters alone go in "
             "memory only; use auto, or --lora-sync merged."
         )
+    if draft.update_weight_mode != "full":
+        raise ValueError(
+            f"--lora-sync adapter with --update-weight-mode {draft.update_weight_mode}: adapters go whole; keep one of them."
+        )
     functions = ("custom_generate_function_path", "rollout_function_path", "eval_function_path")
     own = [name for name in functions if not (getattr(draft, name) or "slime.rollout.").startswith("slime.rollout.")]
     if own and draft.rollout_engine == "sglang":

@@ -96,7 +96,7 @@ class TrainActor:
         return SenderOptions(
             self._run.shm_prefix,
             folder,
-            self._args.hf_checkpoint,
+            self._args.engine_topology.policy.model_path,
             self._rank,
             self._run.host,
             adapter_config=adapter,

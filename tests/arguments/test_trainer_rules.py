@@ -25,6 +25,10 @@ from argument_helpers import parse
             "--lora-sync adapter with --update-weight-transport distributed: adapters alone go in memory only",
         ),
         (
+            {"lora_rank": 8, "lora_sync": "adapter", "update_weight_mode": "delta"},
+            "--lora-sync adapter with --update-weight-mode delta: adapters go whole",
+        ),
+        (
             {"lora_rank": 8, "lora_sync": "adapter", "debug_rollout_only": True},
             "--lora-sync adapter: a run with only one stage pushes nothing",
         ),
