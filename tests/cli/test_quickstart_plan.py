@@ -83,7 +83,9 @@ def test_every_preset_parses_and_names_only_what_differs_from_grpo(model, checkp
 
 def test_the_estimators_that_the_quick_start_page_lists_have_a_preset():
     listed = {"ppo", "grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "rloo", "dr_grpo"}
+    page = (Path(__file__).parents[2] / "docs" / "quickstart.md").read_text()
     assert set(PRESETS) == listed
+    assert all(f"| `{name}` |" in page for name in listed)
 
 
 def test_an_estimator_without_a_preset_runs_by_the_recipe(checkpoint, tmp_path):
