@@ -41,7 +41,9 @@ def check_engine(kind: str, model: Path, prompts: list[list[int]], folder: Path,
 def _command(kind: str, model: Path, prefix: str):
     if kind == "sglang":
         python = need_python(None, "--engine sglang")
-        return sglang_command(SGLangOptions(python, str(model), True, "float32", 1, 1234, False))
+        # A folder with only a config has no tokenizer, and tokens are all that is asked here.
+        words = () if any(model.glob("tokenizer*")) else ("--skip-tokenizer-init",)
+        return sglang_command(SGLangOptions(python, str(model), True, "float32", 1, 1234, False, extra=words))
     return embedded_command(
         model_path=str(model),
         device="cpu",
