@@ -44,6 +44,7 @@ TWO = {
     "qwen2 tp2": dict(SGD, tp=2),
     "qwen2 pp2": dict(SGD, pp=2),
     "moe ep2": dict(SGD, ep=2),
+    "moe ep2 allgather": dict(SGD, ep=2, moe_token_dispatcher_type="allgather"),
     "moe ep2 distopt": dict(DIST, ep=2),
     "moe ep2 cp2": dict(SGD, ep=2, cp=2),
     "moe tp2 sp": dict(SGD, tp=2, sp=True),
