@@ -1,0 +1,54 @@
+"""The command lines of SGLang servers, from the arguments of a run; no SGLang is needed to make them."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from slime.arguments.topology import plain_topology
+from slime.cluster.engine_plan import plan_engines
+from slime.cluster.placement import Slot
+from slime.cluster.run import Run
+
+
+def words_of(tmp_path, slot, **changes):
+    """What one server is started with."""
+    base = {
+        "rollout_engine": "sglang",
+        "engine_threads": 1,
+        "engine_start_timeout_s": 10.0,
+        "engine_topology": plain_topology("org/model", 1, 1),
+        "sglang_python": "/env/bin/python",
+        "sglang_options": ("--mem-fraction-static", "0.5"),
+        "dtype": "auto",
+        "seed": 7,
+        "offload_rollout": False,
+        "lora_sync": "merged",
+        "use_rollout_routing_replay": False,
+    }
+    [plan] = plan_engines(SimpleNamespace(**{**base, **changes}), Run("id", tmp_path, "slime-x"), (slot,))
+    return plan.command(0, Path("ready"), 3), plan.env
+
+
+def test_a_server_on_a_gpu_sees_that_gpu_alone_and_the_user_s_flags_come_last(tmp_path):
+    words, env = words_of(tmp_path, Slot(0, (5,)))
+    assert env["CUDA_VISIBLE_DEVICES"] == "5"
+    assert words[-2:] == ["--mem-fraction-static", "0.5"]
+    assert words[words.index("--dtype") + 1] == "bfloat16" and "--device" not in words
+
+
+@pytest.mark.parametrize(
+    "flag, changes",
+    [
+        ("--enable-return-routed-experts", {"use_rollout_routing_replay": True}),
+        ("--enable-memory-saver", {"offload_rollout": True}),
+    ],
+)
+def test_a_server_is_started_for_what_the_run_will_ask_of_it(tmp_path, flag, changes):
+    assert flag in words_of(tmp_path, Slot(0, (0,)), **changes)[0]
+    assert flag not in words_of(tmp_path, Slot(0, (0,)))[0]
+
+
+def test_a_cpu_machine_has_no_memory_to_save(tmp_path):
+    words, _ = words_of(tmp_path, Slot(0), offload_rollout=True)
+    assert "--enable-memory-saver" not in words and words[words.index("--device") + 1] == "cpu"
