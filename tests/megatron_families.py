@@ -22,6 +22,14 @@ COMMON = dict(
     pad_token_id=None,
 )
 PARTLY_ROTATED = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)
+LLAMA3 = dict(
+    rope_type="llama3",
+    rope_theta=1e4,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=16,
+)
 YARN = dict(
     rope_type="yarn",
     rope_theta=1e4,
@@ -34,7 +42,7 @@ YARN = dict(
 )
 EXPERTS = dict(
     moe_intermediate_size=24,
-    n_routed_experts=8,
+    n_routed_experts=16,
     n_shared_experts=1,
     num_experts_per_tok=4,
     n_group=4,
@@ -53,9 +61,17 @@ LATENT = dict(
     v_head_dim=16,
     rope_parameters=YARN,
 )
-GLM4_MOE = EXPERTS | dict(head_dim=16, attention_bias=True, use_qk_norm=True, rope_parameters=PARTLY_ROTATED)
+GLM4_MOE = EXPERTS | dict(n_routed_experts=8, num_experts_per_tok=2, n_group=2, topk_group=1)
+GLM4_MOE |= dict(head_dim=16, attention_bias=True, use_qk_norm=True, rope_parameters=PARTLY_ROTATED)
 # By the name used in the tests: the HF model type that computes the reference, and what differs from COMMON.
 FAMILIES = {
+    "llama": ("llama", dict(head_dim=8, rope_parameters=LLAMA3)),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", dict(head_dim=16)),
+    "qwen3_moe": (
+        "qwen3_moe",
+        dict(head_dim=16, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, mlp_only_layers=[1]),
+    ),
     "glm4": ("glm4", dict(head_dim=16, attention_bias=True, rope_parameters=PARTLY_ROTATED)),
     "mimo": ("qwen2", dict(num_nextn_predict_layers=1)),
     "glm4_moe": ("glm4_moe", GLM4_MOE),
@@ -68,49 +84,97 @@ FAMILIES = {
         | dict(q_lora_rank=None, rope_interleave=False, rope_parameters=dict(rope_type="default", rope_theta=1e4)),
     ),
 }
-# Tensors of a head that predicts a further token, which transformers' model classes do not have.
+# Heads that predict a further token: prefix of their tensors, and the parts beside a decoder layer (norm of the embedding,
+# norm of the hidden state, the matrix that joins them, last norm).
 HEADS = {
-    "mimo": ("model.mtp_layers.0.", "token_layernorm hidden_layernorm input_proj self_attn.q_proj final_layernorm"),
-    "glm4_moe": ("model.layers.4.", "enorm hnorm eh_proj embed_tokens shared_head.norm shared_head.head mlp.gate"),
-    "deepseek_v3": ("model.layers.4.", "enorm hnorm eh_proj self_attn.kv_a_proj_with_mqa shared_head.norm mlp.gate"),
+    "mimo": ("model.mtp_layers.0.", ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")),
+    "glm4_moe": ("model.layers.4.", ("enorm", "hnorm", "eh_proj", "shared_head.norm")),
+    "deepseek_v3": ("model.layers.4.", ("enorm", "hnorm", "eh_proj", "shared_head.norm")),
 }
+LAYERS = COMMON["num_hidden_layers"]
 
 
 def make_checkpoint(folder: Path, name: str, **changes) -> tuple[str, str]:
     """(checkpoint as the hub holds it, the same without further heads and of a type that transformers computes).
 
-    Weights are drawn so that every tensor matters: norms around one, biases around zero.
+    Weights are drawn so that every tensor matters: norms around one, biases around zero. The decoder layer of a head is
+    the last one of a deeper model, which stays in the folder `{name}-deep`.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind, extra = FAMILIES[name]
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **(COMMON | extra | changes))
+    deep = {"num_hidden_layers": LAYERS + (name in HEADS)}
+    config = AutoConfig.for_model(kind, **(COMMON | extra | deep | changes))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for key, tensor in (*model.named_parameters(), *model.named_buffers()):
             if tensor.ndim == 1 and "inv_freq" not in key:
                 tensor.add_(torch.randn_like(tensor) * 0.1)
-    reference, hub = folder / f"{name}-reference", folder / name
-    model.save_pretrained(reference)
     if name not in HEADS:
-        return str(reference), str(reference)
-    _add_heads(reference, hub, name)
-    return str(hub), str(reference)
+        model.save_pretrained(folder / name)
+        return str(folder / name), str(folder / name)
+    model.save_pretrained(folder / f"{name}-deep")
+    return _split_heads(folder, name)
 
 
-def _add_heads(reference: Path, hub: Path, name: str) -> None:
+def _split_heads(folder: Path, name: str) -> tuple[str, str]:
     from safetensors.torch import load_file, save_file
 
-    hub.mkdir()
-    config = json.loads((reference / "config.json").read_text())
-    (hub / "config.json").write_text(json.dumps(config | {"model_type": name}))
-    prefix, names = HEADS[name]
-    tensors = load_file(reference / "model.safetensors")
-    tensors |= {f"{prefix}{part}.weight": torch.randn(3, 5) for part in names.split()}
-    if name != "mimo":
-        tensors[f"{prefix}mlp.gate.e_score_correction_bias"] = torch.randn(8)
-    save_file(tensors, hub / "model.safetensors", metadata={"format": "pt"})
+    prefix, (embedding_norm, hidden_norm, join, last_norm) = HEADS[name]
+    config = json.loads((folder / f"{name}-deep" / "config.json").read_text()) | {"num_hidden_layers": LAYERS}
+    if "layer_types" in config:
+        config["layer_types"] = config["layer_types"][:LAYERS]
+    last = f"model.layers.{LAYERS}."
+    tensors = load_file(folder / f"{name}-deep" / "model.safetensors")
+    heads = {prefix + key.removeprefix(last): tensors.pop(key) for key in list(tensors) if key.startswith(last)}
+    width = COMMON["hidden_size"]
+    for part in (embedding_norm, hidden_norm, last_norm):
+        heads[f"{prefix}{part}.weight"] = 1 + torch.randn(width) * 0.1
+    heads[f"{prefix}{join}.weight"] = torch.randn(width, 2 * width) * 0.2
+    if name == "glm4_moe":
+        # Copies of what the model has: they belong to the checkpoint and to no module.
+        heads[f"{prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        heads[f"{prefix}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    for path, found, kind in (
+        (folder / f"{name}-reference", tensors, config["model_type"]),
+        (folder / name, tensors | heads, "mimo" if name == "mimo" else config["model_type"]),
+    ):
+        path.mkdir()
+        (path / "config.json").write_text(json.dumps(config | {"model_type": kind}))
+        save_file(found, path / "model.safetensors", metadata={"format": "pt"})
+    return str(folder / name), str(folder / f"{name}-reference")
+
+
+def heads_log_probs(folder: Path, name: str) -> list[torch.Tensor]:
+    """Log-probs of the samples' response tokens under the head, from transformers' own layers; nan where it sees too little."""
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    prefix, parts = HEADS[name]
+    hub = load_file(folder / name / "model.safetensors")
+    embedding_norm, hidden_norm, join, last_norm = (hub[f"{prefix}{part}.weight"] for part in parts)
+    deep = AutoModelForCausalLM.from_pretrained(folder / f"{name}-deep", dtype=torch.float32).eval()
+    lm = AutoModelForCausalLM.from_pretrained(folder / f"{name}-reference", dtype=torch.float32).eval()
+
+    def normed(x, weight):
+        return torch.nn.functional.rms_norm(x, weight.shape, weight, COMMON["rms_norm_eps"])
+
+    result = []
+    for sample in samples_of_tests():
+        ids = torch.tensor(sample.tokens)
+        with torch.no_grad():
+            hidden, later = lm.model(ids[None]).last_hidden_state[:, :-1], lm.model.embed_tokens(ids[None, 1:])
+            both = [normed(later, embedding_norm), normed(hidden, hidden_norm)]
+            x = torch.cat(both[::-1] if name == "mimo" else both, -1) @ join.T
+            places = torch.arange(x.shape[1])[None]
+            angles = deep.model.rotary_emb(x, places)
+            x = deep.model.layers[LAYERS](x, attention_mask=None, position_ids=places, position_embeddings=angles)
+            rows = torch.log_softmax(lm.lm_head(normed(x, last_norm))[0], -1)
+        found = torch.full((len(ids),), float("nan"))
+        found[2:] = rows[torch.arange(len(ids) - 2), ids[2:]]
+        result.append(found[-sample.response_length :])
+    return result
 
 
 def samples_of_tests():

@@ -69,6 +69,10 @@ class MegatronFlags:
     use_rollout_routing_replay: bool = flag(
         False, "passes of the policy send tokens to the experts that the engine chose while it sampled"
     )
+    enable_mtp_training: bool = flag(
+        False, "train the checkpoint's heads that predict further tokens, beside the policy and without touching it"
+    )
+    mtp_loss_scaling_factor: float = flag(0.2, "weight of the loss of those heads", gt=0)
     custom_megatron_init_path: str | None = flag(
         None, "function called on every rank when its process groups stand", metavar="PATH"
     )

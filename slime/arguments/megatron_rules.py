@@ -11,7 +11,6 @@ from slime.arguments.megatron import MegatronFlags
 OWNED = {
     **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), "--dtype decides it"),
     **dict.fromkeys(("fp8", "fp4"), "this version trains in 32 or 16 bit"),
-    **dict.fromkeys(("mtp_num_layers", "mtp_loss_scaling_factor"), "this version does not train prediction heads"),
     **dict.fromkeys(
         ("calculate_per_token_loss", "variable_seq_lengths", "perform_initialization", "use_cpu_initialization"),
         "slime decides it",
@@ -36,6 +35,11 @@ def megatron_trainer(draft: Draft) -> None:
         return
     if importlib.util.find_spec("megatron") is None:
         raise ValueError("--train-backend megatron needs megatron-core: pip install 'slime[megatron]'.")
+    if "mtp_num_layers" in (draft.megatron_config or {}) and not draft.enable_mtp_training:
+        raise ValueError(
+            "--mtp-num-layers is given without --enable-mtp-training: heads that do not train are saved as they were read; "
+            "remove it, or add that flag."
+        )
     for name in draft.megatron_config or {}:
         option = "--" + name.replace("_", "-")
         if name in OWNED:

@@ -39,6 +39,11 @@ NO_EFFECT = (
         "the loss has no KL term without --use-kl-loss; add it",
     ),
     NoEffect(
+        ("mtp_loss_scaling_factor",),
+        lambda d: d.enable_mtp_training,
+        "heads that predict further tokens train only with --enable-mtp-training; add it",
+    ),
+    NoEffect(
         ("kl_loss_type",),
         lambda d: d.use_kl_loss or d.kl_coef != 0,
         "no KL is computed without --use-kl-loss; add it",

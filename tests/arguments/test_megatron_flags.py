@@ -51,7 +51,7 @@ def test_table_is_read_without_importing_the_package():
         (("--num-layers",), "takes one value, found 0"),
         (("--attention-softmax-in-fp32", "yes"), "is a switch and takes no value"),
         (("--bf16",), "--bf16 cannot be given: --dtype decides it"),
-        (("--mtp-num-layers", "1"), "does not train prediction heads"),
+        (("--mtp-num-layers", "1"), "given without --enable-mtp-training"),
         (("--lora-rank", "4"), "only the FSDP trainer reads it"),
         (
             ("--loss-type", "custom_loss", "--custom-loss-function-path", "a.b", "--context-parallel-size", "2"),

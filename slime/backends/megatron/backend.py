@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from slime.backends.megatron import optimizer as optimizer_module
 from slime.backends.megatron.builder import build_chunks, wrap_for_training
 from slime.backends.megatron.compiled import compile_layers, should_compile
 from slime.backends.megatron.config import (
+    check_heads,
     check_layout,
     ddp_config,
     dims_of,
@@ -88,6 +90,7 @@ class MegatronBackend:
         self.hf_config = read_hf_config(args.hf_checkpoint)
         refuse_unknown_fields(args.megatron_config or {})
         check_layout(args, self.hf_config, world_size=world_size, device=device)
+        check_heads(args, self.hf_config)
         if role == "actor":
             init_groups(args, device)
             hooks.after_init(args)
@@ -229,11 +232,12 @@ class MegatronBackend:
             return value / denominators.value
 
         call = self._call(entropy=loss.needs_entropy, logits=loss.needs_logits, at_head=loss.at_head)
+        call = replace(call, heads_scale=self._heads_scale(mbs))
         self.passes.backward(mbs, call, loss_of, self._plan_training(mbs, self.role))
         self._repeat_on_other_stages(mbs, loss, seen)
         for chunk in self.model:
             chunk.eval()
-        metrics = self._reduce(sums, denominators) | self._expert_metrics()
+        metrics = self._reduce(sums, denominators) | self._expert_metrics() | self._heads_metrics(call.heads_scale)
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
         self._check_finite(metrics, grad_norm)
@@ -258,6 +262,21 @@ class MegatronBackend:
         return ModelCall(
             temperature=self.args.rollout_temperature, chunk_size=self.args.log_probs_chunk_size, **options
         )
+
+    def _heads_scale(self, mbs: list[MicroBatch]) -> float:
+        """What one token counts in the loss of heads that predict further tokens: their share over the step's tokens."""
+        if not self.config.mtp_num_layers:
+            return 0.0
+        tokens = sum((mb.loss_mask.sum().double() for mb in mbs), torch.zeros((), dtype=torch.float64))
+        return self.config.mtp_loss_scaling_factor / max(float(self.sum_over_ranks(tokens)), 1.0)
+
+    def _heads_metrics(self, scale: float) -> dict[str, float]:
+        if not scale:
+            return {}
+        losses = self.model[-1].module.heads_losses
+        total = self.sum_over_ranks(torch.stack([torch.zeros((), device=self.device), *losses]).double().sum())
+        losses.clear()
+        return {"mtp_loss": from_last_stage(float(total)) * scale / self.config.mtp_loss_scaling_factor}
 
     def _reduce(self, sums: dict[str, Tensor], denominators: Denominators) -> dict[str, float]:
         """Metrics over the whole step, on every rank. Context- and tensor-parallel ranks computed the same ones."""

@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from slime.backends.megatron.families import family_of
+from slime.backends.megatron.heads import heads_spec
 from slime.backends.megatron.hooks import provide_model
 from slime.backends.megatron.layers import block_spec
 from slime.backends.megatron.model import PackedGPTModel, ScalarHead
@@ -33,6 +34,9 @@ def build_chunks(
     provider: str | None = None,
 ) -> list[PackedGPTModel]:
     """`scalar`: one number per token comes out, not a distribution over the vocabulary. `provider`: a user's function."""
+    if scalar:
+        # Its own configuration: a critic predicts no tokens.
+        config.mtp_num_layers = None
     stages = config.virtual_pipeline_model_parallel_size
     parts = range(stages) if stages else [None]
     chunks = [_chunk(config, hf_config, vp_stage, scalar, provider) for vp_stage in parts]
@@ -51,26 +55,33 @@ def _chunk(
     config: TransformerConfig, hf_config: Any, vp_stage: int | None, scalar: bool, provider: str | None
 ) -> PackedGPTModel:
     tp = config.tensor_model_parallel_size
+    branch_norms = family_of(hf_config).branch_norms
     ends = {
         "pre_process": parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         "post_process": parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
     }
 
+    heads = None
+    if config.mtp_num_layers and ends["post_process"]:
+        heads = heads_spec(config, branch_norms=branch_norms)
+
     def build() -> PackedGPTModel:
         return PackedGPTModel(
             config=config,
-            transformer_layer_spec=block_spec(config, vp_stage, branch_norms=family_of(hf_config).branch_norms),
+            transformer_layer_spec=block_spec(config, vp_stage, branch_norms=branch_norms),
             vocab_size=hf_config.vocab_size + -hf_config.vocab_size % tp,
             max_sequence_length=hf_config.max_position_embeddings,
             share_embeddings_and_output_weights=bool(hf_config.tie_word_embeddings) and not scalar,
             # Angles come with the stream.
             position_embedding_type="none",
+            mtp_block_spec=heads,
             vp_stage=vp_stage,
             **ends,
         )
 
     model = provide_model(provider, config, build, vp_stage=vp_stage, **ends) if provider else build()
     model.real_vocab_size = hf_config.vocab_size
+    model.heads_losses = []
     if scalar and model.post_process:
         model.output_layer = ScalarHead(config)
     _mark_cut_weights(model)

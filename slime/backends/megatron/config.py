@@ -45,18 +45,43 @@ def rotary_embedding(hf_config: Any) -> nn.Module:
     return getattr(module, classes[0])(config=hf_config)
 
 
+def num_heads(hf_config: Any) -> int:
+    """Heads that predict further tokens; not every family's config has the field."""
+    return getattr(hf_config, "num_nextn_predict_layers", None) or 0
+
+
+def _heads(args: Any, hf_config: Any) -> dict[str, Any]:
+    if not args.enable_mtp_training or not num_heads(hf_config):
+        return {}
+    return {"mtp_num_layers": num_heads(hf_config), "mtp_loss_scaling_factor": args.mtp_loss_scaling_factor}
+
+
+def check_heads(args: Any, hf_config: Any) -> None:
+    if not args.enable_mtp_training:
+        return
+    if not num_heads(hf_config) or family_of(hf_config).heads is None:
+        raise ValueError(
+            f"--enable-mtp-training is set, but --hf-checkpoint {args.hf_checkpoint} ({hf_config.model_type}) has no heads "
+            "that predict further tokens: remove the flag."
+        )
+    if args.context_parallel_size > 1 or hf_config.tie_word_embeddings:
+        raise ValueError(
+            "--enable-mtp-training needs --context-parallel-size 1 and a model whose output matrix is not its embedding."
+        )
+
+
 def dims_of(hf_config: Any, config: TransformerConfig) -> Dims:
     return Dims(
         groups=config.num_query_groups,
         head_dim=config.kv_channels,
         vocab=hf_config.vocab_size,
         layers=config.num_layers,
-        extra_layers=getattr(hf_config, "num_nextn_predict_layers", None) or 0,  # not every family's config has it
+        extra_layers=num_heads(hf_config),
     )
 
 
 def transformer_config(args: Any, hf_config: Any, dtype: torch.dtype, device: torch.device) -> TransformerConfig:
-    settings = family_of(hf_config).settings(hf_config)
+    settings = family_of(hf_config).settings(hf_config) | _heads(args, hf_config)
     overrides = _fields_of(LatentConfig, args.megatron_config or {})
     for name, value in overrides.items():
         if name in settings and settings[name] != value:

@@ -1,6 +1,6 @@
 """Megatron's GPT model as the trainer sees it: a packed stream in, what the loss needs of the response tokens out."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from slime.backends.base import HeadFunction, MicroBatch, TokenOutputs
 from slime.backends.context_parallel import place_tokens
+from slime.backends.megatron.heads import also_train, heads_loss
 from slime.backends.megatron.stream import PackedStream
 from slime.backends.megatron.vocab_parallel import VocabSlice, gather_vocab, vocab_parallel_log_probs
 
@@ -27,6 +28,7 @@ class ModelCall:
     entropy: bool = False
     logits: bool = False
     at_head: HeadFunction | None = None
+    heads_scale: float = 0.0  # weight of each token's loss under heads that predict further tokens; 0: they do not run
 
 
 class ScalarHead(MegatronModule):
@@ -41,6 +43,7 @@ class PackedGPTModel(GPTModel):
     """Computes log-probs from hidden states and the vocabulary's slice, so that whole logits exist only if asked for."""
 
     real_vocab_size: int  # set by the builder: without the rows that pad the vocabulary
+    heads_losses: list[Tensor]  # set by the builder: what each micro-batch adds, until the trainer takes it
 
     def forward(self, stream: PackedStream, call: ModelCall, mb: MicroBatch) -> Tensor | TokenOutputs:
         """Hidden states [T_local, 1, H] on all stages but the last; there TokenOutputs of all R response tokens."""
@@ -55,7 +58,12 @@ class PackedGPTModel(GPTModel):
             return hidden
         if isinstance(self.output_layer, ScalarHead):
             return self._values(hidden, stream)
-        return self._outputs(hidden, stream, call, mb)
+        outputs = self._outputs(hidden, stream, call, mb)
+        if not call.heads_scale:
+            return outputs
+        loss = heads_loss(self, hidden, stream, self.output_matrix(), mb)
+        self.heads_losses.append(loss.detach())
+        return replace(outputs, log_probs=also_train(outputs.log_probs, call.heads_scale * loss))
 
     def _values(self, hidden: Tensor, stream: PackedStream) -> TokenOutputs:
         """Every tensor-parallel rank computes all of them, so that no gradient must be summed. No temperature: no logits."""

@@ -40,8 +40,10 @@ class Routes:
     def given(self, layer: int) -> Tensor | None:
         """[T, topk] of a layer (from 0), -1 where the router chooses itself; None: everywhere."""
         if self.replayed is not None:
-            return self.replayed[layer]
-        return None if self.chosen is None else self.chosen[:, layer]
+            return self.replayed.get(layer)
+        # Layers beyond the decoder's belong to heads that predict further tokens, which no engine reports.
+        known = self.chosen is not None and layer < self.chosen.shape[1]
+        return self.chosen[:, layer] if known else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,7 @@ class HubWeights:
         """`scalar_seed`: the model has a scalar head, drawn from this seed where a folder holds none."""
         self._family, self._dims, self._scalar_seed = family, dims, scalar_seed
         self._tied = tied and scalar_seed is None
+        self._rules = family.all_rules
         self.entries = [entry for chunk in chunks for entry in self._entries_of(chunk)]
         self._plan: list[list[Piece]] | None = None
 
@@ -81,13 +82,17 @@ class HubWeights:
                 yield Entry(parameter, SCALAR_HEAD, SCALAR_HEAD.hub, True)
                 continue
             rule, numbers = self._rule_of(name)
+            head = numbers.get("head", 0)
             numbers = {"layer": numbers.get("layer", 0) + offset, "expert": numbers.get("expert", 0) + first_expert}
+            numbers |= {"head": head, "beyond": self._dims.layers + head}
+            # Where stages hold heads, the last one holds the embedding too.
             copy = name == "output_layer.weight" and self._tied
+            copy = copy or (name == "embedding.word_embeddings.weight" and not chunk.pre_process)
             hub = ("model.embed_tokens.weight",) if copy else tuple(n.format(**numbers) for n in rule.hub)
             yield Entry(parameter, rule, hub, not copy)
 
     def _matches(self, name: str) -> list[tuple[Rule, re.Match[str]]]:
-        return [(rule, match) for rule in self._family.rules if (match := rule.pattern.fullmatch(name))]
+        return [(rule, match) for rule in self._rules if (match := rule.pattern.fullmatch(name))]
 
     def _rule_of(self, name: str) -> tuple[Rule, dict[str, int]]:
         found = self._matches(name)
@@ -170,7 +175,8 @@ class HubWeights:
         """Heads that predict further tokens, from the folder they came with: they are no part of the model built here."""
         with CheckpointFolder(path) as folder:
             bucket: Bucket = []
-            for name in sorted(self._heads_in(folder.names)):
+            trained = {name for stage in self._pieces() for piece in stage for names in piece.hub for name in names}
+            for name in sorted(self._heads_in(folder.names) - trained):
                 tensor = folder.read(name)
                 bucket.append((name, tensor if dtype is None or _stays(name) else tensor.to(dtype)))
                 if sum(tensor.nbytes for _, tensor in bucket) >= bucket_bytes:

@@ -7,6 +7,7 @@ parts again. What a rank holds is decided by the rule's kind:
     exact        the same, and exported in fp32 whatever the dtype of the rest
     column       rows cut over the ranks (dimension 0)
     row          columns cut over the ranks (dimension 1)
+    swapped      column, with the two halves of the columns exchanged
     vocab        rows cut over the ranks, after padding the vocabulary to a multiple of their number
     qkv          query, key and value interleaved by key-value group, rows cut over the ranks
     gate_up      each rank's rows of the gate above its rows of the up projection
@@ -22,14 +23,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-KINDS = ("replicated", "exact", "column", "row", "vocab", "qkv", "gate_up", "fused_gate_up")
+KINDS = ("replicated", "exact", "column", "swapped", "row", "vocab", "qkv", "gate_up", "fused_gate_up")
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
     """`mcore` is the parameter's name inside Megatron's model, `hub` the names in the checkpoint, in the kind's order.
 
-    `{layer}` and `{expert}` stand for numbers, counted over the whole model.
+    `{layer}` and `{expert}` stand for numbers, counted over the whole model; `{head}` for that of a head which predicts a
+    further token, `{beyond}` for the same counted on from the decoder's layers.
     """
 
     mcore: str
@@ -38,8 +40,10 @@ class Rule:
 
     @property
     def pattern(self) -> re.Pattern[str]:
-        escaped = re.escape(self.mcore).replace(r"\{layer\}", r"(?P<layer>\d+)")
-        return re.compile(escaped.replace(r"\{expert\}", r"(?P<expert>\d+)"))
+        escaped = re.escape(self.mcore)
+        for name in ("layer", "expert", "head"):
+            escaped = escaped.replace(rf"\{{{name}\}}", rf"(?P<{name}>\d+)")
+        return re.compile(escaped)
 
     @property
     def is_expert(self) -> bool:
@@ -65,20 +69,42 @@ class Family:
     settings: Callable[[Any], dict[str, Any]]
     rules: tuple[Rule, ...]
     ignored: tuple[str, ...] = (r".*rotary_emb\.inv_freq",)  # in checkpoints, not parameters
-    # Where checkpoints keep heads that predict further tokens. They are not part of the model: saved as they were read.
+    # Where checkpoints keep heads that predict further tokens: part of the model only where they train, else saved as read.
     heads: str | None = None
+    joints: tuple[Rule, ...] = ()  # what such a head has besides a decoder layer
     branch_norms: bool = False  # attention and MLP outputs are normalised before they join the residual stream
 
+    @property
+    def all_rules(self) -> tuple[Rule, ...]:
+        """With those of the heads, which hold a decoder layer each."""
+        if self.heads is None:
+            return self.rules
+        inside = [
+            Rule(
+                rule.mcore.replace(LAYER, HEAD + "transformer_layer."),
+                tuple(name.replace(HUB_LAYER, self.heads + ".") for name in rule.hub),
+                rule.kind,
+            )
+            for rule in self.rules
+            if rule.mcore.startswith(LAYER)
+        ]
+        return (*self.rules, *self.joints, *inside)
+
     def heads_pattern(self, dims: Dims) -> re.Pattern[str] | None:
-        """Names of the tensors of those heads. `{layer}` counts on from the decoder's layers, `{head}` from 0."""
+        """Names of the tensors of those heads."""
         if self.heads is None or not dims.extra_layers:
             return None
         heads = range(dims.extra_layers)
-        numbers = {"layer": "|".join(str(dims.layers + i) for i in heads), "head": "|".join(str(i) for i in heads)}
+        numbers = {"beyond": "|".join(str(dims.layers + i) for i in heads), "head": "|".join(str(i) for i in heads)}
         escaped = re.escape(self.heads)
         for name, choice in numbers.items():
             escaped = escaped.replace(re.escape("{" + name + "}"), f"(?:{choice})")
         return re.compile(escaped + r"\..+")
+
+
+LAYER = "decoder.layers.{layer}."
+HUB_LAYER = "model.layers.{layer}."
+HEAD = "mtp.layers.{head}."
 
 
 def dense_settings(hf: Any) -> dict[str, Any]:
@@ -105,13 +131,21 @@ def dense_settings(hf: Any) -> dict[str, Any]:
     }
 
 
-LAYER = "decoder.layers.{layer}."
-HUB_LAYER = "model.layers.{layer}."
-
-
 def in_layer(mcore: str, hub: Sequence[str] | str, kind: str) -> Rule:
     names = (hub,) if isinstance(hub, str) else tuple(hub)
     return Rule(LAYER + mcore, tuple(HUB_LAYER + name for name in names), kind)
+
+
+def joints(
+    heads: str, embedding_norm: str, hidden_norm: str, join: str, last_norm: str, kind: str
+) -> tuple[Rule, ...]:
+    """Rules for what joins a head to the model; `kind` is the one of the matrix over embedding and hidden state."""
+    return (
+        Rule(HEAD + "enorm.weight", (f"{heads}.{embedding_norm}.weight",), "replicated"),
+        Rule(HEAD + "hnorm.weight", (f"{heads}.{hidden_norm}.weight",), "replicated"),
+        Rule(HEAD + "eh_proj.weight", (f"{heads}.{join}.weight",), kind),
+        Rule(HEAD + "final_layernorm.weight", (f"{heads}.{last_norm}.weight",), "replicated"),
+    )
 
 
 def qkv(part: str) -> Rule:
@@ -144,6 +178,8 @@ def to_local(kind: str, tensors: Sequence[Tensor], dims: Dims, size: int, rank: 
     """Hub tensors -> what rank `rank` of `size` holds."""
     if kind in ("replicated", "exact"):
         return tensors[0]
+    if kind == "swapped":
+        return _swap(tensors[0]).chunk(size)[rank]
     if kind == "row":
         return tensors[0].chunk(size, dim=1)[rank]
     if kind == "vocab":
@@ -161,6 +197,8 @@ def to_hub(kind: str, parts: Sequence[Tensor], dims: Dims) -> list[Tensor]:
     """What all ranks hold, in their order -> hub tensors."""
     if kind in ("replicated", "exact"):
         return [parts[0]]
+    if kind == "swapped":
+        return [_swap(torch.cat(list(parts)))]
     if kind == "row":
         return [torch.cat(list(parts), dim=1)]
     if kind == "vocab":
@@ -171,6 +209,10 @@ def to_hub(kind: str, parts: Sequence[Tensor], dims: Dims) -> list[Tensor]:
         return [torch.cat(halves) for halves in zip(*(part.chunk(2) for part in parts), strict=True)]
     whole = torch.cat(list(parts))
     return _split_groups(whole, dims) if kind == "qkv" else [whole]
+
+
+def _swap(tensor: Tensor) -> Tensor:
+    return torch.cat(tensor.chunk(2, dim=1)[::-1], dim=1)
 
 
 def _join_groups(tensors: Sequence[Tensor], dims: Dims) -> Tensor:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from slime.backends.megatron.families.base import DENSE_MLP, NORMS, OUTSIDE, Family, dense_settings, in_layer
+from slime.backends.megatron.families.base import DENSE_MLP, NORMS, OUTSIDE, Family, dense_settings, in_layer, joints
 from slime.backends.megatron.families.experts import CORRECTION_BIAS, ROUTED, SHARED, sigmoid_settings
 
 LATENT_ATTENTION = (
@@ -15,6 +15,8 @@ LATENT_ATTENTION = (
     in_layer("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight", "column"),
     in_layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "row"),
 )
+
+HEADS = "model.layers.{beyond}"
 
 
 def settings(hf: Any) -> dict[str, Any]:
@@ -45,5 +47,6 @@ FAMILY = Family(
     "deepseek_v3",
     settings,
     (*OUTSIDE, *NORMS, *LATENT_ATTENTION, *DENSE_MLP, *ROUTED, *SHARED, CORRECTION_BIAS),
-    heads="model.layers.{layer}",
+    heads=HEADS,
+    joints=joints(HEADS, "enorm", "hnorm", "eh_proj", "shared_head.norm", "column"),
 )

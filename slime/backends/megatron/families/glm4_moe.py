@@ -10,9 +10,12 @@ from slime.backends.megatron.families.base import (
     QK_NORMS,
     Family,
     dense_settings,
+    joints,
     qkv,
 )
 from slime.backends.megatron.families.experts import CORRECTION_BIAS, ROUTED, SHARED, sigmoid_settings
+
+HEADS = "model.layers.{beyond}"
 
 
 def settings(hf: Any) -> dict[str, Any]:
@@ -35,5 +38,6 @@ FAMILY = Family(
         *SHARED,
         CORRECTION_BIAS,
     ),
-    heads="model.layers.{layer}",
+    heads=HEADS,
+    joints=joints(HEADS, "enorm", "hnorm", "eh_proj", "shared_head.norm", "column"),
 )

@@ -6,9 +6,10 @@ transformers has no model of this type (the hub holds code for it), so its confi
 from typing import Any
 
 from slime.backends.megatron.families import qwen2
-from slime.backends.megatron.families.base import Family
+from slime.backends.megatron.families.base import Family, joints
 
 MODEL_TYPE = "mimo"
+HEADS = "model.mtp_layers.{head}"
 
 
 def register_config() -> None:
@@ -26,4 +27,11 @@ def settings(hf: Any) -> dict[str, Any]:
     return qwen2.settings(hf)
 
 
-FAMILY = Family(MODEL_TYPE, settings, qwen2.FAMILY.rules, heads="model.mtp_layers.{head}")
+FAMILY = Family(
+    MODEL_TYPE,
+    settings,
+    qwen2.FAMILY.rules,
+    heads=HEADS,
+    # Its heads put the hidden state before the embedding, Megatron's after it.
+    joints=joints(HEADS, "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", "swapped"),
+)
