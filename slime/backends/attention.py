@@ -160,6 +160,8 @@ def varlen_for(query: Tensor) -> Callable[..., Tensor] | None:
 
 def prepare() -> None:
     """Find out which attention runs here. Called outside of compiled code, which could not look for it."""
+    if not torch.cuda.is_available():
+        return  # documents are gathered into batches
     if not _VARLEN:
         _VARLEN.append(_varlen_attention())
     if not _LONG_WORKS:

@@ -7,7 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trainer_helpers import random_samples, trainer_args
 
-from slime.backends.attention import PackedDocuments, packed_attention, refuse_unsupported, transformers_attention
+from slime.backends.attention import (
+    PackedDocuments,
+    packed_attention,
+    prepare,
+    refuse_unsupported,
+    transformers_attention,
+)
 from slime.backends.context_parallel import ZigzagPlan
 from slime.backends.long_attention import plan_parts
 from slime.backends.microbatch import build_micro_batch, split_by_sample
@@ -58,6 +64,11 @@ def test_chunks_of_context_parallelism_see_the_prefix_of_their_document(size):
             for i, query in enumerate(queries):
                 found[query] = keys[: len(keys) - len(queries) + i + 1]
     assert found == whole
+
+
+def test_compiled_layers_can_be_prepared_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    prepare()
 
 
 def test_what_packed_attention_cannot_do_is_refused_by_name():

@@ -162,6 +162,26 @@ def test_sound_model_agrees_under_every_layout(tmp_path, capsys):
     assert lines[-1] == "all 5 agree"
 
 
+FAMILIES = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3_moe": dict(num_experts=128, num_experts_per_tok=8, moe_intermediate_size=1536),
+    "glm4": dict(num_key_value_heads=2),
+    "glm4_moe": {},
+    "deepseek_v3": dict(num_key_value_heads=32),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.megatron
+@needs_megatron
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_every_family_agrees_from_its_config_alone(tmp_path, capsys, kind):
+    model = config_folder(tmp_path / "config", kind, **FAMILIES[kind])
+    assert verify(options(model, layouts="tp2"), tmp_path) == 0, capsys.readouterr().out
+
+
 @pytest.mark.slow
 @pytest.mark.megatron
 @needs_megatron
