@@ -15,8 +15,6 @@ def trainable_parameters(draft: Draft) -> None:
     chosen = draft.only_train_params_name_list or draft.freeze_params_name_list
     if draft.lora_rank and chosen:
         raise ValueError("--lora-rank trains adapters only: remove the list of trained or frozen parameters.")
-    if draft.lora_rank and draft.tensor_model_parallel_size > 1:
-        raise ValueError("--lora-rank and --tensor-model-parallel-size > 1 do not work together yet; use one of them.")
     if draft.lora_sync == "adapter":
         _adapters_alone(draft)
 

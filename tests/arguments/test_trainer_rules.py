@@ -15,10 +15,6 @@ from argument_helpers import parse
             "--only-train-params-name-list and --freeze-params-name-list are both set.*keep one",
         ),
         ({"lora_rank": 8, "freeze_params_name_list": ["embed"]}, "--lora-rank trains adapters only"),
-        (
-            {"lora_rank": 8, "tensor_model_parallel_size": 2, "actor_num_gpus_per_node": 2},
-            "--lora-rank and --tensor-model-parallel-size > 1",
-        ),
         ({"lora_alpha": 16}, "--lora-alpha is 16.0, but no adapters are trained; add --lora-rank"),
         (
             {"lora_rank": 8, "lora_sync": "adapter", "update_weight_transport": "distributed"},

@@ -20,12 +20,19 @@ from torch.distributed.tensor.parallel import (
 
 from slime.backends.fsdp.expert_parallel import is_experts, share_out
 from slime.backends.fsdp.experts import routers
+from slime.backends.fsdp.lora import NAME as ADAPTER
 
 # Norms of single heads see only this rank's heads (dimension 2 of [1, T, heads, size]): their gradients are summed.
 _STYLES: dict[str, Any] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
     "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
+}
+# Parts of a layer with an adapter, and the styles of the layer that cut them.
+_UNDER_ADAPTERS = {
+    ".base_layer": (ColwiseParallel, RowwiseParallel),
+    f".lora_A.{ADAPTER}": (RowwiseParallel,),
+    f".lora_B.{ADAPTER}": (ColwiseParallel,),
 }
 
 
@@ -40,13 +47,16 @@ def apply(lm: nn.Module, mesh: DeviceMesh) -> None:
         if not any(True for _ in module.parameters(recurse=False)):
             continue
         general = re.sub(r"\d+", "*", name)
-        if general in styles:
-            chosen[name] = styles[general]()
+        if (style := _style_of(general, styles)) is not None:
+            chosen[name] = style()
         elif general.endswith(("q_norm", "k_norm")):
             chosen[name] = _STYLES["replicated_with_grad_allreduce"]()
+    trains = {name: parameter.requires_grad for name, parameter in base.named_parameters()}
     parallelize_module(base, mesh, chosen)
     for module in experts:
         share_out(module, mesh)
+    for name, parameter in base.named_parameters():
+        parameter.requires_grad_(trains[name])  # some styles make new parameters, which would all train
 
 
 def plan_of(lm: nn.Module, size: int) -> tuple[dict[str, str], list[nn.Module]]:
@@ -81,6 +91,16 @@ def plan_of(lm: nn.Module, size: int) -> tuple[dict[str, str], list[nn.Module]]:
                 "that does."
             )
     return plan, experts
+
+
+def _style_of(name: str, styles: dict[str, Any]) -> Any | None:
+    """How a matrix is cut: as the plan says; under an adapter as its layer would be, and so the adapter's matrix that has the
+    cut side of the layer. None: it stays whole. What flows back into an adapter's whole matrix was summed."""
+    for suffix, cut_by in _UNDER_ADAPTERS.items():
+        if name.endswith(suffix):
+            style = styles.get(name.removesuffix(suffix))
+            return style if style in cut_by else None
+    return styles.get(name)
 
 
 def is_cut(parameter: Any) -> bool:
