@@ -28,9 +28,7 @@ def buckets(lm: nn.Module, bucket_bytes: int, dtype: torch.dtype | None) -> Iter
     return in_buckets(_hub_tensors(lm), bucket_bytes, dtype)
 
 
-def in_buckets(
-    named: Iterator[tuple[str, Tensor]], bucket_bytes: int, dtype: torch.dtype | None
-) -> Iterator[Bucket]:
+def in_buckets(named: Iterator[tuple[str, Tensor]], bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[Bucket]:
     """Named tensors, cast to `dtype` where one is given, in buckets of at most `bucket_bytes`."""
     bucket: Bucket = []
     size = 0
