@@ -1,6 +1,7 @@
 """What `slime plan` says of a trainer: golden tables of two models, and each estimate against a slower count."""
 
 import json
+import random
 
 import pytest
 
@@ -120,6 +121,18 @@ def test_experts_spread_over_few_ranks_even_out():
     assert expert_imbalance(128, 1, 3.0) == 1.0
     assert expert_imbalance(128, 128, 3.0) == pytest.approx(3.0)
     assert 1.0 < expert_imbalance(128, 8, 3.0) < expert_imbalance(128, 32, 3.0) < 3.0
+
+
+def test_imbalance_is_that_of_drawn_loads():
+    draw = random.Random(0)
+    experts, ranks, trials = 64, 8, 4000
+    busiest, rank = 0.0, 0.0
+    for _ in range(trials):
+        loads = [draw.gauss(1.0, 0.4) for _ in range(experts)]
+        busiest += max(loads) / trials
+        shares = [sum(loads[first::ranks]) / (experts / ranks) for first in range(ranks)]
+        rank += max(shares) / trials
+    assert expert_imbalance(experts, ranks, busiest) == pytest.approx(rank, rel=0.02)
 
 
 @pytest.mark.parametrize(

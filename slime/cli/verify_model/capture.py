@@ -1,6 +1,6 @@
 """Activations inside decoder layers, token by token, whatever part of the stream a rank holds."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,10 @@ PARTS = {
 }
 
 
+# (keyword arguments of a layer, micro-batch) -> which of its tokens this rank computes, -1 for padding
+Share = Callable[[dict[str, Any], MicroBatch], Tensor]
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Part of one activation: `values` [n, H] of the tokens numbered `tokens` [n] in a packed micro-batch."""
@@ -35,12 +39,10 @@ class Piece:
 
 
 @contextmanager
-def recording(layers: Sequence[tuple[int, nn.Module]], mbs: Sequence[MicroBatch], ids: Sequence[int], share: Any):
-    """Collects pieces while the block runs one pass over `mbs`; `ids` are the documents of this rank's batch.
-
-    `share(keyword arguments of the layer, micro-batch)` says which tokens of the micro-batch this rank computes, as
-    numbers with -1 for padding.
-    """
+def recording(
+    layers: Sequence[tuple[int, nn.Module]], mbs: Sequence[MicroBatch], ids: Sequence[int], share: Share
+) -> Iterator[list[Piece]]:
+    """Collects pieces while the block runs one pass over `mbs`; `ids` are the documents of this rank's batch."""
     pieces: list[Piece] = []
     handles = [hook for layer in layers for hook in _hook_layer(*layer, mbs, ids, share, pieces)]
     try:
@@ -51,8 +53,8 @@ def recording(layers: Sequence[tuple[int, nn.Module]], mbs: Sequence[MicroBatch]
 
 
 def _hook_layer(
-    number: int, layer: nn.Module, mbs: Sequence[MicroBatch], ids: Sequence[int], share: Any, pieces: list
-):
+    number: int, layer: nn.Module, mbs: Sequence[MicroBatch], ids: Sequence[int], share: Share, pieces: list[Piece]
+) -> Iterator[Any]:
     calls = -1
     tokens: Tensor | None = None
 
@@ -62,7 +64,7 @@ def _hook_layer(
         # Micro-batches that only fill a schedule come after the real ones.
         tokens = share(kwargs, mbs[calls]) if calls < len(mbs) else None
 
-    def keep(part: str):
+    def keep(part: str) -> Callable[..., None]:
         def hook(_module: nn.Module, _args: Any, output: Any) -> None:
             if tokens is None:
                 return
@@ -87,7 +89,7 @@ def whole_stream(_kwargs: dict[str, Any], mb: MicroBatch) -> Tensor:
     return torch.arange(mb.input_ids.shape[1])
 
 
-def megatron_share(tensor_rank: int, tensor_size: int):
+def megatron_share(tensor_rank: int, tensor_size: int) -> Share:
     """What a rank of the Megatron trainer computes; the sizes are of sequence parallelism (1: none)."""
 
     def share(kwargs: dict[str, Any], mb: MicroBatch) -> Tensor:

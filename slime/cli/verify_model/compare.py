@@ -1,6 +1,7 @@
 """An outcome against the reference: one number for each thing compared, and the name of what diverges first."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -110,7 +111,7 @@ def _relative(expected: Tensor, found: Tensor) -> float:
     return float((expected.double() - found.double()).abs().max()) / scale
 
 
-def _largest(values) -> float:
+def _largest(values: Iterable[float]) -> float:
     listed = torch.tensor([*values], dtype=torch.float64)
     # max keeps NaN, which no tolerance admits.
     return float(listed.max()) if len(listed) else math.nan

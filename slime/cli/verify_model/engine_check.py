@@ -6,7 +6,7 @@ import torch
 
 from slime.arguments.sglang import need_python
 from slime.cli.verify_model.reference import token_values
-from slime.engines.server import EngineServer, LaunchPlan, embedded_command
+from slime.engines.server import Command, EngineServer, LaunchPlan, embedded_command
 from slime.engines.sglang.command import SGLangOptions, sglang_command
 from slime.utils import shm
 from slime.utils.async_utils import run
@@ -38,7 +38,7 @@ def check_engine(kind: str, model: Path, prompts: list[list[int]], folder: Path,
     return _difference(model, prompts, drawn)
 
 
-def _command(kind: str, model: Path, prefix: str):
+def _command(kind: str, model: Path, prefix: str) -> Command:
     if kind == "sglang":
         python = need_python(None, "--engine sglang")
         # A folder with only a config has no tokenizer, and tokens are all that is asked here.
@@ -66,7 +66,9 @@ def _draw(url: str, prompt: list[int], deadline_s: float) -> tuple[tuple[int, ..
 
 
 @torch.no_grad()
-def _difference(model: Path, prompts: list[list[int]], drawn: list) -> float:
+def _difference(
+    model: Path, prompts: list[list[int]], drawn: list[tuple[tuple[int, ...], tuple[float, ...]]]
+) -> float:
     # Heavy import, only needed here.
     from transformers import AutoModelForCausalLM
 
