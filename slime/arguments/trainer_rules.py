@@ -32,6 +32,11 @@ def _adapters_alone(draft: Draft) -> None:
         raise ValueError(
             f"--lora-sync adapter with --update-weight-mode {draft.update_weight_mode}: adapters go whole; keep one of them."
         )
+    if draft.offload_rollout and draft.rollout_engine == "sglang":
+        raise ValueError(
+            "--lora-sync adapter with --offload-rollout on SGLang engines: they lose the model with their memory, and adapters "
+            "alone do not bring it back; use --lora-sync merged."
+        )
     functions = ("custom_generate_function_path", "rollout_function_path", "eval_function_path")
     own = [name for name in functions if not (getattr(draft, name) or "slime.rollout.").startswith("slime.rollout.")]
     if own and draft.rollout_engine == "sglang":

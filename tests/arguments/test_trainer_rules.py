@@ -25,6 +25,17 @@ from argument_helpers import parse
             "--lora-sync adapter with --update-weight-mode delta: adapters go whole",
         ),
         (
+            {
+                "lora_rank": 8,
+                "lora_sync": "adapter",
+                "rollout_engine": "sglang",
+                "sglang_python": sys.executable,
+                "offload_rollout": True,
+                "colocate": True,
+            },
+            "--lora-sync adapter with --offload-rollout on SGLang engines: they lose the model",
+        ),
+        (
             {"lora_rank": 8, "lora_sync": "adapter", "debug_rollout_only": True},
             "--lora-sync adapter: a run with only one stage pushes nothing",
         ),
