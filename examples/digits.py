@@ -5,7 +5,7 @@ python examples/digits.py talks FILE         conversations of two questions, ans
 python examples/digits.py habits FILE        one question each, answered by one of four habits, sorting among them
 python examples/digits.py pairs FILE         one question each, a sorted answer preferred to another habit
 python examples/digits.py prompts FILE       questions alone
-python examples/digits.py score DIR          share of held-out questions that the model in DIR answers right
+python examples/digits.py score DIR...       share of held-out questions that the model in each DIR answers right
 python examples/digits.py judge DIR          share of held-out pairs that the reward model in DIR ranks right
 """
 
@@ -14,6 +14,7 @@ import itertools
 import json
 import random
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from slime.cli.quickstart import tasks, tiny
@@ -60,6 +61,16 @@ def prompts() -> Iterator[dict]:
         yield {"prompt": problem.prompt, "label": problem.label}
 
 
+def make_model(folder: str) -> None:
+    tiny.make_checkpoint(Path(folder), seed=SEED)
+
+
+def write_rows(what: str, file: str) -> None:
+    rows = itertools.islice(globals()[what](), NUM_ROWS[what])
+    Path(file).parent.mkdir(parents=True, exist_ok=True)
+    Path(file).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def score(folder: str) -> None:
     """Held-out accuracy: greedy, and sampled at temperature 1, which shows how sure the model is."""
     import torch
@@ -100,16 +111,11 @@ def judge(folder: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["model", *NUM_ROWS, "score", "judge"])
-    parser.add_argument("path")
+    parser.add_argument("paths", nargs="+", metavar="PATH")
     options = parser.parse_args()
-    if options.what == "model":
-        tiny.make_checkpoint(Path(options.path), seed=SEED)
-    elif options.what in NUM_ROWS:
-        rows = itertools.islice(globals()[options.what](), NUM_ROWS[options.what])
-        Path(options.path).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.path).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    else:
-        {"score": score, "judge": judge}[options.what](options.path)
+    make = {"model": make_model, "score": score, "judge": judge}.get(options.what) or partial(write_rows, options.what)
+    for path in options.paths:
+        make(path)
 
 
 if __name__ == "__main__":
