@@ -96,6 +96,17 @@ def test_existing_output_and_wrong_folders_are_refused(tmp_path, capsys):
     assert (full / "notes.txt").read_text() == "mine" and not (tmp_path / "x").exists()
 
 
+def test_model_without_one_of_its_tensors_is_refused_by_name(tmp_path, capsys):
+    model = make_model(tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    words = ["hf-to-dist", "--hf-checkpoint", model, "--save", str(tmp_path / "dist")]
+    assert "no weights for model.layers.1.mlp.up_proj.weight" in fails(words, capsys)
+    assert not (tmp_path / "dist").exists()
+
+
 def test_fp8_folder_holds_blocks_and_says_so(tmp_path):
     model = make_model(tmp_path / "model", shards="20KB", tied=False)
     out = tmp_path / "fp8"

@@ -165,7 +165,9 @@ def _broadcast(lm: nn.Module, wanted: dict[str, Any], path: str | Path) -> None:
         from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
         how = {"quantization_config": FineGrainedFP8Config(dequantize=True)} if block_size_of(path) else {}
-        source = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **how).state_dict()
+        model, told = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, output_loading_info=True, **how)
+        # What a folder lacks transformers fills with random numbers, and says so only in a log.
+        source = {name: value for name, value in model.state_dict().items() if name not in told["missing_keys"]}
     missing = [[name for name in wanted if hub_name(name) not in source]]
     dist.broadcast_object_list(missing, src=0)
     if missing[0]:
