@@ -203,6 +203,9 @@ def family_cases(rank: int, world_size: int, cases: dict[str, tuple[str, dict]],
             batch = samples_to_batch(args, samples_of_tests())
             found["log_probs"] = backend.log_probs(build_micro_batches(batch, [[0, 3, 4], [1, 2], [5]])).log_probs
             if module is megatron:
+                from slime.backends.megatron.compiled import is_plain  # asks for megatron-core
+
+                found["plain"] = sum(is_plain(part) for chunk in backend.model for part in chunk.modules())
                 backend.save_hf(Path(folder) / "saved" / name.replace(" ", "-"))
             return backend
 

@@ -74,8 +74,11 @@ def is_plain(module: nn.Module) -> bool:
         module.pre_mlp_layernorm: RMSNorm,
         module.cross_attention: IdentityOp,
     }
+    # A branch may be normalised where it joins the residual stream; Megatron's own addition is a plain function.
+    joins = (module.self_attn_bda, module.mlp_bda)
     return (
-        all(type(part) is kind for part, kind in kinds.items())
+        not any(isinstance(join, nn.Module) for join in joins)
+        and all(type(part) is kind for part, kind in kinds.items())
         and not config.add_bias_linear
         and not config.attention_output_gate
         and config.gated_linear_unit

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from slime.backends.attention import varlen_for
 from slime.backends.megatron.layers import PackedCoreAttention, RMSNorm, rotate
-from slime.backends.megatron.patches import mend_latent_attention
 from slime.backends.megatron.stream import PackedStream
 
 _LATENT_EPS = 1e-6  # whatever the config says: hub models fix it for the norms of the two latents
@@ -95,7 +94,6 @@ class PackedLatentAttention(MLASelfAttention):
 
 def use_latent_attention(attention: ModuleSpec) -> None:
     """Put these parts into the spec of Megatron's latent attention."""
-    mend_latent_attention()
     attention.module = PackedLatentAttention
     attention.submodules.core_attention = LatentCoreAttention
     attention.submodules.q_layernorm = attention.submodules.kv_layernorm = LatentNorm

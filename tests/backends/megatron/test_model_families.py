@@ -85,24 +85,31 @@ def test_log_probs_equal_the_hub_models_on_two_ranks(models, two, name):
 
 @pytest.mark.parametrize("name", ONE)
 def test_a_change_of_any_tensor_would_be_noticed(models, one, name):
-    """The comparison can fail: one element of each tensor of the reference in turn."""
+    """The comparison can fail: one element of each tensor of the reference in turn; of all experts at once, as not all are used."""
     lm = load_hf(models[name][1])
+    token = samples_of_tests()[0].tokens[0]
     unnoticed = []
     for key, tensor in (*lm.named_parameters(), *lm.named_buffers()):
         if "inv_freq" in key:
             continue
-        # Only tokens of the samples are embedded; experts stand behind each other; a bias must change who is chosen.
-        index = samples_of_tests()[0].tokens[0] if "embed_tokens" in key else 0
-        row = tensor.data[index] if tensor.ndim > 1 else tensor.data
-        kept = row.clone()
+        kept = tensor.data.clone()
         if "correction_bias" in key:
-            row += torch.linspace(-2, 2, len(row))
+            tensor.data += torch.linspace(-2, 2, len(tensor))
+        elif "mlp.gate.weight" in key:
+            tensor.data[:, 0] += torch.linspace(-0.5, 0.5, len(tensor))
+        elif tensor.ndim == 3:
+            tensor.data[:, 0, 0] += 0.05
         else:
-            row.view(-1)[0] += 0.05
+            tensor.data[token if "embed_tokens" in key else 0].view(-1)[0] += 0.05
         if difference(one[name]["log_probs"], hf_log_probs(lm)) < 2 * LIMIT:
             unnoticed.append(key)
-        row.copy_(kept)
+        tensor.data.copy_(kept)
     assert not unnoticed
+
+
+@pytest.mark.parametrize(("name", "count"), [("qwen3", 4), ("mimo", 4), ("glm4", 0), ("deepseek_v3", 0)])
+def test_layers_with_further_parts_are_not_compiled_as_plain_ones(one, name, count):
+    assert one[name]["plain"] == count
 
 
 def check_training(found, reference):

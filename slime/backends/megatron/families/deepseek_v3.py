@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1, and models of that type such as Moonlight and Kimi K2: latent attention, shared experts."""
+"""DeepSeek-V3 and R1, and models of that type such as Moonlight: latent attention, shared experts."""
 
 from typing import Any
 
