@@ -8,6 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from slime.cli.quickstart.presets import PRESETS
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -41,6 +43,15 @@ def test_the_quick_start_learns_to_sort(tmp_path):
 @pytest.mark.parametrize("seed", [1, 2])
 def test_other_seeds_learn_too(tmp_path, seed):
     assert_learned(quickstart(tmp_path, "--seed", str(seed))[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("estimator", sorted(set(PRESETS) - {"grpo"}))
+def test_every_estimator_with_a_preset_learns(tmp_path, estimator):
+    summary, shown = quickstart(tmp_path, "--advantage-estimator", estimator)
+    assert_learned(summary)
+    assert summary["advantage_estimator"] == estimator
+    assert f"Preset of {estimator}:" in shown
 
 
 @pytest.mark.slow
