@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 import torch
+import torch.utils._device
 
 CPU = torch.device("cpu")
 _FACTORIES = (
@@ -56,6 +57,9 @@ def install() -> None:
     if _installed:
         return
     _installed = True
+    # torch remembers which functions a device context (`with torch.device("meta")`) applies to. Asked for the first time after
+    # they are replaced, it would apply to none, and the FSDP trainer in the same process would build a wrong model.
+    torch.utils._device._device_constructors()
     _patch_device_queries()
     _patch_factories()
     _patch_tensor_methods()
