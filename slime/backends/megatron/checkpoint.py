@@ -20,8 +20,14 @@ BACKEND = "megatron"
 # Moments are written whole per parameter, so that any other sizes can read them; the default kind cannot be written.
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 _ARCHITECTURE = (
-    "num_layers hidden_size num_attention_heads num_query_groups kv_channels ffn_hidden_size num_moe_experts "
-    "mtp_num_layers".split()  # noqa: SIM905
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "ffn_hidden_size",
+    "num_moe_experts",
+    "mtp_num_layers",
 )
 
 
