@@ -2,13 +2,14 @@
 
 import os
 import traceback
+import uuid
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from trainer_helpers import free_port, init_process_group, random_samples, trainer_args
+from trainer_helpers import random_samples, trainer_args
 
 # Every flag of slime/arguments/megatron.py that the backend reads, neutral.
 MEGATRON_FLAGS = dict(
@@ -137,14 +138,16 @@ def exported(backend, **options) -> dict[str, torch.Tensor]:
 
 def in_processes(world_size: int, function, folder: Path, *args) -> dict:
     """Run function(rank, world_size, *args) -> dict on gloo ranks; rank 0's dict, or the first rank's error."""
-    port = free_port()
-    mp.spawn(_rank_main, (world_size, port, function, str(folder), args), nprocs=world_size)
+    # Ranks meet in a file: a free port may be taken again before they have all started.
+    meeting = folder / f"meeting_{uuid.uuid4().hex}"
+    mp.spawn(_rank_main, (world_size, str(meeting), function, str(folder), args), nprocs=world_size)
     return torch.load(folder / f"result_{world_size}.pt", weights_only=False)
 
 
-def _rank_main(rank: int, world_size: int, port: int, function, folder: str, args: tuple) -> None:
+def _rank_main(rank: int, world_size: int, meeting: str, function, folder: str, args: tuple) -> None:
     torch.set_num_threads(1)
-    init_process_group(rank, world_size, port)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world_size)
     try:
         result = function(rank, world_size, *args)
     except BaseException:

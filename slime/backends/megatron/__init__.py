@@ -39,7 +39,7 @@ def create_backend(
     place = {"rank": rank, "world_size": world_size, "device": device, "total_steps": total_steps}
     backend = MegatronBackend(args, **place, random_weights=random_weights)
     if needs_reference(args):
-        backend.load_hf(args.ref_load or args.hf_checkpoint, weights="ref")
+        backend.load_model(args.ref_load or args.hf_checkpoint, weights="ref")
     if needs_critic(args):
         backend.critic = MegatronBackend(critic_settings(args), **place, role="critic")
         check_same_decoder(backend.critic, backend)

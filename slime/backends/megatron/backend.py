@@ -30,6 +30,7 @@ from slime.backends.base import (
     TokenOutputs,
 )
 from slime.backends.fsdp.backend import resolve_dtype
+from slime.backends.fsdp.checkpoint import is_checkpoint
 from slime.backends.fsdp.experts import load_metrics
 from slime.backends.megatron import checkpoint, hooks
 from slime.backends.megatron import optimizer as optimizer_module
@@ -314,10 +315,10 @@ class MegatronBackend:
     def output_matrix(self, weights: str) -> VocabSlice | None:
         """This rank's rows of the output matrix of the weights tagged `weights`, a copy; None where no head is."""
         if weights == "teacher" and self.teacher is not None:
-            return output_matrix_of(self.teacher.chunks)
+            return self.teacher.output_matrix()
         self._settle()
         with self.copies.active(weights):
-            return output_matrix_of([chunk.module for chunk in self.model])
+            return output_matrix_of([chunk.module for chunk in self.model], self.device)
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """Element-wise sum over the data-parallel ranks, the same on all of them."""
@@ -342,8 +343,22 @@ class MegatronBackend:
         if weights == LIVE:
             self.optimizer.reload_model_params()
 
+    def load_model(self, path: str | Path, *, weights: str) -> None:
+        """Read an HF folder, or a checkpoint of this same model, into the weights tagged `weights`."""
+        if not is_checkpoint(path):
+            self.load_hf(path, weights=weights)
+            return
+        self._settle()
+        with self._keep_live(weights):
+            checkpoint.check_model(self, Path(path))
+            checkpoint.load_weights(self, Path(path) / checkpoint.STATE)
+            self.copies.copy(LIVE, weights)
+
     def load_teacher(self, path: str | Path) -> None:
         """Keep the model of the HF folder `path` under the tag "teacher"; its vocabulary must be the policy's."""
+        if is_checkpoint(path):
+            self.load_model(path, weights="teacher")
+            return
         theirs = read_hf_config(str(path))
         if theirs.vocab_size != self.hf_config.vocab_size:
             raise ValueError(

@@ -13,11 +13,13 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
 from slime.backends.fsdp.checkpoint import MANIFEST, _check_optimizer, _load_random_state, _random_state, read_manifest
-from slime.backends.megatron import optimizer_fixes
+from slime.backends.megatron import checkpoint_fixes, optimizer_fixes
 
 FORMAT_VERSION = 1
 BACKEND = "megatron"
+STATE = "dist"  # the folder of weights and moments in a checkpoint
 # Moments are written whole per parameter, so that any other sizes can read them; the default kind cannot be written.
+# Given away as copies: Megatron adds the process groups of the day to it.
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 _ARCHITECTURE = (
     "num_layers",
@@ -50,7 +52,7 @@ def check_same_decoder(critic: Any, actor: Any) -> None:
 
 def save(backend: Any, path: Path, *, with_optimizer: bool) -> dict[str, Any]:
     path.mkdir(parents=True, exist_ok=True)
-    _write(backend, path / "dist", with_optimizer=with_optimizer and backend.args.optimizer == "adam")
+    _write(backend, path / STATE, with_optimizer=with_optimizer and backend.args.optimizer == "adam")
     torch.save(_random_state(), path / f"rng_{backend.rank}.pt")
     manifest = {
         "format_version": FORMAT_VERSION,
@@ -59,6 +61,7 @@ def save(backend: Any, path: Path, *, with_optimizer: bool) -> dict[str, Any]:
         "optimizer": backend.args.optimizer if with_optimizer else None,
         "distributed_optimizer": backend.optimizer_config.use_distributed_optimizer,
         "step": backend.step,
+        "adam_step": optimizer_fixes.adam_step(backend.optimizer),
     }
     if backend.rank == 0:
         (path / MANIFEST).write_text(json.dumps(manifest))
@@ -77,16 +80,16 @@ def _write(backend: Any, path: Path, *, with_optimizer: bool) -> None:
     state = _model_state(backend)
     if with_optimizer:
         optimizer_fixes.create_moments(backend.optimizer)
-        state["optimizer"] = backend.optimizer.sharded_state_dict(state, metadata=METADATA)
+        state["optimizer"] = backend.optimizer.sharded_state_dict(state, metadata=dict(METADATA))
+    checkpoint_fixes.own_results_server()
     background = backend.args.async_save
-    request = dist_checkpointing.save(state, str(path), content_metadata=METADATA, async_sharded_save=background)
+    request = dist_checkpointing.save(state, str(path), content_metadata=dict(METADATA), async_sharded_save=background)
     if background:
         backend.saves.schedule_async_request(request)
 
 
 def load(backend: Any, path: Path, *, weights_only: bool) -> dict[str, Any]:
-    manifest = read_manifest(path)
-    _check(manifest, backend, path)
+    manifest = check_model(backend, path)
     with_optimizer = not (weights_only or backend.args.no_load_optim)
     if with_optimizer:
         _check_optimizer(manifest, backend.args.optimizer, path)
@@ -96,7 +99,7 @@ def load(backend: Any, path: Path, *, weights_only: bool) -> dict[str, Any]:
             f"checkpoint {path} was saved {'with' if manifest['distributed_optimizer'] else 'without'} "
             "--use-distributed-optimizer: resume in the same way, or load it with --finetune (weights only)."
         )
-    _read(backend, path / "dist", with_optimizer=with_optimizer)
+    _read(backend, path / STATE, with_optimizer=with_optimizer)
     if weights_only:
         return manifest
     backend.step = manifest["step"]
@@ -115,12 +118,17 @@ def _read(backend: Any, path: Path, *, with_optimizer: bool, reload: bool = True
     if with_optimizer:
         optimizer_fixes.install()
         optimizer_fixes.create_moments(backend.optimizer)
-        state["optimizer"] = backend.optimizer.sharded_state_dict(state, is_loading=True, metadata=METADATA)
+        state["optimizer"] = backend.optimizer.sharded_state_dict(state, is_loading=True, metadata=dict(METADATA))
+        common = checkpoint_fixes.common_parts(state["optimizer"], backend.optimizer)
     loaded = dist_checkpointing.load(state, str(path))
     for index, chunk in enumerate(backend.model):
         chunk.module.load_state_dict(loaded[_key(backend, index)], strict=True)
     if with_optimizer:
-        backend.optimizer.load_state_dict(loaded["optimizer"])
+        moments = loaded["optimizer"]
+        if backend.optimizer_config.use_distributed_optimizer:
+            step = read_manifest(path.parent)["adam_step"]
+            moments = checkpoint_fixes.with_common_parts(moments, common, step=step)
+        backend.optimizer.load_state_dict(moments)
         optimizer_fixes.unshare_steps(backend.optimizer)
     elif reload:
         backend.optimizer.reload_model_params()
@@ -132,12 +140,14 @@ def _key(backend: Any, index: int) -> str:
 
 def _model_state(backend: Any) -> dict[str, Any]:
     return {
-        _key(backend, index): chunk.module.sharded_state_dict(metadata=METADATA)
+        _key(backend, index): chunk.module.sharded_state_dict(metadata=dict(METADATA))
         for index, chunk in enumerate(backend.model)
     }
 
 
-def _check(manifest: dict[str, Any], backend: Any, path: Path) -> None:
+def check_model(backend: Any, path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint whose weights fit this model."""
+    manifest = read_manifest(path)
     if manifest.get("backend") != BACKEND:
         raise ValueError(
             f"checkpoint {path} was written by --train-backend {manifest.get('backend', 'fsdp')}: load it there, or start "
@@ -148,3 +158,4 @@ def _check(manifest: dict[str, Any], backend: Any, path: Path) -> None:
     wrong = [text for text, name in zip(wrong, own, strict=True) if manifest["model"].get(name) != own[name]]
     if wrong:
         raise ValueError(f"checkpoint {path} is of another model than --hf-checkpoint: {'; '.join(wrong)}.")
+    return manifest

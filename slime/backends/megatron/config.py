@@ -238,11 +238,7 @@ def check_layout(args: Any, hf_config: Any, *, world_size: int, device: torch.de
             "--loss-type custom_loss reads whole logits, which --context-parallel-size above 1 cuts over ranks: use 1."
         )
     if experts is None:
-        if ep > 1 or etp > 1:
-            raise ValueError(
-                "--expert-model-parallel-size and --expert-tensor-parallel-size are for mixtures of "
-                f"experts; {hf_config.model_type} is dense: remove them."
-            )
+        _refuse_experts(args, hf_config)
         return
     if experts % ep:
         raise ValueError(f"--expert-model-parallel-size is {ep}, which does not divide the model's {experts} experts.")
@@ -271,6 +267,21 @@ def check_layout(args: Any, hf_config: Any, *, world_size: int, device: torch.de
             "--recompute-modules moe with --pipeline-model-parallel-size above 1: when experts alone are computed again, "
             "they no longer know which micro-batch they compute; use --recompute-granularity full."
         )
+
+
+def _refuse_experts(args: Any, hf_config: Any) -> None:
+    """Flags that do nothing for a dense model."""
+    if args.expert_model_parallel_size > 1 or args.expert_tensor_parallel_size > 1:
+        raise ValueError(
+            "--expert-model-parallel-size and --expert-tensor-parallel-size are for mixtures of "
+            f"experts; {hf_config.model_type} is dense: remove them."
+        )
+    given = ["use_routing_replay"] * args.use_routing_replay
+    given += ["use_rollout_routing_replay"] * args.use_rollout_routing_replay
+    given += [name for name in args.megatron_config or {} if name.startswith("moe_")]
+    if given:
+        option = "--" + given[0].replace("_", "-")
+        raise ValueError(f"{option} is for mixtures of experts; {hf_config.model_type} is dense: remove it.")
 
 
 def same_architecture(one: Any, other: Any) -> bool:

@@ -28,6 +28,15 @@ def create_moments(optimizer: Any) -> None:
                     }
 
 
+def adam_step(optimizer: Any) -> int:
+    """How many steps Adam's moments have seen; 0 where there are none."""
+    for inner in _torch_optimizers(optimizer):
+        for state in inner.state.values():
+            if isinstance(state.get("step"), Tensor):
+                return int(state["step"])
+    return 0
+
+
 def unshare_steps(optimizer: Any) -> None:
     """After a load: all parameters got one step tensor, which AdamW would then advance once per parameter."""
     for inner in _torch_optimizers(optimizer):

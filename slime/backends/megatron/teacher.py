@@ -1,6 +1,7 @@
 """A model beside the trained one that never trains: a teacher of another size, cut over the ranks in the same way."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,10 +18,11 @@ from slime.backends.megatron.weights import HubWeights
 
 
 class FrozenModel:
-    """Weights without gradients and without an optimizer. Methods are called by all ranks together."""
+    """Weights without gradients and without an optimizer, in host memory between passes. All ranks call its methods together."""
 
     def __init__(self, args: Any, path: str | Path, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
         hf_config = read_hf_config(str(path))
+        args = _without_experts(args) if "num_moe_experts" not in family_of(hf_config).settings(hf_config) else args
         check_layout(args, hf_config, world_size=torch.distributed.get_world_size(), device=device)
         config = transformer_config(args, hf_config, dtype, device)
         self.chunks = build_chunks(config, hf_config, device)
@@ -28,18 +30,39 @@ class FrozenModel:
         HubWeights(self.chunks, family_of(hf_config), dims_of(hf_config, config), tied=tied).load(path)
         for chunk in self.chunks:
             chunk.requires_grad_(False).eval()
+        self._device = device
         self._passes = Passes(self.chunks, config, rotary_embedding(hf_config).to(device), layout, device)
+        self._move("cpu")
 
     @torch.no_grad()
     def forward(self, mbs: list[MicroBatch], call: ModelCall) -> list[dict[str, Tensor]] | None:
-        return self._passes.forward(mbs, call)
+        self._move(self._device)
+        try:
+            return self._passes.forward(mbs, call)
+        finally:
+            self._move("cpu")
+
+    def output_matrix(self) -> VocabSlice | None:
+        return output_matrix_of(self.chunks, self._device)
+
+    def _move(self, device: torch.device | str) -> None:
+        for chunk in self.chunks:
+            chunk.to(device)
+
+
+def _without_experts(args: Any) -> SimpleNamespace:
+    """`args` as a dense model reads them beside a policy that is a mixture of experts."""
+    fields = {name: value for name, value in (args.megatron_config or {}).items() if not name.startswith("moe_")}
+    sizes = {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1}
+    replay = {"use_routing_replay": False, "use_rollout_routing_replay": False}
+    return SimpleNamespace(**(vars(args) | sizes | replay | {"megatron_config": fields}))
 
 
 @torch.no_grad()
-def output_matrix_of(chunks: list[nn.Module]) -> VocabSlice | None:
-    """A copy of this rank's rows of the output matrix; None on a pipeline stage without it."""
+def output_matrix_of(chunks: list[nn.Module], device: torch.device) -> VocabSlice | None:
+    """A copy of this rank's rows of the output matrix on `device`; None on a pipeline stage without it."""
     last: PackedGPTModel = chunks[-1]
     if not last.post_process:
         return None
     matrix = last.output_matrix()
-    return VocabSlice(matrix.weight.detach().clone(), matrix.group, matrix.vocab_size)
+    return VocabSlice(matrix.weight.detach().to(device, copy=True), matrix.group, matrix.vocab_size)

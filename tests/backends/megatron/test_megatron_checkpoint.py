@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from megatron_helpers import in_processes, make_family, megatron_args, save_and_resume
+from megatron_helpers import exported, in_processes, make_family, megatron_args, save_and_resume
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(1800)]
 
@@ -43,6 +43,52 @@ def test_tensor_parallel_checkpoint_resumes_as_a_pipeline(saved):
 def test_checkpoint_resumes_on_one_rank(folder, model, saved):
     resumed = in_processes(1, save_and_resume, folder, model, str(folder / "ckpt"), None, dict(distopt=True))
     check(resumed["resumed"], saved["went on"])
+
+
+@pytest.fixture(scope="module")
+def saved_experts(folder):
+    """A mixture saved in the background with expert parallelism while training goes on, resumed under tensor parallelism."""
+    model = make_family(folder / "moe", "qwen3_moe")
+    layouts = dict(ep=2, distopt=True, async_save=True), dict(tp=2, sp=True, distopt=True)
+    return model, in_processes(2, save_and_resume, folder, model, str(folder / "experts"), *layouts)
+
+
+def test_expert_parallel_background_checkpoint_resumes_under_tensor_parallelism(saved_experts):
+    check(saved_experts[1]["resumed"], saved_experts[1]["went on"])
+
+
+@pytest.mark.parametrize("layout", [dict(distopt=True), dict(distopt=True, ep=2, pp=2)], ids=["one", "ep2 pp2"])
+def test_expert_parallel_checkpoint_resumes_elsewhere(folder, saved_experts, layout):
+    model, saved = saved_experts
+    ranks = 4 if "ep" in layout else 1
+    resumed = in_processes(ranks, save_and_resume, folder, model, str(folder / "experts"), None, layout)
+    check(resumed["resumed"], saved["went on"])
+
+
+def without_moments(rank, world_size, model, folder):
+    from slime.backends.megatron import create_backend
+    from slime.backends.megatron.optimizer import members
+
+    args = megatron_args(model, optimizer="adam", distopt=True, no_load_optim=True, no_load_rng=True)
+    backend = create_backend(args, rank=rank, world_size=world_size, device="cpu")
+    torch.manual_seed(5)
+    backend.load(folder)
+    drawn = torch.rand(1).item()
+    torch.manual_seed(5)
+    moments = [len(member.optimizer.state) for member in members(backend.optimizer)]
+    found = {"step": backend.step, "moments": moments, "kept seed": drawn == torch.rand(1).item()}
+    saved = exported(backend)
+    backend.load_hf(model)
+    backend.load_model(folder, weights="ref")
+    as_reference, own = exported(backend, weights="ref"), exported(backend)
+    found["reference"] = all(torch.equal(as_reference[name], tensor) for name, tensor in saved.items())
+    found["own kept"] = any(not torch.equal(own[name], tensor) for name, tensor in saved.items())
+    return found
+
+
+def test_moments_and_random_state_may_stay_behind_and_a_reference_comes_from_a_checkpoint(folder, model, saved):
+    found = in_processes(1, without_moments, folder, model, str(folder / "ckpt"))
+    assert found == {"step": 3, "moments": [0], "kept seed": True, "reference": True, "own kept": True}
 
 
 def broken_checkpoints(rank, world_size, model, other, folder):
