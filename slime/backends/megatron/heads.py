@@ -4,6 +4,7 @@ A head reads the model's hidden states, the embedding and the output matrix with
 policy trains exactly as it would without heads. Not covered: context parallelism, tied embeddings.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
     MultiTokenPredictionBlockSubmodules,
@@ -28,10 +30,22 @@ from slime.backends.megatron.stream import PackedStream
 from slime.backends.megatron.vocab_parallel import VocabSlice, vocab_parallel_log_probs
 
 
+class PackedHead(MultiTokenPredictionLayer):
+    """Megatron's own, but for recomputation: it would keep every argument as a tensor, and a stream is none."""
+
+    def _checkpointed_forward(self, forward_func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        tensors = kwargs.pop("hidden_states"), kwargs.pop("decoder_input")
+
+        def run(hidden: Tensor, embedded: Tensor) -> Tensor:
+            return forward_func(hidden_states=hidden, decoder_input=embedded, **kwargs)
+
+        return checkpoint(run, self.config.distribute_saved_activations, *tensors)
+
+
 def heads_spec(config: TransformerConfig, *, branch_norms: bool = False) -> ModuleSpec:
     """Every head holds a layer of the kind that the decoder ends with."""
     head = ModuleSpec(
-        module=MultiTokenPredictionLayer,
+        module=PackedHead,
         submodules=MultiTokenPredictionLayerSubmodules(
             enorm=RMSNorm,
             hnorm=RMSNorm,
@@ -84,7 +98,8 @@ def heads_loss(model: nn.Module, hidden: Tensor, stream: PackedStream, matrix: V
     outputs = model.mtp(
         input_ids=stream.input_ids,
         position_ids=stream.position_ids,
-        hidden_states=hidden.detach(),
+        # A leaf with a gradient: recomputation trains only what depends on one.
+        hidden_states=hidden.detach().requires_grad_(),
         attention_mask=None,
         packed_seq_params=stream,
         embedding=lambda **inputs: _NoGradient.apply(model.embedding(**inputs)),

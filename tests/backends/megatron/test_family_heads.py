@@ -14,7 +14,12 @@ from slime.backends.megatron.config import check_heads, read_hf_config, transfor
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(1800)]
 
 ON = dict(enable_mtp_training=True)
-LAYOUTS = {"tp2 sp": dict(tp=2, sp=True), "pp2": dict(pp=2), "ep2": dict(ep=2)}
+LAYOUTS = {
+    "tp2 sp": dict(tp=2, sp=True),
+    "pp2": dict(pp=2),
+    "pp2 recompute": dict(pp=2, activation_checkpointing="full"),
+    "ep2": dict(ep=2),
+}
 TWO = [f"{name} {layout}" for name in HEADS for layout in LAYOUTS if (name, layout) != ("mimo", "ep2")]
 
 
