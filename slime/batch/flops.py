@@ -9,41 +9,59 @@ from typing import Any
 class ModelShape:
     """The sizes that decide the cost of a decoder-only model."""
 
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    ffn_size: int  # active per token: for a mixture of experts, the chosen experts and the shared one
-    vocab_size: int
+    matrices: (
+        int  # elements of all matrices that one token passes through: chosen experts only, output matrix included
+    )
+    attention: int  # layers x heads x (width of keys + width of values): operations per pair of tokens, counted causal
 
     @classmethod
     def from_hf_config(cls, config: Any) -> "ModelShape":
         """Reads a transformers config; fields that a family lacks fall back to what that family implies."""
         text = config.get_text_config()
-        heads, hidden = text.num_attention_heads, text.hidden_size
-        ffn = getattr(text, "intermediate_size", None) or 4 * hidden
-        experts, expert_size = (getattr(text, name, None) for name in ("num_experts_per_tok", "moe_intermediate_size"))
-        if experts and expert_size:
-            ffn = expert_size * experts + (getattr(text, "shared_expert_intermediate_size", None) or 0)
-        return cls(
-            num_layers=text.num_hidden_layers,
-            hidden_size=hidden,
-            num_heads=heads,
-            num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-            head_dim=getattr(text, "head_dim", None) or hidden // heads,
-            ffn_size=ffn,
-            vocab_size=text.vocab_size,
-        )
+        layers, hidden = text.num_hidden_layers, text.hidden_size
+        projections, widths = _latent_attention(text) if _read(text, "kv_lora_rank") else _plain_attention(text)
+        # Gate, up and down.
+        feed_forward = 3 * hidden * sum(_feed_forward_widths(text))
+        matrices = layers * projections + feed_forward + hidden * text.vocab_size
+        return cls(matrices=matrices, attention=layers * text.num_attention_heads * widths)
+
+
+def _read(text: Any, name: str) -> int:
+    return getattr(text, name, None) or 0
+
+
+def _plain_attention(text: Any) -> tuple[int, int]:
+    """Elements of a layer's projections, and the widths of a key and a value together."""
+    heads = text.num_attention_heads
+    width = _read(text, "head_dim") or text.hidden_size // heads
+    key_heads = _read(text, "num_key_value_heads") or heads
+    return text.hidden_size * width * 2 * (heads + key_heads), 2 * width
+
+
+def _latent_attention(text: Any) -> tuple[int, int]:
+    """The same where keys and values come from a low-rank vector (DeepSeek)."""
+    hidden, heads, rank = text.hidden_size, text.num_attention_heads, text.kv_lora_rank
+    key = text.qk_nope_head_dim + text.qk_rope_head_dim
+    query_rank = _read(text, "q_lora_rank")
+    queries = query_rank * (hidden + heads * key) if query_rank else hidden * heads * key
+    keys_values = hidden * (rank + text.qk_rope_head_dim) + rank * heads * (text.qk_nope_head_dim + text.v_head_dim)
+    return queries + keys_values + heads * text.v_head_dim * hidden, key + text.v_head_dim
+
+
+def _feed_forward_widths(text: Any) -> list[int]:
+    """Of every layer, what one token uses: the dense width, or its experts and the shared ones."""
+    dense = _read(text, "intermediate_size") or 4 * text.hidden_size
+    chosen, expert = _read(text, "num_experts_per_tok"), _read(text, "moe_intermediate_size")
+    if not chosen or not expert:
+        return [dense] * text.num_hidden_layers
+    shared = _read(text, "shared_expert_intermediate_size") or _read(text, "n_shared_experts") * expert
+    first = _read(text, "first_k_dense_replace")
+    return [dense] * first + [chosen * expert + shared] * (text.num_hidden_layers - first)
 
 
 def forward_flops(shape: ModelShape, length: int) -> float:
     """Operations of one forward pass over one document of `length` tokens, attention counted causal."""
-    hidden, width = shape.hidden_size, shape.num_heads * shape.head_dim
-    projections = 2 * hidden * (2 * width + 2 * shape.num_kv_heads * shape.head_dim)
-    per_token = shape.num_layers * (projections + 6 * hidden * shape.ffn_size) + 2 * hidden * shape.vocab_size
-    attention = shape.num_layers * 2 * width * length * length
-    return float(per_token * length + attention)
+    return float(2 * shape.matrices * length + shape.attention * length * length)
 
 
 def total_forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:

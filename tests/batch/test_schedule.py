@@ -77,7 +77,7 @@ def test_balanced_ranks_have_nearly_equal_work():
     generator = random.Random(1)
     lengths = [min(int(generator.lognormvariate(6, 1)) + 2, 4000) for _ in range(256)]
     settings_ = args(use_dynamic_batch_size=True, max_tokens_per_gpu=8192, balance_data=True)
-    shape = ModelShape(28, 1024, 16, 8, 128, 3072, 151936)
+    shape = ModelShape(matrices=595_000_000, attention=28 * 16 * 2 * 128)
     schedule = build_schedule(
         settings_, lengths, list(range(256)), dp_size=8, cost=lambda length: forward_flops(shape, length)
     )
