@@ -9,8 +9,11 @@ STAMP := $(VENV)/.installed
 # SGLang pins its own torch and transformers, its router needs neither: each lives in an environment of its own.
 SGLANG_VENV := .venv-sglang
 ROUTER_VENV := .venv-router
+# The parts of the long suites that `make ci` runs.
+MEGATRON_QUICK := $(addprefix tests/backends/megatron/test_megatron_,guards.py layouts.py hooks.py)
+SGLANG_QUICK := tests/contracts tests/engines/test_router_process.py
 
-.PHONY: install quickstart test test-slow test-gpu test-megatron test-sglang sglang-env lint format docs clean
+.PHONY: install quickstart test ci test-slow test-gpu test-megatron test-sglang sglang-env lint format docs clean
 
 install: $(STAMP)
 
@@ -26,6 +29,13 @@ quickstart: $(STAMP)
 
 test: $(STAMP) lint
 	$(BIN)/python -m pytest -q
+
+# What continuous integration runs: the tests, and what of the Megatron and SGLang suites is quick.
+ci: test
+	$(BIN)/python -m pip install -q $(CONSTRAINTS) -e ".[megatron]"
+	$(BIN)/python -m pytest -q -m "megatron and not slow" --timeout 900 $(MEGATRON_QUICK)
+	$(MAKE) sglang-env
+	$(BIN)/python -m pytest -q -m "sglang and not slow" --timeout 900 $(SGLANG_QUICK)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -q -m "slow and not megatron and not sglang and not gpu" --timeout 3600
@@ -55,7 +65,7 @@ test-sglang: $(STAMP) sglang-env
 
 test-megatron: $(STAMP)
 	$(BIN)/python -m pip install -q $(CONSTRAINTS) -e ".[megatron]"
-	$(BIN)/python -m pytest -q -m megatron --timeout 1800
+	$(BIN)/python -m pytest -q -m "megatron and not gpu" --timeout 1800
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
