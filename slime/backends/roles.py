@@ -1,9 +1,13 @@
 """Which models stand beside the actor in a run, and the settings of the one that trains too."""
 
+import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from slime.algorithms.advantages import get_estimator
+
+logger = logging.getLogger(__name__)
 
 
 def needs_reference(args: Any) -> bool:
@@ -28,3 +32,16 @@ def critic_settings(args: Any) -> SimpleNamespace:
         "clip_grad": args.critic_clip_grad,
     }
     return SimpleNamespace(**(vars(args) | changes))
+
+
+def load_critic(critic: Any, args: Any, path: Path) -> None:
+    """The critic that was saved beside the actor in the folder `path`; only --finetune may do without."""
+    if (path / "critic").is_dir():
+        critic.load(path / "critic")
+    elif args.finetune:
+        logger.warning("checkpoint %s has no critic: it starts from %s.", path, critic.args.hf_checkpoint)
+    else:
+        raise ValueError(
+            f"checkpoint {path} has no critic, but --advantage-estimator {args.advantage_estimator} trains one: resume with the "
+            "estimator it was saved with, or take only its weights with --finetune."
+        )

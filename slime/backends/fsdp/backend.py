@@ -1,6 +1,5 @@
 """The FSDP2 trainer: log-prob passes, optimizer steps, checkpoints and weight export of one rank."""
 
-import logging
 import math
 import time
 from collections.abc import Iterator
@@ -37,11 +36,9 @@ from slime.backends.fsdp.trainable import choose_trainable
 from slime.backends.fsdp.working_copy import WorkingCopy
 from slime.backends.microbatch import split_by_sample
 from slime.backends.optimizer import build_optimizer, learning_rate
-from slime.backends.roles import critic_settings, needs_critic, needs_reference
+from slime.backends.roles import critic_settings, load_critic, needs_critic, needs_reference
 from slime.backends.weight_copies import LIVE, WeightCopies
 from slime.batch.flops import ModelShape, total_forward_flops
-
-logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -446,23 +443,12 @@ class FSDPBackend:
     def load(self, path: str | Path) -> dict[str, Any]:
         """Read a folder written by `save`, also by another number of ranks; with --finetune only its weights."""
         if self.critic is not None:
-            self._load_critic(Path(path))
+            load_critic(self.critic, self.args, Path(path))
         if self.args.ref_update_interval and (Path(path) / "ref").is_dir() and not self.args.finetune:
             with self._keep_live("ref"):
                 checkpoint.load_weights(self, Path(path) / "ref")
                 self.copies.copy(LIVE, "ref")
         return checkpoint.load(self, Path(path), weights_only=self.args.finetune)
-
-    def _load_critic(self, path: Path) -> None:
-        if (path / "critic").is_dir():
-            self.critic.load(path / "critic")
-        elif self.args.finetune:
-            logger.warning("checkpoint %s has no critic: it starts from %s.", path, self.critic.args.hf_checkpoint)
-        else:
-            raise ValueError(
-                f"checkpoint {path} has no critic, but --advantage-estimator {self.args.advantage_estimator} trains one: resume "
-                "with the estimator it was saved with, or take only its weights with --finetune."
-            )
 
     def move(self, *, params: str | torch.device | None = None, optimizer: str | torch.device | None = None) -> None:
         """Put parameters and optimizer state on a device; None leaves them where they are. Nothing to do on CPU."""

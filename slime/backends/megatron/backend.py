@@ -1,6 +1,5 @@
 """The Megatron trainer: log-prob passes, optimizer steps, checkpoints and weight export of one rank."""
 
-import logging
 import math
 import time
 from collections.abc import Iterator
@@ -60,10 +59,9 @@ from slime.backends.megatron.vocab_parallel import VocabSlice
 from slime.backends.megatron.weights import HubWeights
 from slime.backends.microbatch import split_by_sample
 from slime.backends.optimizer import learning_rate
+from slime.backends.roles import load_critic
 from slime.backends.weight_copies import LIVE, WeightCopies
 from slime.batch.flops import ModelShape, total_forward_flops
-
-logger = logging.getLogger(__name__)
 
 
 class MegatronBackend:
@@ -413,15 +411,13 @@ class MegatronBackend:
     def save(self, path: str | Path) -> dict[str, Any]:
         """Write weights, optimizer (unless --no-save-optim), schedule position and random state into the folder `path`.
 
-        A critic, and copies that cannot be read again from where they came, have folders of their own in it."""
+        A critic has a folder of its own in it, and so has a reference that moves."""
         self._settle()
         if self.critic is not None:
             self.critic.save(Path(path) / "critic")
-        tags = ["ref"] if self.args.ref_update_interval else []
-        for tag in [*tags, "rollout", "old"]:
-            if tag in self.copies:
-                with self.copies.active(tag):
-                    checkpoint.save_weights(self, Path(path) / tag)
+        if self.args.ref_update_interval and "ref" in self.copies:
+            with self.copies.active("ref"):
+                checkpoint.save_weights(self, Path(path) / "ref")
         return checkpoint.save(self, Path(path), with_optimizer=not self.args.no_save_optim)
 
     def finish_save(self, *, wait: bool) -> bool:
@@ -434,24 +430,12 @@ class MegatronBackend:
         """Read a folder written by `save`, also under another layout; with --finetune only its weights."""
         self._settle()
         if self.critic is not None:
-            self._load_critic(Path(path))
-        for tag in ("ref", "rollout", "old"):
-            if (Path(path) / tag).is_dir() and not self.args.finetune:
-                with self._keep_live(tag):
-                    checkpoint.load_weights(self, Path(path) / tag)
-                    self.copies.copy(LIVE, tag)
+            load_critic(self.critic, self.args, Path(path))
+        if self.args.ref_update_interval and (Path(path) / "ref").is_dir() and not self.args.finetune:
+            with self._keep_live("ref"):
+                checkpoint.load_weights(self, Path(path) / "ref")
+                self.copies.copy(LIVE, "ref")
         return checkpoint.load(self, Path(path), weights_only=self.args.finetune)
-
-    def _load_critic(self, path: Path) -> None:
-        if (path / "critic").is_dir():
-            self.critic.load(path / "critic")
-        elif self.args.finetune:
-            logger.warning("checkpoint %s has no critic: it starts from %s.", path, self.critic.args.hf_checkpoint)
-        else:
-            raise ValueError(
-                f"checkpoint {path} has no critic, but --advantage-estimator {self.args.advantage_estimator} trains one: "
-                "resume with the estimator it was saved with, or take only its weights with --finetune."
-            )
 
     def move(self, *, params: str | torch.device | None = None, optimizer: str | torch.device | None = None) -> None:
         """Put parameters and optimizer state on a device; None leaves them where they are. Nothing to do on CPU."""
