@@ -127,7 +127,7 @@ def _add_optional(batch: RolloutBatch, samples: list[Sample]) -> None:
         if _all_or_none(samples, name):
             batch[key] = [torch.as_tensor(getattr(s, name), dtype=torch.float32) for s in samples]
     if _all_or_none(samples, "rollout_routed_experts"):
-        batch["routed_experts"] = [torch.as_tensor(s.rollout_routed_experts) for s in samples]
+        batch["routed_experts"] = [torch.tensor(s.rollout_routed_experts) for s in samples]
     versions = [_token_versions(sample) for sample in samples]
     if all(version is not None for version in versions) and any(sample.version_spans for sample in samples):
         batch["versions"] = versions

@@ -1,6 +1,6 @@
 """Runs an SGLang server, or prints its flags; executed as a script by the interpreter that has SGLang.
 
-On a CPU machine four gaps of the wheel are filled first. That happens when the module is loaded, because SGLang
+On a CPU machine five gaps of the wheel are filled first. That happens when the module is loaded, because SGLang
 spawns its workers, and a spawned process loads the main module again. Nothing on the path of a request is replaced.
 """
 
@@ -29,7 +29,8 @@ class _NoKernels(types.ModuleType):
 
 
 def fill_cpu_gaps():
-    """What a CPU machine lacks: the choice of the native code paths, two operators, the kernel package, pinned memory."""
+    """What a CPU machine lacks: the choice of the native code paths, two operators, the kernel package, page-locked memory (asked for
+    by flag, and by hand)."""
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     import torch  # only after the choice above is made
 
@@ -44,6 +45,20 @@ def fill_cpu_gaps():
     torch.Tensor.pin_memory = lambda tensor, *args: tensor
     for name in ("tensor", "empty", "zeros", "arange"):
         setattr(torch, name, _without_pinning(getattr(torch, name)))
+    # The record of routed experts locks its memory by hand.
+    torch.cuda.cudart = _NothingToLock
+
+
+class _NothingToLock:
+    """CUDA's runtime as far as host memory is concerned: every page counts as locked."""
+
+    @staticmethod
+    def cudaHostRegister(_pointer, _size, _flags):
+        return 0
+
+    @staticmethod
+    def cudaHostUnregister(_pointer):
+        return 0
 
 
 def _without_pinning(make):
