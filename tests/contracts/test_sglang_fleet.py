@@ -174,6 +174,15 @@ def in_thread(work):
     return thread, results
 
 
+def wait_for_requests(urls) -> None:
+    """Until each server has a request that runs, and has had time for a few tokens: a moment later all may be done."""
+    deadline = time.monotonic() + 60
+    while not all(run(EngineControl(url).load())[0] for url in urls):
+        assert time.monotonic() < deadline, "no request reached the servers"
+        time.sleep(0.01)
+    time.sleep(0.1)
+
+
 def test_an_engine_without_versions_per_token_is_pushed_to_by_abort_and_resubmission(
     servers, options, balancer, old_model, new_model, tmp_path
 ):
@@ -186,7 +195,7 @@ def test_an_engine_without_versions_per_token_is_pushed_to_by_abort_and_resubmis
     source = make_source(args)
     sender, parcel = make_parcel("http_tensor", options, new_model, "run:1")
     thread, results = in_thread(lambda: generate_rollout(args, 0, source))
-    time.sleep(0.5)
+    wait_for_requests(fleet.urls)
     weights.receive(parcel)
     thread.join(300)
     weights._members.clear()
@@ -212,8 +221,7 @@ def test_a_server_killed_under_load_loses_no_sample_and_comes_back_with_the_curr
     source = make_source(args)
     restarts = fleet.num_restarts
     thread, results = in_thread(lambda: generate_rollout(args, 0, source))
-    time.sleep(0.7)
-    assert run(EngineControl(fleet.urls[1]).load())[0] > 0, "the victim has no request in flight"
+    wait_for_requests(fleet.urls)
     psutil.Process(fleet.pids[1]).children()[0].kill()
     thread.join(300)
     samples = flatten_samples(results[0].samples)
