@@ -265,13 +265,21 @@ async def _gather(tasks: list, *, strict: bool = False) -> list:
 
 def _model_facts(hf_checkpoint: str, infos: list[EngineInfo]) -> dict[str, int | None]:
     """What every engine can take; what an engine does not say about itself follows from the model's config."""
-    # Heavy import, and some runs have no engines.
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(hf_checkpoint).get_text_config()
+    config = _text_config(hf_checkpoint)
     return {
         "vocab_size": min(info.vocab_size or config.vocab_size for info in infos),
         "max_context_len": min(info.context_len or config.max_position_embeddings for info in infos),
         "num_layers": getattr(config, "num_hidden_layers", None),
         "moe_router_topk": getattr(config, "num_experts_per_tok", None),
     }
+
+
+def _text_config(hf_checkpoint: str) -> Any:
+    # Heavy import, and some runs have no engines.
+    from transformers import AutoConfig, PretrainedConfig
+
+    try:
+        return AutoConfig.from_pretrained(hf_checkpoint).get_text_config()
+    except ValueError:
+        # A model type that engine and trainer know and transformers does not (MiMo): its sizes stand in the file all the same.
+        return PretrainedConfig.from_pretrained(hf_checkpoint).get_text_config()

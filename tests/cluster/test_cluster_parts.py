@@ -11,6 +11,7 @@ from slime.cluster.checkpoint import Manifest, find_checkpoint, resolve_load, st
 from slime.cluster.cluster import _TRAIN_HEADLINE, _headline
 from slime.cluster.placement import plan_placement
 from slime.cluster.residency import GENERATE, SYNC, TRAIN, Residency
+from slime.cluster.rollout_manager import _model_facts
 from slime.cluster.schedule import Schedule
 from slime.utils.errors import RunStopped
 
@@ -235,3 +236,12 @@ def test_a_full_disk_is_noticed_before_anything_is_written(tmp_path):
 def test_a_step_of_the_critic_alone_still_has_a_headline():
     critic_only = {"train/critic-value_loss": 0.25, "train/critic-lr-pg_0": 1e-3}
     assert _headline(critic_only, _TRAIN_HEADLINE) == "critic-value_loss 0.25"
+
+
+def test_sizes_of_a_model_that_transformers_does_not_know_are_read_from_its_config(tmp_path):
+    known = {"vocab_size": 77, "num_hidden_layers": 3, "max_position_embeddings": 99, "num_experts_per_tok": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "not_in_transformers", **known}))
+    silent = SimpleNamespace(vocab_size=None, context_len=None)
+    smaller = SimpleNamespace(vocab_size=77, context_len=50)
+    facts = _model_facts(str(tmp_path), [silent, smaller])
+    assert facts == {"vocab_size": 77, "max_context_len": 50, "num_layers": 3, "moe_router_topk": 2}
