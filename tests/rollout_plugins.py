@@ -3,6 +3,7 @@
 import copy
 
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
+from slime.rollout.sglang_rollout import generate
 from slime.utils.types import Sample, infra_error, invalid
 
 calls: dict[str, list] = {}
@@ -108,3 +109,18 @@ async def gives_up_once(args, sample, sampling_params):
     sample.append_response_tokens(args, tokens=[7], log_probs=[-0.2])
     sample.status = Sample.Status.COMPLETED
     return sample
+
+
+async def gives_up_twice(args, sample, sampling_params):
+    """As a function of one's own does that met two weight pushes and sends nothing again."""
+    record("gives_up_twice", sample.index, sample.response_length)
+    sample.tokens = sample.tokens or [5, 6]
+    sample.append_response_tokens(args, tokens=[20], log_probs=[-0.1])
+    met = sum(index == sample.index for index, _ in calls["gives_up_twice"])
+    sample.status = Sample.Status.ABORTED if met <= 2 else Sample.Status.COMPLETED
+    return sample
+
+
+async def never_ends(args, sample, sampling_params):
+    """The default, up to the last token that is allowed."""
+    return await generate(args, sample, {**sampling_params, "ignore_eos": True})

@@ -1,6 +1,7 @@
 """Evaluation: every dataset at the same time, each prompt sampled as its dataset says, rewards kept apart.
 
-A sample without a score is left out of the averages and counted in the metrics: a failed reward is not a zero.
+A sample without a score is left out of the averages and counted in the metrics: a failed reward is not a zero. A weight
+push meanwhile ends no sample: each goes on, and its version spans say which token is whose.
 """
 
 import functools
@@ -29,6 +30,10 @@ async def evaluate(args: Any, run_group: RunGroup) -> RolloutFnEvalOutput:
         data[config.name] = result
         if num_failed:
             metrics[f"eval/{config.name}/reward_failures"] = num_failed
+        versions = {version for sample in result["samples"] for version, _, _ in sample.version_spans}
+        if len(versions) > 1:
+            logger.warning("evaluation %s went on over a weight push: it is of %s", config.name, sorted(versions))
+            metrics[f"eval/{config.name}/weight_versions"] = len(versions)
     return RolloutFnEvalOutput(data=data, metrics=metrics or None)
 
 

@@ -180,7 +180,8 @@ async def generate_and_rm(
             if state.aborted:
                 sample.status = Sample.Status.ABORTED
                 return sample
-            sample = await _call_generate(args, sample, sampling_params, evaluation)
+            call = _call_until_ended if evaluation else _call_generate
+            sample = await call(args, sample, sampling_params, evaluation)
         sample = await apply_rollout_sample_hooks(args, sample, evaluation=evaluation)
     if not args.group_rm:
         await _score(args, flatten_samples([sample]), evaluation)
@@ -191,6 +192,25 @@ def _mask_earlier_tokens(sample: Entry) -> None:
     for one in flatten_samples([sample]):
         if one.response_length > 0:
             one.loss_mask = [0] * one.response_length
+
+
+async def _call_until_ended(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool) -> Entry:
+    """A generate function of one's own may give up on what a weight push took from the engine.
+
+    In training such a group comes back with the next rollout. Evaluation has no next one: the sample begins again.
+    """
+    origin = copy_group([sample])
+    for attempt in range(1, MAX_IDLE_RESUBMITS + 1):
+        made = await _call_generate(args, sample, dict(sampling_params), evaluation)
+        cut_short = any(s.status is Sample.Status.ABORTED for s in flatten_samples([made]))
+        if not cut_short or GenerateState(args).aborted:
+            return made
+        logger.info("evaluation: %s was cut short and begins again", describe(origin))
+        sample = copy_group(origin)[0]
+        await asyncio.sleep(min(1.0, 0.05 * 2**attempt))
+    raise GroupFailed(
+        f"evaluation: the generate function gave up on {describe(origin)} {attempt} times (it is aborted)."
+    )
 
 
 async def _call_generate(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool) -> Entry:

@@ -101,3 +101,16 @@ def test_an_abort_of_training_does_not_touch_evaluation(tmp_path):
     evaluation_rids = {r["rid"] for r in engine.requests if r["sampling_params"]["temperature"] == 0.5}
     assert evaluation_rids.isdisjoint(a["rid"] for a in engine.aborts)
     assert all(s.response_length == 4 for s in result[0].data["one"]["samples"])
+
+
+def test_a_sample_that_a_generate_function_gave_up_on_begins_again(tmp_path):
+    data = write_prompts(tmp_path / "one.jsonl", 3)
+    entry = {"name": "one", "path": str(data), "custom_generate_function_path": "rollout_plugins.gives_up_twice"}
+    (tmp_path / "eval.yaml").write_text(json.dumps({"datasets": [entry]}))
+    with FakeEngine() as engine:
+        args = make_args(tmp_path, engine, "--eval-config", str(tmp_path / "eval.yaml"), "--eval-interval", "1")
+        output = generate_rollout(args, 0, None, evaluation=True)
+    samples = output.data["one"]["samples"]
+    assert [(s.status.value, s.response_length, s.reward) for s in samples] == [("completed", 1, 20.0)] * 3
+    assert sorted(rollout_plugins.calls["gives_up_twice"]) == [(i, 0) for i in range(3) for _ in range(3)]
+    assert output.metrics is None
