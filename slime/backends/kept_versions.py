@@ -1,5 +1,8 @@
 """The weights of the last two pushes, so that ratios can be taken against the ones that sampled a batch."""
 
+import json
+import logging
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -7,7 +10,10 @@ import torch
 from slime.backends.base import TrainBackend
 from slime.utils.types import RolloutBatch
 
-NEWEST, BEFORE = "rollout", "old"  # tags of the copies
+logger = logging.getLogger(__name__)
+
+TAGS = NEWEST, BEFORE = "rollout", "old"  # of the copies
+FILE = "kept_versions.json"
 
 
 class KeptVersions:
@@ -24,6 +30,27 @@ class KeptVersions:
             self._numbers[BEFORE] = self._numbers[NEWEST]
         self._backend.copy_weights("actor", NEWEST)
         self._numbers[NEWEST] = number
+
+    def save(self, path: Path) -> None:
+        """Which versions the copies in the checkpoint `path` are. One rank calls it; the backend saves the copies."""
+        (path / FILE).write_text(json.dumps(self._numbers))
+
+    def load(self, path: Path) -> None:
+        """Go on with what `save` wrote, after the backend has loaded the copies."""
+        if not (path / FILE).is_file():
+            logger.warning(
+                "--keep-old-actor: checkpoint %s holds no weights of earlier pushes (it was saved without the flag): samples "
+                "that it left unfinished or untrained cannot be trained on, and stop the run.",
+                path,
+            )
+            return
+        self._numbers = json.loads((path / FILE).read_text())
+        for tag, number in self._numbers.items():
+            if not self._backend.has_weights(tag):
+                raise ValueError(
+                    f"checkpoint {path} says that it keeps the weights of push {number}, but its folder {tag} is missing: "
+                    f"restore it, or remove {FILE} to go on without them."
+                )
 
     def tag_of(self, batch: RolloutBatch, current: int | None) -> str:
         """The tag of the weights that sampled the batch; "actor" where they are the live ones (version `current`)."""

@@ -1,11 +1,14 @@
 """Which models stand beside the actor in a run, and the settings of the one that trains too."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from slime.algorithms.advantages import get_estimator
+from slime.backends import kept_versions
+from slime.backends.weight_copies import WeightCopies
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +33,9 @@ def critic_settings(args: Any) -> SimpleNamespace:
         "lr_decay_style": args.critic_lr_decay_style,
         "lr_warmup_iters": args.critic_lr_warmup_iters,
         "clip_grad": args.critic_clip_grad,
+        # Copies of older weights are the policy's.
+        "ref_update_interval": None,
+        "keep_old_actor": False,
     }
     return SimpleNamespace(**(vars(args) | changes))
 
@@ -45,3 +51,29 @@ def load_critic(critic: Any, args: Any, path: Path) -> None:
             f"checkpoint {path} has no critic, but --advantage-estimator {args.advantage_estimator} trains one: resume with the "
             "estimator it was saved with, or take only its weights with --finetune."
         )
+
+
+def moving_copies(args: Any) -> tuple[str, ...]:
+    """Tags of the copies that change as the run goes on, so that a checkpoint must hold them beside the live weights."""
+    reference = ("ref",) if args.ref_update_interval else ()
+    return (*reference, *(kept_versions.TAGS if args.keep_old_actor else ()))
+
+
+def save_copies(args: Any, copies: WeightCopies, path: Path, write: Callable[[Path], None]) -> None:
+    """Each into a folder of its own in the checkpoint `path`; `write` saves the weights that the live model holds then."""
+    for tag in moving_copies(args):
+        if tag in copies:
+            with copies.active(tag):
+                write(path / tag)
+
+
+def load_copies(args: Any, copies: WeightCopies, path: Path, read: Callable[[Path], None]) -> None:
+    """What `save_copies` wrote; `read` puts the weights of a folder into the live model. --finetune starts copies anew."""
+    if args.finetune:
+        return
+    for tag in moving_copies(args):
+        if (path / tag).is_dir():
+            with copies.filling(tag):
+                read(path / tag)
+        elif tag in copies:
+            logger.warning("checkpoint %s has no weights %r: they stay those that the run starts with.", path, tag)

@@ -52,6 +52,19 @@ class WeightCopies:
         finally:
             self.copy("_own", LIVE)
 
+    @contextmanager
+    def filling(self, tag: str) -> Iterator[None]:
+        """What the block writes into the live model becomes the weights of `tag`; the live model is as before after it."""
+        if tag == LIVE:
+            yield
+            return
+        self.copy(LIVE, "_own")
+        try:
+            yield
+            self.copy(LIVE, tag)
+        finally:
+            self.copy("_own", LIVE)
+
     def _tensors(self, tag: str) -> list[Tensor]:
         if tag == LIVE:
             return self._live()

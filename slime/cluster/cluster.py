@@ -24,7 +24,7 @@ from slime.cluster.runtime import Future, create_runtime, gather, in_background
 from slime.cluster.schedule import Schedule
 from slime.cluster.stages import NoTrainer, RolloutStage
 from slime.cluster.train_group import TrainGroup
-from slime.cluster.weight_push import WeightPush
+from slime.cluster.weight_push import PushToNobody, WeightPush
 from slime.observability.logging_utils import configure_logger
 from slime.observability.tracking import Tracker
 from slime.plugins import check_plugins
@@ -52,7 +52,7 @@ class Cluster:
         self._runtime = create_runtime(args, self._run.run_dir, self._run.shm_prefix)
         self._rollout: RolloutStage | None = None
         self._trainer: TrainGroup | NoTrainer = NoTrainer()
-        self._push: WeightPush | None = None
+        self._push: WeightPush | PushToNobody | None = None  # None: nothing trains
         self._checkpoint_bytes = 0
         self._staged: StagedCheckpoint | None = None  # written by the ranks, not yet complete
         self._step_started = time.monotonic()
@@ -92,7 +92,7 @@ class Cluster:
             self._trainer = TrainGroup(args, self._run, self._runtime, self._placement.trainer)
         self._residency = Residency(args, self._rollout, self._trainer)
         facts = self._start_stages(start_id, None if fresh else resumed.rollout_state())
-        if self._placement.engines and self._placement.trainer:
+        if self._placement.trainer:
             self._open_push(facts, 0 if fresh else resumed.manifest.num_pushes)
         return Schedule(args, start_id, facts.num_rollout, facts.num_rollout_per_epoch)
 
@@ -108,6 +108,9 @@ class Cluster:
 
     def _open_push(self, facts: RolloutFacts, num_done: int) -> None:
         args = self._args
+        if not self._placement.engines:
+            self._push = PushToNobody(self._trainer, num_done)
+            return
         site = Site(device_count() > 0, args.colocate, args.rollout_num_gpus_per_engine)
         if args.lora_sync == "adapter":
             transport = choose_adapter_transport(facts.transports)
@@ -160,9 +163,10 @@ class Cluster:
         self._log({**report.metrics, **peaks, "perf/step_time": step_time}, "rollout", rollout_id)
 
     def push_weights(self, rollout_id: int) -> None:
-        """The weights that rollout `rollout_id` and later ones use; no-op in a run that has only one of the two stages."""
-        if self._push is not None:
-            self._log(self._push.push(), "rollout", rollout_id)
+        """The weights that rollout `rollout_id` and later ones use; no-op in a run that trains nothing."""
+        metrics = self._push.push() if self._push is not None else {}
+        if metrics:
+            self._log(metrics, "rollout", rollout_id)
 
     def evaluate(self, rollout_id: int) -> None:
         with self.phase(GENERATE):

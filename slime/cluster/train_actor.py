@@ -70,9 +70,11 @@ class TrainActor:
             timeout=timeout,
         )
         self._backend = create_backend(self._args, rank=self._rank, world_size=self._world_size, device=device)
+        self._kept = keep_versions(self._args, self._backend)
         if checkpoint is not None:
             self._backend.load(checkpoint)
-        self._kept = keep_versions(self._args, self._backend)
+            if self._kept is not None and not self._args.finetune:
+                self._kept.load(checkpoint)
         layout = self._backend.layout
         return {"dp_size": layout.dp_size, "dp_rank": layout.dp_rank, "cp_size": layout.cp_size}
 
@@ -122,12 +124,16 @@ class TrainActor:
     def export(self, version: str, dtype: str | None) -> Parcel | None:
         """The model or its adapters, bucket by bucket, into the transport; the first rank returns the parcel."""
         self._version = int(version.rpartition(":")[2])
-        if self._kept is not None:
-            self._kept.note_push(self._version)
+        self.note_push(self._version)
         for bucket in self._stream(dtype):
             if self._sender is not None:
                 self._sender.send(self._as_engines_hold(bucket))
         return self._sender.finish(version) if self._sender is not None else None
+
+    def note_push(self, number: int) -> None:
+        """The current weights are what engines sample with as version `number`, or did in the run that is replayed."""
+        if self._kept is not None:
+            self._kept.note_push(number)
 
     def send_live(self, version: str, dtype: str | None, targets: tuple[Target, ...]) -> LiveReport | None:
         """The whole model, bucket by bucket, to engines that wait for it; a rank that sends nothing returns None."""
@@ -149,6 +155,8 @@ class TrainActor:
 
     def save(self, path: Path) -> None:
         self._backend.save(path)
+        if self._kept is not None and self._rank == 0:
+            self._kept.save(path)
 
     def finish_save(self, wait: bool) -> bool:
         return self._backend.finish_save(wait=wait)

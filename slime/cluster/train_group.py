@@ -60,6 +60,9 @@ class TrainGroup:
     def export(self, version: str, dtype: str | None) -> Parcel:
         return self._call("export", version, dtype)[0]
 
+    def note_push(self, number: int) -> None:
+        self._call("note_push", number)
+
     def send_live(self, version: str, dtype: str | None, targets: tuple[Target, ...]) -> LiveReport:
         """One report for all ranks: each sends the whole model, to engines of its own."""
         reports = [report for report in self._call("send_live", version, dtype, targets) if report is not None]

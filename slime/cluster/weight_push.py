@@ -16,6 +16,8 @@ class Sending(Protocol):
 
     def send_live(self, version: str, dtype: str | None, targets: tuple[Target, ...]) -> LiveReport: ...
 
+    def note_push(self, number: int) -> None: ...
+
 
 class Receiving(Protocol):
     """The rollout stage, as far as a push is concerned."""
@@ -71,3 +73,16 @@ class WeightPush:
         report = self._trainer.send_live(version, self._dtype, targets)
         metrics = self._rollout.finish_live(version, targets, report)
         return {**metrics, "perf/update_weights_pause_time": time.monotonic() - started}
+
+
+class PushToNobody:
+    """A replay has no engines: the ranks only count versions as the recorded run did, so as to know them on the samples."""
+
+    def __init__(self, trainer: Sending, done: int = 0):
+        self._trainer = trainer
+        self.num_pushes = done
+
+    def push(self) -> dict[str, float]:
+        self.num_pushes += 1
+        self._trainer.note_push(self.num_pushes)
+        return {}

@@ -12,6 +12,7 @@ from slime.algorithms.gae import vanilla_gae
 from slime.backends.base import NonFiniteStepError
 from slime.backends.fsdp import create_backend
 from slime.backends.fsdp.model import gather_full
+from slime.backends.kept_versions import keep_versions
 from slime.backends.update import run_update
 from slime.batch.convert import samples_to_batch
 from slime.batch.schedule import split_for_ranks
@@ -488,27 +489,75 @@ def test_forgetting_the_moments_makes_each_rollout_start_afresh(model):
     assert {float(state["step"]) for state in backend.optimizer.state.values()} == {1.0}
 
 
+def step_on_version(backend, args, kept, version, current=None):
+    """Train on samples that weights of push `version` made."""
+    batch = samples_to_batch(args, random_samples(2, 4))
+    batch["versions"] = [torch.full((n,), version, dtype=torch.int32) for n in batch["response_lengths"]]
+    data = split_for_ranks(args, batch, 1)[0]
+    metrics = run_update(backend, args, 0, data, weight_version=current, kept=kept)
+    return {name: value for name, value in metrics.items() if not name.startswith("perf/")}
+
+
+def kept_args(model, **changes):
+    return trainer_args(model, keep_old_actor=True, lr=1e-2, micro_batch_size=8, logprob_diff_threshold=0, **changes)
+
+
 def test_old_log_probs_come_from_the_version_that_sampled_the_batch(model):
-    from slime.backends.kept_versions import KeptVersions
-
-    args = trainer_args(model, keep_old_actor=True, lr=1e-2, micro_batch_size=8, logprob_diff_threshold=0)
+    args = kept_args(model)
     backend = backend_of(args)
-    kept = KeptVersions(backend)
-
-    def step(version, current):
-        batch = samples_to_batch(args, random_samples(2, 4))
-        batch["versions"] = [torch.full((n,), version, dtype=torch.int32) for n in batch["response_lengths"]]
-        data = split_for_ranks(args, batch, 1)[0]
-        return run_update(backend, args, 0, data, weight_version=current, kept=kept)
-
+    kept = keep_versions(args, backend)
     kept.note_push(1)
-    first = step(version=1, current=1)  # its own samples
+    first = step_on_version(backend, args, kept, 1, current=1)  # its own samples
     kept.note_push(2)
-    second = step(version=1, current=2)  # samples of the push before
-    third = step(version=2, current=3)
+    second = step_on_version(backend, args, kept, 1, current=2)  # samples of the push before
+    third = step_on_version(backend, args, kept, 2, current=3)
     assert first["train/ppo_kl_abs"] < 1e-5 and second["train/ppo_kl_abs"] > 1e-3
     assert second["rollout/log_probs"] == pytest.approx(first["rollout/log_probs"], abs=1e-6)
     assert third["rollout/log_probs"] != pytest.approx(first["rollout/log_probs"], abs=1e-3)
     kept.note_push(3)
     with pytest.raises(ValueError, match=r"last two pushes \(\[2, 3\]\).*version 1"):
-        step(version=1, current=4)
+        step_on_version(backend, args, kept, 1, current=4)
+
+
+@pytest.mark.parametrize("changes", [{}, {"lora_rank": 2}, {"ref_update_interval": 3, "use_kl_loss": True}])
+def test_a_resumed_run_has_the_kept_versions_of_the_one_that_saved(model, tmp_path, changes):
+    args = kept_args(model, **changes)
+
+    def rest(backend, kept):
+        results = [step_on_version(backend, args, kept, 1), step_on_version(backend, args, kept, 2)]
+        kept.note_push(3)
+        return [*results, step_on_version(backend, args, kept, 2), weights_of(backend)]
+
+    whole = backend_of(args)
+    kept = keep_versions(args, whole)
+    for push in (1, 2):
+        kept.note_push(push)
+        step_on_version(whole, args, kept, push)
+    whole.save(tmp_path / "ckpt")
+    kept.save(tmp_path / "ckpt")
+    expected = rest(whole, kept)
+    resumed = backend_of(args)
+    resumed.load(tmp_path / "ckpt")
+    kept = keep_versions(args, resumed)
+    kept.load(tmp_path / "ckpt")
+    got = rest(resumed, kept)
+    assert got[:-1] == expected[:-1]  # bit for bit
+    assert expected[0]["train/ppo_kl_abs"] > 1e-3
+    torch.testing.assert_close(got[-1], expected[-1], rtol=0, atol=0)
+
+
+def test_a_checkpoint_without_kept_versions_is_never_resumed_in_silence(model, tmp_path, caplog):
+    args = kept_args(model)
+    backend = backend_of(args)
+    backend.save(tmp_path / "ckpt")
+    kept = keep_versions(args, backend)
+    kept.load(tmp_path / "ckpt")
+    assert "holds no weights of earlier pushes" in caplog.text
+    kept.note_push(5)
+    with pytest.raises(ValueError, match=r"\(\[5\]\).*version 4"):
+        step_on_version(backend, args, kept, 4)
+    kept.save(tmp_path / "ckpt")
+    fresh = backend_of(args)
+    fresh.load(tmp_path / "ckpt")
+    with pytest.raises(ValueError, match="push 5, but its folder rollout is missing"):
+        keep_versions(args, fresh).load(tmp_path / "ckpt")

@@ -36,7 +36,14 @@ from slime.backends.fsdp.trainable import choose_trainable
 from slime.backends.fsdp.working_copy import WorkingCopy
 from slime.backends.microbatch import split_by_sample
 from slime.backends.optimizer import build_optimizer, learning_rate
-from slime.backends.roles import critic_settings, load_critic, needs_critic, needs_reference
+from slime.backends.roles import (
+    critic_settings,
+    load_copies,
+    load_critic,
+    needs_critic,
+    needs_reference,
+    save_copies,
+)
 from slime.backends.weight_copies import LIVE, WeightCopies
 from slime.batch.flops import ModelShape, total_forward_flops
 
@@ -330,18 +337,16 @@ class FSDPBackend:
 
     def load_hf(self, path: str | Path, *, weights: str = LIVE) -> None:
         """Read the weights of an HF folder into the live model or under another tag."""
-        with self._keep_live(weights):
+        with self.copies.filling(weights):
             checkpoint.load_hf_weights(self.model, path)
-            self.copies.copy(LIVE, weights)
 
     def load_model(self, path: str | Path, *, weights: str) -> None:
         """Read an HF folder, or a checkpoint of this same model, into the weights tagged `weights`."""
         if not checkpoint.is_checkpoint(path):
             self.load_hf(path, weights=weights)
             return
-        with self._keep_live(weights):
+        with self.copies.filling(weights):
             checkpoint.load(self, Path(path), weights_only=True)
-            self.copies.copy(LIVE, weights)
 
     def load_teacher(self, path: str | Path) -> None:
         """Keep the model of `path` under the tag "teacher"; its vocabulary must be the policy's.
@@ -371,17 +376,6 @@ class FSDPBackend:
         with self._holding(weights) as model:
             matrix = gather_full(model.lm.get_output_embeddings().weight.detach())
             return WholeMatrix(matrix.to(self.device, self.compute_dtype, copy=True))
-
-    @contextmanager
-    def _keep_live(self, weights: str) -> Iterator[None]:
-        if weights == LIVE:
-            yield
-            return
-        self.copies.copy(LIVE, "_own")
-        try:
-            yield
-        finally:
-            self.copies.copy("_own", LIVE)
 
     def copy_weights(self, src: str, dst: str) -> None:
         self.copies.copy(src, dst)
@@ -424,12 +418,10 @@ class FSDPBackend:
     def save(self, path: str | Path) -> dict[str, Any]:
         """Write weights, optimizer (unless --no-save-optim), schedule position and random state into the folder `path`.
 
-        A critic has a folder of its own in it, and so has a reference that moves. Returns the manifest beside them."""
+        A critic has a folder of its own in it, and so have copies that move. Returns the manifest beside them."""
         if self.critic is not None:
             self.critic.save(Path(path) / "critic")
-        if self.args.ref_update_interval and "ref" in self.copies:
-            with self.copies.active("ref"):
-                checkpoint.save_weights(self, Path(path) / "ref")
+        save_copies(self.args, self.copies, Path(path), lambda folder: checkpoint.save_weights(self, folder))
         return checkpoint.save(self, Path(path), with_optimizer=not self.args.no_save_optim)
 
     def finish_save(self, *, wait: bool) -> bool:
@@ -444,10 +436,7 @@ class FSDPBackend:
         """Read a folder written by `save`, also by another number of ranks; with --finetune only its weights."""
         if self.critic is not None:
             load_critic(self.critic, self.args, Path(path))
-        if self.args.ref_update_interval and (Path(path) / "ref").is_dir() and not self.args.finetune:
-            with self._keep_live("ref"):
-                checkpoint.load_weights(self, Path(path) / "ref")
-                self.copies.copy(LIVE, "ref")
+        load_copies(self.args, self.copies, Path(path), lambda folder: checkpoint.load_weights(self, folder))
         return checkpoint.load(self, Path(path), weights_only=self.args.finetune)
 
     def move(self, *, params: str | torch.device | None = None, optimizer: str | torch.device | None = None) -> None:

@@ -59,7 +59,7 @@ from slime.backends.megatron.vocab_parallel import VocabSlice
 from slime.backends.megatron.weights import HubWeights
 from slime.backends.microbatch import split_by_sample
 from slime.backends.optimizer import learning_rate
-from slime.backends.roles import load_critic
+from slime.backends.roles import load_copies, load_critic, save_copies
 from slime.backends.weight_copies import LIVE, WeightCopies
 from slime.batch.flops import ModelShape, total_forward_flops
 
@@ -411,13 +411,11 @@ class MegatronBackend:
     def save(self, path: str | Path) -> dict[str, Any]:
         """Write weights, optimizer (unless --no-save-optim), schedule position and random state into the folder `path`.
 
-        A critic has a folder of its own in it, and so has a reference that moves."""
+        A critic has a folder of its own in it, and so have copies that move."""
         self._settle()
         if self.critic is not None:
             self.critic.save(Path(path) / "critic")
-        if self.args.ref_update_interval and "ref" in self.copies:
-            with self.copies.active("ref"):
-                checkpoint.save_weights(self, Path(path) / "ref")
+        save_copies(self.args, self.copies, Path(path), lambda folder: checkpoint.save_weights(self, folder))
         return checkpoint.save(self, Path(path), with_optimizer=not self.args.no_save_optim)
 
     def finish_save(self, *, wait: bool) -> bool:
@@ -431,10 +429,7 @@ class MegatronBackend:
         self._settle()
         if self.critic is not None:
             load_critic(self.critic, self.args, Path(path))
-        if self.args.ref_update_interval and (Path(path) / "ref").is_dir() and not self.args.finetune:
-            with self._keep_live("ref"):
-                checkpoint.load_weights(self, Path(path) / "ref")
-                self.copies.copy(LIVE, "ref")
+        load_copies(self.args, self.copies, Path(path), lambda folder: checkpoint.load_weights(self, folder))
         return checkpoint.load(self, Path(path), weights_only=self.args.finetune)
 
     def move(self, *, params: str | torch.device | None = None, optimizer: str | torch.device | None = None) -> None:

@@ -91,6 +91,41 @@ def test_moments_and_random_state_may_stay_behind_and_a_reference_comes_from_a_c
     assert found == {"step": 3, "moments": [0], "kept seed": True, "reference": True, "own kept": True}
 
 
+def kept_versions(rank, world_size, model, other, folder):
+    """Whether a resumed trainer, under another layout, holds the weights of earlier pushes."""
+    from pathlib import Path
+
+    from slime.backends.kept_versions import KeptVersions
+    from slime.backends.megatron import create_backend
+
+    def backend_of(**layout):
+        args = megatron_args(model, distopt=True, keep_old_actor=True, **layout)
+        return create_backend(args, rank=rank, world_size=world_size, device="cpu")
+
+    backend = backend_of(tp=2)
+    kept = KeptVersions(backend)
+    kept.note_push(1)
+    before = exported(backend)
+    backend.load_hf(other)
+    kept.note_push(2)
+    backend.save(Path(folder))
+    kept.save(Path(folder))
+    after = exported(backend)
+    resumed = backend_of(pp=2)
+    resumed.load(Path(folder))
+    kept = KeptVersions(resumed)
+    kept.load(Path(folder))
+    held = {tag: exported(resumed, weights=tag) for tag in ("old", "rollout", "actor")}
+    expected = {"old": before, "rollout": after, "actor": after}
+    return {tag: all(torch.equal(held[tag][n], t) for n, t in expected[tag].items()) for tag in expected}
+
+
+def test_weights_of_earlier_pushes_are_part_of_a_checkpoint(folder, model):
+    other = make_family(folder / "other", "qwen3", seed=1)
+    found = in_processes(2, kept_versions, folder, model, other, str(folder / "kept"))
+    assert found == {"old": True, "rollout": True, "actor": True}
+
+
 def broken_checkpoints(rank, world_size, model, other, folder):
     """Messages of what must be refused: other models, missing, extra and wrongly shaped tensors."""
     from pathlib import Path
