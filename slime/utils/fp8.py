@@ -21,7 +21,8 @@ def quantize_blocks(weight: Tensor, block: tuple[int, int], *, powers_of_two: bo
     rows, columns = block
     tiles = _tiles(weight.float(), rows, columns)
     largest = tiles.abs().amax(dim=(1, 3))
-    scale = (largest / LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
+    # Divided by a tensor: a GPU divides by a plain number through its reciprocal, which rounds otherwise than a CPU.
+    scale = (largest / torch.full_like(largest, LARGEST)).clamp(min=torch.finfo(torch.float32).tiny)
     if powers_of_two:
         fraction, exponent = torch.frexp(scale)
         scale = torch.ldexp(torch.ones_like(scale), exponent - (fraction == 0.5).to(exponent.dtype))
