@@ -29,6 +29,7 @@ MEGATRON_FLAGS = dict(
     overlap_grad_reduce=False,
     overlap_param_gather=False,
     moe_token_dispatcher_type="alltoall",
+    attention_backend="auto",
     megatron_config=None,
     custom_megatron_init_path=None,
     custom_megatron_before_log_prob_hook_path=None,

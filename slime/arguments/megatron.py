@@ -63,6 +63,12 @@ class MegatronFlags:
     moe_token_dispatcher_type: str = flag(
         "alltoall", "how tokens travel to their experts", choices=("alltoall", "allgather", "flex")
     )
+    attention_backend: str = flag(
+        "auto",
+        "local: slime's attention; flash, fused, unfused: a kernel of TransformerEngine's; auto: TransformerEngine's where it "
+        "is installed, agrees with slime's in a trial, and layers are not compiled",
+        choices=("auto", "local", "flash", "fused", "unfused"),
+    )
     use_routing_replay: bool = flag(
         False, "training passes send tokens to the experts that the pass of the old policy chose"
     )

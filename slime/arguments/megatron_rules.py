@@ -15,9 +15,9 @@ OWNED = {
         ("calculate_per_token_loss", "variable_seq_lengths", "perform_initialization", "use_cpu_initialization"),
         "slime decides it",
     ),
-    "moe_router_fusion": "it needs TransformerEngine, which this version does not use",
+    "moe_router_fusion": "it needs a part of TransformerEngine that this version does not use",
     "moe_enable_routing_replay": "use --use-routing-replay or --use-rollout-routing-replay",
-    "moe_grouped_gemm": "it needs TransformerEngine, which this version does not use",
+    "moe_grouped_gemm": "it needs a part of TransformerEngine that this version does not use",
     "use_megatron_fsdp": "use --train-backend fsdp",
     "transformer_impl": "this version builds Megatron's own modules",
 }

@@ -53,6 +53,7 @@ from slime.backends.megatron.model import ModelCall
 from slime.backends.megatron.passes import Passes, outputs_on, outputs_on_cpu
 from slime.backends.megatron.random_weights import draw_weights
 from slime.backends.megatron.routing import Recorded, RoutingPlan, balance_coefficient, routers_of, take_metrics
+from slime.backends.megatron.te_attention import choose_attention
 from slime.backends.megatron.teacher import FrozenModel, output_matrix_of
 from slime.backends.megatron.trainable import freeze
 from slime.backends.megatron.vocab_parallel import VocabSlice
@@ -97,7 +98,12 @@ class MegatronBackend:
         self.config = transformer_config(args, self.hf_config, self.compute_dtype, device)
         self.is_scalar = role == "critic" or args.loss_type == "rm_loss"
         chunks = build_chunks(
-            self.config, self.hf_config, device, scalar=self.is_scalar, provider=args.custom_model_provider_path
+            self.config,
+            self.hf_config,
+            device,
+            attention=choose_attention(args, self.config, device),
+            scalar=self.is_scalar,
+            provider=args.custom_model_provider_path,
         )
         self.hub = HubWeights(
             chunks,

@@ -18,7 +18,7 @@ from torch import nn
 from slime.backends.megatron.families import family_of
 from slime.backends.megatron.heads import heads_spec
 from slime.backends.megatron.hooks import provide_model
-from slime.backends.megatron.layers import block_spec
+from slime.backends.megatron.layers import PackedCoreAttention, block_spec
 from slime.backends.megatron.model import PackedGPTModel, ScalarHead
 
 # Which dimension of a module's weight is cut over tensor-parallel ranks.
@@ -30,6 +30,7 @@ def build_chunks(
     hf_config: Any,
     device: torch.device,
     *,
+    attention: type[PackedCoreAttention],
     scalar: bool = False,
     provider: str | None = None,
 ) -> list[PackedGPTModel]:
@@ -39,7 +40,7 @@ def build_chunks(
         config.mtp_num_layers = None
     stages = config.virtual_pipeline_model_parallel_size
     parts = range(stages) if stages else [None]
-    chunks = [_chunk(config, hf_config, vp_stage, scalar, provider) for vp_stage in parts]
+    chunks = [_chunk(config, hf_config, vp_stage, attention, scalar, provider) for vp_stage in parts]
     for chunk in chunks:
         chunk.to(device)
         if config.bf16:
@@ -52,10 +53,15 @@ def build_chunks(
 
 
 def _chunk(
-    config: TransformerConfig, hf_config: Any, vp_stage: int | None, scalar: bool, provider: str | None
+    config: TransformerConfig,
+    hf_config: Any,
+    vp_stage: int | None,
+    attention: type[PackedCoreAttention],
+    scalar: bool,
+    provider: str | None,
 ) -> PackedGPTModel:
     tp = config.tensor_model_parallel_size
-    branch_norms = family_of(hf_config).branch_norms
+    parts = {"attention": attention, "branch_norms": family_of(hf_config).branch_norms}
     ends = {
         "pre_process": parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         "post_process": parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -63,12 +69,12 @@ def _chunk(
 
     heads = None
     if config.mtp_num_layers and ends["post_process"]:
-        heads = heads_spec(config, branch_norms=branch_norms)
+        heads = heads_spec(config, **parts)
 
     def build() -> PackedGPTModel:
         return PackedGPTModel(
             config=config,
-            transformer_layer_spec=block_spec(config, vp_stage, branch_norms=branch_norms),
+            transformer_layer_spec=block_spec(config, vp_stage, **parts),
             vocab_size=hf_config.vocab_size + -hf_config.vocab_size % tp,
             max_sequence_length=hf_config.max_position_embeddings,
             share_embeddings_and_output_weights=bool(hf_config.tie_word_embeddings) and not scalar,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
@@ -18,6 +19,8 @@ from slime.backends.megatron.families import family_of
 from slime.backends.megatron.families.base import Dims
 from slime.backends.megatron.families.mimo import register_config
 from slime.backends.megatron.latent import LatentConfig
+
+TE_KERNELS = ("flash", "fused", "unfused")
 
 
 def read_hf_config(path: str) -> Any:
@@ -99,6 +102,8 @@ def transformer_config(args: Any, hf_config: Any, dtype: torch.dtype, device: to
         "expert_model_parallel_size": args.expert_model_parallel_size,
         "expert_tensor_parallel_size": args.expert_tensor_parallel_size,
         "sequence_parallel": args.sequence_parallel,
+        # Which kernel TransformerEngine takes, where its attention is used; the others are its own choice.
+        "attention_backend": AttnBackend[args.attention_backend if args.attention_backend in TE_KERNELS else "auto"],
         "moe_token_dispatcher_type": args.moe_token_dispatcher_type,
         # Counts only with a coefficient, which is 0 unless it is given.
         "moe_router_load_balancing_type": "aux_loss",

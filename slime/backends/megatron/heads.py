@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from slime.backends.base import MicroBatch
-from slime.backends.megatron.layers import RMSNorm, layer_spec, moe_pattern
+from slime.backends.megatron.layers import PackedCoreAttention, RMSNorm, layer_spec, moe_pattern
 from slime.backends.megatron.stream import PackedStream
 from slime.backends.megatron.vocab_parallel import VocabSlice, vocab_parallel_log_probs
 
@@ -42,15 +42,18 @@ class PackedHead(MultiTokenPredictionLayer):
         return checkpoint(run, self.config.distribute_saved_activations, *tensors)
 
 
-def heads_spec(config: TransformerConfig, *, branch_norms: bool = False) -> ModuleSpec:
+def heads_spec(
+    config: TransformerConfig, *, attention: type[PackedCoreAttention], branch_norms: bool = False
+) -> ModuleSpec:
     """Every head holds a layer of the kind that the decoder ends with."""
+    layer = layer_spec(config, moe=moe_pattern(config)[-1], attention=attention, branch_norms=branch_norms)
     head = ModuleSpec(
         module=PackedHead,
         submodules=MultiTokenPredictionLayerSubmodules(
             enorm=RMSNorm,
             hnorm=RMSNorm,
             eh_proj=ColumnParallelLinear,
-            transformer_layer=layer_spec(config, moe=moe_pattern(config)[-1], branch_norms=branch_norms),
+            transformer_layer=layer,
             layer_norm=RMSNorm,
         ),
     )

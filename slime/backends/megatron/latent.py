@@ -95,5 +95,4 @@ class PackedLatentAttention(MLASelfAttention):
 def use_latent_attention(attention: ModuleSpec) -> None:
     """Put these parts into the spec of Megatron's latent attention."""
     attention.module = PackedLatentAttention
-    attention.submodules.core_attention = LatentCoreAttention
     attention.submodules.q_layernorm = attention.submodules.kv_layernorm = LatentNorm

@@ -102,8 +102,10 @@ class NormedAdd(RMSNorm):
         return residual + super().forward(out)
 
 
-def layer_spec(config: TransformerConfig, *, moe: bool, branch_norms: bool = False) -> ModuleSpec:
-    """One decoder layer of Megatron's own modules, with our attention and norms in it."""
+def layer_spec(
+    config: TransformerConfig, *, moe: bool, attention: type[PackedCoreAttention], branch_norms: bool = False
+) -> ModuleSpec:
+    """One decoder layer of Megatron's own modules, with our norms and the given core attention in it."""
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if moe else None,
         moe_grouped_gemm=False,
@@ -111,16 +113,15 @@ def layer_spec(config: TransformerConfig, *, moe: bool, branch_norms: bool = Fal
         multi_latent_attention=config.multi_latent_attention,
         normalization="RMSNorm",
     )
-    layer, attention = spec.submodules, spec.submodules.self_attention
+    layer, outer = spec.submodules, spec.submodules.self_attention
+    outer.submodules.core_attention = attention
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     if config.multi_latent_attention:
         from slime.backends.megatron.latent import use_latent_attention  # builds on this module
 
-        use_latent_attention(attention)
-    else:
-        attention.submodules.core_attention = PackedCoreAttention
-        if config.qk_layernorm:
-            attention.submodules.q_layernorm = attention.submodules.k_layernorm = RMSNorm
+        use_latent_attention(outer)
+    elif config.qk_layernorm:
+        outer.submodules.q_layernorm = outer.submodules.k_layernorm = RMSNorm
     if moe:
         use_packed_router(spec)
     if branch_norms:
@@ -130,14 +131,19 @@ def layer_spec(config: TransformerConfig, *, moe: bool, branch_norms: bool = Fal
 
 
 def block_spec(
-    config: TransformerConfig, vp_stage: int | None, *, branch_norms: bool = False
+    config: TransformerConfig,
+    vp_stage: int | None,
+    *,
+    attention: type[PackedCoreAttention],
+    branch_norms: bool = False,
 ) -> TransformerBlockSubmodules:
     """The layers that this pipeline stage (and virtual stage) builds."""
     first = get_transformer_layer_offset(config, vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     pattern = moe_pattern(config)
     specs = [
-        layer_spec(config, moe=pattern[layer], branch_norms=branch_norms) for layer in range(first, first + count)
+        layer_spec(config, moe=pattern[layer], attention=attention, branch_norms=branch_norms)
+        for layer in range(first, first + count)
     ]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
 

@@ -20,7 +20,7 @@ def build_optimizer(config: OptimizerConfig, chunks: Sequence[nn.Module], *, cpu
 
 
 def _fuse(optimizer: Any) -> None:
-    """Without TransformerEngine Megatron steps with torch's AdamW over lists of tensors, which takes another copy of all
+    """Megatron steps with torch's AdamW over lists of tensors, which takes another copy of all
     parameters and several times the memory traffic of torch's fused one."""
     for member in members(optimizer):
         if isinstance(member.optimizer, torch.optim.AdamW):

@@ -13,6 +13,7 @@ from slime.backends.megatron.config import check_layout, dims_of, read_hf_config
 from slime.backends.megatron.families import family_of
 from slime.backends.megatron.model import ModelCall, PackedGPTModel
 from slime.backends.megatron.passes import Passes
+from slime.backends.megatron.te_attention import choose_attention
 from slime.backends.megatron.vocab_parallel import VocabSlice
 from slime.backends.megatron.weights import HubWeights
 
@@ -25,7 +26,7 @@ class FrozenModel:
         args = _without_experts(args) if "num_moe_experts" not in family_of(hf_config).settings(hf_config) else args
         check_layout(args, hf_config, world_size=torch.distributed.get_world_size(), device=device)
         config = transformer_config(args, hf_config, dtype, device)
-        self.chunks = build_chunks(config, hf_config, device)
+        self.chunks = build_chunks(config, hf_config, device, attention=choose_attention(args, config, device))
         tied = bool(hf_config.tie_word_embeddings)
         HubWeights(self.chunks, family_of(hf_config), dims_of(hf_config, config), tied=tied).load(path)
         for chunk in self.chunks:

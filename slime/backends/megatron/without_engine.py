@@ -1,4 +1,5 @@
-"""What megatron-core 0.16.1 leaves undefined where TransformerEngine is not installed, on GPUs as on CPUs."""
+"""megatron-core 0.16.1 with and without TransformerEngine: what it leaves undefined where the package is missing, and its optimizers,
+which are never used."""
 
 
 def install() -> None:
@@ -12,3 +13,16 @@ def install() -> None:
     # The router of a mixture of experts asks whether a function is None that was never imported.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+    _use_torch_optimizers()
+
+
+def _use_torch_optimizers() -> None:
+    """Where TransformerEngine or Apex is installed, Megatron takes Adam from there, which counts its steps elsewhere: checkpoints
+    are written and read for torch's."""
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
+    from torch.optim import SGD
+
+    optimizer.USING_PYTORCH_OPTIMIZER, optimizer.SGD = True, SGD
+    distrib_optimizer.HAVE_APEX_OR_TE = False
+    distrib_optimizer.USING_TE_OPTIMIZER = distrib_optimizer.USING_APEX_OPTIMIZER = False

@@ -1,0 +1,187 @@
+"""TransformerEngine's attention in Megatron's layers, where it is installed and computes what our own attention does.
+
+`--attention-backend` chooses. Before a model is built both attentions are given the same small packed batch; another output or
+another gradient on any rank, and TransformerEngine's is not used. Positions stay ours: queries and keys arrive rotated.
+
+Not covered, and refused: context parallelism, which TransformerEngine cuts into messages of its own.
+"""
+
+import copy
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from slime.backends.attention import PackedDocuments
+from slime.backends.megatron.compiled import should_compile
+from slime.backends.megatron.latent import LatentCoreAttention
+from slime.backends.megatron.layers import PackedCoreAttention
+from slime.backends.megatron.stream import PackedStream
+
+logger = logging.getLogger(__name__)
+
+# Documents of the trial: shorter and longer than the blocks that kernels work in.
+_TRIAL_LENGTHS = (33, 1, 129, 7, 64)
+# Of the largest value: the rounding of 16-bit numbers is 0.004, a wrong mask or scale is off by more than a tenth.
+_TOLERANCE = 0.02
+
+
+class TransformerEngineAttention(PackedCoreAttention):
+    """Our core attention but for the kernel: `engine` is a class built and called like megatron-core's TEDotProductAttention."""
+
+    engine: type  # set by `with_engine`
+
+    def __init__(self, *, k_channels: int | None = None, v_channels: int | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        width = k_channels or self.config.kv_channels
+        options["softmax_scale"] = width**-0.5 if self.scale is None else self.scale
+        if k_channels is not None:
+            options |= {"k_channels": k_channels, "v_channels": v_channels}
+        # Inside a tuple it is no submodule: it has no weights, and its entries would make checkpoints differ by attention.
+        self._engine = (self.engine(**options),)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, stream: PackedStream) -> Tensor:
+        out = self._engine[0](
+            *(part.contiguous() for part in (query, key, value)),
+            None,
+            AttnMaskType.causal,
+            packed_seq_params=_boundaries(stream.documents),
+        )
+        return out.view(out.shape[0], query.shape[1], -1)
+
+
+def _boundaries(documents: PackedDocuments) -> PackedSeqParams:
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=documents.cu_seqlens,
+        cu_seqlens_kv=documents.cu_seqlens,
+        max_seqlen_q=documents.longest,
+        max_seqlen_kv=documents.longest,
+    )
+
+
+def with_engine(ours: type[PackedCoreAttention], engine: type) -> type[PackedCoreAttention]:
+    """`ours` with the kernel of `engine`; a class, because Megatron's modules build their attention from one."""
+    return type(f"TransformerEngine{ours.__name__}", (TransformerEngineAttention, ours), {"engine": engine})
+
+
+def installed_engine() -> type | None:
+    """megatron-core's TransformerEngine attention, or None where the package is missing."""
+    # Asks for the device while it is imported.
+    from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
+
+    return TEDotProductAttention if HAVE_TE else None
+
+
+def choose_attention(
+    args: Any, config: TransformerConfig, device: torch.device, engine: type | None = None
+) -> type[PackedCoreAttention]:
+    """The core attention of a model, the same on all ranks, which call this together. `engine`: in place of the installed one."""
+    ours = LatentCoreAttention if config.multi_latent_attention else PackedCoreAttention
+    choice = args.attention_backend
+    if choice == "local":
+        return ours
+    reason = why_unfit(args, config, device)
+    if reason is None:
+        engine = engine or installed_engine()
+        reason = _first_of_all_ranks(why_refused(ours, engine, config, device))
+    if reason is None:
+        _log_once("attention: TransformerEngine's, which agreed with slime's on a small batch")
+        return with_engine(ours, engine)
+    if choice != "auto":
+        raise ValueError(
+            f"--attention-backend is {choice}, a kernel of TransformerEngine's, but {reason}; use auto or local."
+        )
+    _log_once(f"attention: slime's own, because {reason}")
+    return ours
+
+
+def why_unfit(args: Any, config: TransformerConfig, device: torch.device) -> str | None:
+    """What speaks against TransformerEngine before it is tried; the same on all ranks."""
+    if device.type != "cuda":
+        return "it runs on GPUs only"
+    if config.params_dtype not in (torch.bfloat16, torch.float16):
+        return f"--dtype {args.dtype} is none of its 16-bit types"
+    if config.context_parallel_size > 1:
+        return "with --context-parallel-size above 1 slime's own attention exchanges the keys"
+    dense = config.num_moe_experts is None and not config.multi_latent_attention
+    if dense and should_compile(args, config, device) and (args.compile or args.attention_backend == "auto"):
+        return "layers are compiled as a whole, which takes slime's own attention (--no-compile runs them apart)"
+    return None
+
+
+def why_refused(
+    ours: type[PackedCoreAttention], engine: type | None, config: TransformerConfig, device: torch.device
+) -> str | None:
+    """Builds and runs both attentions: why this rank cannot use `engine`, or None where outputs and gradients agree."""
+    if engine is None:
+        return "the package transformer_engine is not installed"
+    inputs = _trial_inputs(config, device)
+    expected = _run(ours, config, *inputs)
+    try:
+        found = _run(with_engine(ours, engine), config, *inputs)
+    except (
+        Exception
+    ) as error:  # whatever it raises (it raises plain Exception too) is the reason, which the caller reports
+        return f"it failed on a small packed batch ({type(error).__name__}: {error})"
+    for name, own in expected.items():
+        apart = float((found[name] - own).abs().max() / own.abs().max())
+        if not apart <= _TOLERANCE:
+            return f"its {name} is off by {apart:.2g} of the largest value on a small packed batch, {_TOLERANCE} is allowed"
+    return None
+
+
+def _trial_inputs(config: TransformerConfig, device: torch.device) -> tuple[list[Tensor], Tensor, PackedStream]:
+    """Query, key and value of one rank's heads, the gradient of the output, and the boundaries and angles of the documents."""
+    tp, width = config.tensor_model_parallel_size, config.kv_channels
+    heads, groups = config.num_attention_heads // tp, max(config.num_query_groups // tp, 1)
+    value_width = config.v_head_dim if config.multi_latent_attention else width
+    total = sum(_TRIAL_LENGTHS)
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, config.params_dtype)
+
+    parts = [draw(total, heads, width), draw(total, groups, width), draw(total, groups, value_width)]
+    angles = torch.rand(total, 1, width // 2, generator=generator).to(device).repeat(1, 1, 2) * 6
+    documents = PackedDocuments.from_lengths(_TRIAL_LENGTHS).to(device)
+    stream = PackedStream(qkv_format="thd", documents=documents, cos=angles.cos(), sin=angles.sin())
+    return parts, draw(total, heads * value_width), stream
+
+
+def _run(
+    kind: type[PackedCoreAttention], config: TransformerConfig, parts: list[Tensor], grad: Tensor, stream: PackedStream
+) -> dict[str, Tensor]:
+    """Output and gradients, in fp32."""
+    # As Megatron's attention does it where there are more ranks than key-value groups.
+    config = copy.copy(config)
+    config.num_query_groups = max(config.num_query_groups, config.tensor_model_parallel_size)
+    options = {"config": config, "layer_number": 1, "attn_mask_type": AttnMaskType.causal, "attention_type": "self"}
+    scale = parts[0].shape[-1] ** -0.5
+    if config.multi_latent_attention:
+        options |= {"k_channels": parts[0].shape[-1], "v_channels": parts[2].shape[-1]}
+    # Not the usual one: an engine that passes over it must be seen.
+    attention = kind(**options, softmax_scale=1.5 * scale)
+    leaves = [part.clone().requires_grad_() for part in parts]
+    out = attention(*leaves, packed_seq_params=stream)
+    gradients = torch.autograd.grad(out, leaves, grad)
+    names = ("gradient of the query", "gradient of the key", "gradient of the value")
+    return {"output": out.detach().float(), **{n: g.float() for n, g in zip(names, gradients, strict=True)}}
+
+
+def _first_of_all_ranks(reason: str | None) -> str | None:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return reason
+    reasons: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, reason)
+    return next((found for found in reasons if found is not None), None)
+
+
+def _log_once(text: str) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logger.info(text)
