@@ -163,7 +163,7 @@ class EngineFleet:
                         self._look_after_engines()
             except Exception as error:
                 if not self._stopping.is_set():
-                    self.failure.set_exception(error)
+                    self._give_up(error)
                 return
 
     def _look_after_engines(self) -> None:
@@ -194,7 +194,8 @@ class EngineFleet:
         if len(self._deaths) > self._policy.restart_limit:
             raise EnginesKeepDying(
                 f"engines died {len(self._deaths)} times within {self._policy.restart_window_s:.0f} s "
-                f"(--engine-restart-limit {self._policy.restart_limit}); the last one, {server.plan.name}, {end}"
+                f"(--engine-restart-limit {self._policy.restart_limit}){self._why_evicted}; "
+                f"the last one, {server.plan.name}, {end}"
             ) from self._eviction
         logger.warning("%s\nrestarting it", self._last_end)
         self._out.add(place)
@@ -206,7 +207,8 @@ class EngineFleet:
         try:
             server.wait_ready()
             with self._membership:
-                self._on_join(server.url)
+                if not self._joins(server):
+                    return
                 self._out.discard(place)
                 self.num_restarts += 1
         except Exception as error:  # one more death, counted at the next look
@@ -218,6 +220,24 @@ class EngineFleet:
             self._rotation.add(server)
         logger.warning("%s serves again at %s", server.plan.name, server.url)
 
+    @property
+    def _why_evicted(self) -> str:
+        """Of an engine that we killed ourselves its log says nothing."""
+        return f"; the last that was evicted: {self._eviction}" if self._eviction is not None else ""
+
+    def _joins(self, server: Server) -> bool:
+        """False: what keeps it out is no engine's fault, and the next one would meet it too; the run ends."""
+        try:
+            self._on_join(server.url)
+        except RunStopped as error:
+            self._give_up(error)
+            return False
+        return True
+
+    def _give_up(self, error: Exception) -> None:
+        with contextlib.suppress(concurrent.futures.InvalidStateError):  # the first cause stays
+            self.failure.set_exception(error)
+
     def _check_someone_is_left(self) -> None:
         if any(self._serves(place) for place in range(len(self._servers))) or not self._servers:
             self._alone_since = None
@@ -226,7 +246,8 @@ class EngineFleet:
         self._alone_since = self._alone_since or now
         if limit is not None and now - self._alone_since > limit:
             raise NoEngineLeft(
-                f"no engine was left for {limit:g} s (--no-engine-timeout-s); the last to go: {self._last_end}"
+                f"no engine was left for {limit:g} s (--no-engine-timeout-s){self._why_evicted}; "
+                f"the last to go: {self._last_end}"
             ) from self._eviction
 
     def _probe_if_due(self) -> None:

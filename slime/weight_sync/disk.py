@@ -66,13 +66,17 @@ class DiskSender:
         shutil.rmtree(target, ignore_errors=True)
         self._staging.rename(target)
         parcel = Parcel(version, DISK.name, len(self._index), self._nbytes, None, target)
-        self._index, self._nbytes = {}, 0
+        self._forget()
         self._written.append(target)
         if not self._keep_files:
             for old in self._written[:-_KEEP]:
                 shutil.rmtree(old, ignore_errors=True)
             del self._written[:-_KEEP]
         return parcel
+
+    def _forget(self) -> None:
+        """The next bucket is the first of a version."""
+        self._index, self._nbytes = {}, 0
 
     def _target(self, version: str) -> Path:
         return self._folder / f"weights-{version.replace(':', '-')}"
@@ -119,18 +123,62 @@ def copy_config(hf_checkpoint: str, folder: Path) -> None:
             shutil.copy(file, folder / file.name)
 
 
-def wanted_mark(folder: Path) -> Path:
-    """The file that asks for a copy which is only written when somebody needs it."""
-    return folder.with_name(folder.name + ".wanted")
+class CopyRequest:
+    """How an engine's side asks the trainer's for a copy that is only written when somebody needs it: by files beside it.
+
+    `.wanted` asks. The folder answers; or the file gets another name, which takes no room on a disk that has none:
+    `.no-room` ends the run, `.failed` is a failure that another attempt may not meet. The cause stands in it, if it fits.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._wanted, self._failed, self._no_room = (
+            folder.with_name(folder.name + ending) for ending in (".wanted", ".failed", ".no-room")
+        )
+
+    def ask(self) -> None:
+        if self.folder.is_dir():
+            return
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        for mark in (self._failed, self._no_room):  # of an earlier attempt: this one may have more luck
+            mark.unlink(missing_ok=True)
+        self._wanted.touch()
+
+    def is_asked(self) -> bool:
+        return self._wanted.exists()
+
+    def refuse(self, error: Exception) -> None:
+        """On the writer's side: whoever waits hears it at its next look."""
+        mark = self._no_room if isinstance(error, RunStopped) else self._failed
+        self._wanted.rename(mark)
+        with contextlib.suppress(OSError):
+            mark.write_text(f"{error}" if isinstance(error, RunStopped) else f"{type(error).__name__}: {error}")
+
+    def raise_refusal(self) -> None:
+        """On the asking side."""
+        if self._no_room.exists():
+            raise RunStopped(self._cause(self._no_room) or f"no room for weights in {self.folder.parent}")
+        if self._failed.exists():
+            cause = self._cause(self._failed) or "the trainer's log has the cause"
+            raise RuntimeError(f"the copy of the weights in {self.folder} could not be written: {cause}")
+
+    def _cause(self, mark: Path) -> str:
+        with contextlib.suppress(OSError):
+            return mark.read_text()
+        return ""
+
+    def clear(self) -> None:
+        for mark in (self._wanted, self._failed, self._no_room):
+            mark.unlink(missing_ok=True)
 
 
 async def until_written(folder: Path) -> None:
-    """A late copy is written once it is asked for; it appears whole."""
-    if not folder.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        wanted_mark(folder).touch()
+    """A late copy is written once it is asked for; it appears whole. One that cannot be written raises the cause."""
+    request = CopyRequest(folder)
+    request.ask()
     with waits.waiting(f"weights in {folder}", owner="engine", deadline_s=_WRITE_DEADLINE_S) as wait:
         while not folder.is_dir():
+            request.raise_refusal()
             if wait.age_s > _WRITE_DEADLINE_S:
                 raise waits.WaitTimeout(f"weights in {folder}: not written after {_WRITE_DEADLINE_S:.0f} s")
             await asyncio.sleep(0.05)

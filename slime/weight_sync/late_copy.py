@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import concurrent.futures
+import logging
 import threading
 
 import torch
 
 from slime.weight_sync.base import NamedTensors, Parcel, SenderOptions
-from slime.weight_sync.disk import DISK, DiskSender, wanted_mark
+from slime.weight_sync.disk import DISK, CopyRequest, DiskSender
 from slime.wire.manifest import TensorEntry, plan_bucket
+
+logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.05
 
@@ -18,7 +21,7 @@ class LateCopySender(DiskSender):
     """The parcel is out before its folder is there; who needs it asks for it and waits.
 
     Most versions are never asked for, so most are never written. One that was asked for stays until the version after
-    the next is written. Nobody can ask for a version after the next one was sent: engines do not join during a push.
+    the next is written. One that cannot be written is told to who asked, at once. Nobody can ask for a version after the next one was sent: engines do not join during a push.
     """
 
     def __init__(self, options: SenderOptions):
@@ -51,27 +54,37 @@ class LateCopySender(DiskSender):
             torch.cuda.current_stream().synchronize()
         entries, self._entries = self._entries, []
         self._superseded = threading.Event()
-        self._writing = self._pool.submit(self._write_if_wanted, entries, version, self._superseded)
+        self._writing = self._pool.submit(self._write_when_asked, entries, version, self._superseded)
         sizes = [entry.nbytes for bucket in entries for entry in bucket]
         return Parcel(version, DISK.name, len(sizes), sum(sizes), None, self._target(version))
 
-    def _write_if_wanted(
+    def _write_when_asked(
         self, entries: list[tuple[TensorEntry, ...]], version: str, superseded: threading.Event
     ) -> None:
-        mark = wanted_mark(self._target(version))
-        while not mark.exists():
-            if superseded.wait(_LOOK_S):
-                return
+        request = CopyRequest(self._target(version))
+        while request.is_asked() or not superseded.wait(_LOOK_S):
+            if not request.is_asked():
+                continue
+            try:
+                self._write_copy(entries, version)
+                break
+            except Exception as error:
+                # Told to who asked: it is evicted, or the run ends. One that comes again may ask again.
+                logger.warning("weights %s for engines that come late: %s", version, error)
+                request.refuse(error)
+        request.clear()
+
+    def _write_copy(self, entries: list[tuple[TensorEntry, ...]], version: str) -> None:
+        self._forget()  # what a failed attempt left
         for buffer, bucket in zip(self._buffers, entries, strict=False):
             DiskSender.send(self, [(entry.name, entry.view(buffer)) for entry in bucket])
         DiskSender.finish(self, version)
-        mark.unlink()
 
     def _end_writing(self) -> None:
         self._superseded.set()
         writing, self._writing = self._writing, None
         if writing is not None:
-            writing.result()  # an error in the background is an error of the next push
+            writing.result()  # not even the refusal could be told
 
     def close(self) -> None:
         self._superseded.set()

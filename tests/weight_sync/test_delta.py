@@ -15,6 +15,7 @@ from delta_world import assert_same_bits, index_of, load_folder, make_sender, pu
 
 from slime.arguments.engine import CHECKSUMS, ENCODINGS
 from slime.utils.errors import RunStopped
+from slime.utils.waits import until
 from slime.weight_sync.delta_codec import DeltaError
 from slime.weight_sync.local_copy import LocalCopy, find_route
 from slime.weight_sync.publication import Entry, FolderSource, Index, is_at_least
@@ -132,7 +133,13 @@ def test_deltas_that_outgrow_the_full_copy_lead_to_a_new_one_and_old_files_go(pl
         time.sleep(0.3 if i in (3, 6) else 0)  # the copy is written beside training
     entries = index_of(folder).entries
     assert entries[0].version != "run:1", entries
-    assert {entry.folder for entry in entries} == {path.name for path in folder.iterdir() if path.is_dir()}
+
+    def shows_what_there_is() -> bool:
+        return {e.folder for e in index_of(folder).entries} == {
+            path.name for path in folder.iterdir() if path.is_dir()
+        }
+
+    until(shows_what_there_is, "the index to name every folder", 10.0)  # a copy may be on its way beside training
     assert_same_bits(load_folder(copy.bring_to(source, "run:11", exact=True).folder), state)
 
 

@@ -1,0 +1,158 @@
+"""The copy for engines that come late, when it cannot be written: who asked hears why at once, and so does the run."""
+
+import errno
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from slime.cluster.engine_weights import EngineWeights
+from slime.engines.fleet import EngineFleet, WatchPolicy
+from slime.utils.async_utils import run
+from slime.utils.errors import RunStopped
+from slime.utils.waits import until
+from slime.weight_sync import disk
+from slime.weight_sync.base import SenderOptions
+from slime.weight_sync.disk import until_written
+from slime.weight_sync.late_copy import LateCopySender
+from slime.wire.dialects import SGLANG
+from slime.wire.protocol import EngineInfo
+
+
+class Disk:
+    """Files are written as always, unless `error` says what the system answers instead."""
+
+    def __init__(self):
+        self.error: int | None = None
+        self._save = disk.save_tensors
+
+    def save(self, tensors, path) -> None:
+        if self.error is not None:
+            path.write_bytes(b"half a file")
+            raise OSError(self.error, errno.errorcode[self.error], str(path))
+        self._save(tensors, path)
+
+
+@pytest.fixture
+def faulty(monkeypatch):
+    made = Disk()
+    monkeypatch.setattr(disk, "save_tensors", made.save)
+    return made
+
+
+@pytest.fixture
+def sender(tmp_path):
+    made = LateCopySender(SenderOptions("slime-x", tmp_path / "weights", str(tmp_path)))
+    yield made
+    made.close()
+
+
+def publish(sender, version: str = "run:1"):
+    sender.send([("a", torch.ones(3))])
+    sender.send([("b", torch.zeros(2))])
+    return sender.finish(version)
+
+
+def test_who_asks_hears_the_cause_at_once_and_may_ask_again(sender, faulty):
+    parcel = publish(sender)
+    faulty.error = errno.EIO
+    for _ in range(2):
+        started = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"weights-run-1 could not be written: OSError.*EIO") as caught:
+            run(until_written(parcel.payload))
+        assert time.monotonic() - started < 5 and not isinstance(caught.value, RunStopped)
+    faulty.error = None
+    run(until_written(parcel.payload))
+    assert sorted(file.name for file in parcel.payload.parent.iterdir()) == ["weights-run-1"]
+    assert len(list(parcel.payload.glob("*.safetensors"))) == 2
+    publish(sender, "run:2")  # the next push is free
+
+
+def test_a_full_disk_ends_the_wait_with_the_folder_s_name(sender, faulty, tmp_path):
+    parcel = publish(sender)
+    faulty.error = errno.ENOSPC
+    with pytest.raises(RunStopped, match=rf"no room for weights in {tmp_path}/weights .*--update-weight-disk-dir"):
+        run(until_written(parcel.payload))
+
+
+def test_a_cause_that_does_not_fit_on_the_disk_is_still_a_refusal(sender, faulty, monkeypatch):
+    parcel = publish(sender)
+    faulty.error = errno.ENOSPC
+    write_text = disk.Path.write_text
+
+    def full(path, *args, **kwargs):
+        if path.suffix == ".no-room":
+            raise OSError(errno.ENOSPC, "no space")
+        return write_text(path, *args, **kwargs)
+
+    monkeypatch.setattr(disk.Path, "write_text", full)
+    with pytest.raises(RunStopped, match="no room for weights in"):
+        run(until_written(parcel.payload))
+
+
+class Server:
+    """An engine that serves, dies when it is killed, and serves again when it is launched."""
+
+    def __init__(self):
+        self.plan, self.url, self.pid = SimpleNamespace(name="engine-0"), "http://127.0.0.1:9", 1
+        self.up, self.kills = True, 0
+
+    def launch(self) -> None:
+        self.up = True
+
+    def wait_ready(self) -> str:
+        return self.url
+
+    def alive(self) -> bool:
+        return self.up
+
+    def describe_end(self) -> str:
+        return "was killed"
+
+    def kill(self) -> None:
+        self.up, self.kills = False, self.kills + 1
+
+    def stop(self) -> None:
+        self.up = False
+
+
+@pytest.fixture
+def member(monkeypatch):
+    """(fleet, weights, server): one engine, whose control plane says yes to everything."""
+    info = EngineInfo(SGLANG, "model", "default", 128, 64, {})
+
+    async def yes(*args, **kwargs):
+        return None
+
+    for method in ("pause", "flush", "resume", "update_from_disk"):
+        monkeypatch.setattr(f"slime.wire.control.EngineControl.{method}", yes)
+    monkeypatch.setattr(EngineWeights, "info", lambda self, url: info)
+    server = Server()
+    args = SimpleNamespace(check_weight_update_equal=False, weight_checksum_interval=None)
+    weights = EngineWeights(args, "slime-x", ((),))
+    weights._num_pushes = 1  # the deep comparison of the first push is not the subject
+    fleet = EngineFleet([server], WatchPolicy(3, 600.0, poll_s=0.02), weights.bring_up_to_date)
+    weights.watch(fleet)
+    yield fleet, weights, server
+    fleet.stop()
+
+
+def test_an_engine_that_gets_no_copy_is_evicted_and_the_cause_is_behind_the_end(member, sender, faulty, caplog):
+    fleet, weights, server = member
+    faulty.error = errno.EIO
+    assert weights.receive(publish(sender))["perf/engines_evicted"] == 1
+    assert server.kills == 1 and "engine-0 is evicted: the copy of the weights" in caplog.text
+    fleet.wait_ready()  # the watch begins: it is started again, asks again, and dies too often
+    error = fleet.failure.exception(timeout=30)
+    assert "engines died 4 times" in str(error) and "EIO" in str(error) and "EIO" in str(error.__cause__)
+
+
+def test_no_room_for_a_restarted_engine_ends_the_run_at_once(member, sender, faulty):
+    fleet, weights, server = member
+    weights.parcel = publish(sender)
+    faulty.error = errno.ENOSPC
+    server.up = False
+    fleet.wait_ready()
+    until(fleet.failure.done, "the end of the run", 20.0)
+    assert "no room for weights" in str(fleet.failure.exception()) and server.kills == 0
