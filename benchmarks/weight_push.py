@@ -128,7 +128,7 @@ class Stand:
         trainer = TrainGroup(args, self._run, self._runtime, self._placement.trainer)
         try:
             trainer.start(None)
-            trainer.open_sender(self.transport)
+            trainer.open_sender(self.transport, ())
             self._seat.trainer = trainer
             push = WeightPush(
                 trainer,

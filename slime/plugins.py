@@ -203,6 +203,14 @@ PLUGIN_POINTS = (
         when="for each micro-batch, with --loss-type custom_loss",
     ),
     PluginPoint(
+        "custom_update_weight_post_write_path",
+        positional=("args", "version_dir", "rollout_engines"),
+        style="sync",
+        returns="nothing",
+        when="on every trainer rank when a version lies in version_dir, before the engines (their addresses) read it; "
+        "with deltas also on the first rank alone, for full copies beside them and for the folder that a run takes over",
+    ),
+    PluginPoint(
         "custom_megatron_init_path",
         positional=("args",),
         style="sync",

@@ -73,6 +73,11 @@ class WeightSyncFlags:
         None, "folder shared with the engines, for disk; for delta also with agents", metavar="DIR"
     )
     update_weight_disk_keep_files: bool = flag(False, "versions of the weights on disk stay, also after the run")
+    custom_update_weight_post_write_path: str | None = flag(
+        None,
+        "function called on every trainer rank between writing a version and the engines' reading it",
+        metavar="PATH",
+    )
     update_weights_interval: int = flag(1, "rollouts between weight updates (train_async.py only)", ge=1)
     update_weight_buffer_size: int = flag(512 * 1024**2, "bytes per bucket of weights", ge=1)
     check_weight_update_equal: bool = flag(False, "compare every tensor of the engines with the trainer after a push")

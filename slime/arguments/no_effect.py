@@ -188,7 +188,10 @@ NO_EFFECT = (
         "only --loss-type custom_loss calls it; add that",
     ),
     NoEffect(
-        ("custom_advantage_function_path", "normalize_advantages"),
+        (
+            *("advantage_estimator", "custom_advantage_function_path", "normalize_advantages", "kl_coef", "gamma"),
+            *("lambd", "rewards_normalization", "grpo_std_normalization", "overlong_buffer_len"),
+        ),
         lambda d: d.compute_advantages_and_returns,
         "--disable-compute-advantages-and-returns leaves advantages out; remove one of them",
     ),
@@ -284,7 +287,7 @@ NO_EFFECT = (
         "SGLang is the engine; use its own flags (--sglang-...)",
     ),
     NoEffect(
-        ("update_weight_disk_dir", "update_weight_disk_keep_files"),
+        ("update_weight_disk_dir", "update_weight_disk_keep_files", "custom_update_weight_post_write_path"),
         lambda d: d.update_weight_transport == "disk" or d.update_weight_mode == "delta",
         "weights travel in memory; add --update-weight-transport disk",
     ),
@@ -315,7 +318,7 @@ NO_EFFECT_BESIDE = (
             *("critic_load", "critic_lr", "critic_min_lr", "critic_lr_decay_style", "critic_lr_warmup_iters"),
             *("critic_clip_grad", "value_clip", "num_critic_only_steps"),
         ),
-        lambda d: d.loss_type == "policy_loss" and d.advantage_estimator == "ppo",
+        lambda d: d.loss_type not in SUPERVISED_LOSSES and d.advantage_estimator == "ppo",
         "there is no critic; only --advantage-estimator ppo trains one",
     ),
     NoEffect(

@@ -4,7 +4,6 @@ UNBUILT_FLAGS = frozenset(
     """
     actor-num-cpus allgather-cp ci-disable-kl-checker ci-load-grad-norm ci-save-grad-norm ci-test
     ci-train-rollout-logprob-abs-diff-threshold
-    custom-update-weight-post-write-path
     data-pad-size-multiplier dump-details
     fetch-trajectory-retry-times freeze-indexer
     http-proxy load-forge-rollout-data log-correct-samples log-multi-turn

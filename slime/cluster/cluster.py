@@ -117,7 +117,7 @@ class Cluster:
         else:
             transport = choose_transport(args.update_weight_transport, facts.transports, site, args.update_weight_mode)
         logger.info("weights travel by %s", transport.name)
-        self._trainer.open_sender(transport.name)
+        self._trainer.open_sender(transport.name, facts.engine_urls)
         stages = (self._trainer, self._rollout, self._residency)
         self._push = WeightPush(
             *stages, self._run.run_id, self._wire_dtype(), num_done, live=transport.name in LIVE_TRANSPORTS

@@ -20,10 +20,12 @@ from slime.cluster.run import Run
 from slime.cluster.runtime import fetch
 from slime.observability.logging_utils import configure_logger
 from slime.utils import accelerator
+from slime.utils.misc import load_function
 from slime.weight_sync import LIVE_TRANSPORTS, TRANSPORTS, LiveReport, LiveSender, Parcel, Sender, Target
-from slime.weight_sync.base import NamedTensors, SenderOptions
+from slime.weight_sync.base import NamedTensors, SenderOptions, nothing_after_writing
 from slime.weight_sync.fp8 import checkpoint_format, quantize_named
 from slime.weight_sync.late_copy import LateCopySender
+from slime.weight_sync.post_write import PostWrite
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,19 +80,24 @@ class TrainActor:
         layout = self._backend.layout
         return {"dp_size": layout.dp_size, "dp_rank": layout.dp_rank, "cp_size": layout.cp_size}
 
-    def open_sender(self, transport: str) -> None:
+    def open_sender(self, transport: str, engine_urls: tuple[str, ...]) -> None:
         """The first rank sends: `export` gives it whole tensors. Some live transports send from every rank.
 
         After a live push the first rank leaves a copy on disk, for engines that come late.
         """
         live = LIVE_TRANSPORTS.get(transport)
         self._content = (live or TRANSPORTS[transport]).content
+        self._post_write = self._load_post_write(engine_urls)
         self._fp8 = checkpoint_format(self._args.engine_topology.policy.model_path)
         if live is not None and (live.every_rank or self._rank == 0):
             self._live_sender = live.make_sender(self._sender_options())
         if self._rank == 0:
             make_sender = LateCopySender if live else TRANSPORTS[transport].make_sender
             self._sender = make_sender(self._sender_options())
+
+    def _load_post_write(self, engine_urls: tuple[str, ...]) -> PostWrite | None:
+        path = self._args.custom_update_weight_post_write_path
+        return PostWrite(load_function(path), self._plugin_args, engine_urls, self._rank) if path else None
 
     def _sender_options(self) -> SenderOptions:
         folder = Path(self._args.update_weight_disk_dir or self._run.run_dir / "weights")
@@ -104,6 +111,7 @@ class TrainActor:
             adapter_config=adapter,
             keep_files=self._args.update_weight_disk_keep_files,
             delta=delta_options(self._args, self._run),
+            after_writing=self._post_write or nothing_after_writing,
         )
 
     def train(self, rollout_id: int, ref: Any) -> TrainReport:
@@ -128,7 +136,10 @@ class TrainActor:
         for bucket in self._stream(dtype):
             if self._sender is not None:
                 self._sender.send(self._as_engines_hold(bucket))
-        return self._sender.finish(version) if self._sender is not None else None
+        parcel = self._sender.finish(version) if self._sender is not None else None
+        if self._post_write is not None:
+            self._post_write.on_every_rank(parcel.written if parcel is not None else None)
+        return parcel
 
     def note_push(self, number: int) -> None:
         """The current weights are what engines sample with as version `number`, or did in the run that is replayed."""

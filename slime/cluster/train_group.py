@@ -39,8 +39,8 @@ class TrainGroup:
         port = self._ranks[0].call("open_store").result(_START_DEADLINE_S)
         self._layouts = self._call("init", port, checkpoint, deadline_s=_START_DEADLINE_S)
 
-    def open_sender(self, transport: str) -> None:
-        self._call("open_sender", transport)
+    def open_sender(self, transport: str, engine_urls: tuple[str, ...]) -> None:
+        self._call("open_sender", transport, engine_urls)
 
     def train(self, rollout_id: int, batch: RolloutBatch) -> TrainReport:
         """One rollout's optimizer steps; returns the report, which is the same on all ranks."""

@@ -28,7 +28,8 @@ class Parcel:
 
     Example: version "3f2a:7" over the "tensor" transport: `payload` is the manifest of three shared segments.
     Over "disk" it is the folder of a checkpoint, over "delta" where changes are published. `checksum` None: the
-    transport leaves checking to its reader. `metrics`: what the sender counted, for the log.
+    transport leaves checking to its reader. `metrics`: what the sender counted, for the log. `written`: the folder that
+    was written for this version; None: no engine reads one, or it is written when one asks.
     """
 
     version: str
@@ -38,6 +39,11 @@ class Parcel:
     checksum: int | None
     payload: Any
     metrics: Mapping[str, float] = field(default_factory=dict)
+    written: Path | None = None
+
+
+def nothing_after_writing(folder: Path) -> None:
+    """What is written is read as it lies there."""
 
 
 class Sender(Protocol):
@@ -105,6 +111,8 @@ class SenderOptions:
     adapter_config: Mapping[str, Any] | None = None  # of adapters that are sent alone; None: the model is sent
     keep_files: bool = False  # versions on disk stay after their use
     delta: DeltaOptions | None = None  # None: the run sends no deltas
+    # Called with what this sender writes beside the versions of pushes, before readers learn of it.
+    after_writing: Callable[[Path], None] = nothing_after_writing
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,7 +143,8 @@ class DeltaSender:
         if entry.base is not None:
             metrics["perf/update_weights_density"] = sum(r.num_changed for r in records) / max(1, num_elements)
         published = Published(self._folder, self._delta.local, self._delta.agents)
-        return Parcel(version, DELTA.name, len(records), nbytes, None, published, metrics)
+        written = self._folder / entry.folder
+        return Parcel(version, DELTA.name, len(records), nbytes, None, published, metrics, written)
 
     @contextlib.contextmanager
     def _pushing(self, what: str) -> Iterator[None]:
@@ -201,6 +202,7 @@ class DeltaSender:
         """A full copy that comes late goes to its place in the order. What it makes superfluous is removed afterwards."""
         if not self._index:
             self._clear_old_run()
+            self._options.after_writing(self._folder)
         later = [i for i, other in enumerate(self._index) if other.base == entry.version]
         self._index.insert(later[0] if later else len(self._index), entry)
         gone = [] if self._options.keep_files else self._superfluous()
@@ -263,6 +265,7 @@ class DeltaSender:
                 return False
             version, tensors, sums = self._version, dict(self._known), dict(self._sums)
         entry = self._write_full(version, tensors, sums, self._folder / "full.tmp")
+        self._options.after_writing(self._folder / entry.folder)
         with self._state:
             self._publish(entry)
         return True

@@ -65,7 +65,7 @@ class DiskSender:
         target = self._target(version)
         shutil.rmtree(target, ignore_errors=True)
         self._staging.rename(target)
-        parcel = Parcel(version, DISK.name, len(self._index), self._nbytes, None, target)
+        parcel = Parcel(version, DISK.name, len(self._index), self._nbytes, None, target, written=target)
         self._forget()
         self._written.append(target)
         if not self._keep_files:

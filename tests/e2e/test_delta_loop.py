@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from loop_helpers import ROOT, make_world, run_train, series
@@ -32,10 +33,50 @@ def check_run(world, run: str, num_rollout: int) -> None:
     assert sum(series(world, run, "perf/engines_evicted").values()) == 0
 
 
+# Notes what it was called with, what lay there, and what the engine held meanwhile.
+POST_WRITE = """
+import json, os, urllib.request
+from pathlib import Path
+import torch.distributed as dist
+
+
+def note(args, version_dir, rollout_engines):
+    held = json.load(urllib.request.urlopen(rollout_engines[0] + "/model_info"))["weight_version"]
+    row = {"rank": dist.get_rank(), "folder": version_dir, "held": held, "files": sorted(os.listdir(version_dir))}
+    with open(Path(args.run_dir).parent / f"noted-{dist.get_rank()}.jsonl", "a") as out:
+        out.write(json.dumps(row) + "\\n")
+
+
+def refuse(args, version_dir, rollout_engines):
+    raise OSError("the bucket is gone")
+"""
+
+
+def notes(world, rank: int) -> list[dict]:
+    return [json.loads(line) for line in (world / f"noted-{rank}.jsonl").read_text().splitlines()]
+
+
 def test_a_run_pushes_deltas_and_leaves_nothing(world):
-    """With every tensor of the engine compared after every push."""
-    run_train(world, "run", num_rollout=2, update_weight_mode="delta", check_weight_update_equal=True)
+    """With every tensor of the engine compared after every push, and a function of the user's before each is read."""
+    (world / "post_write.py").write_text(POST_WRITE)
+    run_train(
+        world,
+        "run",
+        num_rollout=2,
+        update_weight_mode="delta",
+        check_weight_update_equal=True,
+        custom_update_weight_post_write_path=f"{world}/post_write.py:note",
+    )
     check_run(world, "run", 2)
+    first, *versions = notes(world, 0)
+    assert first["folder"] == str(world / "run" / "weights")  # what the run takes over
+    assert [Path(row["folder"]).name.split("-")[0] for row in versions] == ["full", "delta", "delta"]
+    assert [row["held"].rpartition(":")[2] for row in versions] == [
+        "default",
+        "1",
+        "2",
+    ]  # not yet the one in the folder
+    assert all("weights.json" in row["files"] for row in versions)
     assert not (world / "run" / "local-weights").exists() and not list((world / "run" / "weights").iterdir())
 
 
@@ -46,6 +87,24 @@ def test_a_run_with_deltas_is_the_run_with_whole_weights(world):
     run_train(world, "full", **shared)
     for name in ("train/loss", "train/grad_norm", "rollout/raw_reward"):
         assert series(world, "delta", name) == series(world, "full", name)
+
+
+@pytest.mark.slow
+def test_every_rank_hears_of_a_checkpoint_before_engines_read_it_and_a_refusal_ends_the_run(world):
+    (world / "post_write.py").write_text(POST_WRITE)
+    shared = {"num_rollout": 1, "update_weight_transport": "disk", "update_weight_disk_dir": world / "shared"}
+    shared |= {"actor_num_gpus_per_node": 2}
+    run_train(world, "run", custom_update_weight_post_write_path=f"{world}/post_write.py:note", **shared)
+    for rank in (0, 1):
+        assert [row["rank"] for row in notes(world, rank)] == [rank] * 2
+        assert [row["held"].rpartition(":")[2] for row in notes(world, rank)] == ["default", "1"]
+        assert all("model.safetensors.index.json" in row["files"] for row in notes(world, rank))
+    done = run_train(
+        world, "no", check=False, custom_update_weight_post_write_path=f"{world}/post_write.py:refuse", **shared
+    )
+    assert done.returncode == 1
+    assert "--custom-update-weight-post-write-path raised on rank" in done.stderr
+    assert "the bucket is gone" in done.stderr
 
 
 @contextlib.contextmanager

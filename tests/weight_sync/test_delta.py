@@ -16,9 +16,11 @@ from delta_world import assert_same_bits, index_of, load_folder, make_sender, pu
 from slime.arguments.engine import CHECKSUMS, ENCODINGS
 from slime.utils.errors import RunStopped
 from slime.utils.waits import until
+from slime.weight_sync.base import DeltaOptions, SenderOptions
+from slime.weight_sync.delta import DeltaSender
 from slime.weight_sync.delta_codec import DeltaError
 from slime.weight_sync.local_copy import LocalCopy, find_route
-from slime.weight_sync.publication import Entry, FolderSource, Index, is_at_least
+from slime.weight_sync.publication import INDEX, WANTED, Entry, FolderSource, Index, is_at_least
 
 pytest.importorskip("zstandard")
 pytest.importorskip("xxhash")
@@ -141,6 +143,24 @@ def test_deltas_that_outgrow_the_full_copy_lead_to_a_new_one_and_old_files_go(pl
 
     until(shows_what_there_is, "the index to name every folder", 10.0)  # a copy may be on its way beside training
     assert_same_bits(load_folder(copy.bring_to(source, "run:11", exact=True).folder), state)
+
+
+def test_a_full_copy_beside_training_is_told_before_readers_learn_of_it(tmp_path):
+    folder, told = tmp_path / "p", []
+
+    def tell(written: Path) -> None:
+        known = {e.folder for e in index_of(folder).entries} if (folder / INDEX).exists() else set()
+        told.append((written.name, written.name in known))
+
+    options = SenderOptions("no-shm", folder, "hub/name", delta=DeltaOptions(tmp_path / "l"), after_writing=tell)
+    sender = DeltaSender(options)
+    state = small_state()
+    for i in range(1, 4):
+        publish(sender, state := step(state, i, share=0.9), f"run:{i}")
+    (folder / WANTED).touch()  # as a copy does that finds no way to the newest version
+    until(lambda: len(told) == 2, "a full copy beside training", 10.0)
+    sender.close()
+    assert told == [("p", False), ("full-run-3", False)]
 
 
 def test_files_stay_when_they_are_to_be_kept(tmp_path):

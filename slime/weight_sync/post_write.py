@@ -1,0 +1,39 @@
+"""A function of the user's between writing weights to a folder and the engines' reading them.
+
+For folders that are shared by more than a file system: it can upload a version, commit a volume, or drop a cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from slime.utils.errors import RunStopped
+
+FLAG = "--custom-update-weight-post-write-path"
+
+
+class PostWrite:
+    """`function(args, version_dir, rollout_engines)`; the engines are their addresses."""
+
+    def __init__(self, function: Callable[..., Any], args: Any, engine_urls: tuple[str, ...], rank: int):
+        self._function, self._args, self._engine_urls, self._rank = function, args, engine_urls, rank
+
+    def __call__(self, folder: Path) -> None:
+        try:
+            self._function(self._args, str(folder), list(self._engine_urls))
+        except Exception as error:
+            raise RunStopped(
+                f"{FLAG} raised on rank {self._rank} for {folder}: {type(error).__name__}: {error}; the engines were not "
+                "told of these weights."
+            ) from error
+
+    def on_every_rank(self, folder: Path | None) -> None:
+        """A collective: only the first rank wrote, so only it knows the folder (None on the others)."""
+        known: list[str | None] = [str(folder) if folder is not None else None]
+        dist.broadcast_object_list(known, src=0)
+        assert known[0] is not None, "a transport without a folder has nothing to call this for"
+        self(Path(known[0]))
