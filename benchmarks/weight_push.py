@@ -105,7 +105,7 @@ class Stand:
         self._runtime = create_runtime(args, self._run.run_dir, self._run.shm_prefix)
         self._rollout = RolloutStage(args, self._run, self._runtime, self._placement.engines)
         facts = gather([self._rollout.begin_start(0, None)])[0]
-        site = Site(device_count() > 0, True, args.rollout_num_gpus_per_engine)
+        site = Site(device_count() > 0, True)
         self.transport = choose_transport(args.update_weight_transport, facts.transports, site).name
         self._engine = EngineControl(facts.engine_urls[0], deadline_s=600.0)
         self._seat, self._num_pushes = Seat(), 0

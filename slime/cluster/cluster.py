@@ -22,6 +22,7 @@ from slime.cluster.rollout_manager import Generated, RolloutFacts
 from slime.cluster.run import open_run
 from slime.cluster.runtime import Future, create_runtime, gather, in_background
 from slime.cluster.schedule import Schedule
+from slime.cluster.serving import trains_on_every_gpu
 from slime.cluster.stages import NoTrainer, RolloutStage
 from slime.cluster.train_group import TrainGroup
 from slime.cluster.weight_push import PushToNobody, WeightPush
@@ -111,7 +112,7 @@ class Cluster:
         if not self._placement.engines:
             self._push = PushToNobody(self._trainer, num_done)
             return
-        site = Site(device_count() > 0, args.colocate, args.rollout_num_gpus_per_engine)
+        site = Site(device_count() > 0, args.colocate, trains_on_every_gpu(args, self._placement))
         if args.lora_sync == "adapter":
             transport = choose_adapter_transport(facts.transports)
         else:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from slime.arguments import Args, RunInfo, plugin_args
 from slime.arguments.topology import ServedModel
 from slime.cluster.engine_plan import plan_engines, plan_router_process
-from slime.cluster.placement import Slot
+from slime.cluster.placement import Placement, Slot
 from slime.cluster.run import Run
 from slime.engines.external import ExternalServer, discover
 from slime.engines.fleet import EngineFleet, Server, WatchPolicy
@@ -93,6 +93,12 @@ def policy_slots(args: Args, slots: tuple[Slot, ...]) -> tuple[tuple[int, ...], 
     name = args.engine_topology.policy.name
     places = place_engines(args.engine_topology)
     return tuple(slot.gpu_ids for place, slot in zip(places, slots, strict=True) if place.model == name)
+
+
+def trains_on_every_gpu(args: Args, placement: Placement) -> bool:
+    """Whether each GPU of an engine that gets weights has a trainer rank on it, which can hand them over in its memory."""
+    training = {gpu for slot in placement.trainer for gpu in slot.gpu_ids}
+    return all(training.issuperset(gpu_ids) for gpu_ids in policy_slots(args, placement.engines))
 
 
 def _watch_policy(args: Args) -> WatchPolicy:

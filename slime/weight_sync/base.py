@@ -121,7 +121,9 @@ class Site:
 
     cuda: bool = False
     colocated: bool = False
-    gpus_per_engine: int = 1
+    every_gpu_trains: bool = (
+        True  # each GPU of an engine has a trainer rank on it; only asked where they are colocated
+    )
 
 
 async def nothing_to_prepare(parcel: Parcel, control: EngineControl) -> None:

@@ -1,7 +1,9 @@
 """Weights by handles to GPU memory, for SGLang engines on the trainer's own devices: nothing crosses the host.
 
 A bucket is gathered into one flat buffer on the device; the engine maps it, copies its weights out and answers. Two
-buffers take turns, so that the next bucket is gathered meanwhile.
+buffers take turns, so that the next bucket is gathered meanwhile. An engine of several GPUs gets one request with a handle
+for each of its ranks, made by the trainer rank on the same GPU: the first of these sends it, and tells the others of the
+answer before they write to that buffer again.
 """
 
 from __future__ import annotations
@@ -9,30 +11,40 @@ from __future__ import annotations
 import concurrent.futures
 
 import torch
+import torch.distributed as dist
 
 from slime.utils.async_utils import run
 from slime.weight_sync.base import LiveReport, LiveTransport, NamedTensors, SenderOptions, Target
 from slime.weight_sync.sglang_format import pack_bucket
 from slime.wire.control import EngineControl
-from slime.wire.manifest import plan_bucket
+from slime.wire.manifest import TensorEntry, plan_bucket
 
 _NUM_BUFFERS = 2
 
 
 class CudaIpcSender:
-    """One per trainer rank; serves the engine on this rank's device."""
+    """One per trainer rank; takes part in serving the engine on this rank's device. All ranks call it in step."""
 
     def __init__(self, options: SenderOptions):
         self._rank, self._deadline_s = options.rank, options.deadline_s
         self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="weight-send")
         self._buffers: list[torch.Tensor | None] = [None] * _NUM_BUFFERS
         self._pending: list[concurrent.futures.Future | None] = [None] * _NUM_BUFFERS
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # of ranks that serve one engine together
 
     def open(self, version: str, targets: tuple[Target, ...]) -> None:
         self._version = version
+        for target in targets:
+            self._meet(target)
         self._targets = [target for target in targets if self._rank in target.gpu_ids]
         self._failures: dict[str, str] = {}
         self._turn = self._num_tensors = self._nbytes = 0
+
+    def _meet(self, target: Target) -> None:
+        """A collective of all ranks, whether or not they are among those that meet."""
+        if len(target.gpu_ids) > 1 and target.gpu_ids not in self._groups:
+            # Texts travel, not tensors: on the host.
+            self._groups[target.gpu_ids] = dist.new_group(list(target.gpu_ids), backend="gloo")
 
     def send(self, bucket: NamedTensors) -> None:
         entries, nbytes = plan_bucket(bucket)
@@ -41,15 +53,28 @@ class CudaIpcSender:
         if not self._targets:
             return
         slot = self._turn % _NUM_BUFFERS
+        if self._turn >= _NUM_BUFFERS:
+            self._wait(slot)  # the engine has copied what lay in this buffer
         self._turn += 1
-        self._wait(slot)  # the engine has copied what lay in this buffer
         flat = self._buffer(slot, nbytes, bucket[0][1].device)
         for entry, (_, tensor) in zip(entries, bucket, strict=True):
             entry.view(flat).copy_(tensor)
         if flat.is_cuda:
             torch.cuda.current_stream().synchronize()  # the engine reads on a stream of its own
-        text = pack_bucket(flat, entries)
-        self._pending[slot] = self._pool.submit(self._post, text)
+        gathered = [(target, self._gather(target, flat, entries)) for target in self._targets]
+        posts = [(target, texts) for target, texts in gathered if texts is not None]
+        if posts:
+            self._pending[slot] = self._pool.submit(self._post, posts)
+
+    def _gather(self, target: Target, flat: torch.Tensor, entries: tuple[TensorEntry, ...]) -> list[str] | None:
+        """One text per rank of the engine, in their order; None: another trainer rank sends them."""
+        place = target.gpu_ids.index(self._rank)
+        text = pack_bucket(flat, entries, reader_device=place)
+        if len(target.gpu_ids) == 1:
+            return [text]
+        texts: list[str | None] | None = [None] * len(target.gpu_ids) if place == 0 else None
+        dist.gather_object(text, texts, dst=target.gpu_ids[0], group=self._groups[target.gpu_ids])
+        return texts
 
     def _buffer(self, slot: int, nbytes: int, device: torch.device) -> torch.Tensor:
         held = self._buffers[slot]
@@ -57,22 +82,26 @@ class CudaIpcSender:
             held = self._buffers[slot] = torch.empty(nbytes, dtype=torch.uint8, device=device)
         return held
 
-    def _post(self, text: str) -> None:
-        for target in self._targets:
+    def _post(self, posts: list[tuple[Target, list[str]]]) -> None:
+        for target, texts in posts:
             if target.url not in self._failures:
                 control = EngineControl(target.url, self._deadline_s)
                 try:
-                    run(control.update_from_tensors([text], self._version))
+                    run(control.update_from_tensors(texts, self._version))
                 except Exception as error:  # the engine gets the copy on disk, or is evicted
                     self._failures[target.url] = f"{type(error).__name__}: {error}"
 
     def _wait(self, slot: int) -> None:
+        """Until the engines have answered, or failed, whoever asked them."""
         pending, self._pending[slot] = self._pending[slot], None
         if pending is not None:
             pending.result()
+        for target in self._targets:
+            if len(target.gpu_ids) > 1:
+                dist.barrier(self._groups[target.gpu_ids])
 
     def finish(self) -> LiveReport:
-        for slot in range(_NUM_BUFFERS):
+        for slot in range(min(self._turn, _NUM_BUFFERS)):
             self._wait(slot)
         # The engine's cache is about to need the room.
         self._buffers = [None] * _NUM_BUFFERS
@@ -90,6 +119,6 @@ CUDA_IPC = LiveTransport(
     choice="tensor",
     engine_needs="tensor",
     make_sender=CudaIpcSender,
-    suits=lambda site: site.cuda and site.colocated and site.gpus_per_engine == 1,
+    suits=lambda site: site.cuda and site.colocated and site.every_gpu_trains,
     every_rank=True,
 )

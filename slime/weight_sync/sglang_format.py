@@ -31,6 +31,7 @@ class _Global:
 
 _METADATA = _Global("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata")
 _REBUILD_CUDA = _Global("torch.multiprocessing.reductions", "rebuild_cuda_tensor")
+_DEVICE_ARGUMENT = 6  # of rebuild_cuda_tensor: the number of the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,10 @@ class _Pickler(pickle._Pickler):
     Large byte strings are written whole, so its speed does not matter.
     """
 
+    def __init__(self, file: io.BytesIO, reader_device: int):
+        super().__init__(file, protocol=4)
+        self._reader_device = reader_device
+
     def save(self, obj: Any, save_persistent_id: bool = True) -> None:
         if isinstance(obj, _Global):
             self.write(pickle.GLOBAL + f"{obj.module}\n{obj.name}\n".encode())
@@ -62,17 +67,25 @@ class _Pickler(pickle._Pickler):
         if isinstance(obj, _Metadata):
             return _METADATA, obj.arguments
         if isinstance(obj, torch.Tensor) and obj.is_cuda:
-            # Only needed with CUDA. The device number is that of both processes: they see the same one device.
+            # Only needed with CUDA.
             from torch.multiprocessing.reductions import reduce_tensor
 
             _, arguments = reduce_tensor(obj)
-            return _REBUILD_CUDA, arguments
+            return _REBUILD_CUDA, seen_by_reader(arguments, self._reader_device)
         return NotImplemented
 
 
-def pack_bucket(flat: torch.Tensor, entries: Sequence[TensorEntry]) -> str:
-    """Base64 text of a bucket: `flat` is a uint8 tensor that holds the weights where `entries` say."""
+def seen_by_reader(arguments: tuple, reader_device: int) -> tuple:
+    """A handle says on which device the memory lies. We see one device, number 0; an engine counts all of its own."""
+    return (*arguments[:_DEVICE_ARGUMENT], reader_device, *arguments[_DEVICE_ARGUMENT + 1 :])
+
+
+def pack_bucket(flat: torch.Tensor, entries: Sequence[TensorEntry], *, reader_device: int = 0) -> str:
+    """Base64 text of a bucket: `flat` is a uint8 tensor that holds the weights where `entries` say.
+
+    It may be read once: each handle to a device's memory counts its one reader.
+    """
     buffer = io.BytesIO()
     content = {"flattened_tensor": flat, "metadata": [_Metadata(entry) for entry in entries]}
-    _Pickler(buffer, protocol=4).dump(content)
+    _Pickler(buffer, reader_device).dump(content)
     return base64.b64encode(buffer.getbuffer()).decode("ascii")

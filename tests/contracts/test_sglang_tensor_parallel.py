@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 from engine_under_test import EngineUnderTest, largest_difference, plain_log_probs
+from live_ranks import push_from_ranks
 
 from slime.arguments.sglang import find_python
 from slime.engines.server import EngineServer, LaunchPlan
@@ -33,6 +34,23 @@ def server(tiny_folder, tmp_path_factory) -> Iterator[EngineUnderTest]:
         yield EngineUnderTest(server.wait_ready(), tiny_folder, None, "")
     finally:
         server.stop()
+
+
+def test_each_share_reads_what_the_trainer_rank_on_its_device_has_packed(server, tiny_folder, new_folder, new_model):
+    """As over CUDA IPC, but with the bytes themselves in place of handles: there is no device here to map."""
+    run(server.control.pause("retract"))
+    run(server.control.flush())
+    run(server.control.begin_update())
+    job = {"targets": [(server.url, [0, 1])], "version": "run:ipc", "model": str(new_folder)}
+    reports = push_from_ranks(2, job)
+    assert reports == [{"failures": {}, "num_tensors": len(new_model.state_dict())}] * 2
+    run(server.control.end_update())
+    run(server.control.resume())
+    made = server.generate(PROMPT, max_new_tokens=30, ignore_eos=True)
+    assert made.weight_version == "run:ipc"
+    assert largest_difference(made.log_probs, plain_log_probs(new_model, PROMPT, made.ids)) < 1e-4
+    assert run(reload_and_compare(server.control, new_folder, "again")) == []
+    run(server.control.update_from_disk(str(tiny_folder), "default"))
 
 
 @pytest.mark.parametrize("name", ["http_tensor", "disk"])
