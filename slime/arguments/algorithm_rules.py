@@ -122,6 +122,11 @@ def reward_shaping(draft: Draft) -> None:
             f"--overlong-buffer-len is {draft.overlong_buffer_len}, but --rollout-max-response-len is {longest}: the buffer is "
             "the last part of the longest response; use less."
         )
+    if draft.advantage_estimator == "maxrl" and draft.overlong_penalty_factor != 0:
+        raise ValueError(
+            "--overlong-buffer-len makes rewards of long answers negative, and --advantage-estimator maxrl divides by the mean "
+            "reward, which must be at least 0; remove it, or choose another estimator."
+        )
 
 
 def _check_weights(draft: Draft) -> None:

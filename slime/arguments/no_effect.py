@@ -54,6 +54,11 @@ NO_EFFECT = (
         "this --loss-type has no policy ratios, no entropy and no KL term; remove it or use policy_loss",
     ),
     NoEffect(
+        ("use_rollout_logprobs",),
+        lambda d: d.loss_type == "policy_loss" or d.compute_advantages_and_returns,
+        "no old policy is asked for without advantages; remove it",
+    ),
+    NoEffect(
         (
             "policy_loss_type",
             "custom_policy_loss_function_path",

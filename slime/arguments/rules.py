@@ -143,6 +143,12 @@ def length_of_run(draft: Draft) -> None:
 def loss(draft: Draft) -> None:
     if draft.loss_type == "custom_loss" and draft.custom_loss_function_path is None:
         raise ValueError("--loss-type custom_loss needs --custom-loss-function-path.")
+    brings_advantages = draft.rollout_data_postprocess_path or draft.custom_convert_samples_to_train_data_path
+    if draft.loss_type == "policy_loss" and not draft.compute_advantages_and_returns and not brings_advantages:
+        raise ValueError(
+            "--disable-compute-advantages-and-returns leaves --loss-type policy_loss without advantages; remove it, or set them "
+            "in --rollout-data-postprocess-path."
+        )
     if draft.loss_type == "sft_loss" and draft.n_samples_per_prompt != 1:
         raise ValueError(
             f"--n-samples-per-prompt is {draft.n_samples_per_prompt} with --loss-type sft_loss: SFT trains on the given "

@@ -184,8 +184,8 @@ def _correct(args: Any, terms: PolicyTerms, inputs: PolicyInputs, mb: MicroBatch
         )
         loss = torch.where(correction.keep != 0, loss, torch.zeros_like(loss))
         metrics |= correction.metrics
-    if args.get_mismatch_metrics and not args.custom_tis_function_path:
-        metrics |= mismatch_metrics(proximal, behaviour, layout)
+    if args.get_mismatch_metrics:
+        metrics = mismatch_metrics(proximal, behaviour, layout) | metrics  # a plug-in's own numbers win
     return loss, metrics
 
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from slime.algorithms.advantages import get_estimator
+from slime.arguments.objectives import SUPERVISED_LOSSES
 from slime.backends import kept_versions
 from slime.backends.weight_copies import WeightCopies
 
@@ -17,11 +18,16 @@ def needs_reference(args: Any) -> bool:
     """Whether some term of the run compares the policy with a reference."""
     if args.loss_type == "dpo_loss":
         return True
-    return args.loss_type == "policy_loss" and (args.use_kl_loss or args.kl_coef != 0)
+    return args.loss_type not in SUPERVISED_LOSSES and (args.use_kl_loss or args.kl_coef != 0)
+
+
+def has_advantages(args: Any) -> bool:
+    """Whether rewards become advantages."""
+    return args.compute_advantages_and_returns and args.loss_type not in SUPERVISED_LOSSES
 
 
 def needs_critic(args: Any) -> bool:
-    return args.loss_type == "policy_loss" and get_estimator(args.advantage_estimator).needs_values
+    return has_advantages(args) and get_estimator(args.advantage_estimator).needs_values
 
 
 def critic_settings(args: Any) -> SimpleNamespace:

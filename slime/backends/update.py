@@ -13,14 +13,13 @@ from slime.algorithms.covariance import select_clip_cov, select_kl_cov
 from slime.algorithms.kl import compute_approx_kl
 from slime.algorithms.policy_loss import COVARIANCE_LOSSES
 from slime.algorithms.reduce import REDUCTIONS
-from slime.arguments.objectives import SUPERVISED_LOSSES
 from slime.backends import beside
 from slime.backends.base import Denominators, NonFiniteStepError, StepPlace, StepStats, TrainBackend
 from slime.backends.kept_versions import KeptVersions
 from slime.backends.losses import build_loss
 from slime.backends.microbatch import build_micro_batches
 from slime.backends.policy import tis_scale
-from slime.backends.roles import needs_critic, needs_reference
+from slime.backends.roles import has_advantages, needs_critic, needs_reference
 from slime.backends.watch import TokenWatch, agreement, check_on_policy, save_nonfinite
 from slime.batch.schedule import RankData, RankStep
 from slime.utils.misc import load_function
@@ -54,14 +53,18 @@ def run_update(
     started = time.perf_counter()
     batch: RolloutBatch = dict(rank_data.batch)
     seconds: dict[str, float] = {}
-    has_advantages = args.compute_advantages_and_returns and args.loss_type not in SUPERVISED_LOSSES
-    if has_advantages or needs_reference(args):
+    if has_advantages(args) or needs_reference(args):
         sampler = "actor" if kept is None else kept.tag_of(batch, weight_version)
         seconds |= _add_passes(backend, args, rank_data, batch, sampler)
-    if has_advantages:
+    if has_advantages(args):
         _add_advantages(backend, args, batch)
     if args.rollout_data_postprocess_path:
         load_function(args.rollout_data_postprocess_path)(args, rollout_id, batch)
+    if args.loss_type == "policy_loss" and "advantages" not in batch:
+        raise ValueError(
+            "--disable-compute-advantages-and-returns: the samples have no advantages for --loss-type policy_loss; set "
+            "rollout_data['advantages'] in --rollout-data-postprocess-path."
+        )
     metrics = _rollout_metrics(backend, batch, sum(step.num_rollouts for step in rank_data.steps))
     if "values" in batch and "returns" in batch:
         metrics["rollout/explained_variance"] = beside.explained_variance(backend, batch)
@@ -85,8 +88,11 @@ def run_update(
 def needs_old_log_probs(args: Any, num_steps: int) -> bool:
     """Whether a pass before training must record the old policy's log-probs.
 
-    Not when the engine's stand in for them, and not for one step on the policy's own samples: there the ratio is 1.
+    Not when the engine's stand in for them, and not for one step on the policy's own samples: there the ratio is 1. A loss
+    of the user's own gets them beside its advantages.
     """
+    if args.loss_type == "custom_loss":
+        return has_advantages(args) and not args.use_rollout_logprobs
     if args.loss_type != "policy_loss":
         return False
     if args.use_rollout_entropy:

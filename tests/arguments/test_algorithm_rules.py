@@ -3,6 +3,12 @@
 import pytest
 from argument_helpers import parse
 
+CUSTOM = {
+    "loss_type": "custom_loss",
+    "custom_loss_function_path": "a.b",
+    "disable_compute_advantages_and_returns": True,
+}
+
 
 @pytest.mark.parametrize(
     ("changes", "name", "value"),
@@ -52,6 +58,13 @@ def test_a_value_follows_from_the_others(changes, name, value):
             {"kl_coef": 0.1, "advantage_estimator": "rloo"},
             "rloo never subtracts a KL from the reward; use --use-kl-loss",
         ),
+        ({"disable_compute_advantages_and_returns": True}, "leaves --loss-type policy_loss without advantages"),
+        (
+            {**CUSTOM, "gamma": 0.9, "advantage_estimator": "ppo"},
+            "--advantage-estimator is ppo, but --disable-compute",
+        ),
+        ({**CUSTOM, "use_rollout_logprobs": True}, "no old policy is asked for without advantages"),
+        ({"advantage_estimator": "maxrl", "overlong_buffer_len": 4}, "maxrl divides by the mean reward"),
         ({"gamma": 0.9}, "--gamma is 0.9, but this --advantage-estimator discounts nothing"),
         (
             {"advantage_estimator": "rloo", "disable_grpo_std_normalization": True},

@@ -218,6 +218,7 @@ def test_flag_without_effect_is_refused_when_given(name):
         changes |= {"optimizer": "sgd"}
     if name in ("custom_advantage_function_path", "normalize_advantages"):
         words = ["--disable-compute-advantages-and-returns"]
+        changes |= {"loss_type": "custom_loss", "custom_loss_function_path": "a.b"}
     if name == "rm_url":
         changes |= {"rm_type": "math"}
     if name == "min_lr":
