@@ -38,6 +38,7 @@ from torch.utils.checkpoint import checkpoint
 
 from slime.algorithms.logprobs import chunked_log_probs
 from slime.arguments.groups import all_specs
+from slime.backends import attention
 from slime.backends.update import run_update
 from slime.batch.convert import samples_to_batch
 from slime.batch.flops import ModelShape, forward_flops
@@ -60,6 +61,9 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=3, help="measured optimizer steps")
     parser.add_argument("--micro-batch-tokens", type=int, help="tokens of one micro-batch of our step")
+    parser.add_argument(
+        "--logits-memory-gib", type=float, default=0.0, help="memory in which a micro-batch keeps logits"
+    )
     parser.add_argument("--checkpointing", default="none", choices=("none", "selective", "full"))
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--no-references", action="store_true", help="leave out the naive and the plain compiled step")
@@ -266,6 +270,7 @@ def _our_step(shape: str, device: torch.device, options: Any, budget: int, total
             max_tokens_per_gpu=budget,
             balance_data=True,
             activation_checkpointing=options.checkpointing,
+            logits_memory_gib=options.logits_memory_gib,
             compile=False if options.no_compile or options.tiny else None,
             eps_clip_high=0.2,
         )
@@ -290,7 +295,9 @@ def _our_step(shape: str, device: torch.device, options: Any, budget: int, total
                 "seconds": duration,
                 "first_step_s": first,
                 "parameters": parameter_count(config),
+                "attention": attention.chosen_name(*attention.head_shape(config)),
                 "micro_batch_tokens": budget,
+                "logits_memory_gib": options.logits_memory_gib,
                 "micro_batches": len(data.steps[0].micro_batches),
                 "samples": len(samples),
                 "longest": max(len(sample.tokens) for sample in samples),
@@ -334,7 +341,25 @@ def profile_step(step: Callable[[], Any], device: torch.device) -> dict[str, flo
             rest[event.key[:90]] = spent
     for name, spent in sorted(rest.items(), key=lambda item: -item[1])[:8]:
         totals[f"  {name}"] = spent
-    return totals
+    return totals | idle_times(profiler, wall)
+
+
+def idle_times(profiler: Any, wall: float) -> dict[str, float]:
+    """Milliseconds in which the device ran nothing, the longest of them by the kernel that ended the wait."""
+    events = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    if not events:
+        return {}
+    events.sort(key=lambda event: event.time_range.start)
+    waits: dict[str, float] = {}
+    free_from, busy = events[0].time_range.start, 0.0
+    for event in events:
+        start, end = event.time_range.start, event.time_range.end
+        if start > free_from:
+            waits[event.name[:80]] = waits.get(event.name[:80], 0.0) + (start - free_from) / 1e3
+        busy += max(0.0, end - max(start, free_from)) / 1e3
+        free_from = max(free_from, end)
+    longest = sorted(waits.items(), key=lambda item: -item[1])[:10]
+    return {"idle": 1e3 * wall - busy} | {f"  idle before {name}": spent for name, spent in longest}
 
 
 def model_part(name: str, options: argparse.Namespace, device: torch.device, rate: float) -> list[Record]:

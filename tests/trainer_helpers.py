@@ -107,6 +107,7 @@ def trainer_args(model: str, **changes) -> SimpleNamespace:
         calculate_per_token_loss=False,
         rollout_temperature=1.0,
         log_probs_chunk_size=-1,
+        logits_memory_gib=0.0,
         global_batch_size=None,
         micro_batch_size=1,
         use_dynamic_batch_size=False,

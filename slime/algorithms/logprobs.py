@@ -1,8 +1,9 @@
 """Log-probs and entropy of chosen tokens, from hidden states and the output matrix, a block of logits at a time.
 
-The full [tokens, vocabulary] logits never exist. Forward goes over blocks of tokens and keeps three numbers per token; backward
-goes over blocks of the vocabulary, so that each block's part of the weight gradient is finished in one matrix product with
-full-precision accumulation, and computes that block's logits again. On CUDA one Triton kernel reads a block for its statistics
+The full [tokens, vocabulary] logits never exist, unless memory is given to keep them. Forward goes over blocks of tokens and
+keeps three numbers per token; backward goes over blocks of the vocabulary, so that each block's part of the weight gradient is
+finished in one matrix product with full-precision accumulation, and computes that block's logits again, which is one product of
+four. Kept logits (in the precision of the hidden states) save that product and become their own gradient in place. On CUDA one Triton kernel reads a block for its statistics
 and another turns it into its gradient in place; elsewhere plain torch does the same in at least fp32. Logits are divided by
 the sampling temperature, so that the numbers are those of the distribution that the engine sampled from.
 """
@@ -48,7 +49,7 @@ def _kernels_for(tensor: Tensor) -> ModuleType | None:
 
 
 def _statistics(logits: Tensor, targets: Tensor, temperature: float, outputs: tuple[Tensor, ...]) -> None:
-    """Plain torch version of the kernel `row_statistics`."""
+    """Plain torch version of the kernel `row_statistics`; writes over the logits."""
     log_sums, chosen, entropy = outputs
     logits = logits.to(log_sums.dtype).div_(temperature)
     log_sums.copy_(torch.logsumexp(logits, dim=-1))
@@ -109,23 +110,25 @@ class _ChunkedLogProbs(torch.autograd.Function):
     """Forward and hand-written backward of log-prob and entropy over blocks of logits."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, chunk_size, with_entropy):
+    def forward(ctx, hidden, weight, targets, temperature, chunk_size, with_entropy, keep):
         kernels = _kernels_for(hidden)
         num_tokens, dtype = hidden.shape[0], _compute_dtype(hidden.dtype)
         log_probs = torch.empty(num_tokens, dtype=dtype, device=hidden.device)
         log_sums = torch.empty_like(log_probs)
         entropy = torch.empty_like(log_probs) if with_entropy else None
         size = _block_size(num_tokens, weight.shape[0], chunk_size, kernels is not None)
+        kept = hidden.new_empty(num_tokens, weight.shape[0]) if keep else None
         for start in range(0, num_tokens, size):
             rows = slice(start, start + size)
-            logits = hidden[rows] @ weight.T
+            logits = torch.mm(hidden[rows], weight.T, out=kept[rows] if keep else None)
             outputs = log_sums[rows], log_probs[rows], entropy[rows] if with_entropy else None
             if kernels is not None:
                 kernels.row_statistics(logits, targets[rows], temperature, *outputs)
             else:
-                _statistics(logits, targets[rows], temperature, outputs)
+                _statistics(logits.clone() if keep else logits, targets[rows], temperature, outputs)
         ctx.save_for_backward(hidden, weight, targets, log_sums, entropy)
         ctx.temperature, ctx.chunk_size = temperature, chunk_size
+        ctx.kept = kept  # not among the saved tensors: backward writes into it and lets it go
         ctx.set_materialize_grads(False)
         return log_probs, entropy
 
@@ -133,12 +136,16 @@ class _ChunkedLogProbs(torch.autograd.Function):
     def backward(ctx, grad_log_probs, grad_entropy):
         hidden, weight, targets, log_sums, entropy = ctx.saved_tensors
         if grad_log_probs is None and grad_entropy is None:
-            return (None,) * 6
+            return (None,) * 7
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(log_sums)
         kernels = _kernels_for(hidden)
         gradient = kernels.logit_gradient_ if kernels is not None else _gradient
         grads = grad_log_probs.contiguous(), entropy, None if grad_entropy is None else grad_entropy.contiguous()
+        if ctx.kept is not None:
+            logits, ctx.kept = ctx.kept, None
+            grad = gradient(logits, targets, 0, ctx.temperature, log_sums, *grads)
+            return grad @ weight, grad.T @ hidden if ctx.needs_input_grad[1] else None, *(None,) * 5
         grad_hidden = torch.zeros(hidden.shape, dtype=log_sums.dtype, device=hidden.device)
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         vocab = weight.shape[0]
@@ -151,7 +158,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
             grad_hidden = _add_product(grad_hidden, grad, part)
             if grad_weight is not None:
                 torch.mm(grad.T, hidden, out=grad_weight[first : first + size])
-        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None
+        return grad_hidden.to(hidden.dtype), grad_weight, *(None,) * 5
 
 
 def chunked_log_probs(
@@ -162,17 +169,21 @@ def chunked_log_probs(
     temperature: float = 1.0,
     chunk_size: int = -1,
     with_entropy: bool = False,
+    memory_gib: float = 0.0,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs [T] of `targets` [T] and, if asked, entropies [T] of softmax(hidden @ weight.T / temperature).
 
     `hidden` is [T, H], `weight` [V, H]. Results are fp32 (fp64 for fp64 inputs) and differentiable in both.
-    `chunk_size` counts tokens; -1 picks it so that one block of logits stays within 256 MiB.
+    `chunk_size` counts tokens; -1 picks it so that one block of logits stays within 256 MiB. Logits that fit into `memory_gib` are
+    kept for the backward pass.
     """
     if hidden.shape[0] == 0:
         # Keeps the graph connected: a rank without tokens still has to take part in the gradient reduction.
         zero = hidden.sum(-1).to(_compute_dtype(hidden.dtype)) + 0.0 * weight[0, 0]
         return zero, zero if with_entropy else None
-    return _ChunkedLogProbs.apply(hidden, weight, targets, float(temperature), chunk_size, with_entropy)
+    size = hidden.shape[0] * weight.shape[0] * hidden.element_size()
+    keep = size <= memory_gib * 2**30 and torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    return _ChunkedLogProbs.apply(hidden, weight, targets, float(temperature), chunk_size, with_entropy, keep)
 
 
 def calculate_log_probs_and_entropy(

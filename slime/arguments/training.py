@@ -24,6 +24,11 @@ class TrainingFlags:
     balance_by_flops: bool = flag(False, "balance micro-batches by estimated work too; sets --balance-data")
     calculate_per_token_loss: bool = flag(False, "mean over all tokens of a step instead of over its rollouts")
     log_probs_chunk_size: int = flag(-1, "tokens per chunk of log-probs and entropy; -1: one chunk", ge=-1)
+    logits_memory_gib: float = flag(
+        0.0,
+        "GiB in which a micro-batch may keep its logits for the backward pass, which else computes them again",
+        ge=0,
+    )
     rollout_data_postprocess_path: str | None = flag(
         None, "function that edits the train data on every rank before training", metavar="PATH"
     )

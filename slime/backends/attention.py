@@ -1,9 +1,9 @@
 """The one attention function of training: causal attention within each document of a packed stream.
 
 It is registered with transformers under the name `slime_packed`; models are called with `documents=PackedDocuments(...)`
-and pass it through to here. On CUDA with 16-bit tensors `long_attention` does the work, or torch's variable-length
-attention where that does not run. Elsewhere documents of similar length are gathered into one batch, padded on the right: under a causal mask no real token sees the
-padding, so no mask tensor is needed.
+and pass it through to here. On CUDA with 16-bit tensors the first of `flash4`, `long_attention` and torch's variable-length
+attention does the work that computes right in a trial. Elsewhere documents of similar length are gathered into one batch, padded
+on the right: under a causal mask no real token sees the padding, so no mask tensor is needed.
 
 Not covered, and refused by name: sliding windows, attention sinks, soft-capped scores, dropout, non-causal layers.
 """
@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slime.backends import long_attention
+from slime.backends import flash4, long_attention
+from slime.backends.attention_trial import Operator, first_right
 
 ATTENTION_NAME = "slime_packed"
 
@@ -107,9 +108,9 @@ def packed_attention(
     query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, *, scale: float | None = None
 ) -> Tensor:
     """Causal attention within documents. query [T, H, D], key and value [T, G, D] with H a multiple of G -> [T, H, D]."""
-    if long_attention_takes(query):
+    if (operator := operator_for(query, key, value)) is not None:
         chosen = query.shape[-1] ** -0.5 if scale is None else scale
-        return long_attention.attend(query, key, value, documents.cu_seqlens, documents.bounds, chosen)[0]
+        return operator(query, key, value, documents.cu_seqlens, documents.bounds, chosen)[0]
     if (attend := varlen_for(query)) is not None:
         bound = documents.bound
         return attend(query, key, value, documents.cu_seqlens, documents.cu_seqlens, bound, bound, scale)
@@ -134,38 +135,61 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> T
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale).transpose(1, 2)
 
 
-# The variable-length attention of this torch, and whether `long_attention` runs, once `prepare` has looked for them: plain data,
-# which compiled code can read.
+# Operators for packed attention on CUDA, the fastest first; which of them runs for query heads per key head and width of a head;
+# and torch's variable-length attention. `prepare` fills in the latter two: plain data, which compiled code can read.
+OPERATORS: dict[str, Operator] = {
+    "FlashAttention-4": flash4.attend,
+    "cuDNN for long documents": long_attention.attend,
+}
+_CHOSEN: dict[tuple[int, int], Operator | None] = {}
 _VARLEN: list[Callable[..., Tensor] | None] = []
-_LONG_WORKS: list[bool] = []
-_LONG_WIDTH = 128  # cuDNN's backward takes heads up to this width on every GPU that has it
 
 
-def long_attention_takes(query: Tensor) -> bool:
-    if not (query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)) or query.shape[-1] > _LONG_WIDTH:
-        return False
-    if not _LONG_WORKS:
-        prepare()
-    return _LONG_WORKS[0]
+def operator_for(query: Tensor, key: Tensor, value: Tensor) -> Operator | None:
+    if not _fits_kernels(query) or value.shape[-1] != query.shape[-1]:
+        return None
+    shape = (query.shape[1] // key.shape[1], query.shape[2])
+    if shape not in _CHOSEN and not torch.compiler.is_compiling():
+        prepare(*shape)
+    return _CHOSEN.get(shape)
 
 
 def varlen_for(query: Tensor) -> Callable[..., Tensor] | None:
     """torch's variable-length attention where it can take `query`: 16-bit tensors on CUDA."""
-    if not (query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)):
+    if not _fits_kernels(query):
         return None
     if not _VARLEN:
-        prepare()
+        _VARLEN.append(_varlen_attention())
     return _VARLEN[0]
 
 
-def prepare() -> None:
-    """Find out which attention runs here. Called outside of compiled code, which could not look for it."""
+def _fits_kernels(query: Tensor) -> bool:
+    return query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
+
+
+def prepare(ratio: int, width: int) -> None:
+    """Find out how to attend with `ratio` query heads per key head of this width. Called outside of compiled code."""
     if not torch.cuda.is_available():
         return  # documents are gathered into batches
     if not _VARLEN:
         _VARLEN.append(_varlen_attention())
-    if not _LONG_WORKS:
-        _LONG_WORKS.append(long_attention.works(torch.device("cuda")))
+    if (ratio, width) not in _CHOSEN:
+        with torch.enable_grad():
+            _CHOSEN[ratio, width] = first_right(OPERATORS, ratio, width, torch.device("cuda"))
+
+
+def chosen_name(ratio: int, width: int) -> str:
+    """The operator that `prepare` chose for heads of this shape, for reports."""
+    chosen = _CHOSEN.get((ratio, width))
+    return next((name for name, operator in OPERATORS.items() if operator is chosen), "torch's own")
+
+
+def head_shape(config: Any) -> tuple[int, int]:
+    """(query heads per key head, width of a head) of a transformers config."""
+    values = config.get_text_config().to_dict()
+    heads = values["num_attention_heads"]
+    width = values.get("head_dim") or values["hidden_size"] // heads
+    return heads // (values.get("num_key_value_heads") or heads), width
 
 
 @functools.cache

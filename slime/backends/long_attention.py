@@ -196,30 +196,3 @@ def _differentiate(ctx, grad, _grad_kept):
 
 
 attend.register_autograd(_differentiate, setup_context=_keep)
-
-
-def works(device: torch.device) -> bool:
-    """Whether this torch and device compute both passes as plain attention does: tried on a long and two short documents."""
-    generator = torch.Generator(device).manual_seed(0)
-    lengths = [40, LONG_ROWS // 32 + 60, 24]
-    parts = [
-        torch.randn(sum(lengths), heads, 64, device=device, dtype=torch.bfloat16, generator=generator).requires_grad_()
-        for heads in (32, 8, 8)
-    ]
-    bounds = torch.tensor([0, *lengths]).cumsum(0)
-    try:
-        out, _ = attend(*parts, bounds.to(device, torch.int32), bounds, 0.125)
-        found = [out, *torch.autograd.grad(out.float().square().sum(), parts)]
-    except (RuntimeError, TypeError, NotImplementedError):
-        return False
-    plain = torch.cat([_plain(*pieces) for pieces in zip(*(x.split(lengths) for x in parts), strict=True)])
-    expected = [plain, *torch.autograd.grad(plain.float().square().sum(), parts)]
-    return all((a - b).float().norm() < 0.02 * b.float().norm() for a, b in zip(found, expected, strict=True))
-
-
-def _plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    query, key, value = (x.float().transpose(0, 1) for x in (query, key, value))
-    key, value = (x.repeat_interleave(query.shape[0] // x.shape[0], dim=0) for x in (key, value))
-    mask = torch.ones(query.shape[1], query.shape[1], dtype=torch.bool, device=query.device).tril()
-    scores = (query @ key.transpose(1, 2) * 0.125).masked_fill(~mask, float("-inf"))
-    return (scores.softmax(-1) @ value).transpose(0, 1).bfloat16()

@@ -21,7 +21,8 @@ def inputs(tokens=11, width=5, vocab=17, dtype=torch.float64):
 @pytest.mark.parametrize("chunk_size", [-1, 1, 4, 100])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("use", ["log_probs", "entropy", "both"])
-def test_values_and_gradients_match_log_softmax(chunk_size, temperature, use):
+@pytest.mark.parametrize("memory_gib", [0.0, 1.0])
+def test_values_and_gradients_match_log_softmax(chunk_size, temperature, use, memory_gib):
     hidden, weight, targets = inputs()
     coefficients = torch.randn(2, len(targets), dtype=torch.float64)
     coefficients *= torch.tensor({"log_probs": [1.0, 0.0], "entropy": [0.0, 1.0], "both": [1.0, 1.0]}[use])[:, None]
@@ -31,9 +32,24 @@ def test_values_and_gradients_match_log_softmax(chunk_size, temperature, use):
         return torch.autograd.grad(sum(terms), (hidden, weight))
 
     expected = obvious(hidden, weight, targets, temperature)
-    got = chunked_log_probs(hidden, weight, targets, temperature=temperature, chunk_size=chunk_size, with_entropy=True)
+    options = dict(temperature=temperature, chunk_size=chunk_size, memory_gib=memory_gib)
+    got = chunked_log_probs(hidden, weight, targets, with_entropy=True, **options)
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(grads(got), grads(expected), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("gib", "kept"), [(0, False), (11 * 17 * 8 / 2**30, True), (11 * 17 * 8 / 2**30 / 1.01, False)]
+)
+def test_logits_are_kept_only_where_they_fit_into_the_memory_given(gib, kept):
+    hidden, weight, targets = inputs()
+    log_probs, _ = chunked_log_probs(hidden, weight, targets, memory_gib=gib)
+    assert (log_probs.grad_fn.kept is not None) == kept
+    log_probs.sum().backward(retain_graph=True)
+    assert log_probs.grad_fn.kept is None
+    first = hidden.grad.clone()
+    log_probs.sum().backward()  # once more, after the kept ones are gone
+    torch.testing.assert_close(hidden.grad, 2 * first, rtol=1e-12, atol=1e-12)
 
 
 def test_bf16_inputs_give_fp32_log_probs():

@@ -6,8 +6,8 @@ import torch.distributed as dist
 from tiny_model import make_tiny_model
 from trainer_helpers import free_port, random_samples, trainer_args
 
-from slime.backends import long_attention
-from slime.backends.attention import PackedDocuments, _varlen_attention, packed_attention
+from slime.backends.attention import OPERATORS, PackedDocuments, _varlen_attention, packed_attention
+from slime.backends.attention_trial import why_wrong
 from slime.backends.fsdp import create_backend
 from slime.backends.update import run_update
 from slime.batch.convert import samples_to_batch
@@ -37,7 +37,6 @@ def train(backend, args, samples):
 @pytest.mark.parametrize("lengths", [[5, 300, 17, 64, 1], [5, 4500, 17, 4096, 4095, 64, 5000], [4700]])
 def test_variable_length_attention_matches_grouped_sdpa(lengths):
     assert _varlen_attention() is not None
-    assert long_attention.works(torch.device("cuda"))
     torch.manual_seed(0)
     heads = [torch.randn(sum(lengths), n, 64, device="cuda", requires_grad=True) for n in (8, 2, 2)]
     documents = PackedDocuments.from_lengths(lengths).to(torch.device("cuda"))
@@ -48,6 +47,15 @@ def test_variable_length_attention_matches_grouped_sdpa(lengths):
         results.append((out.float(), *torch.autograd.grad((out.float() * direction).sum(), heads)))
     for half, full in zip(*results, strict=True):
         assert (half - full).norm() / full.norm() < 0.02
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize(("ratio", "width"), [(1, 64), (4, 64), (2, 128), (4, 128)])
+def test_packed_operators_compute_right(name, ratio, width):
+    reason = why_wrong(OPERATORS[name], ratio, width, torch.device("cuda"))
+    if reason == "":
+        pytest.skip(f"{name} is not installed")
+    assert reason is None
 
 
 def test_a_chunk_sees_the_prefix_of_its_document():

@@ -68,7 +68,7 @@ def test_chunks_of_context_parallelism_see_the_prefix_of_their_document(size):
 
 def test_compiled_layers_can_be_prepared_without_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    prepare()
+    prepare(2, 64)
 
 
 def test_what_packed_attention_cannot_do_is_refused_by_name():

@@ -124,7 +124,7 @@ class FSDPBackend:
         A rank that is alone with its model needs no sharding; in 16 bit it computes on a copy, which is returned."""
         args, layers = self.args, decoder_layers(model.lm)
         known = loading.known_values(model.lm)
-        prepare_layers(layers, checkpointing=args.activation_checkpointing, compiled=self._compiles())
+        prepare_layers(layers, model.lm.config, checkpointing=args.activation_checkpointing, compiled=self._compiles())
         if self.mesh.tensor is not None:
             tensor_parallel.apply(model.lm, self.mesh.tensor)
         alone = dist.get_world_size() == 1 and not args.fsdp_cpu_offload
@@ -239,7 +239,12 @@ class FSDPBackend:
         if isinstance(model, PackedScalarLM):
             return TokenOutputs(log_probs=None, values=model(mb, share)[0])
         log_probs, entropies, full, extra = model(
-            mb, share, temperature=self.args.rollout_temperature, chunk_size=self.args.log_probs_chunk_size, **options
+            mb,
+            share,
+            temperature=self.args.rollout_temperature,
+            chunk_size=self.args.log_probs_chunk_size,
+            memory_gib=self.args.logits_memory_gib,
+            **options,
         )
         return TokenOutputs(log_probs=log_probs, entropy=entropies, logits=full, extra=extra)
 

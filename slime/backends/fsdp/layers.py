@@ -12,7 +12,16 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from slime.backends import attention
 
 # Results that cost a matrix product or an attention pass are kept; the rest is cheap to compute again.
-_KEPT_OPERATORS = ("mm", "addmm", "bmm", "_grouped_mm", "_flash_attention_forward", "_varlen_attn", "packed_attention")
+_KEPT_OPERATORS = (
+    "mm",
+    "addmm",
+    "bmm",
+    "_grouped_mm",
+    "_flash_attention_forward",
+    "_varlen_attn",
+    "packed_attention",
+    "flash4_attention",
+)
 _KEPT_PREFIXES = ("_scaled_dot_product",)
 # Compiled code is specialised to a bound on document lengths, a power of two, and to passes with and without gradients.
 _RECOMPILE_LIMIT = 64
@@ -24,12 +33,12 @@ def decoder_layers(lm: nn.Module) -> list[nn.Module]:
     return [module for module in lm.modules() if type(module).__name__ in names]
 
 
-def prepare_layers(layers: list[nn.Module], *, checkpointing: str, compiled: bool) -> None:
+def prepare_layers(layers: list[nn.Module], config: Any, *, checkpointing: str, compiled: bool) -> None:
     """Replace each layer's forward; layers of one class share one function, so that it is compiled once."""
     if checkpointing == "none" and not compiled:
         return
     if compiled:
-        attention.prepare()
+        attention.prepare(*attention.head_shape(config))
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT)
     functions: dict[type, Callable[..., Any]] = {}
     for layer in layers:

@@ -59,6 +59,7 @@ class PackedCausalLM(nn.Module):
         *,
         temperature: float,
         chunk_size: int = -1,
+        memory_gib: float = 0.0,
         entropy: bool = False,
         logits: bool = False,
         at_head: HeadFunction | None = None,
@@ -76,6 +77,7 @@ class PackedCausalLM(nn.Module):
             mb.targets if share is None else mb.targets.index_select(0, share.places),
             temperature=temperature,
             chunk_size=chunk_size,
+            memory_gib=memory_gib,
             with_entropy=entropy,
         )
         if share is not None:

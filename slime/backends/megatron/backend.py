@@ -119,7 +119,7 @@ class MegatronBackend:
         else:
             self.hub.load(args.hf_checkpoint)
         if should_compile(args, self.config, device):
-            compile_layers(chunks, device)
+            compile_layers(chunks, self.config, device)
         self.model = wrap_for_training(self.config, ddp_config(args), chunks)
         self.optimizer_config = optimizer_config(args, self.compute_dtype)
         self.optimizer = optimizer_module.build_optimizer(self.optimizer_config, self.model, cpu=device.type == "cpu")
@@ -265,7 +265,10 @@ class MegatronBackend:
 
     def _call(self, **options: Any) -> ModelCall:
         return ModelCall(
-            temperature=self.args.rollout_temperature, chunk_size=self.args.log_probs_chunk_size, **options
+            temperature=self.args.rollout_temperature,
+            chunk_size=self.args.log_probs_chunk_size,
+            memory_gib=self.args.logits_memory_gib,
+            **options,
         )
 
     def _heads_scale(self, mbs: list[MicroBatch]) -> float:

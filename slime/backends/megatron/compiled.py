@@ -41,10 +41,10 @@ def should_compile(args: Any, config: TransformerConfig, device: torch.device) -
     return bool(args.compile) or (device.type == "cuda" and config.hidden_size >= _FROM_WIDTH)
 
 
-def compile_layers(chunks: Sequence[nn.Module], device: torch.device) -> int:
+def compile_layers(chunks: Sequence[nn.Module], config: TransformerConfig, device: torch.device) -> int:
     """Replace the forward of every plain dense layer; all share one compiled function. Returns how many there are."""
     if device.type == "cuda":
-        attention.prepare()
+        attention.prepare(config.num_attention_heads // config.num_query_groups, config.kv_channels)
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT)
     compiled = torch.compile(dense_layer, dynamic=True)
 

@@ -98,14 +98,22 @@ def vocab_parallel_log_probs(
     temperature: float = 1.0,
     chunk_size: int = -1,
     with_entropy: bool = False,
+    memory_gib: float = 0.0,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs [T] and entropies [T], the same on all ranks of `group`; `weight` [V / size, H] is this rank's slice.
 
     The gradient of `hidden` is this rank's part: the caller sums it over the ranks. Rows at or above `vocab_size` pad.
+    `memory_gib` is for logits kept for the backward pass, where one rank has the whole vocabulary.
     """
     if group.size() == 1 and weight.shape[0] == vocab_size:
         return chunked_log_probs(
-            hidden, weight, targets, temperature=temperature, chunk_size=chunk_size, with_entropy=with_entropy
+            hidden,
+            weight,
+            targets,
+            temperature=temperature,
+            chunk_size=chunk_size,
+            with_entropy=with_entropy,
+            memory_gib=memory_gib,
         )
     if hidden.shape[0] == 0:
         zero = hidden.sum(-1).float() + 0.0 * weight[0, 0]
