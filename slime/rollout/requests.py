@@ -8,7 +8,9 @@ from slime.data.mix import mix64
 from slime.rollout.groups import attempt_of, describe
 from slime.utils.processing_utils import encode_image_for_rollout_engine
 from slime.utils.types import Sample
-from slime.wire.protocol import ADAPTER_NAME, GenerateRequest, SamplingParams
+from slime.wire.protocol import ADAPTER_NAME, GenerateRequest, Generation, SamplingParams
+
+_LOG_PROB_SLACK = 0.01  # rounding of a certain token's 0
 
 
 class PromptError(ValueError):
@@ -92,6 +94,27 @@ def check_token_ids(args: Any, sample: Sample) -> None:
             f"{describe(sample)} has token id {bad}, the model's vocabulary has {args.vocab_size} ids: "
             "the tokenizer of --hf-checkpoint and the model do not belong together."
         )
+
+
+def check_answer(args: Any, request: GenerateRequest, answer: Generation) -> None:
+    """An answer that no engine in its senses gives must not become training data; it is asked for again."""
+    wrong = _wrong_with(args, request.sampling.max_new_tokens, answer)
+    if wrong:
+        raise ValueError(f"the engine's answer to request {request.rid} cannot be right: {wrong}")
+
+
+def _wrong_with(args: Any, budget: int | None, answer: Generation) -> str | None:
+    ids, log_probs = answer.ids, answer.log_probs
+    if not ids:
+        return f"no token, although it says {answer.finish!r}" if answer.finish != "abort" else None
+    if budget is not None and len(ids) > budget:
+        return f"{len(ids)} tokens where {budget} were asked for"
+    low, high = min(ids), max(ids)
+    if low < 0 or (args.vocab_size is not None and high >= args.vocab_size):
+        return f"token id {low if low < 0 else high} in a vocabulary of {args.vocab_size}"
+    if log_probs is not None and max(log_probs) > _LOG_PROB_SLACK:
+        return f"a log-prob of {max(log_probs)}"
+    return None
 
 
 def build_request(

@@ -19,7 +19,7 @@ from slime.rollout.concurrency import Limit, make_limit
 from slime.rollout.failed_samples import keep_the_rest, share_rewards
 from slime.rollout.greedy_baseline import with_greedy_baseline
 from slime.rollout.groups import Entry, Group, copy_group, describe, is_finished
-from slime.rollout.requests import build_request, prepare_prompt, sampling_params_of, token_budget
+from slime.rollout.requests import build_request, check_answer, prepare_prompt, sampling_params_of, token_budget
 from slime.rollout.rm_hub import RewardConfigError, RewardFailuresExceeded, score_samples
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks, set_current_rollout_id
 from slime.rollout.scope import RequestScope, current_scope
@@ -152,7 +152,9 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         if budget == 0:
             sample.status = Sample.Status.TRUNCATED
             return sample
-        answer = await state.send(build_request(args, sample, sampling_params, budget))
+        request = build_request(args, sample, sampling_params, budget)
+        answer = await state.send(request)
+        check_answer(args, request, answer)
         sample.append_response_tokens(
             args, tokens=answer.ids, log_probs=answer.log_probs or [], meta_info=dict(answer.meta), text=answer.text
         )

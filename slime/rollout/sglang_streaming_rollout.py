@@ -11,7 +11,7 @@ import logging
 from typing import Any
 
 from slime.rollout.groups import describe
-from slime.rollout.requests import build_request, prepare_prompt, token_budget
+from slime.rollout.requests import build_request, check_answer, prepare_prompt, token_budget
 from slime.rollout.sglang_rollout import GenerateState
 from slime.utils.http_utils import HttpError
 from slime.utils.types import Sample
@@ -54,6 +54,8 @@ async def _read_onto(args: Any, sample: Sample, request: GenerateRequest) -> Htt
         with state.scope.sending(request.rid):
             async for event in state.client.stream(request):
                 last = event
+        if last is not None:
+            check_answer(args, request, _read(last))
         return None
     except HttpError as error:
         if 400 <= error.status < 500:
@@ -67,9 +69,13 @@ def _write(args: Any, sample: Sample, event: dict[str, Any] | None) -> None:
     sample.status = Sample.Status.ABORTED  # unless the event says how it ended
     if event is None:
         return
+    made = _read(event)
+    sample.append_response_tokens(
+        args, tokens=made.ids, log_probs=made.log_probs or [], meta_info=dict(made.meta), text=made.text
+    )
+
+
+def _read(event: dict[str, Any]) -> Generation:
     meta = dict(event["meta_info"])
     meta["finish_reason"] = meta.get("finish_reason") or {"type": "abort", "message": "the stream ended early"}
-    made = Generation.from_json({**event, "meta_info": meta})
-    sample.append_response_tokens(
-        args, tokens=made.ids, log_probs=made.log_probs or [], meta_info=meta, text=made.text
-    )
+    return Generation.from_json({**event, "meta_info": meta})

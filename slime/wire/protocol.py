@@ -216,9 +216,11 @@ class Generation:
         else:
             # Column by column: an answer has thousands of these, and all of them come at once.
             ids, log_probs = tuple(map(itemgetter(1), triples)), tuple(map(float, map(itemgetter(0), triples)))
-            if "output_ids" in data and len(data["output_ids"]) != len(ids):
+            if "output_ids" in data and tuple(data["output_ids"]) != ids:
+                raise ValueError(_disagreement(meta.get("id"), ids, data["output_ids"]))
+            if not math.isfinite(sum(log_probs)):
                 raise ValueError(
-                    f"request {meta.get('id')}: {len(ids)} log-probs for {len(data['output_ids'])} output tokens"
+                    f"request {meta.get('id')}: log-probs that are no numbers, or of a token that cannot be"
                 )
         version = str(meta.get("weight_version", "default"))
         return cls(
@@ -233,6 +235,12 @@ class Generation:
             cached_tokens=int(meta.get("cached_tokens") or 0),
             meta=meta,
         )
+
+
+def _disagreement(rid: Any, ids: Sequence[int], output_ids: Sequence[int]) -> str:
+    if len(ids) != len(output_ids):
+        return f"request {rid}: {len(ids)} log-probs for {len(output_ids)} output tokens"
+    return f"request {rid}: the log-probs are of other tokens than output_ids"
 
 
 def _read_spans(meta: Mapping[str, Any], version: str, num_tokens: int) -> tuple[VersionSpan, ...]:

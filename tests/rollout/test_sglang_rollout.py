@@ -195,6 +195,41 @@ def test_a_garbage_answer_is_tried_again_from_the_prompt(tmp_path):
     assert_conserved(source)
 
 
+def answer(tokens: list[int], log_probs: list[float], named: list[int] | None = None) -> dict:
+    triples = [[value, token, None] for value, token in zip(log_probs, named or tokens, strict=True)]
+    return {"tokens": tokens, "meta": {"output_token_logprobs": triples}}
+
+
+IMPOSSIBLE = {
+    "log-probs that are no numbers": answer([20, 21], [-0.5, float("nan")]),
+    "or of a token that cannot be": answer([20, 21], [-0.5, float("-inf")]),
+    "a log-prob of 3.0": answer([20], [3.0]),
+    "token id 5000 in a vocabulary of 128": answer([20, 5000], [-0.5, -0.5]),
+    "token id -1": answer([-1], [-0.5]),
+    "of other tokens than output_ids": answer([20, 21], [-0.5, -0.5], named=[20, 22]),
+    "9 tokens where 8 were asked for": answer([20] * 9, [-0.5] * 9),
+    "no token, although it says 'stop'": {"tokens": [], "finish": "stop"},
+}
+
+
+STREAMING = "slime.rollout.sglang_streaming_rollout.generate_streaming"
+
+
+@pytest.mark.parametrize(
+    ("complaint", "generate"),
+    [*((each, None) for each in IMPOSSIBLE), ("token id 5000 in a vocabulary of 128", STREAMING)],
+)
+def test_an_impossible_answer_is_asked_for_again_and_never_trained_on(tmp_path, caplog, complaint, generate):
+    with FakeEngine(lambda payload, number: IMPOSSIBLE[complaint] if number == 0 else None) as engine:
+        args = make_args(tmp_path, engine, *(("--custom-generate-function-path", generate) if generate else ()))
+        source = make_source(args)
+        samples = flatten_samples(generate_rollout(args, 0, source).samples)
+    assert complaint in caplog.text
+    assert len(samples) == 8 and len(engine.requests) == 9
+    assert all(s.response_length == 4 and s.rollout_log_probs == [-0.5] * 4 for s in samples)
+    assert_conserved(source)
+
+
 def test_garbage_for_ever_stops_the_run_and_loses_nothing(tmp_path):
     with FakeEngine(lambda payload, number: "nonsense") as engine:
         args = make_args(tmp_path, engine)
