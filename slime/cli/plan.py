@@ -61,6 +61,8 @@ def _add_trainer(group: argparse._ArgumentGroup) -> None:
         "expert-tensor",
     ):
         group.add_argument(f"--{name}-parallel-size", type=_count, default=1, help="[1]")
+    for name in ("first", "last"):
+        group.add_argument(f"--num-layers-in-{name}-pipeline-stage", type=_count, help="[as many as the others]")
     group.add_argument("--sequence-parallel", action="store_true")
     group.add_argument("--no-use-distributed-optimizer", action="store_true", help="whole moments on every rank")
     group.add_argument("--num-micro-batches", type=_count, default=8, help="of one rank in one optimizer step [8]")
@@ -96,6 +98,8 @@ def _trainer(options: argparse.Namespace) -> TrainerPlan | None:
         etp=options.expert_tensor_parallel_size,
         sequence_parallel=options.sequence_parallel,
         distributed_optimizer=not options.no_use_distributed_optimizer,
+        first_layers=options.num_layers_in_first_pipeline_stage,
+        last_layers=options.num_layers_in_last_pipeline_stage,
     )
     return plan_trainer(read_model(options.hf_checkpoint), sizes, options)
 

@@ -12,6 +12,8 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
+from slime.cli.pipeline_schedule import bubble_share, most_kept
+
 GIB = 2**30
 _WEIGHT, _GRADIENT, _ADAM, _ACTIVATION = 2, 4, 12, 2  # bytes of one number
 
@@ -45,6 +47,8 @@ class Sizes:
     etp: int = 1
     sequence_parallel: bool = False
     distributed_optimizer: bool = True
+    first_layers: int | None = None  # of the first and of the last stage, where they differ from the others
+    last_layers: int | None = None
 
     @property
     def dp(self) -> int:
@@ -85,26 +89,35 @@ class TrainerPlan:
 
 def plan_trainer(model: dict[str, Any], sizes: Sizes, options: argparse.Namespace) -> TrainerPlan:
     layers = model["num_hidden_layers"]
-    _check(model, sizes, layers)
-    per_stage = layers // sizes.pp
-    stages = tuple(_stage_memory(model, sizes, stage, per_stage, options) for stage in range(sizes.pp))
+    _check(model, sizes)
+    counts = layers_per_stage(sizes, layers)
+    stages = tuple(_stage_memory(model, sizes, stage, counts, options) for stage in range(sizes.pp))
     all_layers = sum((layer_parameters(model, layer).total for layer in range(layers)), 0.0)
     around = sum(p.total for p in outside_parameters(model).values())
     experts = number_of_experts(model)
     imbalance = expert_imbalance(experts, sizes.ep, options.moe_load_max_over_mean) if experts else None
-    bubble = bubble_share(sizes.pp, sizes.vpp, options.num_micro_batches)
+    bubble = bubble_share(counts, sizes.vpp, options.num_micro_batches)
     return TrainerPlan(sizes, all_layers + around, stages, options.num_micro_batches, bubble, imbalance)
 
 
-def _check(model: dict[str, Any], sizes: Sizes, layers: int) -> None:
+def _check(model: dict[str, Any], sizes: Sizes) -> None:
     if sizes.ranks % (sizes.tp * sizes.pp * sizes.cp):
         raise ValueError(
             f"{sizes.ranks} trainer ranks are not a multiple of tensor {sizes.tp} x pipeline {sizes.pp} x context "
             f"{sizes.cp} parallelism: change the sizes or --actor-num-gpus-per-node."
         )
-    if layers % (sizes.pp * sizes.vpp):
-        raise ValueError(f"{layers} layers cannot be shared evenly by {sizes.pp} stages of {sizes.vpp} chunks.")
+    if model["num_attention_heads"] % sizes.tp:
+        raise ValueError(
+            f"--tensor-model-parallel-size is {sizes.tp}, but the model has {model['num_attention_heads']} attention heads: use "
+            "a divisor of that."
+        )
+    if sizes.vpp > 1 and sizes.pp == 1:
+        raise ValueError("--virtual-pipeline-model-parallel-size needs --pipeline-model-parallel-size of at least 2.")
     experts = number_of_experts(model)
+    if sizes.sequence_parallel and sizes.tp == 1:
+        raise ValueError("--sequence-parallel needs --tensor-model-parallel-size of at least 2.")
+    if experts and sizes.tp > 1 and not sizes.sequence_parallel:
+        raise ValueError("a mixture of experts with --tensor-model-parallel-size above 1 needs --sequence-parallel.")
     if sizes.ep > 1 and (not experts or experts % sizes.ep):
         raise ValueError(f"--expert-model-parallel-size is {sizes.ep}, but the model has {experts or 'no'} experts.")
     if sizes.ranks % (sizes.etp * sizes.ep * sizes.pp):
@@ -112,6 +125,21 @@ def _check(model: dict[str, Any], sizes: Sizes, layers: int) -> None:
             f"{sizes.ranks} trainer ranks are not a multiple of expert-tensor {sizes.etp} x expert {sizes.ep} x "
             f"pipeline {sizes.pp} parallelism: use smaller sizes."
         )
+
+
+def layers_per_stage(sizes: Sizes, layers: int) -> list[int]:
+    """Equal counts, but for a first and a last stage that were given theirs. Example: 61 layers, pp 4, last 13 -> 16 16 16 13."""
+    given = {0: sizes.first_layers, sizes.pp - 1: sizes.last_layers}
+    given = {stage: count for stage, count in given.items() if count is not None}
+    rest, others = layers - sum(given.values()), sizes.pp - len(given)
+    even = rest % others == 0 if others else rest == 0
+    counts = [given.get(stage, rest // others if others else 0) for stage in range(sizes.pp)]
+    if not even or min(counts) < 1 or any(count % sizes.vpp for count in counts):
+        raise ValueError(
+            f"{layers} layers cannot be shared by {sizes.pp} stages of {sizes.vpp} chunks: use sizes whose product divides them, or "
+            "--num-layers-in-first-pipeline-stage and --num-layers-in-last-pipeline-stage."
+        )
+    return counts
 
 
 # -- the model -------------------------------------------------------------------------------------------------------
@@ -191,9 +219,9 @@ def outside_parameters(model: dict[str, Any]) -> dict[str, Parameters]:
 
 
 def _stage_memory(
-    model: dict[str, Any], sizes: Sizes, stage: int, per_stage: int, options: argparse.Namespace
+    model: dict[str, Any], sizes: Sizes, stage: int, counts: list[int], options: argparse.Namespace
 ) -> RankMemory:
-    layers = _layers_of(stage, per_stage, sizes)
+    layers = _layers_of(stage, counts, sizes.vpp)
     held = sum((layer_parameters(model, layer) for layer in layers), Parameters())
     outside = outside_parameters(model)
     if stage == 0:
@@ -215,10 +243,10 @@ def _stage_memory(
     )
 
 
-def _layers_of(stage: int, per_stage: int, sizes: Sizes) -> list[int]:
+def _layers_of(stage: int, counts: list[int], chunks: int) -> list[int]:
     """Interleaved stages hold every pp-th chunk of layers."""
-    chunk = per_stage // sizes.vpp
-    return [(c * sizes.pp + stage) * chunk + i for c in range(sizes.vpp) for i in range(chunk)]
+    all_stages, before, own = (n // chunks for n in (sum(counts), sum(counts[:stage]), counts[stage]))
+    return [chunk * all_stages + before + i for chunk in range(chunks) for i in range(own)]
 
 
 def _activations(
@@ -232,10 +260,7 @@ def _activations(
         one = _ACTIVATION * tokens * (inputs + max(per_layer))
     else:
         one = _ACTIVATION * tokens * sum(per_layer)
-    in_flight = min(sizes.pp - stage, options.num_micro_batches)
-    if sizes.vpp > 1:
-        in_flight = min(sizes.pp - stage + (sizes.pp - 1) / sizes.vpp, options.num_micro_batches)
-    return one * in_flight
+    return one * most_kept(stage, sizes.pp, sizes.vpp, options.num_micro_batches)
 
 
 def _kept_per_token(model: dict[str, Any], sizes: Sizes, layer: int) -> float:
@@ -253,12 +278,6 @@ def _kept_per_token(model: dict[str, Any], sizes: Sizes, layer: int) -> float:
 
 
 # -- time ------------------------------------------------------------------------------------------------------------
-
-
-def bubble_share(stages: int, chunks: int, micro_batches: int) -> float:
-    """Share of a step in which a stage waits: filling and draining take (stages - 1) / chunks micro-batches."""
-    waiting = (stages - 1) / chunks
-    return waiting / (micro_batches + waiting)
 
 
 def expert_imbalance(experts: int, ranks: int, busiest: float) -> float:

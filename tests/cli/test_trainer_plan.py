@@ -5,8 +5,9 @@ import random
 
 import pytest
 
+from slime.cli.pipeline_schedule import bubble_share, most_kept
 from slime.cli.plan import main
-from slime.cli.trainer_plan import bubble_share, expert_imbalance, layer_parameters, outside_parameters
+from slime.cli.trainer_plan import expert_imbalance, layer_parameters, outside_parameters
 
 QWEN3_4B = dict(
     hidden_size=2560,
@@ -82,39 +83,49 @@ def test_parameters_are_those_of_transformers():
         assert found == count - model["num_hidden_layers"] * 2 * 128
 
 
-def simulated_bubble(stages: int, micro_batches: int) -> float:
-    """Forward and backward of one time unit each, one after another through all stages, as 1F1B orders them."""
-    done: dict[tuple[str, int, int], int] = {}
-    free = [0] * stages
-    order = []
-    for stage in range(stages):
-        warm = min(stages - stage - 1, micro_batches)
-        steps = [("f", i) for i in range(warm)]
-        for i in range(micro_batches - warm):
-            steps += [("f", warm + i), ("b", i)]
-        order.append(steps + [("b", i) for i in range(micro_batches - warm, micro_batches)])
-    while any(order):
-        for stage, steps in enumerate(order):
-            while steps:
-                kind, i = steps[0]
-                neighbour = stage - 1 if kind == "f" else stage + 1
-                needs = [(kind, i, neighbour)] if 0 <= neighbour < stages else []
-                needs += [("f", i, stage)] if kind == "b" else []
-                if any(need not in done for need in needs):
-                    break
-                free[stage] = max([free[stage], *(done[need] for need in needs)]) + 1
-                done[kind, i, stage] = free[stage]
-                steps.pop(0)
-    return 1 - 2 * micro_batches / max(free)
+@pytest.mark.parametrize(
+    ("stages", "chunks", "micro_batches"),
+    [(1, 1, 3), (2, 1, 4), (4, 1, 8), (4, 1, 2), (8, 1, 32), (2, 2, 4), (4, 2, 8), (4, 4, 16), (8, 2, 8)],
+)
+def test_bubble_of_equal_stages_is_the_known_one(stages, chunks, micro_batches):
+    """Filling and draining take (stages - 1) / chunks micro-batches."""
+    waiting = (stages - 1) / chunks
+    expected = waiting / (micro_batches + waiting)
+    assert bubble_share([chunks] * stages, chunks, micro_batches) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 3), (2, 4), (4, 8), (4, 2), (8, 32)])
-def test_bubble_is_that_of_a_simulated_schedule(stages, micro_batches):
-    assert bubble_share(stages, 1, micro_batches) == pytest.approx(simulated_bubble(stages, micro_batches))
+def test_idle_micro_batches_of_interleaved_stages_are_waiting_too():
+    """6 of 8 micro-batches are real, and the pipeline fills and drains in 1.5."""
+    assert bubble_share([2] * 4, 2, 6) == pytest.approx(1 - 6 / 9.5)
 
 
-def test_chunks_shorten_the_bubble():
-    assert bubble_share(4, 2, 8) == pytest.approx(1.5 / 9.5)
+def test_uneven_stages_wait_for_the_largest():
+    # By hand, stages of 2 and 1 layers: forwards of the first end at 2 and 4, the second works 2-3 (f0), 3-4 (b0), the first 4-6
+    # (b0); f1 4-5 and b1 5-6 on the second, b1 6-8 on the first: 8 units, of which the stages work 8 and 4.
+    assert bubble_share([2, 1], 1, 2) == pytest.approx(1 - 6 / 8)
+    # The largest stage always works once it has begun.
+    assert bubble_share([1, 8], 1, 4) == pytest.approx(1 - 4 * 9 / (64 + 2))
+
+
+@pytest.mark.parametrize("stages", [2, 4, 8])
+def test_first_stage_keeps_the_most(stages):
+    kept = [most_kept(stage, stages, 1, 32) for stage in range(stages)]
+    assert kept == list(range(stages, 0, -1))
+    assert most_kept(0, stages, 1, 1) == 1
+    # Interleaved: stages + (stages - 1) / chunks on the first stage; on the last all chunks but one of a group are under way.
+    assert most_kept(0, stages, 4, 32) == pytest.approx(stages + (stages - 1) / 4)
+    assert most_kept(stages - 1, stages, 4, 32) == pytest.approx((3 * stages + 1) / 4)
+
+
+def test_uneven_stages_are_planned(folder, capsys):
+    words = "--pipeline-model-parallel-size 4 --num-layers-in-last-pipeline-stage 3 --json"
+    assert main(plan(folder(QWEN3_4B), 8, *words.split())) == 0
+    shown = json.loads(capsys.readouterr().out)["trainer"]
+    assert shown["bubble"] == pytest.approx(bubble_share([11, 11, 11, 3], 1, 8))
+    layer = layer_parameters(QWEN3_4B, 0).total
+    assert shown["stages"][1]["parameters"] == 11 * layer
+    # The last stage also holds the last norm and a copy of the tied embedding.
+    assert shown["stages"][3]["parameters"] == 3 * layer + 2560 + 151936 * 2560
 
 
 def test_experts_spread_over_few_ranks_even_out():
@@ -141,6 +152,10 @@ def test_imbalance_is_that_of_drawn_loads():
         ("--tensor-model-parallel-size 3", "not a multiple of tensor 3"),
         ("--pipeline-model-parallel-size 8 --virtual-pipeline-model-parallel-size 2", "36 layers cannot be shared"),
         ("--expert-model-parallel-size 2", "has no experts"),
+        ("--pipeline-model-parallel-size 4 --num-layers-in-first-pipeline-stage 7", "36 layers cannot be shared"),
+        ("--virtual-pipeline-model-parallel-size 2", "needs --pipeline-model-parallel-size"),
+        ("--sequence-parallel", "needs --tensor-model-parallel-size"),
+        ("--actor-num-nodes 3 --tensor-model-parallel-size 3", "32 attention heads"),
         ("--moe-load-max-over-mean 0.5", "at least the mean"),
     ],
 )

@@ -1,0 +1,69 @@
+"""Megatron's pipeline schedules on paper: when each stage works and waits, and how many micro-batches it keeps.
+
+A forward or backward pass of a layer takes one unit of time, sending takes none. Interleaved stages take micro-batches in groups
+of one for each stage, so the last group is filled with idle work.
+"""
+
+Unit = tuple[str, int, int]  # forward or backward ("f", "b"), chunk of the stage, micro-batch
+
+
+def stage_order(stage: int, stages: int, chunks: int, micro_batches: int) -> list[Unit]:
+    """What one stage does, in order: it fills the pipeline, then one forward and one backward in turn, then it drains."""
+    total, later = micro_batches * chunks, stages - stage - 1
+    warm = min(later if chunks == 1 else 2 * later + (chunks - 1) * stages, total)
+    units = [_unit("f", k, stages, chunks) for k in range(warm)]
+    for k in range(total - warm):
+        units += [_unit("f", warm + k, stages, chunks), _unit("b", k, stages, chunks)]
+    return units + [_unit("b", k, stages, chunks) for k in range(total - warm, total)]
+
+
+def _unit(kind: str, k: int, stages: int, chunks: int) -> Unit:
+    """The k-th forward (backward) pass of a stage: a group of micro-batches through one chunk after the other."""
+    if chunks == 1:
+        return kind, 0, k
+    turn, place = divmod(k, stages * chunks)
+    chunk = place // stages
+    return kind, chunk if kind == "f" else chunks - 1 - chunk, turn * stages + place % stages
+
+
+def run_count(stages: int, chunks: int, micro_batches: int) -> int:
+    """Micro-batches that are run, those of idle work among them."""
+    return micro_batches if chunks == 1 else -(-micro_batches // stages) * stages
+
+
+def most_kept(stage: int, stages: int, chunks: int, micro_batches: int) -> float:
+    """Micro-batches whose activations a stage keeps at once, counted in whole stages."""
+    kept = most = 0
+    for kind, _, _ in stage_order(stage, stages, chunks, run_count(stages, chunks, micro_batches)):
+        kept += 1 if kind == "f" else -1
+        most = max(most, kept)
+    return most / chunks
+
+
+def bubble_share(layers: list[int], chunks: int, micro_batches: int) -> float:
+    """Share of a step in which stages of these many layers do not work on micro-batches, on average.
+
+    Example: two stages of one layer each and 4 micro-batches take 10 units, of which each stage works 8 -> 0.2.
+    """
+    stages = len(layers)
+    pending = [stage_order(s, stages, chunks, run_count(stages, chunks, micro_batches)) for s in range(stages)]
+    done: dict[tuple[str, int, int], float] = {}  # kind, place of the chunk in the whole model, micro-batch -> its end
+    free, position = [0.0] * stages, [0] * stages
+    while any(position[s] < len(pending[s]) for s in range(stages)):
+        for stage, units in enumerate(pending):
+            while position[stage] < len(units):
+                kind, chunk, batch = units[position[stage]]
+                place = chunk * stages + stage
+                needs = _needs(kind, place, batch, stages * chunks)
+                if any(need not in done for need in needs):
+                    break
+                free[stage] = max([free[stage], *(done[need] for need in needs)]) + layers[stage] / chunks
+                done[kind, place, batch] = free[stage]
+                position[stage] += 1
+    return 1 - 2 * micro_batches * sum(layers) / stages / max(free)
+
+
+def _needs(kind: str, place: int, batch: int, places: int) -> list[tuple[str, int, int]]:
+    neighbour = place - 1 if kind == "f" else place + 1
+    needs = [(kind, neighbour, batch)] if 0 <= neighbour < places else []
+    return [*needs, ("f", place, batch)] if kind == "b" else needs
