@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 
 from slime.backends.fsdp.checkpoint import MANIFEST, _check_optimizer, _load_random_state, _random_state, read_manifest
 from slime.backends.megatron import checkpoint_fixes, optimizer_fixes
@@ -19,8 +21,13 @@ FORMAT_VERSION = 1
 BACKEND = "megatron"
 STATE = "dist"  # the folder of weights and moments in a checkpoint
 # Moments are written whole per parameter, so that any other sizes can read them; the default kind cannot be written.
+# Each layer has tensors of its own: stacked over layers they could not be written where some layers are frozen and have no moments.
 # Given away as copies: Megatron adds the process groups of the day to it.
-METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "chained_optim_avoid_prefix": True,
+    "non_homogeneous_layers": True,
+}
 _ARCHITECTURE = (
     "num_layers",
     "hidden_size",
@@ -77,8 +84,9 @@ def save_weights(backend: Any, path: Path) -> None:
 def _write(backend: Any, path: Path, *, with_optimizer: bool) -> None:
     # Megatron refuses a folder that holds anything.
     path.mkdir(parents=True, exist_ok=True)
-    state = _model_state(backend)
+    state = _model_state(backend, METADATA)
     if with_optimizer:
+        optimizer_fixes.install()
         optimizer_fixes.create_moments(backend.optimizer)
         state["optimizer"] = backend.optimizer.sharded_state_dict(state, metadata=dict(METADATA))
     checkpoint_fixes.own_results_server()
@@ -114,33 +122,53 @@ def load_weights(backend: Any, path: Path) -> None:
 
 
 def _read(backend: Any, path: Path, *, with_optimizer: bool, reload: bool = True) -> None:
-    state = _model_state(backend)
+    # As it was written: older checkpoints hold tensors that are stacked over layers.
+    metadata = dist_checkpointing.load_content_metadata(str(path))
+    state = _model_state(backend, metadata)
     if with_optimizer:
         optimizer_fixes.install()
         optimizer_fixes.create_moments(backend.optimizer)
-        state["optimizer"] = backend.optimizer.sharded_state_dict(state, is_loading=True, metadata=dict(METADATA))
-        common = checkpoint_fixes.common_parts(state["optimizer"], backend.optimizer)
+        state["optimizer"] = backend.optimizer.sharded_state_dict(state, is_loading=True, metadata=dict(metadata))
+        sharded = backend.optimizer_config.use_distributed_optimizer
+        common = checkpoint_fixes.common_parts(state["optimizer"], backend.optimizer) if sharded else []
+        _check_moments(state["optimizer"], path)
     loaded = dist_checkpointing.load(state, str(path))
     for index, chunk in enumerate(backend.model):
         chunk.module.load_state_dict(loaded[_key(backend, index)], strict=True)
     if with_optimizer:
-        moments = loaded["optimizer"]
-        if backend.optimizer_config.use_distributed_optimizer:
-            step = read_manifest(path.parent)["adam_step"]
+        moments, step = loaded["optimizer"], read_manifest(path.parent)["adam_step"]
+        if sharded:
             moments = checkpoint_fixes.with_common_parts(moments, common, step=step)
+        else:
+            moments = checkpoint_fixes.with_own_groups(moments, backend.optimizer, step=step)
         backend.optimizer.load_state_dict(moments)
         optimizer_fixes.unshare_steps(backend.optimizer)
     elif reload:
         backend.optimizer.reload_model_params()
 
 
+def _check_moments(state: dict[str, Any], path: Path) -> None:
+    """Every parameter that trains now must have trained when the checkpoint was written; all ranks refuse together."""
+    written = dist_checkpointing.load_tensors_metadata(str(path))
+    wanted = {part.key for part in nested_values(extract_sharded_tensors_and_factories(state)[0])}
+    everywhere: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everywhere, sorted(wanted - set(written)))
+    missing = sorted({key for keys in everywhere for key in keys})
+    if missing:
+        raise ValueError(
+            f"checkpoint {path.parent} has no Adam state for {len(missing)} tensors that train now, the first is {missing[0]}: "
+            "resume with the --freeze-params-name-list or --only-train-params-name-list that it was saved with, or start Adam anew "
+            "with --no-load-optim."
+        )
+
+
 def _key(backend: Any, index: int) -> str:
     return f"model{index}" if len(backend.model) > 1 else "model"
 
 
-def _model_state(backend: Any) -> dict[str, Any]:
+def _model_state(backend: Any, metadata: dict[str, Any]) -> dict[str, Any]:
     return {
-        _key(backend, index): chunk.module.sharded_state_dict(metadata=dict(METADATA))
+        _key(backend, index): chunk.module.sharded_state_dict(metadata=dict(metadata))
         for index, chunk in enumerate(backend.model)
     }
 

@@ -8,6 +8,8 @@ import time
 from multiprocessing.managers import SyncManager
 from typing import Any
 
+import torch
+
 _POLL_S = 2.0
 _COMMON = ("optimizer", "param_state_sharding_type")
 
@@ -33,17 +35,39 @@ def with_common_parts(loaded: dict[Any, Any], own: list[dict[str, Any]], *, step
 
     Moments are kept by parameter, so they fit any structure; the rest is that of this run, at the step of the checkpoint.
     """
-    parts = [loaded] if len(own) == 1 else [loaded[index] for index in range(len(own))]
     found = []
-    for part, common in zip(parts, own, strict=True):
+    for part, common in zip(_parts(loaded, len(own)), own, strict=True):
         groups = [{**group, "step": step} for group in common["optimizer"]["param_groups"]]
         kept = {name: value for name, value in part.items() if isinstance(name, str)}
         found.append({**kept, **common, "optimizer": {**common["optimizer"], "param_groups": groups}})
     return found[0] if len(found) == 1 else dict(enumerate(found))
 
 
+def with_own_groups(loaded: dict[Any, Any], optimizer: Any, *, step: int) -> dict[Any, Any]:
+    """The same for optimizers that are not distributed: moments as they were read, parameter groups of this run."""
+    found = []
+    members = optimizer.chained_optimizers
+    for part, member in zip(_parts(loaded, len(members)), members, strict=True):
+        # With 16-bit weights Adam's state lies beside the fp32 ones.
+        inner = part.get("optimizer", part)
+        state = {
+            index: {**moments, "step": torch.tensor(float(step))}
+            for index, moments in inner["state"].items()
+            if index != "common_step"
+        }
+        groups = member.optimizer.state_dict()["param_groups"]
+        adam = {"state": state, "param_groups": groups}
+        fp32 = {name: part[name] for name in ("fp32_from_fp16_params",) if name in part}
+        found.append({"optimizer": adam, **fp32} if fp32 else adam)
+    return found[0] if len(found) == 1 else dict(enumerate(found))
+
+
 def _members(state: dict[Any, Any], optimizer: Any) -> list[dict[str, Any]]:
-    count = len(optimizer.chained_optimizers)
+    return _parts(state, len(optimizer.chained_optimizers))
+
+
+def _parts(state: dict[Any, Any], count: int) -> list[dict[str, Any]]:
+    """One chained optimizer has the state to itself; several have one each, under their index."""
     return [state] if count == 1 else [state[index] for index in range(count)]
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 _installed = False
@@ -29,12 +30,13 @@ def create_moments(optimizer: Any) -> None:
 
 
 def adam_step(optimizer: Any) -> int:
-    """How many steps Adam's moments have seen; 0 where there are none."""
-    for inner in _torch_optimizers(optimizer):
-        for state in inner.state.values():
-            if isinstance(state.get("step"), Tensor):
-                return int(state["step"])
-    return 0
+    """How many steps Adam's moments have seen; 0 where there are none. All ranks call this: some may train nothing."""
+    steps = [
+        state["step"] for inner in _torch_optimizers(optimizer) for state in inner.state.values() if "step" in state
+    ]
+    found: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(found, int(steps[0]) if steps else 0)
+    return max(found)
 
 
 def unshare_steps(optimizer: Any) -> None:
@@ -53,12 +55,13 @@ def _on_its_device(step: Tensor, parameter: Tensor, group: dict[str, Any]) -> Te
 
 
 def install() -> None:
-    """The distributed optimizer copies loaded values into its shards, but stumbles over the step among them."""
+    """Before a save or load. The distributed optimizer copies loaded values into its shards, but stumbles over the step among
+    them; and it cannot tell the step where a rank trains nothing."""
     global _installed
     if _installed:
         return
     _installed = True
-    # Only where a checkpoint is read.
+    # Only where a checkpoint is written or read.
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     @torch.no_grad()
@@ -70,4 +73,13 @@ def install() -> None:
             if name in targets and name != "step":
                 targets[name].copy_(value)
 
+    with_moments = DistributedOptimizer.state_dict
+
+    def state_dict(self: Any) -> dict[str, Any]:
+        if self.optimizer.state:
+            return with_moments(self)
+        groups = [{name: value for name, value in g.items() if name != "params"} for g in self.optimizer.param_groups]
+        return {"optimizer": {"param_groups": [{**group, "step": 0} for group in groups]}}
+
     DistributedOptimizer._set_main_param_and_optimizer_states = set_states
+    DistributedOptimizer.state_dict = state_dict

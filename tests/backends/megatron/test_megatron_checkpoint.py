@@ -65,6 +65,69 @@ def test_expert_parallel_checkpoint_resumes_elsewhere(folder, saved_experts, lay
     check(resumed["resumed"], saved["went on"])
 
 
+@pytest.mark.parametrize(
+    ("saved_as", "resumed_as"),
+    [(dict(ep=2), dict(tp=2, sp=True)), (dict(tp=2, sp=True), dict(ep=2))],
+    ids=["from ep2", "to ep2"],
+)
+def test_moments_of_experts_cross_layouts_without_the_distributed_optimizer(
+    folder, saved_experts, saved_as, resumed_as, tmp_path
+):
+    """With expert parallelism experts have an optimizer of their own, without it they share one with the rest."""
+    model = saved_experts[0]
+    found = in_processes(2, save_and_resume, folder, model, str(tmp_path / "ckpt"), saved_as, resumed_as)
+    check(found["resumed"], found["went on"])
+    alone = in_processes(1, save_and_resume, folder, model, str(tmp_path / "ckpt"), None, {})
+    check(alone["resumed"], found["went on"])
+
+
+@pytest.mark.parametrize("distopt", [True, False])
+def test_stage_that_trains_nothing_does_not_lose_adams_step(folder, model, tmp_path, distopt):
+    frozen = dict(only_train_params_name_list=["layers.3."], distopt=distopt)
+    layout = dict(frozen, pp=2)
+    found = in_processes(2, save_and_resume, folder, model, str(tmp_path / "ckpt"), layout, layout)
+    check(found["resumed"], found["went on"])
+    alone = in_processes(1, save_and_resume, folder, model, str(tmp_path / "ckpt"), None, frozen)
+    check(alone["resumed"], found["went on"])
+
+
+def other_parameters_train(rank, world_size, model, folder):
+    """Saved where one layer trains; then read where all do, and in the form that older checkpoints have."""
+    from slime.backends.megatron import checkpoint, create_backend
+
+    def build(**changes):
+        args = megatron_args(model, optimizer="adam", distopt=True, **changes)
+        return create_backend(args, rank=rank, world_size=world_size, device="cpu")
+
+    one_layer = build(only_train_params_name_list=["layers.3."])
+    one_layer.save(folder + "/layer")
+    try:
+        build().load(folder + "/layer")
+        refused = "nothing was refused"
+    except ValueError as error:
+        refused = str(error)
+    build(no_load_optim=True).load(folder + "/layer")
+    stacked = {name: value for name, value in checkpoint.METADATA.items() if name != "non_homogeneous_layers"}
+    now, checkpoint.METADATA = checkpoint.METADATA, stacked
+    whole = build()
+    with torch.no_grad():
+        for chunk in whole.model:
+            for parameter in chunk.parameters():
+                parameter.mul_(1.5)
+    whole.save(folder + "/stacked")
+    checkpoint.METADATA = now
+    again = build()
+    again.load(folder + "/stacked")
+    expected, found = exported(whole), exported(again)
+    return {"refused": refused, "old form": all(torch.equal(found[name], tensor) for name, tensor in expected.items())}
+
+
+def test_moments_that_were_not_saved_are_named_and_older_checkpoints_are_read(model, tmp_path):
+    found = in_processes(1, other_parameters_train, tmp_path, model, str(tmp_path))
+    assert "no Adam state for" in found["refused"] and "--no-load-optim" in found["refused"]
+    assert found["old form"]
+
+
 def without_moments(rank, world_size, model, folder):
     from slime.backends.megatron import create_backend
     from slime.backends.megatron.optimizer import members
