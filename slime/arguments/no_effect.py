@@ -352,9 +352,9 @@ NO_EFFECT_BESIDE = (
         "a preference loss counts pairs, not tokens; remove it",
     ),
     NoEffect(
-        ("ref_update_interval",),
+        ("ref_load", "ref_update_interval"),
         lambda d: d.loss_type == "dpo_loss" or d.use_kl_loss or d.kl_coef != 0,
-        "there is no reference; add --use-kl-loss",
+        "there is no reference; add --use-kl-loss (without --kl-loss-coef the KL is only reported)",
     ),
     NoEffect(
         ("keep_old_actor",),

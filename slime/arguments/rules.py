@@ -21,6 +21,7 @@ from slime.arguments.kept_models import kept_models
 from slime.arguments.megatron_rules import megatron_trainer
 from slime.arguments.no_effect import refuse_flags_without_effect
 from slime.arguments.objective_rules import distillation, preference_pairs
+from slime.arguments.objectives import SUPERVISED_LOSSES
 from slime.arguments.paths import check_paths_exist
 from slime.arguments.placement import derive_offload, derive_sizes
 from slime.arguments.rewards import RM_TYPES
@@ -84,6 +85,11 @@ def sampling(draft: Draft) -> None:
         raise ValueError(
             f"--rollout-temperature is {draft.rollout_temperature:g}: greedy decoding is not a policy RL can improve; "
             "use a value > 0."
+        )
+    if draft.loss_type in SUPERVISED_LOSSES and draft.rollout_temperature != 1:
+        raise ValueError(
+            f"--rollout-temperature is {draft.rollout_temperature:g} with --loss-type {draft.loss_type}: the trainer computes at that "
+            "temperature, and a supervised loss is that of the model as it is; use 1 (evaluation has --eval-temperature)."
         )
     if draft.rollout_top_k == 0:
         raise ValueError("--rollout-top-k is 0, which keeps no token at all; use -1 for all tokens.")

@@ -3,6 +3,7 @@
 Each returns sums over a micro-batch; the backend divides by the denominators of the whole optimizer step.
 """
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -32,10 +33,7 @@ def build_loss(args: Any, batch: RolloutBatch, watch: TokenWatch | None = None) 
     if args.loss_type == "sft_loss":
         return Loss(_sft_loss(args, watch))
     if args.loss_type == "custom_loss":
-        logger.warning(
-            "--loss-type custom_loss: full fp32 logits [tokens, vocabulary] are materialised for each micro-batch; keep "
-            "--max-tokens-per-gpu small."
-        )
+        _warn_of_logits()
         return Loss(_custom_loss(args, batch), needs_logits=True)
     if args.loss_type == "dpo_loss":
         return build_dpo_loss(args, batch, watch)
@@ -43,6 +41,15 @@ def build_loss(args: Any, batch: RolloutBatch, watch: TokenWatch | None = None) 
         return build_reward_model_loss(batch, watch)
     raise ValueError(
         f"--loss-type is {args.loss_type!r}: choose policy_loss, sft_loss, dpo_loss, rm_loss or custom_loss."
+    )
+
+
+@functools.cache
+def _warn_of_logits() -> None:
+    """Once in a process, not at every step."""
+    logger.warning(
+        "--loss-type custom_loss: full fp32 logits [tokens, vocabulary] are materialised for each micro-batch; keep "
+        "--max-tokens-per-gpu small."
     )
 
 

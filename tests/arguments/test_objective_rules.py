@@ -29,6 +29,11 @@ def test_a_teacher_may_go_by_either_name(name, meant, tmp_path):
         ),
         (("--opd-kl-coef", "2"), "--opd-kl-coef is 2.0, but there is no distillation"),
         (("--dpo-beta", "0.3"), "--dpo-beta is 0.3, but only --loss-type dpo_loss"),
+        (("--ref-load", "owner/other"), "--ref-load is owner/other, but there is no reference"),
+        (
+            ("--loss-type", "sft_loss", "--n-samples-per-prompt", "1", "--rollout-temperature", "0.6"),
+            "a supervised loss is that of the model as it is",
+        ),
         (("--ref-update-interval", "3"), "--ref-update-interval is 3, but there is no reference"),
         (("--loss-type", "rm_loss", "--n-samples-per-prompt", "1"), "add --debug-train-only"),
         (("--loss-type", "dpo_loss", "--n-samples-per-prompt", "4"), "a row is one pair; use 1"),

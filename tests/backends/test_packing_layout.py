@@ -14,7 +14,7 @@ from slime.backends.attention import (
     refuse_unsupported,
     transformers_attention,
 )
-from slime.backends.context_parallel import ZigzagPlan
+from slime.backends.context_parallel import ZigzagPlan, chunk_multiple
 from slime.backends.long_attention import plan_parts
 from slime.backends.microbatch import build_micro_batch, split_by_sample
 from slime.batch.convert import samples_to_batch
@@ -44,6 +44,14 @@ def test_packed_attention_is_causal_attention_within_each_document(lengths):
         torch.autograd.grad((x * direction).sum(), (query, key, value), retain_graph=True) for x in (got, expected)
     ]
     torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_context_parallelism_pads_long_tail_lengths_by_less_than_one_percent(size):
+    lengths = torch.exp(6.5 + torch.randn(256, generator=torch.Generator().manual_seed(0))).clamp(16, 8192).long()
+    multiple = chunk_multiple(size)
+    padding = (-lengths % multiple).sum() / lengths.sum()
+    assert 0 < padding < 0.01
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -125,16 +125,14 @@ def check_same_decoder(lm: nn.Module, own: nn.Module, flag: str, path: str) -> N
     ]
     # A tied output matrix is the input embedding, which both have.
     names = sorted(name for name in shapes[0].keys() & shapes[1].keys() if shapes[0][name] != shapes[1][name])
-    if (
-        names
-        or lm.config.model_type != own.config.model_type
-        or lm.config.num_hidden_layers != own.config.num_hidden_layers
-    ):
-        found = (
-            f"{names[0]} is {shapes[0][names[0]]} there and {shapes[1][names[0]]} here" if names else "other layers"
-        )
+    differences = [f"{name} is {shapes[0][name]} there and {shapes[1][name]} here" for name in names]
+    for key in ("model_type", "num_hidden_layers"):
+        there, here = (getattr(model.config, key) for model in (lm, own))
+        if there != here:
+            differences.append(f"{key} is {there} there and {here} here")
+    if differences:
         raise ValueError(
-            f"{flag} {path} is of another size or family than --hf-checkpoint ({found}): it must have the same decoder; leave "
+            f"{flag} {path} is of another size or family than --hf-checkpoint ({differences[0]}): it must have the same decoder; leave "
             f"{flag} out to start from --hf-checkpoint."
         )
 
