@@ -15,6 +15,12 @@ class EvaluationFlags:
     eval_function_path: str | None = flag(
         None, "function that evaluates; default: the rollout function", metavar="PATH"
     )
+    eval_num_engines: int = flag(
+        0,
+        "so many of the policy's engines, the last ones, serve evaluation alone; they get every push; 0: evaluation asks the "
+        "engines of the rollout",
+        ge=0,
+    )
     skip_eval_before_train: bool = flag(False, "do not evaluate before the first rollout")
     n_samples_per_eval_prompt: int = flag(1, "responses per evaluation prompt", ge=1)
     eval_input_key: str | None = flag(None, "column of the prompt", metavar="KEY")

@@ -245,7 +245,7 @@ NO_EFFECT = (
         "--optimizer sgd has no moments; remove it",
     ),
     NoEffect(
-        ("skip_eval_before_train",),
+        ("skip_eval_before_train", "eval_num_engines"),
         lambda d: d.eval_interval is not None,
         "nothing is evaluated without --eval-interval; add it",
     ),

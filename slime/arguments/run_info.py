@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 
 from slime.arguments.args import Args
 
+# The name among `model_routers` of what stands before the engines that --eval-num-engines keeps for evaluation.
+EVALUATION_ENGINES = "evaluation"
+
 
 @dataclass(frozen=True)
 class RunInfo:

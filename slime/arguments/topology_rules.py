@@ -4,6 +4,7 @@ from difflib import get_close_matches
 
 from slime.arguments.draft import Draft
 from slime.arguments.router import need_router_python, read_router_flags
+from slime.arguments.run_info import EVALUATION_ENGINES
 from slime.arguments.sglang import PREFIX, need_python, server_flags
 from slime.arguments.topology import Topology, plain_topology, prefill_topology, read_topology
 
@@ -45,11 +46,33 @@ def topology(draft: Draft) -> None:
     elif not draft.sglang_config:
         draft.derive("engine_topology", plain_topology(*size), "one model, all engines alike")
     _check_engine_kind(draft, draft.engine_topology)
+    _check_evaluation_engines(draft)
     learns = any(model.update_weights for model in draft.engine_topology.models)
     if not learns and not draft.debug_rollout_only and not draft.debug_train_only:
         raise ValueError(
             f"--sglang-config {draft.sglang_config}: no model gets the trainer's weights; set update_weights: true for the "
             "policy, or leave its model_path out (it is then --hf-checkpoint)."
+        )
+
+
+def _check_evaluation_engines(draft: Draft) -> None:
+    policy, wanted = draft.engine_topology.policy, draft.eval_num_engines
+    if not wanted or draft.debug_train_only:
+        return
+    count = len(draft.rollout_external_engine_addrs or ()) or policy.num_engines
+    if wanted >= count:
+        raise ValueError(
+            f"--eval-num-engines is {wanted}, but the policy has {count} engines: at least one must generate for training; "
+            "use less, or more engines (--rollout-num-gpus)."
+        )
+    if policy.is_disaggregated:
+        raise ValueError(
+            "--eval-num-engines with prefill and decode engines: they work in pairs behind one router; remove one of them."
+        )
+    if any(model.name == EVALUATION_ENGINES for model in draft.engine_topology.models):
+        raise ValueError(
+            f"--sglang-config {draft.sglang_config}: a model is called {EVALUATION_ENGINES!r}, which --eval-num-engines uses "
+            "for its own; give the model another name."
         )
 
 

@@ -38,9 +38,8 @@ def plan_engines(args: Args, run: Run, slots: tuple[Slot, ...]) -> list[LaunchPl
     ]
 
 
-def plan_router_process(args: Args, run: Run, model: ServedModel, words: Sequence[str]) -> LaunchPlan:
-    """SGLang's router before the engines of one model; `words`: more of its own flags."""
-    name = "router" if model is args.engine_topology.policy else f"{model.name}-router"
+def plan_router_process(args: Args, run: Run, name: str, words: Sequence[str]) -> LaunchPlan:
+    """SGLang's router before engines of one model; `words`: more of its own flags."""
     timeout = ("--request-timeout-secs", str(args.sglang_router_request_timeout_secs))
     return LaunchPlan(
         name=name,

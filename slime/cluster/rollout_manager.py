@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slime.arguments import Args, RunInfo, plugin_args
+from slime.arguments.run_info import EVALUATION_ENGINES
 from slime.batch.convert import samples_to_batch
 from slime.cluster.engine_weights import EngineWeights
 from slime.cluster.placement import Slot
@@ -67,7 +68,9 @@ class RolloutManager:
         self._info = RunInfo(run_id=run_.run_id, run_dir=str(run_.run_dir))
         self._released: frozenset[str] = frozenset()  # memory tags that engines hold no more
         policy, servers = args.engine_topology.policy, make_servers(args, run_, slots)
-        self._policy = ModelService(args, policy, servers.pop(policy.name, []), self._bring_up_to_date)
+        engines = servers.pop(policy.name, [])
+        reserved = args.eval_num_engines if engines else 0
+        self._policy = ModelService(args, policy, engines, self._bring_up_to_date, reserved)
         self._fleet = self._policy.fleet
         self._weights = EngineWeights(args, run_.shm_prefix, policy_slots(args, slots))
         self._weights.watch(self._fleet)
@@ -115,14 +118,15 @@ class RolloutManager:
         load_tokenizer(self._args.hf_checkpoint)
         urls = self._fleet.wait_ready()
         infos = [self._weights.info(url) for url in urls]
-        port = self._policy.start_router(self._run, self._args.sglang_router_port)
+        port, evaluation_port = self._policy.start_routers(self._run, self._args.sglang_router_port)
+        reserved = {EVALUATION_ENGINES: ("127.0.0.1", evaluation_port)} if evaluation_port is not None else {}
         self._info = replace(
             self._info,
             router_ip="127.0.0.1",
             router_port=port,
-            model_routers={self._policy.model.name: ("127.0.0.1", port), **self._connect_frozen()},
-            engine_urls=urls,
-            num_engines=len(urls),
+            model_routers={self._policy.model.name: ("127.0.0.1", port), **reserved, **self._connect_frozen()},
+            engine_urls=self._policy.urls,
+            num_engines=len(self._policy.urls),
             **_model_facts(self._args.hf_checkpoint, infos),
         )
         return tuple(
@@ -135,7 +139,7 @@ class RolloutManager:
         routers = {}
         for service in self._frozen:
             service.fleet.wait_ready()
-            routers[service.model.name] = ("127.0.0.1", service.start_router(self._run, None))
+            routers[service.model.name] = ("127.0.0.1", service.start_routers(self._run, None)[0])
         return routers
 
     @property

@@ -1,70 +1,69 @@
-"""One served model: its engines, the fleet that keeps them alive, and what stands before them."""
+"""One served model: its engines, the fleet that keeps them alive, and the addresses before them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from slime.arguments import Args, RunInfo, plugin_args
+from slime.arguments import Args
 from slime.arguments.topology import ServedModel
-from slime.cluster.engine_plan import plan_engines, plan_router_process
+from slime.cluster.engine_plan import plan_engines
+from slime.cluster.front import Front, Rotations
 from slime.cluster.placement import Placement, Slot
 from slime.cluster.run import Run
 from slime.engines.external import ExternalServer, discover
 from slime.engines.fleet import EngineFleet, Server, WatchPolicy
-from slime.engines.router import Balancer
 from slime.engines.server import EngineServer
-from slime.engines.sglang.router import SGLangRouter
 from slime.engines.topology import place_engines, plan_router
-from slime.utils.async_utils import run
-from slime.utils.misc import load_function
 
 
 class ModelService:
-    """Engines of one model and their router. `on_join`: brings an engine that was started again up to date."""
+    """Engines of one model and what stands before them. `on_join`: brings an engine that was started again up to date.
 
-    def __init__(self, args: Args, model: ServedModel, servers: Sequence[Server], on_join: Callable[[str], None]):
-        self._args, self.model = args, model
+    `num_reserved`: the last so many engines are in the fleet, and behind an address of their own.
+    """
+
+    def __init__(
+        self,
+        args: Args,
+        model: ServedModel,
+        servers: Sequence[Server],
+        on_join: Callable[[str], None],
+        num_reserved: int = 0,
+    ):
+        self.model = model
         self.fleet = EngineFleet(servers, _watch_policy(args), on_join)
-        self._balancer: Balancer | None = None
-        self.router: SGLangRouter | None = None
+        plan = plan_router(model, args.rollout_router)
+        name = "router" if model is args.engine_topology.policy else f"{model.name}-router"
+        shared, reserved = servers[: len(servers) - num_reserved], servers[len(servers) - num_reserved :]
+        self._front = Front(args, plan, shared, name)
+        self._reserved = Front(args, plan, reserved, f"reserved-{name}") if reserved else None
+
+    @property
+    def _fronts(self) -> list[Front]:
+        return [self._front, *([self._reserved] if self._reserved is not None else [])]
 
     @property
     def failures(self) -> list:
         """Futures of which any ends the run."""
-        return [self.fleet.failure, *([self.router.failure] if self.router is not None else [])]
+        return [self.fleet.failure, *(failure for front in self._fronts for failure in front.failures)]
 
-    def start_router(self, run_: Run, port: int | None) -> int:
-        """What requests go to; a single engine needs nothing before it. Returns its port."""
-        args, servers = self._args, self.fleet.servers
-        is_split = any(server.plan.worker_type != "regular" for server in servers)
-        plan = plan_router(self.model, args.rollout_router)
-        if plan.kind == "sglang" or is_split:
-            words = (*plan.words, *args.router_options)
-            self.router = SGLangRouter(plan_router_process(args, run_, self.model, words), port=port or 0)
-            for server in servers:
-                self.router.enroll(server)
-            self.fleet.follow(self.router)
-            return self.router.start()
-        asked = port is not None or args.router_middleware_paths
-        if len(servers) == 1 and not asked and servers[0].url.startswith("http://127.0.0.1:"):
-            return int(servers[0].url.rpartition(":")[2])
-        seen = plugin_args(args, RunInfo(run_.run_id, str(run_.run_dir)))
-        middlewares = [load_function(path)(seen) for path in args.router_middleware_paths]
-        self._balancer = Balancer(
-            [server.url for server in servers],
-            no_engine_timeout_s=args.no_engine_timeout_s,
-            middlewares=middlewares,
-        )
-        bound = run(self._balancer.start(port=port or 0))
-        self.fleet.follow(self._balancer)
-        return bound
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Of the engines that are not reserved."""
+        return tuple(server.url for server in self._front.servers)
+
+    def start_routers(self, run_: Run, port: int | None) -> tuple[int, int | None]:
+        """What requests go to: the port, and that of the reserved engines. `port`: the one that was asked for."""
+        self.fleet.follow(Rotations(self._fronts))
+        first = self._front.start(run_, port)
+        return first, self._reserved.start(run_, None) if self._reserved is not None else None
 
     def close(self) -> None:
-        if self.router is not None:
-            self.router.stop()
+        for front in self._fronts:
+            front.close()
         self.fleet.stop()
-        if self._balancer is not None:
-            run(self._balancer.stop())
+        for front in self._fronts:
+            front.close_last()
 
 
 def make_servers(args: Args, run_: Run, slots: tuple[Slot, ...]) -> dict[str, list[Server]]:
@@ -77,6 +76,10 @@ def make_servers(args: Args, run_: Run, slots: tuple[Slot, ...]) -> dict[str, li
             raise ValueError(
                 "--rollout-external-engine-addrs names prefill or decode engines, which need SGLang's router; "
                 "use --rollout-router sglang."
+            )
+        if args.eval_num_engines and any(engine.worker_type != "regular" for engine in engines):
+            raise ValueError(
+                "--eval-num-engines with prefill and decode engines: they work in pairs behind one router; remove it."
             )
         patience_s = args.engine_start_timeout_s
         return {args.engine_topology.policy.name: [ExternalServer(engine, patience_s) for engine in engines]}

@@ -12,10 +12,14 @@ _current: ContextVar["RequestScope | None"] = ContextVar("slime_request_scope", 
 
 
 class RequestScope:
-    """Request ids in flight. `aborted` turns true once: work that has not begun then does not begin."""
+    """Request ids in flight. `aborted` turns true once: work that has not begun then does not begin.
 
-    def __init__(self, max_context_len: int | None = None) -> None:
+    `engines`: whom "default" means for these requests, by the name of their router.
+    """
+
+    def __init__(self, max_context_len: int | None = None, engines: str = "default") -> None:
         self.max_context_len = max_context_len  # prompt plus response; None: only the engine's own limit
+        self.engines = engines
         self.rids: set[str] = set()
         self.aborted = False
 

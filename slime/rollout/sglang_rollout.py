@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 from uuid import uuid4
 
+from slime.arguments.run_info import EVALUATION_ENGINES
 from slime.rollout import eval_rollout as evaluation_run
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.collect import BatchCollector, GroupFailed, is_permanent
@@ -73,12 +74,15 @@ class GenerateState(metaclass=_StatePerArgs):
         self.tokenizer = load_tokenizer(args.hf_checkpoint)
         self.processor = load_processor(args.hf_checkpoint) if args.multimodal_keys else None
         self._no_scope = RequestScope(args.rollout_max_context_len)
-        # Semaphores and clients belong to the loop that waits on them.
+        # Semaphores and clients belong to the loop that waits on them; there is one of each per set of engines.
         self._semaphores: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self._clients: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
     @property
     def max_running(self) -> int:
+        """Of the engines that the current task asks."""
+        if self.scope.engines == EVALUATION_ENGINES:
+            return self.args.sglang_server_concurrency * self.args.eval_num_engines
         return self.args.sglang_server_concurrency * max(1, self.args.rollout_num_engines)
 
     @property
@@ -89,22 +93,25 @@ class GenerateState(metaclass=_StatePerArgs):
     @property
     def semaphore(self) -> Limit:
         """The running loop's cap on samples being generated; `async with state.semaphore`."""
-        loop = asyncio.get_running_loop()
-        if loop not in self._semaphores:
-            self._semaphores[loop] = make_limit(self.args, self.max_running)
-        return self._semaphores[loop]
+        held = self._semaphores.setdefault(asyncio.get_running_loop(), {})
+        engines = self.scope.engines
+        if engines not in held:
+            reserved = engines == EVALUATION_ENGINES  # nobody else loads these, so their number does not move
+            held[engines] = Limit(self.max_running) if reserved else make_limit(self.args, self.max_running)
+        return held[engines]
 
     @property
     def client(self) -> EngineClient:
-        loop = asyncio.get_running_loop()
-        if loop not in self._clients:
+        held = self._clients.setdefault(asyncio.get_running_loop(), {})
+        engines = self.scope.engines
+        if engines not in held:
             url = get_model_url(self.args, "default", endpoint="")
             # Attempts that outlast the wait for an engine: whoever watches the engines ends the run, and knows the cause.
             attempts = max(60, int(self.args.no_engine_timeout_s / _PAUSE_BETWEEN_ATTEMPTS_S))
-            self._clients[loop] = EngineClient(
+            held[engines] = EngineClient(
                 url, timeout_s=self.args.generate_timeout_s, max_retries=attempts, max_running=self.max_running
             )
-        return self._clients[loop]
+        return held[engines]
 
     @property
     def scope(self) -> RequestScope:
@@ -124,9 +131,15 @@ class GenerateState(metaclass=_StatePerArgs):
 
 
 def get_model_url(args: Any, model_name: str = "default", endpoint: str = "/generate") -> str:
-    """Where requests for a model go: its own router where a topology serves several models, else the run's router."""
-    # Only a topology with several models adds this to the namespace.
+    """Where requests for a model go: its own router where a topology serves several models, else the run's router.
+
+    Within an evaluation "default" is the engines that are kept for it, if there are any.
+    """
+    # A namespace that a test or a script made itself may lack it.
     routers = vars(args).get("sglang_model_routers") or {}
+    scope = current_scope()
+    if model_name == "default" and scope is not None:
+        model_name = scope.engines
     if model_name in routers:
         ip, port = routers[model_name]
     elif routers and model_name not in ("default", "actor"):
@@ -370,7 +383,8 @@ def call_batch_hooks(args: Any, kept: list[Group], decided: list[Group], data_so
 async def eval_rollout(args: Any, rollout_id: int) -> RolloutFnEvalOutput:
     """All evaluation datasets at once, each with its own reward, sampling and generate function."""
     set_current_rollout_id(rollout_id)
-    with RequestScope(args.eval_max_context_len or args.rollout_max_context_len).entered():
+    engines = EVALUATION_ENGINES if EVALUATION_ENGINES in args.sglang_model_routers else "default"
+    with RequestScope(args.eval_max_context_len or args.rollout_max_context_len, engines).entered():
         return await evaluation_run.evaluate(args, generate_and_rm_group)
 
 

@@ -114,3 +114,17 @@ def test_a_sample_that_a_generate_function_gave_up_on_begins_again(tmp_path):
     assert [(s.status.value, s.response_length, s.reward) for s in samples] == [("completed", 1, 20.0)] * 3
     assert sorted(rollout_plugins.calls["gives_up_twice"]) == [(i, 0) for i in range(3) for _ in range(3)]
     assert output.metrics is None
+
+
+def test_evaluation_asks_the_engines_that_are_kept_for_it_and_training_the_others(tmp_path):
+    data = write_prompts(tmp_path / "one.jsonl", 3)
+    with FakeEngine() as engine, FakeEngine() as kept:
+        flags = ("--eval-prompt-data", "one", str(data), "--eval-interval", "1", "--eval-num-engines", "1")
+        routers = {"default": ("127.0.0.1", engine.port), "evaluation": ("127.0.0.1", kept.port)}
+        args = make_args(tmp_path, engine, *flags, "--rollout-num-gpus", "2", model_routers=routers)
+        generate_rollout(args, 0, make_source(args))
+        assert len(engine.requests) == 8 and kept.requests == []
+        output = generate_rollout(args, 0, None, evaluation=True)
+        generate_rollout(args, 1, make_source(args))
+    assert len(output.data["one"]["samples"]) == len(kept.requests) == 3
+    assert len(engine.requests) == 16
