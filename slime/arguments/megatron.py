@@ -8,6 +8,7 @@ import ast
 import functools
 import importlib.util
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ SPELLINGS: dict[str, tuple[str, Any]] = {
     "--disable-bias-linear": ("add_bias_linear", False),
     "--accumulate-allreduce-grads-in-fp32": ("grad_reduce_in_fp32", True),
     "--num-experts": ("num_moe_experts", None),
+    "--decoder-first-pipeline-num-layers": ("num_layers_in_first_pipeline_stage", None),
+    "--decoder-last-pipeline-num-layers": ("num_layers_in_last_pipeline_stage", None),
 }
 
 
@@ -105,6 +108,22 @@ class Field:
     many: bool
 
 
+# Of Megatron's own command line, fields of none of its dataclasses: they describe the model, and are held against its HF config.
+MODEL_FACTS = {
+    "--" + name.replace("_", "-"): Field(name, kind, False)
+    for name, kind in {
+        "vocab_size": int,
+        "max_position_embeddings": int,
+        "rotary_base": float,
+        "rotary_percent": float,
+        "position_embedding_type": str,
+        "use_rotary_position_embeddings": bool,
+        "group_query_attention": bool,
+        "untie_embeddings_and_output_weights": bool,
+    }.items()
+}
+
+
 @functools.cache
 def megatron_fields() -> dict[str, Field]:
     """`--moe-aux-loss-coeff` -> its field, for every field that a word can set; empty where megatron-core is missing."""
@@ -115,7 +134,7 @@ def megatron_fields() -> dict[str, Field]:
             path = Path(root) / "core" / file
             if path.is_file():
                 fields |= _fields_of_file(path)
-    return fields
+    return fields and fields | MODEL_FACTS
 
 
 def _fields_of_file(path: Path) -> dict[str, Field]:
@@ -189,11 +208,24 @@ def _read(entry: Field, option: str, words: list[str], bare: Any) -> Any:
         return bare if bare is not None else option not in SPELLINGS and not option.startswith("--no-")
     if not words or (len(words) > 1 and not entry.many):
         raise ValueError(f"{option} takes {'values' if entry.many else 'one value'}, found {len(words)}.")
+    if entry.name == "moe_layer_freq" and words[0].startswith("["):
+        return _read_pattern(option, words[0])
     try:
         read = [int(word) if entry.kind is int else entry.kind(word) for word in words]
     except ValueError:
         raise ValueError(f"{option} is {' '.join(words)!r}: megatron-core expects {entry.kind.__name__}.") from None
     return read if entry.many else read[0]
+
+
+def _read_pattern(option: str, text: str) -> list[int]:
+    """Megatron's way to write which layers have experts: `[0]*3+[1]*58`."""
+    pattern: list[int] = []
+    for part in text.replace(" ", "").split("+"):
+        found = re.fullmatch(r"\[([01](?:,[01])*)\](?:\*(\d+))?", part)
+        if found is None:
+            raise ValueError(f"{option} is {text!r}: write a number, or a list of 0 and 1 such as [0]*3+[1]*58.")
+        pattern += [int(layer) for layer in found[1].split(",")] * int(found[2] or 1)
+    return pattern
 
 
 def read_megatron_value(key: str, value: Any, path: str) -> dict[str, Any]:

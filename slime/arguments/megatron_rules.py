@@ -18,6 +18,11 @@ OWNED = {
     "moe_router_fusion": "it needs a part of TransformerEngine that this version does not use",
     "moe_enable_routing_replay": "use --use-routing-replay or --use-rollout-routing-replay",
     "moe_grouped_gemm": "it needs a part of TransformerEngine that this version does not use",
+    **dict.fromkeys(("decoupled_lr", "decoupled_min_lr"), "all parameters have one rate, --lr and its schedule"),
+    **dict.fromkeys(
+        ("optimizer_cpu_offload", "use_precision_aware_optimizer"),
+        "it needs TransformerEngine's Adam, and this version steps with torch's",
+    ),
     "use_megatron_fsdp": "use --train-backend fsdp",
     "transformer_impl": "this version builds Megatron's own modules",
 }

@@ -35,6 +35,20 @@ def test_familiar_spellings_are_known():
     }
 
 
+def test_flags_of_scripts_that_describe_the_model_are_known():
+    words = "--vocab-size 151936 --rotary-base 1e6 --untie-embeddings-and-output-weights --group-query-attention"
+    words += " --position-embedding-type rope --decoder-last-pipeline-num-layers 3 --moe-layer-freq [0]*1+[1]*2"
+    assert megatron(*words.split()).megatron_config == {
+        "vocab_size": 151936,
+        "rotary_base": 1e6,
+        "untie_embeddings_and_output_weights": True,
+        "group_query_attention": True,
+        "position_embedding_type": "rope",
+        "num_layers_in_last_pipeline_stage": 3,
+        "moe_layer_freq": [0, 1, 1],
+    }
+
+
 def test_table_is_read_without_importing_the_package():
     assert len(megatron_fields()) > 200
     assert "--params-dtype" not in megatron_fields()  # no word can express a dtype
@@ -49,6 +63,9 @@ def test_table_is_read_without_importing_the_package():
         (("--use-routing-replay", "--loss-type", "custom_loss", "--custom-loss-function-path", "a.b"), "no old"),
         (("--num-layers", "four"), "--num-layers is 'four': megatron-core expects int"),
         (("--num-layers",), "takes one value, found 0"),
+        (("--moe-layer-freq", "[0]*3+print()"), r"write a number, or a list of 0 and 1"),
+        (("--decoupled-lr", "1e-3"), "all parameters have one rate"),
+        (("--optimizer-cpu-offload",), "it needs TransformerEngine's Adam"),
         (("--attention-softmax-in-fp32", "yes"), "is a switch and takes no value"),
         (("--bf16",), "--bf16 cannot be given: --dtype decides it"),
         (("--mtp-num-layers", "1"), "given without --enable-mtp-training"),

@@ -14,12 +14,37 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
+from slime.arguments.megatron import MODEL_FACTS
 from slime.backends.attention import refuse_unsupported
 from slime.backends.megatron.families import family_of
 from slime.backends.megatron.families.base import Dims
 from slime.backends.megatron.families.mimo import register_config
 from slime.backends.megatron.latent import LatentConfig
 
+# Fields of TransformerConfig that change what a layer computes and that none of these models uses: our attention and norms do not
+# read some of them, and would leave them without effect.
+_UNUSED = (
+    *("activation_func_clamp_value", "glu_linear_offset", "layernorm_zero_centered_gamma"),
+    *(
+        "add_qkv_bias",
+        "apply_query_key_layer_scaling",
+        "apply_residual_connection_post_layernorm",
+        "attention_output_gate",
+    ),
+    *("experimental_attention_variant", "linear_attention_freq", "is_hybrid_model", "no_rope_freq", "mrope_section"),
+    *(
+        "qk_clip",
+        "qk_l2_norm",
+        "qk_layernorm",
+        "log_max_attention_logit",
+        "rotary_interleaved",
+        "multi_latent_attention",
+    ),
+    *("softmax_scale", "softmax_type", "window_size", "window_attn_skip_freq"),
+    *("num_moe_experts", "moe_apply_probs_on_input", "moe_latent_size", "moe_shared_expert_gate"),
+    *("moe_shared_expert_intermediate_size", "moe_router_enable_expert_bias", "moe_router_topk_scaling_factor"),
+    *("moe_router_num_groups", "moe_router_group_topk"),
+)
 TE_KERNELS = ("flash", "fused", "unfused")
 
 
@@ -85,13 +110,9 @@ def dims_of(hf_config: Any, config: TransformerConfig) -> Dims:
 
 def transformer_config(args: Any, hf_config: Any, dtype: torch.dtype, device: torch.device) -> TransformerConfig:
     settings = family_of(hf_config).settings(hf_config) | _heads(args, hf_config)
-    overrides = _fields_of(LatentConfig, args.megatron_config or {})
-    for name, value in overrides.items():
-        if name in settings and settings[name] != value:
-            raise ValueError(
-                f"--{name.replace('_', '-')} is {value}, but the config of --hf-checkpoint {args.hf_checkpoint} says "
-                f"{settings[name]}: the architecture comes from the checkpoint; remove the flag."
-            )
+    given = args.megatron_config or {}
+    _check_architecture(given, architecture(hf_config) | settings, args.hf_checkpoint)
+    overrides = _fields_of(LatentConfig, {name: given[name] for name in given if name not in hub_facts(hf_config)})
     staged = args.pipeline_model_parallel_size > 1
     interleaved = args.virtual_pipeline_model_parallel_size is not None
     values = {
@@ -128,6 +149,45 @@ def transformer_config(args: Any, hf_config: Any, dtype: torch.dtype, device: to
     config = kind(**settings | values | overrides)
     _check_overlap(config)
     return config
+
+
+def architecture(hf_config: Any) -> dict[str, Any]:
+    """What flags may repeat about the model and must not change: facts of its config, and features that no family here has."""
+    unused = {field.name: field.default for field in dataclasses.fields(TransformerConfig) if field.name in _UNUSED}
+    return unused | hub_facts(hf_config) | family_of(hf_config).settings(hf_config)
+
+
+def hub_facts(hf_config: Any) -> dict[str, Any]:
+    """The model in words of Megatron's command line that are fields of none of its configurations."""
+    rope = hf_config.rope_parameters
+    return {
+        "vocab_size": hf_config.vocab_size,
+        "max_position_embeddings": hf_config.max_position_embeddings,
+        "rotary_base": rope["rope_theta"],
+        "rotary_percent": rope.get("partial_rotary_factor", 1.0),
+        "position_embedding_type": "rope",
+        "use_rotary_position_embeddings": True,
+        "group_query_attention": True,
+        "untie_embeddings_and_output_weights": not hf_config.tie_word_embeddings,
+    }
+
+
+def _check_architecture(given: dict[str, Any], known: dict[str, Any], path: str) -> None:
+    for name, value in given.items():
+        if name in known and _plain(name, value, known) != _plain(name, known[name], known):
+            raise ValueError(
+                f"--{name.replace('_', '-')} is {value}, but the config of --hf-checkpoint {path} says {known[name]}: the "
+                "architecture comes from the checkpoint; remove the flag."
+            )
+
+
+def _plain(name: str, value: Any, known: dict[str, Any]) -> Any:
+    """One form for what can be written in several."""
+    if name == "moe_layer_freq" and isinstance(value, int):
+        return [int(layer % value == 0) for layer in range(known["num_layers"])]
+    if name in ("moe_router_num_groups", "moe_router_group_topk") and value == 1:
+        return None
+    return value
 
 
 def optimizer_config(args: Any, dtype: torch.dtype) -> OptimizerConfig:
@@ -187,6 +247,7 @@ def _fields_of(kind: type, values: dict[str, Any]) -> dict[str, Any]:
 def refuse_unknown_fields(values: dict[str, Any]) -> None:
     known = (LatentConfig, OptimizerConfig, DistributedDataParallelConfig)
     names = {field.name for kind in known for field in dataclasses.fields(kind)}
+    names |= {fact.name for fact in MODEL_FACTS.values()}
     unknown = sorted(set(values) - names)
     if unknown:
         raise ValueError(f"--megatron-config names {', '.join(unknown)}, which this megatron-core does not have.")

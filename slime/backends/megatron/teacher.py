@@ -9,7 +9,14 @@ from torch import Tensor, nn
 
 from slime.backends.base import Layout, MicroBatch
 from slime.backends.megatron.builder import build_chunks
-from slime.backends.megatron.config import check_layout, dims_of, read_hf_config, rotary_embedding, transformer_config
+from slime.backends.megatron.config import (
+    architecture,
+    check_layout,
+    dims_of,
+    read_hf_config,
+    rotary_embedding,
+    transformer_config,
+)
 from slime.backends.megatron.families import family_of
 from slime.backends.megatron.model import ModelCall, PackedGPTModel
 from slime.backends.megatron.passes import Passes
@@ -23,6 +30,7 @@ class FrozenModel:
 
     def __init__(self, args: Any, path: str | Path, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
         hf_config = read_hf_config(str(path))
+        args = _without_model_flags(args, hf_config)
         args = _without_experts(args) if "num_moe_experts" not in family_of(hf_config).settings(hf_config) else args
         check_layout(args, hf_config, world_size=torch.distributed.get_world_size(), device=device)
         config = transformer_config(args, hf_config, dtype, device)
@@ -49,6 +57,13 @@ class FrozenModel:
     def _move(self, device: torch.device | str) -> None:
         for chunk in self.chunks:
             chunk.to(device)
+
+
+def _without_model_flags(args: Any, hf_config: Any) -> SimpleNamespace:
+    """`args` without flags that describe the policy's architecture: a teacher has its own."""
+    described = architecture(hf_config)
+    fields = {name: value for name, value in (args.megatron_config or {}).items() if name not in described}
+    return SimpleNamespace(**(vars(args) | {"megatron_config": fields}))
 
 
 def _without_experts(args: Any) -> SimpleNamespace:

@@ -65,6 +65,50 @@ def test_flag_that_contradicts_the_checkpoint_names_both(dense):
         transformer_config(args, read_hf_config(dense), torch.float32, CPU)
 
 
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ({"vocab_size": 128}, "127"),
+        ({"rotary_base": 5.0}, "10000.0"),
+        ({"untie_embeddings_and_output_weights": False}, "True"),
+        ({"position_embedding_type": "learned_absolute"}, "rope"),
+        ({"attention_dropout": 0.1}, "0.0"),
+        # Not in the config of any model here, and without effect on our attention and norms.
+        ({"window_size": [4, 0]}, "None"),
+        ({"softmax_scale": 0.5}, "None"),
+        ({"layernorm_zero_centered_gamma": True}, "False"),
+        ({"num_moe_experts": 4}, "None"),
+    ],
+)
+def test_flag_that_would_be_another_model_names_both(dense, field, said):
+    ((name, value),) = field.items()
+    option = "--" + name.replace("_", "-")
+    args = megatron_args(dense, megatron_config=field)
+    with pytest.raises(ValueError) as refused:
+        transformer_config(args, read_hf_config(dense), torch.float32, CPU)
+    assert f"{option} is {value}, but" in str(refused.value) and f"says {said}:" in str(refused.value)
+
+
+def test_flags_that_repeat_the_checkpoint_are_welcome(dense, moe):
+    """As launch scripts of Megatron's write a model down."""
+    same = {
+        "num_layers": 4,
+        "vocab_size": 127,
+        "rotary_base": 1e4,
+        "group_query_attention": True,
+        "normalization": "RMSNorm",
+    }
+    same |= {"untie_embeddings_and_output_weights": True, "qk_layernorm": True, "use_rotary_position_embeddings": True}
+    experts = {"moe_layer_freq": 1, "moe_router_num_groups": 1, "moe_router_topk": 2, "num_moe_experts": 4}
+    for model, fields in ((dense, same), (moe, same | experts)):
+        refuse_unknown_fields(fields)
+        plain = transformer_config(megatron_args(model), read_hf_config(model), torch.float32, CPU)
+        found = transformer_config(
+            megatron_args(model, megatron_config=fields), read_hf_config(model), torch.float32, CPU
+        )
+        assert (found.num_layers, found.qk_layernorm) == (plain.num_layers, plain.qk_layernorm)
+
+
 def test_interleaved_stages_without_overlap_are_refused(dense):
     """Megatron computes a wrong loss there and says nothing."""
     args = megatron_args(dense, pp=2, vpp=2, megatron_config={"overlap_p2p_comm": False, "batch_p2p_comm": True})
