@@ -52,6 +52,7 @@ class EngineWeights:
 
     def watch(self, fleet: EngineFleet) -> None:
         self._fleet = fleet
+        fleet.expect(lambda: self.parcel.version if self.parcel is not None else None)
 
     def info(self, url: str) -> EngineInfo:
         """Asked once per life of an engine."""

@@ -83,6 +83,7 @@ class EngineFleet:
     def __init__(self, servers: Sequence[Server], policy: WatchPolicy, on_join: Callable[[str], None]):
         self._servers, self._policy, self._on_join = list(servers), policy, on_join
         self._rotation: Rotation | None = None
+        self._expected_version: Callable[[], str | None] = lambda: None
         self._out: set[int] = set()  # places of engines that are being started again, or wait for it
         self._deaths: deque[float] = deque()
         self._eviction: Exception | None = None  # why we last killed an engine ourselves
@@ -119,6 +120,10 @@ class EngineFleet:
     def follow(self, rotation: Rotation) -> None:
         """From now on it hears who leaves and who returns."""
         self._rotation = rotation
+
+    def expect(self, version: Callable[[], str | None]) -> None:
+        """From now on probes also ask for the weights an engine holds; None: any will do."""
+        self._expected_version = version
 
     def launch(self) -> None:
         for server in self._servers:
@@ -262,7 +267,18 @@ class EngineFleet:
             if self._failed_probes[place] >= self._policy.probe_failures:
                 self._failed_probes[place] = 0
                 self.evict(self._servers[place].url, TimeoutError(f"no token within {timeout_s} s"))
+        self._check_versions([self._servers[place].url for place, well in zip(places, answers, strict=True) if well])
         self._last_probe = time.monotonic()
+
+    def _check_versions(self, urls: list[str]) -> None:
+        """Membership is held, so no push is under way: an engine that holds something else lost its weights by itself."""
+        expected = self._expected_version()
+        if expected is None:
+            return
+        held = run(_gather([EngineControl(url, self._policy.probe_timeout_s).held_version() for url in urls]))
+        for url, version in zip(urls, held, strict=True):
+            if version is not None and version != expected:
+                self.evict(url, RuntimeError(f"it holds weights {version}, and the run is at {expected}"))
 
 
 async def _gather(tasks: list) -> list:

@@ -59,6 +59,13 @@ class EngineControl:
     async def version(self) -> str:
         return str((await self._get_either("model_info"))["weight_version"])
 
+    async def held_version(self) -> str | None:
+        """The same for who can do without: None when it does not say in time."""
+        try:
+            return await self.version()
+        except (http_utils.HttpError, TimeoutError, KeyError, TypeError):
+            return None
+
     async def load(self) -> tuple[int, int]:
         """(running, waiting) requests."""
         loads = (await self._get("v1/loads"))["loads"]

@@ -183,6 +183,20 @@ def test_an_engine_that_fails_its_health_question_is_replaced(make):
     eventually(lambda: fleet.fleet.num_restarts >= 1)
 
 
+def test_an_engine_that_lost_its_weights_is_replaced_by_name(make, caplog):
+    fleet = make(probe_interval_s=0.05, probe_timeout_s=5.0)
+    fleet.fleet.expect(lambda: "well")
+    fleet.start()
+    old = fleet.servers[0].pid
+    time.sleep(0.3)
+    assert fleet.servers[0].pid == old
+    fleet.set_mood("default")  # as after a restart that nobody saw
+    eventually(lambda: not psutil.pid_exists(old) or fleet.servers[0].pid != old)
+    fleet.set_mood("well")
+    eventually(lambda: fleet.fleet.num_restarts >= 1)
+    assert "engine-0 is evicted: it holds weights default, and the run is at well" in caplog.text
+
+
 def test_stopping_leaves_no_process(make):
     fleet = make(size=2)
     fleet.start()
