@@ -1,6 +1,7 @@
 """`slime verify-model` agrees with itself on a sound model, and names what is wrong with an unsound one."""
 
 import importlib.util
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -64,6 +65,23 @@ def test_type_that_transformers_lacks_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["--hf-checkpoint", str(tmp_path)])
     assert "no model of type 'no_such_model'" in capsys.readouterr().err
+
+
+def mimo_folder(path) -> str:
+    folder = config_folder(path, "qwen2", num_nextn_predict_layers=1)
+    values = json.loads((path / "config.json").read_text()) | {"model_type": "mimo", "auto_map": {"AutoConfig": "x.Y"}}
+    (path / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+def test_type_that_transformers_computes_under_another_name_is_read(tmp_path, capsys):
+    folder = mimo_folder(tmp_path)
+    assert shrink.type_for_megatron_alone(folder) == "mimo"
+    small = shrink.shrink(shrink.read_config(folder), layers=2)
+    assert (small.model_type, small.num_nextn_predict_layers) == ("qwen2", 0)
+    with pytest.raises(SystemExit):
+        main(["--hf-checkpoint", folder, "--engine", "embedded"])
+    assert "no engine here serves a mimo" in capsys.readouterr().err
 
 
 # -- layouts ---------------------------------------------------------------------------------------------------------
@@ -180,6 +198,17 @@ FAMILIES = {
 def test_every_family_agrees_from_its_config_alone(tmp_path, capsys, kind):
     model = config_folder(tmp_path / "config", kind, **FAMILIES[kind])
     assert verify(options(model, layouts="tp2"), tmp_path) == 0, capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.megatron
+@needs_megatron
+def test_mimo_agrees_with_the_model_that_transformers_computes(tmp_path, capsys):
+    assert verify(options(mimo_folder(tmp_path / "config"), layouts="single,tp2"), tmp_path) == 0
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines() if line.endswith("same")] == [
+        ["megatron", "single"],
+        ["megatron", "tp2"],
+    ]
 
 
 @pytest.mark.slow

@@ -60,12 +60,22 @@ def verify(options: argparse.Namespace, folder: Path, *, before_build: Callable[
     )
     megatron = importlib.util.find_spec("megatron") is not None
     targets = choose_targets(options.layouts, experts=shrink.has_experts(config), megatron=megatron)
+    renamed = shrink.type_for_megatron_alone(options.hf_checkpoint)
+    if renamed is not None:
+        targets = _only_megatron(options, targets, renamed)
     print(f"{options.hf_checkpoint}, as {shrink.describe(config)}; relative differences to transformers in fp32")
     shrink.build(config, folder / "model", options.hf_checkpoint)
+    trained = folder / "model"
+    if renamed is not None:
+        trained = folder / f"model-{renamed}"
+        shrink.retype(folder / "model", trained, renamed)
+        print(
+            f"{renamed} is trained by Megatron alone; the reference is transformers' {config.model_type} of the same tensors"
+        )
     expected = reference.compute(folder / "model", folder / "after", config.vocab_size)
     table = Table()
     for target in targets:
-        _check_target(options, target, expected, folder, table, before_build)
+        _check_target(options, target, expected, trained, table, before_build)
     if options.engine:
         prompts = [tokens.tolist() for tokens in documents(config.vocab_size)["tokens"]]
         _check_served(options, prompts, folder, table)
@@ -74,18 +84,27 @@ def verify(options: argparse.Namespace, folder: Path, *, before_build: Callable[
     return _conclude(table)
 
 
+def _only_megatron(options: argparse.Namespace, targets: list[Any], kind: str) -> list[Any]:
+    if options.engine:
+        raise ValueError(
+            f"--engine {options.engine}: no engine here serves a {kind} from its config alone; leave it out."
+        )
+    found = [target for target in targets if target.backend == "megatron"]
+    if not found:
+        raise ValueError(f"models of type {kind!r} are trained by Megatron alone: pip install 'slime[megatron]'.")
+    return found
+
+
 def _check_target(
-    options: argparse.Namespace, target: Any, expected: Any, folder: Path, table: Any, before_build: Any
+    options: argparse.Namespace, target: Any, expected: Any, model: Path, table: Any, before_build: Any
 ) -> None:
     from slime.cli.verify_model import trainer_job
     from slime.cli.verify_model.compare import compare
 
-    own = folder / target.name.replace(" ", "-")
+    own = model.parent / target.name.replace(" ", "-")
     own.mkdir()
     vocabulary = expected.before[_embedding(expected.before)].shape[0]
-    job = trainer_job.Job(
-        str(folder / "model"), target, str(own), vocabulary, trainer_job.free_port(), before_build=before_build
-    )
+    job = trainer_job.Job(str(model), target, str(own), vocabulary, trainer_job.free_port(), before_build=before_build)
     started = time.monotonic()
     try:
         found = trainer_job.run(job, options.deadline_s)

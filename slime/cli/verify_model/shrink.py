@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from slime.backends.megatron.families import mimo
+
 VOCABULARY = 512
 EXPERTS, EXPERTS_PER_TOKEN = 8, 2
 _KEY_VALUE_HEADS, _HEAD_DIM = 2, 16
@@ -19,6 +21,20 @@ _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.index.json", "config.json", "generation_config.json")
 
 
+def type_for_megatron_alone(path: str) -> str | None:
+    """The model type of a config whose model transformers computes under another name only, so that no other trainer builds it."""
+    file = Path(path) / "config.json"
+    kind = json.loads(file.read_text()).get("model_type") if file.is_file() else None
+    return kind if kind == mimo.MODEL_TYPE else None
+
+
+def retype(folder: Path, copy: Path, model_type: str) -> None:
+    """The same model once more, under another type."""
+    shutil.copytree(folder, copy)
+    values = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(values | {"model_type": model_type}))
+
+
 def read_config(path: str) -> Any:
     # Heavy import, only needed here.
     from transformers import CONFIG_MAPPING, AutoConfig
@@ -26,7 +42,11 @@ def read_config(path: str) -> Any:
     file = Path(path) / "config.json"
     if Path(path).exists() and not file.is_file():
         raise ValueError(f"--hf-checkpoint {path}: no config.json there, so it is not a Hugging Face model folder.")
-    kind = json.loads(file.read_text()).get("model_type") if file.is_file() else None
+    values = json.loads(file.read_text()) if file.is_file() else {}
+    kind = values.get("model_type")
+    if kind == mimo.MODEL_TYPE:
+        values = {name: value for name, value in values.items() if name not in ("auto_map", "architectures")}
+        return CONFIG_MAPPING[mimo.COMPUTED_AS].from_dict(values | {"model_type": mimo.COMPUTED_AS})
     if kind is not None and kind not in CONFIG_MAPPING:
         raise ValueError(
             f"--hf-checkpoint {path}: this transformers has no model of type {kind!r}, so there is nothing to hold the "

@@ -9,6 +9,7 @@ from slime.backends.megatron.families import qwen2
 from slime.backends.megatron.families.base import Family, joints
 
 MODEL_TYPE = "mimo"
+COMPUTED_AS = "qwen2"  # what transformers computes from the same tensors, but for the heads
 HEADS = "model.mtp_layers.{head}"
 
 
