@@ -20,7 +20,7 @@ async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> float | Rewar
     payload = {
         "input_ids": list(sample.tokens),
         "sampling_params": {
-            "temperature": args.rollout_temperature,
+            "temperature": 1.0,  # servers score an input at 1 whatever is asked
             "max_new_tokens": 0,
             "skip_special_tokens": False,
         },

@@ -5,6 +5,7 @@ a lock and none of them sees a half-done step.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +40,7 @@ class Engine:
     def __post_init__(self) -> None:
         self.weights = WeightStore(self.runner.model, self.runner.fp8_block)
         self.adapters = AdaptedWeights(self.runner.model)
+        self.scoring: deque[Sequence] = deque()  # inputs to score, each a pass of its own before the next one
         self.allocator = BlockAllocator(self.runner.num_blocks, BLOCK_SIZE)
         self.scheduler = Scheduler(
             self.allocator,
@@ -57,13 +59,20 @@ class Engine:
 
     @property
     def can_step(self) -> bool:
-        return self.paused is None and not self.released and self.scheduler.has_work
+        return self.paused is None and not self.released and bool(self.scoring or self.scheduler.has_work)
+
+    @property
+    def _everyone(self) -> tuple[Sequence, ...]:
+        return (*self.scheduler.running, *self.scheduler.waiting, *self.scoring)
 
     # -- requests -------------------------------------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> list[Sequence]:
         """Queue a request. Returns it when it is finished already: one that asks for no token."""
         sequence.enter_version(self.version)
+        if sequence.scored:
+            self.scoring.append(sequence)
+            return []
         if sequence.max_new_tokens == 0:
             sequence.finish = {"type": "length", "length": 0}
             return [sequence]
@@ -72,6 +81,8 @@ class Engine:
 
     def step(self) -> list[Sequence]:
         """One forward pass. Returns the sequences that HTTP must hear about: finished ones, and streams."""
+        if self.scoring:
+            return [self._score(self.scoring.popleft())]
         work = self.scheduler.schedule()
         if work is None:
             return []
@@ -82,6 +93,13 @@ class Engine:
         self.scheduler.commit(work, tokens, log_probs)
         self.num_generated_tokens += len(tokens)
         return self._settle(work.samplers)
+
+    def _score(self, sequence: Sequence) -> Sequence:
+        started = time.perf_counter()
+        sequence.input_log_probs = [None, *self.runner.score(sequence.prompt)]
+        self.forward_s += time.perf_counter() - started
+        sequence.finish = {"type": "length", "length": 0}
+        return sequence
 
     def _settle(self, sequences: list[Sequence]) -> list[Sequence]:
         heard = []
@@ -105,14 +123,16 @@ class Engine:
 
     def abort(self, rid: str | None) -> list[Sequence]:
         """End the requests of that id, or all for None; each keeps what it has made."""
-        everyone = (*self.scheduler.running, *self.scheduler.waiting)
-        chosen = [s for s in everyone if rid is None or s.rid == rid]
+        chosen = [s for s in self._everyone if rid is None or s.rid == rid]
         for sequence in chosen:
             self.abort_sequence(sequence)
         return chosen
 
     def abort_sequence(self, sequence: Sequence) -> None:
-        self.scheduler.release(sequence)
+        if sequence.scored:
+            self.scoring.remove(sequence)
+        else:
+            self.scheduler.release(sequence)
         sequence.finish = dict(ABORTED)
 
     def pause(self, mode: PauseMode) -> list[Sequence]:
@@ -160,7 +180,7 @@ class Engine:
 
     def set_version(self, version: str) -> None:
         self.version = version
-        for sequence in (*self.scheduler.running, *self.scheduler.waiting):
+        for sequence in self._everyone:
             sequence.enter_version(version)
 
     # -- memory ---------------------------------------------------------------------------------------------------
@@ -195,7 +215,7 @@ class Engine:
             "paused": self.paused,
             "released": [tag for tag in TAGS if tag in self.released],
             "num_running_reqs": len(self.scheduler.running),
-            "num_waiting_reqs": len(self.scheduler.waiting),
+            "num_waiting_reqs": len(self.scheduler.waiting) + len(self.scoring),
             "num_retracted_reqs": sum(sequence.num_retractions > 0 for sequence in self.scheduler.waiting),
             "num_forward_passes": self.runner.num_forward_passes,
             "forward_s": self.forward_s,

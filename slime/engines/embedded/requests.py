@@ -11,9 +11,10 @@ from slime.engines.embedded.sequence import Sequence
 from slime.engines.embedded.text import Detokenizer
 from slime.wire.protocol import SamplingParams
 
-FIELDS = ("input_ids", "text", "sampling_params", "return_logprob", "stream", "rid")
+FIELDS = ("input_ids", "text", "sampling_params", "return_logprob", "logprob_start_len", "stream", "rid")
 # Known to the protocol and harmless at these values; anything else is refused by name.
-NEUTRAL = {"logprob_start_len": (None, -1), "top_logprobs_num": (None, 0)}
+NEUTRAL = {"top_logprobs_num": (None, 0)}
+MAX_SCORED_LOGITS = 1 << 30  # tokens x vocabulary of one scored input, which stand in memory at once
 
 
 class BadRequest(ValueError):
@@ -48,12 +49,15 @@ class RequestReader:
         rids = _per_prompt("rid", body.get("rid"), len(prompts), (str, type(None)))
         stream = _flag(body, "stream")
         return_logprob = _flag(body, "return_logprob")
+        scored = _wants_score(body)
         sequences = []
         for prompt, raw, rid in zip(prompts, samplings, rids, strict=True):
             sampling, rid = self._sampling(raw), rid or secrets.token_hex(16)
+            if scored:
+                self._check_scored(prompt, sampling, return_logprob)
             for index in range(sampling.n):
                 # all n samples share the id: one abort ends them all
-                sequences.append(self._sequence(rid, prompt, sampling, index, return_logprob, stream))
+                sequences.append(self._sequence(rid, prompt, sampling, index, return_logprob, stream, scored))
         is_list = is_batch or len(sequences) > 1
         if stream and is_list:
             raise BadRequest("stream is true: it takes one prompt and n = 1")
@@ -106,7 +110,16 @@ class RequestReader:
             raise BadRequest("stop needs a tokenizer and the model folder has none: use stop_token_ids")
         return sampling
 
-    def _sequence(self, rid, prompt, sampling: SamplingParams, index: int, return_logprob, stream) -> Sequence:
+    def _check_scored(self, prompt: list[int], sampling: SamplingParams, return_logprob: bool) -> None:
+        if sampling.max_new_tokens != 0 or not return_logprob:
+            raise BadRequest(
+                "logprob_start_len = 0 scores an input and generates nothing: it takes max_new_tokens = 0 and return_logprob"
+            )
+        if len(prompt) * self.limits.vocab_size > MAX_SCORED_LOGITS:
+            longest = MAX_SCORED_LOGITS // self.limits.vocab_size
+            raise BadRequest(f"logprob_start_len = 0: the embedded engine scores inputs of up to {longest} tokens")
+
+    def _sequence(self, rid, prompt, sampling: SamplingParams, index, return_logprob, stream, scored) -> Sequence:
         room = self.limits.max_tokens - len(prompt)
         wanted = room if sampling.max_new_tokens is None else min(sampling.max_new_tokens, room)
         eos = frozenset() if sampling.ignore_eos else self.limits.eos_token_ids
@@ -123,6 +136,7 @@ class RequestReader:
             stop_ids=eos | frozenset(sampling.stop_token_ids),
             return_logprob=return_logprob,
             stream=stream,
+            scored=scored,
         )
 
 
@@ -142,6 +156,14 @@ def _per_prompt(name: str, value: Any, count: int, kinds: tuple[type, ...]) -> l
     if len(values) != count or not all(isinstance(v, kinds) for v in values):
         raise BadRequest(f"{name} must be one value, or a list of one per prompt ({count})")
     return values
+
+
+def _wants_score(body: Mapping[str, Any]) -> bool:
+    """Whether the log-probs of the input are asked for; only of the whole of it."""
+    start = body.get("logprob_start_len")
+    if start not in (None, -1, 0) or isinstance(start, bool):
+        raise BadRequest(f"logprob_start_len = {start!r} is not supported by the embedded engine: use 0 or -1")
+    return start == 0
 
 
 def _flag(body: Mapping[str, Any], name: str) -> bool:
@@ -171,7 +193,8 @@ def answer_json(sequence: Sequence, detokenizer: Detokenizer) -> dict[str, Any]:
     }
     if sequence.return_logprob:
         log_probs = sequence.log_probs[:count]
-        meta["input_token_logprobs"] = []
+        inputs = zip(sequence.input_log_probs, sequence.prompt, strict=False)  # empty: it was not scored
+        meta["input_token_logprobs"] = [[p, i, None] for p, i in inputs]
         meta["output_token_logprobs"] = [[p, i, None] for p, i in zip(log_probs, output, strict=True)]
         meta["output_token_logprobs_length"] = count
     if finish is not None:

@@ -4,7 +4,7 @@ import psutil
 import torch
 
 from slime.engines.embedded import attention
-from slime.engines.embedded.attention import BatchPlan, KVPool
+from slime.engines.embedded.attention import BatchPlan, KVPool, PrefillGroup
 from slime.utils.fp8_config import block_size_of
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -101,6 +101,17 @@ class ModelRunner:
             pool=self.pool,
         )
         return out.logits[0]
+
+    def score(self, tokens: list[int]) -> list[float]:
+        """Log-probs of all tokens but the first, each given those before it, of the model as it is (temperature 1)."""
+        count = len(tokens)
+        ids, positions = (torch.tensor(x, device=self.device) for x in (tokens, range(count)))
+        # All keys go to the page that is padding: what is scored leaves nothing behind.
+        nowhere = torch.zeros(count, dtype=torch.int64, device=self.device)
+        whole = PrefillGroup(0, 1, count, 0, None, None)
+        logits = self.forward(BatchPlan(ids[None], positions[None], nowhere, positions, (), (whole,)))
+        log_probs = torch.log_softmax(logits[:-1].float(), -1)
+        return log_probs.gather(1, ids[1:, None])[:, 0].tolist()
 
     @property
     def memory_bytes(self) -> int:

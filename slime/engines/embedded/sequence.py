@@ -19,10 +19,12 @@ class Sequence:
     stop_ids: frozenset[int]
     return_logprob: bool = True
     stream: bool = False
+    scored: bool = False  # the input's log-probs are wanted, and no token
     created: float = field(default_factory=time.time)
 
     output: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    input_log_probs: list[float | None] = field(default_factory=list)  # of a scored input, None for its first token
     finish: dict[str, Any] | None = None  # SGLang's finish_reason; None while it runs
     versions: list[tuple[str, int]] = field(default_factory=list)  # (weight version, first output token)
     cached_tokens: int = 0

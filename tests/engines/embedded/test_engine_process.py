@@ -3,14 +3,17 @@
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from engine_under_test import EngineUnderTest, largest_difference, load_model, plain_log_probs, start_engine
 from tiny_model import make_tiny_model
 
+from slime.rollout.on_policy_distillation import reward_func
 from slime.utils import shm
 from slime.utils.async_utils import run
 from slime.utils.http_utils import HttpError
+from slime.utils.types import Sample
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +50,34 @@ def test_an_engine_that_awaits_weights_serves_after_the_first_push_and_dies_with
         while left.path.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
         assert shm.list_segments(prefix) == []
+
+
+def test_an_input_is_scored_as_a_teacher_does_it_and_leaves_nothing_behind(tied_folder, tmp_path):
+    sampling = {"max_new_tokens": 0, "temperature": 1.0}
+    asked = {"return_logprob": True, "logprob_start_len": 0}
+    with start_engine(tied_folder, tmp_path, "--max-total-tokens", "512", "--device", "cpu") as (url, process, *_):
+        engine = EngineUnderTest(url, tied_folder, process.pid, "")
+        ids, model = [7, 5, 90, 5, 6, 44], load_model(tied_folder)
+        before = engine.generate([5, 6], max_new_tokens=10, temperature=0.0)
+        answers = engine.post("generate", {"input_ids": [ids, ids[:2]], "sampling_params": sampling, **asked})
+        for tokens, answer in zip((ids, ids[:2]), answers, strict=True):
+            entries = answer["meta_info"]["input_token_logprobs"]
+            assert entries[0] == [None, 7, None] and [entry[1] for entry in entries] == tokens
+            expected = plain_log_probs(model, tokens[:1], tokens[1:])
+            assert largest_difference([entry[0] for entry in entries[1:]], expected) < 1e-4
+            assert answer["output_ids"] == [] and answer["meta_info"]["finish_reason"]["type"] == "length"
+        after = engine.generate([5, 6], max_new_tokens=10, temperature=0.0)
+        assert (after.ids, after.log_probs) == (before.ids, before.log_probs)
+        sample = Sample(tokens=ids, response_length=3, index=0, group_index=0)
+        args = SimpleNamespace(rm_url=f"{url}/generate", rollout_temperature=1.0, generate_timeout_s=10.0)
+        assert run(reward_func(args, sample)) == 0.0
+        assert largest_difference(sample.teacher_log_probs, plain_log_probs(model, ids[:3], ids[3:])) < 1e-4
+        for changes, named in (
+            ({"sampling_params": {"max_new_tokens": 2}}, "takes max_new_tokens = 0"),
+            ({"logprob_start_len": 3}, "use 0 or -1"),
+        ):
+            with pytest.raises(HttpError, match=named):
+                engine.post("generate", {"input_ids": ids, "sampling_params": sampling, **asked, **changes})
 
 
 def failed_start(*flags: str) -> subprocess.CompletedProcess:
