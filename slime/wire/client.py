@@ -5,8 +5,10 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from slime.utils import http_utils, waits
+from slime.wire.dialects import ID_IS_TAKEN
 from slime.wire.protocol import GenerateRequest, Generation
 
+_TAKEN_PAUSE_S = 0.5
 SESSION_HEADER = "X-SMG-Routing-Key"  # read by the router's consistent-hashing policy
 MAX_ABORTS = 64  # sent at a time: thousands of requests may end at once, and each would be a connection
 
@@ -52,10 +54,23 @@ class EngineClient:
         url = f"{self.base_url}/generate"
         async with self._slots:
             return await waits.within(
-                http_utils.post(url, payload, max_retries=self.max_retries, headers=headers),
+                self._post_until_taken(url, payload, headers),
                 name=f"POST {url} (request {rid})",
                 deadline_s=self.timeout_s,
             )
+
+    async def _post_until_taken(self, url: str, payload: dict[str, Any], headers: dict[str, str]) -> Any:
+        """An engine that has not noticed yet that the connection of an earlier attempt broke refuses its id as taken.
+
+        That is no mistake of the request, and passes: the engine looks for such connections every few seconds.
+        """
+        while True:
+            try:
+                return await http_utils.post(url, payload, max_retries=self.max_retries, headers=headers)
+            except http_utils.HttpError as error:
+                if error.status != 400 or ID_IS_TAKEN not in error.body:
+                    raise
+            await asyncio.sleep(_TAKEN_PAUSE_S)
 
     async def cancel(self, engine_urls: Sequence[str], rids: Sequence[str]) -> None:
         """Abort requests by id at every worker; each then answers what it has made so far.

@@ -5,6 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 
+# How SGLang refuses a request whose id is that of one in flight.
+ID_IS_TAKEN = "Duplicate request ID"
+
+
 @dataclass(frozen=True, slots=True)
 class Dialect:
     """Capabilities of one kind of engine.

@@ -11,6 +11,7 @@ from slime.rollout.concurrency import EngineLoad, read_loads
 from slime.utils import http_utils
 from slime.utils.async_utils import run
 from slime.utils.http_utils import HttpError
+from slime.wire.client import EngineClient
 
 PROMPT = [10, 20, 30, 40, 50]
 LONG_PROMPT = [(7 * i + i * i) % 96 + 4 for i in range(300)]
@@ -286,6 +287,22 @@ def test_abort_all_ends_waiting_requests_too(engine):
 
     made = run(abort())
     assert {m.finish for m in made} == {"abort"} and any(m.ids for m in made)
+
+
+def test_a_request_whose_connection_broke_is_sent_again_under_its_id(engine, old_model):
+    """The engine may not have noticed yet, and still work on the first one: the same sample, and no mistake of ours."""
+
+    async def scenario():
+        first = asyncio.create_task(engine.agenerate(PROMPT, rid="again", max_new_tokens=400, ignore_eos=True))
+        await engine.running(tokens=5)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        client = EngineClient(engine.url, timeout_s=120)
+        return await client.generate(engine.request(PROMPT, rid="again", max_new_tokens=40, ignore_eos=True))
+
+    made = run(scenario())
+    assert len(made.ids) == 40
+    assert largest_difference(made.log_probs, plain_log_probs(old_model, PROMPT, made.ids)) < 1e-4
 
 
 def test_a_client_that_hangs_up_frees_its_blocks(engine):

@@ -258,3 +258,28 @@ def test_the_real_router_serves_a_rollout_and_knows_its_workers_again_after_a_ki
         assert_conserved(source)
     finally:
         router.stop()
+
+
+def test_the_real_router_killed_under_load_loses_no_sample(servers, tmp_path):
+    """Its requests are sent again under their ids, while the engines may still work on what they were sent first."""
+    python = ROOT / ".venv-router" / "bin" / "python"
+    if not python.exists():
+        pytest.skip("there is no router: `make sglang-env`")
+    fleet, _, _ = servers
+    command = router_command(str(python), "round_robin")
+    router = SGLangRouter(LaunchPlan("router", command, {}, tmp_path / "router.log", 120.0), fleet.urls)
+    try:
+        flags = ("--rollout-max-response-len", "480", "--custom-generate-function-path", "rollout_plugins.never_ends")
+        args = rollout_args(tmp_path, router.start(), fleet.urls, *flags)
+        source = make_source(args)
+        thread, results = in_thread(lambda: generate_rollout(args, 0, source))
+        wait_for_requests(fleet.urls)
+        psutil.Process(router.pid).children()[0].kill()
+        thread.join(300)
+        assert results, "the rollout failed"
+        samples = flatten_samples(results[0].samples)
+        assert len(samples) == 8 and all(s.response_length == 480 == len(s.rollout_log_probs) for s in samples)
+        assert router.num_restarts == 1
+        assert_conserved(source)
+    finally:
+        router.stop()

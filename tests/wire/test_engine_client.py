@@ -74,6 +74,24 @@ def test_a_bad_request_raises_at_once():
     assert error.value.status == 400 and len(seen) == 1
 
 
+def test_an_id_that_the_engine_still_holds_is_sent_until_it_lets_go(monkeypatch):
+    monkeypatch.setattr("slime.wire.client._TAKEN_PAUSE_S", 0.01)
+    seen = []
+
+    async def handler(request):
+        seen.append((await request.json())["rid"])
+        if len(seen) < 3:
+            error = {"error": {"message": "Duplicate request ID detected: r"}}
+            return web.json_response(error, status=400)
+        return web.json_response(ANSWER)
+
+    async def scene():
+        async with serve(generate=handler) as url:
+            return await EngineClient(url).generate(REQUEST)
+
+    assert run(scene()).ids and seen == ["r"] * 3
+
+
 def test_a_silent_engine_is_a_named_timeout():
     async def silent(request):
         await asyncio.sleep(30)
