@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-
 # How SGLang refuses a request whose id is that of one in flight.
 ID_IS_TAKEN = "Duplicate request ID"
 
