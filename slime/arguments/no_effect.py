@@ -39,6 +39,11 @@ NO_EFFECT = (
         "the loss has no KL term without --use-kl-loss; add it",
     ),
     NoEffect(
+        ("logits_memory_gib",),
+        lambda d: d.train_backend != "megatron" or d.tensor_model_parallel_size == 1,
+        "no rank of Megatron's has whole logits with --tensor-model-parallel-size above 1; remove it",
+    ),
+    NoEffect(
         ("mtp_loss_scaling_factor",),
         lambda d: d.enable_mtp_training,
         "heads that predict further tokens train only with --enable-mtp-training; add it",

@@ -200,6 +200,7 @@ FSDP_ONLY = (
     "lora_rank",
 )
 NO_EFFECT_BESIDE |= {name: {"train_backend": "megatron"} for name in FSDP_ONLY}
+NO_EFFECT_BESIDE["logits_memory_gib"] = {"train_backend": "megatron", "tensor_model_parallel_size": 2}
 
 
 @pytest.mark.parametrize("name", [name for entry in NO_EFFECT for name in entry.flags])
