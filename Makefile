@@ -11,7 +11,7 @@ SGLANG_VENV := .venv-sglang
 ROUTER_VENV := .venv-router
 # The parts of the long suites that `make ci` runs.
 MEGATRON_QUICK := $(addprefix tests/backends/megatron/test_megatron_,guards.py layouts.py hooks.py)
-SGLANG_QUICK := tests/contracts tests/engines/test_router_process.py
+SGLANG_QUICK := tests/contracts tests/engines/test_router_process.py tests/algorithms/test_logprob_kernels.py
 
 .PHONY: install quickstart test ci test-slow test-gpu test-megatron test-sglang sglang-env lint format docs clean
 
