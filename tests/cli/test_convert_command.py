@@ -81,6 +81,36 @@ def test_round_trip_through_a_megatron_checkpoint_changes_no_bit(tmp_path):
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
+@pytest.mark.slow
+@pytest.mark.megatron
+@needs_megatron
+def test_heads_of_a_type_that_transformers_lacks_come_through_megatron(tmp_path):
+    import subprocess
+    import sys
+
+    from megatron_families import make_checkpoint
+
+    model, _ = make_checkpoint(tmp_path, "mimo")
+    slime, saved, back = [sys.executable, "-m", "slime", "convert"], str(tmp_path / "dist"), str(tmp_path / "back")
+    to_dist = ["hf-to-dist", "--hf-checkpoint", model, "--save", saved, "--train-backend", "megatron"]
+    to_hf = ["dist-to-hf", "--load", saved, "--hf-checkpoint", model, "--save", back]
+    for words in (to_dist, to_hf):
+        subprocess.run([*slime, *words], check=True, timeout=300)
+    expected, found = weights(tmp_path / "mimo"), weights(tmp_path / "back")
+    assert expected.keys() == found.keys() and any("mtp_layers" in name for name in found)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_tensors_that_fsdp_does_not_build_are_named(tmp_path, capsys):
+    model = make_model(tmp_path / "model")
+    tensors = weights(tmp_path / "model") | {"model.layers.9.eh_proj.weight": torch.zeros(2, 2, dtype=BF16)}
+    save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    saved, back = str(tmp_path / "dist"), str(tmp_path / "back")
+    assert main(["convert", "hf-to-dist", "--hf-checkpoint", model, "--save", saved]) == 0
+    assert main(["convert", "dist-to-hf", "--load", saved, "--hf-checkpoint", model, "--save", back]) == 0
+    assert "1 tensors of" in (shown := capsys.readouterr().out) and "model.layers.9.eh_proj.weight" in shown
+
+
 def test_existing_output_and_wrong_folders_are_refused(tmp_path, capsys):
     model = make_model(tmp_path / "model")
     full = tmp_path / "full"

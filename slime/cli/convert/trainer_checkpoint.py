@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from slime.backends.fsdp.checkpoint import MANIFEST, is_checkpoint
+from slime.backends.megatron.families import mimo
 from slime.cli.settings import default_settings
 from slime.cluster.checkpoint import Manifest, find_checkpoint, write_checkpoint
 
@@ -42,6 +43,26 @@ def to_hf(options: argparse.Namespace) -> None:
     with _trainer(manifest.get("backend", "fsdp"), source) as backend:
         backend.load(checkpoint)
         backend.save_hf(target, dtype)
+    _name_left_out(source, target)
+
+
+def _name_left_out(source: Path, target: Path) -> None:
+    """A trainer writes what it builds: FSDP leaves out heads that predict further tokens, which transformers does not build."""
+    left = sorted(_tensors(source) - _tensors(target))
+    if left:
+        print(
+            f"left out, because this trainer does not build them: {len(left)} tensors of {source}, the first is {left[0]}"
+        )
+
+
+def _tensors(folder: Path) -> set[str]:
+    from safetensors import safe_open  # with transformers, only needed here
+
+    names: set[str] = set()
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            names |= set(tensors.keys())
+    return names
 
 
 def _find(folder: Path, step: int | None) -> Path:
@@ -73,6 +94,7 @@ def _trainer(kind: str, source: Path) -> Iterator[Any]:
     # Heavy import, only needed here.
     from transformers import AutoConfig
 
+    mimo.register_config()
     config = AutoConfig.from_pretrained(source)
     in_16_bit = kind == "megatron" and config.dtype == torch.bfloat16
     args = default_settings(
