@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slime.backends import flash4, long_attention
-from slime.backends.attention_trial import Operator, first_right
+from slime.backends.attention_operator import Operator
+from slime.backends.attention_trial import first_right
 
 ATTENTION_NAME = "slime_packed"
 

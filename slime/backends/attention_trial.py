@@ -5,15 +5,14 @@ costs a second, a wrong gradient costs a run.
 """
 
 import logging
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from slime.backends.attention_operator import Operator
+
 logger = logging.getLogger(__name__)
 
-# query, key, value, boundaries on the device and on the host, scale -> output, numbers for backward
-Operator = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 # Documents shorter and longer than what kernels treat apart, the long one amid others.
 _LENGTHS = (40, 1100, 24, 1)
 _HEADS = 32  # at least: few heads make a document of 1,100 tokens a short one

@@ -3,9 +3,6 @@
 A packed batch spends most of its attention on few long documents, where cuDNN's kernels are about twice as fast as the
 variable-length ones of torch. cuDNN prepares a kernel for each length it meets, so a document is computed at its length rounded
 up: the rows behind its end are whatever follows in the stream, no real token sees them, and their gradient is zero.
-
-One operator with a hand-written backward, so that compiled layers see a single opaque call; document boundaries travel as a CPU
-tensor, which it reads without waiting for the device.
 """
 
 import itertools
@@ -15,6 +12,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from slime.backends.attention_operator import packed_operator
 
 # Rows of a document times heads, from which on it fills the device alone.
 LONG_ROWS = 32768
@@ -103,11 +102,9 @@ def _run_bounds(cu_seqlens: Tensor, bounds: list[int], part: Part) -> tuple[Tens
     return cu, max(sizes)
 
 
-@torch.library.custom_op("slime::packed_attention", mutates_args=())
-def attend(
+def _forward(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, bounds: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention within documents: query [T, H, D], key and value [T, G, D] -> [T, H, D], and numbers for backward."""
     query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     out = torch.empty_like(query)
     kept = query.new_empty(_statistics_size(query, bounds), dtype=torch.float32)
@@ -128,13 +125,6 @@ def attend(
     return out, kept
 
 
-@attend.register_fake
-def _(query, key, value, cu_seqlens, bounds, scale):
-    kept = query.new_empty(_statistics_size(query, bounds), dtype=torch.float32)
-    return torch.empty_like(query, memory_format=torch.contiguous_format), kept
-
-
-@torch.library.custom_op("slime::packed_attention_backward", mutates_args=())
 def _backward(
     grad: Tensor,
     query: Tensor,
@@ -180,19 +170,6 @@ def _no_dropout(device: torch.device) -> Tensor:
     return torch.zeros(2, dtype=torch.uint64, device=device)
 
 
-@_backward.register_fake
-def _(grad, query, key, value, out, kept, cu_seqlens, bounds, scale):
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
-
-
-def _keep(ctx, inputs, output):
-    query, key, value, cu_seqlens, bounds, ctx.scale = inputs
-    ctx.save_for_backward(query, key, value, *output, cu_seqlens, bounds)
-
-
-def _differentiate(ctx, grad, _grad_kept):
-    query, key, value, out, kept, cu_seqlens, bounds = ctx.saved_tensors
-    return *_backward(grad, query, key, value, out, kept, cu_seqlens, bounds, ctx.scale), None, None, None
-
-
-attend.register_autograd(_differentiate, setup_context=_keep)
+attend = packed_operator(
+    "packed_attention", _forward, _backward, lambda query, bounds: (_statistics_size(query, bounds),)
+)

@@ -1,14 +1,25 @@
 """An attention operator is used only where its output and its gradients are those of plain attention."""
 
+import itertools
 import logging
 
 import pytest
 import torch
+from torch import Tensor
 
+from slime.backends import attention_trial
 from slime.backends.attention import PackedDocuments, head_shape, packed_attention
+from slime.backends.attention_operator import packed_operator
 from slime.backends.attention_trial import first_right, why_wrong
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def small_trial(monkeypatch):
+    """A document of 1,100 tokens tells GPU kernels apart, and takes a CPU seconds."""
+    monkeypatch.setattr(attention_trial, "_LENGTHS", (40, 110, 24, 1))
+    monkeypatch.setattr(attention_trial, "_HEADS", 8)
 
 
 def fake_right(query, key, value, cu_seqlens, bounds, scale):
@@ -38,6 +49,47 @@ def fake_failing(*_):
 @pytest.mark.parametrize(("ratio", "width"), [(1, 32), (4, 16)])
 def test_an_operator_that_computes_plain_attention_is_right(ratio, width):
     assert why_wrong(fake_right, ratio, width, CPU) is None
+
+
+def plain_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    kept: Tensor,
+    cu_seqlens: Tensor,
+    bounds: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """By hand, document by document: inside an operator torch records nothing."""
+    ratio, found = query.shape[1] // key.shape[1], []
+    for start, end in itertools.pairwise(bounds.tolist()):
+        g, q, k, v = (x[start:end].float().transpose(0, 1) for x in (grad, query, key, value))
+        k, v = k.repeat_interleave(ratio, 0), v.repeat_interleave(ratio, 0)
+        future = torch.ones(end - start, end - start, dtype=torch.bool).triu(1)
+        probs = (q @ k.mT * scale).masked_fill(future, float("-inf")).softmax(-1)
+        inner = g @ v.mT
+        scores = probs * (inner - (probs * inner).sum(-1, keepdim=True)) * scale
+        each = scores @ k, scores.mT @ q, probs.mT @ g
+        groups = (1, ratio, ratio)
+        found.append([x.unflatten(0, (-1, n)).sum(1).transpose(0, 1) for x, n in zip(each, groups, strict=True)])
+    return tuple(torch.cat(parts).to(query.dtype) for parts in zip(*found, strict=True))
+
+
+def plain_forward(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, bounds: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    out, _ = fake_right(query, key, value, cu_seqlens, bounds, scale)
+    return out, query.new_zeros((2, query.shape[0]), dtype=torch.float32)
+
+
+def test_two_functions_make_an_operator_that_torch_accepts_and_a_trial_finds_right():
+    operator = packed_operator("plain_for_test", plain_forward, plain_backward, lambda query, _: (2, query.shape[0]))
+    assert why_wrong(operator, 2, 16, CPU) is None
+    bounds = torch.tensor([0, 3, 7])
+    parts = [torch.randn(7, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
+    torch.library.opcheck(operator, (*parts, bounds.int(), bounds, 0.3))
 
 
 @pytest.mark.parametrize(
