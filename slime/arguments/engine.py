@@ -79,6 +79,11 @@ class WeightSyncFlags:
         metavar="PATH",
     )
     update_weights_interval: int = flag(1, "rollouts between weight updates (train_async.py only)", ge=1)
+    update_weight_timeout_s: float = flag(
+        600.0,
+        "an engine that has not answered one step of a push after this is evicted: a bucket, a load from disk, a checksum",
+        gt=0,
+    )
     update_weight_buffer_size: int = flag(512 * 1024**2, "bytes per bucket of weights", ge=1)
     check_weight_update_equal: bool = flag(False, "compare every tensor of the engines with the trainer after a push")
     weight_checksum_interval: int = flag(

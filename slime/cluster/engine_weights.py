@@ -64,6 +64,9 @@ class EngineWeights:
             self._members[url] = member
         return member.info
 
+    def _control(self, url: str) -> EngineControl:
+        return EngineControl(url, self._args.update_weight_timeout_s)
+
     # ---- a parcel ------------------------------------------------------------------------------------------------
 
     def receive(self, parcel: Parcel) -> dict[str, float]:
@@ -94,7 +97,7 @@ class EngineWeights:
 
     def _take(self, parcel: Parcel) -> Callable[[str, EngineInfo], Awaitable[None]]:
         async def take(url: str, info: EngineInfo) -> None:
-            control, transport = EngineControl(url), TRANSPORTS[parcel.transport]
+            control, transport = self._control(url), TRANSPORTS[parcel.transport]
             await transport.prepare(parcel, control)
             await _pause(control, info, keep=transport.keeps_requests)
             check_receipt(parcel, await transport.deliver(parcel, control, info), url)
@@ -105,7 +108,7 @@ class EngineWeights:
         return take
 
     async def _compare(self, parcel: Parcel, url: str, info: EngineInfo) -> None:
-        different = await TRANSPORTS[parcel.transport].compare(parcel, EngineControl(url), info, self._shm_prefix)
+        different = await TRANSPORTS[parcel.transport].compare(parcel, self._control(url), info, self._shm_prefix)
         if different:
             raise RuntimeError(f"engine {url} differs from the trainer in {len(different)} tensors: {different[:8]}")
 
@@ -117,7 +120,7 @@ class EngineWeights:
         urls = self._live.enter_context(self._fleet.frozen())
 
         async def begin(url: str, info: EngineInfo) -> None:
-            control = EngineControl(url)
+            control = self._control(url)
             await _pause(control, info)
             if info.has_begin_end:
                 await control.begin_update()
@@ -132,7 +135,7 @@ class EngineWeights:
         started = time.monotonic()
 
         async def end(url: str, info: EngineInfo) -> None:
-            control = EngineControl(url)
+            control = self._control(url)
             if info.has_begin_end:
                 await control.end_update()
             if url in report.failures:
@@ -160,7 +163,7 @@ class EngineWeights:
         first, interval = self._num_pushes == 0, self._args.weight_checksum_interval
         if not urls or not (first or (interval and self._num_pushes % interval == 0)):
             return 0
-        sums = run(_gather([EngineControl(url).checksums() for url in urls]))
+        sums = run(_gather([self._control(url).checksums() for url in urls]))
         known = {url: held for url, held in zip(urls, sums, strict=True) if isinstance(held, Mapping)}
         if not known:
             logger.warning("weights are not compared over engines: %s", sums[0])
@@ -179,7 +182,7 @@ class EngineWeights:
 
     def _compare_paused(self, parcel: Parcel) -> Callable[[str, EngineInfo], Awaitable[None]]:
         async def compare(url: str, info: EngineInfo) -> None:
-            control = EngineControl(url)
+            control = self._control(url)
             await _pause(control, info, keep=TRANSPORTS[parcel.transport].keeps_requests)
             await self._compare(parcel, url, info)
             await control.resume()

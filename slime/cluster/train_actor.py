@@ -108,6 +108,7 @@ class TrainActor:
             self._args.engine_topology.policy.model_path,
             self._rank,
             self._run.host,
+            self._args.update_weight_timeout_s,
             adapter_config=adapter,
             keep_files=self._args.update_weight_disk_keep_files,
             delta=delta_options(self._args, self._run),

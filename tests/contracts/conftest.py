@@ -82,7 +82,7 @@ def sglang_pair(tiny_folder, tmp_path_factory) -> Iterator[tuple[EngineFleet, En
         LaunchPlan(f"engine-{i}", sglang_command(options), thread_environment(1), logs / f"engine-{i}.log", 900.0)
         for i in range(2)
     ]
-    args = SimpleNamespace(check_weight_update_equal=False, weight_checksum_interval=1)
+    args = SimpleNamespace(check_weight_update_equal=False, weight_checksum_interval=1, update_weight_timeout_s=60.0)
     weights = EngineWeights(args, shm.make_prefix(), ((), ()))
     servers = [EngineServer(plan) for plan in plans]
     fleet = EngineFleet(servers, WatchPolicy(8, 3600.0), weights.bring_up_to_date)

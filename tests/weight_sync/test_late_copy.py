@@ -1,11 +1,13 @@
 """The copy for engines that come late, when it cannot be written: who asked hears why at once, and so does the run."""
 
+import asyncio
 import errno
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
+from aiohttp import web
 
 from slime.cluster.engine_weights import EngineWeights
 from slime.engines.fleet import EngineFleet, WatchPolicy
@@ -13,11 +15,14 @@ from slime.utils.async_utils import run
 from slime.utils.errors import RunStopped
 from slime.utils.waits import until
 from slime.weight_sync import disk
-from slime.weight_sync.base import SenderOptions
+from slime.weight_sync.base import Parcel, SenderOptions
 from slime.weight_sync.disk import until_written
 from slime.weight_sync.late_copy import LateCopySender
+from slime.wire.control import EngineControl
 from slime.wire.dialects import SGLANG
 from slime.wire.protocol import EngineInfo
+
+UPDATE_FROM_DISK = EngineControl.update_from_disk  # before a fixture replaces it
 
 
 class Disk:
@@ -129,7 +134,9 @@ def member(monkeypatch):
         monkeypatch.setattr(f"slime.wire.control.EngineControl.{method}", yes)
     monkeypatch.setattr(EngineWeights, "info", lambda self, url: info)
     server = Server()
-    args = SimpleNamespace(check_weight_update_equal=False, weight_checksum_interval=None)
+    args = SimpleNamespace(
+        check_weight_update_equal=False, weight_checksum_interval=None, update_weight_timeout_s=60.0
+    )
     weights = EngineWeights(args, "slime-x", ((),))
     weights._num_pushes = 1  # the deep comparison of the first push is not the subject
     fleet = EngineFleet([server], WatchPolicy(3, 600.0, poll_s=0.02), weights.bring_up_to_date)
@@ -156,3 +163,29 @@ def test_no_room_for_a_restarted_engine_ends_the_run_at_once(member, sender, fau
     fleet.wait_ready()
     until(fleet.failure.done, "the end of the run", 20.0)
     assert "no room for weights" in str(fleet.failure.exception()) and server.kills == 0
+
+
+def test_an_engine_that_does_not_answer_within_the_deadline_is_evicted_by_name(member, tmp_path, caplog, monkeypatch):
+    _, weights, server = member
+
+    async def silent(request):
+        await asyncio.sleep(60)
+
+    app = web.Application()
+    app.router.add_post("/update_weights_from_disk", silent)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+
+    async def serve() -> str:
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+    monkeypatch.setattr(EngineControl, "update_from_disk", UPDATE_FROM_DISK)
+    server.url = run(serve())
+    weights._args.update_weight_timeout_s = 0.3
+    (tmp_path / "parcel").mkdir()
+    started = time.monotonic()
+    assert weights.receive(Parcel("run:1", "disk", 1, 4, None, tmp_path / "parcel"))["perf/engines_evicted"] == 1
+    assert time.monotonic() - started < 10 and server.kills == 1
+    assert "engine-0 is evicted" in caplog.text and "update_weights_from_disk: not done after 0.3 s" in caplog.text
+    run(runner.cleanup())
