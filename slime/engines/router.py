@@ -1,8 +1,8 @@
 """A minimal balancer for installs without SGLang's router: the engine with the fewest requests in flight is next.
 
 It runs on the loop of the process that owns the engines. A session key pins a conversation to one engine, whose
-prefix cache knows it. A request whose engine breaks, or is taken out of rotation, is sent to another one; with none
-left it waits. It has no control endpoints.
+prefix cache knows it. A request whose engine breaks, answers 5xx or is taken out of rotation is sent to another one; with
+none left it waits. It has no control endpoints.
 """
 
 from __future__ import annotations
@@ -119,9 +119,12 @@ class Balancer:
     ) -> _Answer | web.StreamResponse:
         deadline = time.monotonic() + self._no_engine_timeout_s
         session, tried = headers.get(SESSION_HEADER), set()
+        failed: _Answer | None = None
         while True:
             url = self._choose(session, tried)
             if url is None:
+                if failed is not None:
+                    return failed  # whoever is there fails: the client backs off
                 if time.monotonic() >= deadline:
                     return _Answer(503, b'{"error": "no engine answers"}')
                 tried.clear()
@@ -129,7 +132,10 @@ class Balancer:
                 continue
             tried.add(url)
             answer = await self._try(url, path, body, headers, request)
-            if answer is not None:
+            if isinstance(answer, _Answer) and answer.status >= 500:
+                # A sick engine fails fast, so it would always be the least busy one and draw every request.
+                failed = answer
+            elif answer is not None:
                 return answer
 
     def _choose(self, session: str | None, tried: set[str]) -> str | None:

@@ -106,7 +106,22 @@ def test_no_engine_left_is_a_503():
         assert all(not running for running in balancer._running.values())
 
 
-def test_an_error_of_an_engine_is_its_answer_and_not_tried_elsewhere():
+def test_a_sick_engine_does_not_draw_requests_that_another_can_serve():
+    with FakeEngine(lambda *_: 500) as sick, FakeEngine() as well, balanced([sick.url, well.url]) as (url, _):
+        for _ in range(4):
+            assert run(post(url))["output_ids"]
+        assert len(well.requests) == 4
+
+
+def test_when_every_engine_fails_the_last_error_is_the_answer():
+    with FakeEngine(lambda *_: 500) as one, FakeEngine(lambda *_: 503) as two:
+        with balanced([one.url, two.url], no_engine_timeout_s=30.0) as (url, _):
+            with pytest.raises(http_utils.HttpError, match="scripted 503"):
+                run(post(url))
+        assert len(one.requests) == len(two.requests) == 1
+
+
+def test_a_refusal_of_an_engine_is_its_answer_and_not_tried_elsewhere():
     with FakeEngine(lambda *_: 400) as bad, FakeEngine() as other, balanced([bad.url, other.url]) as (url, _):
         with pytest.raises(http_utils.HttpError, match="scripted 400") as error:
             run(post(url))
