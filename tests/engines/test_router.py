@@ -114,10 +114,10 @@ def test_a_sick_engine_does_not_draw_requests_that_another_can_serve():
 
 
 def test_when_every_engine_fails_the_last_error_is_the_answer():
-    with FakeEngine(lambda *_: 500) as one, FakeEngine(lambda *_: 503) as two:
-        with balanced([one.url, two.url], no_engine_timeout_s=30.0) as (url, _):
-            with pytest.raises(http_utils.HttpError, match="scripted 503"):
-                run(post(url))
+    engines = FakeEngine(lambda *_: 500), FakeEngine(lambda *_: 503)
+    with engines[0] as one, engines[1] as two, balanced([one.url, two.url], no_engine_timeout_s=30.0) as (url, _):
+        with pytest.raises(http_utils.HttpError, match="scripted 503"):
+            run(post(url))
         assert len(one.requests) == len(two.requests) == 1
 
 
