@@ -45,6 +45,14 @@ _UNUSED = (
     *("moe_shared_expert_intermediate_size", "moe_router_enable_expert_bias", "moe_router_topk_scaling_factor"),
     *("moe_router_num_groups", "moe_router_group_topk"),
 )
+# Megatron's others: the activation of grouped experts and its own latent projections, which are not used here; and norms, whose
+# results it frees while our layers still need them, so that gradients come out wrong.
+_RECOMPUTED = ("core_attn", "mlp", "moe", "shared_experts")
+# With one of these Megatron itself checks how stages share the layers.
+_UNEVEN = (
+    *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+)
 TE_KERNELS = ("flash", "fused", "unfused")
 
 
@@ -230,6 +238,11 @@ def _recompute(args: Any) -> dict[str, Any]:
             "recompute_num_layers": args.recompute_num_layers or 1,
         }
     if args.activation_checkpointing == "selective":
+        unknown = sorted(set(args.recompute_modules or ()) - set(_RECOMPUTED))
+        if unknown:
+            raise ValueError(
+                f"--recompute-modules names {', '.join(unknown)}: there are {', '.join(_RECOMPUTED)} here."
+            )
         return {"recompute_granularity": "selective", "recompute_modules": args.recompute_modules}
     return {}
 
@@ -284,9 +297,7 @@ def check_layout(args: Any, hf_config: Any, *, world_size: int, device: torch.de
             f"--tensor-model-parallel-size is {tp}, but the model has {settings['num_attention_heads']} attention heads: "
             "use a divisor of that."
         )
-    uneven = {"num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"} & set(
-        args.megatron_config or {}
-    )
+    uneven = set(_UNEVEN) & set(args.megatron_config or {})
     if layers % (pp * (vpp or 1)) and not uneven:
         raise ValueError(
             f"the model has {layers} layers, which {pp} pipeline stages{f' of {vpp} chunks' if vpp else ''} cannot share "
