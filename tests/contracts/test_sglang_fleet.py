@@ -166,6 +166,29 @@ def balancer(sglang_pair):
     run(made.stop())
 
 
+@pytest.fixture(params=["builtin", pytest.param("sglang", marks=pytest.mark.slow)])
+def front(request, sglang_pair, tmp_path):
+    """The port of either router, which hears who leaves and returns."""
+    if request.param == "builtin":
+        yield request.getfixturevalue("balancer")
+        return
+    router = make_router(sglang_pair[0], tmp_path)
+    sglang_pair[0].follow(router)
+    try:
+        yield router.start()
+    finally:
+        sglang_pair[0].follow(None)
+        router.stop()
+
+
+def make_router(fleet, folder) -> SGLangRouter:
+    python = ROOT / ".venv-router" / "bin" / "python"
+    if not python.exists():
+        pytest.skip("there is no router: `make sglang-env`")
+    command = router_command(str(python), "round_robin")
+    return SGLangRouter(LaunchPlan("router", command, {}, folder / "router.log", 120.0), fleet.urls)
+
+
 def in_thread(work):
     """(thread, list that gets the result)."""
     results = []
@@ -212,12 +235,12 @@ def test_an_engine_without_versions_per_token_is_pushed_to_by_abort_and_resubmis
 
 
 def test_a_server_killed_under_load_loses_no_sample_and_comes_back_with_the_current_weights(
-    servers, options, balancer, new_model, tmp_path
+    servers, options, front, new_model, tmp_path
 ):
     fleet, weights, engines = servers
     sender, parcel = make_parcel("http_tensor", options, new_model, "run:7")
     weights.receive(parcel)
-    args = rollout_args(tmp_path, balancer, fleet.urls, "--rollout-batch-size", "16")
+    args = rollout_args(tmp_path, front, fleet.urls, "--rollout-batch-size", "16")
     source = make_source(args)
     restarts = fleet.num_restarts
     thread, results = in_thread(lambda: generate_rollout(args, 0, source))
@@ -239,12 +262,8 @@ def test_a_server_killed_under_load_loses_no_sample_and_comes_back_with_the_curr
 
 
 def test_the_real_router_serves_a_rollout_and_knows_its_workers_again_after_a_kill(servers, tmp_path):
-    python = ROOT / ".venv-router" / "bin" / "python"
-    if not python.exists():
-        pytest.skip("there is no router: `make sglang-env`")
     fleet, _, _ = servers
-    command = router_command(str(python), "round_robin")
-    router = SGLangRouter(LaunchPlan("router", command, {}, tmp_path / "router.log", 120.0), fleet.urls)
+    router = make_router(fleet, tmp_path)
     try:
         port = router.start()
         args = rollout_args(tmp_path, port, fleet.urls)
@@ -260,14 +279,11 @@ def test_the_real_router_serves_a_rollout_and_knows_its_workers_again_after_a_ki
         router.stop()
 
 
+@pytest.mark.slow
 def test_the_real_router_killed_under_load_loses_no_sample(servers, tmp_path):
     """Its requests are sent again under their ids, while the engines may still work on what they were sent first."""
-    python = ROOT / ".venv-router" / "bin" / "python"
-    if not python.exists():
-        pytest.skip("there is no router: `make sglang-env`")
     fleet, _, _ = servers
-    command = router_command(str(python), "round_robin")
-    router = SGLangRouter(LaunchPlan("router", command, {}, tmp_path / "router.log", 120.0), fleet.urls)
+    router = make_router(fleet, tmp_path)
     try:
         flags = ("--rollout-max-response-len", "480", "--custom-generate-function-path", "rollout_plugins.never_ends")
         args = rollout_args(tmp_path, router.start(), fleet.urls, *flags)
