@@ -65,6 +65,7 @@ def policy_loss(args: Any, watch: TokenWatch | None = None) -> LossFn:
         if watch is not None:
             watch.record(mb, _watched(inputs) | {"pg_loss": per_token, "ppo_kl": terms.ppo_kl, "entropy": out.entropy})
         sums |= {name: mean(values.detach()) for name, values in token_metrics.items()}
+        sums["_counted"] = mean(torch.ones_like(terms.ppo_kl.detach()))
         sums["loss"] = loss
         return loss, {name: value.detach() for name, value in sums.items()}
 

@@ -31,6 +31,8 @@ PER_TOKEN_METRICS = (
     *("log_probs", "ref_log_probs", "rollout_log_probs", "teacher_log_probs"),
     *("returns", "advantages", "values", "entropy", "kl", "opd_reverse_kl"),
 )
+# Parts of the loss are reported as they are minimised; all else of a policy step is a mean over what is trained.
+LOSS_TERMS = ("loss", "pg_loss", "kl_loss")
 PER_SAMPLE_METRICS = ("rewards", "raw_reward", "truncated", "response_lengths")
 
 
@@ -65,7 +67,7 @@ def run_update(
             "--disable-compute-advantages-and-returns: the samples have no advantages for --loss-type policy_loss; set "
             "rollout_data['advantages'] in --rollout-data-postprocess-path."
         )
-    metrics = _rollout_metrics(backend, batch, sum(step.num_rollouts for step in rank_data.steps))
+    metrics = _rollout_metrics(backend, batch)
     if "values" in batch and "returns" in batch:
         metrics["rollout/explained_variance"] = beside.explained_variance(backend, batch)
     if args.reset_optimizer_states:
@@ -313,7 +315,13 @@ def _means(steps: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def _step_metrics(stats: StepStats, step: RankStep) -> dict[str, float]:
-    metrics = {f"train/{name}": value for name, value in stats.metrics.items() if not name.startswith("_")}
+    # Rollouts without a trained token are in the denominator of the loss, but say nothing about the policy.
+    counted = stats.metrics.get("_counted") or 1.0
+    metrics = {
+        f"train/{name}": value if name in LOSS_TERMS or name.startswith("moe_") else value / counted
+        for name, value in stats.metrics.items()
+        if not name.startswith("_")
+    }
     if stats.metrics.get("_ratio_square"):
         # (sum w)^2 / (n sum w^2) of the engine's tokens: the share of them that the batch is worth.
         metrics["train/ess"] = stats.metrics["_ratio"] ** 2 / (
@@ -327,9 +335,13 @@ def _step_metrics(stats: StepStats, step: RankStep) -> dict[str, float]:
     return metrics
 
 
-def _rollout_metrics(backend: TrainBackend, batch: RolloutBatch, num_rollouts: int) -> dict[str, float]:
-    """Masked per-rollout means of per-token lists and plain means of per-sample numbers, over all ranks."""
-    sums = {"samples": float(len(batch["tokens"]))}
+def _rollout_metrics(backend: TrainBackend, batch: RolloutBatch) -> dict[str, float]:
+    """Means over all ranks: of per-token lists over rollouts with trained tokens, of per-sample numbers over samples."""
+    ones = [torch.ones(len(mask)) for mask in batch["loss_masks"]]
+    sums = {
+        "samples": float(len(batch["tokens"])),
+        "trained": _sum_of_rollout_means(ones, batch["loss_masks"], batch["rollout_mask_sums"]),
+    }
     for key in PER_TOKEN_METRICS:
         if key in batch:
             sums[key] = _sum_of_rollout_means(batch[key], batch["loss_masks"], batch["rollout_mask_sums"])
@@ -339,10 +351,9 @@ def _rollout_metrics(backend: TrainBackend, batch: RolloutBatch, num_rollouts: i
     sums["total_lengths"] = float(sum(len(tokens) for tokens in batch["tokens"]))
     totals = backend.sum_over_ranks(torch.tensor(list(sums.values()), dtype=torch.float64)).tolist()
     total = dict(zip(sums, totals, strict=True))
-    samples = max(total.pop("samples"), 1.0)
+    samples, trained = max(total.pop("samples"), 1.0), total.pop("trained") or 1.0
     return {
-        f"rollout/{key}": value / (num_rollouts if key in PER_TOKEN_METRICS else samples)
-        for key, value in total.items()
+        f"rollout/{key}": value / (trained if key in PER_TOKEN_METRICS else samples) for key, value in total.items()
     }
 
 

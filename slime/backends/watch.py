@@ -42,16 +42,20 @@ class TokenWatch:
 
 def check_on_policy(backend: TrainBackend, stats: StepStats, num_tokens: float) -> None:
     """The first step of a rollout starts where its old log-probs were recorded, so every ratio is 1."""
+    counted = stats.metrics["_counted"]
+    if not counted:
+        return
+    metrics = {name: stats.metrics[name] / counted for name in ("ppo_kl", "ppo_kl_abs", "ois")}
     limit = ON_POLICY_LIMITS.get(backend.compute_dtype, 1e-3)
     name = "ppo_kl_abs"
     if backend.compute_dtype != torch.float32:
         # Such passes may differ token by token in their last bits: only the mean must vanish, as far as its tokens tell.
         name = "ppo_kl"
-        limit += 3.0 * stats.metrics["ppo_kl_abs"] / math.sqrt(max(num_tokens, 1.0))
-    if abs(stats.metrics[name]) > limit or abs(stats.metrics["ois"] - 1.0) > 10 * limit:
+        limit += 3.0 * metrics["ppo_kl_abs"] / math.sqrt(max(num_tokens, 1.0))
+    if abs(metrics[name]) > limit or abs(metrics["ois"] - 1.0) > 10 * limit:
         raise RunStopped(
-            f"the first optimizer step on new samples has {name} {stats.metrics[name]:.3g} and a mean ratio of "
-            f"{stats.metrics['ois']:.6f}, but the policy has not changed since its log-probs were recorded (limit "
+            f"the first optimizer step on new samples has {name} {metrics[name]:.3g} and a mean ratio of "
+            f"{metrics['ois']:.6f}, but the policy has not changed since its log-probs were recorded (limit "
             f"{limit:g}). The two passes disagree: dropout, another precision, or kernels that depend on the batch. "
             "--skip-on-policy-check trains on regardless."
         )

@@ -37,6 +37,9 @@ def check_samples(samples: Sequence[Sample]) -> None:
                 f"loss_mask has {len(sample.loss_mask)} entries for {length} response tokens in {name}: every appended "
                 "token needs a mask value."
             )
+        if not {0, 1}.issuperset(sample.loss_mask or ()):
+            other = next(value for value in sample.loss_mask if value not in (0, 1))
+            raise ValueError(f"loss_mask holds {other!r} in {name}: a token is trained (1) or not (0).")
         for field in ("rollout_log_probs", "teacher_log_probs"):
             values = getattr(sample, field)
             if values is not None and len(values) != length:
@@ -69,6 +72,9 @@ def _check_position(batch: RolloutBatch, position: int, source: str) -> None:
     for key in PER_TOKEN_KEYS:
         if key in batch and len(batch[key][position]) != length:
             raise ValueError(f"{key} has {len(batch[key][position])} entries for {length} response tokens in {name}.")
+    mask = batch["loss_masks"][position]
+    if not ((mask == 0) | (mask == 1)).all():
+        raise ValueError(f"loss_masks of {name} holds other values than 0 and 1: a token is trained or not.")
     if not math.isfinite(batch["rewards"][position]):
         raise ValueError(
             f"the reward of {name} is {batch['rewards'][position]}: only a finite number can be trained on."

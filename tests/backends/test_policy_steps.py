@@ -294,6 +294,29 @@ def test_old_log_probs_of_another_policy_stop_the_first_step(model, tmp_path):
     assert train(backend_of(args), args, samples)["train/ppo_kl_abs"] > 0
 
 
+@pytest.mark.parametrize("reduction", ["rollout_mean", "sample_mean", "token_mean"])
+@pytest.mark.parametrize("removed", [1, 3, 8])
+def test_samples_without_trained_tokens_change_no_mean_and_stop_no_run(model, removed, reduction):
+    args = trainer_args(model, global_batch_size=4, loss_reduction=reduction, use_rollout_entropy=True)
+    args.calculate_per_token_loss = reduction == "token_mean"
+    backend = backend_of(args)
+    samples = engine_samples(backend, args, noise=0.1)
+    for sample in samples[:removed]:
+        sample.remove_sample = True
+    steps = []
+    batch = samples_to_batch(args, samples)
+    metrics = run_update(
+        backend, args, 0, split_for_ranks(args, batch, 1)[0], on_step=lambda _, values: steps.append(values)
+    )
+    if removed == 8:
+        assert metrics["train/loss"] == 0 == metrics["train/grad_norm"]
+        return
+    first = steps[0] if removed < 4 else steps[1]
+    assert first["train/ois"] == pytest.approx(1.0, abs=1e-5)
+    assert 3 < first["train/entropy_loss"] < 5 and 3 < metrics["rollout/entropy"] < 5  # log 128 is 4.85
+    assert 0.05 < first["train/train_rollout_logprob_abs_diff"] < 0.15  # of noise 0.1 it is 0.08 on average
+
+
 def test_engine_and_trainer_must_agree_on_tokens_of_the_current_version(model):
     args = trainer_args(model)
     backend = backend_of(args)
