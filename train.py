@@ -9,6 +9,10 @@ from slime.cluster.cluster import Cluster
 
 def train(args: Args) -> None:
     """Run `args` to its end."""
+    if args.update_weights_interval != 1:
+        raise ValueError(
+            "--update-weights-interval needs train_async.py: here engines get weights after every rollout"
+        )
     with Cluster(args) as cluster:
         schedule = cluster.start()  # engines, data source, trainer ranks
         cluster.push_weights(schedule.start)
