@@ -1,7 +1,10 @@
 """Shared by the trainer tests: settings without a command line, random ragged batches, a single-process group."""
 
+import atexit
 import os
-import socket
+import secrets
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -175,16 +178,16 @@ def random_samples(
     return samples
 
 
-def init_process_group(rank: int = 0, world_size: int = 1, port: int | None = None) -> None:
+def init_process_group(rank: int = 0, world_size: int = 1, address: str | None = None) -> None:
     """A gloo group on this machine; a second call in the same process keeps the first group."""
     if dist.is_initialized():
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    address = f"tcp://127.0.0.1:{port if port is not None else free_port()}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
+    dist.init_process_group("gloo", init_method=address or meeting_point(), rank=rank, world_size=world_size)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def meeting_point() -> str:
+    """Where the ranks of one group find each other: a new file. A port that is free now may be taken a moment later."""
+    path = Path(tempfile.gettempdir(), f"slime-ranks-{secrets.token_hex(8)}")
+    atexit.register(path.unlink, missing_ok=True)
+    return f"file://{path}"

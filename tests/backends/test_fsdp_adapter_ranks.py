@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from tiny_model import make_tiny_model
-from trainer_helpers import free_port, init_process_group, random_samples, trainer_args
+from trainer_helpers import init_process_group, meeting_point, random_samples, trainer_args
 
 from slime.backends.fsdp import create_backend
 from slime.backends.update import run_update
@@ -19,9 +19,9 @@ VARIANTS = {
 }
 
 
-def work(rank, ranks, port, folder, model):
+def work(rank, ranks, address, folder, model):
     torch.set_num_threads(1)
-    init_process_group(rank, ranks, port)
+    init_process_group(rank, ranks, address)
     results = {}
     for name, changes in VARIANTS[ranks].items():
         # Two steps: in the first the second factor is zero, and the other does not move.
@@ -56,12 +56,12 @@ def work(rank, ranks, port, folder, model):
 @pytest.mark.slow
 def test_adapters_take_the_same_steps_on_any_number_of_ranks(tmp_path):
     model = make_tiny_model(tmp_path / "tiny", hidden=32)
-    work(0, 1, free_port(), tmp_path, model)
+    work(0, 1, meeting_point(), tmp_path, model)
     expected = torch.load(tmp_path / "1.pt")["plain"]
     moved = [name for name, tensor in expected["adapters"].items() if "lora_B" in name and tensor.abs().max() > 1e-3]
     assert len(moved) == 14  # seven layers of each of two
     for ranks in (2, 4):
-        mp.spawn(work, args=(ranks, free_port(), tmp_path, model), nprocs=ranks, join=True)
+        mp.spawn(work, args=(ranks, meeting_point(), tmp_path, model), nprocs=ranks, join=True)
         for name, outcome in torch.load(tmp_path / f"{ranks}.pt").items():
             for part in ("adapters", "merged"):
                 torch.testing.assert_close(

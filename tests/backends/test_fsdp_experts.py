@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from trainer_helpers import free_port, init_process_group, random_samples, trainer_args
+from trainer_helpers import init_process_group, meeting_point, random_samples, trainer_args
 
 from slime.backends.fsdp import create_backend, loading, tensor_parallel
 from slime.backends.fsdp.model import gather_full
@@ -56,9 +56,9 @@ def take_step(backend, args):
     return run_update(backend, args, 0, shares[backend.layout.dp_rank])
 
 
-def work(rank, matrix, port, folder, model):
+def work(rank, matrix, address, folder, model):
     torch.set_num_threads(1)
-    init_process_group(rank, RANKS[matrix], port)
+    init_process_group(rank, RANKS[matrix], address)
     results = {}
     for name, changes in VARIANTS[matrix].items():
         args = settings(model, **changes)
@@ -77,7 +77,7 @@ def work(rank, matrix, port, folder, model):
 def world(tmp_path_factory):
     folder = tmp_path_factory.mktemp("experts")
     model = make_moe(folder / "moe")
-    work(0, "one rank", free_port(), folder, model)
+    work(0, "one rank", meeting_point(), folder, model)
     return folder, model, torch.load(folder / "one rank.pt")["plain"]
 
 
@@ -88,7 +88,7 @@ def world(tmp_path_factory):
 def test_experts_take_the_same_steps_however_they_are_spread(world, matrix):
     folder, model, reference = world
     if matrix != "one rank":
-        mp.spawn(work, args=(matrix, free_port(), folder, model), nprocs=RANKS[matrix], join=True)
+        mp.spawn(work, args=(matrix, meeting_point(), folder, model), nprocs=RANKS[matrix], join=True)
     for name, outcome in torch.load(folder / f"{matrix}.pt").items():
         for part in ("weights", "exported"):
             torch.testing.assert_close(

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tiny_model import make_tiny_model
-from trainer_helpers import free_port, random_samples, trainer_args
+from trainer_helpers import meeting_point, random_samples, trainer_args
 
 from slime.backends.attention import OPERATORS, PackedDocuments, _varlen_attention, packed_attention
 from slime.backends.attention_trial import why_wrong
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(scope="module", autouse=True)
 def process_group():
     torch.cuda.set_device(0)
-    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    dist.init_process_group("nccl", init_method=meeting_point(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from tiny_model import make_tiny_model
-from trainer_helpers import free_port, init_process_group, random_samples, trainer_args
+from trainer_helpers import init_process_group, meeting_point, random_samples, trainer_args
 
 from slime.backends.fsdp import create_backend
 from slime.backends.fsdp.model import gather_full
@@ -77,11 +77,11 @@ def weights_of(backend):
     return {name: gather_full(p.data).clone() for name, p in backend.model.lm.named_parameters()}
 
 
-def work(rank, matrix, port, folder, model):
+def work(rank, matrix, address, folder, model):
     world_size = RANKS[matrix]
     if world_size > 1:
         torch.set_num_threads(1)
-    init_process_group(rank, world_size, port)
+    init_process_group(rank, world_size, address)
     samples = random_samples(5, 3)
     results = {}
     for name, changes in VARIANTS[matrix].items():
@@ -117,7 +117,7 @@ def next_from(path, args, rank, world_size):
 def world(tmp_path_factory):
     folder = tmp_path_factory.mktemp("parallel")
     model = make_tiny_model(folder / "tiny", layers=2, hidden=32)
-    work(0, "one rank", free_port(), folder, model)
+    work(0, "one rank", meeting_point(), folder, model)
     return folder, model, torch.load(folder / "one rank.pt")["plain"]
 
 
@@ -129,7 +129,7 @@ def test_every_way_to_spread_a_model_takes_the_same_steps(world, matrix):
     folder, model, reference = world
     assert reference["metrics"]["train/grad_norm"] > 0.01
     if matrix != "one rank":
-        mp.spawn(work, args=(matrix, free_port(), folder, model), nprocs=RANKS[matrix], join=True)
+        mp.spawn(work, args=(matrix, meeting_point(), folder, model), nprocs=RANKS[matrix], join=True)
     for name, outcome in torch.load(folder / f"{matrix}.pt").items():
         for part in ("weights", "log_probs"):
             torch.testing.assert_close(
@@ -154,7 +154,7 @@ def test_every_way_to_spread_a_model_takes_the_same_steps(world, matrix):
 def test_one_rank_continues_from_the_checkpoint_of_two(world, written_by):
     folder, model, reference = world
     if not (folder / "two ranks.pt").exists():
-        mp.spawn(work, args=("two ranks", free_port(), folder, model), nprocs=2, join=True)
+        mp.spawn(work, args=("two ranks", meeting_point(), folder, model), nprocs=2, join=True)
     init_process_group()
     metrics = next_from(folder / written_by, settings(model), 0, 1)
     dist.destroy_process_group()

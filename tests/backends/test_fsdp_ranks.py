@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from tiny_model import make_tiny_model
-from trainer_helpers import free_port, init_process_group, random_samples, trainer_args
+from trainer_helpers import init_process_group, meeting_point, random_samples, trainer_args
 
 from slime.backends.fsdp import create_backend
 from slime.backends.fsdp.model import gather_full
@@ -37,10 +37,10 @@ VARIANTS = {
 }
 
 
-def work(rank, world_size, port, folder, model):
+def work(rank, world_size, address, folder, model):
     if world_size > 1:
         torch.set_num_threads(1)
-    init_process_group(rank, world_size, port)
+    init_process_group(rank, world_size, address)
     samples = random_samples(5, 3)
     results = {}
     for name, changes in VARIANTS.items():
@@ -79,8 +79,8 @@ def save_and_resume(rank, world_size, folder, model, samples):
 def outcome(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     model = make_tiny_model(folder / "tiny")
-    work(0, 1, free_port(), folder, model)
-    mp.spawn(work, args=(2, free_port(), folder, model), nprocs=2, join=True)
+    work(0, 1, meeting_point(), folder, model)
+    mp.spawn(work, args=(2, meeting_point(), folder, model), nprocs=2, join=True)
     return {n: torch.load(folder / f"results_{n}.pt") for n in (1, 2)}, folder
 
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 pytest.importorskip("megatron.core")
 
 from megatron_helpers import exported, make_family, megatron_args
-from trainer_helpers import free_port, random_samples
+from trainer_helpers import meeting_point, random_samples
 
 from slime.backends import fsdp, megatron
 from slime.backends.update import run_update
@@ -23,7 +23,7 @@ SETTINGS = dict(dtype="bfloat16", use_dynamic_batch_size=True, max_tokens_per_gp
 def process_group():
     if BACKEND == "nccl":
         torch.cuda.set_device(0)
-    dist.init_process_group(BACKEND, init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    dist.init_process_group(BACKEND, init_method=meeting_point(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
