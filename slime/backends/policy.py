@@ -51,8 +51,10 @@ def policy_loss(args: Any, watch: TokenWatch | None = None) -> LossFn:
         if args.entropy_coef:
             loss = loss - args.entropy_coef * reduce(out.entropy)
         sums = {"pg_loss": pg_loss}
+        watched = _watched(inputs) | {"pg_loss": per_token, "ppo_kl": terms.ppo_kl, "entropy": out.entropy}
         if args.use_kl_loss:
-            kl = reduce(_reference_kl(args, inputs, mb))
+            watched["kl"] = _reference_kl(args, inputs, mb)
+            kl = reduce(watched["kl"])
             loss = loss + args.kl_loss_coef * kl
             sums["kl_loss"] = kl
         token_metrics |= {
@@ -63,7 +65,7 @@ def policy_loss(args: Any, watch: TokenWatch | None = None) -> LossFn:
             "ois": torch.exp(-terms.ppo_kl),
         }
         if watch is not None:
-            watch.record(mb, _watched(inputs) | {"pg_loss": per_token, "ppo_kl": terms.ppo_kl, "entropy": out.entropy})
+            watch.record(mb, watched)
         sums |= {name: mean(values.detach()) for name, values in token_metrics.items()}
         sums["_counted"] = mean(torch.ones_like(terms.ppo_kl.detach()))
         sums["loss"] = loss

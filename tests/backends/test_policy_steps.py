@@ -233,6 +233,18 @@ def test_a_broken_step_names_and_saves_its_samples_and_may_be_skipped(model, tmp
     assert not torch.equal(weights_of(backend), before) or metrics["train/grad_norm"] == 0
 
 
+def test_a_broken_reference_is_named_as_the_cause(model, tmp_path):
+    (tmp_path / "hook.py").write_text(
+        "def change(args, rollout_id, rollout_data):\n    rollout_data['ref_log_probs'][3][0] = float('nan')\n"
+    )
+    hook = f"{tmp_path}/hook.py:change"
+    args = trainer_args(
+        model, use_kl_loss=True, kl_loss_coef=0.1, run_dir=str(tmp_path), rollout_data_postprocess_path=hook
+    )
+    with pytest.raises(NonFiniteStepError, match=r"Samples with such terms: 3 \(kl\)"):
+        train(backend_of(args), args, random_samples(2, 4))
+
+
 def test_a_broken_supervised_step_names_the_sample_with_the_broken_log_prob(model, tmp_path):
     args = trainer_args(model, loss_type="sft_loss", run_dir=str(tmp_path))
     backend, samples = backend_of(args), random_samples(1, 4)
