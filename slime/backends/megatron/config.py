@@ -45,9 +45,8 @@ _UNUSED = (
     *("moe_shared_expert_intermediate_size", "moe_router_enable_expert_bias", "moe_router_topk_scaling_factor"),
     *("moe_router_num_groups", "moe_router_group_topk"),
 )
-# Megatron's others: the activation of grouped experts and its own latent projections, which are not used here; and norms, whose
-# results it frees while our layers still need them, so that gradients come out wrong.
-_RECOMPUTED = ("core_attn", "mlp", "moe", "shared_experts")
+# Megatron's others: the activation of grouped experts and its own latent projections, which are not used here.
+_RECOMPUTED = ("core_attn", "mlp", "layernorm", "moe", "shared_experts")
 # With one of these Megatron itself checks how stages share the layers.
 _UNEVEN = (
     *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout"),

@@ -1,10 +1,14 @@
 """megatron-core 0.16.1 with and without TransformerEngine: what it leaves undefined where the package is missing, and its optimizers,
 which are never used."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 
 def install() -> None:
     """Once per process, before a model is built."""
     # After the CPU shims: megatron-core asks for the device while it is imported.
+    from megatron.core.tensor_parallel import random
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
 
@@ -13,6 +17,10 @@ def install() -> None:
     # The router of a mixture of experts asks whether a function is None that was never imported.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+    # Norms that are computed again are always taken for FP8, and the missing package is asked about it.
+    if not hasattr(random, "FP8GlobalStateManager"):
+        random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
+        random.activation_recompute_forward = random.fp8_autocast = lambda **options: nullcontext()
     _use_torch_optimizers()
 
 

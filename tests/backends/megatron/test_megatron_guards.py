@@ -116,7 +116,7 @@ def test_interleaved_stages_without_overlap_are_refused(dense):
         transformer_config(args, read_hf_config(dense), torch.float32, CPU)
 
 
-@pytest.mark.parametrize("module", ["layernorm", "mla_up_proj", "atention"])
+@pytest.mark.parametrize("module", ["mla_up_proj", "moe_act", "atention"])
 def test_recomputed_part_that_is_not_there_is_refused(dense, module):
     args = megatron_args(dense, activation_checkpointing="selective", recompute_modules=["core_attn", module])
     with pytest.raises(ValueError, match=f"--recompute-modules names {module}: there are core_attn, mlp"):

@@ -38,7 +38,7 @@ TWO = {
     "qwen3 cp2 distopt": dict(DIST, cp=2),
     "qwen3 tp2 sp recompute": dict(SGD, tp=2, sp=True, activation_checkpointing="full"),
     "qwen3 tp2 sp parts": dict(
-        SGD, tp=2, sp=True, activation_checkpointing="selective", recompute_modules=["core_attn", "mlp"]
+        SGD, tp=2, sp=True, activation_checkpointing="selective", recompute_modules=["core_attn", "mlp", "layernorm"]
     ),
     "qwen3 pp2 uneven": dict(SGD, pp=2, megatron_config={"num_layers_in_first_pipeline_stage": 1}),
     "qwen3 pp2 pattern": dict(SGD, pp=2, megatron_config={"pipeline_model_parallel_layout": "Ettt|tL"}),
@@ -56,7 +56,7 @@ TWO = {
     "moe tp2 sp ep2": dict(SGD, tp=2, sp=True, ep=2),
     "moe pp2": dict(SGD, pp=2),
     "moe pp2 uneven": dict(SGD, pp=2, megatron_config={"num_layers_in_last_pipeline_stage": 1}),
-    "moe ep2 parts": dict(SGD, ep=2, activation_checkpointing="selective", recompute_modules=["core_attn", "moe"]),
+    "moe ep2 parts": dict(SGD, ep=2, activation_checkpointing="selective", recompute_modules=["layernorm", "moe"]),
 }
 FOUR = {
     "qwen3 tp2 pp2": dict(SGD, tp=2, pp=2),
