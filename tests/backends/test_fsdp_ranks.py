@@ -34,6 +34,12 @@ def settings(model, **changes):
 VARIANTS = {
     "rollout means": dict(use_dynamic_batch_size=True, max_tokens_per_gpu=40, global_batch_size=8),
     "token means": dict(micro_batch_size=2, calculate_per_token_loss=True, balance_data=True),
+    "critic": dict(advantage_estimator="ppo", micro_batch_size=4, global_batch_size=8, critic_lr=0.1, lambd=0.9),
+    "teacher": dict(use_opd=True, opd_type="trainer", opd_kl="full", opd_teacher_load="wide", micro_batch_size=4),
+    "weights over the step": dict(use_tis=True, tis_batch_normalize=True, tis_level="sequence", micro_batch_size=2),
+    "tokens of high covariance": dict(
+        policy_loss_type="kl_cov", kl_cov_ratio=0.2, micro_batch_size=4, global_batch_size=8
+    ),
 }
 
 
@@ -45,11 +51,13 @@ def work(rank, world_size, address, folder, model):
     results = {}
     for name, changes in VARIANTS.items():
         args = settings(model, **changes)
+        args.opd_teacher_load = args.opd_teacher_load and str(folder / args.opd_teacher_load)
         backend = create_backend(args, rank=rank, world_size=world_size, device="cpu")
         data = split_for_ranks(args, samples_to_batch(args, samples), world_size)[rank]
         metrics = run_update(backend, args, 0, data)
-        weights = {n: gather_full(p.data).clone() for n, p in backend.model.lm.named_parameters()}
-        results[name] = {"metrics": metrics, "weights": weights}
+        models = {"actor": backend.model.lm} | ({"critic": backend.critic.model.lm} if backend.critic else {})
+        named = {f"{role} {n}": p.data for role, lm in models.items() for n, p in lm.named_parameters()}
+        results[name] = {"metrics": metrics, "weights": {n: gather_full(p).clone() for n, p in named.items()}}
     results["adam"] = save_and_resume(rank, world_size, folder, model, samples)
     backend.save_hf(folder / f"hf_{world_size}")
     if rank == 0:
@@ -79,6 +87,7 @@ def save_and_resume(rank, world_size, folder, model, samples):
 def outcome(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     model = make_tiny_model(folder / "tiny")
+    make_tiny_model(folder / "wide", hidden=96, seed=3)
     work(0, 1, meeting_point(), folder, model)
     mp.spawn(work, args=(2, meeting_point(), folder, model), nprocs=2, join=True)
     return {n: torch.load(folder / f"results_{n}.pt") for n in (1, 2)}, folder
@@ -106,4 +115,5 @@ def test_two_ranks_write_a_whole_hf_folder(outcome):
     results, folder = outcome
     saved = load_file(folder / "hf_2" / "model.safetensors")
     assert saved.keys() == load_file(folder / "tiny" / "model.safetensors").keys()
-    torch.testing.assert_close(saved, dict(results[2]["token means"]["weights"]), rtol=0, atol=0)
+    trained = {f"actor {name}": tensor for name, tensor in saved.items()}
+    torch.testing.assert_close(trained, results[2][list(VARIANTS)[-1]]["weights"], rtol=0, atol=0)
