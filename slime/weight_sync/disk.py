@@ -149,10 +149,10 @@ class CopyRequest:
 
     def refuse(self, error: Exception) -> None:
         """On the writer's side: whoever waits hears it at its next look."""
-        mark = self._no_room if isinstance(error, RunStopped) else self._failed
-        self._wanted.rename(mark)
-        with contextlib.suppress(OSError):
-            mark.write_text(f"{error}" if isinstance(error, RunStopped) else f"{type(error).__name__}: {error}")
+        stops = isinstance(error, RunStopped)
+        with contextlib.suppress(OSError):  # before the new name, which whoever waits acts on
+            self._wanted.write_text(str(error) if stops else f"{type(error).__name__}: {error}")
+        self._wanted.rename(self._no_room if stops else self._failed)
 
     def raise_refusal(self) -> None:
         """On the asking side."""

@@ -87,7 +87,7 @@ def test_a_cause_that_does_not_fit_on_the_disk_is_still_a_refusal(sender, faulty
     write_text = disk.Path.write_text
 
     def full(path, *args, **kwargs):
-        if path.suffix == ".no-room":
+        if path.suffix == ".wanted":
             raise OSError(errno.ENOSPC, "no space")
         return write_text(path, *args, **kwargs)
 
