@@ -125,7 +125,7 @@ def serving(args: Args) -> Iterator[int]:
     service.fleet.launch()
     try:
         service.fleet.wait_ready()
-        yield service.start_router(run_, args.sglang_router_port)
+        yield service.start_routers(run_, args.sglang_router_port)[0]
     finally:
         run(http_utils.close_session())
         service.close()

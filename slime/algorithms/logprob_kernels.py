@@ -17,36 +17,30 @@ def _row_statistics(
     logits, targets, log_sums, chosen, entropy, stride, inverse_temperature,
     COLUMNS: tl.constexpr, WITH_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # Each lane keeps its own maximum, sum of exp(x - top) and sum of exp(x - top) * (x - top) over every BLOCK-th column: no lane
-    # waits for another before the end, and one exponential serves both cases, a new maximum and a smaller value.
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * stride
-    top = tl.full((BLOCK,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)
-    weighted = tl.zeros((BLOCK,), tl.float32)
+    top = tl.full((), float("-inf"), tl.float32)
+    total = tl.zeros((), tl.float32)
+    weighted = tl.zeros((), tl.float32)  # sum of exp(x - top) * (x - top)
     for begin in range(0, COLUMNS, BLOCK):
         offsets = begin + tl.arange(0, BLOCK)
         x = tl.load(start + offsets, mask=offsets < COLUMNS, other=float("-inf")).to(tl.float32) * inverse_temperature
-        rises = x > top
-        # Infinities meet where a lane has seen nothing yet and behind the last column; their difference would be NaN.
-        apart = tl.where(x == top, 0.0, -tl.abs(x - top))
-        e = tl.exp(apart)
+        new_top = tl.maximum(top, tl.max(x, axis=0))
+        # The first block moves the maximum from -inf, where the difference below would be NaN.
+        shift = tl.where(top == float("-inf"), 0.0, top - new_top)
+        keep = tl.where(top == float("-inf"), 0.0, tl.exp(shift))
+        centred = x - new_top
+        e = tl.exp(centred)
         if WITH_ENTROPY:
-            risen = tl.where(e > 0, e * (weighted + apart * total), 0.0)
-            weighted = tl.where(rises, risen, weighted + tl.where(e > 0, e * apart, 0.0))
-        total = tl.where(rises, total * e + 1.0, total + e)
-        top = tl.maximum(top, x)
-    highest = tl.max(top, axis=0)
-    below = top - highest
-    share = tl.exp(below)
-    sum_of_all = tl.sum(share * total, axis=0)
-    log_total = tl.log(sum_of_all)
-    tl.store(log_sums + row, highest + log_total)
+            weighted = keep * (weighted + shift * total) + tl.sum(tl.where(e > 0, e * centred, 0.0), axis=0)
+        total = keep * total + tl.sum(e, axis=0)
+        top = new_top
+    log_total = tl.log(total)
+    tl.store(log_sums + row, top + log_total)
     target = tl.load(targets + row)
-    tl.store(chosen + row, tl.load(start + target).to(tl.float32) * inverse_temperature - highest - log_total)
+    tl.store(chosen + row, tl.load(start + target).to(tl.float32) * inverse_temperature - top - log_total)
     if WITH_ENTROPY:
-        all_weighted = tl.sum(tl.where(share > 0, share * (weighted + below * total), 0.0), axis=0)
-        tl.store(entropy + row, log_total - all_weighted / sum_of_all)
+        tl.store(entropy + row, log_total - weighted / total)
 
 
 @triton.jit
