@@ -137,13 +137,13 @@ def test_evaluation_goes_on_over_aborts_and_pushes_of_training(
     sender = TRANSPORTS[transport].make_sender(
         SenderOptions(weights._shm_prefix, tmp_path / "weights", str(tiny_folder))
     )
+    source = make_source(args)
     evaluation, results = in_background(lambda: generate_rollout(args, 0, None, evaluation=True))
     wait_for_load(fleet.urls, NUM_PROMPTS)
     for number, model in enumerate((new_model, old_model), 1):
         sender.send(list(model.state_dict().items()))
         assert weights.receive(sender.finish(f"run:{number}"))["perf/engines_evicted"] == 0
         if number == 1:
-            source = make_source(args)
             output = generate_rollout(args, 0, source)  # its surplus is aborted beside the evaluation
             assert output.metrics["rollout/groups/returned"] > 0
             assert_conserved(source)
