@@ -111,6 +111,7 @@ def trainer_args(model: str, **changes) -> SimpleNamespace:
         rollout_temperature=1.0,
         log_probs_chunk_size=-1,
         logits_memory_gib=0.0,
+        weight_copies="host",
         global_batch_size=None,
         micro_batch_size=1,
         use_dynamic_batch_size=False,

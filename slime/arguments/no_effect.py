@@ -362,6 +362,11 @@ NO_EFFECT_BESIDE = (
         "there is no reference; add --use-kl-loss (without --kl-loss-coef the KL is only reported)",
     ),
     NoEffect(
+        ("weight_copies",),
+        lambda d: d.loss_type == "dpo_loss" or d.use_kl_loss or d.kl_coef != 0 or d.keep_old_actor or d.use_opd,
+        "no weights beside the policy's are kept without a KL, --keep-old-actor or --use-opd; remove it",
+    ),
+    NoEffect(
         ("keep_old_actor",),
         lambda d: d.loss_type == "policy_loss" and not d.use_rollout_logprobs,
         "old log-probs are not computed by the trainer here; remove it",

@@ -29,7 +29,12 @@ from slime.arguments.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slime.arguments.rollout_rules import fully_async_rollout
 from slime.arguments.sglang import need_python
 from slime.arguments.topology_rules import router, topology, topology_source
-from slime.arguments.trainer_rules import engine_precision, model_parallel_sizes, trainable_parameters
+from slime.arguments.trainer_rules import (
+    engine_precision,
+    model_parallel_sizes,
+    trainable_parameters,
+    weight_copies,
+)
 from slime.arguments.weight_sync_rules import weight_sync
 
 Rule = Callable[[Draft], None]
@@ -300,6 +305,7 @@ RULES: tuple[Rule, ...] = (
     topology,
     router,
     trainable_parameters,
+    weight_copies,
     engine_precision,
     model_parallel_sizes,
     run_folder,

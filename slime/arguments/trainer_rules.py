@@ -47,6 +47,15 @@ def _adapters_alone(draft: Draft) -> None:
         )
 
 
+def weight_copies(draft: Draft) -> None:
+    """Copies on the device stay there when the trainer leaves it. Runs after placement has decided on that."""
+    if draft.weight_copies == "device" and draft.offload_train:
+        raise ValueError(
+            "--weight-copies device with --offload-train: the copies would stay on the device that the trainer leaves to the "
+            "engines; use --weight-copies host, or --no-offload-train."
+        )
+
+
 def engine_precision(draft: Draft) -> None:
     """Engines of an FP8 checkpoint differ from the trainer by more than arithmetic. Runs after the topology is known."""
     if draft.logprob_diff_threshold is None and draft.loss_type == "policy_loss":

@@ -29,6 +29,11 @@ class TrainingFlags:
         "GiB in which a micro-batch may keep its logits for the backward pass, which else computes them again",
         ge=0,
     )
+    weight_copies: str = flag(
+        "host",
+        "where the weights of a reference, an old actor or a teacher are kept while they are not in use",
+        choices=("host", "device"),
+    )
     rollout_data_postprocess_path: str | None = flag(
         None, "function that edits the train data on every rank before training", metavar="PATH"
     )

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from slime.backends.base import Bucket
+from slime.backends.further_heads import unbuilt_heads
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -46,8 +47,10 @@ def save(
         if rank == 0:
             files.append(_write_bucket(temporary / f"part-{len(files)}", bucket))
     if rank == 0:
-        _name_files(temporary, files)
         config = AutoConfig.from_pretrained(source)
+        if not scalar and (heads := unbuilt_heads(source, config, (name for file in files for name in file), dtype)):
+            files.append(_write_bucket(temporary / f"part-{len(files)}", heads))
+        _name_files(temporary, files)
         config.dtype = dtype
         # What is written here is not quantised, whatever the source is.
         config.__dict__.pop("quantization_config", None)

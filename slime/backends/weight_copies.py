@@ -10,10 +10,11 @@ LIVE = "actor"
 
 
 class WeightCopies:
-    """Copies of the local shards, kept on CPU. The tag "actor" is the live model itself."""
+    """Copies of the local shards, in host memory or beside them. The tag "actor" is the live model itself."""
 
-    def __init__(self, local_tensors: Callable[[], list[Tensor]]) -> None:
+    def __init__(self, local_tensors: Callable[[], list[Tensor]], *, on_device: bool = False) -> None:
         self._live = local_tensors
+        self._on_device = on_device
         self._copies: dict[str, list[Tensor]] = {}
 
     def __contains__(self, tag: str) -> bool:
@@ -26,14 +27,17 @@ class WeightCopies:
             return
         source = self._tensors(src)
         if dst != LIVE and dst not in self._copies:
-            # Pinned on GPU machines, so that swapping runs at bus speed.
-            self._copies[dst] = [
-                torch.empty(x.shape, dtype=x.dtype, pin_memory=torch.cuda.is_available()) for x in source
-            ]
+            self._copies[dst] = [self._place_for(x) for x in source]
         for target, value in zip(self._tensors(dst), source, strict=True):
             target.copy_(value, non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+
+    def _place_for(self, tensor: Tensor) -> Tensor:
+        if self._on_device:
+            return torch.empty_like(tensor)
+        # Pinned on GPU machines, so that swapping runs at bus speed.
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=torch.cuda.is_available())
 
     def drop(self, tag: str) -> None:
         self._copies.pop(tag, None)

@@ -156,6 +156,7 @@ def test_batch_that_does_not_fit_is_explained(changes, message):
 
 
 NO_EFFECT_VALUES = {
+    "weight_copies": "device",
     "lora_sync": "adapter",
     "update_weight_delta_encoding": "overwrite",
     "update_weight_delta_checksum": "adler32",
@@ -313,3 +314,8 @@ def test_rollout_without_gpus_to_spare_is_still_possible_without_sharing():
 def test_backend_follows_the_devices():
     argv = base_argv(distributed_backend=None)
     assert parse_args(argv).distributed_backend in ("gloo", "nccl")
+
+
+def test_copies_on_the_device_are_refused_where_the_trainer_leaves_it():
+    with pytest.raises(ValueError, match="--weight-copies device with --offload-train"):
+        parse(weight_copies="device", use_kl_loss=True, offload_train=True, colocate=True)

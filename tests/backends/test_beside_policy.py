@@ -189,8 +189,9 @@ def test_a_critic_that_is_all_right_explains_the_variance_of_the_returns(model):
     assert runs[0]["rollout/explained_variance"] < 0.3 < runs[-1]["rollout/explained_variance"] <= 1.0
 
 
-def test_a_resumed_critic_continues_bit_for_bit(model, tmp_path):
-    reference = dict(use_kl_loss=True, kl_loss_coef=0.1, ref_update_interval=1)
+@pytest.mark.parametrize("place", ["host", "device"])
+def test_a_resumed_critic_continues_bit_for_bit(model, tmp_path, place):
+    reference = dict(use_kl_loss=True, kl_loss_coef=0.1, ref_update_interval=1, weight_copies=place)
     args = ppo_args(model, critic_lr=1e-3, critic_lr_warmup_iters=5, **reference)
     first = backend_of(args)
     train(first, args, random_samples(2, 4, seed=1))

@@ -101,14 +101,16 @@ def test_heads_of_a_type_that_transformers_lacks_come_through_megatron(tmp_path)
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-def test_tensors_that_fsdp_does_not_build_are_named(tmp_path, capsys):
+def test_tensors_that_fsdp_does_not_build_are_copied_if_heads_and_else_named(tmp_path, capsys):
     model = make_model(tmp_path / "model")
-    tensors = weights(tmp_path / "model") | {"model.layers.9.eh_proj.weight": torch.zeros(2, 2, dtype=BF16)}
+    further = ("model.layers.9.eh_proj.weight", "model.vision.weight")
+    tensors = weights(tmp_path / "model") | {name: torch.zeros(2, 2, dtype=BF16) for name in further}
     save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
     saved, back = str(tmp_path / "dist"), str(tmp_path / "back")
     assert main(["convert", "hf-to-dist", "--hf-checkpoint", model, "--save", saved]) == 0
     assert main(["convert", "dist-to-hf", "--load", saved, "--hf-checkpoint", model, "--save", back]) == 0
-    assert "1 tensors of" in (shown := capsys.readouterr().out) and "model.layers.9.eh_proj.weight" in shown
+    assert "1 tensors of" in (shown := capsys.readouterr().out) and "model.vision.weight" in shown
+    assert "model.layers.9.eh_proj.weight" in weights(tmp_path / "back")
 
 
 def test_existing_output_and_wrong_folders_are_refused(tmp_path, capsys):

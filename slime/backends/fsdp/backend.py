@@ -116,7 +116,9 @@ class FSDPBackend:
         self.working = self._place(self.model, None if random_weights else args.hf_checkpoint)
         self.optimizer = build_optimizer(args, self.model.lm.named_parameters())
         self._host = HostMemory()
-        self.copies = WeightCopies(lambda: [local(p.data) for p in self.model.parameters()])
+        self.copies = WeightCopies(
+            lambda: [local(p.data) for p in self.model.parameters()], on_device=args.weight_copies == "device"
+        )
 
     def _place(self, model: nn.Module, path: str | Path | None) -> WorkingCopy | None:
         """Spread the model over the ranks, give it storage and read the weights of `path` into it (None: random ones).

@@ -133,7 +133,7 @@ class MegatronBackend:
         )
         # With --overlap-param-gather forward passes gather what the last step left: on from one training pass to the next.
         self._gathers_late = args.overlap_param_gather
-        self.copies = WeightCopies(self._settled_parameters)
+        self.copies = WeightCopies(self._settled_parameters, on_device=args.weight_copies == "device")
         self.routers = routers_of(self.model)
         self._recorded: dict[tuple[int, ...], Recorded] = {}  # experts chosen in the last pass of the old policy
         self.saves = AsyncCallsQueue()  # with --async-save: what is being written

@@ -47,7 +47,7 @@ def to_hf(options: argparse.Namespace) -> None:
 
 
 def _name_left_out(source: Path, target: Path) -> None:
-    """A trainer writes what it builds: FSDP leaves out heads that predict further tokens, which transformers does not build."""
+    """A trainer writes what it builds, and copies heads that predict further tokens; what else a folder holds is left out."""
     left = sorted(_tensors(source) - _tensors(target))
     if left:
         print(
