@@ -17,6 +17,10 @@ Backward = Callable[
 ]
 
 
+class NotInstalled(ImportError):
+    """An operator needs a package that is not there, which is no fault of it."""
+
+
 def packed_operator(
     name: str, forward: Operator, backward: Backward, kept_shape: Callable[[Tensor, Tensor], Sequence[int]]
 ) -> Operator:

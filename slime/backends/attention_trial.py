@@ -9,7 +9,7 @@ import logging
 import torch
 from torch import Tensor
 
-from slime.backends.attention_operator import Operator
+from slime.backends.attention_operator import NotInstalled, Operator
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def why_wrong(operator: Operator, ratio: int, width: int, device: torch.device) 
     try:
         out, _ = operator(*parts, bounds.to(device, torch.int32), bounds, scale)
         found = [out, *torch.autograd.grad(out.float().square().sum(), parts)]
-    except ModuleNotFoundError:
+    except NotInstalled:
         return ""
     except Exception as error:  # whatever a package raises on a shape or device it cannot take is the reason
         return f"it failed on a small batch ({type(error).__name__}: {error})"

@@ -6,16 +6,19 @@ operator against plain attention before anything relies on it.
 """
 
 import functools
+import importlib.util
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from slime.backends.attention_operator import packed_operator
+from slime.backends.attention_operator import NotInstalled, packed_operator
 
 
 @functools.cache
 def _interface() -> ModuleType:
+    if importlib.util.find_spec("flash_attn") is None:
+        raise NotInstalled("flash-attn-4")
     from flash_attn.cute import interface  # optional, and slow to import
 
     return interface

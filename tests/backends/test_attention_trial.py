@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slime.backends import attention_trial
 from slime.backends.attention import PackedDocuments, head_shape, packed_attention
-from slime.backends.attention_operator import packed_operator
+from slime.backends.attention_operator import NotInstalled, packed_operator
 from slime.backends.attention_trial import first_right, why_wrong
 
 CPU = torch.device("cpu")
@@ -39,7 +39,11 @@ def fake_wrong_backward(query, key, value, cu_seqlens, bounds, scale):
 
 
 def fake_missing(*_):
-    raise ModuleNotFoundError("no such package")
+    raise NotInstalled("a package")
+
+
+def fake_half_installed(*_):
+    raise ModuleNotFoundError("No module named 'cutlass'")
 
 
 def fake_failing(*_):
@@ -99,6 +103,7 @@ def test_two_functions_make_an_operator_that_torch_accepts_and_a_trial_finds_rig
         (fake_across_documents, "its output"),
         (fake_wrong_backward, "its value gradient"),
         (fake_failing, "AssertionError: heads of 7"),
+        (fake_half_installed, "No module named 'cutlass'"),
     ],
 )
 def test_a_wrong_operator_is_passed_over_and_the_log_says_why(operator, reason, caplog):
