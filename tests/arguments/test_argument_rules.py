@@ -37,6 +37,10 @@ from slime.arguments.placement import derive_offload, derive_sizes
             {"kl_coef": 0.1, "kl_loss_coef": 0.1, "use_kl_loss": True},
             "--kl-coef is 0.1 and --kl-loss-coef is 0.1: the KL would count twice",
         ),
+        (
+            {"actor_num_nodes": 2},
+            "--actor-num-nodes is 2, but --runtime local has this machine alone; use --runtime ray",
+        ),
         ({"use_dynamic_batch_size": True}, "--use-dynamic-batch-size needs --max-tokens-per-gpu"),
         ({"balance_by_flops": True}, "--balance-by-flops .* needs --use-dynamic-batch-size"),
         ({"min_lr": 1, "lr_decay_style": "cosine"}, "--min-lr is 1, more than --lr 1e-06"),
@@ -301,6 +305,7 @@ def sizes(gpus, **given):
         (8, {"actor_num_gpus_per_node": 8}, (8, 8, True, True)),
         (8, {"actor_num_gpus_per_node": 4, "rollout_num_gpus": 4}, (4, 4, False, False)),
         (8, {"colocate": True, "offload_train": False}, (8, 8, True, False)),
+        (8, {"actor_num_nodes": 2, "runtime": "ray", "colocate": True}, (8, 16, True, True)),
     ],
 )
 def test_sizes_follow_what_is_visible(gpus, given, expected):
