@@ -30,6 +30,7 @@ from slime.arguments import Args, RunInfo, parse_args, plugin_args
 from slime.cli.quickstart.tiny import CHARACTERS
 from slime.cluster.placement import plan_placement
 from slime.cluster.run import open_run
+from slime.cluster.runtime import create_runtime
 from slime.cluster.serving import ModelService, make_servers
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.requests import build_request, prepare_prompt
@@ -119,7 +120,8 @@ def read_flags(options: argparse.Namespace, extra: list[str], folder: Path, mode
 def serving(args: Args) -> Iterator[int]:
     """The engines of the flags, and what stands before them; yields its port."""
     run_ = open_run(args)
-    servers = make_servers(args, run_, plan_placement(args, device_count()).engines)
+    runtime = create_runtime(args, run_.run_dir, run_.shm_prefix)
+    servers = make_servers(args, run_, plan_placement(args, device_count()).engines, runtime)
     policy = args.engine_topology.policy
     service = ModelService(args, policy, servers[policy.name], lambda url: None)
     service.fleet.launch()
@@ -129,6 +131,7 @@ def serving(args: Args) -> Iterator[int]:
     finally:
         run(http_utils.close_session())
         service.close()
+        runtime.close()
 
 
 def rollout_namespace(args: Args, port: int, model: Path) -> Any:

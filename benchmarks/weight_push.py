@@ -103,7 +103,7 @@ class Stand:
         self._run = open_run(args)
         self._placement = plan_placement(args, device_count())
         self._runtime = create_runtime(args, self._run.run_dir, self._run.shm_prefix)
-        self._rollout = RolloutStage(args, self._run, self._runtime, self._placement.engines)
+        self._rollout = RolloutStage(args, self._run, self._runtime, self._placement)
         facts = gather([self._rollout.begin_start(0, None)])[0]
         site = Site(device_count() > 0, True)
         self.transport = choose_transport(args.update_weight_transport, facts.transports, site).name

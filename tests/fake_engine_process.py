@@ -1,6 +1,6 @@
 """A process that starts and ends like an engine: binds a port, writes the ready file, dies with its parent.
 
-`python fake_engine_process.py PORT READY_FILE LIFE_FD MOOD_FILE`. The mood file is read at start ("dies": ends before
+`python fake_engine_process.py PORT READY_FILE LIFE_FD MOOD_FILE [HOST]`. The mood file is read at start ("dies": ends before
 it serves, "silent": never serves) and at each question ("sick": answers 503; otherwise it says that it holds weights
 named like its mood). It computes nothing.
 """
@@ -33,7 +33,8 @@ def main() -> None:
         def log_message(self, *_: object) -> None:
             """Keep the log empty."""
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    host = sys.argv[5] if len(sys.argv) > 5 else "127.0.0.1"
+    server = http.server.ThreadingHTTPServer((host, port), Handler)
     temporary = ready.with_suffix(".tmp")
     temporary.write_text(json.dumps({"port": server.server_address[1], "pid": os.getpid()}))
     temporary.rename(ready)

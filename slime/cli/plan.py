@@ -9,7 +9,7 @@ from slime.arguments.topology import Topology, plain_topology, prefill_topology,
 from slime.cli.main import user_errors
 from slime.cli.trainer_plan import Sizes, TrainerPlan, plan_trainer, read_model, render
 from slime.engines.sglang.command import SGLangOptions, server_words
-from slime.engines.topology import EnginePlace, place_engines, plan_router, render_plan
+from slime.engines.topology import EnginePlace, Gpu, gpu_pool, place_engines, plan_router, render_plan
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,13 +22,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         topology = _topology(options)
         if any(model.is_disaggregated for model in topology.models):
             options.rollout_router = "sglang"  # what such a run takes by itself
-        per_machine = 0 if options.cpu else options.num_gpus_per_node
-        places = place_engines(topology, first_gpu=options.first_gpu, gpus_per_machine=per_machine)
+        places = place_engines(topology, _gpus(topology, options))
         if options.json:
             print(_as_json(topology, places, trainer, options))
         else:
             print(_as_text(topology, places, options) + (f"\n{render(trainer)}" if trainer else ""))
     return 0
+
+
+def _gpus(topology: Topology, options: argparse.Namespace) -> list[Gpu]:
+    """As many machines as the engines fill."""
+    per_machine = options.num_gpus_per_node
+    num_machines = -(-(options.first_gpu + topology.num_gpus) // per_machine)
+    return [] if options.cpu else gpu_pool(num_machines, per_machine, options.first_gpu)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from slime.arguments import Args, explain_batch
 from slime.cluster.checkpoint import Checkpoint, Manifest, StagedCheckpoint, resolve_load, stage_checkpoint
 from slime.cluster.janitor import Janitor
-from slime.cluster.placement import plan_placement
+from slime.cluster.placement import Placement, plan_placement
 from slime.cluster.residency import GENERATE, TRAIN, Phase, Residency
 from slime.cluster.rollout_manager import Generated, RolloutFacts
 from slime.cluster.run import open_run
@@ -47,7 +48,7 @@ class Cluster:
         logger.info("%s", explain_batch(args))
         self._checkpoint: Checkpoint | None = resolve_load(args.load, args.save, args.ckpt_step)
         self._run = open_run(args)
-        self._placement = plan_placement(args, device_count())
+        self._placement = Placement((), ())  # filled at the start
         self._tracker = Tracker(args, self._run.run_dir)
         self._janitor = Janitor(shm.FOLDER, self._run.shm_prefix)
         self._runtime = create_runtime(args, self._run.run_dir, self._run.shm_prefix)
@@ -88,7 +89,10 @@ class Cluster:
         if not fresh:
             start_id = resumed.manifest.rollout_id + 1
             logger.info("resuming after rollout %d from %s", resumed.manifest.rollout_id, resumed.path)
-        self._rollout = RolloutStage(args, self._run, self._runtime, self._placement.engines)
+        plan = plan_placement(args, min(device_count(), args.num_gpus_per_node), self._runtime.num_machines)
+        self._placement = self._runtime.claim(plan)
+        self._run = replace(self._run, host=self._placement.host)
+        self._rollout = RolloutStage(args, self._run, self._runtime, self._placement)
         if self._placement.trainer:
             self._trainer = TrainGroup(args, self._run, self._runtime, self._placement.trainer)
         self._residency = Residency(args, self._rollout, self._trainer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,7 +24,7 @@ _LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"
 def plan_engines(args: Args, run: Run, slots: tuple[Slot, ...]) -> list[LaunchPlan]:
     """One plan per slot, in the order of the topology."""
     command_of = {"embedded": _embedded, "sglang": _sglang}[args.rollout_engine]
-    threads = args.engine_threads or _default_threads(args, len(slots))
+    threads = args.engine_threads or _default_threads(args, slots)
     models = {model.name: model for model in args.engine_topology.models}
     return [
         LaunchPlan(
@@ -33,6 +34,8 @@ def plan_engines(args: Args, run: Run, slots: tuple[Slot, ...]) -> list[LaunchPl
             log_path=run.run_dir / "logs" / f"{place.name}.log",
             start_timeout_s=args.engine_start_timeout_s,
             worker_type=place.worker_type,
+            host=slot.host,
+            beside_trainer=slot.host == run.host,
         )
         for place, slot in zip(place_engines(args.engine_topology), slots, strict=True)
     ]
@@ -59,9 +62,10 @@ class EngineSite:
     slot: Slot
 
 
-def _default_threads(args: Args, num_engines: int) -> int:
-    """A share of the cores. SGLang runs three processes, whose threads get in each other's way on a CPU machine."""
-    return 1 if args.rollout_engine == "sglang" else max(1, (os.cpu_count() or 1) // max(1, num_engines))
+def _default_threads(args: Args, slots: Sequence[Slot]) -> int:
+    """A share of a machine's cores. SGLang runs three processes, whose threads get in each other's way on a CPU machine."""
+    crowd = max(Counter(slot.machine for slot in slots).values(), default=1)
+    return 1 if args.rollout_engine == "sglang" else max(1, (os.cpu_count() or 1) // crowd)
 
 
 def _embedded(args: Args, run: Run, site: EngineSite, threads: int) -> Command:
@@ -75,6 +79,7 @@ def _embedded(args: Args, run: Run, site: EngineSite, threads: int) -> Command:
         seed=args.seed,
         shm_prefix=run.shm_prefix,
         await_weights=site.model.update_weights and not args.debug_rollout_only,
+        host=site.slot.host,
     )
 
 
@@ -91,6 +96,7 @@ def _sglang(args: Args, run: Run, site: EngineSite, threads: int) -> Command:
             seed=args.seed,
             # A model that gets no push could not be filled again.
             memory_saver=bool(args.offload_rollout) and site.model.update_weights and not cpu,
+            host=site.slot.host,
             extra=(
                 *_replay_words(args, site.model),
                 *_adapter_words(args, site.model, cpu),

@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from slime.cluster.placement import Placement
 from slime.cluster.runtime import CONTROL, WORK, Handle, WorkerDied, WorkerSpec
 from slime.cluster.worker import encode_call
 from slime.utils import shm, tensor_pickle, waits
@@ -144,7 +145,8 @@ class ProcessHandle:
 def _start_worker(spec: WorkerSpec, log_path: Path, shm_prefix: str) -> tuple[subprocess.Popen, Connection]:
     ours, theirs = socket.socketpair()
     paths = [p or os.getcwd() for p in sys.path]
-    env = {**os.environ, **spec.env, **spec.slot.env, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+    devices = spec.slot.env if spec.slot is not None else {}
+    env = {**os.environ, **spec.env, **devices, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
     command = [sys.executable, "-m", "slime.cluster.worker", "--fd", str(theirs.fileno()), "--shm-prefix", shm_prefix]
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with open(log_path, "ab") as log:
@@ -175,9 +177,15 @@ class SegmentRef:
 class LocalRuntime:
     """Spawns child processes and owns their end."""
 
+    num_machines = 1
+
     def __init__(self, run_dir: Path, shm_prefix: str):
         self._run_dir, self._shm_prefix = run_dir, shm_prefix
         self._handles: list[Handle] = []
+
+    def claim(self, placement: Placement) -> Placement:
+        """What is visible is ours."""
+        return placement
 
     def spawn(self, cls: type, *args: Any, spec: WorkerSpec) -> Handle:
         if spec.near_driver:

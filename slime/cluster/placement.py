@@ -1,23 +1,43 @@
-"""Which devices each trainer rank and each engine gets: a pure function of the arguments."""
+"""Which devices of which machine each trainer rank and each engine gets: a pure function of the arguments."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from slime.arguments import Args
-from slime.engines.topology import place_engines
+from slime.engines.topology import Gpu, gpu_pool, place_engines
+
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A place for one process. `gpu_ids`: device numbers on its machine; empty on a CPU machine."""
+    """A place for one process. `gpu_ids`: device numbers on its machine; empty on a CPU machine.
+
+    `machine`: counted within the plan. `host`: its address, as the other machines of the plan reach it.
+    """
 
     index: int = 0
     gpu_ids: tuple[int, ...] = ()
+    machine: int = 0
+    host: str = LOOPBACK
 
     @property
     def env(self) -> dict[str, str]:
         return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.gpu_ids))} if self.gpu_ids else {}
+
+    @property
+    def gpus(self) -> list[Gpu]:
+        return [(self.machine, gpu) for gpu in self.gpu_ids]
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One that the runtime gave to the run: its address, and the devices that are ours, in the order of the plan."""
+
+    host: str
+    gpu_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,20 +47,57 @@ class Placement:
     trainer: tuple[Slot, ...]
     engines: tuple[Slot, ...]
 
+    @property
+    def gpus_of_machines(self) -> tuple[int, ...]:
+        """How many devices, from the first one on, the plan needs of each machine."""
+        slots = (*self.trainer, *self.engines)
+        needs = [0] * (1 + max((slot.machine for slot in slots), default=0))
+        for machine, gpu in (gpu for slot in slots for gpu in slot.gpus):
+            needs[machine] = max(needs[machine], gpu + 1)
+        return tuple(needs)
 
-def plan_placement(args: Args, num_gpus: int) -> Placement:
-    """Trainer ranks take the first devices; engines follow, or share them when colocated.
+    @property
+    def host(self) -> str:
+        """Where the trainer's first rank is found."""
+        return self.trainer[0].host if self.trainer else LOOPBACK
 
-    On a CPU machine (`num_gpus` 0) a "gpu" of the arguments is a rank, and slots name no device.
+    def on(self, machines: Sequence[Machine]) -> Placement:
+        """The same plan with the addresses and the device numbers of real machines."""
+
+        def settle(slot: Slot) -> Slot:
+            machine = machines[slot.machine]
+            return replace(slot, host=machine.host, gpu_ids=tuple(machine.gpu_ids[gpu] for gpu in slot.gpu_ids))
+
+        return Placement(tuple(map(settle, self.trainer)), tuple(map(settle, self.engines)))
+
+
+def plan_placement(args: Args, num_gpus: int, num_machines: int = 1) -> Placement:
+    """Trainer ranks take the first devices of their machines; engines follow, or share them when colocated.
+
+    `num_gpus`: what each machine has. On CPU machines (0) a "gpu" of the arguments is a rank, and slots name no device.
+    `num_machines`: at most so many are used.
     """
-    num_ranks = 0 if args.debug_rollout_only else args.actor_num_nodes * args.actor_num_gpus_per_node
-    if num_gpus == 0 or args.rollout_external_engine_addrs:
-        engines = tuple(Slot(i) for i in range(_num_engines(args)))
-        if num_gpus == 0:
-            return Placement(tuple(Slot(i) for i in range(num_ranks)), engines)
-    else:
-        engines = _engine_slots(args, num_ranks, num_gpus)
-    return Placement(tuple(Slot(i, (i,)) for i in range(num_ranks)), engines)
+    if args.actor_num_nodes > num_machines and not args.debug_rollout_only:
+        raise ValueError(
+            f"--actor-num-nodes is {args.actor_num_nodes}, but there are {num_machines} machines; use at most that."
+        )
+    per_node = args.actor_num_gpus_per_node
+    num_ranks = 0 if args.debug_rollout_only else args.actor_num_nodes * per_node
+    training = [divmod(rank, per_node) for rank in range(num_ranks)]
+    trainer = tuple(Slot(i, (gpu,) if num_gpus else (), machine) for i, (machine, gpu) in enumerate(training))
+    num_engines, wanted = _num_engines(args), 0 if _none_of_ours(args) else args.engine_topology.num_gpus
+    pool = _engine_gpus(args, training, wanted, (num_machines, num_gpus)) if num_gpus else []
+    if _none_of_ours(args):
+        return Placement(trainer, tuple(Slot(i) for i in range(num_engines)))
+    if not pool:
+        return Placement(trainer, _spread(num_engines, min(args.actor_num_nodes, num_machines)))
+    places = place_engines(args.engine_topology, pool)
+    return Placement(trainer, tuple(Slot(i, place.gpu_ids, place.machine) for i, place in enumerate(places)))
+
+
+def _none_of_ours(args: Args) -> bool:
+    """Whether no engine takes a device: there is none, or somebody else runs them."""
+    return args.debug_train_only or bool(args.rollout_external_engine_addrs)
 
 
 def _num_engines(args: Args) -> int:
@@ -51,17 +108,21 @@ def _num_engines(args: Args) -> int:
     return sum(model.num_engines for model in args.engine_topology.models)
 
 
-def _engine_slots(args: Args, num_ranks: int, num_gpus: int) -> tuple[Slot, ...]:
-    """In the order of the topology."""
-    offset = 0 if args.colocate else num_ranks
-    total, wanted = num_gpus * args.actor_num_nodes, 0 if args.debug_train_only else args.engine_topology.num_gpus
-    needed = max(num_ranks, offset + wanted)
-    if needed > total:
+def _spread(num_engines: int, num_machines: int) -> tuple[Slot, ...]:
+    """CPU machines: as many engines on each as on the others, neighbours together."""
+    return tuple(Slot(i, machine=i * num_machines // num_engines) for i in range(num_engines))
+
+
+def _engine_gpus(args: Args, training: list[Gpu], wanted: int, machines: tuple[int, int]) -> list[Gpu]:
+    """What engines may have, in the order in which they take it. `machines`: how many, and the GPUs of each."""
+    num_machines, per_machine = machines
+    needed = max(len(training), wanted if args.colocate else len(training) + wanted)
+    total = num_machines * per_machine
+    if needed > total or (training and args.actor_num_gpus_per_node > per_machine):
+        there = f"{total} are visible" if num_machines == 1 else f"{num_machines} machines have {per_machine} each"
         raise ValueError(
-            f"{num_ranks} trainer ranks and {_num_engines(args)} engines on {wanted} GPUs need {needed} GPUs, "
-            f"but {num_gpus} are visible: lower --actor-num-gpus-per-node or --rollout-num-gpus, or use --colocate"
+            f"{len(training)} trainer ranks and {_num_engines(args)} engines on {wanted} GPUs need {needed} GPUs, "
+            f"but {there}: lower --actor-num-gpus-per-node or --rollout-num-gpus, or use --colocate"
         )
-    if args.debug_train_only:
-        return ()
-    places = place_engines(args.engine_topology, first_gpu=offset, gpus_per_machine=total)
-    return tuple(Slot(i, place.gpu_ids) for i, place in enumerate(places))
+    others = [gpu for gpu in gpu_pool(num_machines, per_machine) if gpu not in training]
+    return [*training, *others] if args.colocate else others

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
 import ray.exceptions
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from slime.arguments import Args
+from slime.cluster.placement import LOOPBACK, Machine, Placement
 from slime.cluster.runtime import CONTROL, WORK, Handle, WorkerDied, WorkerSpec
 from slime.utils import waits
+from slime.utils.errors import RunStopped
+
+_CLAIM_DEADLINE_S = 120.0
 
 
 class _Actor:
@@ -46,7 +53,7 @@ class RayFuture:
                 return ray.get(self._ref, timeout=deadline_s)
             except ray.exceptions.GetTimeoutError:
                 raise waits.WaitTimeout(f"{self._name}: not done after {deadline_s} s") from None
-            except ray.exceptions.RayActorError as error:
+            except (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError) as error:
                 raise WorkerDied(f"{self._name}: {error}") from error
             except ray.exceptions.RayTaskError as error:
                 cause = error.cause if isinstance(error.cause, Exception) else error
@@ -55,16 +62,18 @@ class RayFuture:
 
 
 class RayHandle:
-    """An actor."""
+    """An actor on the node with that id."""
 
-    def __init__(self, cls: type, args: tuple, spec: WorkerSpec):
+    def __init__(self, cls: type, args: tuple, spec: WorkerSpec, node_id: str):
         self.name = spec.name
+        devices = spec.slot.env if spec.slot is not None else {}
         actor_class = ray.remote(concurrency_groups={WORK: 1, CONTROL: 1})(_Actor)
         options = actor_class.options(
             num_cpus=0,
             num_gpus=0,  # placement names the devices; Ray's own bookkeeping would hide shared ones
             max_restarts=0,
-            runtime_env={"env_vars": {**spec.env, **spec.slot.env, "PYTHONPATH": os.pathsep.join(_python_path())}},
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+            runtime_env={"env_vars": {**spec.env, **devices, "PYTHONPATH": os.pathsep.join(_python_path())}},
         )
         self._actor = options.remote(cls, args)
 
@@ -91,16 +100,68 @@ class ObjectRef:
 
 
 class RayRuntime:
-    """Spawns actors in the cluster that `RAY_ADDRESS` names, or in one started for this run."""
+    """Spawns actors in the cluster that `RAY_ADDRESS` names, or in one started for this run.
+
+    GPUs are held by a placement group with a bundle per machine. Actors then take a place on a bundle's node and name
+    its devices themselves, so that engines and ranks may share them.
+    """
 
     def __init__(self, args: Args, run_dir: Path):
         self._owns_ray = not ray.is_initialized()
         self._handles: list[Handle] = []
         if self._owns_ray:
             ray.init(include_dashboard=False, log_to_driver=False, logging_level="warning")
+        self._driver_node: str = ray.get_runtime_context().get_node_id()
+        self._nodes: list[str] = [self._driver_node]  # of each machine of the plan
+        self._group: PlacementGroup | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """An actor that spawns others owns them, and neither Ray nor the devices."""
+        return {**self.__dict__, "_owns_ray": False, "_handles": [], "_group": None}
+
+    @property
+    def num_machines(self) -> int:
+        return len(_addresses())
+
+    def claim(self, placement: Placement) -> Placement:
+        needs = placement.gpus_of_machines
+        machines = self._claim_gpus(needs) if any(needs) else self._take_nodes(len(needs))
+        return placement.on(machines)
+
+    def _take_nodes(self, number: int) -> list[Machine]:
+        """The driver's own first; CPU machines hold as much as they are given."""
+        self._nodes = sorted(_addresses(), key=lambda node: (node != self._driver_node, node))[:number]
+        return self._machines([()] * number)
+
+    def _claim_gpus(self, needs: tuple[int, ...]) -> list[Machine]:
+        needs = tuple(max(1, needed) for needed in needs)  # a machine on which engines leave all GPUs free is held too
+        have = sorted((int(node["Resources"].get("GPU", 0)) for node in _alive_nodes()), reverse=True)
+        if any(there < needed for there, needed in zip(have, sorted(needs, reverse=True), strict=False)):
+            raise ValueError(
+                f"the plan needs machines with {_listed(needs)} GPUs, and those of the Ray cluster have {_listed(have)}: "
+                "lower --actor-num-gpus-per-node or --rollout-num-gpus, or start Ray on more machines"
+            )
+        self._group = placement_group([{"GPU": needed} for needed in needs], strategy="STRICT_SPREAD")
+        if not self._group.wait(_CLAIM_DEADLINE_S):
+            raise RunStopped(
+                f"the Ray cluster gave no machines with {_listed(needs)} GPUs within {_CLAIM_DEADLINE_S:.0f} s: other "
+                "jobs hold them (`ray status` says who)"
+            )
+        looks = [_look_around(self._group, bundle, needed) for bundle, needed in enumerate(needs)]
+        found = ray.get(looks, timeout=_CLAIM_DEADLINE_S)
+        self._nodes = [node for node, _ in found]
+        return self._machines([gpu_ids for _, gpu_ids in found])
+
+    def _machines(self, gpu_ids: list[tuple[int, ...]]) -> list[Machine]:
+        """Loopback is enough where all is on the driver's machine."""
+        addresses = _addresses()
+        alone = set(self._nodes) == {self._driver_node}
+        hosts = [LOOPBACK if alone else addresses[node] for node in self._nodes]
+        return [Machine(*machine) for machine in zip(hosts, gpu_ids, strict=True)]
 
     def spawn(self, cls: type, *args: Any, spec: WorkerSpec) -> Handle:
-        handle = RayHandle(cls, args, spec)
+        node = self._driver_node if spec.slot is None else self._nodes[spec.slot.machine]
+        handle = RayHandle(cls, args, spec, node)
         self._handles.append(handle)
         return handle
 
@@ -114,5 +175,30 @@ class RayRuntime:
         handles, self._handles = self._handles, []
         for handle in handles:
             handle.kill()
+        group, self._group = self._group, None
+        if group is not None:
+            remove_placement_group(group)
         if self._owns_ray and ray.is_initialized():
             ray.shutdown()
+
+
+def _alive_nodes() -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def _addresses() -> dict[str, str]:
+    return {node["NodeID"]: node["NodeManagerAddress"] for node in _alive_nodes()}
+
+
+def _look_around(group: PlacementGroup, bundle: int, num_gpus: int) -> Any:
+    """Ray alone knows where a bundle lies and which devices it holds, and tells only those who ask for all of them."""
+    place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+    return ray.remote(_node_and_gpus).options(num_cpus=0, num_gpus=num_gpus, scheduling_strategy=place).remote()
+
+
+def _node_and_gpus() -> tuple[str, tuple[int, ...]]:
+    return ray.get_runtime_context().get_node_id(), tuple(sorted(int(gpu) for gpu in ray.get_gpu_ids()))
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))

@@ -15,10 +15,10 @@ from slime.arguments import Args, RunInfo, plugin_args
 from slime.arguments.run_info import EVALUATION_ENGINES
 from slime.batch.convert import samples_to_batch
 from slime.cluster.engine_weights import EngineWeights
-from slime.cluster.placement import Slot
+from slime.cluster.placement import Placement
 from slime.cluster.run import Run
-from slime.cluster.runtime import in_background
-from slime.cluster.serving import ModelService, make_servers, policy_slots
+from slime.cluster.runtime import Runtime, in_background
+from slime.cluster.serving import ModelService, make_servers, ranks_on_engines
 from slime.observability.logging_utils import configure_logger
 from slime.observability.metrics import eval_metrics, rollout_metrics
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
@@ -62,17 +62,17 @@ class Generated:
 class RolloutManager:
     """Calls on the work lane: start, generate, evaluate. On the control lane: receive, release, restore, close."""
 
-    def __init__(self, args: Args, run_: Run, slots: tuple[Slot, ...]):
+    def __init__(self, args: Args, run_: Run, placement: Placement, runtime: Runtime):
         configure_logger()
         self._args, self._run = args, run_
         self._info = RunInfo(run_id=run_.run_id, run_dir=str(run_.run_dir))
         self._released: frozenset[str] = frozenset()  # memory tags that engines hold no more
-        policy, servers = args.engine_topology.policy, make_servers(args, run_, slots)
+        policy, servers = args.engine_topology.policy, make_servers(args, run_, placement.engines, runtime)
         engines = servers.pop(policy.name, [])
         reserved = args.eval_num_engines if engines else 0
         self._policy = ModelService(args, policy, engines, self._bring_up_to_date, reserved)
         self._fleet = self._policy.fleet
-        self._weights = EngineWeights(args, run_.shm_prefix, policy_slots(args, slots))
+        self._weights = EngineWeights(args, run_.shm_prefix, ranks_on_engines(args, placement))
         self._weights.watch(self._fleet)
         models = {model.name: model for model in args.engine_topology.models}
         # Beside the policy, with the weights they were loaded with: teachers, reward models.

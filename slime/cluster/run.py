@@ -13,7 +13,7 @@ from slime.utils import shm
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Known to every process of the run. `host`: the address on which its servers listen."""
+    """Known to every process of the run. `host`: where the trainer's first rank is found."""
 
     run_id: str
     run_dir: Path
@@ -24,7 +24,7 @@ class Run:
 def open_run(args: Args) -> Run:
     """Makes the folder, records the configuration, and removes what dead runs left in shared memory."""
     shm.unlink_stale()
-    run_dir = Path(args.run_dir)
+    run_dir = Path(args.run_dir).absolute()  # processes elsewhere have folders of their own to start from
     run_dir.mkdir(parents=True, exist_ok=True)
     config = {
         name: {"value": value, "source": args.sources.get(name)}

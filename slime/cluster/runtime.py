@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from slime.arguments import Args
-from slime.cluster.placement import Slot
+from slime.cluster.placement import Placement, Slot
 from slime.utils.errors import RunStopped
 
 WORK, CONTROL = "work", "control"
@@ -27,10 +27,13 @@ class WorkerDied(RunStopped):
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """How one object is placed. `near_driver`: it may live in the driver's own process (a debugger works there)."""
+    """How one object is placed. `slot` None: on the driver's machine, without a device.
+
+    `near_driver`: it may live in the driver's own process (a debugger works there), which then sees every device.
+    """
 
     name: str
-    slot: Slot = field(default_factory=Slot)
+    slot: Slot | None = None
     env: dict[str, str] = field(default_factory=dict)
     near_driver: bool = False
 
@@ -55,7 +58,14 @@ class Handle(Protocol):
 
 
 class Runtime(Protocol):
-    """Where objects live: child processes of this one, or Ray actors."""
+    """Where objects live: child processes of this one, or Ray actors. One that is handed on spawns like the first."""
+
+    @property
+    def num_machines(self) -> int:
+        """How many a plan may use."""
+
+    def claim(self, placement: Placement) -> Placement:
+        """Takes the machines and devices that a plan needs, until `close`; returns it with their real names."""
 
     def spawn(self, cls: type, *args: Any, spec: WorkerSpec) -> Handle: ...
 

@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 
 from slime.arguments import Args
 from slime.arguments.topology import ServedModel
+from slime.cluster.engine_host import host_engine
 from slime.cluster.engine_plan import plan_engines
 from slime.cluster.front import Front, Rotations
 from slime.cluster.placement import Placement, Slot
 from slime.cluster.run import Run
+from slime.cluster.runtime import Runtime, WorkerSpec
 from slime.engines.external import ExternalServer, discover
 from slime.engines.fleet import EngineFleet, Server, WatchPolicy
-from slime.engines.server import EngineServer
 from slime.engines.topology import place_engines, plan_router
 
 
@@ -66,7 +67,7 @@ class ModelService:
             front.close_last()
 
 
-def make_servers(args: Args, run_: Run, slots: tuple[Slot, ...]) -> dict[str, list[Server]]:
+def make_servers(args: Args, run_: Run, slots: tuple[Slot, ...], runtime: Runtime) -> dict[str, list[Server]]:
     """The engines of each model, not yet started; external ones are asked who they are."""
     if not slots:
         return {}
@@ -84,24 +85,33 @@ def make_servers(args: Args, run_: Run, slots: tuple[Slot, ...]) -> dict[str, li
         patience_s = args.engine_start_timeout_s
         return {args.engine_topology.policy.name: [ExternalServer(engine, patience_s) for engine in engines]}
     servers: dict[str, list[Server]] = {}
-    for place, plan in zip(place_engines(args.engine_topology), plan_engines(args, run_, slots), strict=True):
-        servers.setdefault(place.model, []).append(EngineServer(plan))
+    plans = plan_engines(args, run_, slots)
+    for place, plan, slot in zip(place_engines(args.engine_topology), plans, slots, strict=True):
+        spec = WorkerSpec(plan.name, slot=slot, near_driver=True)
+        servers.setdefault(place.model, []).append(host_engine(runtime, plan, spec))
     return servers
 
 
-def policy_slots(args: Args, slots: tuple[Slot, ...]) -> tuple[tuple[int, ...], ...]:
-    """Devices of each engine that gets the trainer's weights."""
+def _policy_slots(args: Args, slots: tuple[Slot, ...]) -> tuple[Slot, ...]:
+    """Of the engines that get the trainer's weights."""
     if args.rollout_external_engine_addrs or not slots:
-        return tuple(slot.gpu_ids for slot in slots)
+        return slots
     name = args.engine_topology.policy.name
     places = place_engines(args.engine_topology)
-    return tuple(slot.gpu_ids for place, slot in zip(places, slots, strict=True) if place.model == name)
+    return tuple(slot for place, slot in zip(places, slots, strict=True) if place.model == name)
+
+
+def ranks_on_engines(args: Args, placement: Placement) -> tuple[tuple[int, ...], ...]:
+    """For each engine that gets the trainer's weights: the trainer ranks on its devices, in their order."""
+    rank_on = {gpu: slot.index for slot in placement.trainer for gpu in slot.gpus}
+    engines = _policy_slots(args, placement.engines)
+    return tuple(tuple(rank_on[gpu] for gpu in slot.gpus if gpu in rank_on) for slot in engines)
 
 
 def trains_on_every_gpu(args: Args, placement: Placement) -> bool:
     """Whether each GPU of an engine that gets weights has a trainer rank on it, which can hand them over in its memory."""
-    training = {gpu for slot in placement.trainer for gpu in slot.gpu_ids}
-    return all(training.issuperset(gpu_ids) for gpu_ids in policy_slots(args, placement.engines))
+    training = {gpu for slot in placement.trainer for gpu in slot.gpus}
+    return all(training.issuperset(slot.gpus) for slot in _policy_slots(args, placement.engines))
 
 
 def _watch_policy(args: Args) -> WatchPolicy:

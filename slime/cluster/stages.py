@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.arguments import Args
-from slime.cluster.placement import Slot
+from slime.cluster.placement import Placement
 from slime.cluster.rollout_manager import Generated, RolloutManager
 from slime.cluster.run import Run
 from slime.cluster.runtime import CONTROL, Future, Runtime, WorkerSpec
@@ -20,9 +20,9 @@ _MEMORY_DEADLINE_S = 600.0
 class RolloutStage:
     """Calls the rollout manager, wherever it lives."""
 
-    def __init__(self, args: Args, run: Run, runtime: Runtime, slots: tuple[Slot, ...]):
+    def __init__(self, args: Args, run: Run, runtime: Runtime, placement: Placement):
         spec = WorkerSpec(name="rollout", near_driver=True)
-        self._handle = runtime.spawn(RolloutManager, args, run, slots, spec=spec)
+        self._handle = runtime.spawn(RolloutManager, args, run, placement, runtime, spec=spec)
 
     def begin_start(self, start_rollout_id: int, rollout_state: dict[str, Any] | None) -> Future:
         """Its result is a RolloutFacts."""

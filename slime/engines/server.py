@@ -40,14 +40,33 @@ class LaunchPlan:
     log_path: Path
     start_timeout_s: float
     worker_type: str = "regular"  # or prefill, decode: its share in disaggregation
+    host: str = "127.0.0.1"  # the address it binds, as its clients reach it
+    beside_trainer: bool = True  # on the machine of the trainer's first rank
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """An engine that serves: its address and its process. `bootstrap_port`: of one that prefills for others."""
+
+    host: str
+    port: int
+    pid: int | None = None
+    bootstrap_port: int | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
 
 
 class EngineServer:
-    """The process and its address. The port is kept over restarts, so that clients need not learn a new one."""
+    """The process and its address. The port is kept over restarts, so that clients need not learn a new one.
 
-    def __init__(self, plan: LaunchPlan):
+    `port`: that of an earlier life which somebody else owned; 0: any. Lives on the machine of the engine's devices.
+    """
+
+    def __init__(self, plan: LaunchPlan, port: int = 0):
         self.plan = plan
-        self.port = 0
+        self.port = port
         self.bootstrap_port: int | None = None  # of an engine that prefills for others
         self._process: subprocess.Popen | None = None
         self._life = LifePipe()
@@ -55,7 +74,7 @@ class EngineServer:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.plan.host}:{self.port}"
 
     @property
     def pid(self) -> int | None:
@@ -114,6 +133,20 @@ class EngineServer:
         self._drop_ready_file()
         return self.url
 
+    def wait_serving(self) -> Serving:
+        """Wait until it serves; returns all that others must know of it."""
+        self.wait_ready()
+        return Serving(self.plan.host, self.port, self.pid, self.bootstrap_port)
+
+    def wait_end(self) -> str:
+        """Wait until the process is gone; returns how it ended. One that was never started is gone."""
+        if self._process is not None:
+            self._process.wait()
+        return self.describe_end()
+
+    def is_there(self) -> None:
+        """An answer is all that is asked for."""
+
     def _drop_ready_file(self) -> None:
         if self._ready_file is not None:
             shutil.rmtree(self._ready_file.parent, ignore_errors=True)
@@ -168,13 +201,14 @@ def embedded_command(
     seed: int,
     shm_prefix: str,
     await_weights: bool,
+    host: str = "127.0.0.1",
 ) -> Command:
     """The command line of our own engine."""
 
     def command(port: int, ready_file: Path, life_fd: int) -> list[str]:
         options = {
             "--model-path": model_path,
-            "--host": "127.0.0.1",
+            "--host": host,
             "--port": port,
             "--ready-file": ready_file,
             "--life-fd": life_fd,

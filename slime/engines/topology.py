@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from slime.arguments.sglang import yaml_words
 from slime.arguments.topology import ServedModel, ServerGroup, Topology
 from slime.engines.sglang.supervisor import BOOTSTRAP_PORT
+
+Gpu = tuple[int, int]  # a machine, and the number of a device on it
 
 _DISAGGREGATION = {
     "prefill": ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", BOOTSTRAP_PORT),
@@ -34,24 +37,29 @@ class EnginePlace:
     words: tuple[str, ...] = ()
 
 
-def place_engines(topology: Topology, *, first_gpu: int = 0, gpus_per_machine: int = 0) -> tuple[EnginePlace, ...]:
-    """Groups take GPUs in the order of the file, from `first_gpu` on; placeholders keep theirs free.
+def gpu_pool(num_machines: int, per_machine: int, first: int = 0) -> list[Gpu]:
+    """Every GPU of so many machines alike, machine by machine, without the first ones."""
+    return [divmod(gpu, per_machine) for gpu in range(first, num_machines * per_machine)]
 
-    `gpus_per_machine` 0: a CPU machine, where engines name no device.
+
+def place_engines(topology: Topology, pool: Sequence[Gpu] = ()) -> tuple[EnginePlace, ...]:
+    """Groups take GPUs of the pool in the order of the file; placeholders keep theirs free.
+
+    An empty `pool`: CPU machines, where engines name no device.
     """
     places: list[EnginePlace] = []
-    gpu = first_gpu
+    taken = 0
     for model in topology.models:
         for group in model.groups:
+            size = group.num_gpus_per_engine
             for i in range(group.num_engines):
-                start = gpu + i * group.num_gpus_per_engine
+                start = taken + i * size
                 name = _engine_name(topology, model, sum(place.model == model.name for place in places))
-                machine, gpu_ids = _devices(name, start, group.num_gpus_per_engine, gpus_per_machine)
-                size = group.num_gpus_per_engine
+                machine, gpu_ids = _devices(name, pool[start : start + size], pool) if pool else (0, ())
                 places.append(
                     EnginePlace(name, model.name, group.worker_type, machine, gpu_ids, size, _group_words(group))
                 )
-            gpu += group.num_gpus
+            taken += group.num_gpus
     return tuple(places)
 
 
@@ -59,21 +67,24 @@ def _engine_name(topology: Topology, model: ServedModel, number: int) -> str:
     return f"engine-{number}" if model is topology.policy else f"{model.name}-engine-{number}"
 
 
-def _devices(name: str, start: int, size: int, per_machine: int) -> tuple[int, tuple[int, ...]]:
-    if per_machine == 0:
-        return 0, ()
-    if size > per_machine:
+def _devices(name: str, gpus: Sequence[Gpu], pool: Sequence[Gpu]) -> tuple[int, tuple[int, ...]]:
+    per_machine = max(Counter(machine for machine, _ in pool).values())
+    if len(gpus) > per_machine:
         raise ValueError(
-            f"{name} needs {size} GPUs and a machine has {per_machine}: an engine over several machines is not built; "
+            f"{name} needs {len(gpus)} GPUs and a machine has {per_machine}: an engine over several machines is not built; "
             f"use at most {per_machine} GPUs per engine."
         )
-    machine, first = divmod(start, per_machine)
-    if first + size > per_machine:
+    machine = gpus[0][0]
+    if gpus[-1][0] != machine:
         raise ValueError(
-            f"{name} would get GPUs {start} to {start + size - 1}, which lie on two machines of {per_machine}: reorder the "
-            "groups, or fill the gap with a placeholder group."
+            f"{name} would get {len(gpus)} GPUs from {_named(gpus[0])} to {_named(gpus[-1])}, which lie on two machines: "
+            "reorder the groups, or fill the gap with a placeholder group."
         )
-    return machine, tuple(range(first, first + size))
+    return machine, tuple(gpu for _, gpu in gpus)
+
+
+def _named(gpu: Gpu) -> str:
+    return f"GPU {gpu[1]} of machine {gpu[0]}"
 
 
 def _group_words(group: ServerGroup) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from slime.cluster.placement import plan_placement
 from slime.cluster.residency import GENERATE, SYNC, TRAIN, Residency
 from slime.cluster.rollout_manager import _model_facts
 from slime.cluster.schedule import Schedule
+from slime.cluster.serving import ranks_on_engines
 from slime.utils.errors import RunStopped
 
 
@@ -56,6 +57,82 @@ def test_debug_modes_place_one_stage_only():
 def test_too_few_devices_is_an_error_with_the_numbers():
     with pytest.raises(ValueError, match="need 4 GPUs, but 3 are visible"):
         plan_placement(sizes(), 3)
+
+
+def where(slots):
+    """`machine:gpus` of each slot."""
+    return [f"{slot.machine}:{','.join(map(str, slot.gpu_ids))}" for slot in slots]
+
+
+EIGHT, OTHER_EIGHT = [f"0:{gpu}" for gpu in range(8)], [f"1:{gpu}" for gpu in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "trainer", "engines"),
+    [
+        # Half of the GPUs train, the other machine generates.
+        ({"actor_num_gpus_per_node": 8, "rollout_num_gpus": 8, "per_engine": 4}, EIGHT, ["1:0,1,2,3", "1:4,5,6,7"]),
+        # Both machines train, and engines share their GPUs.
+        (
+            {
+                "actor_num_nodes": 2,
+                "actor_num_gpus_per_node": 8,
+                "rollout_num_gpus": 16,
+                "colocate": True,
+                "per_engine": 8,
+            },
+            [*EIGHT, *OTHER_EIGHT],
+            ["0:0,1,2,3,4,5,6,7", "1:0,1,2,3,4,5,6,7"],
+        ),
+        # Half of each machine trains, the other half generates.
+        (
+            {"actor_num_nodes": 2, "actor_num_gpus_per_node": 4, "rollout_num_gpus": 8, "per_engine": 2},
+            [*EIGHT[:4], *OTHER_EIGHT[:4]],
+            ["0:4,5", "0:6,7", "1:4,5", "1:6,7"],
+        ),
+        # Half of each machine trains, and engines share that half.
+        (
+            {
+                "actor_num_nodes": 2,
+                "actor_num_gpus_per_node": 4,
+                "rollout_num_gpus": 8,
+                "colocate": True,
+                "per_engine": 4,
+            },
+            [*EIGHT[:4], *OTHER_EIGHT[:4]],
+            ["0:0,1,2,3", "1:0,1,2,3"],
+        ),
+    ],
+)
+def test_a_plan_for_two_machines_with_eight_gpus(changes, trainer, engines):
+    changes["rollout_num_gpus_per_engine"] = changes.pop("per_engine")
+    placement = plan_placement(sizes(**changes), 8, num_machines=2)
+    assert (where(placement.trainer), where(placement.engines)) == (trainer, engines)
+
+
+def test_ranks_on_an_engine_s_devices_are_counted_over_machines():
+    changes = {"actor_num_nodes": 2, "rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 2}
+    assert ranks_on_engines(*_planned(sizes(**changes, colocate=True), 8)) == ((0, 1), (2, 3))
+    assert ranks_on_engines(*_planned(sizes(**changes), 8)) == ((), ())
+
+
+def _planned(args, num_gpus):
+    return args, plan_placement(args, num_gpus, num_machines=2)
+
+
+def test_cpu_machines_get_as_many_ranks_as_asked_and_engines_evenly():
+    placement = plan_placement(sizes(actor_num_nodes=2, rollout_num_gpus=3), 0, num_machines=2)
+    assert where(placement.trainer) == ["0:", "0:", "1:", "1:"]
+    assert where(placement.engines) == ["0:", "0:", "1:"]
+
+
+def test_a_plan_that_two_machines_cannot_hold_is_refused_with_the_flags():
+    with pytest.raises(ValueError, match="--actor-num-nodes is 3, but there are 2 machines; use at most that"):
+        plan_placement(sizes(actor_num_nodes=3), 8, num_machines=2)
+    with pytest.raises(ValueError, match=r"need 18 GPUs, but 2 machines have 8 each: lower --actor-num-gpus-per-node"):
+        plan_placement(sizes(rollout_num_gpus=16), 8, num_machines=2)
+    with pytest.raises(ValueError, match=r"9 trainer ranks .* but 2 machines have 8 each"):
+        plan_placement(sizes(actor_num_gpus_per_node=9, rollout_num_gpus=1), 8, num_machines=2)
 
 
 def schedule(num_rollout=5, start=0, **changes):

@@ -10,7 +10,7 @@ from argument_helpers import parse
 from slime.arguments.topology import ServerGroup, plain_topology, prefill_topology, read_topology
 from slime.cli.plan import main as plan
 from slime.cluster.placement import plan_placement
-from slime.engines.topology import override_words, place_engines, plan_router
+from slime.engines.topology import gpu_pool, override_words, place_engines, plan_router
 
 FULL = """
 sglang:
@@ -154,15 +154,17 @@ def test_each_mistake_names_the_key_the_value_and_the_fix(write, text, message):
 
 def test_engines_start_after_the_trainers_gpus_and_placeholders_stay_free(write):
     text = "sglang: [{name: a, server_groups: [{worker_type: placeholder, num_gpus: 1}, {num_gpus: 2}]}]"
-    places = place_engines(read_topology(write(text), "m", 1), first_gpu=2, gpus_per_machine=8)
+    places = place_engines(read_topology(write(text), "m", 1), gpu_pool(1, 8, first=2))
     assert [place.gpu_ids for place in places] == [(3,), (4,)]
 
 
 def test_an_engine_never_lies_on_two_machines():
-    with pytest.raises(ValueError, match="GPUs 2 to 5, which lie on two machines of 4"):
-        place_engines(plain_topology("m", 4, 4), first_gpu=2, gpus_per_machine=4)
+    with pytest.raises(
+        ValueError, match="4 GPUs from GPU 2 of machine 0 to GPU 1 of machine 1, which lie on two machines"
+    ):
+        place_engines(plain_topology("m", 4, 4), gpu_pool(2, 4, first=2))
     with pytest.raises(ValueError, match="needs 8 GPUs and a machine has 4"):
-        place_engines(plain_topology("m", 8, 8), gpus_per_machine=4)
+        place_engines(plain_topology("m", 8, 8), gpu_pool(2, 4))
 
 
 def test_prefill_servers_are_a_short_form_of_two_groups():

@@ -1,0 +1,205 @@
+"""Engines wherever the runtime puts them: in this process, or by actors on two machines (two Ray nodes here).
+
+The processes are the fakes of the fleet's tests, except where real engines of a plan are started.
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from argument_helpers import parse
+from tiny_model import make_tiny_model
+
+from slime.cluster.engine_host import host_engine
+from slime.cluster.local_runtime import LocalRuntime
+from slime.cluster.placement import Machine, Placement, Slot, plan_placement
+from slime.cluster.run import Run
+from slime.cluster.runtime import WorkerSpec
+from slime.cluster.serving import make_servers
+from slime.engines.fleet import EngineFleet, WatchPolicy
+from slime.engines.server import EngineStartError, LaunchPlan
+from slime.utils import http_utils, shm
+from slime.utils.async_utils import run
+from slime.wire.control import EngineControl
+
+SCRIPT = Path(__file__).parents[1] / "fake_engine_process.py"
+SECOND_HOST = "127.0.0.2"
+
+
+@pytest.fixture(scope="module")
+def ray_cluster():
+    """Two nodes with two GPUs each, as far as Ray's books go."""
+    pytest.importorskip("ray")
+    import ray
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 2})
+    cluster.add_node(num_cpus=1, num_gpus=2, node_ip_address=SECOND_HOST)
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="warning")
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+@pytest.fixture(params=["local", "ray"])
+def runtime(request, tmp_path):
+    if request.param == "local":
+        made = LocalRuntime(tmp_path, shm.make_prefix())
+    else:
+        request.getfixturevalue("ray_cluster")
+        from slime.cluster.ray_runtime import RayRuntime
+
+        made = RayRuntime(None, tmp_path)
+    yield made
+    made.close()
+
+
+class Fleet:
+    """One fake engine on each machine that the runtime has."""
+
+    def __init__(self, folder: Path, runtime):
+        self.mood = folder / "mood"
+        self.mood.write_text("well")
+        plan = Placement((), tuple(Slot(i, machine=i) for i in range(runtime.num_machines)))
+        self.slots = runtime.claim(plan).engines
+        self.engines = [self._engine(folder, runtime, slot) for slot in self.slots]
+        self.fleet = EngineFleet(self.engines, WatchPolicy(3, 600.0, poll_s=0.05), lambda url: None)
+
+    def _engine(self, folder: Path, runtime, slot: Slot):
+        mood = str(self.mood)
+
+        def command(port: int, ready: Path, life_fd: int) -> list[str]:
+            return [sys.executable, str(SCRIPT), str(port), str(ready), str(life_fd), mood, slot.host]
+
+        name = f"engine-{slot.index}"
+        plan = LaunchPlan(name, command, {}, folder / f"{name}.log", 60.0, host=slot.host)
+        return host_engine(runtime, plan, WorkerSpec(name, slot=slot, near_driver=True))
+
+    def start(self) -> tuple[str, ...]:
+        self.fleet.launch()
+        return self.fleet.wait_ready()
+
+
+@pytest.fixture
+def engines(runtime, tmp_path):
+    made = Fleet(tmp_path, runtime)
+    yield made
+    made.fleet.stop()
+
+
+def eventually(condition, seconds: float = 40.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.02)
+
+
+def node_of(pid: int) -> str:
+    """The address of the Ray node that a process belongs to, by the command line of its raylet."""
+    words = [word for parent in psutil.Process(pid).parents() for word in parent.cmdline()]
+    return next(word.partition("=")[2] for word in words if word.startswith("--node_ip_address="))
+
+
+def test_an_engine_comes_back_on_its_machine_and_all_are_gone_at_the_end(engines, runtime):
+    urls = engines.start()
+    assert [run(http_utils.get(url)) for url in urls] == [{"weight_version": "well"}] * len(urls)
+    first = engines.engines[-1].pid
+    os.kill(first, signal.SIGKILL)
+    eventually(lambda: engines.fleet.num_restarts == 1)
+    assert engines.fleet.urls == urls
+    assert engines.engines[-1].alive() and engines.engines[-1].pid != first
+    assert run(http_utils.get(urls[-1])) == {"weight_version": "well"}
+    pids = engines.fleet.pids
+    if runtime.num_machines > 1:
+        hosts = [slot.host for slot in engines.slots]
+        assert [node_of(pid) for pid in pids] == hosts and hosts[1] == SECOND_HOST != hosts[0]
+        assert all(url.startswith(f"http://{host}:") for url, host in zip(urls, hosts, strict=True))
+    engines.fleet.stop()
+    eventually(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+
+
+def test_what_an_engine_last_said_comes_from_its_machine(engines):
+    engines.mood.write_text("dies")
+    with pytest.raises(EngineStartError, match=r"(?s)engine-0 ended with code 1; last lines of .*folder is empty"):
+        engines.start()
+
+
+def test_an_evicted_engine_is_dead_at_once(engines):
+    urls = engines.start()
+    with engines.fleet.frozen():
+        engines.fleet.evict(urls[0], RuntimeError("wrong weights"))
+        assert not engines.fleet.is_alive(urls[0])
+        assert "was killed by signal 9" in engines.engines[0].describe_end()
+
+
+def test_an_engine_ends_with_its_owner_and_gets_another_on_the_same_port(tmp_path, ray_cluster):
+    from slime.cluster.ray_runtime import RayRuntime
+
+    runtime = RayRuntime(None, tmp_path)
+    engines = Fleet(tmp_path, runtime)
+    try:
+        urls = engines.start()
+        first = engines.engines[1].pid
+        psutil.Process(first).parent().kill()  # the actor
+        eventually(lambda: not psutil.pid_exists(first))
+        eventually(lambda: engines.fleet.num_restarts == 1)
+        assert engines.fleet.urls == urls and node_of(engines.engines[1].pid) == SECOND_HOST
+    finally:
+        engines.fleet.stop()
+        runtime.close()
+
+
+@pytest.mark.slow
+def test_engines_of_a_plan_serve_on_the_gpus_of_two_machines(tmp_path, ray_cluster):
+    from slime.cluster.ray_runtime import RayRuntime
+
+    make_tiny_model(tmp_path / "model")
+    model = {
+        "hf_checkpoint": tmp_path / "model",
+        "run_dir": tmp_path,
+        "rollout_engine": "embedded",
+        "engine_threads": 1,
+    }
+    args = parse("--debug-rollout-only", runtime="ray", rollout_num_gpus=4, rollout_num_gpus_per_engine=2, **model)
+    runtime = RayRuntime(args, tmp_path)
+    placement = runtime.claim(plan_placement(args, 2, runtime.num_machines))
+    assert {slot.host for slot in placement.engines} >= {SECOND_HOST}
+    assert [slot.gpu_ids for slot in placement.engines] == [(0, 1), (0, 1)]
+    servers = make_servers(args, Run("run", tmp_path, shm.make_prefix()), placement.engines, runtime)["default"]
+    fleet = EngineFleet(servers, WatchPolicy(3, 600.0), lambda url: None)
+    try:
+        fleet.launch()
+        urls = fleet.wait_ready()
+        assert [run(EngineControl(url).healthy(60.0)) for url in urls] == [True, True]
+        assert [node_of(pid) for pid in fleet.pids] == [slot.host for slot in placement.engines]
+        devices = [psutil.Process(pid).environ()["CUDA_VISIBLE_DEVICES"] for pid in fleet.pids]
+        assert devices == ["0,1", "0,1"]
+        assert {server.plan.beside_trainer for server in servers} == {False}, "no trainer: nobody shares memory"
+    finally:
+        pids = fleet.pids
+        fleet.stop()
+        runtime.close()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_more_gpus_than_the_cluster_has_are_refused_with_the_numbers(tmp_path, ray_cluster):
+    from slime.cluster.ray_runtime import RayRuntime
+
+    runtime = RayRuntime(None, tmp_path)
+    plan = Placement((), (Slot(0, (0,)), Slot(1, (0, 1, 2), machine=1)))
+    with pytest.raises(ValueError, match="needs machines with 1, 3 GPUs, and those of the Ray cluster have 2, 2"):
+        runtime.claim(plan)
+    runtime.close()
+
+
+def test_a_plan_takes_the_names_of_real_machines():
+    plan = Placement((Slot(0, (0,)), Slot(1, (0,), machine=1)), (Slot(0, (1, 2)),))
+    assert plan.gpus_of_machines == (3, 1)
+    real = plan.on([Machine("10.0.0.4", (5, 6, 7)), Machine("10.0.0.9", (2,))])
+    assert real.host == "10.0.0.4"
+    assert real.trainer == (Slot(0, (5,), 0, "10.0.0.4"), Slot(1, (2,), 1, "10.0.0.9"))
+    assert real.engines == (Slot(0, (6, 7), 0, "10.0.0.4"),)
