@@ -28,6 +28,11 @@ class Layout:
     pp_size: int = 1
     pp_rank: int = 0
 
+    @property
+    def is_first_of_stage(self) -> bool:
+        """One rank per pipeline stage; experts are spread over the ranks of the other dimensions."""
+        return self.dp_rank == self.cp_rank == self.tp_rank == 0
+
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
@@ -197,6 +202,12 @@ class TrainBackend(Protocol):
     def output_matrix(self, weights: str) -> OutputMatrix: ...
 
     def export(self, *, weights: str = "actor", dtype: torch.dtype | None = None) -> Iterator[Bucket]: ...
+
+    def export_stage(self, dtype: torch.dtype | None = None) -> Iterator[Bucket]:
+        """`export` of this rank's pipeline stage alone, on the ranks of that stage; all stages one after another are `export`.
+
+        All ranks call it together. Then stages go through their buckets independently."""
+        ...
 
     def copy_weights(self, src: str, dst: str) -> None: ...
 

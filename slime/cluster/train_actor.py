@@ -20,12 +20,14 @@ from slime.cluster.run import Run
 from slime.cluster.runtime import fetch
 from slime.observability.logging_utils import configure_logger
 from slime.utils import accelerator
+from slime.utils.http_utils import get_host_info
 from slime.utils.misc import load_function
 from slime.weight_sync import LIVE_TRANSPORTS, TRANSPORTS, LiveReport, LiveSender, Parcel, Sender, Target
-from slime.weight_sync.base import NamedTensors, SenderOptions, nothing_after_writing
+from slime.weight_sync.base import LiveTransport, NamedTensors, SenderOptions, nothing_after_writing
 from slime.weight_sync.fp8 import checkpoint_format, quantize_named
 from slime.weight_sync.late_copy import LateCopySender
 from slime.weight_sync.post_write import PostWrite
+from slime.weight_sync.stage_turns import StagePlace, StageTurns
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,7 @@ class TrainActor:
         self._store: dist.Store | None = None
         self._sender: Sender | None = None
         self._live_sender: LiveSender | None = None
+        self._turns: StageTurns | None = None  # None: what is sent live, if anything, goes from every rank at once
         self._version: int | None = None  # of the current weights; None: engines never got any
 
     def open_store(self) -> int:
@@ -81,7 +84,7 @@ class TrainActor:
         return {"dp_size": layout.dp_size, "dp_rank": layout.dp_rank, "cp_size": layout.cp_size}
 
     def open_sender(self, transport: str, engine_urls: tuple[str, ...]) -> None:
-        """The first rank sends: `export` gives it whole tensors. Some live transports send from every rank.
+        """The first rank sends: `export` gives it whole tensors. Live transports send from more ranks, in their own ways.
 
         After a live push the first rank leaves a copy on disk, for engines that come late.
         """
@@ -89,11 +92,19 @@ class TrainActor:
         self._content = (live or TRANSPORTS[transport]).content
         self._post_write = self._load_post_write(engine_urls)
         self._fp8 = checkpoint_format(self._args.engine_topology.policy.model_path)
-        if live is not None and (live.every_rank or self._rank == 0):
-            self._live_sender = live.make_sender(self._sender_options())
+        if live is not None:
+            self._open_live(live)
         if self._rank == 0:
             make_sender = LateCopySender if live else TRANSPORTS[transport].make_sender
             self._sender = make_sender(self._sender_options())
+
+    def _open_live(self, live: LiveTransport) -> None:
+        layout = self._backend.layout
+        if live.every_rank or layout.is_first_of_stage:
+            self._live_sender = live.make_sender(self._sender_options())
+        if not live.every_rank:
+            place = StagePlace(layout.pp_rank, layout.pp_size, layout.is_first_of_stage)
+            self._turns = StageTurns(place, self._live_sender)
 
     def _load_post_write(self, engine_urls: tuple[str, ...]) -> PostWrite | None:
         path = self._args.custom_update_weight_post_write_path
@@ -107,13 +118,18 @@ class TrainActor:
             folder,
             self._args.engine_topology.policy.model_path,
             self._rank,
-            self._run.host,
+            self._own_address(),
             self._args.update_weight_timeout_s,
+            self._backend.layout.pp_rank,
             adapter_config=adapter,
             keep_files=self._args.update_weight_disk_keep_files,
             delta=delta_options(self._args, self._run),
             after_writing=self._post_write or nothing_after_writing,
         )
+
+    def _own_address(self) -> str:
+        """As engines reach it: the first rank is where the run listens, others may be on other machines."""
+        return self._run.host if self._rank == 0 or self._run.host == "127.0.0.1" else get_host_info()[1]
 
     def train(self, rollout_id: int, ref: Any) -> TrainReport:
         steps: list[dict[str, float]] = []
@@ -149,17 +165,20 @@ class TrainActor:
 
     def send_live(self, version: str, dtype: str | None, targets: tuple[Target, ...]) -> LiveReport | None:
         """The whole model, bucket by bucket, to engines that wait for it; a rank that sends nothing returns None."""
-        if self._live_sender is not None:
-            self._live_sender.open(version, targets)
-        for bucket in self._stream(dtype):
+        if self._turns is not None:
+            buckets = self._backend.export_stage(dtype=_torch_dtype(dtype))
             if self._live_sender is not None:
-                self._live_sender.send(self._as_engines_hold(bucket))
-        return self._live_sender.finish() if self._live_sender is not None else None
+                buckets = map(self._as_engines_hold, buckets)
+            return self._turns.send(version, targets, buckets)
+        self._live_sender.open(version, targets)
+        for bucket in self._stream(dtype):
+            self._live_sender.send(self._as_engines_hold(bucket))
+        return self._live_sender.finish()
 
     def _stream(self, dtype: str | None) -> Iterator[NamedTensors]:
         """What the transport carries, bucket by bucket: the model, or its adapters alone. A collective."""
         export = self._backend.export_adapter if self._content == "adapter" else self._backend.export
-        return export(dtype=getattr(torch, dtype) if dtype else None)
+        return export(dtype=_torch_dtype(dtype))
 
     def _as_engines_hold(self, bucket: NamedTensors) -> NamedTensors:
         """In FP8 where the engines' checkpoint is."""
@@ -191,3 +210,7 @@ class TrainActor:
                 sender.close()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _torch_dtype(name: str | None) -> torch.dtype | None:
+    return getattr(torch, name) if name else None

@@ -64,7 +64,7 @@ class TrainGroup:
         self._call("note_push", number)
 
     def send_live(self, version: str, dtype: str | None, targets: tuple[Target, ...]) -> LiveReport:
-        """One report for all ranks: each sends the whole model, to engines of its own."""
+        """One report for all ranks: each that sends tells of the whole model, sent to engines of its own or in turns to all."""
         reports = [report for report in self._call("send_live", version, dtype, targets) if report is not None]
         failures = {url: why for report in reports for url, why in report.failures.items()}
         return LiveReport(reports[0].num_tensors, reports[0].nbytes, failures)

@@ -51,11 +51,14 @@ class WeightPush:
         started = time.monotonic()
         version = f"{self._run_id}:{self.num_pushes + 1}"
         metrics: dict[str, float] = {}
+        report: LiveReport | None = None
         with self._residency.phase(SYNC):
             if self._live:
-                metrics = self._send_live(version)
+                report, metrics = self._send_live(version)
             # After a live push this is the copy for engines that come late; the others go on meanwhile.
             parcel = self._trainer.export(version, self._dtype)
+            if report is not None:
+                _check_count(report, parcel)
             metrics = {**self._rollout.receive(parcel), **metrics}
         self.num_pushes += 1
         return {
@@ -66,13 +69,20 @@ class WeightPush:
             "rollout/weight_version": self.num_pushes,
         }
 
-    def _send_live(self, version: str) -> dict[str, float]:
+    def _send_live(self, version: str) -> tuple[LiveReport, dict[str, float]]:
         """From pause to continue: nothing else happens in between."""
         started = time.monotonic()
         targets = self._rollout.begin_live()
         report = self._trainer.send_live(version, self._dtype, targets)
         metrics = self._rollout.finish_live(version, targets, report)
-        return {**metrics, "perf/update_weights_pause_time": time.monotonic() - started}
+        return report, {**metrics, "perf/update_weights_pause_time": time.monotonic() - started}
+
+
+def _check_count(report: LiveReport, parcel: Parcel) -> None:
+    """Stages that each send their part must come to the model as one rank sees it."""
+    assert report.failures or report.num_tensors == parcel.num_tensors, (
+        f"the ranks sent {report.num_tensors} tensors of weights {parcel.version}, the model has {parcel.num_tensors}"
+    )
 
 
 class PushToNobody:

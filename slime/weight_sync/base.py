@@ -68,7 +68,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class LiveReport:
-    """What a live push came to. `failures`: engine address -> why it does not hold the new weights."""
+    """What a live push came to, over all stages. `failures`: engine address -> why it does not hold the new weights."""
 
     num_tensors: int
     nbytes: int
@@ -106,8 +106,9 @@ class SenderOptions:
     folder: Path  # where checkpoints for the engines are written
     hf_checkpoint: str  # config and tokenizer of those checkpoints
     rank: int = 0
-    host: str = "127.0.0.1"  # address of the trainer's first rank, as engines reach it
+    host: str = "127.0.0.1"  # address of this rank, as engines reach it
     deadline_s: float = 120.0  # longest wait for one bucket
+    stage: int = 0  # this rank's in the pipeline; a trainer without one is a single stage
     adapter_config: Mapping[str, Any] | None = None  # of adapters that are sent alone; None: the model is sent
     keep_files: bool = False  # versions on disk stay after their use
     delta: DeltaOptions | None = None  # None: the run sends no deltas
@@ -155,7 +156,11 @@ class Transport:
 
 @dataclass(frozen=True, slots=True)
 class LiveTransport:
-    """A transport that sends to waiting engines. `every_rank`: each trainer rank serves the engines on its device."""
+    """A transport that sends to waiting engines.
+
+    `every_rank`: each trainer rank sends the whole model to the engines on its device. Otherwise the first rank of each
+    pipeline stage sends its own stage to all engines, in turns (see `stage_turns`).
+    """
 
     name: str
     choice: str

@@ -43,7 +43,7 @@ class Dialect:
 
 EMBEDDED = Dialect(
     name="embedded",
-    transports=("shared_memory", "disk"),
+    transports=("shared_memory", "disk", "distributed"),
     has_spans=True,
     has_begin_end=False,
     memory_saver=True,

@@ -172,7 +172,7 @@ def test_shared_memory_reaches_only_this_machine(serve, model):
     server = ExternalServer(found, 1.0)
     assert "shared_memory" in server.transports(found.info)
     server.url = "http://10.0.0.5:30000"
-    assert server.transports(found.info) == ("disk",)
+    assert server.transports(found.info) == ("disk", "distributed")
 
 
 def wait(condition, seconds: float = 20.0) -> None:

@@ -398,6 +398,10 @@ class FSDPBackend:
         with self.copies.active(weights):
             yield from hf_export.buckets(self.model.lm, limit, dtype)
 
+    def export_stage(self, dtype: torch.dtype | None = None) -> Iterator[Bucket]:
+        """`export`: this trainer is one pipeline stage."""
+        return self.export(dtype)
+
     def export_adapter(self, dtype: torch.dtype | None = None) -> Iterator[Bucket]:
         """Buckets of (peft's name, full tensor) of the adapters alone; a collective."""
         named = lora.adapter_tensors(self.model.lm)

@@ -405,6 +405,11 @@ class MegatronBackend:
         with self.copies.active(weights):
             yield from self.hub.buckets(bucket_bytes or self.args.update_weight_buffer_size, dtype)
 
+    def export_stage(self, dtype: torch.dtype | None = None) -> Iterator[Bucket]:
+        """`export` of this rank's pipeline stage alone, on its ranks alone."""
+        self._settle()
+        return self.hub.stage_buckets(self.args.update_weight_buffer_size, dtype)
+
     def save_hf(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
         """Write an HF folder that `from_pretrained` reads, with the tokenizer of --hf-checkpoint; whole or not at all."""
         dtype = dtype or self.hf_config.dtype or torch.float32

@@ -162,14 +162,31 @@ class HubWeights:
     @torch.no_grad()
     def buckets(self, bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[Bucket]:
         """Whole tensors under hub names on every rank, at most about `bucket_bytes` at a time."""
-        stages = parallel_state.get_pipeline_model_parallel_world_size()
         own_stage = parallel_state.get_pipeline_model_parallel_rank()
-        shown = [entry for entry in self.entries if entry.shown]
-        for stage in range(stages):
-            entries = iter(shown if stage == own_stage else [])
-            for pieces in _grouped(self._pieces()[stage], bucket_bytes, dtype):
+        for stage, pieces_of_stage in enumerate(self._pieces()):
+            entries = iter(self._shown if stage == own_stage else [])
+            for pieces in _grouped(pieces_of_stage, bucket_bytes, dtype):
                 local = [next(entries).parameter for _ in pieces] if stage == own_stage else None
-                yield self._gather(pieces, local, stage, dtype)
+                yield self._split(pieces, self._over_stages(pieces, local, stage, dtype))
+
+    def stage_buckets(self, bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[Bucket]:
+        """The buckets of this rank's own stage, on its ranks alone: what other stages hold never comes here.
+
+        All ranks call it together; then each stage goes through its buckets in its own time.
+        """
+        # Not in the generator: stages that begin later must be there when the plan is made.
+        pieces = self._pieces()[parallel_state.get_pipeline_model_parallel_rank()]
+        return self._own_buckets(_grouped(pieces, bucket_bytes, dtype), dtype)
+
+    @torch.no_grad()
+    def _own_buckets(self, groups: Iterator[list[Piece]], dtype: torch.dtype | None) -> Iterator[Bucket]:
+        entries = iter(self._shown)
+        for pieces in groups:
+            yield self._split(pieces, self._over_shards(pieces, [next(entries).parameter for _ in pieces], dtype))
+
+    @property
+    def _shown(self) -> list[Entry]:
+        return [entry for entry in self.entries if entry.shown]
 
     def untrained(self, path: str | Path, bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[Bucket]:
         """Heads that predict further tokens, from the folder they came with: they are no part of the model built here."""
@@ -189,10 +206,9 @@ class HubWeights:
         """What each pipeline stage holds; found out once."""
         if self._plan is None:
             ep = parallel_state.get_expert_model_parallel_group()
-            mine = [entry.hub for entry in self.entries if entry.shown]
+            mine = [entry.hub for entry in self._shown]
             per_expert_rank: list[Any] = [None] * ep.size()
             dist.all_gather_object(per_expert_rank, mine, group=ep)
-            shown = [entry for entry in self.entries if entry.shown]
             pieces = [
                 Piece(
                     entry.rule.kind,
@@ -201,37 +217,34 @@ class HubWeights:
                     tuple(entry.parameter.shape),
                     entry.parameter.dtype,
                 )
-                for i, entry in enumerate(shown)
+                for i, entry in enumerate(self._shown)
             ]
             pp = parallel_state.get_pipeline_model_parallel_group()
             self._plan = [[] for _ in range(pp.size())]
             dist.all_gather_object(self._plan, pieces, group=pp)
         return self._plan
 
-    def _gather(
+    def _over_shards(self, pieces: list[Piece], parameters: list[nn.Parameter], dtype: torch.dtype | None) -> Tensor:
+        """[ranks, count]: one all-gather over the ranks of the stage that share these parameters."""
+        group = _sharing_group(pieces)
+        flat = torch.cat([p.detach().to(pieces[0].wire(dtype)).flatten() for p in parameters])
+        parts = [torch.empty_like(flat) for _ in range(group.size())]
+        dist.all_gather(parts, flat, group=group)
+        return torch.stack(parts)
+
+    def _over_stages(
         self, pieces: list[Piece], parameters: list[nn.Parameter] | None, stage: int, dtype: torch.dtype | None
-    ) -> Bucket:
-        """One all-gather over the ranks that share these parameters, one broadcast to the other stages."""
-        is_expert = pieces[0].is_expert
-        group = (
-            parallel_state.get_expert_tensor_and_model_parallel_group()
-            if is_expert
-            else parallel_state.get_tensor_model_parallel_group()
-        )
-        wire = pieces[0].wire(dtype)
-        count = sum(piece.count for piece in pieces)
-        device = self.entries[0].parameter.device
+    ) -> Tensor:
+        """The same on the ranks of all stages, by a broadcast; `parameters` None: those of another stage."""
         if parameters is not None:
-            flat = torch.cat([p.detach().to(wire).flatten() for p in parameters])
-            parts = [torch.empty_like(flat) for _ in range(group.size())]
-            dist.all_gather(parts, flat, group=group)
-            gathered = torch.cat(parts)
+            gathered = self._over_shards(pieces, parameters, dtype)
         else:
-            gathered = torch.empty(count * group.size(), dtype=wire, device=device)
+            shape = (_sharing_group(pieces).size(), sum(piece.count for piece in pieces))
+            gathered = torch.empty(shape, dtype=pieces[0].wire(dtype), device=self.entries[0].parameter.device)
         pp = parallel_state.get_pipeline_model_parallel_group()
         if pp.size() > 1:
             dist.broadcast(gathered, src=dist.get_process_group_ranks(pp)[stage], group=pp)
-        return self._split(pieces, gathered.view(group.size(), count))
+        return gathered
 
     def _split(self, pieces: list[Piece], gathered: Tensor) -> Bucket:
         bucket: Bucket = []
@@ -245,6 +258,13 @@ class HubWeights:
                 tensors = to_hub(piece.kind, parts[i * per_expert : (i + 1) * per_expert], self._dims)
                 bucket += [(name, tensor.contiguous()) for name, tensor in zip(names, tensors, strict=True)]
         return bucket
+
+
+def _sharing_group(pieces: list[Piece]) -> dist.ProcessGroup:
+    """The ranks of a stage over which these parameters are spread; they are all of one kind of ownership."""
+    if pieces[0].is_expert:
+        return parallel_state.get_expert_tensor_and_model_parallel_group()
+    return parallel_state.get_tensor_model_parallel_group()
 
 
 def _shards(rule: Rule) -> tuple[int, int]:

@@ -40,6 +40,8 @@ class Engine:
     def __post_init__(self) -> None:
         self.weights = WeightStore(self.runner.model, self.runner.fp8_block)
         self.adapters = AdaptedWeights(self.runner.model)
+        # (version, names that have come) of weights that come bucket by bucket; None: the model is whole.
+        self._arriving: tuple[str, set[str]] | None = None
         self.scoring: deque[Sequence] = deque()  # inputs to score, each a pass of its own before the next one
         self.allocator = BlockAllocator(self.runner.num_blocks, BLOCK_SIZE)
         self.scheduler = Scheduler(
@@ -59,7 +61,13 @@ class Engine:
 
     @property
     def can_step(self) -> bool:
-        return self.paused is None and not self.released and bool(self.scoring or self.scheduler.has_work)
+        may = self.paused is None and not self.released and not self.is_mixed
+        return may and bool(self.scoring or self.scheduler.has_work)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Some weights are of the next version already: requests wait until all are, or a whole update comes."""
+        return self._arriving is not None
 
     @property
     def _everyone(self) -> tuple[Sequence, ...]:
@@ -157,6 +165,18 @@ class Engine:
 
         return self._change_weights(apply, version)
 
+    def update_part(self, source: Source, version: str) -> tuple[int, int]:
+        """Replace some parameters. The engine holds `version` when every parameter has come under that name."""
+        self._refuse_without_memory()
+        self.weights.check_part(source)
+        if self._arriving is None or self._arriving[0] != version:
+            self._arriving = (version, set())
+            self.adapters.forget()
+        counts = self.weights.apply(source)
+        names = self._arriving[1]
+        names.update(source.shapes)
+        return counts if self.weights.missing(names) else self._change_weights(lambda: counts, version)
+
     def update_adapter(self, source: Source, config: AdapterConfig, name: str, version: str) -> tuple[int, int]:
         """Replace the adapters that are added to the weights the model was loaded with, or was last given."""
         self._refuse_without_memory()
@@ -172,7 +192,7 @@ class Engine:
         counts = apply()
         self.allocator.flush()
         self.set_version(version)
-        self.awaiting_weights = False
+        self.awaiting_weights, self._arriving = False, None
         return counts
 
     def checksums(self) -> dict[str, int]:

@@ -13,7 +13,8 @@ from slime.engines.embedded.engine import Engine
 from slime.engines.embedded.loop import EngineLoop
 from slime.engines.embedded.requests import BadRequest, Limits, RequestReader, answer_json
 from slime.engines.embedded.sequence import Sequence
-from slime.engines.embedded.weights import BadWeights, DiskSource, SharedMemorySource
+from slime.engines.embedded.update_groups import GroupPlace, UpdateGroups, read_bucket
+from slime.engines.embedded.weights import BadWeights, DiskSource, GroupSource, SharedMemorySource
 from slime.wire.control import PAUSE_MODES, TAGS
 from slime.wire.dialects import EMBEDDED
 from slime.wire.manifest import WeightManifest
@@ -32,6 +33,7 @@ class Server:
             eos |= {engine.detokenizer.eos_token_id}
         limits = Limits(engine.runner.vocab_size, engine.runner.context_len, engine.max_tokens, eos)
         self.reader = RequestReader(limits, engine.detokenizer, seed)
+        self.groups = UpdateGroups(engine.runner.device)
         self.model_path = static_info["model_path"]
         self.loop: EngineLoop | None = None  # set by start
 
@@ -59,6 +61,9 @@ class Server:
             "/continue_generation": self.continue_generation,
             "/update_weights_from_disk": self.update_weights_from_disk,
             "/update_weights_from_shared_memory": self.update_weights_from_shared_memory,
+            "/init_weights_update_group": self.join_group,
+            "/destroy_weights_update_group": self.leave_group,
+            "/update_weights_from_distributed": self.update_weights_from_group,
             "/load_lora_adapter_from_shared_memory": self.load_adapter,
             "/update_weight_version": self.update_weight_version,
             "/weights_checker": self.weights_checker,
@@ -149,7 +154,8 @@ class Server:
         A busy engine shows it by its next forward pass, without queueing behind thousands of requests; one that may
         not generate now (paused, released, without weights) only has to answer between steps.
         """
-        if self.engine.paused or self.engine.released or self.engine.awaiting_weights:
+        engine = self.engine
+        if engine.paused or engine.released or engine.awaiting_weights or engine.is_mixed:
             await self.loop.call(lambda: None)
             return web.Response()
         if self.engine.can_step:
@@ -220,6 +226,25 @@ class Server:
         finally:
             source.close()
         self.model_path = path
+        return _updated(version, count, nbytes, None)
+
+    async def join_group(self, request: web.Request) -> web.Response:
+        place = GroupPlace.from_json(await _read_json(request))
+        await asyncio.to_thread(self.groups.join, place)
+        return web.json_response({"success": True, "message": f"rank {place.rank} of {place.name}"})
+
+    async def leave_group(self, request: web.Request) -> web.Response:
+        name = (await _read_json(request)).get("group_name")
+        left = await asyncio.to_thread(self.groups.leave, name)
+        message = f"{name} is left" if left else f"{name} is not a group of this engine"
+        return web.json_response({"success": left, "message": message}, status=200 if left else 400)
+
+    async def update_weights_from_group(self, request: web.Request) -> web.Response:
+        """One bucket. The bytes come beside generation; only the copy stops it, and it stays so until the last bucket."""
+        body = await _read_json(request)
+        version = str(body.get("weight_version") or self.engine.version)
+        tensors = await asyncio.to_thread(self.groups.receive, body.get("group_name"), read_bucket(body))
+        count, nbytes = await self.loop.call(self.engine.update_part, GroupSource(tensors), version)
         return _updated(version, count, nbytes, None)
 
     async def update_weight_version(self, request: web.Request) -> web.Response:

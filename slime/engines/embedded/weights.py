@@ -1,4 +1,6 @@
-"""Replaces the parameters of a model from shared memory or a checkpoint folder: verified first, then applied whole.
+"""Replaces the parameters of a model. From shared memory or a checkpoint folder: verified first, then applied whole.
+
+Over a process group they come bucket by bucket and are applied so; the engine serves none of it before all have come.
 
 Names are those of hub checkpoints. Experts, which transformers keeps as one tensor per matrix, are taken one by one under the
 names of the Qwen families. Not covered: families with other names for what is fused in memory; these are refused, and
@@ -112,6 +114,20 @@ def _checkpoint_files(folder: Path) -> list[Path]:
     return files
 
 
+@dataclass(frozen=True)
+class GroupSource:
+    """The tensors of one bucket that came over a process group."""
+
+    named: Mapping[str, torch.Tensor]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self.named.items()}
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.named.items()
+
+
 class DequantizedSource:
     """A source whose FP8 weights have become those that they stand for: this engine computes with no others."""
 
@@ -156,6 +172,19 @@ class WeightStore:
 
     def check(self, source: Source) -> None:
         """Raise BadWeights unless the source has every parameter, each with its shape, and nothing else."""
+        self.check_part(source)
+        missing = self.missing(set(self._plain(source).shapes))
+        if missing:
+            raise BadWeights(f"{len(missing)} parameters are missing from the update, the first is {missing[0]}")
+
+    def missing(self, given: set[str]) -> list[str]:
+        """Names of parameters that have not come when the `given` names have; of tied ones any will do."""
+        places = {name: parameter.data_ptr() for name, parameter in self._parameters().items()}
+        held = {place for name, place in places.items() if name in given}
+        return [name for name, place in places.items() if place not in held]
+
+    def check_part(self, source: Source) -> None:
+        """Raise BadWeights unless all of the source belongs to the model, each tensor with its shape."""
         source, parameters = self._plain(source), self._parameters()
         for name, shape in source.shapes.items():
             if name not in parameters:
@@ -164,10 +193,6 @@ class WeightStore:
                 raise BadWeights(
                     f"tensor {name} has shape {list(shape)}, the model's is {list(parameters[name].shape)}"
                 )
-        given = {id(parameters[name]) for name in source.shapes}
-        missing = [name for name, p in parameters.items() if id(p) not in given]
-        if missing:
-            raise BadWeights(f"{len(missing)} parameters are missing from the update, the first is {missing[0]}")
 
     @torch.no_grad()
     def apply(self, source: Source) -> tuple[int, int]:

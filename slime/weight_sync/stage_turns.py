@@ -1,0 +1,84 @@
+"""Pipeline stages send one after another: first to last, each from its own first rank, in a process group of its own.
+
+Why in turns: an engine works on one update at a time (SGLang holds a lock over a bucket, and its ranks wait inside the
+broadcast). If two stages sent at once, engine A could begin with a bucket of stage 0 and engine B with one of stage 1.
+Stage 0's broadcast would then wait for B and stage 1's for A, and neither could ever end. The same holds for joining
+a group. So a stage's whole part (leaving an old group, joining, all of its buckets) lies in its turn, and all engines
+see the same order. What an engine receives is what one sender would have sent: the same buckets, in the same order.
+
+A stage that fails ends the push: those after it send nothing, because engines with half a model take the copy on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from slime.weight_sync.base import LiveReport, LiveSender, NamedTensors, Target
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlace:
+    """Where a trainer rank stands in the pipeline. `is_first`: of the ranks that share the stage; it is the one that sends."""
+
+    stage: int = 0
+    num_stages: int = 1
+    is_first: bool = True
+
+
+class StageTurns:
+    """Made by all trainer ranks together, and so is every push. `sender`: None on ranks that send nothing."""
+
+    def __init__(self, place: StagePlace, sender: LiveSender | None):
+        assert (sender is not None) == place.is_first, "the first rank of a stage sends, and no other"
+        self._place, self._sender = place, sender
+        self._group: dist.ProcessGroup | None = None  # None: one stage needs no turns
+        if place.num_stages > 1:
+            # Reports travel, not tensors: on the host.
+            self._group = dist.new_group(backend="gloo")
+            places: list[StagePlace | None] = [None] * dist.get_world_size()
+            dist.all_gather_object(places, place, group=self._group)
+            first = {p.stage: rank for rank, p in enumerate(places) if p.is_first}
+            self._senders = [first[stage] for stage in range(place.num_stages)]
+
+    def send(self, version: str, targets: tuple[Target, ...], buckets: Iterator[NamedTensors]) -> LiveReport | None:
+        """This rank's part of a push. `buckets`: of its own stage, a collective of that stage's ranks alone.
+
+        Ranks that send return the report of all stages, others None.
+        """
+        reports: list[LiveReport] = []
+        for stage in range(self._place.num_stages):
+            mine = self._send_stage(version, targets, buckets) if stage == self._place.stage else None
+            report = self._tell(mine, stage)
+            if report is not None:
+                reports.append(report)
+                if report.failures:
+                    break
+        return _sum(reports) if self._sender is not None else None
+
+    def _send_stage(
+        self, version: str, targets: tuple[Target, ...], buckets: Iterator[NamedTensors]
+    ) -> LiveReport | None:
+        if self._sender is None:
+            for _ in buckets:
+                pass  # its share of the gathering
+            return None
+        self._sender.open(version, targets)
+        for bucket in buckets:
+            self._sender.send(bucket)
+        return self._sender.finish()
+
+    def _tell(self, report: LiveReport | None, stage: int) -> LiveReport | None:
+        """The stage's report on all ranks, when the stage is done: the next one begins then."""
+        if self._group is None:
+            return report
+        box = [report]
+        dist.broadcast_object_list(box, src=self._senders[stage], group=self._group)
+        return box[0]
+
+
+def _sum(reports: list[LiveReport]) -> LiveReport:
+    failures = {url: why for report in reports for url, why in report.failures.items()}
+    return LiveReport(sum(r.num_tensors for r in reports), sum(r.nbytes for r in reports), failures)

@@ -1,0 +1,62 @@
+"""Starts the trainer ranks of `stage_rank.py` and has them push together."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from slime.utils.http_utils import find_available_port
+
+SCRIPT = Path(__file__).with_name("stage_rank.py")
+
+
+class StageRanks:
+    """One process per rank; a push is told to all of them, and each answers."""
+
+    def __init__(self, num_stages: int, world: int):
+        port = find_available_port()
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, str(SCRIPT), *map(str, (rank, num_stages, world, port))],
+                env=env,
+                cwd=SCRIPT.parents[1],
+                text=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+            for rank in range(world)
+        ]
+        for rank in range(world):
+            assert self.hear(rank) == {"ready": True}
+
+    def begin(self, targets, version: str, model: Path, **more) -> None:
+        job = {"version": version, "targets": [(t.url, t.life) for t in targets], "model": str(model), **more}
+        for rank in range(len(self.processes)):
+            self.tell(rank, job)
+
+    def tell(self, rank: int, what: dict) -> None:
+        self.processes[rank].stdin.write(json.dumps(what) + "\n")
+        self.processes[rank].stdin.flush()
+
+    def hear(self, rank: int) -> dict:
+        """The next answer; empty when the process has ended."""
+        return json.loads(self.processes[rank].stdout.readline() or "{}")
+
+    def hear_all(self) -> list[dict]:
+        return [self.hear(rank) for rank in range(len(self.processes))]
+
+    def push(self, targets, version: str, model: Path, **more) -> list[dict]:
+        self.begin(targets, version, model, **more)
+        return self.hear_all()
+
+    def stop(self) -> None:
+        for process in self.processes:
+            process.stdin.close()
+        for process in self.processes:
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            process.stdout.close()

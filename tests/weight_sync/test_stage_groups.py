@@ -1,0 +1,191 @@
+"""Pipeline stages push in turns, each in a group of its own, to real engine processes; engines and senders die on the way."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from stage_rank import DEADLINE_S, buckets
+from stage_ranks import StageRanks
+from tiny_model import make_tiny_model
+
+from slime.cluster.engine_weights import EngineWeights
+from slime.engines.fleet import EngineFleet, WatchPolicy
+from slime.engines.server import EngineServer, LaunchPlan, embedded_command
+from slime.utils import shm
+from slime.utils.async_utils import run
+from slime.utils.processes import thread_environment
+from slime.utils.waits import until
+from slime.weight_sync import LiveReport, Parcel
+from slime.weight_sync.base import SenderOptions
+from slime.weight_sync.distributed import DISTRIBUTED
+from slime.weight_sync.stage_turns import StagePlace, StageTurns
+from slime.wire.control import EngineControl
+
+pytestmark = pytest.mark.timeout(90)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Three checkpoints of one tiny model."""
+    folder = tmp_path_factory.mktemp("stages")
+    return [make_tiny_model(folder / f"model-{seed}", seed=seed) for seed in range(3)]
+
+
+@pytest.fixture(scope="module")
+def served(models, tmp_path_factory):
+    """(fleet of two engines, what keeps their weights)."""
+    prefix = shm.make_prefix()
+    command = embedded_command(
+        model_path=str(models[0]),
+        device="cpu",
+        dtype="float32",
+        threads=1,
+        max_running_requests=4,
+        max_total_tokens=4096,
+        seed=0,
+        shm_prefix=prefix,
+        await_weights=False,
+    )
+    logs = tmp_path_factory.mktemp("logs")
+    plans = [
+        LaunchPlan(f"engine-{i}", command, thread_environment(1), logs / f"engine-{i}.log", 120.0) for i in range(2)
+    ]
+    args = SimpleNamespace(
+        check_weight_update_equal=False, weight_checksum_interval=1, update_weight_timeout_s=DEADLINE_S
+    )
+    weights = EngineWeights(args, prefix, ((), ()))
+    fleet = EngineFleet([EngineServer(plan) for plan in plans], WatchPolicy(8, 3600.0), weights.bring_up_to_date)
+    weights.watch(fleet)
+    fleet.launch()
+    try:
+        fleet.wait_ready()
+        yield fleet, weights
+    finally:
+        fleet.stop()
+        shm.unlink_prefix(prefix)
+
+
+@pytest.fixture(scope="module")
+def expected(served, models):
+    """The engine's own checksums after it has loaded each model from disk."""
+    control, sums = EngineControl(served[0].urls[0]), []
+    for model in models:
+        run(control.update_from_disk(str(model), "disk"))
+        sums.append(run(control.checksums()))
+    assert len({str(s) for s in sums}) == len(models)
+    return sums
+
+
+@pytest.fixture(scope="module")
+def two_stages():
+    """Three ranks: the second stage has one that sends nothing."""
+    ranks = StageRanks(2, 3)
+    yield ranks
+    ranks.stop()
+
+
+def held(fleet) -> list[tuple[str, dict]]:
+    return [(run(EngineControl(url).version()), run(EngineControl(url).checksums())) for url in fleet.urls]
+
+
+def copy_on_disk(version: str, model) -> Parcel:
+    """What the trainer leaves for engines that a live push did not reach."""
+    return Parcel(version, "disk", 0, 0, None, model)
+
+
+def as_report(answer: dict) -> LiveReport:
+    return LiveReport(answer["num_tensors"], answer["nbytes"], answer["failures"])
+
+
+def finish(served, version: str, targets, answer: dict, model) -> dict:
+    weights = served[1]
+    weights.finish_live(version, targets, as_report(answer))
+    return weights.receive(copy_on_disk(version, model))
+
+
+class OneStage:
+    """A trainer without a pipeline, in this process: it needs no other ranks, and no default group."""
+
+    def __init__(self):
+        self.sender = DISTRIBUTED.make_sender(SenderOptions("slime-x", Path("unused"), "model", deadline_s=DEADLINE_S))
+
+    def push(self, targets, version: str, model: Path) -> list[dict]:
+        report = StageTurns(StagePlace(), self.sender).send(version, targets, buckets({"model": model}, StagePlace()))
+        return [{"failures": report.failures, "num_tensors": report.num_tensors, "nbytes": report.nbytes}]
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_engines_hold_after_a_push_by_stages_what_a_push_by_disk_gives(
+    served, models, expected, two_stages, num_stages
+):
+    ranks = two_stages if num_stages == 2 else OneStage()
+    for number, which in enumerate((1, 2)):  # the second time over the groups that stand
+        version = f"run:{num_stages}{number}"
+        targets = served[1].begin_live()
+        answers = ranks.push(targets, version, models[which])
+        assert answers[0]["failures"] == {} and answers[0]["num_tensors"] == len(expected[0])
+        if num_stages == 2:
+            same = {key: value for key, value in answers[0].items() if key != "seconds"}
+            assert same.items() <= answers[1].items() and answers[2] == {"silent": True}
+        assert [v for v, _ in held(served[0])] == [version] * 2
+        assert finish(served, version, targets, answers[0], models[which])["perf/engines_evicted"] == 0
+        assert held(served[0]) == [(version, expected[which])] * 2
+    if num_stages == 1:
+        ranks.sender.close()
+
+
+def test_no_stage_begins_before_the_one_before_it_is_done_and_engines_serve_no_mixture(served, models, two_stages):
+    fleet, weights = served
+    before = run(EngineControl(fleet.urls[0]).version())
+    targets = weights.begin_live()
+    two_stages.begin(targets, "run:30", models[1], stop_at=[1, 0])
+    assert two_stages.hear(1) == {"stopped": True}
+    for url in fleet.urls:
+        control = EngineControl(url)
+        assert run(control.version()) == before, "half of the tensors are no version"
+        run(control.resume())  # even when it is let go
+        assert run(control.load()) == (0, 0) and run(control.healthy())
+    two_stages.tell(1, {})
+    answers = two_stages.hear_all()
+    assert answers[0]["failures"] == {}
+    finish(served, "run:30", targets, answers[0], models[1])
+    assert [v for v, _ in held(fleet)] == ["run:30"] * 2
+
+
+def test_an_engine_that_dies_between_stages_is_named_and_evicted_and_joins_both_groups_again(
+    served, models, expected, two_stages
+):
+    fleet, weights = served
+    targets, restarts = weights.begin_live(), fleet.num_restarts
+    two_stages.begin(targets, "run:40", models[2], stop_at=[1, 1])
+    assert two_stages.hear(1) == {"stopped": True}
+    psutil.Process(fleet.pids[1]).kill()
+    two_stages.tell(1, {})
+    answers = two_stages.hear_all()
+    failures = answers[0]["failures"]
+    assert failures.keys() == set(fleet.urls) and answers[0]["seconds"] < 3 * DEADLINE_S
+    assert failures == answers[1]["failures"], "all stages hear of it"
+    assert "slime-pp_1" in failures[fleet.urls[0]] and fleet.urls[1] in failures[fleet.urls[0]]
+    finish(served, "run:40", targets, answers[0], models[2])
+    until(lambda: fleet.num_restarts == restarts + 1 and fleet.is_alive(fleet.urls[1]), "the engine to return", 60.0)
+    assert held(fleet) == [("run:40", expected[2])] * 2, "the survivor took the copy, and the new one caught up"
+    targets = weights.begin_live()
+    answers = two_stages.push(targets, "run:41", models[1])
+    assert answers[0]["failures"] == {} and len(targets) == 2
+    assert held(fleet) == [("run:41", expected[1])] * 2
+    finish(served, "run:41", targets, answers[0], models[1])
+
+
+def test_a_sender_that_dies_in_a_bucket_ends_the_push_on_all_stages_and_leaves_engines_that_take_the_next(
+    served, models, expected, two_stages
+):
+    """The last of this file: its ranks are gone afterwards."""
+    fleet, weights = served
+    targets = weights.begin_live()
+    two_stages.begin(targets, "run:50", models[2], die_at=[1, 1])
+    answer = two_stages.hear(0)
+    assert "error" in answer and answer["seconds"] < 2 * DEADLINE_S
+    report = {"num_tensors": 0, "nbytes": 0, "failures": dict.fromkeys(fleet.urls, "the sender died")}
+    assert finish(served, "run:50", targets, report, models[2])["perf/engines_evicted"] == 0
+    assert held(fleet) == [("run:50", expected[2])] * 2
