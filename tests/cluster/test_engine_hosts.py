@@ -14,6 +14,7 @@ import pytest
 from argument_helpers import parse
 from tiny_model import make_tiny_model
 
+from slime.arguments.sglang import find_python
 from slime.cluster.engine_host import host_engine
 from slime.cluster.local_runtime import LocalRuntime
 from slime.cluster.placement import Machine, Placement, Slot, plan_placement
@@ -184,6 +185,37 @@ def test_engines_of_a_plan_serve_on_the_gpus_of_two_machines(tmp_path, ray_clust
         fleet.stop()
         runtime.close()
     assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+@pytest.mark.sglang
+def test_a_real_sglang_server_serves_on_another_machine(tmp_path, ray_cluster):
+    from slime.cluster.ray_runtime import RayRuntime
+
+    python = find_python(None)
+    if python is None:
+        pytest.skip("there is no SGLang: `make sglang-env`")
+    make_tiny_model(tmp_path / "model")
+    flags = {
+        "hf_checkpoint": tmp_path / "model",
+        "run_dir": tmp_path,
+        "rollout_engine": "sglang",
+        "sglang_python": python,
+    }
+    args = parse("--debug-rollout-only", "--sglang-max-total-tokens", "8192", runtime="ray", **flags)
+    runtime = RayRuntime(args, tmp_path)
+    [slot] = runtime.claim(Placement((), (Slot(0, machine=1),))).engines
+    [server] = make_servers(args, Run("run", tmp_path, shm.make_prefix()), (slot,), runtime)["default"]
+    try:
+        server.launch()
+        assert server.wait_ready().startswith(f"http://{SECOND_HOST}:")
+        assert run(EngineControl(server.url).healthy(120.0)) and node_of(server.pid) == SECOND_HOST
+        workers = psutil.Process(server.pid).children(recursive=True)
+        server.kill()
+        assert not server.alive() and f"last lines of {server.plan.log_path}" in server.describe_end()
+        eventually(lambda: not any(worker.is_running() for worker in workers))
+    finally:
+        server.stop()
+        runtime.close()
 
 
 def test_more_gpus_than_the_cluster_has_are_refused_with_the_numbers(tmp_path, ray_cluster):
