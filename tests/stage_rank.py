@@ -1,4 +1,4 @@
-"""One trainer rank of pushes by process groups, as a process of its own: `python stage_rank.py RANK STAGES WORLD PORT`.
+"""One trainer rank of pushes by process groups, as a process of its own: `python stage_rank.py RANK STAGES WORLD PORT DEADLINE_S`.
 
 Rank r is the first rank of pipeline stage r; ranks beyond share the last stage and send nothing. Each line
 of input is a push: `version`, `targets` ([url, life] each), `model` (a folder whose tensors are dealt to the stages in
@@ -21,7 +21,7 @@ from slime.weight_sync import distributed
 from slime.weight_sync.base import NamedTensors, SenderOptions, Target
 from slime.weight_sync.stage_turns import StagePlace, StageTurns
 
-DEADLINE_S = 10.0
+DEADLINE_S = 10
 BUCKET = 4  # tensors
 
 
@@ -51,11 +51,11 @@ def die_in_broadcast(*args, **kwargs):
     os._exit(9)
 
 
-def main(rank: int, num_stages: int, world: int, port: int) -> None:
+def main(rank: int, num_stages: int, world: int, port: int, deadline_s: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     place = StagePlace(min(rank, num_stages - 1), num_stages, is_first=rank < num_stages)
-    options = SenderOptions("slime-x", Path("unused"), "model", rank, deadline_s=DEADLINE_S, stage=place.stage)
+    options = SenderOptions("slime-x", Path("unused"), "model", rank, deadline_s=deadline_s, stage=place.stage)
     sender = distributed.DistributedSender(options) if place.is_first else None
     turns = StageTurns(place, sender)
     say(ready=True)
@@ -78,4 +78,4 @@ def main(rank: int, num_stages: int, world: int, port: int) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:5]))
+    main(*map(int, sys.argv[1:6]))

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from stage_rank import DEADLINE_S
+
 from slime.utils.http_utils import find_available_port
 
 SCRIPT = Path(__file__).with_name("stage_rank.py")
@@ -14,12 +16,12 @@ SCRIPT = Path(__file__).with_name("stage_rank.py")
 class StageRanks:
     """One process per rank; a push is told to all of them, and each answers."""
 
-    def __init__(self, num_stages: int, world: int):
+    def __init__(self, num_stages: int, world: int, deadline_s: int = DEADLINE_S):
         port = find_available_port()
         env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         self.processes = [
             subprocess.Popen(
-                [sys.executable, str(SCRIPT), *map(str, (rank, num_stages, world, port))],
+                [sys.executable, str(SCRIPT), *map(str, (rank, num_stages, world, port, deadline_s))],
                 env=env,
                 cwd=SCRIPT.parents[1],
                 text=True,

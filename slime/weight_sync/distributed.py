@@ -88,6 +88,7 @@ class DistributedSender:
             concurrent.futures.wait([joined], _BLAME_S)
             raise
         self._settle(joined)
+        logger.info("%s: this rank sends weights to %d ranks of engines", self._group_name, world_size - 1)
 
     def _give_up(self, error: Exception) -> None:
         """One broken member breaks the group for all: they take the copy on disk, and the group is made anew."""

@@ -10,6 +10,7 @@ import psutil
 import pytest
 from engine_under_test import EngineUnderTest, largest_difference, plain_log_probs
 from rollout_helpers import assert_conserved, make_args, make_source
+from stage_ranks import StageRanks
 
 from slime.engines.router import Balancer
 from slime.engines.server import LaunchPlan
@@ -19,7 +20,7 @@ from slime.utils import shm
 from slime.utils.async_utils import run
 from slime.utils.types import Sample, flatten_samples
 from slime.utils.waits import until
-from slime.weight_sync import LIVE_TRANSPORTS, TRANSPORTS
+from slime.weight_sync import LIVE_TRANSPORTS, TRANSPORTS, LiveReport
 from slime.weight_sync.base import DeltaOptions, SenderOptions
 from slime.weight_sync.delta import DELTA
 from slime.weight_sync.verify import reload_and_compare
@@ -126,6 +127,40 @@ def test_a_process_group_brings_both_servers_to_the_trainer_s_weights(
         weights.receive(parcel)
         sender.close()
     live.close()
+
+
+def test_two_stages_with_a_group_each_bring_both_servers_to_the_trainer_s_weights(
+    servers, options, old_model, new_model, tiny_folder, new_folder
+):
+    """There and back over the same groups. A server that is killed between the stages joins both groups when it is back."""
+    fleet, weights, engines = servers
+    ranks, restarts = StageRanks(2, 2, deadline_s=60), fleet.num_restarts
+
+    def push(version: str, model, folder, meanwhile=None) -> dict[str, str]:
+        targets = weights.begin_live()
+        ranks.begin(targets, version, folder, **({"stop_at": [1, 1]} if meanwhile else {}))
+        if meanwhile:
+            assert ranks.hear(1) == {"stopped": True}
+            meanwhile()
+            ranks.tell(1, {})
+        answer, other = ranks.hear_all()
+        assert answer["failures"] == other["failures"] and len(targets) == 2
+        weights.finish_live(version, targets, LiveReport(answer["num_tensors"], answer["nbytes"], answer["failures"]))
+        sender, parcel = make_parcel("disk", options, model, version)
+        weights.receive(parcel)
+        until(lambda: all(map(fleet.is_alive, fleet.urls)), "both servers", 600.0)
+        assert_all_hold(engines, model, folder, version)
+        sender.close()
+        return answer["failures"]
+
+    try:
+        assert push("run:1", new_model, new_folder) == {} == push("run:2", old_model, tiny_folder)
+        failures = push("run:3", new_model, new_folder, psutil.Process(fleet.pids[1]).kill)
+        assert fleet.num_restarts == restarts + 1
+        assert "slime-pp_1" in failures[fleet.urls[0]] and fleet.urls[1] in failures[fleet.urls[0]]
+        assert push("run:4", old_model, tiny_folder) == {}
+    finally:
+        ranks.stop()
 
 
 def test_requests_in_flight_go_on_with_the_new_weights_and_say_which_token_is_whose(
