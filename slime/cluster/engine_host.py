@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable
 
 from slime.cluster.runtime import CONTROL, Future, Handle, Runtime, WorkerDied, WorkerSpec
-from slime.engines.server import EngineServer, LaunchPlan, Serving
+from slime.engines.server import EngineServer, LaunchPlan, MachineLost, Serving
 from slime.utils import waits
 from slime.wire.protocol import EngineInfo
 
@@ -47,7 +47,10 @@ class HostedEngine:
     def launch(self) -> None:
         if self._end is not None and self._owner_is_lost():
             self._owner = self._own(self._serving.port)
-        self._owner.call("launch").result(_ANSWER_DEADLINE_S)
+        try:
+            self._owner.call("launch").result(_ANSWER_DEADLINE_S)
+        except WorkerDied as error:
+            raise MachineLost(f"the machine of {self.plan.name} ({self.plan.host}) is lost: {error}") from error
         # In the order of the lane: the second begins when the first has ended.
         self._ready, self._end = self._owner.call("wait_serving"), self._owner.call("wait_end")
 

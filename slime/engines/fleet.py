@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from slime.engines.server import LaunchPlan
+from slime.engines.server import LaunchPlan, MachineLost
 from slime.utils.async_utils import run
 from slime.utils.errors import RunStopped
 from slime.wire.control import EngineControl
@@ -57,7 +57,7 @@ class Server(Protocol):
     bootstrap_port: int | None  # of an engine that prefills for others
 
     def transports(self, info: EngineInfo) -> tuple[str, ...]: ...
-    def launch(self) -> None: ...
+    def launch(self) -> None: ...  # MachineLost: never again
     def wait_ready(self) -> str: ...
     def alive(self) -> bool: ...
     def describe_end(self) -> str: ...
@@ -204,7 +204,11 @@ class EngineFleet:
             ) from self._eviction
         logger.warning("%s\nrestarting it", self._last_end)
         self._out.add(place)
-        server.launch()
+        try:
+            server.launch()
+        except MachineLost as error:
+            logger.error("%s stays out, the others go on: %s", server.plan.name, error)
+            return
         threading.Thread(target=self._bring_back, args=(place,), name=f"restart-{place}", daemon=True).start()
 
     def _bring_back(self, place: int) -> None:

@@ -21,13 +21,18 @@ from slime.utils.processes import LifePipe, stop_process
 from slime.wire.protocol import EngineInfo
 
 _LOG_TAIL_LINES, _LOG_LINE_CHARACTERS = 20, 600
-_PORT_PATIENCE_S = 2.0
+# For a port that our own dead process held, and for one whose process went with an owner that is gone: it may need a while.
+_PORT_PATIENCE_S, _INHERITED_PORT_PATIENCE_S = 2.0, 30.0
 
 Command = Callable[[int, Path, int], list[str]]
 
 
 class EngineStartError(RunStopped):
     """An engine process ended, or kept silent, before it served."""
+
+
+class MachineLost(RunStopped):
+    """Nobody can start an engine where its devices are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +112,9 @@ class EngineServer:
             )
 
     def _reclaim_port(self) -> None:
+        patience_s = _INHERITED_PORT_PATIENCE_S if self._process is None else _PORT_PATIENCE_S
         try:
-            waits.until(lambda: is_port_available(self.port), f"port {self.port}", _PORT_PATIENCE_S)
+            waits.until(lambda: is_port_available(self.port), f"port {self.port}", patience_s)
         except waits.WaitTimeout as error:
             raise EngineStartError(
                 f"port {self.port} of {self.plan.name} was taken by another program while the engine was down, and "

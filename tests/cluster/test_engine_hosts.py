@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from argument_helpers import parse
+from ray_nodes import SECOND_HOST, two_ray_nodes
 from tiny_model import make_tiny_model
 
 from slime.arguments.sglang import find_python
@@ -28,22 +29,16 @@ from slime.utils.async_utils import run
 from slime.wire.control import EngineControl
 
 SCRIPT = Path(__file__).parents[1] / "fake_engine_process.py"
-SECOND_HOST = "127.0.0.2"
 
 
 @pytest.fixture(scope="module")
 def ray_cluster():
     """Two nodes with two GPUs each, as far as Ray's books go."""
-    pytest.importorskip("ray")
-    import ray
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 2})
-    cluster.add_node(num_cpus=1, num_gpus=2, node_ip_address=SECOND_HOST)
-    ray.init(address=cluster.address, log_to_driver=False, logging_level="warning")
-    yield cluster
-    ray.shutdown()
-    cluster.shutdown()
+    ray = pytest.importorskip("ray")
+    with two_ray_nodes(num_gpus=2) as address:
+        ray.init(address=address, log_to_driver=False, logging_level="warning")
+        yield address
+        ray.shutdown()
 
 
 @pytest.fixture(params=["local", "ray"])
@@ -137,6 +132,7 @@ def test_an_evicted_engine_is_dead_at_once(engines):
         assert "was killed by signal 9" in engines.engines[0].describe_end()
 
 
+@pytest.mark.slow
 def test_an_engine_ends_with_its_owner_and_gets_another_on_the_same_port(tmp_path, ray_cluster):
     from slime.cluster.ray_runtime import RayRuntime
 

@@ -4,6 +4,7 @@ import os
 
 import pytest
 from loop_helpers import make_world, metrics, run_train, series
+from ray_nodes import SECOND_HOST, two_ray_nodes
 
 NOTES_ENGINES = """
 _reward = reward
@@ -15,19 +16,13 @@ async def reward(args, sample, **kwargs):
     return await _reward(args, sample, **kwargs)
 """
 
-SECOND_HOST = "127.0.0.2"
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def address():
-    pytest.importorskip("ray")
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-    cluster.add_node(num_cpus=1, node_ip_address=SECOND_HOST)
-    yield cluster.address
-    cluster.shutdown()
+    with two_ray_nodes() as found:
+        yield found
 
 
 @pytest.mark.parametrize("transport", ["disk", "distributed"])

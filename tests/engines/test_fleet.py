@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from slime.engines.fleet import EngineFleet, EnginesKeepDying, NoEngineLeft, WatchPolicy
-from slime.engines.server import EngineServer, EngineStartError, LaunchPlan
+from slime.engines.server import EngineServer, EngineStartError, LaunchPlan, MachineLost
 from slime.utils.waits import WaitTimeout
 
 SCRIPT = Path(__file__).parents[1] / "fake_engine_process.py"
@@ -101,6 +101,24 @@ def test_more_deaths_than_the_limit_end_the_run_with_the_cause(make):
     eventually(lambda: fleet.fleet.num_restarts == 1)
     fleet.kill()
     with pytest.raises(EnginesKeepDying, match=r"died 2 times within 600 s \(--engine-restart-limit 1\).*signal 9"):
+        fleet.fleet.failure.result(20)
+
+
+def test_the_others_go_on_when_a_machine_is_lost(make):
+    fleet = make(size=2, no_engine_timeout_s=0.3)
+    urls = fleet.start()
+
+    def lost() -> None:
+        raise MachineLost("no answer from 10.0.0.9")
+
+    for server in fleet.servers:
+        server.launch = lost
+    fleet.kill(1)
+    eventually(lambda: 1 in fleet.fleet._out)
+    with fleet.fleet.frozen() as there:
+        assert there == [urls[0]] and not fleet.fleet.failure.done()
+    fleet.kill(0)
+    with pytest.raises(NoEngineLeft, match=r"the last to go: engine-0 was killed by signal 9"):
         fleet.fleet.failure.result(20)
 
 
