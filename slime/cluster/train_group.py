@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ class TrainGroup:
 
     def __init__(self, args: Args, run: Run, runtime: Runtime, slots: tuple[Slot, ...]):
         self._args, self._runtime = args, runtime
-        env = {**thread_environment(self._threads(len(slots))), **_network_environment(run)}
+        env = {**thread_environment(self._threads(slots)), **_network_environment(run)}
         self._ranks: list[Handle] = [
             runtime.spawn(
                 TrainActor, args, run, rank, len(slots), spec=WorkerSpec(name=f"trainer-{rank}", slot=slot, env=env)
@@ -32,8 +34,10 @@ class TrainGroup:
             for rank, slot in enumerate(slots)
         ]
 
-    def _threads(self, num_ranks: int) -> int:
-        return self._args.trainer_threads or max(1, (os.cpu_count() or 1) // num_ranks)
+    def _threads(self, slots: Sequence[Slot]) -> int:
+        """A share of a machine's cores."""
+        crowd = max(Counter(slot.machine for slot in slots).values())
+        return self._args.trainer_threads or max(1, (os.cpu_count() or 1) // crowd)
 
     def start(self, checkpoint: Path | None) -> None:
         port = self._ranks[0].call("open_store").result(_START_DEADLINE_S)
