@@ -72,9 +72,9 @@ def served(request, tiny_folder):
 
 
 @pytest.fixture
-def port(served) -> Iterator[int]:
+def front(served) -> Iterator[tuple[Balancer, int]]:
     balancer = Balancer(served[0].urls)
-    yield run(balancer.start())
+    yield balancer, run(balancer.start())
     run(balancer.stop())
 
 
@@ -86,11 +86,15 @@ def in_background(work):
     return thread, results
 
 
-def wait_for_load(urls, count: int) -> None:
-    """Until that many requests run, and have had time for a few tokens."""
+def wait_for_requests(balancer: Balancer, evaluation: threading.Thread, count: int) -> None:
+    """Until that many are under way, and have had time for a few tokens. An engine's own count may lag behind."""
     deadline = time.monotonic() + 120
-    while sum(sum(run(EngineControl(url).load())) for url in urls) < count:
-        assert time.monotonic() < deadline, "the requests did not reach the engines"
+    while sum(len(tasks) for tasks in balancer._running.values()) < count:
+        assert evaluation.is_alive(), "the evaluation ended before all its requests were seen together"
+        assert time.monotonic() < deadline, "the requests did not reach the balancer"
+        time.sleep(0.005)
+    begun = time.monotonic() + 2
+    while time.monotonic() < begun and not all(run(EngineControl(url).load())[0] for url in balancer._running):
         time.sleep(0.005)
     time.sleep(0.1)
 
@@ -127,9 +131,9 @@ def assert_spans_cover(sample: Sample) -> None:
 
 @pytest.mark.parametrize("spans", [True, False], ids=["spans", "resubmitted"])
 def test_evaluation_goes_on_over_aborts_and_pushes_of_training(
-    served, port, tmp_path, old_model, new_model, tiny_folder, spans
+    served, front, tmp_path, old_model, new_model, tiny_folder, spans
 ):
-    fleet, weights, transport = served
+    (fleet, weights, transport), (balancer, port) = served, front
     if not spans:
         stop_reporting_versions(weights, fleet.urls)
     over = ("--rollout-batch-size", "2", "--over-sampling-batch-size", "6", "--rollout-max-response-len", "60")
@@ -139,7 +143,7 @@ def test_evaluation_goes_on_over_aborts_and_pushes_of_training(
     )
     source = make_source(args)
     evaluation, results = in_background(lambda: generate_rollout(args, 0, None, evaluation=True))
-    wait_for_load(fleet.urls, NUM_PROMPTS)
+    wait_for_requests(balancer, evaluation, NUM_PROMPTS)
     for number, model in enumerate((new_model, old_model), 1):
         sender.send(list(model.state_dict().items()))
         assert weights.receive(sender.finish(f"run:{number}"))["perf/engines_evicted"] == 0
