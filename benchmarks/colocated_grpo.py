@@ -1,7 +1,7 @@
 """A GRPO run with engine and trainer on one device: does the reward move, what does a step cost, how full is the device?
 
 Random weights, so nothing needs a download. The reward is the share of even token ids in the answer: one half by chance, and
-a policy that learns leaves it soon. The run is an ordinary one (`train.py`); this script makes the model, and then reads the
+a policy that learns leaves it soon. The run is an ordinary one (`slime train`); this script makes the model, and then reads the
 metrics: reward and loss per step, seconds of each part, and the peak of device memory in each phase.
 
     python benchmarks/colocated_grpo.py --shape tiny                                          (embedded engine, any machine)
@@ -111,8 +111,7 @@ def report(steps: list[dict[str, float]]) -> None:
 def main() -> int:
     options, extra = parse()
     # Only now: the loop brings the trainer and the engines, which --help need not wait for.
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-    from train import train
+    from slime.loop import train
 
     with tempfile.TemporaryDirectory() as name:
         args = parse_args([*flags(options, Path(name)), *extra])

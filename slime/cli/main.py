@@ -26,6 +26,9 @@ class Command:
 
 COMMANDS = {
     "train": Command("slime.cli.train", "train a model; same flags as `python train.py`"),
+    "train-async": Command(
+        "slime.cli.train_async", "the same with the next rollout in flight, as `python train_async.py`"
+    ),
     "quickstart": Command(
         "slime.cli.quickstart", "train a small model on this machine in minutes, and show that it learned"
     ),

@@ -1,4 +1,4 @@
-"""`slime train`: read the settings, check them and every plug-in, then run the loop of train.py."""
+"""`slime train`: read the settings, check them and every plug-in, then run the loop of slime/loop.py."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,12 +19,16 @@ def load_args(argv: Sequence[str] | None = None) -> Args:
 
 
 def main(argv: Sequence[str] | None = None, *, train: Callable[[Args], Any] | None = None) -> int:
-    """Run one training. `train` is the loop; the default is that of train.py, train_async.py passes its own."""
+    """Run one training. `train` is the loop; without one it is the synchronous loop."""
     with user_errors():
         args = load_args(argv)
-    if train is None:
-        # Here, because it loads torch and everything else, which --help and a misspelt flag do not need.
-        from train import train
     with user_errors(traceback_file=Path(args.run_dir) / "error.txt"):
-        train(args)
+        (train or run_loop)(args)
     return 0
+
+
+def run_loop(args: Args) -> None:
+    # Here, because it loads torch and everything else, which --help and a misspelt flag do not need.
+    from slime.loop import train
+
+    train(args)

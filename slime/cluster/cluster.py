@@ -1,4 +1,4 @@
-"""The run as `train.py` sees it: starts the stages, moves the device between them, pushes weights, saves, logs."""
+"""The run as the loop sees it: starts the stages, moves the device between them, pushes weights, saves, logs."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ import pytest
 from argument_helpers import parse
 from loop_helpers import make_world, run_train, series
 
-from train import train
+from slime.loop import train
 
 
 def test_the_synchronous_loop_refuses_an_interval_that_it_would_not_keep():

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slime.arguments import Args
 from slime.cli.main import user_errors
 from slime.cli.quickstart import smollm2, tiny
 from slime.cli.quickstart.data import DataFiles, write_data
@@ -17,7 +16,7 @@ from slime.cli.quickstart.metrics import LOSS, REWARD
 from slime.cli.quickstart.outcome import Outcome, draw_plot, read_outcome, summarise, write_summary
 from slime.cli.quickstart.plan import RECIPES, Recipe, build_rl_argv, build_sft_argv, warmed_up
 from slime.cli.quickstart.presets import PRESETS, describe
-from slime.cli.train import load_args
+from slime.cli.train import load_args, run_loop
 from slime.observability.logging_utils import configure_logger
 
 RANDOM_REWARD = "random-reward"
@@ -109,7 +108,7 @@ def run(options: Options, screen: Screen) -> dict:
     args = load_args(rl_argv(recipe, options, files, checkpoint))
     phase = Phase("RL", args.num_rollout, REWARD, "reward")
     with screen.following(phase, folder / "rl" / "metrics.jsonl"):
-        train(args)
+        run_loop(args)
     outcome = read_outcome(folder / "rl", recipe.task.draw_held_out())
     summary = summarise(
         outcome,
@@ -176,16 +175,8 @@ def run_warm_up(recipe: Recipe, options: Options, files: DataFiles, checkpoint: 
         recipe, checkpoint=checkpoint, files=files, run_dir=folder, seed=options.seed, extra=options.extra
     )
     with screen.following(Phase("SFT", recipe.warm_up.num_steps, LOSS, "loss"), folder / "metrics.jsonl"):
-        train(load_args(argv))
+        run_loop(load_args(argv))
     return warmed_up(recipe, folder)
-
-
-def train(args: Args) -> None:
-    """The same loop as `slime train`."""
-    # Here: the loop pulls in the trainer and the engines, which `--help` and flag errors should not wait for.
-    from train import train as train_loop
-
-    train_loop(args)
 
 
 def report(outcome: Outcome, summary: dict, recipe: Recipe, options: Options, screen: Screen) -> None:

@@ -1,0 +1,18 @@
+"""`slime train-async`: `slime train` with the next rollout in flight, the loop of slime/loop_async.py."""
+
+from collections.abc import Sequence
+
+from slime.arguments import Args
+from slime.cli import train
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one training with the asynchronous loop."""
+    return train.main(argv, train=run_loop)
+
+
+def run_loop(args: Args) -> None:
+    # Here, because it loads torch and everything else, which --help and a misspelt flag do not need.
+    from slime.loop_async import train
+
+    train(args)

@@ -1,0 +1,32 @@
+"""The loop of `loop.py` with the next rollout in flight while this one is trained: one step off policy.
+
+Weights change only between rollouts, so every sample of a batch comes from one version; unless the rollout function keeps
+groups in flight across rollouts (slime.rollout.fully_async_rollout), whose tokens say which version made each.
+"""
+
+from slime.arguments import Args
+from slime.cluster.cluster import Cluster
+
+
+def train(args: Args) -> None:
+    """Run `args` to its end."""
+    if args.colocate:
+        raise ValueError(
+            "--colocate makes engines and trainer take turns, so nothing can overlap: use train.py (slime train)"
+        )
+    with Cluster(args) as cluster:
+        schedule = cluster.start()
+        cluster.push_weights(schedule.start)
+        in_flight = cluster.begin_generate(schedule.start) if schedule.has_next(schedule.start - 1) else None
+        for rollout_id in schedule:
+            batch = cluster.collect(rollout_id, in_flight)
+            in_flight = cluster.begin_generate(rollout_id + 1) if schedule.has_next(rollout_id) else None
+            cluster.train(rollout_id, batch)
+            if schedule.save_after(rollout_id):
+                cluster.save(rollout_id, batch)  # the cursor of this batch: a resume repeats the one in flight
+            if (rollout_id + 1) % args.update_weights_interval == 0:
+                if in_flight is not None:
+                    in_flight.result()  # only now: weights must not change in mid-generation
+                cluster.push_weights(rollout_id + 1)
+            if schedule.eval_after(rollout_id):
+                cluster.evaluate(rollout_id)
