@@ -20,25 +20,25 @@ def vanilla_gae(rewards: Tensor, values: Tensor, gamma: float, lambd: float) -> 
     return result, result + values
 
 
-def chunked_discounted_returns(rewards: Tensor, gamma: float, chunk_size: int = 128) -> Tensor:
-    """Reverse discounted cumulative sums [B, T]: G_t = r_t + gamma x G_{t+1}.
+def chunked_discounted_returns(rewards: Tensor, discount: float, chunk_size: int = 128) -> Tensor:
+    """Reverse discounted cumulative sums [B, T]: G_t = r_t + discount x G_{t+1}.
 
-    Within a chunk all sums are one product with a triangular matrix of powers of gamma; only the carry between
+    Within a chunk all sums are one product with a triangular matrix of powers of the discount; only the carry between
     chunks is sequential.
     """
-    if gamma == 1.0 or rewards.shape[1] == 0:
+    if discount == 1.0 or rewards.shape[1] == 0:
         return rewards.flip(1).cumsum(1).flip(1)
     length = rewards.shape[1]
     size = min(chunk_size, length)
     steps = torch.arange(size, device=rewards.device)
     distance = steps[:, None] - steps[None, :]  # row: source position, column: target position
-    powers = torch.where(distance >= 0, float(gamma) ** distance.clamp(min=0).to(rewards.dtype), 0.0)
+    powers = torch.where(distance >= 0, float(discount) ** distance.clamp(min=0).to(rewards.dtype), 0.0)
     result = torch.empty_like(rewards)
     carry = torch.zeros_like(rewards[:, :1])
     for end in range(length, 0, -size):
         start = max(end - size, 0)
         n = end - start
-        until_end = float(gamma) ** (n - steps[:n]).to(rewards.dtype)
+        until_end = float(discount) ** (n - steps[:n]).to(rewards.dtype)
         result[:, start:end] = rewards[:, start:end] @ powers[:n, :n] + carry * until_end
         carry = result[:, start : start + 1]
     return result

@@ -195,8 +195,9 @@ def calculate_log_probs_and_entropy(
     log_prob_keep_mask: Tensor | None = None,
     with_entropy_grad: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs [T] and entropies [T] of `tokens` under existing `logits` [T, V].
+    """Log-probs [T, 1] and entropies [T] of `tokens` under existing `logits` [T, V].
 
+    The shapes are those of THUDM/slime, whose users call this from losses of their own and squeeze the last dimension.
     `log_prob_keep_mask` [T, V] renormalises the log-prob over the kept tokens (the sampled token is always kept); the
     entropy stays that of the full distribution. `tp_group` is accepted for callers that shard the vocabulary and must
     be None or of size one here.
@@ -214,11 +215,11 @@ def calculate_log_probs_and_entropy(
         if log_prob_keep_mask is not None:
             keep = log_prob_keep_mask[start : start + rows].scatter(1, target, True)
             kept = part.masked_fill(~keep, float("-inf"))
-        log_probs.append(kept.gather(1, target).squeeze(1) - torch.logsumexp(kept, dim=-1))
+        log_probs.append(kept.gather(1, target) - torch.logsumexp(kept, dim=-1, keepdim=True))
         if with_entropy:
             source = part if with_entropy_grad else part.detach()
             log_dist = torch.log_softmax(source, dim=-1)
             entropies.append(-(log_dist.exp() * log_dist).sum(-1))
     empty = logits.new_zeros(0, dtype=_compute_dtype(logits.dtype))
     entropy = (torch.cat(entropies) if entropies else empty) if with_entropy else None
-    return (torch.cat(log_probs) if log_probs else empty), entropy
+    return (torch.cat(log_probs) if log_probs else empty[:, None]), entropy

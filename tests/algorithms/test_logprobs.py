@@ -72,8 +72,10 @@ def test_no_tokens_give_no_log_probs_but_a_gradient_of_zero():
 def test_log_probs_of_existing_logits(chunk_size):
     hidden, weight, targets = inputs()
     expected = obvious(hidden, weight, targets, 1.0)
-    got = calculate_log_probs_and_entropy(hidden @ weight.T, targets, None, with_entropy=True, chunk_size=chunk_size)
-    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+    log_probs, entropy = calculate_log_probs_and_entropy(
+        hidden @ weight.T, targets, None, with_entropy=True, chunk_size=chunk_size
+    )
+    torch.testing.assert_close((log_probs.squeeze(-1), entropy), expected, rtol=1e-10, atol=1e-10)
 
 
 def test_a_keep_mask_renormalises_the_log_prob_and_always_keeps_the_sampled_token():
