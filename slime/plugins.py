@@ -200,7 +200,7 @@ PLUGIN_POINTS = (
         positional=("args", "batch", "logits", "sum_of_sample_mean"),
         style="sync",
         returns="(loss, dict of metrics)",
-        when="for each micro-batch, with --loss-type custom_loss",
+        when="for each micro-batch, with --loss-type custom_loss; logits are not divided by --rollout-temperature",
     ),
     PluginPoint(
         "custom_update_weight_post_write_path",

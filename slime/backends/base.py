@@ -86,7 +86,7 @@ class TokenOutputs:
     log_probs: Tensor  # [R] fp32
     entropy: Tensor | None = None  # [R] fp32; None: not asked for
     values: Tensor | None = None  # [R] fp32; None: no critic
-    logits: Tensor | None = None  # [1, T, V] fp32; only for a loss that asks for them
+    logits: Tensor | None = None  # [1, T, V] fp32, not divided by the temperature; only for a loss that asks for them
     extra: Tensor | None = None  # [R, ...] what `Loss.at_head` returned
 
 

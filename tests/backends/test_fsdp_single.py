@@ -201,13 +201,13 @@ def test_a_step_with_a_broken_number_is_not_applied(model, tmp_path):
     assert train(backend, args, random_samples(2, 4))["train/grad_norm"] > 0
 
 
-def test_a_custom_loss_gets_logits_and_the_micro_batch(model, tmp_path):
+def test_a_custom_loss_gets_raw_logits_and_the_micro_batch(model, tmp_path):
     file = tmp_path / "loss.py"
     file.write_text(
         "def loss(args, batch, logits, reduce):\n"
         "    import torch\n"
         "    assert logits.shape[:2] == batch['tokens'].shape and len(batch['unconcat_tokens']) == len(batch['loss_masks'])\n"
-        "    dist = torch.log_softmax(logits[0], -1)\n"
+        "    dist = torch.log_softmax(logits[0] / args.rollout_temperature, -1)\n"
         "    rows, start = [], 0\n"
         "    for tokens, length in zip(batch['unconcat_tokens'], batch['response_lengths']):\n"
         "        end = start + len(tokens)\n"
@@ -217,6 +217,7 @@ def test_a_custom_loss_gets_logits_and_the_micro_batch(model, tmp_path):
         "    return value, {'mine': value.detach()}\n"
     )
     common = dict(micro_batch_size=3, compute_advantages_and_returns=False, optimizer="sgd", lr=0.1)
+    common["rollout_temperature"] = 0.5
     samples = random_samples(2, 4)
     args = trainer_args(model, loss_type="custom_loss", custom_loss_function_path=f"{file}:loss", **common)
     custom = train(backend_of(args), args, samples)

@@ -84,7 +84,7 @@ class PackedCausalLM(nn.Module):
             assert not logits and at_head is None, "the whole stream's logits are not on one rank"
             log_probs = share.join(log_probs, len(mb.targets))
             entropies = share.join(entropies, len(mb.targets)) if entropy else None
-        full = (hidden @ weight.T)[None].float() / temperature if logits else None
+        full = (hidden @ weight.T)[None].float() if logits else None
         extra = at_head(chosen, WholeMatrix(weight), mb) if at_head is not None else None
         return log_probs, entropies, full, extra
 

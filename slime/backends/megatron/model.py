@@ -105,7 +105,7 @@ class PackedGPTModel(GPTModel):
             assert stream.plan is None, "what needs whole samples at the head is refused with context parallelism"
         if call.logits:
             local = hidden.index_select(0, stream.real) @ matrix.weight.T
-            full = gather_vocab(local, groups.tp, self.real_vocab_size)[None].float() / call.temperature
+            full = gather_vocab(local, groups.tp, self.real_vocab_size)[None].float()
         if call.at_head is not None:
             extra = call.at_head(rows, matrix, mb)
         return TokenOutputs(log_probs=log_probs, entropy=entropies, logits=full, extra=extra)

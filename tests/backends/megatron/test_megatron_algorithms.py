@@ -33,6 +33,10 @@ ALGORITHMS = {
     "reward model": dict(loss_type="rm_loss"),
     "dpo": dict(loss_type="dpo_loss"),
     "sft": dict(loss_type="sft_loss"),
+    "warm sft": dict(loss_type="sft_loss", rollout_temperature=0.7),
+    "raw logits": dict(
+        loss_type="custom_loss", custom_loss_function_path=f"{__file__}:nll_of_raw_logits", rollout_temperature=0.7
+    ),
     "opd sampled": dict(OPD, teacher="teacher"),
     "opd full": dict(OPD, opd_kl="full", teacher="teacher", rollout_temperature=0.8),
     "opd full large teacher": dict(OPD, opd_kl="full", teacher="large", log_probs_chunk_size=7),
@@ -47,8 +51,20 @@ LAYOUTS = {
     "cp2": dict(cp=2),
 }
 # Where a head function sees whole samples: refused when arguments are parsed.
-NOT_WITH_CP = ("opd full", "opd full large teacher")
+NOT_WITH_CP = ("opd full", "opd full large teacher", "raw logits")
 CASES = [(name, layout) for layout in LAYOUTS for name in ALGORITHMS if not (layout == "cp2" and name in NOT_WITH_CP)]
+
+
+def nll_of_raw_logits(args, batch, logits, reduce):
+    """SFT as a loss of one's own; the temperature is its own business, as in slime."""
+    dist = torch.log_softmax(logits[0] / args.rollout_temperature, -1)
+    rows, start = [], 0
+    for tokens, length in zip(batch["unconcat_tokens"], batch["response_lengths"], strict=True):
+        end = start + len(tokens)
+        rows.append(dist[torch.arange(end - length - 1, end - 1), tokens[-length:]])
+        start = end
+    value = -reduce(torch.cat(rows))
+    return value, {"largest_logit": logits.abs().max().detach()}
 
 
 def samples_for(settings):
@@ -168,6 +184,14 @@ def test_one_process_equals_fsdp(one, name):
 @pytest.mark.parametrize(("name", "layout"), CASES, ids=lambda value: value.replace(" ", "-"))
 def test_two_ranks_equal_fsdp(one, two, name, layout):
     check(two[name, layout], one[f"fsdp {name}"])
+
+
+def test_a_custom_loss_divides_raw_logits_by_the_temperature_itself(one):
+    """At temperature 1 raw and divided logits are the same, so the loss is compared with SFT at the same temperature."""
+    for prefix in ("", "fsdp "):
+        found, expected = one[f"{prefix}raw logits"]["metrics"], one[f"{prefix}warm sft"]["metrics"]
+        assert found["train/loss"] == pytest.approx(expected["train/loss"], rel=1e-5)
+        assert found["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=1e-4)
 
 
 def test_frozen_parameters_stay(one):
