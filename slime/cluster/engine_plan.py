@@ -15,7 +15,7 @@ from slime.engines.server import Command, LaunchPlan, embedded_command
 from slime.engines.sglang.command import SGLangOptions, sglang_command
 from slime.engines.sglang.router import router_command
 from slime.engines.topology import EnginePlace, place_engines
-from slime.utils.processes import thread_environment
+from slime.utils.processes import import_environment, thread_environment
 
 # What all-linear of --lora-target-modules comes to in the dense families; an engine must know it before it sees adapters.
 _LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -25,12 +25,14 @@ def plan_engines(args: Args, run: Run, slots: tuple[Slot, ...]) -> list[LaunchPl
     """One plan per slot, in the order of the topology."""
     command_of = {"embedded": _embedded, "sglang": _sglang}[args.rollout_engine]
     threads = args.engine_threads or _default_threads(args, slots)
+    # SGLang has a Python of its own, whose modules are not ours.
+    imports = import_environment() if args.rollout_engine == "embedded" else {}
     models = {model.name: model for model in args.engine_topology.models}
     return [
         LaunchPlan(
             name=place.name,
             command=command_of(args, run, EngineSite(models[place.model], place, slot), threads),
-            env={**thread_environment(threads), **slot.env},
+            env={**thread_environment(threads), **imports, **slot.env},
             log_path=run.run_dir / "logs" / f"{place.name}.log",
             start_timeout_s=args.engine_start_timeout_s,
             worker_type=place.worker_type,

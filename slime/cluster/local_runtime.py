@@ -22,7 +22,7 @@ from slime.cluster.placement import Placement
 from slime.cluster.runtime import CONTROL, WORK, Handle, WorkerDied, WorkerSpec
 from slime.cluster.worker import encode_call
 from slime.utils import shm, tensor_pickle, waits
-from slime.utils.processes import stop_process
+from slime.utils.processes import import_environment, stop_process
 
 _LOG_TAIL_LINES = 20
 
@@ -144,10 +144,10 @@ class ProcessHandle:
 
 def _start_worker(spec: WorkerSpec, log_path: Path, shm_prefix: str) -> tuple[subprocess.Popen, Connection]:
     ours, theirs = socket.socketpair()
-    paths = [p or os.getcwd() for p in sys.path]
     devices = spec.slot.env if spec.slot is not None else {}
-    env = {**os.environ, **spec.env, **devices, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
-    command = [sys.executable, "-m", "slime.cluster.worker", "--fd", str(theirs.fileno()), "--shm-prefix", shm_prefix]
+    env = {**os.environ, **spec.env, **devices, **import_environment()}
+    command = [sys.executable, "-P", "-m", "slime.cluster.worker"]
+    command += ["--fd", str(theirs.fileno()), "--shm-prefix", shm_prefix]
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with open(log_path, "ab") as log:
         process = subprocess.Popen(

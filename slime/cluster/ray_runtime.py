@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +17,7 @@ from slime.cluster.placement import LOOPBACK, Machine, Placement
 from slime.cluster.runtime import CONTROL, WORK, Handle, WorkerDied, WorkerSpec
 from slime.utils import waits
 from slime.utils.errors import RunStopped
+from slime.utils.processes import import_environment
 
 _CLAIM_DEADLINE_S = 120.0
 
@@ -73,7 +72,7 @@ class RayHandle:
             num_gpus=0,  # placement names the devices; Ray's own bookkeeping would hide shared ones
             max_restarts=0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
-            runtime_env={"env_vars": {**spec.env, **devices, "PYTHONPATH": os.pathsep.join(_python_path())}},
+            runtime_env={"env_vars": {**spec.env, **devices, **import_environment()}},
         )
         self._actor = options.remote(cls, args)
 
@@ -83,10 +82,6 @@ class RayHandle:
 
     def kill(self) -> None:
         ray.kill(self._actor)
-
-
-def _python_path() -> list[str]:
-    return list(dict.fromkeys(p or os.getcwd() for p in sys.path))
 
 
 @dataclass(frozen=True, slots=True)

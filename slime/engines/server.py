@@ -229,6 +229,7 @@ def embedded_command(
         words = [str(word) for name, value in options.items() if value is not None for word in (name, value)]
         return [
             sys.executable,
+            "-P",
             "-m",
             "slime.engines.embedded",
             *words,

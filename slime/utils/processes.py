@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable
 
@@ -45,6 +46,14 @@ def watch_parent(fd: int, on_death: Callable[[], None] | None = None) -> None:
             os._exit(1)
 
     threading.Thread(target=wait_for_eof, name="parent-watch", daemon=True).start()
+
+
+def import_environment() -> dict[str, str]:
+    """Environment of a Python child that finds modules where this process does; start it with `-P`.
+
+    Without `-P`, `python -m` looks into the working folder first, where a user's `queue.py` would shadow Python's own.
+    """
+    return {"PYTHONPATH": os.pathsep.join(dict.fromkeys(path or os.getcwd() for path in sys.path))}
 
 
 def thread_environment(num_threads: int) -> dict[str, str]:

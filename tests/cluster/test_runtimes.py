@@ -66,6 +66,17 @@ def handle(request, runtime):
     return runtime.spawn(Target, 10, spec=WorkerSpec(f"target-{request.param}", near_driver=request.param))
 
 
+def test_a_file_in_the_working_folder_does_not_shadow_what_a_worker_imports(tmp_path, monkeypatch):
+    (tmp_path / "queue.py").write_text("raise SystemExit('the stranger ran')\n")
+    monkeypatch.chdir(tmp_path)
+    prefix = shm.make_prefix()
+    runtime = LocalRuntime(tmp_path / "run", prefix)
+    try:
+        assert runtime.spawn(Target, 10, spec=WorkerSpec("target")).call("add", 5).result(60) == 15
+    finally:
+        runtime.close()
+
+
 def test_a_call_returns_its_value(handle):
     assert handle.call("add", 5).result(60) == 15
 

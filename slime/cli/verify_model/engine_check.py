@@ -10,7 +10,7 @@ from slime.engines.server import Command, EngineServer, LaunchPlan, embedded_com
 from slime.engines.sglang.command import SGLangOptions, sglang_command
 from slime.utils import shm
 from slime.utils.async_utils import run
-from slime.utils.processes import thread_environment
+from slime.utils.processes import import_environment, thread_environment
 from slime.wire.client import EngineClient
 from slime.wire.protocol import GenerateRequest, SamplingParams
 
@@ -23,7 +23,7 @@ def check_engine(kind: str, model: Path, prompts: list[list[int]], folder: Path,
     plan = LaunchPlan(
         name=f"{kind} engine",
         command=_command(kind, model, prefix),
-        env=thread_environment(1),
+        env={**thread_environment(1), **(import_environment() if kind == "embedded" else {})},
         log_path=folder / "engine.log",
         start_timeout_s=deadline_s,
     )
