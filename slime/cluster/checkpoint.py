@@ -89,6 +89,10 @@ class StagedCheckpoint:
     staging: Path
     manifest: Manifest
 
+    @property
+    def rollout_id(self) -> int:
+        return self.manifest.rollout_id
+
     def complete(self, keep_last: int | None = None) -> Checkpoint:
         """One rename, when all is written; then all but the `keep_last` newest checkpoints go (None: all stay)."""
         final = self.staging.with_suffix("")

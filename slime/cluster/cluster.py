@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import signal
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -69,17 +68,20 @@ class Cluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with contextlib.suppress(Exception):  # the cause that is already on its way matters more
-            if kind is None:
-                self._finish_save(wait=True)
-                self._trainer.close()
+        steps: list[Callable[[], object]] = []
+        if kind is None:
+            steps += [lambda: self._finish_save(wait=True), self._trainer.close]
+        elif self._staged is not None:
+            logger.warning("the checkpoint of rollout %d was not complete when the run ended", self._staged.rollout_id)
         if self._rollout is not None:
-            with contextlib.suppress(Exception):
-                self._rollout.close()
-        self._runtime.close()
-        shm.unlink_prefix(self._run.shm_prefix)
-        self._janitor.dismiss()
-        self._tracker.finish()
+            steps.append(self._rollout.close)
+        steps += [
+            self._runtime.close,
+            lambda: shm.unlink_prefix(self._run.shm_prefix),
+            self._janitor.dismiss,
+            self._tracker.finish,
+        ]
+        _end_in_order(steps, error)
 
     def start(self) -> Schedule:
         """Engines and trainer start side by side; returns the ids that this run goes through."""
@@ -219,6 +221,21 @@ _TRAIN_HEADLINE = (
 
 def _headline(metrics: dict[str, Any], names: Iterable[str]) -> str:
     return ", ".join(f"{name.partition('/')[2]} {metrics[name]:.4g}" for name in names if name in metrics)
+
+
+def _end_in_order(steps: Sequence[Callable[[], object]], cause: BaseException | None) -> None:
+    """Take every step, whatever the one before raised. The first failure is that of the run, unless it has a cause already."""
+    failures: list[Exception] = []
+    for step in steps:
+        try:
+            step()
+        except Exception as failure:  # told below
+            failures.append(failure)
+    told = failures if cause is not None else failures[1:]
+    for failure in told:
+        logger.warning("while the run ended: %s: %s", type(failure).__name__, failure)
+    if cause is None and failures:
+        raise failures[0]
 
 
 def _raise_interrupt(number: int, frame: FrameType | None) -> None:

@@ -56,7 +56,7 @@ class RolloutStage:
         self._handle.call("save_data_source", rollout_id, lane=CONTROL).result()
 
     def close(self) -> None:
-        self._handle.call("close", lane=CONTROL).result(30.0)
+        self._handle.call("close", lane=CONTROL).result(60.0)
 
 
 class NoTrainer:

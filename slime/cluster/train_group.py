@@ -19,6 +19,7 @@ from slime.utils.types import RolloutBatch
 from slime.weight_sync import LiveReport, Parcel, Target
 
 _START_DEADLINE_S = 1800.0
+_CLOSE_DEADLINE_S = 120.0  # overdue is a failure of the run: generous
 
 
 class TrainGroup:
@@ -92,7 +93,7 @@ class TrainGroup:
         return max(peaks, default=None)
 
     def close(self) -> None:
-        self._call("close", deadline_s=10.0)
+        self._call("close", deadline_s=_CLOSE_DEADLINE_S)
 
     def kill(self) -> None:
         """Ends the ranks, and gives back what they hold."""
