@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from slime.arguments.draft import Draft
+from slime.utils.prompt_files import why_unreadable
 
 ROW_RANGE = re.compile(r"^(.*)@\[-?\d*:-?\d*\]$")
 # What a model hub calls a model: `name` or `owner/name`. Anything else is meant as a path.
@@ -43,11 +44,9 @@ def _without_rows(path: str) -> Path:
 
 
 def _check_data_file(what: str, path: str) -> None:
-    file = _without_rows(path)
-    if not file.exists():
-        raise ValueError(f"{what} is {path}: there is no such file.")
-    if file.is_file() and file.suffix not in (".jsonl", ".parquet"):
-        raise ValueError(f"{what} is {path}: prompts come from .jsonl or .parquet files.")
+    reason = why_unreadable(_without_rows(path))
+    if reason is not None:
+        raise ValueError(f"{what} is {path}: {reason}.")
 
 
 def _check_model(flag: str, model: str | None) -> None:

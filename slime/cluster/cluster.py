@@ -29,6 +29,7 @@ from slime.cluster.weight_push import PushToNobody, WeightPush
 from slime.observability.logging_utils import configure_logger
 from slime.observability.tracking import Tracker
 from slime.plugins import check_plugins
+from slime.rollout.prompt_formats import check_prompt_files
 from slime.utils import shm
 from slime.utils.accelerator import device_count
 from slime.weight_sync import LIVE_TRANSPORTS, Site, choose_transport
@@ -42,6 +43,7 @@ class Cluster:
 
     def __init__(self, args: Args):
         check_plugins(args)
+        check_prompt_files(args)
         configure_logger()
         self._args = args
         logger.info("%s", explain_batch(args))

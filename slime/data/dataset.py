@@ -3,17 +3,19 @@
 The order is computed, not drawn from a shared generator, so a resumed run and every process agree on it.
 """
 
+import itertools
 import logging
 from collections.abc import Iterable, Sequence
+from typing import Self
 
 from slime.data.mix import mix64
-from slime.data.prompts import PromptFormat, row_to_sample
-from slime.data.reader import read_file, split_paths
+from slime.data.prompts import PromptFormat, check_row, row_to_sample
+from slime.data.reader import read_file, read_rows
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Dataset", "epoch_order", "filter_long_prompt", "read_file"]
+__all__ = ["Dataset", "check_prompt_file", "epoch_order", "filter_long_prompt", "read_file"]
 
 
 def epoch_order(seed: int, epoch: int, size: int) -> list[int]:
@@ -52,8 +54,11 @@ def prompt_lengths(samples: Sequence[Sample], tokenizer, processor=None) -> list
 
 
 def _prompt_text(sample: Sample, tokenizer) -> str:
+    """What a function of the user's reads and is neither text nor messages has no length, and stays."""
     if isinstance(sample.prompt, str):
         return sample.prompt
+    if not isinstance(sample.prompt, list):
+        return ""
     return tokenizer.apply_chat_template(
         sample.prompt,
         tools=sample.metadata.get("tools"),
@@ -96,7 +101,38 @@ class Dataset:
             apply_chat_template=apply_chat_template,
             apply_chat_template_kwargs=apply_chat_template_kwargs or {},
         )
-        read = _read_samples(path, fmt, tokenizer, processor)
+        self._read(path, fmt, tokenizer, processor, max_length, seed, flag, length_flag)
+
+    @classmethod
+    def of_format(
+        cls,
+        path: str | Iterable[str],
+        fmt: PromptFormat,
+        tokenizer=None,
+        processor=None,
+        max_length: int | None = None,
+        *,
+        seed: int = 42,
+        flag: str = "--prompt-data",
+        length_flag: str = "--rollout-max-prompt-len",
+    ) -> Self:
+        """The same of a whole format, which also knows who reads prompts and labels."""
+        dataset = cls.__new__(cls)
+        dataset._read(path, fmt, tokenizer, processor, max_length, seed, flag, length_flag)
+        return dataset
+
+    def _read(
+        self,
+        path: str | Iterable[str],
+        fmt: PromptFormat,
+        tokenizer,
+        processor,
+        max_length: int | None,
+        seed: int,
+        flag: str,
+        length_flag: str,
+    ) -> None:
+        read = [row_to_sample(row, fmt, tokenizer, processor, where=place) for place, row in read_rows(path)]
         if not read:
             raise ValueError(f"{flag} {_show(path)}: no rows; the file (or its slice) is empty.")
         kept = filter_long_prompt(read, tokenizer, processor, max_length)
@@ -132,12 +168,10 @@ class Dataset:
         return self.origin_samples[self.order[index]]
 
 
-def _read_samples(path, fmt: PromptFormat, tokenizer, processor) -> list[Sample]:
-    samples = []
-    for one in split_paths(path):
-        for number, row in enumerate(read_file([one]), start=1):
-            samples.append(row_to_sample(row, fmt, tokenizer, processor, where=f"{one}, row {number}"))
-    return samples
+def check_prompt_file(path: str | Iterable[str], fmt: PromptFormat, *, max_rows: int) -> None:
+    """Whether the first rows can become samples; costs little more than reading them, and needs no tokenizer."""
+    for place, row in itertools.islice(read_rows(path), max_rows):
+        check_row(row, fmt, where=place)
 
 
 def _show(path) -> str:

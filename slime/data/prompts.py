@@ -1,11 +1,13 @@
 """Turn one row of a prompt file into a Sample: keys, chat template, tools and media."""
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from slime.data.row_checks import PromptUse, check_label, check_messages, check_prompt
+from slime.data.strict_json import parse_json
+from slime.utils.chat_roles import find_dropped_message
 from slime.utils.types import MultimodalTypes, Sample
 
 
@@ -20,17 +22,56 @@ class PromptFormat:
     multimodal_keys: Mapping[str, str] | None = None  # media type ("image") -> column that holds the items
     apply_chat_template: bool = False
     apply_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    use: PromptUse = PromptUse.UNKNOWN
+    rm_type: str | None = (
+        None  # a built-in reward reads the labels: this one where metadata names none; None: others do
+    )
+    label_is_messages: bool = False  # the label is a conversation, too: of a preference pair
+
+    @property
+    def as_messages(self) -> bool:
+        return self.apply_chat_template or bool(self.multimodal_keys)
 
 
-def row_to_sample(row: dict, fmt: PromptFormat, tokenizer=None, processor=None, *, where: str = "row") -> Sample:
-    """One row -> one PENDING sample without index; `where` names the row in error messages."""
+def check_row(row: dict, fmt: PromptFormat, *, where: object = "row") -> None:
+    """All that can be said of a row without a tokenizer: `row_to_sample` will take it, up to its chat template."""
+    _read_fields(row, fmt, where)
+
+
+def _read_fields(row: dict, fmt: PromptFormat, where: object) -> tuple[Any, Any, dict, list | None]:
+    """Prompt, label, metadata and tools, checked."""
     prompt = _get(row, fmt.input_key, "--input-key", where)
+    rendered = fmt.apply_chat_template or (fmt.as_messages and fmt.use is not PromptUse.ENGINE)
+    check_prompt(prompt, fmt.input_key, fmt.use, rendered=rendered, where=where)
     metadata = _read_metadata(row, fmt.metadata_key, where)
     tools = _read_tools(row, fmt.tool_key, where)
+    if fmt.label_key is None:
+        return prompt, None, metadata, tools
+    label = _get(row, fmt.label_key, "--label-key", where)
+    if fmt.label_is_messages:
+        _check_conversation(label, fmt.label_key, where)
+    else:
+        rm_type = None if fmt.rm_type is None else str(metadata.get("rm_type") or fmt.rm_type)
+        check_label(label, fmt.label_key, rm_type, where)
+    return prompt, label, metadata, tools
+
+
+def _check_conversation(label: Any, key: str, where: object) -> None:
+    what = f"{where}: the label in {key!r} (--label-key)"
+    if not isinstance(label, list):
+        raise ValueError(
+            f"{what} is {type(label).__name__}; a preference pair is two lists of messages, read with "
+            "--input-key chosen --label-key rejected."
+        )
+    check_messages(label, what)
+
+
+def row_to_sample(row: dict, fmt: PromptFormat, tokenizer=None, processor=None, *, where: object = "row") -> Sample:
+    """One row -> one PENDING sample without index; `where` names the row in error messages."""
+    prompt, label, metadata, tools = _read_fields(row, fmt, where)
     if tools is not None:
         metadata["tools"] = tools
-    as_messages = fmt.apply_chat_template or bool(fmt.multimodal_keys)
-    if isinstance(prompt, str) and as_messages:
+    if isinstance(prompt, str) and fmt.as_messages:
         prompt = [{"role": "user", "content": prompt}]
     if fmt.multimodal_keys:
         prompt = fill_media(prompt, row, fmt.multimodal_keys, where=where)
@@ -39,28 +80,40 @@ def row_to_sample(row: dict, fmt: PromptFormat, tokenizer=None, processor=None, 
         prompt = render_prompt(prompt, tokenizer, tools=tools, kwargs=fmt.apply_chat_template_kwargs, where=where)
     return Sample(
         prompt=prompt,
-        label=_get(row, fmt.label_key, "--label-key", where) if fmt.label_key is not None else None,
+        label=label,
         metadata=metadata,
         multimodal_inputs=multimodal_inputs,
         apply_chat_template_kwargs=dict(fmt.apply_chat_template_kwargs),
     )
 
 
-def render_prompt(messages, tokenizer, *, tools=None, kwargs: Mapping[str, Any] | None = None, where="row") -> str:
+def render_prompt(
+    messages: list[dict], tokenizer, *, tools=None, kwargs: Mapping[str, Any] | None = None, where: object = "row"
+) -> str:
     """Messages -> the text the model sees, up to where its answer begins."""
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             "--apply-chat-template is set but the tokenizer has no chat template; "
             "drop the flag or add a template to the tokenizer's folder."
         )
-    if not isinstance(messages, list):
-        raise ValueError(f"{where}: a prompt must be text or a list of messages, found {type(messages).__name__}.")
-    return tokenizer.apply_chat_template(
-        messages, tools=tools, tokenize=False, add_generation_prompt=True, **(kwargs or {})
-    )
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=True, **(kwargs or {})
+        )
+    except Exception as error:  # a template is a program of the model's author: it may raise anything
+        raise ValueError(
+            f"{where}: the chat template of the tokenizer refuses this prompt ({type(error).__name__}: {error})."
+        ) from error
+    dropped = find_dropped_message(messages, text)
+    if dropped is not None:
+        raise ValueError(
+            f"{where}: the chat template drops message {dropped}, whose role {messages[dropped]['role']!r} it does not "
+            "know; write a role it knows (system, user, assistant, tool)."
+        )
+    return text
 
 
-def fill_media(messages: list[dict], row: dict, keys: Mapping[str, str], *, where: str = "row") -> list[dict]:
+def fill_media(messages: list[dict], row: dict, keys: Mapping[str, str], *, where: object = "row") -> list[dict]:
     """Replace `<image>`-like placeholders in message texts by the row's media, in order; counts must match."""
     queues, types = {}, {}
     for name, column in keys.items():
@@ -84,7 +137,7 @@ def fill_media(messages: list[dict], row: dict, keys: Mapping[str, str], *, wher
     return filled
 
 
-def _fill_message(message: dict, pattern: re.Pattern, queues: dict, types: dict, where: str) -> dict:
+def _fill_message(message: dict, pattern: re.Pattern, queues: dict, types: dict, where: object) -> dict:
     if not isinstance(message.get("content"), str):
         return message
     parts = []
@@ -99,7 +152,7 @@ def _fill_message(message: dict, pattern: re.Pattern, queues: dict, types: dict,
     return {**message, "content": parts}
 
 
-def _media_inputs(messages: list[dict], processor, where: str) -> dict | None:
+def _media_inputs(messages: list[dict], processor, where: object) -> dict | None:
     """Images and videos of the conversation in the form the processor takes."""
     if not isinstance(messages, list):
         raise ValueError(f"{where}: a model with a processor needs the prompt as a list of messages.")
@@ -107,19 +160,19 @@ def _media_inputs(messages: list[dict], processor, where: str) -> dict | None:
     for message in messages:
         content = message.get("content")
         for part in content if isinstance(content, list) else []:
-            if part.get("type") in ("image", "video"):
+            if isinstance(part, dict) and part.get("type") in ("image", "video"):
                 found[part["type"] + "s"].append(part[part["type"]])
     found = {name: items for name, items in found.items() if items}
     return found or None
 
 
-def _get(row: dict, key: str, flag: str, where: str) -> Any:
+def _get(row: dict, key: str, flag: str, where: object) -> Any:
     if key not in row:
-        raise ValueError(f"{where}: no column {key!r} ({flag}); the row has {sorted(row)}.")
+        raise ValueError(f"{where}: no column {key!r} ({flag}); the row has {sorted(row)}: name one of them.")
     return row[key]
 
 
-def _read_metadata(row: dict, key: str | None, where: str) -> dict:
+def _read_metadata(row: dict, key: str | None, where: object) -> dict:
     value = row.get(key) if key is not None else None
     if value is None or value == "":
         return {}
@@ -129,7 +182,7 @@ def _read_metadata(row: dict, key: str | None, where: str) -> dict:
     return dict(value)
 
 
-def _read_tools(row: dict, key: str | None, where: str) -> list | None:
+def _read_tools(row: dict, key: str | None, where: object) -> list | None:
     value = row.get(key) if key is not None else None
     if value is None:
         return None
@@ -141,10 +194,10 @@ def _read_tools(row: dict, key: str | None, where: str) -> list | None:
     return value or None
 
 
-def _parse_json(value: Any, key: str | None, where: str) -> Any:
+def _parse_json(value: Any, key: str | None, where: object) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: {key!r} is text but not valid JSON ({error}).") from error
+        return parse_json(value)
+    except ValueError as error:
+        raise ValueError(f"{where}: {key!r} is text, but {error}.") from None

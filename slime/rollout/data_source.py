@@ -15,6 +15,7 @@ import torch
 from slime.data.dataset import Dataset
 from slime.rollout.groups import Group, copy_sample, describe, group_from_plain, group_to_plain
 from slime.rollout.journal import CountingJournal, Journal, Outcome
+from slime.rollout.prompt_formats import training_format
 from slime.utils.misc import load_function
 from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.types import Sample
@@ -238,17 +239,11 @@ def build_dataset(args: Any) -> Dataset:
     needs_tokenizer = args.apply_chat_template or args.rollout_max_prompt_len is not None
     tokenizer = load_tokenizer(args.hf_checkpoint) if needs_tokenizer else None
     processor = load_processor(args.hf_checkpoint) if args.multimodal_keys else None
-    return Dataset(
+    return Dataset.of_format(
         args.prompt_data,
+        training_format(args),
         tokenizer,
         processor,
         args.rollout_max_prompt_len,
-        prompt_key=args.input_key,
-        multimodal_keys=args.multimodal_keys,
-        label_key=args.label_key,
-        metadata_key=args.metadata_key,
-        tool_key=args.tool_key,
         seed=args.rollout_seed,
-        apply_chat_template=args.apply_chat_template,
-        apply_chat_template_kwargs=args.apply_chat_template_kwargs,
     )

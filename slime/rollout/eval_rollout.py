@@ -13,6 +13,7 @@ from slime.arguments.eval_config import EvalDatasetConfig
 from slime.data.dataset import Dataset
 from slime.rollout.base_types import RolloutFnEvalOutput
 from slime.rollout.groups import Group, copy_sample
+from slime.rollout.prompt_formats import evaluation_format
 from slime.rollout.tasks import all_or_none
 from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.types import Sample, flatten_samples
@@ -122,18 +123,12 @@ class _Key:
 def _load(key: _Key) -> Dataset:
     args, config = key.args, key.config
     needs_tokenizer = config.apply_chat_template or args.eval_max_prompt_len is not None
-    return Dataset(
+    return Dataset.of_format(
         config.path,
+        evaluation_format(args, config),
         load_tokenizer(args.hf_checkpoint) if needs_tokenizer else None,
         load_processor(args.hf_checkpoint) if config.multimodal_keys else None,
         args.eval_max_prompt_len,
-        prompt_key=config.input_key or "input",
-        multimodal_keys=config.multimodal_keys,
-        label_key=config.label_key,
-        tool_key=config.tool_key,
-        metadata_key=config.metadata_key,
-        apply_chat_template=bool(config.apply_chat_template),
-        apply_chat_template_kwargs=config.apply_chat_template_kwargs,
         flag=f"evaluation dataset {config.name},",
         length_flag="--eval-max-prompt-len",
     )

@@ -6,6 +6,8 @@ template of the same family with other special tokens works too.
 
 from typing import Any
 
+from slime.utils.chat_roles import find_dropped_message, has_uncommon_role
+
 Messages = list[dict[str, Any]]
 
 _DISTILL_MARK = "<｜Assistant｜>"
@@ -38,7 +40,17 @@ class MultiTurnLossMaskGenerator:
     def get_loss_mask(self, messages: Messages, tools: list | None = None) -> tuple[list[int], list[int]]:
         """(token ids, mask), of equal length."""
         _check_messages(messages)
+        if has_uncommon_role(messages):
+            self._check_nothing_dropped(messages, tools)
         return self._generate(messages, tools)
+
+    def _check_nothing_dropped(self, messages: Messages, tools: list | None) -> None:
+        dropped = find_dropped_message(messages, self._render(messages, tools))
+        if dropped is not None:
+            raise ValueError(
+                f"the chat template drops message {dropped}, whose role {messages[dropped]['role']!r} it does not know; "
+                "write a role it knows (system, user, assistant, tool)."
+            )
 
     def get_response_lengths(self, loss_masks: list[list[int]]) -> list[int]:
         """For each mask the tokens from the first trained one to the end; 0 when none is trained."""

@@ -70,7 +70,7 @@ def test_an_empty_file_or_slice_is_an_error(tmp_path):
 
 def test_rows_are_named_in_errors(tmp_path):
     path = str(write_prompts(tmp_path / "p.jsonl", 2))
-    with pytest.raises(ValueError, match=r"p\.jsonl, row 1: no column 'question'"):
+    with pytest.raises(ValueError, match=r"p\.jsonl, line 1: no column 'question'"):
         Dataset(path, prompt_key="question")
 
 

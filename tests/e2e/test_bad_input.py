@@ -146,13 +146,17 @@ def test_a_missing_prompt_file_is_told(world, end):
     assert not (world / "missing" / "logs").exists()  # no process was started
 
 
-# ---- told while the processes start ------------------------------------------------------------------------------
-
-
-def test_a_broken_line_is_told_with_file_and_number(world, end):
+@pytest.mark.parametrize(
+    "line", ['{"input": "b", "label"', '{"input": null, "label": "1"}', '{"input": 7, "label": "1"}']
+)
+def test_a_row_that_cannot_be_used_is_told_with_file_and_line(world, end, line):
     file = world / "broken.jsonl"
-    file.write_text('{"input": "a", "label": "1"}\n{"input": "b", "label"\n')
-    assert_one_message(end("broken", prompt_data=file), f"{file}", "line 2")
+    file.write_text('{"input": "a", "label": "1"}\n' + line + "\n")
+    assert_one_message(end("broken", prompt_data=file), f"{file}, line 2: ")
+    assert not (world / "broken" / "logs").exists()
+
+
+# ---- told while the processes start ------------------------------------------------------------------------------
 
 
 def test_a_dataset_that_the_length_filter_empties_is_told(world, end):

@@ -23,7 +23,8 @@ def pair_args(folder, rows, *flags):
     path = folder / "pairs.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     keys = ("--input-key", "chosen", "--label-key", "rejected", "--loss-type", "dpo_loss")
-    flags = (*keys, "--rollout-batch-size", "2", "--n-samples-per-prompt", "1", *flags)
+    rollout = ("--rollout-function-path", "slime.rollout.preference_rollout.generate_rollout")
+    flags = (*keys, *rollout, "--rollout-batch-size", "2", "--n-samples-per-prompt", "1", *flags)
     return make_args(folder, None, "--prompt-data", str(path), *flags)
 
 
@@ -59,5 +60,5 @@ def test_equal_answers_are_left_out_with_their_reason(tmp_path):
 
 def test_a_column_of_text_names_the_flags(tmp_path):
     args = pair_args(tmp_path, [{"chosen": "yes", "rejected": "no"}])
-    with pytest.raises(ValueError, match=r"--input-key must name a list of messages, found str.*--label-key rejected"):
+    with pytest.raises(ValueError, match=r"pairs\.jsonl, line 1: .*'chosen' \(--input-key\) is text"):
         generate_rollout(args, 0, make_source(args))

@@ -15,12 +15,13 @@ TALK = [
     {"role": "assistant", "content": "yes"},
 ]
 SFT = ("--loss-type", "sft_loss", "--n-samples-per-prompt", "1")
+ROLLOUT = ("--rollout-function-path", "slime.rollout.sft_rollout.generate_rollout")
 
 
 def sft_args(folder, conversations, *flags):
     path = folder / "talks.jsonl"
     path.write_text("".join(json.dumps({"messages": talk, "label": ""}) + "\n" for talk in conversations))
-    flags = ("--input-key", "messages", "--rollout-batch-size", "2", *SFT, *flags)
+    flags = ("--input-key", "messages", "--rollout-batch-size", "2", *SFT, *ROLLOUT, *flags)
     return make_args(folder, None, "--prompt-data", str(path), *flags)
 
 

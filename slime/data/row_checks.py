@@ -1,0 +1,133 @@
+"""What a prompt and a label may be, depending on who reads them; each refusal names the row, the key and what to write."""
+
+import math
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any
+
+_EXAMPLE = '[{"role": "user", "content": "..."}]'
+# What an assistant's message may hold in place of content.
+_INSTEAD_OF_CONTENT = ("tool_calls", "function_call", "reasoning_content")
+# Rewards of ours that compare with a label, and whether it may be a list of accepted answers.
+_COMPARING = {"math": False, "dapo": False, "f1": False, "deepscaler": True}
+
+
+class PromptUse(Enum):
+    """Who reads a dataset's prompts."""
+
+    ENGINE = "the engine: text, or messages that the chat template makes text of"
+    CONVERSATION = "supervised training: messages"
+    UNKNOWN = "somebody: text or messages"
+    OWN_CODE = "a function of the user's: whatever it understands"
+
+
+def check_prompt(prompt: Any, key: str, use: PromptUse, *, rendered: bool, where: object) -> None:
+    """`rendered`: the chat template is applied, or media are put in, both of which need text or messages."""
+    if use is PromptUse.OWN_CODE and not rendered:
+        return
+    what = f"{where}: the prompt in {key!r} (--input-key)"
+    if isinstance(prompt, str):
+        _check_text_prompt(prompt, what, use)
+    elif isinstance(prompt, list):
+        check_messages(prompt, what, may_be_empty=use is PromptUse.OWN_CODE)
+        if use is PromptUse.ENGINE and not rendered:
+            raise ValueError(
+                f"{what} is a list of messages; engines continue text: set --apply-chat-template, or write text."
+            )
+    else:
+        hint = "; a number belongs in quotes" if type(prompt) in (int, float) else ""
+        raise ValueError(f"{what} is {_show(prompt)}; write text, or messages as {_EXAMPLE}{hint}.")
+
+
+def _check_text_prompt(prompt: str, what: str, use: PromptUse) -> None:
+    if use is PromptUse.CONVERSATION:
+        raise ValueError(f"{what} is text; supervised training needs the whole conversation: messages as {_EXAMPLE}.")
+    if use is not PromptUse.OWN_CODE and not prompt.strip():
+        raise ValueError(f"{what} is {'empty' if not prompt else 'only white space'}; write text or drop the row.")
+    check_encodable(prompt, what)
+
+
+def check_messages(messages: Sequence[Any], what: str, *, may_be_empty: bool = False) -> None:
+    if not messages:
+        raise ValueError(f"{what} is an empty list; write messages as {_EXAMPLE} or drop the row.")
+    for number, message in enumerate(messages):
+        _check_message(message, f"{what}, message {number}")
+    if not may_be_empty and not any(_has_content(message) for message in messages):
+        raise ValueError(f"{what} has no message with content; write text or drop the row.")
+
+
+def _check_message(message: Any, what: str) -> None:
+    if not isinstance(message, dict):
+        raise ValueError(f"{what} is {_show(message)}; messages look like {_EXAMPLE}.")
+    if not isinstance(message.get("role"), str) or not message["role"]:
+        found = f"has role {message['role']!r}" if "role" in message else f"has no role, only {sorted(message)}"
+        raise ValueError(f"{what} {found}; messages look like {_EXAMPLE}.")
+    what += f" ({message['role']})"
+    content = message.get("content")
+    if isinstance(content, str):
+        check_encodable(content, what)
+    elif isinstance(content, list):
+        _check_parts(content, what)
+    elif isinstance(content, dict) and message["role"] == "tool":
+        return  # a tool's answer; templates write it as JSON
+    elif content is not None:
+        raise ValueError(f"{what} has content {_show(content)}; write text or a list of parts.")
+    elif not any(message.get(name) for name in _INSTEAD_OF_CONTENT):
+        found = "content null" if "content" in message else f"no content, only {sorted(message)}"
+        raise ValueError(f'{what} has {found}; write text ("" for none; only tool calls stand without).')
+
+
+def _check_parts(parts: list[Any], what: str) -> None:
+    for part in parts:
+        if not isinstance(part, (str, dict)):
+            raise ValueError(
+                f'{what} has a part {_show(part)} in its content; parts look like {{"type": "text", "text": "..."}}.'
+            )
+        text = part if isinstance(part, str) else part.get("text")
+        if isinstance(text, str):
+            check_encodable(text, what)
+
+
+def _has_content(message: dict[str, Any]) -> bool:
+    content = message.get("content")
+    return bool(content.strip() if isinstance(content, str) else content)
+
+
+def check_encodable(text: str, what: str) -> None:
+    """Half of a surrogate pair, which JSON can write and no tokenizer can read."""
+    if text.isascii():
+        return
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{what} has \\u{ord(text[error.start]):04x} at character {error.start + 1}, half of a pair that makes one "
+            "character; write both halves or drop it."
+        ) from None
+
+
+def check_label(label: Any, key: str, rm_type: str | None, where: object) -> None:
+    """`rm_type`: the built-in reward that reads it; None: somebody else, who may take anything but a number that is none."""
+    what = f"{where}: the label in {key!r} (--label-key)"
+    if isinstance(label, float) and not math.isfinite(label):
+        raise ValueError(f"{what} is {label}, which equals no answer; write the answer or drop the row.")
+    kind = (rm_type or "").strip().removeprefix("boxed_")
+    if kind not in _COMPARING:
+        return
+    if label is None or label == "" or label == []:
+        raise ValueError(f"{what} is {_show(label)}, and --rm-type {rm_type} compares with it; write the answer.")
+    if isinstance(label, dict) or (isinstance(label, list) and not _COMPARING[kind]):
+        raise ValueError(f"{what} is {_show(label)}; --rm-type {rm_type} compares with one answer: text or a number.")
+
+
+def _show(value: Any) -> str:
+    """A value in a message: short, and in the words of JSON."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, dict)):
+        name = "a list" if isinstance(value, list) else "an object"
+        return name if value else f"{name} without entries"
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 40 else text[:40] + '...'}"

@@ -1,0 +1,94 @@
+"""How the prompts of a run are read, in training and in each evaluation, and the look at them before anything starts."""
+
+from typing import Any
+
+from slime.arguments.data import DEFAULT_DATA_SOURCE
+from slime.arguments.eval_config import EvalDatasetConfig
+from slime.arguments.rollout import DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC_ROLLOUT_FUNCTION
+from slime.data.dataset import check_prompt_file
+from slime.data.prompts import PromptFormat
+from slime.data.row_checks import PromptUse
+
+_GENERATING = (DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC_ROLLOUT_FUNCTION)
+_OWN_GENERATE = (None, "slime.rollout.sglang_streaming_rollout.generate_streaming")
+_SUPERVISED = "slime.rollout.sft_rollout.generate_rollout"
+_PREFERENCE = "slime.rollout.preference_rollout.generate_rollout"
+# Rows that are looked at before processes start; others are read while engines load their weights.
+_EARLY_ROWS = 50_000
+
+
+def check_prompt_files(args: Any) -> None:
+    """Rows that no rollout could use are told before any process starts: of the training data and of evaluations."""
+    if args.prompt_data is not None and args.rollout_global_dataset and args.data_source_path == DEFAULT_DATA_SOURCE:
+        check_prompt_file(args.prompt_data, training_format(args), max_rows=_EARLY_ROWS)
+    for config in args.eval_datasets:
+        check_prompt_file(config.path, evaluation_format(args, config), max_rows=_EARLY_ROWS)
+
+
+def training_format(args: Any) -> PromptFormat:
+    """The columns that the flags name, and who reads them."""
+    use = _training_use(args)
+    _check_template(use, args.apply_chat_template, args.multimodal_keys, "--prompt-data")
+    return PromptFormat(
+        input_key=args.input_key,
+        label_key=args.label_key,
+        metadata_key=args.metadata_key,
+        tool_key=args.tool_key,
+        multimodal_keys=args.multimodal_keys,
+        apply_chat_template=args.apply_chat_template,
+        apply_chat_template_kwargs=args.apply_chat_template_kwargs or {},
+        use=use,
+        rm_type=_label_reader(args) if args.rollout_function_path in _GENERATING else None,
+        label_is_messages=args.rollout_function_path == _PREFERENCE and use is PromptUse.CONVERSATION,
+    )
+
+
+def evaluation_format(args: Any, config: EvalDatasetConfig) -> PromptFormat:
+    """The same for one evaluation dataset."""
+    generate = config.custom_generate_function_path or args.custom_generate_function_path
+    function = args.eval_function_path or args.rollout_function_path
+    ours = function in _GENERATING
+    use = PromptUse.ENGINE if ours and generate in _OWN_GENERATE else PromptUse.OWN_CODE
+    _check_template(use, bool(config.apply_chat_template), config.multimodal_keys, f"evaluation dataset {config.name}")
+    return PromptFormat(
+        input_key=config.input_key or "input",
+        label_key=config.label_key,
+        metadata_key=config.metadata_key,
+        tool_key=config.tool_key,
+        multimodal_keys=config.multimodal_keys,
+        apply_chat_template=bool(config.apply_chat_template),
+        apply_chat_template_kwargs=config.apply_chat_template_kwargs or {},
+        use=use,
+        rm_type=_label_reader(args, config) if ours else None,
+    )
+
+
+def _training_use(args: Any) -> PromptUse:
+    """A data source of the user's may turn rows into prompts of its own."""
+    if args.load_debug_rollout_data or args.data_source_path != DEFAULT_DATA_SOURCE:
+        return PromptUse.OWN_CODE
+    if args.rollout_function_path in (_SUPERVISED, _PREFERENCE):
+        return PromptUse.CONVERSATION
+    ours = args.rollout_function_path in _GENERATING and args.custom_generate_function_path in _OWN_GENERATE
+    return PromptUse.ENGINE if ours else PromptUse.OWN_CODE
+
+
+def _label_reader(args: Any, config: EvalDatasetConfig | None = None) -> str | None:
+    """The built-in reward, if none of the user's takes its place."""
+    if args.custom_rm_path or (config is not None and config.custom_rm_path):
+        return None
+    if args.load_debug_rollout_data or args.data_source_path != DEFAULT_DATA_SOURCE:
+        return None
+    return (config.rm_type if config is not None else None) or args.rm_type or ""
+
+
+def _check_template(use: PromptUse, template: bool, multimodal_keys: Any, what: str) -> None:
+    if use is PromptUse.CONVERSATION and template:
+        raise ValueError(
+            f"{what}: --apply-chat-template makes text of conversations, and supervised training needs the messages; "
+            "drop the flag, the template is applied there."
+        )
+    if use is PromptUse.ENGINE and multimodal_keys and not template:
+        raise ValueError(
+            f"{what}: --multimodal-keys makes messages of prompts, and engines continue text; add --apply-chat-template."
+        )

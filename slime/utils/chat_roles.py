@@ -1,0 +1,22 @@
+"""Messages that a chat template leaves out because it does not know their role."""
+
+from collections.abc import Sequence
+from typing import Any
+
+# Templates write these, or refuse them by name. Other roles many of them skip without a word.
+_COMMON_ROLES = frozenset({"system", "user", "assistant", "tool"})
+
+
+def has_uncommon_role(messages: Sequence[dict[str, Any]]) -> bool:
+    return any(message.get("role") not in _COMMON_ROLES for message in messages)
+
+
+def find_dropped_message(messages: Sequence[dict[str, Any]], text: str) -> int | None:
+    """The first message of an uncommon role whose content is not in the rendered text; None: all are there."""
+    for number, message in enumerate(messages):
+        content = message.get("content")
+        if message.get("role") in _COMMON_ROLES or not isinstance(content, str):
+            continue
+        if content.strip() not in text:
+            return number
+    return None
