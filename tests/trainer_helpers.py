@@ -11,6 +11,11 @@ import torch
 import torch.distributed as dist
 
 from slime.arguments.algorithm import LOSS_OF_ESTIMATOR
+from slime.backends.fsdp import create_backend
+from slime.backends.microbatch import build_micro_batches
+from slime.backends.update import run_update
+from slime.batch.convert import samples_to_batch
+from slime.batch.schedule import split_for_ranks
 from slime.utils.types import Sample
 
 
@@ -176,6 +181,29 @@ def random_samples(
                     status=Sample.Status.COMPLETED,
                 )
             )
+    return samples
+
+
+def backend_of(args):
+    return create_backend(args, rank=0, world_size=1, device="cpu")
+
+
+def train(backend, args, samples, **options):
+    batch = samples_to_batch(args, samples)
+    return run_update(backend, args, 0, split_for_ranks(args, batch, 1)[0], **options)
+
+
+def engine_samples(backend, args, num_groups=2, group_size=4, noise=0.0, version=None):
+    """Random samples whose engine log-probs are the trainer's own, plus noise."""
+    samples = random_samples(num_groups, group_size)
+    batch = samples_to_batch(args, samples)
+    mbs = build_micro_batches(batch, [[i] for i in range(len(samples))])
+    generator = torch.Generator().manual_seed(1)
+    for sample, log_probs in zip(samples, backend.log_probs(mbs).log_probs, strict=True):
+        shift = torch.randn(len(log_probs), generator=generator) * noise
+        sample.rollout_log_probs = (log_probs + shift).tolist()
+        if version is not None:
+            sample.version_spans = [(f"run:{version}", 0, sample.response_length)]
     return samples
 
 

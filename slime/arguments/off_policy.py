@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from slime.arguments.flag import flag
 
 LEVELS = ("token", "sequence", "geometric")
+# Each of these takes into account that other weights than the current ones sampled a token.
+CORRECTIONS = ("use_tis", "use_rs", "use_rollout_logprobs", "keep_old_actor")
 
 
 @dataclass(frozen=True)

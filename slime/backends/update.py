@@ -1,5 +1,6 @@
 """The order of one training step: reference and old log-probs, advantages, optimizer steps, metrics."""
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -14,13 +15,14 @@ from slime.algorithms.kl import compute_approx_kl
 from slime.algorithms.policy_loss import COVARIANCE_LOSSES
 from slime.algorithms.reduce import REDUCTIONS
 from slime.backends import beside
+from slime.backends.agreement import Agreement, LogProbs
 from slime.backends.base import Denominators, NonFiniteStepError, StepPlace, StepStats, TrainBackend
 from slime.backends.kept_versions import KeptVersions
 from slime.backends.losses import build_loss
 from slime.backends.microbatch import build_micro_batches
 from slime.backends.policy import tis_scale
 from slime.backends.roles import has_advantages, needs_critic, needs_reference
-from slime.backends.watch import TokenWatch, agreement, check_on_policy, save_nonfinite
+from slime.backends.watch import TokenWatch, check_on_policy, save_nonfinite
 from slime.batch.schedule import RankData, RankStep
 from slime.utils.misc import load_function
 from slime.utils.types import RolloutBatch, is_score
@@ -31,6 +33,8 @@ PER_TOKEN_METRICS = (
     *("log_probs", "ref_log_probs", "rollout_log_probs", "teacher_log_probs"),
     *("returns", "advantages", "values", "entropy", "kl", "opd_reverse_kl"),
 )
+# Losses whose samples an engine drew from the policy.
+SAMPLED_LOSSES = ("policy_loss", "custom_loss")
 # Parts of the loss are reported as they are minimised; all else of a policy step is a mean over what is trained.
 LOSS_TERMS = ("loss", "pg_loss", "kl_loss")
 PER_SAMPLE_METRICS = ("rewards", "raw_reward", "truncated", "response_lengths")
@@ -45,19 +49,24 @@ def run_update(
     on_step: Callable[[int, dict[str, float]], None] | None = None,
     weight_version: int | None = None,
     kept: KeptVersions | None = None,
+    agreement: Agreement | None = None,
 ) -> dict[str, float]:
     """Train on one rollout's share of this rank and return metrics, the same on all ranks.
 
     `train/*` are means over the optimizer steps; `on_step(step, metrics)` sees each step as it ends. `weight_version` is the
-    version under which the engines know the current weights; None: they do not. `kept` has those of older versions.
-    Functions of the user's get `args` as it is given here.
+    version under which the engines know the current weights; None: they do not. `kept` has those of older versions,
+    `agreement` remembers over rollouts what it told. Functions of the user's get `args` as it is given here.
     """
     started = time.perf_counter()
     batch: RolloutBatch = dict(rank_data.batch)
     seconds: dict[str, float] = {}
+    sampler = "actor"
     if has_advantages(args) or needs_reference(args):
         sampler = "actor" if kept is None else kept.tag_of(batch, weight_version)
         seconds |= _add_passes(backend, args, rank_data, batch, sampler)
+    compare = functools.partial((agreement or Agreement()).check, backend, args, batch, version=weight_version)
+    # Under the weights that training starts from a pass saw all samples; else the first step sees its own.
+    compared = compare(dict(enumerate(batch["log_probs"]))) if "log_probs" in batch and sampler == "actor" else None
     if has_advantages(args):
         _add_advantages(backend, args, batch)
     if args.rollout_data_postprocess_path:
@@ -75,8 +84,10 @@ def run_update(
     train_started = time.perf_counter()
     steps = []
     for index, step in enumerate(rank_data.steps):
-        version = weight_version if index == 0 else None  # after the first step the weights are newer
-        steps.append(_train_all(backend, args, rollout_id, batch, step, index, version))
+        watch = TokenWatch()
+        steps.append(_train_all(backend, args, rollout_id, batch, step, index, watch))
+        if index == 0:  # after it the weights are newer
+            steps[0] |= _compare_first(args, compare, watch, steps[0]) if compared is None else compared
         if on_step is not None:
             on_step(index, steps[-1])
     seconds["actor_train"] = time.perf_counter() - train_started
@@ -85,6 +96,15 @@ def run_update(
         backend.copy_weights("actor", "ref")
     seconds["train"] = time.perf_counter() - started
     return metrics | _perf_metrics(backend, batch, seconds)
+
+
+def _compare_first(
+    args: Any, compare: Callable[[LogProbs | None], dict[str, float]], watch: TokenWatch, metrics: dict[str, float]
+) -> dict[str, float]:
+    """Engine against trainer, by what the first step of a rollout saw of its own samples."""
+    if args.loss_type not in SAMPLED_LOSSES or "train/nonfinite_steps" in metrics:
+        return {}
+    return compare(watch.log_probs() if args.loss_type == "policy_loss" else None)
 
 
 def needs_old_log_probs(args: Any, num_steps: int) -> bool:
@@ -205,20 +225,21 @@ def _train_all(
     batch: RolloutBatch,
     step: RankStep,
     index: int,
-    weight_version: int | None,
+    watch: TokenWatch,
 ) -> dict[str, float]:
     """One optimizer step of every model that trains: the critic, then, after --num-critic-only-steps, the actor."""
     metrics: dict[str, float] = {}
     if needs_critic(args):
-        watch = TokenWatch()
+        critic_watch = TokenWatch()
         try:
-            metrics = beside.train_critic(backend, args, batch, step, watch)
+            metrics = beside.train_critic(backend, args, batch, step, critic_watch)
         except NonFiniteStepError as error:
-            _report_nonfinite(backend, args, f"rollout_{rollout_id}_step_{index}_critic", batch, step, watch, error)
+            name = f"rollout_{rollout_id}_step_{index}_critic"
+            _report_nonfinite(backend, args, name, batch, step, critic_watch, error)
             metrics = {"train/critic-nonfinite_steps": 1.0}
         if rollout_id < args.num_critic_only_steps:
             return metrics
-    return metrics | _train(backend, args, rollout_id, batch, step, index, weight_version)
+    return metrics | _train(backend, args, rollout_id, batch, step, index, watch)
 
 
 def _train(
@@ -228,7 +249,7 @@ def _train(
     batch: RolloutBatch,
     step: RankStep,
     index: int,
-    weight_version: int | None,
+    watch: TokenWatch,
 ) -> dict[str, float]:
     """One optimizer step with the checks around it; a step that is not finite is reported and not applied."""
     old = "rollout_log_probs" if args.use_rollout_logprobs else "log_probs"
@@ -244,7 +265,6 @@ def _train(
     denominators = Denominators(
         step.num_rollouts, step.num_tokens, step.num_samples, per=REDUCTIONS[args.loss_reduction]
     )
-    watch = TokenWatch()
     loss = build_loss(args, batch, watch)
     if args.use_opd:
         loss = beside.with_distillation(loss, backend, args)
@@ -258,7 +278,6 @@ def _train(
         recorded_now = old == "log_probs" and "log_probs" in batch and not args.keep_old_actor
         if recorded_now and not args.skip_on_policy_check:
             check_on_policy(backend, stats, step.num_tokens)
-        metrics |= agreement(backend, args, batch, watch, weight_version)
     return metrics
 
 

@@ -7,15 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.arguments.algorithm import LOGPROB_DIFF_THRESHOLDS
 from slime.backends.base import MicroBatch, NonFiniteStepError, StepStats, TrainBackend
 from slime.backends.microbatch import split_by_sample
 from slime.utils.errors import RunStopped
 from slime.utils.types import RolloutBatch
 
-# Lags of versions that are told apart; the last stands for itself and all above.
-LAGS = 5
-SHOWN_TOKENS = 5
 ON_POLICY_LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-3}
 
 
@@ -39,6 +35,10 @@ class TokenWatch:
                     samples.setdefault(position, {})[name] = part
         return samples
 
+    def log_probs(self) -> dict[int, Tensor]:
+        """Position in the rank's batch -> the trainer's log-probs [R_i] on the CPU."""
+        return {position: terms["log_probs"] for position, terms in self.by_sample().items()}
+
 
 def check_on_policy(backend: TrainBackend, stats: StepStats, num_tokens: float) -> None:
     """The first step of a rollout starts where its old log-probs were recorded, so every ratio is 1."""
@@ -59,86 +59,6 @@ def check_on_policy(backend: TrainBackend, stats: StepStats, num_tokens: float) 
             f"{limit:g}). The two passes disagree: dropout, another precision, or kernels that depend on the batch. "
             "--skip-on-policy-check trains on regardless."
         )
-
-
-def agreement(
-    backend: TrainBackend, args: Any, batch: RolloutBatch, watch: TokenWatch, version: int | None
-) -> dict[str, float]:
-    """Difference between the log-probs of engine and trainer by how stale a token is; stops the run where it must not be.
-
-    Only tokens that the trainer's own version sampled must agree: those of older versions differ by what was learnt.
-    """
-    if version is None or "versions" not in batch or "rollout_log_probs" not in batch:
-        return {}
-    sums = torch.zeros(2 * LAGS, dtype=torch.float64)
-    fresh = []
-    for position, terms in watch.by_sample().items():
-        difference = (terms["log_probs"] - batch["rollout_log_probs"][position]).abs().double()
-        versions = batch["versions"][position]
-        counted = (batch["loss_masks"][position] != 0) & (versions >= 0)
-        lag = (version - versions).clamp(0, LAGS - 1).long()
-        sums[:LAGS].index_add_(0, lag[counted], torch.ones_like(difference[counted]))
-        sums[LAGS:].index_add_(0, lag[counted], difference[counted])
-        fresh.append((position, torch.where(counted & (lag == 0), difference, -1.0), terms["log_probs"]))
-    counts, totals = backend.sum_over_ranks(sums).cpu().split(LAGS)
-    _stop_if_apart(backend, args, batch, fresh, counts[0].item(), totals[0].item(), version)
-    metrics = {}
-    for lag in range(LAGS):
-        if counts[lag] > 0:
-            name = f"lag_{lag}" + ("_or_more" if lag == LAGS - 1 else "")
-            metrics[f"train/staleness/{name}"] = (counts[lag] / counts.sum()).item()
-            metrics[f"train/logprob_abs_diff/{name}"] = (totals[lag] / counts[lag]).item()
-    return metrics
-
-
-def _stop_if_apart(
-    backend: TrainBackend,
-    args: Any,
-    batch: RolloutBatch,
-    fresh: list[tuple[int, Tensor, Tensor]],
-    count: float,
-    total: float,
-    version: int,
-) -> None:
-    threshold = args.logprob_diff_threshold
-    if threshold is None:
-        threshold = LOGPROB_DIFF_THRESHOLDS["float32" if _computes_alike(backend, args) else "bfloat16"]
-    # A truncated sampling distribution was accepted by flag, and differs by design.
-    if not threshold or not count or args.allow_sampling_mismatch or not total / count > threshold:
-        return
-    ranked = sorted(
-        (
-            (d, position, int(t))
-            for position, diff, _ in fresh
-            for d, t in zip(*diff.topk(min(5, len(diff))), strict=True)
-        ),
-        key=lambda entry: -entry[0],
-    )
-    trainer = {position: log_probs for position, _, log_probs in fresh}
-    lines = [
-        _describe(batch, position, t, trainer[position][t].item())
-        for d, position, t in ranked[:SHOWN_TOKENS]
-        if d >= 0
-    ]
-    raise RunStopped(
-        f"log-probs of engine and trainer differ by {total / count:.4g} on average over {int(count)} tokens of version "
-        f"{version} (--logprob-diff-threshold {threshold:g}): they hold different weights or compute differently. Largest "
-        "differences on this rank:\n" + "\n".join(lines)
-    )
-
-
-def _computes_alike(backend: TrainBackend, args: Any) -> bool:
-    """Whether engine and trainer both compute in fp32. An engine follows the trainer unless told otherwise."""
-    return backend.compute_dtype == torch.float32 and args.embedded_dtype != "bfloat16"
-
-
-def _describe(batch: RolloutBatch, position: int, t: int, trainer: float) -> str:
-    prompt = len(batch["tokens"][position]) - batch["response_lengths"][position]
-    return (
-        f"  sample {batch['sample_indices'][position]}, response position {t}: token {batch['tokens'][position][prompt + t]} "
-        f"of version {batch['versions'][position][t]}, engine {batch['rollout_log_probs'][position][t]:.4f}, "
-        f"trainer {trainer:.4f}"
-    )
 
 
 def save_nonfinite(

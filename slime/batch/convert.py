@@ -11,11 +11,14 @@ from slime.algorithms.rewards import GREEDY_REWARD_KEY, overlong_penalty, subtra
 from slime.arguments.objectives import SUPERVISED_LOSSES
 from slime.batch.validate import check_reward, check_samples, validate_batch
 from slime.utils.misc import load_function
-from slime.utils.types import RolloutBatch, Sample, flatten_samples
+from slime.utils.types import RolloutBatch, Sample, flatten_samples, version_number
 
 
-def samples_to_batch(args: Any, samples: Iterable[Any]) -> RolloutBatch:
-    """The train data of one rollout, checked; nested lists (groups, fan-out) are flattened in order."""
+def samples_to_batch(args: Any, samples: Iterable[Any], *, engine_version: str | None = None) -> RolloutBatch:
+    """The train data of one rollout, checked; nested lists (groups, fan-out) are flattened in order.
+
+    `engine_version` is what the engines held when the rollout began: that of tokens which name none themselves.
+    """
     flat = flatten_samples(samples)
     if not flat:
         raise ValueError("the rollout returned no samples: there is nothing to train on.")
@@ -26,6 +29,8 @@ def samples_to_batch(args: Any, samples: Iterable[Any]) -> RolloutBatch:
         check_samples(flat)
         batch = _convert(args, flat)
         source = "the rollout"
+    if engine_version is not None:
+        _fill_versions(batch, engine_version)
     validate_batch(batch, source=source)
     return batch
 
@@ -129,7 +134,7 @@ def _add_optional(batch: RolloutBatch, samples: list[Sample]) -> None:
     if _all_or_none(samples, "rollout_routed_experts"):
         batch["routed_experts"] = [torch.tensor(s.rollout_routed_experts) for s in samples]
     versions = [_token_versions(sample) for sample in samples]
-    if all(version is not None for version in versions) and any(sample.version_spans for sample in samples):
+    if any((numbers >= 0).any() for numbers in versions):
         batch["versions"] = versions
     if any(sample.train_metadata is not None for sample in samples):
         batch["metadata"] = [sample.train_metadata for sample in samples]
@@ -164,15 +169,28 @@ def _shown_rewards(samples: list[Sample], raw_reward: list) -> list:
     return [sample.metadata.get("raw_reward", raw) for sample, raw in zip(samples, raw_reward, strict=True)]
 
 
-def _token_versions(sample: Sample) -> torch.Tensor | None:
-    """[R] weight version number of each response token, -1 where none; None: a version is not a number."""
-    versions = torch.full((sample.response_length,), -1, dtype=torch.int32)
+def _token_versions(sample: Sample) -> torch.Tensor:
+    """[R] weight version number of each response token; -1: none recorded, or none that is a number.
+
+    Where only the versions of whole answers were noted, the oldest of them stands for all tokens.
+    """
+    answers = [] if sample.version_spans else map(version_number, sample.weight_versions)
+    oldest = min((number for number in answers if number is not None), default=-1)
+    versions = torch.full((sample.response_length,), oldest, dtype=torch.int32)
     for version, start, end in sample.version_spans:
-        number = version.rpartition(":")[2]  # versions travel as "run:n"
-        if not number.isdigit():
-            return None
-        versions[start:end] = int(number)
+        number = version_number(version)
+        if number is not None:
+            versions[start:end] = number
     return versions
+
+
+def _fill_versions(batch: RolloutBatch, engine_version: str) -> None:
+    number = version_number(engine_version)
+    if number is None:
+        return
+    unknown = [torch.full((length,), -1, dtype=torch.int32) for length in batch["response_lengths"]]
+    pairs = zip(batch.get("versions", unknown), batch["loss_masks"], strict=True)
+    batch["versions"] = [torch.where((versions < 0) & (mask != 0), number, versions) for versions, mask in pairs]
 
 
 def _complete(batch: dict[str, Any]) -> RolloutBatch:

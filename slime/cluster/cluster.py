@@ -166,6 +166,8 @@ class Cluster:
         for i, step in enumerate(report.steps):
             logger.info("train   %d: %s", rollout_id, _headline(step, _TRAIN_HEADLINE))
             self._log(step, "train", rollout_id * len(report.steps) + i)
+        for hint in report.hints:  # of the ranks, whose own logs nobody watches
+            logger.warning("train   %d: %s", rollout_id, hint)
         peaks = self._residency.take_peaks()
         if peaks:
             logger.info("memory  %d: %s", rollout_id, _headline(peaks, peaks))

@@ -149,7 +149,7 @@ class RolloutManager:
     # ---- generation ----------------------------------------------------------------------------------------------
 
     def generate(self, rollout_id: int) -> Generated:
-        started, forward_before = time.monotonic(), self._forward_seconds()
+        started, forward_before, version = time.monotonic(), self._forward_seconds(), self._version
         set_current_rollout_id(rollout_id)
         output = self._guarded(lambda: self._samples_of(rollout_id))
         samples = flatten_samples(output.samples)
@@ -157,9 +157,16 @@ class RolloutManager:
             save_rollout_dump(self._args.save_debug_rollout_data, rollout_id, output.samples)
         metrics = self._rollout_metrics(rollout_id, samples, output.metrics or {}, time.monotonic() - started)
         metrics["perf/engine_forward_time"] = max(0.0, self._forward_seconds() - forward_before)
-        batch = None if self._args.debug_rollout_only else samples_to_batch(self._plugin_args, output.samples)
+        batch = None
+        if not self._args.debug_rollout_only:
+            batch = samples_to_batch(self._plugin_args, output.samples, engine_version=version)
         cursor = output.cursor if output.cursor is not None else self._cursor(rollout_id)
         return Generated(batch, cursor, metrics, len(samples))
+
+    @property
+    def _version(self) -> str | None:
+        """What the engines were last brought to; None: nothing was pushed yet."""
+        return self._weights.parcel.version if self._weights.parcel is not None else None
 
     def _samples_of(self, rollout_id: int) -> RolloutFnTrainOutput:
         template = self._args.load_debug_rollout_data
@@ -188,8 +195,7 @@ class RolloutManager:
         path = self._args.custom_rollout_log_function_path
         if path and load_function(path)(rollout_id, self._plugin_args, samples, extra, rollout_time):
             return {}
-        version = self._weights.parcel.version if self._weights.parcel is not None else None
-        return {**rollout_metrics(self._plugin_args, samples, rollout_time, current_version=version), **extra}
+        return {**rollout_metrics(self._plugin_args, samples, rollout_time, current_version=self._version), **extra}
 
     # ---- evaluation ----------------------------------------------------------------------------------------------
 

@@ -66,7 +66,7 @@ class NoTrainer:
         """Nothing to start."""
 
     def train(self, rollout_id: int, batch: RolloutBatch | None) -> TrainReport:
-        return TrainReport({}, [])
+        return TrainReport({}, [], [])
 
     def move(self, *, params: str, optimizer: str) -> None:
         """Nothing to move."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from slime.arguments import Args, RunInfo, plugin_args
 from slime.backends import create_backend
+from slime.backends.agreement import Agreement
 from slime.backends.kept_versions import keep_versions
 from slime.backends.update import run_update
 from slime.cluster.delta_options import delta_options
@@ -32,10 +33,11 @@ from slime.weight_sync.stage_turns import StagePlace, StageTurns
 
 @dataclass(frozen=True, slots=True)
 class TrainReport:
-    """What training on one rollout gave: metrics of the rollout, and of each optimizer step."""
+    """What training on one rollout gave: metrics of the rollout, and of each optimizer step; hints that were not told before."""
 
     metrics: dict[str, float]
     steps: list[dict[str, float]]
+    hints: list[str]
 
 
 class TrainActor:
@@ -52,6 +54,7 @@ class TrainActor:
         self._live_sender: LiveSender | None = None
         self._turns: StageTurns | None = None  # None: what is sent live, if anything, goes from every rank at once
         self._version: int | None = None  # of the current weights; None: engines never got any
+        self._agreement = Agreement()
 
     def open_store(self) -> int:
         """Rank 0: the meeting point of the ranks; returns its port."""
@@ -141,10 +144,12 @@ class TrainActor:
             on_step=lambda _, values: steps.append(values),
             weight_version=self._version,
             kept=self._kept,
+            agreement=self._agreement,
         )
         if self._version is not None:
             self._version += 1  # the weights have moved on, whether or not they are pushed before the next batch
-        return TrainReport({k: v for k, v in metrics.items() if not k.startswith("train/")}, steps)
+        rollout_metrics = {k: v for k, v in metrics.items() if not k.startswith("train/")}
+        return TrainReport(rollout_metrics, steps, self._agreement.hints.take())
 
     def export(self, version: str, dtype: str | None) -> Parcel | None:
         """The model or its adapters, bucket by bucket, into the transport; the first rank returns the parcel."""

@@ -10,7 +10,7 @@ from math import comb
 from typing import Any
 
 from slime.utils.misc import group_by
-from slime.utils.types import Sample, flatten_samples
+from slime.utils.types import Sample, flatten_samples, version_number
 
 _REPETITION_TAIL_CHARS = 10_000
 _REPETITION_RATIO = 10.0
@@ -123,15 +123,15 @@ def distribution(values: Sequence[float]) -> dict[str, float]:
 
 def version_metrics(samples: Sequence[Sample], current_version: str | int | None) -> dict[str, float]:
     """Which weights made the tokens. Staleness: how many versions behind, weighted by tokens, and the worst."""
-    spans = [(_version_number(v), end - start) for s in samples for v, start, end in s.version_spans if end > start]
+    spans = [(version_number(v), end - start) for s in samples for v, start, end in s.version_spans if end > start]
     if not spans:
-        spans = [(_version_number(v), 1) for s in samples for v in s.weight_versions]
+        spans = [(version_number(v), 1) for s in samples for v in s.weight_versions]
     spans = [(number, weight) for number, weight in spans if number is not None]
     if not spans:
         return {}
     numbers = [number for number, _ in spans]
     metrics = {"weight_version/min": min(numbers), "weight_version/max": max(numbers)}
-    current = _version_number(current_version)
+    current = version_number(current_version)
     if current is not None:
         total = sum(weight for _, weight in spans)
         metrics["staleness/mean"] = sum((current - number) * weight for number, weight in spans) / total
@@ -139,12 +139,6 @@ def version_metrics(samples: Sequence[Sample], current_version: str | int | None
     mixed = sum(len({v for v, _, _ in s.version_spans}) > 1 for s in samples)
     metrics["mixed_version_frac"] = mixed / len(samples)
     return metrics
-
-
-def _version_number(version: str | int | None) -> int | None:
-    """The n of "run:n"; None when the text ends in no number."""
-    tail = str(version).rpartition(":")[2]
-    return int(tail) if tail.isdecimal() else None
 
 
 def _zero_std_counts(args: Any, samples: Sequence[Sample]) -> dict[str, float]:

@@ -5,16 +5,10 @@ from collections.abc import Sequence
 
 from slime.rollout.groups import Group
 from slime.utils.http_utils import HttpError
-from slime.utils.types import flatten_samples
+from slime.utils.types import flatten_samples, version_number
 from slime.wire.control import EngineControl
 
 ASK_DEADLINE_S = 5.0
-
-
-def version_number(version: str | None) -> int | None:
-    """The n of "run:n"; None when the text ends in no number (an engine that was given no version yet)."""
-    tail = str(version).rpartition(":")[2]
-    return int(tail) if tail.isdecimal() else None
 
 
 def oldest_version(group: Group) -> int | None:

@@ -326,6 +326,12 @@ def flatten_samples(groups: Iterable[Any]) -> list[Sample]:
     return flat
 
 
+def version_number(version: str | int | None) -> int | None:
+    """The n of a weight version "run:n"; None when the text ends in no number (an engine that was given no version yet)."""
+    tail = str(version).rpartition(":")[2]
+    return int(tail) if tail.isdecimal() else None
+
+
 def is_score(value: Any) -> bool:
     """Only a finite number is a score; booleans count as 0 and 1."""
     return isinstance(value, (bool, int, float, np.number)) and math.isfinite(value)

@@ -6,13 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from tiny_model import make_tiny_model
-from trainer_helpers import init_process_group, random_samples, trainer_args
+from trainer_helpers import backend_of, engine_samples, init_process_group, random_samples, train, trainer_args
 
 from slime.algorithms.policy_loss import POLICY_LOSSES
 from slime.backends.base import NonFiniteStepError
-from slime.backends.fsdp import create_backend
 from slime.backends.fsdp.model import gather_full
-from slime.backends.microbatch import build_micro_batches
 from slime.backends.update import run_update
 from slime.batch.convert import samples_to_batch
 from slime.batch.schedule import split_for_ranks
@@ -31,31 +29,8 @@ def process_group():
     dist.destroy_process_group()
 
 
-def backend_of(args):
-    return create_backend(args, rank=0, world_size=1, device="cpu")
-
-
-def train(backend, args, samples, **options):
-    batch = samples_to_batch(args, samples)
-    return run_update(backend, args, 0, split_for_ranks(args, batch, 1)[0], **options)
-
-
 def weights_of(backend):
     return torch.cat([gather_full(p.data).flatten() for p in backend.model.lm.parameters()])
-
-
-def engine_samples(backend, args, num_groups=2, group_size=4, noise=0.0, version=None):
-    """Random samples whose engine log-probs are the trainer's own, plus noise."""
-    samples = random_samples(num_groups, group_size)
-    batch = samples_to_batch(args, samples)
-    mbs = build_micro_batches(batch, [[i] for i in range(len(samples))])
-    generator = torch.Generator().manual_seed(1)
-    for sample, log_probs in zip(samples, backend.log_probs(mbs).log_probs, strict=True):
-        shift = torch.randn(len(log_probs), generator=generator) * noise
-        sample.rollout_log_probs = (log_probs + shift).tolist()
-        if version is not None:
-            sample.version_spans = [(f"run:{version}", 0, sample.response_length)]
-    return samples
 
 
 CORRECTIONS = {
@@ -326,41 +301,6 @@ def test_samples_without_trained_tokens_change_no_mean_and_stop_no_run(model, re
     assert first["train/ois"] == pytest.approx(1.0, abs=1e-5)
     assert 3 < first["train/entropy_loss"] < 5 and 3 < metrics["rollout/entropy"] < 5  # log 128 is 4.85
     assert 0.05 < first["train/train_rollout_logprob_abs_diff"] < 0.15  # of noise 0.1 it is 0.08 on average
-
-
-def test_engine_and_trainer_must_agree_on_tokens_of_the_current_version(model):
-    args = trainer_args(model)
-    backend = backend_of(args)
-    fresh = engine_samples(backend, args, version=3)
-    metrics = train(backend, args, fresh, weight_version=3)
-    assert metrics["train/staleness/lag_0"] == 1.0
-    assert metrics["train/logprob_abs_diff/lag_0"] < 1e-5
-
-
-def test_a_difference_on_fresh_tokens_stops_the_run_and_names_them(model):
-    args = trainer_args(model)
-    backend = backend_of(args)
-    samples = engine_samples(backend, args, version=3)
-    worst = next(s for s in samples if s.loss_mask[0])
-    worst.rollout_log_probs[0] -= 7.0
-    with pytest.raises(RunStopped) as stopped:
-        train(backend, args, samples, weight_version=3)
-    message = str(stopped.value)
-    token = worst.tokens[-worst.response_length]
-    assert f"sample {worst.index}, response position 0: token {token} of version 3" in message.splitlines()[1]
-    assert "--logprob-diff-threshold 0.02" in message
-
-
-def test_stale_tokens_may_differ_and_a_threshold_of_zero_never_stops(model):
-    args = trainer_args(model)
-    backend = backend_of(args)
-    stale = engine_samples(backend, args, noise=1.0, version=2)
-    metrics = train(backend, args, stale, weight_version=3)
-    assert metrics["train/staleness/lag_1"] == 1.0
-    assert metrics["train/logprob_abs_diff/lag_1"] > 0.1
-    args = trainer_args(model, logprob_diff_threshold=0.0)
-    backend = backend_of(args)
-    train(backend, args, engine_samples(backend, args, noise=1.0, version=3), weight_version=3)
 
 
 def test_a_custom_advantage_of_another_length_is_named(model, tmp_path):

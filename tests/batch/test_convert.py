@@ -161,3 +161,16 @@ def test_remax_compares_with_the_greedy_answer_of_the_metadata():
     assert samples_to_batch(args(advantage_estimator="remax"), samples)["rewards"] == [0.75, -0.25]
     with pytest.raises(ValueError, match="greedy_reward"):
         samples_to_batch(args(advantage_estimator="remax"), [sample(1.0)])
+
+
+def test_tokens_that_name_no_version_have_the_one_the_engines_held():
+    spans = [("run:3", 0, 1)]
+    made = [
+        sample(1.0, response=3, version_spans=spans, loss_mask=[1, 0, 1]),
+        sample(0.0, response=3, weight_versions=["run:5", "run:4"]),
+        sample(0.0, response=2),
+        sample(0.0, response=2, version_spans=[("default", 0, 2)]),
+    ]
+    batch = samples_to_batch(args(), made, engine_version="run:7")
+    assert [versions.tolist() for versions in batch["versions"]] == [[3, -1, 7], [4, 4, 4], [7, 7], [7, 7]]
+    assert "versions" not in samples_to_batch(args(), made[2:])
