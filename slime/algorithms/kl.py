@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from slime.algorithms.ratios import bound_log_ratio
+
 KL_TYPES = ("k1", "k2", "k3", "low_var_kl")
 # low_var_kl keeps one runaway token from dominating a whole step.
 LOW_VAR_LIMIT = 10.0
@@ -16,8 +18,8 @@ def compute_approx_kl(
 ) -> Tensor:
     """Per-token estimate of KL(policy || base), at least in fp32.
 
-    With d = log_probs - log_probs_base: k1 is d, k2 is d^2/2, k3 and low_var_kl are exp(-d) - 1 + d; low_var_kl is
-    clamped to [-10, 10] at the end. `importance_ratio` (policy over behaviour policy) makes the estimate unbiased
+    With d = log_probs - log_probs_base: k1 is d, k2 is d^2/2, k3 and low_var_kl are exp(-d) - 1 + d with d bounded as in
+    `ratios`; low_var_kl is clamped to [-10, 10] at the end. `importance_ratio` (policy over behaviour policy) makes the estimate unbiased
     when the tokens were sampled by an older policy.
     """
     delta = log_probs - log_probs_base
@@ -28,6 +30,8 @@ def compute_approx_kl(
     elif kl_loss_type == "k2":
         kl = delta.square() / 2
     elif kl_loss_type in ("k3", "low_var_kl"):
+        # Bounded as a whole: with only the exponential bounded, the rest would push a runaway token farther away.
+        delta = bound_log_ratio(delta)
         kl = torch.exp(-delta) - 1 + delta
     else:
         raise ValueError(

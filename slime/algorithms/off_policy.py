@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from slime.algorithms.policy_loss import sequence_kl
+from slime.algorithms.ratios import bound_log_ratio, exp_ratio
 from slime.algorithms.reduce import segment_mean, segment_sum
 
 LEVELS = ("token", "sequence", "geometric")
-# exp(20) is beyond any bound in use; larger sums of log-ratios would only overflow.
-LOG_RATIO_LIMIT = 20.0
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ def importance_ratios(log_ratio: Tensor, layout: TokenLayout, level: str) -> Ten
         log_ratio = segment_mean(masked, layout.mask, layout.segments, layout.num_samples)[layout.segments]
     elif level != "token":
         raise ValueError(f"level {level!r}: choose one of {', '.join(LEVELS)}.")
-    return torch.exp(log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    return exp_ratio(log_ratio)
 
 
 def truncate(ratio: Tensor, low: float, high: float) -> Tensor:
@@ -136,10 +135,10 @@ def mismatch_metrics(train_log_probs: Tensor, rollout_log_probs: Tensor, layout:
     mean is the chi-square divergence; `mis_*_ppl` are perplexities of each sample.
     """
     train, rollout = train_log_probs.detach(), rollout_log_probs.detach()
-    log_ratio = (train - rollout).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    log_ratio = bound_log_ratio(train - rollout)
     token, sequence = (importance_ratios(log_ratio, layout, level) for level in ("token", "sequence"))
     perplexity = {
-        name: torch.exp(-segment_mean(values, layout.mask, layout.segments, layout.num_samples))[layout.segments]
+        name: exp_ratio(-segment_mean(values, layout.mask, layout.segments, layout.num_samples))[layout.segments]
         for name, values in (("mis_training_ppl", train), ("mis_rollout_ppl", rollout))
     }
     return {
@@ -161,7 +160,7 @@ def icepop_function(
     **_: object,
 ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
     """IcePop as a `--custom-tis-function-path`: weights inside [--tis-clip-low, --tis-clip], 0 outside."""
-    ratio = torch.exp(torch.cat(list(train_log_probs)) - torch.cat(list(rollout_log_probs))).detach()
+    ratio = exp_ratio(torch.cat(list(train_log_probs)) - torch.cat(list(rollout_log_probs))).detach()
     weights = mask_outside(ratio, args.tis_clip_low, args.tis_clip)
     metrics = {"tis": ratio, "tis_clipfrac": (weights != ratio).to(ratio.dtype), "tis_abs": (ratio - 1).abs()}
     return pg_loss * weights, list(loss_masks), metrics

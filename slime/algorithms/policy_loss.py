@@ -1,7 +1,8 @@
 """Policy-gradient losses per token: one table from `--policy-loss-type` to a function; adding one is a function and a row.
 
-Convention: `ppo_kl = old_log_prob - log_prob`, so the probability ratio is exp(-ppo_kl). Nothing here reduces: masks
-and denominators belong to `reduce`. All tensors are flat over the response tokens of a micro-batch, [R].
+Convention: `ppo_kl = old_log_prob - log_prob`, so the probability ratio is exp(-ppo_kl), with the exponent bounded as in
+`ratios`. Nothing here reduces: masks and denominators belong to `reduce`. All tensors are flat over the response tokens of a
+micro-batch, [R].
 """
 
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slime.algorithms.ratios import exp_ratio
 from slime.algorithms.reduce import segment_mean
 
 
@@ -59,7 +61,7 @@ def compute_policy_loss(
 
     `eps_clip_c` > 1 adds the dual clip: with a negative advantage the loss never exceeds -c x advantage.
     """
-    ratio = torch.exp(-ppo_kl)
+    ratio = exp_ratio(-ppo_kl)
     plain = -ratio * advantages
     clipped = -ratio.clamp(1 - eps_clip, 1 + eps_clip_high) * advantages
     loss = torch.maximum(plain, clipped)
@@ -80,7 +82,7 @@ def compute_cispo_loss(
     eps_clip_high: float,
 ) -> tuple[Tensor, Tensor]:
     """CISPO: REINFORCE weighted by a clipped, detached ratio, so that no token loses its gradient."""
-    ratio = torch.exp(-ppo_kl).detach()
+    ratio = exp_ratio(-ppo_kl).detach()
     clipped = ratio.clamp(1 - eps_clip, 1 + eps_clip_high)
     return -clipped * advantages * log_probs, (clipped != ratio).to(log_probs.dtype)
 
@@ -116,7 +118,7 @@ def _sapo(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
     """
     ppo_kl = x.old_log_probs - x.log_probs
     tau = torch.full_like(ppo_kl, o.sapo_tau_neg).masked_fill(x.advantages > 0, o.sapo_tau_pos)
-    gate = torch.sigmoid(tau * (torch.exp(-ppo_kl) - 1)) * 4 / tau
+    gate = torch.sigmoid(tau * (exp_ratio(-ppo_kl) - 1)) * 4 / tau
     return PolicyTerms(-gate * x.advantages, torch.zeros_like(ppo_kl), ppo_kl)
 
 
@@ -128,7 +130,7 @@ def _gmpo(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
     falling = torch.maximum(log_ratio, torch.full_like(log_ratio, -o.eps_clip))
     bounded = torch.where(x.advantages > 0, rising, falling)
     ppo_kl = sequence_kl(-bounded, x.mask, x.segments, x.num_samples)
-    return PolicyTerms(-torch.exp(-ppo_kl) * x.advantages, (bounded != log_ratio).to(log_ratio.dtype), ppo_kl)
+    return PolicyTerms(-exp_ratio(-ppo_kl) * x.advantages, (bounded != log_ratio).to(log_ratio.dtype), ppo_kl)
 
 
 def _clip_cov(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
@@ -143,14 +145,14 @@ def _kl_cov(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
     """No clip; selected tokens of the highest covariance pay kl_cov_coef x |log-ratio|."""
     ppo_kl = x.old_log_probs - x.log_probs
     selected = x.selected.to(ppo_kl.dtype)
-    loss = -torch.exp(-ppo_kl) * x.advantages + selected * o.kl_cov_coef * ppo_kl.abs()
+    loss = -exp_ratio(-ppo_kl) * x.advantages + selected * o.kl_cov_coef * ppo_kl.abs()
     return PolicyTerms(loss, selected, ppo_kl)
 
 
 def _divergence_mask(x: PolicyInputs, o: PolicyOptions, divergence: Callable[[Tensor, Tensor], Tensor]) -> PolicyTerms:
     """No clip of the ratio; a token gives no gradient once its probability moved too far, if the step moves it farther."""
     ppo_kl = x.old_log_probs - x.log_probs
-    ratio = torch.exp(-ppo_kl)
+    ratio = exp_ratio(-ppo_kl)
     away = ((x.advantages > 0) & (ratio > 1)) | ((x.advantages < 0) & (ratio < 1))
     far = divergence(x.old_log_probs.detach().exp(), x.log_probs.detach().exp()) > o.dppo_delta
     dropped = away & far

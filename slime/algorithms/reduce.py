@@ -62,7 +62,7 @@ def segment_sum(values: Tensor, segments: Tensor, num_segments: int) -> Tensor:
 def segment_mean(values: Tensor, mask: Tensor, segments: Tensor, num_segments: int) -> Tensor:
     """[S] masked means of the flat values of each sample; a sample with an empty mask has mean 0."""
     mask = mask.to(values.dtype)
-    totals = segment_sum(values * mask, segments, num_segments)
+    totals = segment_sum(torch.where(mask != 0, values * mask, torch.zeros_like(values)), segments, num_segments)
     return totals / segment_sum(mask, segments, num_segments).clamp(min=1.0)
 
 

@@ -1,6 +1,7 @@
 """The policy loss of a micro-batch: ratios, off-policy correction, entropy and KL terms, and what is reported of them."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from slime.algorithms.off_policy import (
     weight_moments,
 )
 from slime.algorithms.policy_loss import POLICY_LOSSES, PolicyInputs, PolicyOptions, PolicyTerms
+from slime.algorithms.ratios import beyond_bound, exp_ratio
 from slime.algorithms.reduce import Reducer, reduction_weights, weighted_sum
 from slime.backends.base import Metrics, MicroBatch, TokenOutputs, TrainBackend
 from slime.backends.microbatch import split_by_sample
@@ -26,6 +28,15 @@ from slime.utils.types import RolloutBatch
 
 TokenMetrics = dict[str, Tensor]  # each [R], to be averaged over trained tokens
 LossFn = Callable[[TokenOutputs, MicroBatch], tuple[Tensor, Metrics]]
+
+
+@dataclass(frozen=True)
+class Corrected:
+    """Per token: the policy loss after weights and rejection, and what a plug-in leaves of the token in all terms."""
+
+    loss: Tensor  # [R]
+    metrics: TokenMetrics
+    mask: Tensor | None = None  # [R] times the loss mask, for policy, KL and entropy terms; None: all of it
 
 
 def policy_loss(args: Any, watch: TokenWatch | None = None) -> LossFn:
@@ -43,15 +54,15 @@ def policy_loss(args: Any, watch: TokenWatch | None = None) -> LossFn:
     def loss_fn(out: TokenOutputs, mb: MicroBatch) -> tuple[Tensor, Metrics]:
         inputs = _inputs(out, mb)
         terms, token_metrics = _policy_terms(args, inputs, options)
-        per_token, correction_metrics = _correct(args, terms, inputs, mb)
-        token_metrics |= correction_metrics
-        reduce, mean = loss_reducer(args, mb), mean_reducer(args, mb)
-        pg_loss = _pg_reducer(args, mb, reduce)(per_token)
+        corrected = _correct(args, terms, inputs, mb)
+        token_metrics |= corrected.metrics
+        reduce, mean = loss_reducer(args, mb, corrected.mask), mean_reducer(args, mb)
+        pg_loss = _pg_reducer(args, mb, reduce, corrected.mask)(corrected.loss)
         loss = pg_loss
         if args.entropy_coef:
             loss = loss - args.entropy_coef * reduce(out.entropy)
         sums = {"pg_loss": pg_loss}
-        watched = _watched(inputs) | {"pg_loss": per_token, "ppo_kl": terms.ppo_kl, "entropy": out.entropy}
+        watched = _watched(inputs) | {"pg_loss": corrected.loss, "ppo_kl": terms.ppo_kl, "entropy": out.entropy}
         if args.use_kl_loss:
             watched["kl"] = _reference_kl(args, inputs, mb)
             kl = reduce(watched["kl"])
@@ -62,7 +73,8 @@ def policy_loss(args: Any, watch: TokenWatch | None = None) -> LossFn:
             "pg_clipfrac": terms.clipped,
             "ppo_kl": terms.ppo_kl,
             "ppo_kl_abs": terms.ppo_kl.abs(),
-            "ois": torch.exp(-terms.ppo_kl),
+            "ois": exp_ratio(-terms.ppo_kl),
+            "ratio_bounded": beyond_bound(terms.ppo_kl),
         }
         if watch is not None:
             watch.record(mb, watched)
@@ -78,11 +90,15 @@ def _watched(inputs: PolicyInputs) -> TokenMetrics:
     return {name: getattr(inputs, name) for name in ("log_probs", "old_log_probs", "advantages")}
 
 
-def loss_reducer(args: Any, mb: MicroBatch) -> Reducer:
-    """Flat per-token values -> the sum that --loss-reduction asks for."""
+def loss_reducer(args: Any, mb: MicroBatch, mask: Tensor | None = None) -> Reducer:
+    """Flat per-token values -> the sum that --loss-reduction asks for.
+
+    `mask` [R] leaves tokens out of that sum; what it is divided by counts all trained tokens, as without it.
+    """
     weights = reduction_weights(
         args.loss_reduction, mb.loss_mask, mb.segments, mb.rollout_mask_sums, constant=args.loss_denominator
     )
+    weights = weights if mask is None else weights * mask
     return lambda values: weighted_sum(values, weights)
 
 
@@ -93,12 +109,12 @@ def mean_reducer(args: Any, mb: MicroBatch) -> Reducer:
     return lambda values: weighted_sum(values, weights)
 
 
-def _pg_reducer(args: Any, mb: MicroBatch, default: Reducer) -> Reducer:
+def _pg_reducer(args: Any, mb: MicroBatch, default: Reducer, mask: Tensor | None) -> Reducer:
     """The reducer of the policy-gradient term alone, which a plug-in may replace."""
     if not args.custom_pg_loss_reducer_function_path or not mb.positions:
         return default
     build = load_function(args.custom_pg_loss_reducer_function_path)
-    masks = split_by_sample(mb.loss_mask, mb)
+    masks = split_by_sample(mb.loss_mask if mask is None else mb.loss_mask * mask, mb)
     return build(list(mb.documents.lengths), list(mb.response_lengths), masks, args.calculate_per_token_loss)
 
 
@@ -135,9 +151,9 @@ def _policy_terms(args: Any, inputs: PolicyInputs, options: PolicyOptions) -> tu
     return PolicyTerms(loss, torch.zeros_like(ppo_kl), ppo_kl), dict(metrics)
 
 
-def _correct(args: Any, terms: PolicyTerms, inputs: PolicyInputs, mb: MicroBatch) -> tuple[Tensor, TokenMetrics]:
-    """The per-token loss after weights and rejection, and metrics about the distance to the engine's policy."""
-    loss, metrics = terms.loss, {}
+def _correct(args: Any, terms: PolicyTerms, inputs: PolicyInputs, mb: MicroBatch) -> Corrected:
+    """Weights and rejection, and metrics about the distance to the engine's policy."""
+    loss, metrics, mask = terms.loss, {}, None
     if args.use_opsm:
         keep = opsm_keep(
             inputs.old_log_probs - inputs.log_probs,
@@ -149,7 +165,7 @@ def _correct(args: Any, terms: PolicyTerms, inputs: PolicyInputs, mb: MicroBatch
         )
         loss, metrics["opsm_clipfrac"] = loss * keep, 1.0 - keep
     if "rollout_log_probs" not in mb.tokens:
-        return loss, metrics
+        return Corrected(loss, metrics)
     behaviour = _trained(mb, "rollout_log_probs", inputs.log_probs)
     proximal = _trained(mb, "log_probs", inputs.log_probs)
     layout = TokenLayout(inputs.mask, inputs.segments, inputs.num_samples)
@@ -162,9 +178,10 @@ def _correct(args: Any, terms: PolicyTerms, inputs: PolicyInputs, mb: MicroBatch
         "_ratio_count": torch.ones_like(ratio),
     }
     if args.custom_tis_function_path and (args.use_tis or args.get_mismatch_metrics):
-        corrected, custom_metrics = _custom_tis(args, loss, proximal, behaviour, mb)
-        loss = corrected if args.use_tis else loss
-        metrics |= custom_metrics
+        custom = _custom_tis(args, loss, proximal, behaviour, mb)
+        if args.use_tis:
+            loss, mask = custom.loss, custom.mask
+        metrics |= custom.metrics
     elif args.use_tis:
         correction = importance_weights(
             proximal - behaviour,
@@ -189,7 +206,7 @@ def _correct(args: Any, terms: PolicyTerms, inputs: PolicyInputs, mb: MicroBatch
         metrics |= correction.metrics
     if args.get_mismatch_metrics:
         metrics = mismatch_metrics(proximal, behaviour, layout) | metrics  # a plug-in's own numbers win
-    return loss, metrics
+    return Corrected(loss, metrics, mask)
 
 
 def tis_scale(args: Any, backend: TrainBackend, batch: RolloutBatch, positions: Sequence[int]) -> list[Tensor]:
@@ -210,10 +227,8 @@ def tis_scale(args: Any, backend: TrainBackend, batch: RolloutBatch, positions: 
     return [torch.full((length,), scale) for length in batch["response_lengths"]]
 
 
-def _custom_tis(
-    args: Any, loss: Tensor, proximal: Tensor, behaviour: Tensor, mb: MicroBatch
-) -> tuple[Tensor, TokenMetrics]:
-    """A plug-in's weights; the masks it returns leave tokens out of the numerator, never of the denominator."""
+def _custom_tis(args: Any, loss: Tensor, proximal: Tensor, behaviour: Tensor, mb: MicroBatch) -> Corrected:
+    """A plug-in's weights; the masks it returns leave tokens out of every term's numerator, never of its denominator."""
     corrected, masks, metrics = load_function(args.custom_tis_function_path)(
         args=args,
         pg_loss=loss,
@@ -223,12 +238,20 @@ def _custom_tis(
         total_lengths=list(mb.documents.lengths),
         response_lengths=list(mb.response_lengths),
     )
-    keep = torch.cat(list(masks)).to(corrected.device) != 0
-    return torch.where(keep, corrected, torch.zeros_like(corrected)), dict(metrics)
+    lengths = tuple(len(mask) if mask.ndim == 1 else -1 for mask in masks)
+    if corrected.shape != loss.shape or lengths != mb.response_lengths:
+        raise ValueError(
+            f"--custom-tis-function-path {args.custom_tis_function_path} returned a loss of shape {tuple(corrected.shape)} and masks "
+            f"of {[tuple(mask.shape) for mask in masks]} for responses of {list(mb.response_lengths)} tokens: return one loss per "
+            "token, flat, and one mask per sample with a value per token."
+        )
+    # What it leaves of each trained token; it cannot add tokens that do not train.
+    mask = torch.where(mb.loss_mask != 0, torch.cat(list(masks)).to(loss) / mb.loss_mask, torch.zeros_like(loss))
+    return Corrected(torch.where(mask != 0, corrected, torch.zeros_like(corrected)), dict(metrics), mask)
 
 
 def _reference_kl(args: Any, inputs: PolicyInputs, mb: MicroBatch) -> Tensor:
     """Per token; unbiased by the token's own ratio, whatever ratio the policy loss goes by."""
-    ratio = torch.exp(inputs.log_probs - inputs.old_log_probs) if args.use_unbiased_kl else None
+    ratio = exp_ratio(inputs.log_probs - inputs.old_log_probs) if args.use_unbiased_kl else None
     reference = _trained(mb, "ref_log_probs", inputs.log_probs)
     return compute_approx_kl(inputs.log_probs, reference, args.kl_loss_type, ratio)

@@ -124,6 +124,30 @@ def test_low_var_kl_is_bounded_and_an_importance_ratio_multiplies():
         compute_approx_kl(new, base, "k9")
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("kind", KL_TYPES)
+def test_kl_estimators_and_their_gradients_stay_finite_on_runaway_tokens(kind, dtype):
+    """d = log-prob - reference counts as at most 20 in size where it is exponentiated; k1 and k2 need no bound."""
+    differences = [-1e4, -89.0, -20.5, -19.5, -3.0, 3.0, 19.5, 20.5, 89.0, 1e4]
+    new = torch.tensor(differences, dtype=dtype, requires_grad=True)
+    got = compute_approx_kl(new, torch.zeros(len(differences), dtype=dtype), kind)
+    values, slopes = [], []
+    for d in differences:
+        inside = -20.0 <= d <= 20.0
+        bounded = min(max(d, -20.0), 20.0)
+        value, slope = {
+            "k1": (d, 1.0),
+            "k2": (d * d / 2, d),
+        }.get(kind, (math.exp(-bounded) - 1 + bounded, (1 - math.exp(-bounded)) * inside))
+        if kind == "low_var_kl" and abs(value) > 10:
+            value, slope = math.copysign(10, value), 0.0
+        values.append(value)
+        slopes.append(slope)
+    got.sum().backward()
+    torch.testing.assert_close(got.double(), torch.tensor(values, dtype=torch.float64), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(new.grad.double(), torch.tensor(slopes, dtype=torch.float64), rtol=1e-5, atol=1e-5)
+
+
 @settings(max_examples=30, deadline=None)
 @given(ragged, st.integers(0, 1000), st.booleans())
 def test_reducers_sum_over_rollout_means(lengths, seed, per_token):

@@ -94,9 +94,30 @@ def test_tokens_that_are_not_trained_never_change_a_sequence():
         assert torch.equal(before, after)
 
 
-def test_ratios_never_overflow():
+@pytest.mark.parametrize("log_ratios", [(300.0, 200.0), (-300.0, -200.0), (1e4, -1e4), (19.0, 19.0)])
+def test_ratios_never_overflow(log_ratios):
+    """Whatever is made of them: weights, rejection, metrics, and IcePop as a plug-in."""
     layout = TokenLayout(torch.ones(2), torch.zeros(2, dtype=torch.int64), 1)
-    assert importance_ratios(torch.tensor([300.0, 200.0]), layout, "sequence").isfinite().all()
+    log_ratio = torch.tensor(log_ratios)
+    train, rollout = log_ratio.clamp(max=0.0), (-log_ratio).clamp(max=0.0)
+    for level in LEVELS:
+        whole = {"token": log_ratios, "sequence": [sum(log_ratios)] * 2, "geometric": [sum(log_ratios) / 2] * 2}[level]
+        expected = [math.exp(min(max(x, -20.0), 20.0)) for x in whole]
+        assert importance_ratios(log_ratio, layout, level).tolist() == pytest.approx(expected, rel=1e-5)
+        for mode in WEIGHT_MODES:
+            found = importance_weights(log_ratio, layout, level=level, mode=mode, low=LOW, high=HIGH)
+            assert all(x.isfinite().all() for x in (found.weights, *found.metrics.values()))
+        found = rejection(log_ratio, layout, level=level, low=LOW, high=HIGH, veto=1e-3)
+        assert all(x.isfinite().all() for x in (found.keep, *found.metrics.values()))
+    assert all(x.isfinite().all() for x in mismatch_metrics(train, rollout, layout).values())
+    args = SimpleNamespace(tis_clip_low=LOW, tis_clip=HIGH)
+    lists = dict(train_log_probs=[train], rollout_log_probs=[rollout], loss_masks=[torch.ones(2)])
+    loss, _, metrics = icepop_function(args, pg_loss=torch.ones(2), **lists)
+    assert all(x.isfinite().all() for x in (loss, *metrics.values()))
+
+
+def test_an_unknown_level_is_an_error():
+    layout = TokenLayout(torch.ones(2), torch.zeros(2, dtype=torch.int64), 1)
     with pytest.raises(ValueError, match="level 'word'"):
         importance_ratios(torch.zeros(2), layout, "word")
 

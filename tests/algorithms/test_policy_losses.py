@@ -1,6 +1,7 @@
 """Every policy loss against a loop over samples and tokens: values and gradients, float64 to 1e-10 and fp32 to 1e-5."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,6 +25,11 @@ def clamp(x, low, high):
     return torch.clamp(x, low, high)
 
 
+def exp(log_ratio):
+    """Of a log-ratio, which counts as at most 20 in size."""
+    return torch.exp(clamp(log_ratio, -20.0, 20.0))
+
+
 def ppo_token(ratio, advantage):
     loss = -torch.minimum(ratio * advantage, clamp(ratio, 0.8, 1.3) * advantage)
     if advantage < 0:
@@ -37,23 +43,23 @@ def masked_mean(values, mask):
 
 
 def ppo(new, old, adv, mask, sel):
-    return [ppo_token(torch.exp(n - o), a) for n, o, a in zip(new, old, adv, strict=True)]
+    return [ppo_token(exp(n - o), a) for n, o, a in zip(new, old, adv, strict=True)]
 
 
 def gspo(new, old, adv, mask, sel):
-    ratio = torch.exp(masked_mean([n - o for n, o in zip(new, old, strict=True)], mask))
+    ratio = exp(masked_mean([n - o for n, o in zip(new, old, strict=True)], mask))
     return [ppo_token(ratio, a) for a in adv]
 
 
 def cispo(new, old, adv, mask, sel):
-    return [-clamp(torch.exp(n - o).detach(), 0.8, 1.3) * a * n for n, o, a in zip(new, old, adv, strict=True)]
+    return [-clamp(exp(n - o).detach(), 0.8, 1.3) * a * n for n, o, a in zip(new, old, adv, strict=True)]
 
 
 def sapo(new, old, adv, mask, sel):
     losses = []
     for n, o, a in zip(new, old, adv, strict=True):
         tau = 1.0 if a > 0 else 1.7
-        losses.append(-(4 / tau) / (1 + torch.exp(-tau * (torch.exp(n - o) - 1))) * a)
+        losses.append(-(4 / tau) * torch.sigmoid(tau * (exp(n - o) - 1)) * a)
     return losses
 
 
@@ -61,8 +67,8 @@ def gmpo(new, old, adv, mask, sel):
     bounded = []
     for n, o, a in zip(new, old, adv, strict=True):
         d = n - o
-        bounded.append(clamp(d, -100, 0.3) if a > 0 else clamp(d, -0.2, 100))
-    ratio = torch.exp(masked_mean(bounded, mask))
+        bounded.append(clamp(d, -1e9, 0.3) if a > 0 else clamp(d, -0.2, 1e9))
+    ratio = exp(masked_mean(bounded, mask))
     return [-ratio * a for a in adv]
 
 
@@ -72,8 +78,7 @@ def clip_cov(new, old, adv, mask, sel):
 
 def kl_cov(new, old, adv, mask, sel):
     return [
-        -torch.exp(n - o) * a + (0.4 * torch.abs(n - o) if s else 0.0)
-        for n, o, a, s in zip(new, old, adv, sel, strict=True)
+        -exp(n - o) * a + (0.4 * torch.abs(n - o) if s else 0.0) for n, o, a, s in zip(new, old, adv, sel, strict=True)
     ]
 
 
@@ -81,7 +86,7 @@ def dppo(divergence):
     def loss(new, old, adv, mask, sel):
         losses = []
         for n, o, a in zip(new, old, adv, strict=True):
-            ratio, p, q = torch.exp(n - o), torch.exp(o).item(), torch.exp(n).item()
+            ratio, p, q = exp(n - o), torch.exp(o).item(), torch.exp(n).item()
             away = (a > 0 and ratio > 1) or (a < 0 and ratio < 1)
             losses.append(-ratio * a * (0.0 if away and divergence(p, q) > 0.05 else 1.0))
         return losses
@@ -147,6 +152,51 @@ def test_loss_and_gradient_match_the_loop(name, dtype, lengths, seed):
     (expected * mask).sum().backward()
     (got * mask.to(dtype)).sum().backward()
     close(x.log_probs.grad, torch.cat([leaf.grad for leaf in leaves]), dtype)
+
+
+RUNAWAY = (-300.0, -89.0, -20.5, -19.5, 19.5, 20.5, 89.0, 300.0)
+
+
+def runaway(log_ratios, advantage):
+    """Samples of two tokens; the log-ratio of the first is given: a token that became likely, or unlikely."""
+    data = make([2] * len(log_ratios), 1)
+    for i, d in enumerate(log_ratios):
+        if d > 0:
+            data.old[i][0] = data.new[i][0] - d
+        else:
+            data.new[i][0] = data.old[i][0] + d
+        data.masks[i], data.advantages[i] = torch.ones(2).double(), torch.full((2,), advantage).double()
+    return data
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("advantage", [-1.5, 0.5])
+@pytest.mark.parametrize("name", REFERENCES)
+def test_runaway_tokens_count_as_a_log_ratio_of_twenty(name, advantage, dtype):
+    data = runaway(RUNAWAY, advantage)
+    leaves = [x.clone().requires_grad_() for x in data.new]
+    samples = zip(leaves, data.old, data.advantages, data.masks, data.selected, strict=True)
+    expected = torch.stack([loss for sample in samples for loss in REFERENCES[name](*sample)])
+    x = inputs(data, dtype)
+    got = POLICY_LOSSES[name](x, OPTIONS).loss
+    torch.testing.assert_close(got.double(), expected, rtol=3e-5, atol=1e-6)
+    expected.sum().backward()
+    got.sum().backward()
+    torch.testing.assert_close(
+        x.log_probs.grad.double(), torch.cat([leaf.grad for leaf in leaves]), rtol=3e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("dual", [None, 3.0])
+@pytest.mark.parametrize("name", REFERENCES)
+def test_no_loss_and_no_gradient_is_infinite_in_single_precision(name, dual):
+    """A negative advantage and a log-ratio above 88 was infinite without the dual clip."""
+    for advantage in (-1.0, 1.0):
+        x = inputs(runaway((1e4, -1e4, 100.0, -100.0, 40.0), advantage), torch.float32)
+        terms = POLICY_LOSSES[name](x, replace(OPTIONS, eps_clip_c=dual))
+        terms.loss.sum().backward()
+        assert terms.loss.isfinite().all() and terms.ppo_kl.isfinite().all()
+        assert x.log_probs.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("name", REFERENCES)

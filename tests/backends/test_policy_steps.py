@@ -11,6 +11,7 @@ from trainer_helpers import backend_of, engine_samples, init_process_group, rand
 from slime.algorithms.policy_loss import POLICY_LOSSES
 from slime.backends.base import NonFiniteStepError
 from slime.backends.fsdp.model import gather_full
+from slime.backends.microbatch import build_micro_batches
 from slime.backends.update import run_update
 from slime.batch.convert import samples_to_batch
 from slime.batch.schedule import split_for_ranks
@@ -168,6 +169,113 @@ def test_plug_ins_replace_the_loss_and_the_weights(model, tmp_path):
     args = trainer_args(model, custom_policy_loss_function_path=f"{file}:short")
     with pytest.raises(ValueError, match="return one value per token"):
         train(backend_of(args), args, samples)
+
+
+REJECTING = """
+import torch
+
+def first_of_each(*, args, pg_loss, loss_masks, **_):
+    kept = [mask * (torch.arange(len(mask)) == 0) for mask in loss_masks]
+    return pg_loss, kept, {}
+
+def masks(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
+    return lambda values: (torch.cat(loss_masks) * 7).sum() + 0 * values.sum()
+
+def flat(*, args, pg_loss, loss_masks, **_):
+    return pg_loss, torch.cat(loss_masks), {}
+
+def column(*, args, pg_loss, loss_masks, **_):
+    return pg_loss[:, None], loss_masks, {}
+
+def everything(*, args, pg_loss, loss_masks, **_):
+    return pg_loss, [torch.ones_like(mask) for mask in loss_masks], {}
+"""
+
+
+@pytest.mark.parametrize("reduction", ["rollout_mean", "sample_mean", "token_mean", "constant"])
+def test_masks_of_a_plug_in_leave_tokens_out_of_policy_kl_and_entropy_but_not_of_denominators(
+    model, tmp_path, reduction
+):
+    """What the rest of a sample contributed is gone from every term; what the sums are divided by is as it was."""
+    file = tmp_path / "rejecting.py"
+    file.write_text(REJECTING)
+    other = make_tiny_model(tmp_path / "other", seed=5)
+    changes = dict(ref_load=str(other), use_kl_loss=True, kl_loss_type="k3", kl_loss_coef=0.3, entropy_coef=0.2)
+    changes |= dict(loss_reduction=reduction, loss_denominator=9.0, optimizer="sgd", lr=0.1, micro_batch_size=3)
+    custom = dict(use_tis=True, custom_tis_function_path=f"{file}:first_of_each")
+    args = trainer_args(model, **changes, **custom)
+    backend = backend_of(args)
+    samples = engine_samples(backend, args)
+    batch = samples_to_batch(args, samples)
+    mbs = build_micro_batches(batch, [[i] for i in range(len(samples))])
+    own, ref = backend.log_probs(mbs, entropy=True), backend.log_probs(mbs, weights="ref")
+    trained = [sum(s.loss_mask) for s in samples]
+    tokens = {"rollout_mean": trained, "sample_mean": trained, "token_mean": [1] * len(samples)}
+    per_token, count = tokens.get(reduction, [9.0] * len(samples)), len(samples)
+    count = sum(trained) if reduction == "token_mean" else count
+    expected = {"kl": 0.0, "entropy": 0.0, "pg": 0.0}
+    for i, sample in enumerate(samples):
+        weight = sample.loss_mask[0] / per_token[i] / count
+        difference = (own.log_probs[i] - ref.log_probs[i])[0].item()
+        expected["kl"] += weight * (math.exp(-difference) - 1 + difference)
+        expected["entropy"] += weight * own.entropy[i][0].item()
+        expected["pg"] += -weight * batch["rewards"][i]
+    metrics = train(backend, args, samples)
+    assert metrics["train/kl_loss"] == pytest.approx(expected["kl"], rel=1e-4)
+    assert metrics["train/pg_loss"] == pytest.approx(expected["pg"], rel=1e-4, abs=1e-6)
+    total = expected["pg"] + 0.3 * expected["kl"] - 0.2 * expected["entropy"]
+    assert metrics["train/loss"] == pytest.approx(total, rel=1e-4, abs=1e-6)
+    assert metrics["train/entropy_loss"] > 0  # reported over all trained tokens
+
+
+def test_masks_of_a_plug_in_reach_a_custom_reducer_and_cannot_add_tokens(model, tmp_path):
+    file = tmp_path / "rejecting.py"
+    file.write_text(REJECTING)
+    samples = random_samples(2, 4)
+    changes = dict(use_tis=True, custom_pg_loss_reducer_function_path=f"{file}:masks")
+    for function, kept in (
+        ("first_of_each", sum(s.loss_mask[0] for s in samples)),
+        ("everything", sum(sum(s.loss_mask) for s in samples)),
+    ):
+        args = trainer_args(model, custom_tis_function_path=f"{file}:{function}", **changes)
+        metrics = train(backend_of(args), args, samples)
+        assert metrics["train/pg_loss"] == pytest.approx(7 * kept / len(samples))
+    for function in ("flat", "column"):
+        args = trainer_args(model, custom_tis_function_path=f"{file}:{function}", use_tis=True)
+        with pytest.raises(ValueError, match="one mask per sample"):
+            train(backend_of(args), args, samples)
+
+
+def test_the_built_in_rejection_leaves_kl_and_entropy_alone(model, tmp_path):
+    changes = dict(ref_load=str(make_tiny_model(tmp_path / "other", seed=5)), use_kl_loss=True, kl_loss_type="k3")
+    losses = []
+    for rejected in ({}, {"use_rs": True, "rs_upper": 1.01, "rs_lower": 0.99}):
+        args = trainer_args(model, **changes, **rejected)
+        backend = backend_of(args)
+        losses.append(train(backend, args, engine_samples(backend, args, noise=0.4)))
+    assert losses[0]["train/kl_loss"] == pytest.approx(losses[1]["train/kl_loss"], rel=1e-6)
+    assert losses[0]["train/pg_loss"] != pytest.approx(losses[1]["train/pg_loss"], rel=1e-3)
+
+
+@pytest.mark.parametrize(("kind", "engine"), [("ppo", -150.0), ("gspo", -1e30), ("sapo", -150.0), ("gmpo", -150.0)])
+def test_a_runaway_token_does_not_end_the_run(model, kind, engine):
+    """It became e^100 times as likely and was a mistake: a ratio that is infinite in fp32."""
+    args = trainer_args(
+        model,
+        policy_loss_type=kind,
+        use_rollout_logprobs=True,
+        get_mismatch_metrics=True,
+        use_rs=True,
+        clip_cov_low=-9.0,
+    )
+    backend = backend_of(args)
+    samples = engine_samples(backend, args)
+    for sample in samples[:4]:
+        sample.rollout_log_probs[0], sample.loss_mask[0] = engine, 1
+        sample.reward = float(sample.index == 3)
+    metrics = train(backend, args, samples)
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert metrics["train/ratio_bounded"] > 0
 
 
 def test_icepop_as_plug_in_is_the_built_in_mask(model):

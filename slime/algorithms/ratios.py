@@ -1,0 +1,25 @@
+"""Probability ratios from differences of log-probs, bounded so that no exponential overflows.
+
+Every ratio of the losses, of the off-policy correction and of the KL estimators is made here. A log-ratio counts as at most
+20 in size: e^20 is beyond any bound in use, and e^89 is infinite in fp32, which would end a run at one runaway token. Outside
+the bound a ratio is constant, so the token gives no gradient through it. NaN stays NaN.
+"""
+
+import torch
+from torch import Tensor
+
+LOG_RATIO_LIMIT = 20.0
+
+
+def bound_log_ratio(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def exp_ratio(log_ratio: Tensor) -> Tensor:
+    """exp of the bounded log-ratio."""
+    return torch.exp(bound_log_ratio(log_ratio))
+
+
+def beyond_bound(log_ratio: Tensor) -> Tensor:
+    """1 where the bound decided, else 0."""
+    return (log_ratio.abs() > LOG_RATIO_LIMIT).to(log_ratio.dtype)
