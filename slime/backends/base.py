@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -137,7 +137,7 @@ class OutputMatrix(Protocol):
     weight: Tensor  # [V, H], or this rank's part of the V rows
 
     def reverse_kl(
-        self, hidden: Tensor, teacher_hidden: Tensor, teacher: "OutputMatrix", *, temperature: float, chunk_size: int
+        self, hidden: Tensor, teacher_hidden: Tensor, teacher: Self, *, temperature: float, chunk_size: int
     ) -> Tensor:
         """[R] KL(own || teacher) over the vocabulary, the same on all ranks that share it; differentiable in the own."""
         ...
@@ -199,7 +199,9 @@ class TrainBackend(Protocol):
 
     def reset_optimizer(self) -> None: ...
 
-    def output_matrix(self, weights: str) -> OutputMatrix: ...
+    def output_matrix(self, weights: str) -> OutputMatrix | None:
+        """Of the weights with that tag; None on a rank whose pipeline stage has no head."""
+        ...
 
     def export(self, *, weights: str = "actor", dtype: torch.dtype | None = None) -> Iterator[Bucket]: ...
 
@@ -207,6 +209,18 @@ class TrainBackend(Protocol):
         """`export` of this rank's pipeline stage alone, on the ranks of that stage; all stages one after another are `export`.
 
         All ranks call it together. Then stages go through their buckets independently."""
+        ...
+
+    def export_adapter(self, dtype: torch.dtype | None = None) -> Iterator[Bucket]:
+        """The adapters alone, under the names of peft. Asked only of a trainer for which flags allow adapters."""
+        ...
+
+    def adapter_config(self) -> dict[str, Any]:
+        """What engines must know of the adapters beside their tensors, as peft writes it."""
+        ...
+
+    def save_hf(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
+        """A folder that `from_pretrained` reads; it appears whole or not at all."""
         ...
 
     def copy_weights(self, src: str, dst: str) -> None: ...

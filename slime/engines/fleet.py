@@ -49,12 +49,16 @@ class WatchPolicy:
 
 
 class Server(Protocol):
-    """One engine, of ours (`EngineServer`) or of somebody else (`ExternalServer`)."""
+    """One engine: of ours (`EngineServer`, or `HostedEngine` wherever it runs), or of somebody else (`ExternalServer`)."""
 
     plan: LaunchPlan
-    url: str
-    pid: int | None
-    bootstrap_port: int | None  # of an engine that prefills for others
+
+    @property
+    def url(self) -> str: ...
+    @property
+    def pid(self) -> int | None: ...
+    @property
+    def bootstrap_port(self) -> int | None: ...  # of an engine that prefills for others
 
     def transports(self, info: EngineInfo) -> tuple[str, ...]: ...
     def launch(self) -> None: ...  # MachineLost: never again

@@ -410,6 +410,12 @@ class MegatronBackend:
         self._settle()
         return self.hub.stage_buckets(self.args.update_weight_buffer_size, dtype)
 
+    def export_adapter(self, dtype: torch.dtype | None = None) -> Iterator[Bucket]:
+        raise NotImplementedError("this trainer has no adapters: flags refuse --lora-rank with it")
+
+    def adapter_config(self) -> dict[str, Any]:
+        raise NotImplementedError("this trainer has no adapters: flags refuse --lora-rank with it")
+
     def save_hf(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
         """Write an HF folder that `from_pretrained` reads, with the tokenizer of --hf-checkpoint; whole or not at all."""
         dtype = dtype or self.hf_config.dtype or torch.float32

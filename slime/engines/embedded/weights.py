@@ -29,7 +29,8 @@ class BadWeights(ValueError):
 class Source(Protocol):
     """Where new tensors come from. `shapes` is known before any tensor is read."""
 
-    shapes: Mapping[str, tuple[int, ...]]
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]: ...
 

@@ -1,0 +1,149 @@
+"""Every class that stands behind a protocol has what it declares, and nobody asks for more than is declared."""
+
+import inspect
+import typing
+from pathlib import Path
+
+import pytest
+from protocol_checks import attributes_of, calls_by_name, differences, members
+
+import slime
+from slime.backends.base import OutputMatrix, TrainBackend
+from slime.backends.fsdp.backend import FSDPBackend
+from slime.cluster.engine_host import HostedEngine
+from slime.cluster.front import Rotations
+from slime.cluster.local_runtime import InProcessHandle, LocalFuture, LocalRuntime, ProcessHandle
+from slime.cluster.residency import Engines, Trainer
+from slime.cluster.rollout_manager import RolloutManager
+from slime.cluster.runtime import Future, Handle, Runtime
+from slime.cluster.stages import NoTrainer, RolloutStage
+from slime.cluster.train_actor import TrainActor
+from slime.cluster.train_group import TrainGroup
+from slime.cluster.weight_push import Receiving, Sending
+from slime.engines.embedded import weights as embedded_weights
+from slime.engines.external import ExternalServer
+from slime.engines.fleet import Rotation, Server
+from slime.engines.middleware import Middleware
+from slime.engines.prefix_cache import PrefixCacheMiddleware
+from slime.engines.router import Balancer
+from slime.engines.server import EngineServer
+from slime.engines.sglang.router import SGLangRouter
+from slime.rollout.journal import CountingJournal, Journal
+from slime.weight_sync import LIVE_TRANSPORTS, TRANSPORTS, publication
+from slime.weight_sync.base import LiveSender, Sender
+from slime.weight_sync.late_copy import LateCopySender
+
+PACKAGE = Path(slime.__file__).parent
+
+IMPLEMENTATIONS: dict[type, list[type]] = {
+    TrainBackend: [FSDPBackend],
+    OutputMatrix: [typing.get_type_hints(FSDPBackend.output_matrix)["return"]],
+    Server: [EngineServer, HostedEngine, ExternalServer],
+    Rotation: [Balancer, SGLangRouter, Rotations],
+    Middleware: [PrefixCacheMiddleware],
+    Sender: sorted({t.make_sender for t in TRANSPORTS.values()} | {LateCopySender}, key=lambda c: c.__name__),
+    LiveSender: [t.make_sender for t in LIVE_TRANSPORTS.values()],
+    publication.Source: [publication.FolderSource, publication.HttpSource],
+    embedded_weights.Source: [
+        embedded_weights.SharedMemorySource,
+        embedded_weights.DiskSource,
+        embedded_weights.GroupSource,
+        embedded_weights.DequantizedSource,
+    ],
+    Journal: [CountingJournal],
+    Runtime: [LocalRuntime],
+    Handle: [InProcessHandle, ProcessHandle],
+    Future: [LocalFuture],
+    Sending: [TrainGroup],
+    Receiving: [RolloutStage],
+    Engines: [RolloutStage],
+    Trainer: [TrainGroup, NoTrainer],
+}
+
+
+@pytest.mark.parametrize(
+    ("protocol", "cls"),
+    [pytest.param(p, c, id=f"{c.__name__}-{p.__name__}") for p, cs in IMPLEMENTATIONS.items() for c in cs],
+)
+def test_an_implementation_has_what_its_protocol_declares(protocol, cls):
+    assert differences(protocol, cls) == []
+
+
+def test_the_comparison_sees_what_is_missing_renamed_or_of_another_type():
+    class Wrong:
+        def issued(self, groups, *, from_buffer): ...
+        def returned(self, samples): ...
+        async def consumed(self, groups, outcome, reason): ...
+
+    told = " ".join(differences(Journal, Wrong))
+    for part in (
+        "no type for 'groups'",
+        "has no parameter 'groups'",
+        "needs 'samples'",
+        "one of both is async",
+        "needs 'reason'",
+    ):
+        assert part in told
+    assert "alive: missing" in " ".join(differences(Server, Wrong))
+
+
+def test_so_do_those_of_optional_packages():
+    pytest.importorskip("megatron.core")
+    from slime.backends.megatron.backend import MegatronBackend, VocabSlice
+
+    assert differences(TrainBackend, MegatronBackend) == []
+    assert differences(OutputMatrix, VocabSlice) == []
+
+
+def test_so_do_those_of_ray():
+    pytest.importorskip("ray")
+    from slime.cluster.ray_runtime import RayFuture, RayHandle, RayRuntime
+
+    pairs = ((Future, RayFuture), (Handle, RayHandle), (Runtime, RayRuntime))
+    assert [why for protocol, cls in pairs for why in differences(protocol, cls)] == []
+
+
+def test_every_protocol_of_the_package_is_held_to():
+    declared = {
+        f"{file.relative_to(PACKAGE).with_suffix('')}.{line.split()[1].partition('(')[0]}"
+        for file in PACKAGE.rglob("*.py")
+        for line in file.read_text().splitlines()
+        if line.startswith("class ") and "(Protocol)" in line
+    }
+    held = {f"{p.__module__.removeprefix('slime.').replace('.', '/')}.{p.__name__}" for p in IMPLEMENTATIONS}
+    assert declared == held
+
+
+# ---- nobody asks for more ------------------------------------------------------------------------------------------
+
+COMMON = [f for f in PACKAGE.rglob("*.py") if f.parent.name not in ("fsdp", "megatron", "verify_model")]
+FLEETS = [PACKAGE / "engines/fleet.py", PACKAGE / "engines/router.py", *(PACKAGE / "cluster").glob("*.py")]
+
+
+@pytest.mark.parametrize(
+    ("protocol", "names", "files"),
+    [
+        (TrainBackend, ("backend", "_backend"), COMMON),
+        (Server, ("server",), FLEETS),
+        (Rotation, ("rotation", "_rotation"), FLEETS),
+        (Runtime, ("runtime", "_runtime"), (PACKAGE / "cluster").glob("*.py")),
+        (Handle, ("_handle", "_owner", "handle"), (PACKAGE / "cluster").glob("*.py")),
+        (Sender, ("_sender",), [PACKAGE / "cluster/train_actor.py"]),
+        (LiveSender, ("_live_sender",), [PACKAGE / "cluster/train_actor.py"]),
+    ],
+)
+def test_callers_use_only_what_is_declared(protocol, names, files):
+    asked = attributes_of(names, files)
+    assert asked, "nobody uses it under these names any more"
+    assert {name: where for name, where in asked.items() if name not in members(protocol)} == {}
+
+
+@pytest.mark.parametrize(
+    ("file", "cls"), [("train_group.py", TrainActor), ("stages.py", RolloutManager), ("engine_host.py", EngineServer)]
+)
+def test_calls_by_name_reach_a_method_that_takes_them(file, cls):
+    calls = calls_by_name(PACKAGE / "cluster" / file, ("call", "_call"))
+    assert calls
+    for method, passed, line in calls:
+        assert hasattr(cls, method), f"{file}:{line}: {cls.__name__} has no {method}"
+        inspect.signature(getattr(cls, method)).bind(None, *passed)
