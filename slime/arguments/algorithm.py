@@ -30,6 +30,9 @@ POLICY_LOSS_TYPES = ("ppo", "gspo", "cispo", "sapo", "gmpo", "clip_cov", "kl_cov
 LOSS_OF_ESTIMATOR = {"gspo": "gspo", "cispo": "cispo"}
 REDUCTION_OF_ESTIMATOR = {"dr_grpo": "constant"}
 LOSS_REDUCTIONS = ("rollout_mean", "sample_mean", "token_mean", "constant")
+# Losses with one ratio per sample, and reductions in which a sample counts as often as it has tokens.
+SEQUENCE_LOSSES = ("gspo", "gmpo")
+REDUCTIONS_BY_LENGTH = ("token_mean", "constant")
 # How far the log-probs of engine and trainer may lie apart, as a mean over tokens, before a run stops.
 LOGPROB_DIFF_THRESHOLDS = {"float32": 0.02, "bfloat16": 0.2, "fp8": 0.4}
 
@@ -62,7 +65,7 @@ class AlgorithmFlags:
     compute_advantages_and_returns: bool = flag(
         True, "no advantages (SFT, custom losses)", off="--disable-compute-advantages-and-returns"
     )
-    normalize_advantages: bool = flag(False, "whiten advantages over the whole step")
+    normalize_advantages: bool = flag(False, "whiten advantages over the trained tokens of the whole rollout")
     rewards_normalization: bool = flag(True, "do not centre rewards in a group", off="--disable-rewards-normalization")
     grpo_std_normalization: bool = flag(
         True, "do not divide by the group's standard deviation", off="--disable-grpo-std-normalization"
@@ -84,7 +87,11 @@ class AlgorithmFlags:
     kl_coef: float = flag(0.0, "KL to the reference as part of the reward (reinforce_plus_plus, ppo)")
     use_kl_loss: bool = flag(False, "KL to the reference as a term of the loss")
     kl_loss_coef: float = flag(0.0, "weight of that term")
-    kl_loss_type: str = flag("k1", "KL estimator", choices=("k1", "k2", "k3", "low_var_kl"))
+    kl_loss_type: str = flag(
+        "k1",
+        "KL estimator; k1 is for --kl-coef, or as a loss with --use-unbiased-kl",
+        choices=("k1", "k2", "k3", "low_var_kl"),
+    )
     use_unbiased_kl: bool = flag(False, "weight the KL estimate by the policy ratio")
     use_rollout_logprobs: bool = flag(False, "take the engine's log-probs as those of the old policy")
     use_rollout_entropy: bool = flag(False, "measure entropy in the log-prob pass")

@@ -6,6 +6,8 @@ from slime.arguments.algorithm import (
     ESTIMATORS_WITH_STD,
     LOSS_OF_ESTIMATOR,
     REDUCTION_OF_ESTIMATOR,
+    REDUCTIONS_BY_LENGTH,
+    SEQUENCE_LOSSES,
 )
 from slime.arguments.draft import Draft
 from slime.arguments.objectives import SUPERVISED_LOSSES
@@ -43,12 +45,26 @@ def loss_reduction(draft: Draft) -> None:
         draft.derive("loss_reduction", default or "rollout_mean", because)
     if draft.loss_reduction == "token_mean":
         draft.derive("calculate_per_token_loss", True, "loss_reduction token_mean")
+    _sequence_ratios(draft)
     if draft.loss_reduction == "constant" and draft.loss_denominator is None:
         if draft.rollout_max_response_len is None:
             raise ValueError(
                 "--loss-reduction constant divides by --loss-denominator, or by --rollout-max-response-len; give one of them."
             )
         draft.derive("loss_denominator", float(draft.rollout_max_response_len), "same as rollout_max_response_len")
+
+
+def _sequence_ratios(draft: Draft) -> None:
+    """A loss with one ratio per sample is defined as a mean over samples; summed over tokens, long samples would count more."""
+    replaced = draft.custom_policy_loss_function_path or draft.custom_pg_loss_reducer_function_path
+    if draft.loss_type != "policy_loss" or replaced or draft.policy_loss_type not in SEQUENCE_LOSSES:
+        return
+    if draft.loss_reduction in REDUCTIONS_BY_LENGTH:
+        raise ValueError(
+            f"--loss-reduction is {draft.loss_reduction} with --policy-loss-type {draft.policy_loss_type}, which has one ratio per sample: "
+            "each sample would count as often as it has tokens; use rollout_mean or sample_mean, or a loss with a ratio per token "
+            "(--policy-loss-type ppo)."
+        )
 
 
 def group_normalisation(draft: Draft) -> None:
@@ -90,8 +106,27 @@ def reference_model(draft: Draft) -> None:
             f"--kl-coef is {draft.kl_coef:g}, but {draft.advantage_estimator} never subtracts a KL from the reward; use "
             f"--use-kl-loss --kl-loss-coef {draft.kl_coef:g}."
         )
+    _kl_loss(draft)
     if (draft.kl_coef != 0 or draft.use_kl_loss) and draft.ref_load is None:
         draft.derive("ref_load", draft.hf_checkpoint, "the KL needs a reference; taken from hf_checkpoint")
+
+
+def _kl_loss(draft: Draft) -> None:
+    """As a term of the loss k1 is log-prob minus reference, whose gradient the reference drops out of."""
+    if not draft.use_kl_loss or draft.loss_type != "policy_loss":
+        return
+    if draft.kl_loss_coef == 0:
+        draft.warn(
+            "--use-kl-loss with --kl-loss-coef 0: the KL to the reference is computed and reported (train/kl_loss), and pulls on "
+            "nothing; give a coefficient, or leave --use-kl-loss out to save the reference and its pass."
+        )
+    elif draft.kl_loss_type == "k1" and not draft.use_unbiased_kl:
+        raise ValueError(
+            f"--use-kl-loss --kl-loss-coef {draft.kl_loss_coef:g} with --kl-loss-type k1"
+            f"{'' if draft.was_given('kl_loss_type') else ' (the default)'}: the gradient of k1 does not depend on the reference, so "
+            "the term would make every sampled token less likely and hold the policy to nothing; use --kl-loss-type k3 (or "
+            "low_var_kl, k2), or add --use-unbiased-kl."
+        )
 
 
 def off_policy(draft: Draft) -> None:

@@ -1,6 +1,7 @@
 """`Args`, the settings of one run: flat, frozen, picklable, and aware of where each value came from."""
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 from slime.arguments.algorithm import AlgorithmFlags
@@ -61,21 +62,27 @@ class Args(
     number of rollouts) live in `RunInfo`. The group classes are bases so that editors know names and types.
     """
 
-    __slots__ = ("_sources",)  # apart from the values, so that vars(args) is exactly the settings
+    __slots__ = ("_sources", "_warnings")  # apart from the values, so that vars(args) is exactly the settings
 
     eval_datasets: list[EvalDatasetConfig]  # from --eval-config or --eval-prompt-data; empty: no evaluation
     sglang_options: list[str]  # SGLang's own flags (--sglang-...) as words of its command line
     router_options: list[str]  # flags of SGLang's router (--router-...), likewise
     engine_topology: Topology  # which engines serve which models
 
-    def __init__(self, values: dict[str, Any], sources: dict[str, str]):
+    def __init__(self, values: dict[str, Any], sources: dict[str, str], warnings: Sequence[str] = ()):
         vars(self).update(values)
         object.__setattr__(self, "_sources", dict(sources))
+        object.__setattr__(self, "_warnings", tuple(warnings))
 
     @property
     def sources(self) -> dict[str, str]:
         """Where each value came from: "default", "file run.yaml", "command line" or "derived: <rule>"."""
         return dict(self._sources)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Settings that do nothing and change nothing of what is trained; `parse_args` tells them."""
+        return self._warnings
 
     def to_dict(self, *, hide_secrets: bool = False) -> dict[str, Any]:
         """A deep copy of all values, free to change; with `hide_secrets`, one that may be written to a file."""
@@ -90,7 +97,7 @@ class Args(
         if unknown:
             raise ValueError(f"args has no {', '.join(unknown)}: replace() changes flags, it does not invent them")
         sources = self.sources | dict.fromkeys(changes, "derived: replaced in code")
-        return Args(self.to_dict() | changes, sources)
+        return Args(self.to_dict() | changes, sources, self._warnings)
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(
@@ -101,7 +108,7 @@ class Args(
         raise AttributeError(f"args.{name} cannot be deleted: arguments are fixed after parsing.")
 
     def __reduce__(self) -> tuple:
-        return Args, (vars(self), self._sources)
+        return Args, (vars(self), self._sources, self._warnings)
 
     def __eq__(self, other: object) -> bool:
         return vars(self) == vars(other) if isinstance(other, Args) else NotImplemented

@@ -14,6 +14,7 @@ class Draft:
     def __init__(self, defaults: dict[str, Any]):
         self._values = dict(defaults)
         self._sources = dict.fromkeys(defaults, DEFAULT)
+        self._warnings: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name not in self._values:
@@ -39,5 +40,9 @@ class Draft:
         """Whether the user wrote it (in a file or on the command line)."""
         return self._sources[name] != DEFAULT and not self._sources[name].startswith("derived")
 
+    def warn(self, message: str) -> None:
+        """Tell at the start of a setting that does nothing and changes nothing of what is trained."""
+        self._warnings.append(message)
+
     def freeze(self) -> Args:
-        return Args(self._values, self._sources)
+        return Args(self._values, self._sources, self._warnings)

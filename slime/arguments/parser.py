@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import logging
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -27,6 +28,8 @@ from slime.arguments.rules import apply_rules
 from slime.arguments.sglang import PREFIX, need_python, read_server_flags, split_server_flags, yaml_words
 from slime.arguments.show import render_config, render_help
 from slime.arguments.unbuilt import is_unbuilt
+
+logger = logging.getLogger(__name__)
 
 _OWN_SGLANG_OPTIONS = [spec.option for spec in all_specs().values() if spec.option.startswith(PREFIX)]
 
@@ -59,6 +62,10 @@ def parse_args(argv: Sequence[str] | None = None, *, add_custom_arguments: AddAr
     _apply_megatron_flags(draft, megatron_flags)
     apply_rules(draft)
     args = draft.freeze()
+    if args.warnings:
+        logger.warning(
+            "settings that change nothing of what is trained:\n%s", "\n".join(f"  {w}" for w in args.warnings)
+        )
     if args.print_config:
         print(render_config(args))
         raise SystemExit(0)

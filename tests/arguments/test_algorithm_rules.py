@@ -1,5 +1,7 @@
 """What the algorithm flags imply and exclude: each combination gives a derived value or one clear error."""
 
+import pickle
+
 import pytest
 from argument_helpers import parse
 
@@ -92,9 +94,58 @@ def test_a_value_follows_from_the_others(changes, name, value):
         ({"use_tis": True, "tis_mode": "truncate", "tis_clip_low": 0.5}, "truncate has no lower bound"),
         ({"custom_tis_function_path": "a.b"}, "nothing calls it"),
         ({"opsm_delta": 0.1}, "add --use-opsm"),
+        (
+            {"use_kl_loss": True, "kl_loss_coef": 0.01},
+            r"--kl-loss-type k1 \(the default\): .* does not depend on the reference.*--kl-loss-type k3.*--use-unbiased-kl",
+        ),
+        (
+            {"use_kl_loss": True, "kl_loss_coef": -0.01, "kl_loss_type": "k1", "advantage_estimator": "ppo"},
+            "--kl-loss-type k1: .* use --kl-loss-type k3",
+        ),
+        *(
+            ({**loss, "loss_reduction": reduction}, f"--loss-reduction is {reduction} .* one ratio per sample")
+            for loss in (
+                {"advantage_estimator": "gspo"},
+                {"policy_loss_type": "gspo"},
+                {"policy_loss_type": "gmpo"},
+            )
+            for reduction in ("token_mean", "constant")
+        ),
+        ({"policy_loss_type": "gmpo", "calculate_per_token_loss": True}, "--loss-reduction is token_mean"),
+        ({"policy_loss_type": "gspo", "advantage_estimator": "dr_grpo"}, "--loss-reduction is constant"),
         ({"use_opsm": True}, "--use-opsm is set, but the only optimizer step of a rollout"),
     ],
 )
 def test_a_combination_is_refused_with_its_reason(changes, message):
     with pytest.raises(ValueError, match=message):
         parse(**changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"use_kl_loss": True, "kl_loss_coef": 0.01, "kl_loss_type": "k3"},
+        {"use_kl_loss": True, "kl_loss_coef": 0.01, "kl_loss_type": "k2"},
+        {"use_kl_loss": True, "kl_loss_coef": 0.01, "kl_loss_type": "low_var_kl"},
+        {"use_kl_loss": True, "kl_loss_coef": 0.01, "use_unbiased_kl": True},
+        {"kl_coef": 0.01, "advantage_estimator": "ppo"},  # in the reward k1 is the KL itself
+        {"loss_type": "custom_loss", "custom_loss_function_path": "a.b", "use_kl_loss": True, "kl_loss_coef": 0.1},
+        {"loss_type": "custom_loss", "custom_loss_function_path": "a.b", "use_kl_loss": True},
+        {"policy_loss_type": "gspo", "loss_reduction": "sample_mean"},
+        {"policy_loss_type": "gspo", "loss_reduction": "token_mean", "custom_pg_loss_reducer_function_path": "a.b"},
+        {"policy_loss_type": "ppo", "loss_reduction": "token_mean"},
+        {"loss_type": "sft_loss", "n_samples_per_prompt": 1, "calculate_per_token_loss": True},
+    ],
+)
+def test_these_pass_without_a_word(changes):
+    assert parse(**changes).warnings == ()
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3", "low_var_kl"])
+def test_a_kl_loss_of_weight_zero_starts_with_a_warning(kind, caplog):
+    """As launch scripts of slime have it: --use-kl-loss --kl-loss-coef 0.00 --kl-loss-type low_var_kl."""
+    args = parse(use_kl_loss=True, kl_loss_coef="0.00", kl_loss_type=kind)
+    assert args.use_kl_loss and args.kl_loss_coef == 0
+    (warning,) = args.warnings
+    assert warning in caplog.text and "--kl-loss-coef 0" in warning and "pulls on nothing" in warning
+    assert pickle.loads(pickle.dumps(args)).warnings == args.replace(lr=1.0).warnings == args.warnings

@@ -257,6 +257,21 @@ def test_the_built_in_rejection_leaves_kl_and_entropy_alone(model, tmp_path):
     assert losses[0]["train/pg_loss"] != pytest.approx(losses[1]["train/pg_loss"], rel=1e-3)
 
 
+def test_every_kl_loss_that_is_accepted_pulls_towards_its_own_reference(model, tmp_path):
+    """Two references, two policies after a step. k1 alone gives one: it is refused when flags are read."""
+    references = [str(make_tiny_model(tmp_path / f"ref{seed}", seed=seed)) for seed in (5, 6)]
+    changes = dict(use_kl_loss=True, kl_loss_coef=0.5, optimizer="sgd", lr=0.1)
+    for kind in ("k1", "k2", "k3", "low_var_kl", "k1 unbiased"):
+        weights = []
+        for reference in references:
+            kl = dict(kl_loss_type=kind.split()[0], use_unbiased_kl="unbiased" in kind)
+            args = trainer_args(model, ref_load=reference, **changes, **kl)
+            backend = backend_of(args)
+            train(backend, args, engine_samples(backend, args))
+            weights.append(weights_of(backend))
+        assert torch.equal(*weights) == (kind == "k1")
+
+
 @pytest.mark.parametrize(("kind", "engine"), [("ppo", -150.0), ("gspo", -1e30), ("sapo", -150.0), ("gmpo", -150.0)])
 def test_a_runaway_token_does_not_end_the_run(model, kind, engine):
     """It became e^100 times as likely and was a mistake: a ratio that is infinite in fp32."""
