@@ -8,6 +8,19 @@ from rich.console import Console
 
 from slime.cli.quickstart import command
 from slime.cli.quickstart.display import Screen
+from slime.cli.quickstart.folder import set_aside
+
+
+class Reached(BaseException):
+    """The training would have begun."""
+
+
+@pytest.fixture(autouse=True)
+def no_training(monkeypatch):
+    def reached(args):
+        raise Reached
+
+    monkeypatch.setattr(command, "run_loop", reached)
 
 
 def options(*argv):
@@ -35,13 +48,81 @@ def test_a_misspelt_flag_is_named_before_anything_is_trained(tmp_path, capsys):
     assert not (tmp_path / "run" / "sft").exists()
 
 
-def test_a_new_run_replaces_what_an_earlier_one_left_and_nothing_else(tmp_path):
-    for name in ("rl/metrics.jsonl", "summary.json", "notes.txt"):
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("old")
-    command.clear(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+FINISHED = ("rl/metrics.jsonl", "rl/hf-49/model.safetensors", "data/rl.jsonl", "summary.json", "curve.png", "log.txt")
+
+
+def write_finished(run_dir):
+    """What a quick start leaves, in files that say so, and one of the user's own."""
+    for name in (*FINISHED, "notes.txt"):
+        path = run_dir / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"old {name}")
+    return snapshot(run_dir)
+
+
+def snapshot(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ("--lr", "abc"),
+        ("--advantage-estimatr", "grpo"),
+        ("--rollout-batch-size", "0"),
+        ("--prompt-data", "nowhere.jsonl"),
+        ("--custom-rm-path", "nowhere.reward"),
+        ("--runtime", "moon"),
+        ("--config", "nowhere.yaml"),
+        ("--skip-eval-before-train",),
+        ("--eval-interval", "1000"),
+        ("stray",),
+        ("--print-config",),
+    ],
+    ids=" ".join,
+)
+def test_wrong_flags_leave_a_finished_quick_start_as_it_is(tmp_path, wrong):
+    before = write_finished(tmp_path)
+    with pytest.raises(SystemExit):
+        command.main(["--run-dir", str(tmp_path), *wrong])
+    assert snapshot(tmp_path) == before
+
+
+def test_a_new_quick_start_moves_what_an_earlier_one_left_aside(tmp_path, capsys):
+    before = write_finished(tmp_path)
+    with pytest.raises(Reached):
+        command.main(["--run-dir", str(tmp_path)])
+    now = snapshot(tmp_path)
+    assert {name: now[f"earlier/1/{name}"] for name in FINISHED} == {name: before[name] for name in FINISHED}
+    assert now["notes.txt"] == b"old notes.txt"
+    assert not (tmp_path / "summary.json").exists() and not (tmp_path / "rl").exists()
+    assert "earlier/1" in capsys.readouterr().out
+
+
+def test_every_earlier_quick_start_keeps_a_folder_of_its_own(tmp_path):
+    for i in (1, 2, 3):
+        write_finished(tmp_path)
+        (tmp_path / "summary.json").write_text(str(i))
+        assert set_aside(tmp_path) == tmp_path / "earlier" / str(i)
+    assert [(tmp_path / "earlier" / str(i) / "summary.json").read_text() for i in (1, 2, 3)] == ["1", "2", "3"]
+    assert set_aside(tmp_path) is None
+
+
+def test_folders_that_no_quick_start_made_are_not_touched(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "mine.jsonl").write_text("years of work")
+    with pytest.raises(ValueError, match=r"holds data/, which no quick start made"):
+        set_aside(tmp_path)
+    assert (tmp_path / "data" / "mine.jsonl").read_text() == "years of work"
+
+
+def test_a_run_folder_that_cannot_be_made_is_one_line(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit) as stopped:
+        command.main(["--run-dir", str(tmp_path / "file" / "run")])
+    assert stopped.value.code == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: --run-dir ") and shown.count("\n") == 1
 
 
 @pytest.mark.parametrize(("required", "code"), [(None, 0), (0.9, 0), (0.96, 1)])

@@ -2,16 +2,21 @@
 
 import argparse
 import contextlib
-import shutil
+import io
+import os
+import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from slime.arguments import Args
 from slime.cli.main import user_errors
 from slime.cli.quickstart import smollm2, tiny
 from slime.cli.quickstart.data import DataFiles, write_data
 from slime.cli.quickstart.display import Phase, Screen
+from slime.cli.quickstart.folder import set_aside
 from slime.cli.quickstart.metrics import LOSS, REWARD
 from slime.cli.quickstart.outcome import Outcome, draw_plot, read_outcome, summarise, write_summary
 from slime.cli.quickstart.plan import RECIPES, Recipe, build_rl_argv, build_sft_argv, warmed_up
@@ -20,16 +25,7 @@ from slime.cli.train import load_args, run_loop
 from slime.observability.logging_utils import configure_logger
 
 RANDOM_REWARD = "random-reward"
-OWNED = (
-    "data",
-    "model",
-    "sft",
-    "rl",
-    "summary.json",
-    "curve.png",
-    "log.txt",
-    "error.txt",
-)  # what a new run in the same folder replaces
+STDERR = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the quick start; 0 when it ended well."""
     options = parse_options(argv)
     screen = Screen()
-    clear(options.run_dir)
+    with user_errors():
+        rehearse(options, screen)
+        earlier = set_aside(options.run_dir)
+    if earlier is not None:
+        screen.say(f"What an earlier quick start left in {options.run_dir} is now in {earlier}.")
     with user_errors(options.run_dir / "error.txt"), logging_to(options.run_dir / "log.txt"):
         summary = run(options, screen)
     return verdict(summary, options, screen)
@@ -88,22 +88,68 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
     return Options(**vars(known), extra=tuple(extra))
 
 
+def rehearse(options: Options, screen: Screen) -> None:
+    """Everything up to the first step of training, in a folder that is thrown away: what is wrong is told here.
+
+    Nothing of an earlier quick start is touched before this has passed, and no flag fails only after the warm-up.
+    """
+    recipe = recipe_of(options)
+    with tempfile.TemporaryDirectory(prefix="slime-quickstart-") as name:
+        scratch = replace(options, run_dir=Path(name))
+        with logging_to(scratch.run_dir / "log.txt"):
+            if options.model != "tiny" and not options.hf_checkpoint:
+                screen.say(f"Model: SmolLM2-135M-Instruct from the package {smollm2.PACKAGE}; 4-bit, de-quantised.")
+            files, checkpoint = prepare(recipe, scratch)
+            with naming(options.run_dir, in_place_of=name):  # in what --print-config shows
+                args = load_args(rl_argv(recipe, scratch, files, checkpoint))
+            if recipe.warm_up:
+                load_args(sft_argv(recipe, scratch, files, checkpoint))
+    check_evaluations(args)
+
+
+@contextlib.contextmanager
+def naming(folder: Path, *, in_place_of: str) -> Iterator[None]:
+    """What is printed meanwhile comes out at the end, with one path for another."""
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            yield
+    finally:
+        print(printed.getvalue().replace(in_place_of, str(folder)), end="")
+
+
+def check_evaluations(args: Args) -> None:
+    """A quick start compares before with after."""
+    if args.skip_eval_before_train:
+        raise ValueError("--skip-eval-before-train: a quick start compares before with after; leave it out.")
+    if args.eval_interval is None or args.eval_interval > args.num_rollout:
+        raise ValueError(
+            f"--eval-interval is {args.eval_interval}, but the run has {args.num_rollout} steps: a quick start compares "
+            "before with after; use at most that."
+        )
+
+
+def recipe_of(options: Options) -> Recipe:
+    recipe = RECIPES[options.model]
+    return recipe if options.num_rollout is None else recipe.shortened_to(options.num_rollout)
+
+
+def prepare(recipe: Recipe, options: Options) -> tuple[DataFiles, Path | str]:
+    """The data and the checkpoint that the quick start begins with."""
+    num_sft = recipe.warm_up.num_samples if recipe.warm_up else 0
+    folder, seed = options.run_dir / "data", options.seed
+    files = write_data(recipe.task, folder, seed=seed, num_sft=num_sft, num_rl=recipe.num_rl_prompts)
+    return files, make_model(options)
+
+
 def run(options: Options, screen: Screen) -> dict:
     """Everything from an empty folder to summary.json, whose content it returns."""
     started = time.monotonic()
-    recipe = RECIPES[options.model]
-    if options.num_rollout is not None:
-        recipe = recipe.shortened_to(options.num_rollout)
-    folder = options.run_dir
-    warm_up = recipe.warm_up
-    num_sft = warm_up.num_samples if warm_up else 0
-    files = write_data(recipe.task, folder / "data", seed=options.seed, num_sft=num_sft, num_rl=recipe.num_rl_prompts)
+    recipe, folder = recipe_of(options), options.run_dir
     screen.say(f"Task: {recipe.task.question}")
     screen.say(describe(options.advantage_estimator, recipe.model))
-    checkpoint = make_model(options, screen)
-    # Read here once for its complaints: a misspelt flag must not surface only after the warm-up.
-    load_args(rl_argv(recipe, options, files, checkpoint))
-    if warm_up:
+    files, checkpoint = prepare(recipe, options)
+    if recipe.warm_up:
         checkpoint = run_warm_up(recipe, options, files, checkpoint, screen)
     args = load_args(rl_argv(recipe, options, files, checkpoint))
     phase = Phase("RL", args.num_rollout, REWARD, "reward")
@@ -123,36 +169,30 @@ def run(options: Options, screen: Screen) -> dict:
     return summary
 
 
-def clear(folder: Path) -> None:
-    """Remove what an earlier quick start left in `folder`, and nothing else."""
-    for name in OWNED:
-        path = folder / name
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-    folder.mkdir(parents=True, exist_ok=True)
-
-
 @contextlib.contextmanager
 def logging_to(path: Path) -> Iterator[None]:
-    """Log lines and progress bars of libraries go to a file: the screen is for the live line and the tables."""
+    """Log lines and progress bars of libraries go to a file: the screen is for the live line and the tables.
+
+    What C++ writes to the descriptor behind stderr goes there too.
+    """
+    sys.stderr.flush()
+    terminal = os.dup(STDERR)
     with path.open("w", encoding="utf-8", buffering=1) as log:
         try:
+            os.dup2(log.fileno(), STDERR)
             with contextlib.redirect_stderr(log):
                 yield
         finally:
+            os.dup2(terminal, STDERR)
+            os.close(terminal)
             configure_logger()  # back to the real stderr: the handler must not outlive its file
 
 
-def make_model(options: Options, screen: Screen) -> Path | str:
+def make_model(options: Options) -> Path | str:
     """The checkpoint the quick start begins with."""
     if options.model == "tiny":
         return tiny.make_checkpoint(options.run_dir / "model", seed=options.seed)
-    if options.hf_checkpoint:
-        return options.hf_checkpoint
-    screen.say(f"Model: SmolLM2-135M-Instruct from the package {smollm2.PACKAGE}; 4-bit weights, de-quantised.")
-    return smollm2.ensure_checkpoint()
+    return options.hf_checkpoint or smollm2.ensure_checkpoint()
 
 
 def rl_argv(recipe: Recipe, options: Options, files: DataFiles, checkpoint: Path | str) -> list[str]:
@@ -168,14 +208,19 @@ def rl_argv(recipe: Recipe, options: Options, files: DataFiles, checkpoint: Path
     )
 
 
-def run_warm_up(recipe: Recipe, options: Options, files: DataFiles, checkpoint: Path, screen: Screen) -> Path:
-    """SFT on the four habits; returns the folder of the warmed-up model."""
+def sft_argv(recipe: Recipe, options: Options, files: DataFiles, checkpoint: Path | str) -> list[str]:
     folder = options.run_dir / "sft"
-    argv = build_sft_argv(
+    return build_sft_argv(
         recipe, checkpoint=checkpoint, files=files, run_dir=folder, seed=options.seed, extra=options.extra
     )
+
+
+def run_warm_up(recipe: Recipe, options: Options, files: DataFiles, checkpoint: Path | str, screen: Screen) -> Path:
+    """SFT on the four habits; returns the folder of the warmed-up model."""
+    assert recipe.warm_up is not None, f"{recipe.model} has no warm-up"
+    folder = options.run_dir / "sft"
     with screen.following(Phase("SFT", recipe.warm_up.num_steps, LOSS, "loss"), folder / "metrics.jsonl"):
-        run_loop(load_args(argv))
+        run_loop(load_args(sft_argv(recipe, options, files, checkpoint)))
     return warmed_up(recipe, folder)
 
 

@@ -16,6 +16,7 @@ from slime.cli.quickstart.tasks import Task
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 24
+BAR_WIDTH = 20
 NUM_PLAIN_LINES = 10  # per phase, where there is no terminal
 
 
@@ -69,15 +70,16 @@ class LiveView:
     def __init__(self, console: Console, phase: Phase) -> None:
         columns = (
             TextColumn("{task.description}"),
-            BarColumn(bar_width=20),
+            BarColumn(bar_width=BAR_WIDTH),
             MofNCompleteColumn(),
             TextColumn("{task.fields[value]}"),
             TimeElapsedColumn(),
         )
-        self._phase = phase
+        self._console, self._phase = console, phase
         self._values: dict[int, float] = {}  # by step: a run may report the same value twice
         self._notes = ""
-        self._progress = Progress(*columns, console=console)
+        # stderr is left alone: it goes to the log file, and rich would bring its lines back above the bar.
+        self._progress = Progress(*columns, console=console, redirect_stderr=False)
         self._bar = self._progress.add_task(phase.title, total=phase.num_steps, value="starting")
 
     def __enter__(self) -> "LiveView":
@@ -95,8 +97,15 @@ class LiveView:
             self._progress.update(self._bar, completed=len(self._values))
         if self._values:
             values = list(self._values.values())
-            latest = f"{self._phase.value_name} {values[-1]:.3f} {sparkline(values)}"
-            self._progress.update(self._bar, value=latest + self._notes)
+            latest = f"{self._phase.value_name} {values[-1]:.3f}"
+            history = sparkline(values, self._room_for_history(latest))
+            self._progress.update(self._bar, value=" ".join(filter(None, [latest, history])) + self._notes)
+
+    def _room_for_history(self, latest: str) -> int:
+        """What bar, numbers and time leave of the line."""
+        counts = 2 * len(str(self._phase.num_steps)) + 1
+        words = (self._phase.title, "-" * BAR_WIDTH, "-" * counts, latest + self._notes, "0:00:00")
+        return max(0, min(SPARK_WIDTH, self._console.width - sum(len(word) + 1 for word in words)))
 
 
 class PlainView:
@@ -127,9 +136,11 @@ class PlainView:
             self._console.print(f"  step {self._done}/{self._phase.num_steps}  {self._phase.value_name} {value:.3f}")
 
 
-def sparkline(values: list[float]) -> str:
+def sparkline(values: list[float], width: int = SPARK_WIDTH) -> str:
     """The latest values as blocks, scaled between the smallest and the largest shown: [0, 0.5, 1] -> ▁▅█."""
-    shown = values[-SPARK_WIDTH:]
+    shown = values[-width:] if width else []
+    if not shown:
+        return ""
     low, high = min(shown), max(shown)
     scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
     return "".join(BLOCKS[round((value - low) * scale)] for value in shown)

@@ -1,0 +1,49 @@
+"""The quick start's folder: what an earlier quick start left there is moved aside, never erased."""
+
+import tempfile
+from pathlib import Path
+
+OWNED = (
+    "data",
+    "model",
+    "sft",
+    "rl",
+    "summary.json",
+    "curve.png",
+    "log.txt",
+    "error.txt",
+)  # what a quick start writes
+MADE_BY_ONE = ("log.txt", "summary.json")  # the first and the last thing that it writes
+EARLIER = "earlier"
+
+
+def set_aside(folder: Path) -> Path | None:
+    """Make `folder` ready for a new quick start; returns where the earlier one went, None if there was none.
+
+    Names such as `data` are common: what no quick start made is refused rather than moved.
+    """
+    _make(folder)
+    found = [folder / name for name in OWNED if (folder / name).exists()]
+    if not found:
+        return None
+    if not any((folder / name).exists() for name in MADE_BY_ONE):
+        name = f"{found[0].name}/" if found[0].is_dir() else found[0].name
+        raise ValueError(f"--run-dir {folder} holds {name}, which no quick start made; give another folder.")
+    target = _free_name(folder / EARLIER)
+    target.mkdir(parents=True)
+    for path in found:
+        path.rename(target / path.name)
+    return target
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ValueError(f"--run-dir {folder} cannot be written to: {error.strerror}.") from None
+
+
+def _free_name(folder: Path) -> Path:
+    taken = [int(path.name) for path in folder.iterdir() if path.name.isdigit()] if folder.is_dir() else []
+    return folder / str(max(taken, default=0) + 1)

@@ -1,0 +1,66 @@
+"""A command in a pseudo-terminal: what it wrote, and what a person would see at the end."""
+
+import fcntl
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True)
+class Shown:
+    """`written`: every byte that reached the terminal, as text."""
+
+    code: int
+    written: str
+    columns: int
+    rows: int
+
+    def lines(self) -> list[str]:
+        """All lines that a person could scroll through at the end, without trailing blanks."""
+        import pyte
+
+        screen = pyte.HistoryScreen(self.columns, self.rows, history=100_000)
+        pyte.Stream(screen).feed(self.written)
+        above = ["".join(line[i].data for i in range(self.columns)) for line in screen.history.top]
+        return [line.rstrip() for line in (*above, *screen.display)]
+
+
+def run_in_terminal(*words: str, columns: int, rows: int, timeout_s: float = 240, **env: str) -> Shown:
+    """Run `python WORDS...` with stdin, stdout and stderr on a terminal of that size."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    unset = {"COLUMNS", "LINES", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "CI"}
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    process = subprocess.Popen(
+        [sys.executable, *words],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**environment, "TERM": "xterm-256color", "PYTHONPATH": path, **env},
+        start_new_session=True,
+    )
+    os.close(theirs)
+    written = bytearray()
+    try:
+        while True:
+            try:
+                piece = os.read(ours, 65536)
+            except OSError:  # Linux: the last holder of the other end is gone
+                break
+            if not piece:
+                break
+            written += piece
+        code = process.wait(timeout_s)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+    return Shown(code, written.decode("utf-8", errors="replace"), columns, rows)
