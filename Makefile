@@ -79,4 +79,4 @@ docs: $(STAMP)
 	$(BIN)/slime docs
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) $(ROUTER_VENV) build *.egg-info runs
+	rm -rf $(VENV) $(SGLANG_VENV) $(ROUTER_VENV) build *.egg-info
