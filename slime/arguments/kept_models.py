@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from slime.arguments.draft import Draft
-from slime.utils.step_folders import step_folders
+from slime.utils.step_folders import find_step, step_folders
 
 # Flag that names the model -> flag that chooses among its checkpoints.
 STEP_FLAGS = {"ref_load": "ref_ckpt_step", "opd_teacher_load": "opd_teacher_ckpt_step"}
@@ -34,12 +34,9 @@ def kept_models(draft: Draft) -> None:
                 f"{flag} {model} is also the folder of --save: its latest checkpoint changes as the run goes on; choose one with "
                 f"{step_flag}."
             )
-        if step is not None and step not in folders:
-            found = ", ".join(map(str, sorted(folders)))
-            raise ValueError(f"{step_flag} is {step}: {model} has checkpoints of rollouts {found}.")
-        chosen = max(folders) if step is None else step
+        chosen = find_step(Path(model).expanduser(), max(folders) if step is None else step, flag=step_flag)
         why = "its latest checkpoint" if step is None else step_name
-        draft.derive(name, str(folders[chosen] / "trainer"), why)
+        draft.derive(name, str(chosen.trainer), why)
 
 
 def _check_trainer(draft: Draft, flag: str, model: str) -> None:

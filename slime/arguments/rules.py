@@ -230,6 +230,8 @@ def checkpoints(draft: Draft) -> None:
     for name, needs in _CHECKPOINT_FOLDERS.items():
         if draft.was_given(name) and getattr(draft, name) and getattr(draft, needs) is None:
             raise ValueError(f"--{name.replace('_', '-')} does nothing without --{needs}; add it or remove the flag.")
+    if draft.no_load_verify and not (draft.load or draft.ref_load or draft.opd_teacher_load):
+        raise ValueError("--no-load-verify does nothing without --load; add it or remove the flag.")
     for name in ("save_hf", "save_debug_rollout_data", "load_debug_rollout_data"):
         template = getattr(draft, name)
         if template is not None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-from slime.utils.errors import RunStopped
+from slime.utils.errors import FolderTaken, RunStopped
 from slime.utils.waits import WaitTimeout
 
 RUN_STOPPED, USER_MISTAKE, INTERRUPTED = 1, 2, 130  # exit codes
@@ -87,10 +87,11 @@ def user_errors(traceback_file: Path | None = None) -> Iterator[None]:
         raise SystemExit(INTERRUPTED) from None
     except (ValueError, FileNotFoundError, RunStopped, WaitTimeout) as error:
         message = str(error) or type(error).__name__
-        if traceback_file is not None:
-            traceback_file.parent.mkdir(parents=True, exist_ok=True)
-            traceback_file.write_text(traceback.format_exc(), encoding="utf-8")
-            message += f"\n(details: {traceback_file})"
+        if traceback_file is not None and not isinstance(error, FolderTaken):
+            with contextlib.suppress(OSError):  # a full disk may be what the message is about
+                traceback_file.parent.mkdir(parents=True, exist_ok=True)
+                traceback_file.write_text(traceback.format_exc(), encoding="utf-8")
+                message += f"\n(details: {traceback_file})"
         print(f"error: {message}", file=sys.stderr)
         code = USER_MISTAKE if isinstance(error, (ValueError, FileNotFoundError)) else RUN_STOPPED
         raise SystemExit(code) from None

@@ -1,85 +1,72 @@
 """A checkpoint is one transaction: trainer, rollout state and manifest in one folder, complete by one rename.
 
-    <save>/step_0000007/manifest.json     format version, rollout id, weight version, run id
+    <save>/step_0000007/manifest.json     format version, rollout id, weight version, run id; sizes and checksums of all files
                         rollout.pt        cursor of the trained batch: data source, buffer, counters
+                        in_flight.pt      the next batch, where it was being made meanwhile (train_async.py)
                         trainer/          weights, optimizer, schedule, RNG (torch distributed checkpoint)
 
-A folder that ends in .tmp was interrupted and is never read.
+A folder that ends in .tmp was interrupted, one that ends in .aside was replaced by a run that went on from an earlier step;
+neither is ever read. Each rank takes the checksums of what it wrote, when it is written.
 """
 
 from __future__ import annotations
 
-import json
-import os
+import logging
+import re
 import shutil
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from slime.cluster.save_folder import same_folder
+from slime.utils.checksums import FileRecord, files_below, record_files, sync_path
 from slime.utils.errors import RunStopped
-from slime.utils.step_folders import step_folders
+from slime.utils.plain_files import load_plain, save_plain
+from slime.utils.step_folders import MANIFEST, DamageOf, Manifest, StepFolder, by_size, find_step, step_folders
 
-FORMAT_VERSION = 1
+logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """What a checkpoint says of itself."""
-
-    rollout_id: int
-    run_id: str
-    num_pushes: int
-    format_version: int = FORMAT_VERSION
+ROLLOUT, IN_FLIGHT = "rollout.pt", "in_flight.pt"
+_DRIVER_FILES = (MANIFEST, ROLLOUT, IN_FLIGHT)
+_RANK = re.compile(r"(?:^|/)(?:__|rng_)(\d+)[_.][^/]*$")  # of the rank that wrote a file: __3_0.distcp, rng_3.pt
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A complete checkpoint on disk."""
-
-    path: Path
-    manifest: Manifest
-
-    @property
-    def trainer(self) -> Path:
-        return self.path / "trainer"
-
-    def rollout_state(self) -> dict[str, Any] | None:
-        """None: the data source of that run keeps its own state."""
-        return torch.load(self.path / "rollout.pt", weights_only=True)
+def rollout_state(checkpoint: StepFolder) -> dict[str, Any] | None:
+    """None: the data source of that run keeps its own state."""
+    return load_plain(checkpoint.path / ROLLOUT)
 
 
-def find_checkpoint(folder: str | Path, step: int | None = None) -> Checkpoint | None:
-    """The latest complete checkpoint of a folder, or that of rollout `step`; None when there is none."""
-    steps = step_folders(folder)
-    if step is not None and step not in steps:
-        found = ", ".join(map(str, sorted(steps))) or "none"
-        raise ValueError(f"--ckpt-step {step}: {folder} has checkpoints of rollouts {found}")
-    if not steps:
-        return None
-    path = steps[step if step is not None else max(steps)]
-    data = json.loads((path / "manifest.json").read_text())
-    if data["format_version"] != FORMAT_VERSION:
-        raise ValueError(
-            f"{path} has checkpoint format {data['format_version']}, this version of slime reads {FORMAT_VERSION}: "
-            "resume with the version that wrote it, or start from its --save-hf folder"
-        )
-    return Checkpoint(path, Manifest(**data))
+def batch_in_flight(checkpoint: StepFolder) -> dict[str, Any] | None:
+    """The next batch as `Cluster.save` was given it; None: nothing was in flight."""
+    path = checkpoint.path / IN_FLIGHT
+    return load_plain(path) if path.is_file() else None
 
 
-def resolve_load(load: str | None, save: str | None, step: int | None) -> Checkpoint | None:
+def resolve_load(
+    load: str | None,
+    save: str | None,
+    step: int | None,
+    *,
+    damage_of: DamageOf = by_size,
+    latest: int | None = None,
+) -> StepFolder | None:
     """What `--load` means. An empty folder is fine only where this run saves too: then it is its first start."""
     if load is None:
         return None
-    checkpoint = find_checkpoint(load, step)
-    if checkpoint is None and (save is None or Path(load).resolve() != Path(save).resolve()):
+    checkpoint = find_step(load, step, damage_of=damage_of, latest=latest)
+    if checkpoint is None and not same_folder(load, save):
         raise ValueError(
             f"--load {load} holds no complete checkpoint (step_*/manifest.json): give a folder written by --save, "
             "or the same folder as --save to start fresh and resume later"
         )
     return checkpoint
+
+
+def files_of_rank(folder: Path, rank: int, world_size: int) -> list[str]:
+    """The files of a staged checkpoint that this rank wrote; what bears no rank was written by the first."""
+    names = [name for name in files_below(folder) if name not in _DRIVER_FILES]
+    return [name for name in names if (int(m[1]) % world_size if (m := _RANK.search(name)) else 0) == rank]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,51 +80,75 @@ class StagedCheckpoint:
     def rollout_id(self) -> int:
         return self.manifest.rollout_id
 
-    def complete(self, keep_last: int | None = None) -> Checkpoint:
-        """One rename, when all is written; then all but the `keep_last` newest checkpoints go (None: all stay)."""
-        final = self.staging.with_suffix("")
-        _sync_tree(self.staging)
-        if final.exists():  # a resumed run repeats a rollout that was saved but not the newest when it was loaded
-            shutil.rmtree(final)
-        self.staging.rename(final)
-        _sync_path(final.parent)
+    @property
+    def final(self) -> Path:
+        return self.staging.with_suffix("")
+
+    def complete(self, files: Mapping[str, FileRecord], keep_last: int | None = None) -> StepFolder:
+        """One rename, when all is written and `files` recorded; then all but the `keep_last` newest go (None: all stay).
+
+        Wherever it is interrupted, every folder that looks like a checkpoint is a whole one.
+        """
+        own = record_files(self.staging, [n for n in _DRIVER_FILES if (self.staging / n).is_file()], sync=True)
+        manifest = replace(self.manifest, files={**files, **own})
+        (self.staging / MANIFEST).write_text(manifest.to_json())
+        sync_path(self.staging / MANIFEST)
+        for path in (*(p for p in self.staging.rglob("*") if p.is_dir()), self.staging):
+            sync_path(path)
+        _set_aside(self.staging.parent, self.rollout_id)
+        self.staging.rename(self.final)
+        sync_path(self.final.parent)
         if keep_last is not None:
-            _remove_older(final.parent, keep_last)
-        return Checkpoint(final, self.manifest)
+            _remove_older(self.final.parent, keep_last)
+        return StepFolder(self.final, manifest)
 
 
 def write_checkpoint(
     folder: str | Path,
     manifest: Manifest,
-    rollout_state: dict[str, Any] | None,
-    write_trainer: Callable[[Path], None],
+    state: dict[str, Any] | None,
+    write_trainer: Callable[[Path], object],
     needed_bytes: int,
-) -> Checkpoint:
-    """A checkpoint that is complete when this returns."""
-    return stage_checkpoint(folder, manifest, rollout_state, write_trainer, needed_bytes).complete()
+) -> StepFolder:
+    """A checkpoint that is complete when this returns, written by this process alone."""
+    staged = stage_checkpoint(folder, manifest, write_trainer, needed_bytes)
+    save_plain(state, staged.staging / ROLLOUT)
+    return staged.complete(record_files(staged.staging, files_of_rank(staged.staging, 0, 1), sync=True))
 
 
 def stage_checkpoint(
-    folder: str | Path,
-    manifest: Manifest,
-    rollout_state: dict[str, Any] | None,
-    write_trainer: Callable[[Path], None],
-    needed_bytes: int,
+    folder: str | Path, manifest: Manifest, write_trainer: Callable[[Path], object], needed_bytes: int
 ) -> StagedCheckpoint:
-    """Everything into `step_N.tmp`. An older interrupted attempt is removed first."""
+    """The trainer's part into `step_N.tmp`; the caller adds the rest. An older interrupted attempt is removed first."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
     if free < needed_bytes:
-        raise RunStopped(f"--save {folder}: {free >> 20} MiB free, a checkpoint needs about {needed_bytes >> 20} MiB")
+        raise RunStopped(
+            f"--save {folder}: the disk is too full for the checkpoint of rollout {manifest.rollout_id}: {free >> 20} MiB free, "
+            f"it needs about {needed_bytes >> 20} MiB"
+        )
+    discard_staged(folder)
     staging = folder / f"step_{manifest.rollout_id:07d}.tmp"
-    for leftover in folder.glob("step_*.tmp"):
-        shutil.rmtree(leftover)
     staging.mkdir()
     write_trainer(staging / "trainer")
-    torch.save(rollout_state, staging / "rollout.pt")
-    (staging / "manifest.json").write_text(json.dumps(asdict(manifest)))
     return StagedCheckpoint(staging, manifest)
+
+
+def discard_staged(folder: str | Path) -> None:
+    """What was begun and never completed gives its room back."""
+    for leftover in Path(folder).glob("step_*.tmp"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _set_aside(folder: Path, rollout_id: int) -> None:
+    """Before a run that went on from an earlier step completes its own: later ones would be taken for its latest."""
+    for step, path in step_folders(folder).items():
+        if step >= rollout_id:
+            names = [f"{path.name}.aside", *(f"{path.name}.{n}.aside" for n in range(2, 1000))]
+            target = next(t for t in map(path.with_name, names) if not t.exists())
+            logger.warning("this run did not go on from %s: moved to %s", path, target.name)
+            path.rename(target)
 
 
 def _remove_older(folder: Path, keep_last: int) -> None:
@@ -147,17 +158,3 @@ def _remove_older(folder: Path, keep_last: int) -> None:
         # Renamed first: a folder half removed must not look complete.
         doomed = steps[step].rename(steps[step].with_name(steps[step].name + ".tmp"))
         shutil.rmtree(doomed)
-
-
-def _sync_tree(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        _sync_path(path)
-    _sync_path(folder)
-
-
-def _sync_path(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +15,21 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from slime.arguments import Args, explain_batch
-from slime.cluster.checkpoint import Checkpoint, Manifest, StagedCheckpoint, resolve_load, stage_checkpoint
+from slime.cluster.checkpoint import (
+    ROLLOUT,
+    StagedCheckpoint,
+    discard_staged,
+    resolve_load,
+    rollout_state,
+    stage_checkpoint,
+)
 from slime.cluster.janitor import Janitor
 from slime.cluster.placement import Placement, plan_placement
 from slime.cluster.residency import GENERATE, TRAIN, Phase, Residency
 from slime.cluster.rollout_manager import Generated, RolloutFacts
 from slime.cluster.run import open_run
 from slime.cluster.runtime import Future, create_runtime, gather, in_background
+from slime.cluster.save_folder import naming_disk_errors, open_save_folder
 from slime.cluster.schedule import Schedule
 from slime.cluster.serving import trains_on_every_gpu
 from slime.cluster.stages import NoTrainer, RolloutStage
@@ -32,6 +41,8 @@ from slime.plugins import check_plugins
 from slime.rollout.prompt_formats import check_prompt_files
 from slime.utils import shm
 from slime.utils.accelerator import device_count
+from slime.utils.plain_files import save_plain
+from slime.utils.step_folders import Manifest, StepFolder
 from slime.weight_sync import LIVE_TRANSPORTS, Site, choose_transport
 from slime.weight_sync.lora import choose_adapter_transport
 
@@ -47,8 +58,12 @@ class Cluster:
         configure_logger()
         self._args = args
         logger.info("%s", explain_batch(args))
-        self._checkpoint: Checkpoint | None = resolve_load(args.load, args.save, args.ckpt_step)
-        self._run = open_run(args)
+        with contextlib.ExitStack() as stack:
+            if args.save is not None:
+                stack.callback(open_save_folder(args).release)
+            self._checkpoint: StepFolder | None = resolve_load(args.load, args.save, args.ckpt_step)
+            self._run = open_run(args)
+            self._folders = stack.pop_all()  # given back last
         self._placement = Placement((), ())  # filled at the start
         self._tracker = Tracker(args, self._run.run_dir)
         self._janitor = Janitor(shm.FOLDER, self._run.shm_prefix)
@@ -82,17 +97,13 @@ class Cluster:
             lambda: shm.unlink_prefix(self._run.shm_prefix),
             self._janitor.dismiss,
             self._tracker.finish,
+            self._folders.close,
         ]
         _end_in_order(steps, error)
 
     def start(self) -> Schedule:
         """Engines and trainer start side by side; returns the ids that this run goes through."""
-        args, resumed = self._args, self._checkpoint
-        fresh = resumed is None or args.finetune
-        start_id = args.start_rollout_id if args.start_rollout_id is not None else 0
-        if not fresh:
-            start_id = resumed.manifest.rollout_id + 1
-            logger.info("resuming after rollout %d from %s", resumed.manifest.rollout_id, resumed.path)
+        args = self._args
         plan = plan_placement(args, min(device_count(), args.num_gpus_per_node), self._runtime.num_machines)
         self._placement = self._runtime.claim(plan)
         self._run = replace(self._run, host=self._placement.host)
@@ -100,10 +111,33 @@ class Cluster:
         if self._placement.trainer:
             self._trainer = TrainGroup(args, self._run, self._runtime, self._placement.trainer)
         self._residency = Residency(args, self._rollout, self._trainer)
-        facts = self._start_stages(start_id, None if fresh else resumed.rollout_state())
+        self._verify_checkpoint()  # while engines load
+        resumed = self._checkpoint
+        fresh = resumed is None or args.finetune
+        start_id = args.start_rollout_id if args.start_rollout_id is not None else 0
+        if not fresh:
+            start_id = resumed.manifest.rollout_id + 1
+            logger.info("resuming after rollout %d from %s", resumed.manifest.rollout_id, resumed.path)
+        facts = self._start_stages(start_id, None if fresh else rollout_state(resumed))
         if self._placement.trainer:
             self._open_push(facts, 0 if fresh else resumed.manifest.num_pushes)
         return Schedule(args, start_id, facts.num_rollout, facts.num_rollout_per_epoch)
+
+    def _verify_checkpoint(self) -> None:
+        """Every file against its checksum. Where one differs it is named, and the checkpoint before is taken."""
+        if self._checkpoint is None or self._args.no_load_verify:
+            return
+        if self._checkpoint.manifest.files is None:
+            logger.warning("%s has no checksums (an older slime wrote it): loaded as it is", self._checkpoint.path)
+        started = time.monotonic()
+        self._checkpoint = resolve_load(
+            self._args.load,
+            self._args.save,
+            self._args.ckpt_step,
+            damage_of=lambda step: self._trainer.find_damage(step.path, step.manifest.files or {}),
+            latest=self._checkpoint.manifest.rollout_id,
+        )
+        logger.info("%s is what was written (%.1f s)", self._checkpoint.path, time.monotonic() - started)
 
     def _start_stages(self, start_id: int, rollout_state: dict[str, Any] | None) -> RolloutFacts:
         """Side by side; the first failure ends the wait. On a shared device the engines size their memory first."""
@@ -189,25 +223,50 @@ class Cluster:
     def save(self, rollout_id: int, generated: Generated) -> None:
         """One transaction, with the cursor of the batch that was trained, not of the one in flight."""
         started = time.monotonic()
-        manifest = Manifest(rollout_id, self._run.run_id, self._push.num_pushes if self._push else 0)
         self._finish_save(wait=True)
-        self._staged = stage_checkpoint(
-            self._args.save, manifest, generated.cursor, self._trainer.save, self._checkpoint_bytes
-        )
+        with self._naming_disk_errors(rollout_id):
+            manifest = Manifest(rollout_id, self._run.run_id, self._push.num_pushes if self._push else 0)
+            self._staged = stage_checkpoint(self._args.save, manifest, self._trainer.save, self._checkpoint_bytes)
+            save_plain(generated.cursor, self._staged.staging / ROLLOUT)
+            if generated.cursor is None:
+                self._rollout.save_data_source(rollout_id)
+        self._save_hf(self._staged)
         self._finish_save(wait=not self._args.async_save)
-        if generated.cursor is None:
-            self._rollout.save_data_source(rollout_id)
-        if self._args.save_hf:
-            self._trainer.save_hf(Path(self._args.save_hf.format(rollout_id=rollout_id)))
         self._log({"perf/save_model_time": time.monotonic() - started}, "rollout", rollout_id)
+
+    def _save_hf(self, staged: StagedCheckpoint) -> None:
+        """One that belongs into the checkpoint's own folder is part of the transaction."""
+        if not self._args.save_hf:
+            return
+        path = Path(self._args.save_hf.format(rollout_id=staged.rollout_id)).resolve()
+        if path.is_relative_to(staged.final.resolve()):
+            path = staged.staging.resolve() / path.relative_to(staged.final.resolve())
+        with self._naming_disk_errors(staged.rollout_id, "--save-hf", path.parent):
+            self._trainer.save_hf(path)
 
     def _finish_save(self, *, wait: bool) -> None:
         """Complete the checkpoint that ranks write in the background, if they are done (or as soon as they are)."""
-        if self._staged is None or not self._trainer.finish_save(wait=wait):
+        staged = self._staged
+        if staged is None:
             return
-        checkpoint = self._staged.complete(self._args.keep_last_n)
+        with self._naming_disk_errors(staged.rollout_id):
+            files = self._trainer.finish_save(wait=wait)
+            if files is None:
+                return
+            checkpoint = staged.complete(files, self._args.keep_last_n)
         self._staged = None
-        self._checkpoint_bytes = sum(f.stat().st_size for f in checkpoint.path.rglob("*") if f.is_file())
+        self._checkpoint_bytes = sum(record.num_bytes for record in checkpoint.manifest.files.values())
+
+    @contextlib.contextmanager
+    def _naming_disk_errors(self, rollout_id: int, flag: str = "--save", folder: Path | None = None) -> Iterator[None]:
+        """A checkpoint that cannot be written is told with the disk's reason, and what there is of it gives its room back."""
+        try:
+            with naming_disk_errors(flag, folder or Path(self._args.save), rollout_id):
+                yield
+        except Exception:
+            discard_staged(self._args.save)
+            self._staged = None
+            raise
 
     def _log(self, metrics: dict[str, Any], stage: str, step: int) -> None:
         self._tracker.log(metrics, f"{stage}/step", step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from slime.cluster.rollout_manager import Generated, RolloutManager
 from slime.cluster.run import Run
 from slime.cluster.runtime import CONTROL, Future, Runtime, WorkerSpec
 from slime.cluster.train_actor import TrainReport
+from slime.utils.checksums import FileRecord, find_damage
 from slime.utils.types import RolloutBatch
 from slime.weight_sync import LiveReport, Parcel, Target
 
@@ -77,8 +79,12 @@ class NoTrainer:
     def save(self, path: Path) -> None:
         """Nothing to save."""
 
-    def finish_save(self, *, wait: bool) -> bool:
-        return True
+    def finish_save(self, *, wait: bool) -> dict[str, FileRecord] | None:
+        return {}
+
+    def find_damage(self, folder: Path, files: Mapping[str, FileRecord]) -> list[str]:
+        """Of the files that a run without a trainer reads."""
+        return find_damage(folder, {name: record for name, record in files.items() if "/" not in name})
 
     def save_hf(self, path: Path) -> None:
         """Nothing to save."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import datetime
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,11 +17,13 @@ from slime.backends import create_backend
 from slime.backends.agreement import Agreement
 from slime.backends.kept_versions import keep_versions
 from slime.backends.update import run_update
+from slime.cluster.checkpoint import files_of_rank
 from slime.cluster.delta_options import delta_options
 from slime.cluster.run import Run
-from slime.cluster.runtime import fetch
+from slime.cluster.runtime import fetch, in_background
 from slime.observability.logging_utils import configure_logger
 from slime.utils import accelerator
+from slime.utils.checksums import FileRecord, find_damage, record_files
 from slime.utils.http_utils import get_host_info
 from slime.utils.misc import load_function
 from slime.weight_sync import LIVE_TRANSPORTS, TRANSPORTS, LiveReport, LiveSender, Parcel, Sender, Target
@@ -53,6 +56,8 @@ class TrainActor:
         self._sender: Sender | None = None
         self._live_sender: LiveSender | None = None
         self._turns: StageTurns | None = None  # None: what is sent live, if anything, goes from every rank at once
+        self._saved_in = Path()  # the folder of the last checkpoint; set by `save`
+        self._recording: concurrent.futures.Future | None = None  # of its checksums
         self._version: int | None = None  # of the current weights; None: engines never got any
         self._agreement = Agreement()
 
@@ -189,13 +194,24 @@ class TrainActor:
         """In FP8 where the engines' checkpoint is."""
         return bucket if self._fp8 is None or self._content == "adapter" else list(quantize_named(bucket, self._fp8))
 
+    def find_damage(self, folder: Path, files: dict[str, FileRecord]) -> list[str]:
+        """Which of these files of a checkpoint are not what was written; before `init`, and by each rank for its share."""
+        return find_damage(folder, files)
+
     def save(self, path: Path) -> None:
+        self._saved_in, self._recording = path.parent, None
         self._backend.save(path)
         if self._kept is not None and self._rank == 0:
             self._kept.save(path)
 
-    def finish_save(self, wait: bool) -> bool:
-        return self._backend.finish_save(wait=wait)
+    def finish_save(self, wait: bool) -> dict[str, FileRecord] | None:
+        """Size and checksum of every file that this rank wrote; None: it is still writing, or reading them again."""
+        if not self._backend.finish_save(wait=wait):
+            return None
+        if self._recording is None:
+            names = files_of_rank(self._saved_in, self._rank, self._world_size)
+            self._recording = in_background(lambda: record_files(self._saved_in, names, sync=True), "checksums")
+        return self._recording.result() if wait or self._recording.done() else None
 
     def save_hf(self, path: Path) -> None:
         self._backend.save_hf(path)

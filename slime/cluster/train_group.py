@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from slime.cluster.placement import Slot
 from slime.cluster.run import Run
 from slime.cluster.runtime import Handle, Runtime, WorkerSpec, gather
 from slime.cluster.train_actor import TrainActor, TrainReport
+from slime.utils.checksums import FileRecord
 from slime.utils.processes import thread_environment
 from slime.utils.types import RolloutBatch
 from slime.weight_sync import LiveReport, Parcel, Target
@@ -77,9 +78,21 @@ class TrainGroup:
     def save(self, path: Path) -> None:
         self._call("save", path)
 
-    def finish_save(self, *, wait: bool) -> bool:
-        """Whether all ranks have written what `save` began; `wait`: until they have."""
-        return all(self._call("finish_save", wait))
+    def finish_save(self, *, wait: bool) -> dict[str, FileRecord] | None:
+        """The files that the ranks wrote; None: some still write what `save` began. `wait`: until they have."""
+        written = self._call("finish_save", wait)
+        if any(files is None for files in written):
+            return None
+        return {name: record for files in written for name, record in files.items()}
+
+    def find_damage(self, folder: Path, files: Mapping[str, FileRecord]) -> list[str]:
+        """Files of a checkpoint that are not what was written. Ranks share them, and read them while engines start."""
+        by_size = sorted(files, key=lambda name: files[name].num_bytes, reverse=True)
+        shares = [
+            {name: files[name] for name in by_size[rank :: len(self._ranks)]} for rank in range(len(self._ranks))
+        ]
+        calls = [handle.call("find_damage", folder, share) for handle, share in zip(self._ranks, shares, strict=True)]
+        return [damage for found in gather(calls) for damage in found]
 
     def save_hf(self, path: Path) -> None:
         self._call("save_hf", path)

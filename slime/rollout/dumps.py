@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from slime.utils.plain_files import load_plain
 from slime.utils.types import Sample, flatten_samples
 
 
@@ -30,20 +31,10 @@ def load_rollout_dump(path_template: str, rollout_id: int | str, *, subsample: f
     path = dump_path(path_template, rollout_id)
     if not path.exists():
         raise FileNotFoundError(f"--load-debug-rollout-data: {path} does not exist (rollout {rollout_id}).")
-    # routed experts are numpy arrays, which the restricted loader admits only when they are named
-    with torch.serialization.safe_globals(_numpy_globals()):
-        content = torch.load(path, weights_only=True)
+    content = load_plain(path)
     if not isinstance(content, dict) or "samples" not in content:
         raise ValueError(f"--load-debug-rollout-data: {path} is not a rollout dump (no 'samples' in it).")
     samples = [Sample.from_dict(data) for data in content["samples"]]
     if subsample is not None:
         samples = samples[: max(1, int(len(samples) * subsample))]
     return samples
-
-
-def _numpy_globals() -> list[Any]:
-    import numpy as np
-
-    return [np.ndarray, np.dtype, np._core.multiarray._reconstruct, np._core.multiarray.scalar] + [
-        type(np.dtype(name)) for name in ("int32", "int64", "float32", "float64", "bool")
-    ]

@@ -3,6 +3,8 @@
 import pytest
 from argument_helpers import parse
 
+from slime.utils.step_folders import Manifest
+
 
 def test_the_critic_has_flags_of_its_own_only_where_there_is_one():
     args = parse("--advantage-estimator", "ppo", "--critic-lr", "1e-5", "--num-critic-only-steps", "3")
@@ -62,6 +64,7 @@ def checkpoints_in(folder, *steps):
         trainer = folder / f"step_{step:07d}" / "trainer"
         trainer.mkdir(parents=True)
         (trainer / "trainer.json").write_text("{}")
+        (trainer.parent / "manifest.json").write_text(Manifest(step, "run", 1).to_json())
     return str(folder)
 
 

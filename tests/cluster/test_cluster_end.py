@@ -1,5 +1,6 @@
 """How a run ends: everything is closed, and nothing that went wrong on the way out is kept quiet."""
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -25,7 +26,8 @@ class Part:
 
 def cluster_of(part, staged=None):
     cluster = Cluster.__new__(Cluster)
-    cluster._args = SimpleNamespace(save="ckpt", keep_last_n=None)
+    cluster._args = SimpleNamespace(save="no-such-folder", keep_last_n=None)
+    cluster._folders = contextlib.ExitStack()
     cluster._run = SimpleNamespace(shm_prefix="slime-none", close=lambda cause: None)
     cluster._staged = staged
     cluster._trainer = cluster._rollout = cluster._runtime = cluster._janitor = cluster._tracker = part

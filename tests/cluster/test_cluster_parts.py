@@ -1,20 +1,17 @@
-"""Placement, schedule, residency and the checkpoint transaction, each by itself."""
+"""Placement, schedule and residency, each by itself."""
 
 import json
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from slime.arguments.topology import plain_topology
-from slime.cluster.checkpoint import Manifest, find_checkpoint, resolve_load, stage_checkpoint, write_checkpoint
 from slime.cluster.cluster import _TRAIN_HEADLINE, _headline
 from slime.cluster.placement import plan_placement
 from slime.cluster.residency import GENERATE, SYNC, TRAIN, Residency
 from slime.cluster.rollout_manager import _model_facts
 from slime.cluster.schedule import Schedule
 from slime.cluster.serving import ranks_on_engines
-from slime.utils.errors import RunStopped
 
 
 def sizes(**changes):
@@ -236,78 +233,6 @@ def test_without_offload_nothing_moves():
     for phase in (GENERATE, TRAIN, SYNC):
         residency.enter(phase)
     assert recorder.log == []
-
-
-def write(folder, rollout_id, state=None, trainer=lambda path: path.mkdir()):
-    return write_checkpoint(folder, Manifest(rollout_id, "run", rollout_id + 1), state or {}, trainer, 0)
-
-
-def test_the_latest_complete_checkpoint_is_found(tmp_path):
-    write(tmp_path, 3, {"offset": 7, "buffer": [{"tokens": [1, 2]}]})
-    write(tmp_path, 11)
-    assert find_checkpoint(tmp_path).manifest.rollout_id == 11
-    assert find_checkpoint(tmp_path, 3).rollout_state() == {"offset": 7, "buffer": [{"tokens": [1, 2]}]}
-
-
-def test_a_data_source_that_keeps_its_own_state_leaves_none(tmp_path):
-    checkpoint = write_checkpoint(tmp_path, Manifest(0, "run", 1), None, lambda path: path.mkdir(), 0)
-    assert checkpoint.rollout_state() is None
-
-
-def test_an_interrupted_checkpoint_is_never_read_and_later_removed(tmp_path):
-    def interrupted(path):
-        path.mkdir()
-        torch.save({}, path / "half.pt")
-        raise KeyboardInterrupt
-
-    write(tmp_path, 1)
-    with pytest.raises(KeyboardInterrupt):
-        write(tmp_path, 2, trainer=interrupted)
-    assert find_checkpoint(tmp_path).manifest.rollout_id == 1
-    write(tmp_path, 3)
-    assert not list(tmp_path.glob("*.tmp"))
-
-
-def test_a_checkpoint_that_ranks_still_write_is_not_found(tmp_path):
-    write(tmp_path, 1)
-    staged = stage_checkpoint(tmp_path, Manifest(2, "run", 3), {}, lambda path: path.mkdir(), 0)
-    assert find_checkpoint(tmp_path).manifest.rollout_id == 1
-    assert staged.complete().path == tmp_path / "step_0000002"
-    assert find_checkpoint(tmp_path).manifest.rollout_id == 2
-
-
-def test_only_the_last_checkpoints_stay(tmp_path):
-    for rollout_id in (1, 2, 3):
-        write(tmp_path, rollout_id)
-    staged = stage_checkpoint(tmp_path, Manifest(4, "run", 5), {}, lambda path: path.mkdir(), 0)
-    assert len(list(tmp_path.iterdir())) == 4, "older ones go only when the new one is complete"
-    staged.complete(keep_last=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_0000003", "step_0000004"]
-
-
-def test_an_unknown_format_is_refused_with_both_numbers(tmp_path):
-    path = write(tmp_path, 1).path / "manifest.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": 99}))
-    with pytest.raises(ValueError, match="format 99, this version of slime reads 1"):
-        find_checkpoint(tmp_path)
-
-
-def test_a_missing_step_names_those_there_are(tmp_path):
-    write(tmp_path, 4)
-    with pytest.raises(ValueError, match=r"--ckpt-step 5: .* rollouts 4"):
-        find_checkpoint(tmp_path, 5)
-
-
-def test_an_empty_load_folder_is_a_first_start_only_where_the_run_saves(tmp_path):
-    assert resolve_load(str(tmp_path), str(tmp_path), None) is None
-    with pytest.raises(ValueError, match="holds no complete checkpoint"):
-        resolve_load(str(tmp_path), None, None)
-
-
-def test_a_full_disk_is_noticed_before_anything_is_written(tmp_path):
-    with pytest.raises(RunStopped, match="MiB free"):
-        write_checkpoint(tmp_path, Manifest(0, "run", 1), {}, lambda path: path.mkdir(), 1 << 60)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_step_of_the_critic_alone_still_has_a_headline():

@@ -24,6 +24,7 @@ from slime.backends.base import (
     TokenLists,
     TokenOutputs,
 )
+from slime.backends.checkpoint_errors import plain_errors
 from slime.backends.context_parallel import StreamShare
 from slime.backends.fsdp import checkpoint, hf_export, loading, lora, tensor_parallel
 from slime.backends.fsdp.experts import ExpertWatch, balance_coefficient, load_metrics
@@ -352,6 +353,7 @@ class FSDPBackend:
         if not checkpoint.is_checkpoint(path):
             self.load_hf(path, weights=weights)
             return
+        checkpoint.check_content(Path(path), self.args)
         with self.copies.filling(weights):
             checkpoint.load(self, Path(path), weights_only=True)
 
@@ -439,8 +441,9 @@ class FSDPBackend:
         """Whether all that `save` was given is on disk; `wait`: until it is."""
         done = self.critic is None or self.critic.finish_save(wait=wait)
         if self.pending_save is not None and (wait or self.pending_save.done()):
-            self.pending_save.result()
-            self.pending_save = None
+            pending, self.pending_save = self.pending_save, None
+            with plain_errors():
+                pending.result()
         return done and self.pending_save is None
 
     def load(self, path: str | Path) -> dict[str, Any]:

@@ -17,9 +17,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from slime.backends.checkpoint_errors import plain_errors, unreadable_named
 from slime.backends.fsdp import loading
 from slime.backends.fsdp.lora import hub_name, is_adapter
 from slime.backends.optimizer import init_state
+from slime.utils.step_folders import check_trainer_folder
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +57,8 @@ def save(backend: Any, path: Path, *, with_optimizer: bool) -> dict[str, Any]:
 
 def _write(backend: Any, path: Path, state: dict[str, Any]) -> None:
     if not backend.args.async_save:
-        dcp.save(state, checkpoint_id=path)
+        with plain_errors():
+            dcp.save(state, checkpoint_id=path)
         return
     if backend.save_group is None:
         # A group of its own: the background's messages must not mix with those of training.
@@ -72,7 +75,8 @@ def load(backend: Any, path: Path, *, weights_only: bool) -> dict[str, Any]:
     if with_optimizer:
         _check_optimizer(manifest, backend.args.optimizer, path)
         init_state(backend.optimizer)
-    dcp.load(_state(backend, with_optimizer=with_optimizer), checkpoint_id=path)
+    with unreadable_named(path):
+        dcp.load(_state(backend, with_optimizer=with_optimizer), checkpoint_id=path)
     if weights_only:
         return manifest
     backend.step = manifest["step"]
@@ -86,15 +90,21 @@ def is_checkpoint(path: str | Path) -> bool:
     return (Path(path) / MANIFEST).is_file()
 
 
+def check_content(path: Path, args: Any) -> None:
+    """Before a checkpoint is read as a model beside the policy: its files are what was written, each rank reads its share."""
+    if not args.no_load_verify:
+        check_trainer_folder(path, share=(dist.get_rank(), dist.get_world_size()))
+
+
 def read_manifest(path: Path) -> dict[str, Any]:
     file = path / MANIFEST
     if not file.is_file():
         raise ValueError(f"{path} is no trainer checkpoint: {MANIFEST} is missing.")
-    manifest = json.loads(file.read_text())
-    if manifest["format_version"] != FORMAT_VERSION:
-        raise ValueError(
-            f"{path} has checkpoint format {manifest['format_version']}, this version reads {FORMAT_VERSION}."
-        )
+    with unreadable_named(file):
+        manifest = json.loads(file.read_text())
+        version = manifest["format_version"]
+    if version != FORMAT_VERSION:
+        raise ValueError(f"{path} has checkpoint format {version}, this version reads {FORMAT_VERSION}.")
     return manifest
 
 
@@ -139,11 +149,13 @@ def check_same_decoder(lm: nn.Module, own: nn.Module, flag: str, path: str) -> N
 
 def save_weights(backend: Any, path: Path) -> None:
     """Only the weights that the live model holds now."""
-    dcp.save(_state(backend, with_optimizer=False), checkpoint_id=path)
+    with plain_errors():
+        dcp.save(_state(backend, with_optimizer=False), checkpoint_id=path)
 
 
 def load_weights(backend: Any, path: Path) -> None:
-    dcp.load(_state(backend, with_optimizer=False), checkpoint_id=path)
+    with unreadable_named(path):
+        dcp.load(_state(backend, with_optimizer=False), checkpoint_id=path)
 
 
 def _check_optimizer(manifest: dict[str, Any], optimizer: str, path: Path) -> None:
@@ -187,7 +199,8 @@ def _load_random_state(file: Path, rank: int) -> None:
     if not file.is_file():
         logger.warning("rank %d was not part of the saved run: its random state starts from the seed.", rank)
         return
-    state = torch.load(file, weights_only=True)
+    with unreadable_named(file):
+        state = torch.load(file, weights_only=True)
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

@@ -28,8 +28,9 @@ from slime.backends.base import (
     TokenLists,
     TokenOutputs,
 )
+from slime.backends.checkpoint_errors import plain_errors
 from slime.backends.fsdp.backend import resolve_dtype
-from slime.backends.fsdp.checkpoint import is_checkpoint
+from slime.backends.fsdp.checkpoint import check_content, is_checkpoint
 from slime.backends.fsdp.experts import load_metrics
 from slime.backends.megatron import checkpoint, hooks
 from slime.backends.megatron import optimizer as optimizer_module
@@ -355,6 +356,7 @@ class MegatronBackend:
         if not is_checkpoint(path):
             self.load_hf(path, weights=weights)
             return
+        check_content(Path(path), self.args)
         self._settle()
         with self._keep_live(weights):
             checkpoint.check_model(self, Path(path))
@@ -441,7 +443,8 @@ class MegatronBackend:
     def finish_save(self, *, wait: bool) -> bool:
         """Whether all that `save` was given is on disk; `wait`: until it is."""
         done = self.critic is None or self.critic.finish_save(wait=wait)
-        self.saves.maybe_finalize_async_calls(blocking=wait)
+        with plain_errors():
+            self.saves.maybe_finalize_async_calls(blocking=wait)
         return done and self.saves.get_num_unfinalized_calls() == 0
 
     def load(self, path: str | Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 
+from slime.backends.checkpoint_errors import plain_errors, unreadable_named
 from slime.backends.fsdp.checkpoint import MANIFEST, _check_optimizer, _load_random_state, _random_state, read_manifest
 from slime.backends.megatron import checkpoint_fixes, optimizer_fixes
 
@@ -91,7 +92,10 @@ def _write(backend: Any, path: Path, *, with_optimizer: bool) -> None:
         state["optimizer"] = backend.optimizer.sharded_state_dict(state, metadata=dict(METADATA))
     checkpoint_fixes.own_results_server()
     background = backend.args.async_save
-    request = dist_checkpointing.save(state, str(path), content_metadata=dict(METADATA), async_sharded_save=background)
+    with plain_errors():
+        request = dist_checkpointing.save(
+            state, str(path), content_metadata=dict(METADATA), async_sharded_save=background
+        )
     if background:
         backend.saves.schedule_async_request(request)
 
@@ -123,7 +127,8 @@ def load_weights(backend: Any, path: Path) -> None:
 
 def _read(backend: Any, path: Path, *, with_optimizer: bool, reload: bool = True) -> None:
     # As it was written: older checkpoints hold tensors that are stacked over layers.
-    metadata = dist_checkpointing.load_content_metadata(str(path))
+    with unreadable_named(path):
+        metadata = dist_checkpointing.load_content_metadata(str(path))
     state = _model_state(backend, metadata)
     if with_optimizer:
         optimizer_fixes.install()
@@ -132,7 +137,8 @@ def _read(backend: Any, path: Path, *, with_optimizer: bool, reload: bool = True
         sharded = backend.optimizer_config.use_distributed_optimizer
         common = checkpoint_fixes.common_parts(state["optimizer"], backend.optimizer) if sharded else []
         _check_moments(state["optimizer"], path)
-    loaded = dist_checkpointing.load(state, str(path))
+    with unreadable_named(path):
+        loaded = dist_checkpointing.load(state, str(path))
     for index, chunk in enumerate(backend.model):
         chunk.module.load_state_dict(loaded[_key(backend, index)], strict=True)
     if with_optimizer:

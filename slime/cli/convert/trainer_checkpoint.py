@@ -18,7 +18,8 @@ import torch.distributed as dist
 from slime.backends.fsdp.checkpoint import MANIFEST, is_checkpoint
 from slime.backends.megatron.families import mimo
 from slime.cli.settings import default_settings
-from slime.cluster.checkpoint import Manifest, find_checkpoint, write_checkpoint
+from slime.cluster.checkpoint import write_checkpoint
+from slime.utils.step_folders import Manifest, by_content, check_trainer_folder, find_step, step_folders
 
 
 def from_hf(options: argparse.Namespace) -> None:
@@ -69,13 +70,15 @@ def _find(folder: Path, step: int | None) -> Path:
     """The trainer's part of a checkpoint: of a folder of several, of one, or itself."""
     for path in (folder, folder / "trainer"):
         if is_checkpoint(path):
+            check_trainer_folder(path.resolve())
             return path
-    found = find_checkpoint(folder, step) if folder.is_dir() else None
-    if found is None:
+    steps = step_folders(folder)
+    if not steps:
         raise ValueError(
             f"--load {folder} holds no checkpoint: give a folder that --save of a run wrote, or one step_* in it."
         )
-    return found.trainer
+    # Chosen by number: a damaged one is refused and the one before it offered, where a run would go on from that.
+    return find_step(folder, max(steps) if step is None else step, damage_of=by_content).trainer
 
 
 def _refuse_existing(target: Path) -> None:

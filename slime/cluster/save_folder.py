@@ -1,0 +1,142 @@
+"""The folder of `--save`: found usable before anything starts, kept for one run, and named when it fills up in mid-write."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from slime.arguments import Args
+from slime.utils.errors import FolderTaken, RunStopped
+from slime.utils.folder_lock import FolderLock
+from slime.utils.step_folders import step_folders
+
+_PROBE_BYTES = 1 << 20
+_FULL_BYTES = 1 << 20  # less than this is full: what failed to be written may have left that much
+# How errors of the disk read that reach us as text only, from another process or a library that drops the number.
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.EACCES, errno.EPERM)
+
+
+def same_folder(one: str | None, other: str | None) -> bool:
+    return one is not None and other is not None and Path(one).resolve() == Path(other).resolve()
+
+
+def open_save_folder(args: Args) -> FolderLock:
+    """Ready to be written to, and this run's alone until it ends. ValueError: why not."""
+    folder = Path(args.save)
+    prepare_folder("--save", folder, _least_bytes(args))
+    lock = FolderLock(folder, "--save")
+    try:
+        _refuse_other_run(args, folder)
+        if args.save_hf:
+            prepare_folder("--save-hf", _fixed_part(args.save_hf))
+    except BaseException:
+        lock.release()
+        raise
+    return lock
+
+
+def prepare_folder(flag: str, folder: Path, needed_bytes: int = 0) -> None:
+    """Make the folder if need be and write to it, as the run will."""
+    probe = folder / f".probe-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.ExitStack() as stack:
+            stack.callback(probe.unlink, missing_ok=True)
+            with open(probe, "wb") as file:
+                file.write(bytes(_PROBE_BYTES))
+                file.flush()
+                os.fsync(file.fileno())
+    except OSError as error:
+        raise ValueError(
+            f"{flag} {folder} cannot be written: {_why(error)}; free room there, or give another folder."
+        ) from None
+    free = shutil.disk_usage(folder).free
+    if free < needed_bytes:
+        raise ValueError(
+            f"{flag} {folder} has {free >> 20} MiB free, and a checkpoint of this model takes at least {needed_bytes >> 20} MiB: "
+            "free room there, or give another folder."
+        )
+
+
+@contextlib.contextmanager
+def naming_disk_errors(flag: str, folder: Path, rollout_id: int) -> Iterator[None]:
+    """What a disk did to a checkpoint becomes one message, whoever wrote it: a rank, a library, this process."""
+    try:
+        yield
+    except RunStopped:
+        raise
+    except Exception as error:
+        cause = disk_error(error, folder)
+        if cause is None:
+            raise
+        last = max(step_folders(folder), default=None)
+        kept = f"; the last complete one is that of rollout {last}" if last is not None else ""
+        raise RunStopped(
+            f"{flag} {folder}: the checkpoint of rollout {rollout_id} was not written: {cause}{kept}"
+        ) from error
+
+
+def disk_error(error: BaseException, folder: Path) -> str | None:
+    """What the disk did, if it is the cause of an error; None: it is not known to be."""
+    chain: list[BaseException] = []
+    while error is not None and error not in chain:
+        chain.append(error)
+        error = error.__cause__ or error.__context__
+    for link in chain:
+        if isinstance(link, OSError) and link.errno in _DISK_ERRORS:
+            return _why(link)
+    texts = [text for link in chain for text in (str(link), *getattr(link, "__notes__", ()))]
+    for number in _DISK_ERRORS:
+        if any(os.strerror(number) in text for text in texts):
+            return _why(OSError(number, os.strerror(number)))
+    if shutil.disk_usage(folder).free < _FULL_BYTES:
+        return _why(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    return None
+
+
+def _why(error: OSError) -> str:
+    words = {
+        errno.ENOSPC: "the disk is full",
+        errno.EDQUOT: "the quota is used up",
+        errno.EROFS: "it is read-only",
+        errno.EFBIG: "a file would be larger than this process may write (ulimit -f)",
+        errno.EEXIST: "a file of that name is in its place",
+        errno.ENOTDIR: "a part of its path is a file",
+    }
+    text = words.get(error.errno)
+    return f"{text} ({error.strerror})" if text else str(error.strerror or error)
+
+
+def _refuse_other_run(args: Args, folder: Path) -> None:
+    """A run goes on with what is in its folder, or finds none there: two lines of checkpoints in one folder would mix."""
+    steps = step_folders(folder)
+    if steps and (not same_folder(args.load, args.save) or args.finetune):
+        found = ", ".join(map(str, sorted(steps)[-3:]))
+        hint = "without --finetune" if args.finetune else f"with --load {args.save}"
+        raise FolderTaken(
+            f"--save {args.save} holds checkpoints of an earlier run (the last are of rollouts {found}): go on with it {hint}, or "
+            "give another folder."
+        )
+
+
+def _least_bytes(args: Args) -> int:
+    """What a checkpoint takes at the very least, from the model's files: its weights, and as much again for each moment of Adam.
+
+    0: not known. FSDP keeps weights in fp32, so it is usually twice that; Megatron may keep them in 16 bits.
+    """
+    model = Path(args.hf_checkpoint or "")
+    if args.lora_rank or args.debug_rollout_only or not args.hf_checkpoint or not model.is_dir():
+        return 0
+    weights = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    all_train = not (args.only_train_params_name_list or args.freeze_params_name_list)
+    moments = 2 if args.optimizer == "adam" and all_train and not args.no_save_optim else 0
+    return weights * (1 + moments) if moments else weights // 2
+
+
+def _fixed_part(template: str) -> Path:
+    """The folder of a template before its first placeholder."""
+    return Path(template.partition("{")[0] + "x").parent

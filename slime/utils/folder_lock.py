@@ -1,0 +1,98 @@
+"""One process at a time in a folder: a lock that the system takes back when its holder ends, however it ends."""
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from slime.utils.errors import FolderTaken
+
+logger = logging.getLogger(__name__)
+
+LOCK_FILE = ".lock"
+_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+_GRACE_S = 2.0  # of a holder that is alive: it may be about to end
+_DEAD_HOLDER_S = 60.0  # of one that was killed: what it had started ends by itself soon after
+_POLL_S = 0.1
+
+
+class FolderLock:
+    """Held from its making until `release` or the end of the process. Another one that wants it raises `FolderTaken`.
+
+    The file stays where it is: removing it would let two processes hold locks on two files of one name.
+    """
+
+    def __init__(self, folder: Path, flag: str):
+        self._folder, self._flag = folder, flag
+        self._fd: int | None = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            self._acquire(self._fd)
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Calling it again does nothing."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def _acquire(self, fd: int) -> None:
+        started = time.monotonic()
+        while not self._try(fd):
+            holder = _read(fd)
+            patience_s = _DEAD_HOLDER_S if _is_gone(holder) else _GRACE_S
+            if time.monotonic() - started > patience_s:
+                raise FolderTaken(
+                    f"{self._flag} {self._folder} is in use by {_describe(holder)}: two runs in one folder would mix; wait "
+                    "for its end, or give another folder."
+                )
+            time.sleep(_POLL_S)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+
+    def _try(self, fd: int) -> bool:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+            logger.warning(
+                "%s %s is on a file system without locks: nothing keeps a second run out of it",
+                self._flag,
+                self._folder,
+            )
+        return True
+
+
+def _read(fd: int) -> dict[str, Any]:
+    """Who holds the lock, as it says of itself; empty while it is writing that."""
+    try:
+        found = json.loads(os.pread(fd, 4096, 0))
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _is_gone(holder: dict[str, Any]) -> bool:
+    """Whether the holder is known to have ended, so that only what it left behind still holds the lock."""
+    if holder.get("host") != socket.gethostname() or not isinstance(holder.get("pid"), int):
+        return False
+    try:
+        os.kill(holder["pid"], 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _describe(holder: dict[str, Any]) -> str:
+    return f"process {holder['pid']} on {holder['host']}" if {"pid", "host"} <= holder.keys() else "another process"

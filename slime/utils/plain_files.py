@@ -1,0 +1,56 @@
+"""Files of plain values (numbers, text, lists, dicts, tensors, arrays): written whole, and read without running code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+_ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None)})
+_ARRAY_TYPES = "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128"
+
+
+def save_plain(value: Any, path: Path) -> None:
+    """ValueError where the value holds something that `load_plain` would refuse: it is told now, not at the resume."""
+    found = foreign_value(value)
+    if found is not None:
+        raise ValueError(
+            f"{path.name} cannot hold {found}: keep numbers, text, lists, dicts, tensors or arrays there (metadata of samples, "
+            "state of a data source)."
+        )
+    torch.save(value, path)
+
+
+def load_plain(path: Path) -> Any:
+    """Inverse of `save_plain`; code in a file is refused."""
+    # Arrays are admitted by the restricted loader only when their parts are named.
+    with torch.serialization.safe_globals(_array_globals()):
+        return torch.load(path, weights_only=True, map_location="cpu")
+
+
+def foreign_value(value: Any, where: str = "") -> str | None:
+    """`a Thing at ['metadata'][3]`, the first value that is not plain; None: all are."""
+    kind = type(value)
+    if kind in _ATOMS or isinstance(value, (torch.Tensor, np.generic)):
+        return None
+    if isinstance(value, np.ndarray) and value.dtype.name in _ARRAY_TYPES.split():
+        return None
+    if kind not in (dict, list, tuple, set):
+        return f"a {kind.__qualname__} at {where or 'its top'}"
+    if kind is not dict and _ATOMS.issuperset(map(type, value)):
+        return None  # the usual case, and long: token ids, log-probs
+    entries = value.items() if kind is dict else enumerate(value)
+    for key, item in entries:
+        found = foreign_value(item, f"{where}[{key!r}]")
+        if found is None and type(key) not in _ATOMS | {tuple}:
+            found = f"a {type(key).__qualname__} as a key at {where or 'its top'}"
+        if found is not None:
+            return found
+    return None
+
+
+def _array_globals() -> list[Any]:
+    parts = [np.ndarray, np.dtype, np._core.multiarray._reconstruct, np._core.multiarray.scalar]
+    return parts + [type(np.dtype(name)) for name in _ARRAY_TYPES.split()]

@@ -1,0 +1,184 @@
+"""The folder of --save is found unusable before anything starts, is one run's alone, and a disk that fills up is named."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+from small_disk import mounted
+
+from slime.cluster.save_folder import disk_error, naming_disk_errors, open_save_folder, prepare_folder
+from slime.utils.errors import RunStopped
+from slime.utils.folder_lock import FolderLock
+
+
+def saving(folder, **changes):
+    values = {
+        "save": str(folder),
+        "load": None,
+        "finetune": False,
+        "save_hf": None,
+        "hf_checkpoint": None,
+        "lora_rank": 0,
+        "debug_rollout_only": False,
+        "only_train_params_name_list": None,
+        "freeze_params_name_list": None,
+        "optimizer": "adam",
+        "no_save_optim": False,
+    }
+    return SimpleNamespace(**{**values, **changes})
+
+
+def test_a_folder_that_is_not_there_yet_is_made_and_nothing_stays_in_it_but_the_lock(tmp_path):
+    open_save_folder(saving(tmp_path / "a" / "b")).release()
+    assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == [".lock"]
+
+
+def test_a_file_in_place_of_the_folder_is_told(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"--save .*file cannot be written: a file of that name is in its place"):
+        open_save_folder(saving(tmp_path / "file"))
+    with pytest.raises(ValueError, match=r"--save .*below cannot be written: a part of its path is a file"):
+        open_save_folder(saving(tmp_path / "file" / "below"))
+
+
+def test_a_read_only_folder_is_told(tmp_path):
+    with (
+        mounted(tmp_path / "ro", "ro"),
+        pytest.raises(ValueError, match=r"--save .*/ro cannot be written: it is read-only"),
+    ):
+        open_save_folder(saving(tmp_path / "ro"))
+
+
+def test_a_full_disk_is_told(tmp_path):
+    with mounted(tmp_path / "disk", "size=64k") as disk:
+        with pytest.raises(ValueError, match=r"--save .*/disk cannot be written: the disk is full"):
+            open_save_folder(saving(disk))
+        assert list(disk.iterdir()) == [], "what was tried is gone"
+
+
+def test_a_disk_that_is_too_small_for_one_checkpoint_is_told_with_the_numbers(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors").write_bytes(bytes(1 << 20))
+    with mounted(tmp_path / "disk", "size=2m") as disk:
+        args = saving(disk, hf_checkpoint=str(tmp_path / "model"))
+        with pytest.raises(ValueError, match="has 2 MiB free, and a checkpoint of this model takes at least 3 MiB"):
+            open_save_folder(args)
+        args.no_save_optim = True
+        open_save_folder(args).release()
+
+
+def test_so_is_a_folder_of_hugging_face_models(tmp_path):
+    (tmp_path / "hf").write_text("")
+    args = saving(tmp_path / "ckpt", save_hf=f"{tmp_path}/hf/step-{{rollout_id}}/model")
+    with pytest.raises(ValueError, match=r"--save-hf .*/hf cannot be written: a file of that name"):
+        open_save_folder(args)
+    args.save_hf = f"{tmp_path}/new/step-{{rollout_id}}"
+    open_save_folder(args).release()  # and the lock of the refused attempt is free
+    assert (tmp_path / "new").is_dir()
+
+
+def test_a_file_size_limit_is_told(tmp_path):
+    code = (
+        "import resource, sys; from pathlib import Path; from slime.cluster.save_folder import prepare_folder\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)); prepare_folder('--save', Path(sys.argv[1]))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    assert "larger than this process may write (ulimit -f)" in ended.stderr
+
+
+# ---- one run -----------------------------------------------------------------------------------------------------
+
+
+def test_a_new_run_does_not_write_into_the_checkpoints_of_another(tmp_path):
+    (tmp_path / "step_0000007").mkdir()
+    with pytest.raises(ValueError, match=r"holds checkpoints of an earlier run .*rollouts 7.*--load .*another folder"):
+        open_save_folder(saving(tmp_path))
+    with pytest.raises(ValueError, match="go on with it without --finetune"):
+        open_save_folder(saving(tmp_path, load=str(tmp_path), finetune=True))
+    open_save_folder(saving(tmp_path, load=f"{tmp_path}/../{tmp_path.name}")).release()
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from slime.utils.folder_lock import FolderLock
+lock = FolderLock(Path(sys.argv[1]), "--save")
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_second_run_is_refused_and_a_killed_one_leaves_no_lock(tmp_path):
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(ValueError, match=f"--save .* is in use by process {holder.pid} on "):
+            open_save_folder(saving(tmp_path))
+        os.kill(holder.pid, signal.SIGKILL)
+        open_save_folder(saving(tmp_path)).release()  # not even reaped yet
+    finally:
+        holder.kill()
+        holder.wait()
+
+
+def test_what_a_killed_run_left_behind_is_waited_for(tmp_path):
+    """A child that was forked while the lock was held holds it too, until it sees that its parent is gone."""
+    code = HOLD.replace('print("held"', "import os\nif os.fork() == 0: time.sleep(4); os._exit(0)\nprint('held'")
+    holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout.readline() == "held\n"
+    holder.kill()
+    holder.wait()
+    started = time.monotonic()
+    FolderLock(tmp_path, "--save").release()
+    assert time.monotonic() - started < 60
+
+
+def test_the_lock_is_not_handed_to_children(tmp_path):
+    lock = FolderLock(tmp_path, "--save")
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], close_fds=False)
+    lock.release()
+    try:
+        FolderLock(tmp_path, "--save").release()
+    finally:
+        child.kill()
+        child.wait()
+
+
+# ---- in mid-write ------------------------------------------------------------------------------------------------
+
+
+def test_a_disk_that_fills_up_is_named_however_the_error_arrives(tmp_path):
+    direct = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    wrapped = RuntimeError("rank 1: something broke")
+    wrapped.__cause__ = direct
+    as_text = RuntimeError("rank 0: SafetensorError: I/O error: No space left on device (os error 28)")
+    in_a_note = RuntimeError("PytorchStreamWriter failed writing file data/3: file write failed")
+    in_a_note.add_note("in a worker process:\nOSError: [Errno 28] No space left on device")
+    for error in (direct, wrapped, as_text, in_a_note):
+        assert disk_error(error, tmp_path) == "the disk is full (No space left on device)"
+    assert disk_error(RuntimeError("out of memory"), tmp_path) is None
+    assert disk_error(OSError(errno.EROFS, "Read-only file system"), tmp_path).startswith("it is read-only")
+
+
+def test_an_error_without_a_reason_on_a_full_disk_is_the_full_disk(tmp_path):
+    with mounted(tmp_path / "disk", "size=2m") as disk:
+        prepare_folder("--save", disk)
+        (disk / "filler").write_bytes(bytes((2 << 20) - 4096))
+        (disk / "step_0000003").mkdir()
+        with (
+            pytest.raises(
+                RunStopped, match=r"checkpoint of rollout 4 .*the disk is full.*complete one is that of rollout 3"
+            ),
+            naming_disk_errors("--save", disk, 4),
+        ):
+            raise RuntimeError("PytorchStreamWriter failed writing file data/3: file write failed")
+
+
+def test_what_the_disk_did_not_do_rises_as_it_is(tmp_path):
+    with pytest.raises(KeyError), naming_disk_errors("--save", tmp_path, 4):
+        raise KeyError("a defect")
