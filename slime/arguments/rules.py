@@ -29,6 +29,7 @@ from slime.arguments.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slime.arguments.rollout_rules import fully_async_rollout
 from slime.arguments.sglang import need_python
 from slime.arguments.topology_rules import router, topology, topology_source
+from slime.arguments.trained_sampling import refusal
 from slime.arguments.trainer_rules import (
     engine_precision,
     model_parallel_sizes,
@@ -100,14 +101,10 @@ def sampling(draft: Draft) -> None:
         raise ValueError("--rollout-top-k is 0, which keeps no token at all; use -1 for all tokens.")
     if draft.allow_sampling_mismatch or draft.debug_train_only or draft.debug_rollout_only:
         return
-    for name, neutral in (("rollout_top_p", 1.0), ("rollout_top_k", -1)):
-        value = getattr(draft, name)
-        if value != neutral:
-            raise ValueError(
-                f"--{name.replace('_', '-')} is {value}: the engine then samples from a truncated distribution whose "
-                f"log-probs the trainer does not compute, so importance ratios are wrong. Use {neutral:g}, or accept the "
-                "mismatch with --allow-sampling-mismatch."
-            )
+    params = {"top_p": draft.rollout_top_p, "top_k": draft.rollout_top_k}
+    why = refusal(params, spelling=lambda name: f"--rollout-{name.replace('_', '-')}")
+    if why is not None:
+        raise ValueError(why)
 
 
 def context_length(draft: Draft) -> None:

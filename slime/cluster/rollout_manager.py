@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import functools
 import json
 import logging
 import time
@@ -23,6 +24,7 @@ from slime.observability.logging_utils import configure_logger
 from slime.observability.metrics import eval_metrics, rollout_metrics
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
 from slime.rollout.dumps import load_rollout_dump, save_rollout_dump
+from slime.rollout.policy_requests import PolicyRequests, not_trained
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.utils.async_utils import run
 from slime.utils.misc import load_function
@@ -173,7 +175,11 @@ class RolloutManager:
         if template is not None:
             subsample = self._args.load_debug_rollout_data_subsample
             return RolloutFnTrainOutput(samples=load_rollout_dump(template, rollout_id, subsample=subsample))
-        return call_rollout_fn(self._rollout_fn, self._plugin_args, rollout_id, self._data_source, evaluation=False)
+        call = functools.partial(call_rollout_fn, self._rollout_fn, self._plugin_args, rollout_id, self._data_source)
+        if self._args.rollout_function_path.startswith("slime.rollout."):
+            return call(evaluation=False)
+        with PolicyRequests(self._plugin_args).entered():
+            return call(evaluation=False)
 
     def _forward_seconds(self) -> float:
         """Of the engine that spent most; 0 where engines do not count (or one died and began anew)."""
@@ -200,9 +206,7 @@ class RolloutManager:
     # ---- evaluation ----------------------------------------------------------------------------------------------
 
     def evaluate(self, rollout_id: int) -> dict[str, float]:
-        output: RolloutFnEvalOutput = self._guarded(
-            lambda: call_rollout_fn(self._eval_fn, self._plugin_args, rollout_id, self._data_source, evaluation=True)
-        )
+        output = self._guarded(lambda: self._evaluate(rollout_id))
         if self._args.save_debug_rollout_data:
             samples = [sample for result in output.data.values() for sample in result["samples"]]
             save_rollout_dump(self._args.save_debug_rollout_data, f"eval_{rollout_id}", samples)
@@ -211,6 +215,10 @@ class RolloutManager:
         if path and load_function(path)(rollout_id, self._plugin_args, output.data, output.metrics or {}):
             return {}
         return {**eval_metrics(self._plugin_args, output.data), **(output.metrics or {})}
+
+    def _evaluate(self, rollout_id: int) -> RolloutFnEvalOutput:
+        with not_trained():
+            return call_rollout_fn(self._eval_fn, self._plugin_args, rollout_id, self._data_source, evaluation=True)
 
     def _write_eval(self, rollout_id: int, output: RolloutFnEvalOutput) -> None:
         """The answers themselves, one line each: numbers without answers convince nobody."""

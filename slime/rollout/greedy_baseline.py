@@ -5,6 +5,7 @@ from typing import Any
 
 from slime.algorithms.rewards import GREEDY_REWARD_KEY
 from slime.rollout.groups import Group, first_sample, without_response
+from slime.rollout.policy_requests import not_trained
 from slime.rollout.tasks import all_or_none
 from slime.utils.types import Sample, flatten_samples
 
@@ -23,9 +24,12 @@ async def with_greedy_baseline(
         return await generate_group(group, sampling_params)
     greedy_params = {**sampling_params, "temperature": 0.0, "top_p": 1.0, "top_k": -1}
     greedy = _greedy_of(first_sample(group))
-    generated, answers = await all_or_none(
-        [generate_group(group, sampling_params), generate_group([greedy], greedy_params)]
-    )
+
+    async def answer_greedily() -> Group:
+        with not_trained():
+            return await generate_group([greedy], greedy_params)
+
+    generated, answers = await all_or_none([generate_group(group, sampling_params), answer_greedily()])
     answers = flatten_samples(answers)
     failure = next((s.reward_failure for s in answers if s.reward_failure is not None), None)
     samples = flatten_samples(generated)

@@ -6,6 +6,7 @@ from uuid import uuid4
 
 from slime.data.mix import mix64
 from slime.rollout.groups import attempt_of, describe
+from slime.rollout.policy_requests import check_sampling
 from slime.utils.processing_utils import encode_image_for_rollout_engine
 from slime.utils.types import Sample
 from slime.wire.protocol import ADAPTER_NAME, GenerateRequest, Generation, SamplingParams
@@ -122,6 +123,7 @@ def build_request(
 ) -> GenerateRequest:
     """Continue the sample's tokens. A `sampling_seed` that the caller set is kept."""
     check_token_ids(args, sample)
+    check_sampling(args, sampling_params)
     params = {"sampling_seed": sampling_seed(args, sample), **sampling_params, "max_new_tokens": budget}
     if budget is not None and params.get("min_new_tokens"):
         params["min_new_tokens"] = min(params["min_new_tokens"], budget)

@@ -20,13 +20,16 @@ from slime.rollout.concurrency import Limit, make_limit
 from slime.rollout.failed_samples import keep_the_rest, share_rewards
 from slime.rollout.greedy_baseline import with_greedy_baseline
 from slime.rollout.groups import Entry, Group, copy_group, describe, is_finished
+from slime.rollout.policy_requests import PolicyRequests, not_trained
 from slime.rollout.requests import build_request, check_answer, prepare_prompt, sampling_params_of, token_budget
 from slime.rollout.rm_hub import RewardConfigError, RewardFailuresExceeded, score_samples
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks, set_current_rollout_id
 from slime.rollout.scope import RequestScope, current_scope
 from slime.rollout.tasks import all_or_none
+from slime.rollout.versions import name_versions
 from slime.utils import http_utils, waits
 from slime.utils.async_utils import run
+from slime.utils.errors import RunStopped
 from slime.utils.misc import load_function
 from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.types import Sample, flatten_samples
@@ -195,8 +198,11 @@ async def generate_and_rm(
             if state.aborted:
                 sample.status = Sample.Status.ABORTED
                 return sample
-            call = _call_until_ended if evaluation else _call_generate
-            sample = await call(args, sample, sampling_params, evaluation)
+            if evaluation:
+                with not_trained():
+                    sample = await _call_until_ended(args, sample, sampling_params, evaluation)
+            else:
+                sample = await _call_generate(args, sample, sampling_params, evaluation)
         sample = await apply_rollout_sample_hooks(args, sample, evaluation=evaluation)
     if not args.group_rm:
         await _score(args, flatten_samples([sample]), evaluation)
@@ -234,8 +240,12 @@ async def _call_generate(args: Any, sample: Sample, sampling_params: dict[str, A
         return await generate(args, sample, sampling_params)
     function = load_function(path)
     options = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
-    result = await function(args, sample, sampling_params, **options)
-    return _check_fan_out(path, sample, result) if isinstance(result, list) else _check_sample(path, result)
+    with PolicyRequests(args).entered() as requests:
+        result = await function(args, sample, sampling_params, **options)
+    made = _check_fan_out(path, sample, result) if isinstance(result, list) else _check_sample(path, result)
+    for one in flatten_samples([made]):
+        name_versions(one, requests.versions)
+    return made
 
 
 def _check_sample(path: str, result: Any) -> Sample:
@@ -269,7 +279,8 @@ async def _score(args: Any, samples: Sequence[Sample], evaluation: bool) -> None
     """Rewards for those that have none and were not cut off; what cannot be scored carries its failure."""
     ended = [s for s in samples if s.status is not Sample.Status.ABORTED]
     if any(s.reward is None for s in ended):
-        await score_samples(args, ended, evaluation=evaluation)
+        with not_trained():  # a reward may ask the policy itself
+            await score_samples(args, ended, evaluation=evaluation)
 
 
 async def generate_and_rm_group(
@@ -298,7 +309,7 @@ async def _generate_with_retries(args: Any, entry: Entry, sampling_params: dict[
         try:
             return await generate_and_rm(args, entry, dict(sampling_params), evaluation=evaluation)
         except Exception as error:
-            if is_permanent(error) or isinstance(error, (GroupFailed, RewardFailuresExceeded, RewardConfigError)):
+            if is_permanent(error) or isinstance(error, (RunStopped, RewardFailuresExceeded, RewardConfigError)):
                 raise
             cause = f"generating {describe(origin)} failed ({type(error).__name__}: {error})"
             if attempt == allowed:

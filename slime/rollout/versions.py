@@ -1,11 +1,12 @@
 """How old a group is: the weight version of its oldest trained token, and the version the engines hold now."""
 
 import asyncio
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 
 from slime.rollout.groups import Group
 from slime.utils.http_utils import HttpError
-from slime.utils.types import flatten_samples, version_number
+from slime.utils.types import Sample, flatten_samples, version_number
 from slime.wire.control import EngineControl
 
 ASK_DEADLINE_S = 5.0
@@ -27,6 +28,24 @@ def newest_version(group: Group) -> int | None:
     spans = [span for sample in flatten_samples(group) for span in sample.version_spans]
     numbers = [version_number(version) for version, _, _ in spans]
     return max((number for number in numbers if number is not None), default=None)
+
+
+def name_versions(sample: Sample, answers: Iterable[str]) -> None:
+    """Give trained tokens that name no version the oldest of those whose weights answered; nothing where none did."""
+    numbers = {version_number(version): version for version in answers}
+    numbers.pop(None, None)
+    if not numbers:
+        return
+    version = numbers[min(numbers)]
+    mask = [1] * sample.response_length if sample.loss_mask is None else sample.loss_mask
+    unnamed = {i for i, trained in enumerate(mask) if trained}
+    for _, start, end in sample.version_spans:
+        unnamed.difference_update(range(start, end))
+    # Tokens in a row have the same distance to their rank.
+    for _, row in itertools.groupby(enumerate(sorted(unnamed)), lambda pair: pair[1] - pair[0]):
+        places = [place for _, place in row]
+        sample.version_spans.append((version, places[0], places[-1] + 1))
+    sample.version_spans.sort(key=lambda span: span[1])
 
 
 async def newest_version_held(urls: Sequence[str]) -> int | None:

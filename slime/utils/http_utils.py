@@ -13,8 +13,9 @@ import json
 import random
 import socket
 import weakref
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Iterator
+from contextvars import ContextVar
+from typing import Any, Protocol
 
 import aiohttp
 
@@ -26,6 +27,27 @@ _KEEPALIVE_S = 2.0
 _RETRYABLE = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError, asyncio.TimeoutError)
 
 _sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = weakref.WeakKeyDictionary()
+
+
+class Observer(Protocol):
+    """Told of each POST of a task; what `sending` raises, the caller of `post` or `stream` gets."""
+
+    def sending(self, url: str, payload: Any) -> None: ...
+
+    def answered(self, url: str, answer: Any) -> None: ...
+
+
+_observer: ContextVar[Observer | None] = ContextVar("slime_http_observer", default=None)
+
+
+@contextlib.contextmanager
+def observed(observer: Observer) -> Iterator[None]:
+    """Within this block, and in tasks that it starts, `observer` sees what is posted."""
+    token = _observer.set(observer)
+    try:
+        yield
+    finally:
+        _observer.reset(token)
 
 
 class HttpError(RuntimeError):
@@ -71,7 +93,13 @@ async def post(
     timeout_s: float | None = None,
 ) -> Any:
     """POST JSON and return the decoded answer (text when it is not JSON)."""
-    return await _request("POST", url, payload, max_retries, headers, timeout_s)
+    observer = _observer.get()
+    if observer is not None:
+        observer.sending(url, payload)
+    answer = await _request("POST", url, payload, max_retries, headers, timeout_s)
+    if observer is not None:
+        observer.answered(url, answer)
+    return answer
 
 
 async def get(
@@ -117,6 +145,9 @@ async def stream(
 
     Raises `HttpError`: with the status of an error answer, or 0 when the connection ends before the event [DONE].
     """
+    observer = _observer.get()
+    if observer is not None:
+        observer.sending(url, payload)
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     try:
         async with get_session().post(url, json=payload, headers=headers, timeout=timeout) as response:
@@ -126,7 +157,10 @@ async def stream(
                 if line == b"data: [DONE]":
                     return
                 if line.startswith(b"data:"):
-                    yield json.loads(line[5:])
+                    event = json.loads(line[5:])
+                    if observer is not None:
+                        observer.answered(url, event)
+                    yield event
     except (*_RETRYABLE, ValueError) as error:
         raise HttpError(0, f"the stream broke ({type(error).__name__}: {error})", url) from error
     raise HttpError(0, "the stream ended before its last event", url)

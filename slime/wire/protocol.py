@@ -118,11 +118,6 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature == 0.0 or self.top_k == 1
 
-    @property
-    def is_filtered(self) -> bool:
-        """True when top_p, top_k or min_p cut the distribution, so that log-probs are not those of what was drawn."""
-        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
-
     @classmethod
     def from_json(cls, data: Any) -> "SamplingParams":
         if data is None:

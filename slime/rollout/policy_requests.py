@@ -1,0 +1,138 @@
+"""What a generate function asks of the policy's engines: refused where trained tokens would be drawn in another way.
+
+Our own requests pass `check_sampling` when they are built. Those that a function of the user's posts itself are seen by
+`slime.utils.http_utils`, which reports them to the `PolicyRequests` of the running task. A client of the user's own is not seen.
+"""
+
+import contextlib
+import functools
+import logging
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any
+from urllib.parse import urlsplit
+
+from slime.arguments.trained_sampling import refusal
+from slime.utils import http_utils
+from slime.utils.errors import RunStopped
+
+logger = logging.getLogger(__name__)
+
+# Paths at which engines generate; those of OpenAI's kind have the sampling parameters at the top of the body.
+NATIVE_PATH = "/generate"
+OPENAI_PATHS = ("/v1/completions", "/v1/chat/completions")
+
+_trained: ContextVar[bool] = ContextVar("slime_trained_requests", default=True)
+_current: ContextVar["PolicyRequests | None"] = ContextVar("slime_policy_requests", default=None)
+
+
+class SamplingRefused(RunStopped, ValueError):
+    """A request for trained tokens asks to draw them from another distribution than the trainer's."""
+
+
+@contextlib.contextmanager
+def not_trained() -> Iterator[None]:
+    """Within this block nobody trains on what engines answer: evaluation, rewards, baselines."""
+    token = _trained.set(False)
+    try:
+        yield
+    finally:
+        _trained.reset(token)
+
+
+def check_sampling(args: Any, params: Mapping[str, Any]) -> None:
+    """Raise SamplingRefused where trained tokens must not be drawn with `params`; a temperature that differs is told once."""
+    if not _trained.get() or args.allow_sampling_mismatch or args.debug_rollout_only:
+        return
+    custom = params.get("custom_params") or {}
+    told = (
+        args.rollout_engine == "embedded"
+        and isinstance(custom, Mapping)
+        and bool(custom.get("return_top_p_token_ids"))
+    )
+    why = refusal(
+        params, spelling=lambda name: f"sampling_params[{name!r}]", vocab_size=args.vocab_size, nucleus_told=told
+    )
+    if why is not None:
+        error = SamplingRefused(f"a request of the generate function for training: {why}")
+        requests = _current.get()
+        if requests is not None:
+            requests.refused = error
+        raise error
+    temperature = params.get("temperature", 1.0)  # an engine's default
+    if isinstance(temperature, (int, float)) and temperature != args.rollout_temperature:
+        _warn_of_temperature(temperature, args.rollout_temperature)
+
+
+@functools.cache
+def _warn_of_temperature(asked: float, computed: float) -> None:
+    logger.warning(
+        "a request of the generate function asks for temperature %g, but the trainer computes log-probs at "
+        "--rollout-temperature %g: those of engine and trainer will differ.",
+        asked,
+        computed,
+    )
+
+
+class PolicyRequests:
+    """Of one call of a generate function: what it may ask, what it was refused, which weights answered."""
+
+    def __init__(self, args: Any) -> None:
+        self._args = args
+        self._addresses = _policy_addresses(args)
+        self.refused: SamplingRefused | None = None
+        self.versions: set[str] = set()  # whose weights made the answers
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator["PolicyRequests"]:
+        """See the requests of this task and of those it starts. A refusal is raised at the end even if it was caught inside."""
+        token = _current.set(self)
+        try:
+            with http_utils.observed(self):
+                yield self
+        except Exception as error:
+            if self.refused is not None and error is not self.refused:
+                raise self.refused from error
+            raise
+        finally:
+            _current.reset(token)
+        if self.refused is not None:
+            raise self.refused
+
+    def sending(self, url: str, payload: Any) -> None:
+        """`http_utils` is about to post."""
+        for params in self._sampling_of(url, payload):
+            check_sampling(self._args, params)
+
+    def answered(self, url: str, answer: Any) -> None:
+        """What came back."""
+        if not self._generates(url):
+            return
+        for one in answer if isinstance(answer, list) else [answer]:
+            meta = one.get("meta_info") if isinstance(one, Mapping) else None
+            if isinstance(meta, Mapping) and meta.get("weight_version") is not None:
+                spans = meta.get("weight_versions") or [{"version": meta["weight_version"]}]
+                self.versions.update(str(span["version"]) for span in spans)
+
+    def _generates(self, url: str) -> bool:
+        parts = urlsplit(str(url))
+        return parts.path.rstrip("/") in (NATIVE_PATH, *OPENAI_PATHS) and _address(parts.netloc) in self._addresses
+
+    def _sampling_of(self, url: str, payload: Any) -> list[Mapping[str, Any]]:
+        """The sampling parameters of each prompt of a request to the policy; of other requests none."""
+        if not self._generates(url) or not isinstance(payload, Mapping):
+            return []
+        if urlsplit(str(url)).path.rstrip("/") in OPENAI_PATHS:
+            return [payload]
+        params = payload.get("sampling_params")
+        several = params if isinstance(params, list) else [params]
+        return [one if isinstance(one, Mapping) else {} for one in several]
+
+
+def _policy_addresses(args: Any) -> set[str]:
+    addresses = {_address(urlsplit(url).netloc) for url in args.engine_urls}
+    return addresses | {_address(f"{args.sglang_router_ip}:{args.sglang_router_port}")}
+
+
+def _address(netloc: str) -> str:
+    return netloc.rpartition("@")[2].replace("localhost", "127.0.0.1").lower()
