@@ -4,6 +4,7 @@ The manifest travels as JSON, the bytes through shared memory; nothing is pickle
 before it touches a parameter.
 """
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 
 ALIGNMENT = 16  # bytes; every tensor starts on a multiple, so that a typed view of the segment is legal
 _CHUNK_WORDS = 1 << 17  # 1 MiB of int64: the temporaries of the checksum stay in cache
+# Segments of one update; each is a mapping of its own, of which a process may have some 65,000.
+MAX_BUCKETS = 16_384
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -41,7 +44,8 @@ def byte_checksum(data: torch.Tensor) -> int:
     if body.storage_offset() % 8 or not body.is_contiguous():
         body = body.contiguous().clone()
     words = body.view(torch.int64)
-    odd = torch.arange(_CHUNK_WORDS, dtype=torch.int64, device=data.device).mul_(2).add_(1)
+    longest = min(_CHUNK_WORDS, words.numel())
+    odd = torch.arange(longest, dtype=torch.int64, device=data.device).mul_(2).add_(1)
     total = 0
     for start in range(0, words.numel(), _CHUNK_WORDS):
         chunk = words[start : start + _CHUNK_WORDS]
@@ -52,6 +56,25 @@ def byte_checksum(data: torch.Tensor) -> int:
         last = int.from_bytes(bytes(data[data.numel() - tail :].tolist()), "little")
         total += last * (2 * words.numel() + 1)
     return total % 2**64
+
+
+def _whole(what: str, value: Any) -> int:
+    """A count, as JSON gives it: no text, no fraction, not true."""
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{what} must be an integer that is not negative, got {reprlib.repr(value)}")
+    return value
+
+
+def _text(what: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{what} must be a string, got {reprlib.repr(value)}")
+    return value
+
+
+def _items(what: str, value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{what} must be a list, got {reprlib.repr(value)}")
+    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +103,13 @@ class TensorEntry:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "TensorEntry":
-        if data["dtype"] not in DTYPES:
-            raise ValueError(f"tensor {data['name']} has dtype {data['dtype']!r}, expected one of {sorted(DTYPES)}")
-        entry = cls(str(data["name"]), int(data["offset"]), data["dtype"], tuple(int(n) for n in data["shape"]))
-        if entry.offset < 0 or entry.offset % DTYPES[entry.dtype].itemsize or any(n < 0 for n in entry.shape):
-            raise ValueError(f"tensor {entry.name} has offset {entry.offset} and shape {entry.shape}: not addressable")
+        name, dtype = _text("a tensor's name", data["name"]), _text("a tensor's dtype", data["dtype"])
+        if dtype not in DTYPES:
+            raise ValueError(f"tensor {name} has dtype {dtype!r}, expected one of {sorted(DTYPES)}")
+        shape = tuple(_whole(f"the shape of {name}", n) for n in _items(f"the shape of {name}", data["shape"]))
+        entry = cls(name, _whole(f"the offset of {name}", data["offset"]), dtype, shape)
+        if entry.offset % DTYPES[dtype].itemsize:
+            raise ValueError(f"tensor {name} has offset {entry.offset}: not addressable as {dtype}")
         return entry
 
 
@@ -114,8 +139,10 @@ class BucketManifest:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "BucketManifest":
-        tensors = tuple(TensorEntry.from_json(entry) for entry in data["tensors"])
-        return cls(str(data["segment"]), int(data["nbytes"]), int(data["checksum"]), tensors)
+        segment = _text("a bucket's segment", data["segment"])
+        tensors = tuple(TensorEntry.from_json(entry) for entry in _items(f"tensors of {segment}", data["tensors"]))
+        nbytes, checksum = (_whole(f"the {key} of {segment}", data[key]) for key in ("nbytes", "checksum"))
+        return cls(segment, nbytes, checksum, tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +184,14 @@ class WeightManifest:
     @classmethod
     def from_json(cls, data: Any) -> "WeightManifest":
         try:
-            buckets = tuple(BucketManifest.from_json(bucket) for bucket in data["buckets"])
-            return cls(str(data["version"]), buckets, int(data["num_tensors"]), int(data["nbytes"]))
+            given = _items("buckets", data["buckets"])
+            if len(given) > MAX_BUCKETS:
+                raise ValueError(f"{len(given)} buckets in one update: at most {MAX_BUCKETS}; use larger ones.")
+            buckets = tuple(BucketManifest.from_json(bucket) for bucket in given)
+            if len({bucket.segment for bucket in buckets}) != len(buckets):
+                raise ValueError("one segment is named by two buckets")
+            counts = (_whole(key, data[key]) for key in ("num_tensors", "nbytes"))
+            return cls(_text("version", data["version"]), buckets, *counts)
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a weight manifest: {type(error).__name__} {error}") from error
 

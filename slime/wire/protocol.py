@@ -6,6 +6,7 @@ never ignored silently.
 """
 
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from operator import itemgetter
@@ -19,40 +20,53 @@ FINISH_TYPES: tuple[Finish, ...] = ("stop", "length", "abort")
 ADAPTER_NAME = "policy"
 
 
+# Below this SGLang draws greedily; a division by less would overflow the logits.
+GREEDY_BELOW = 1e-6
+MAX_INT32, MAX_INT64 = 2**31 - 1, 2**63 - 1
+
+
+def shown(value: Any) -> str:
+    """A value as an error message shows it: of a few characters, however large or deep it is."""
+    return reprlib.repr(value)
+
+
 def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError(f"{name} must be a finite number, got {value!r}")
+    # An integer is finite, and may be too large to become a float.
+    if isinstance(value, bool) or not (isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))):
+        raise ValueError(f"{name} must be a finite number, got {shown(value)}")
     if value < low or value > high or (open_low and value == low):
-        raise ValueError(f"{name} is {value}: it must lie in {'(' if open_low else '['}{low}, {high}]")
+        raise ValueError(f"{name} is {shown(value)}: it must lie in {'(' if open_low else '['}{low}, {high}]")
     return float(value)
 
 
-def _integer(name: str, value: Any, low: int) -> int:
+def _integer(name: str, value: Any, low: int, high: int | None = None) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name} must be an integer, got {value!r}")
+        raise ValueError(f"{name} must be an integer, got {shown(value)}")
     if value < low:
-        raise ValueError(f"{name} is {value}: it must be at least {low}")
+        raise ValueError(f"{name} is {shown(value)}: it must be at least {low}")
+    if high is not None and value > high:
+        raise ValueError(f"{name} is {shown(value)}: it must be at most {high}")
     return value
 
 
 def _boolean(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise ValueError(f"{name} must be true or false, got {value!r}")
+        raise ValueError(f"{name} must be true or false, got {shown(value)}")
     return value
 
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:
     values = () if value is None else (value,) if isinstance(value, str) else value
     if not isinstance(values, (list, tuple)) or not all(isinstance(v, str) and v for v in values):
-        raise ValueError(f"{name} must be a string or a list of non-empty strings, got {value!r}")
+        raise ValueError(f"{name} must be a string or a list of non-empty strings, got {shown(value)}")
     return tuple(values)
 
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     values = () if value is None else (value,) if isinstance(value, int) else value
     if not isinstance(values, (list, tuple)):
-        raise ValueError(f"{name} must be a list of token ids, got {value!r}")
-    return tuple(_integer(f"{name}[{i}]", v, 0) for i, v in enumerate(values))
+        raise ValueError(f"{name} must be a list of token ids, got {shown(value)}")
+    return tuple(_integer(f"{name}[{i}]", v, 0, MAX_INT32) for i, v in enumerate(values))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +101,7 @@ class SamplingParams:
             "temperature": _number("temperature", self.temperature, 0.0, 1e6),
             "top_p": _number("top_p", self.top_p, 0.0, 1.0, open_low=True),
             "min_p": _number("min_p", self.min_p, 0.0, 1.0),
-            "top_k": _integer("top_k", self.top_k, -1),
+            "top_k": _integer("top_k", self.top_k, -1, MAX_INT32),
             "min_new_tokens": _integer("min_new_tokens", self.min_new_tokens, 0),
             "stop": _strings("stop", self.stop),
             "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
@@ -112,22 +126,22 @@ class SamplingParams:
                     f"min_new_tokens is {self.min_new_tokens}: it must not exceed max_new_tokens {self.max_new_tokens}"
                 )
         if self.sampling_seed is not None:
-            _integer("sampling_seed", self.sampling_seed, -(2**63))
+            _integer("sampling_seed", self.sampling_seed, -MAX_INT64 - 1, MAX_INT64)
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0 or self.top_k == 1
+        return self.temperature < GREEDY_BELOW or self.top_k == 1
 
     @classmethod
     def from_json(cls, data: Any) -> "SamplingParams":
         if data is None:
             return cls()
         if not isinstance(data, Mapping):
-            raise ValueError(f"sampling_params must be an object, got {data!r}")
+            raise ValueError(f"sampling_params must be an object, got {shown(data)}")
         known = {f.name for f in fields(cls)}
         unknown = sorted(set(data) - known)
         if unknown:
-            raise ValueError(f"sampling_params has unknown field `{unknown[0]}`, expected one of {sorted(known)}")
+            raise ValueError(f"sampling_params has unknown field `{unknown[0][:64]}`, expected one of {sorted(known)}")
         return cls(**{k: v for k, v in data.items() if v is not None or k in ("max_new_tokens", "sampling_seed")})
 
     def to_json(self) -> dict[str, Any]:

@@ -87,7 +87,9 @@ async def _serve(args: argparse.Namespace) -> None:
 
     # Bound before the model loads: a taken port is known at once.
     listener = socket.create_server((args.host, args.port), backlog=2048)
-    runner = web.AppRunner(_make_server(args).make_app(), access_log=None, handler_cancellation=True)
+    # Bodies stay as they come: a compressed one is refused, and not unfolded first.
+    app = _make_server(args).make_app()
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, auto_decompress=False)
     await runner.setup()
     await web.SockSite(runner, listener, backlog=2048).start()
     stop = asyncio.Event()

@@ -5,6 +5,7 @@ values: nothing is subtracted, and no rounding adds up. Names are those of peft.
 ones, and the variants of LoRA that its config can ask for.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from slime.engines.embedded.weights import BadWeights, Source, same_bytes, tensor_bytes
+from slime.engines.embedded.weights import BadWeights, Source, refuse_non_finite, same_bytes, tensor_bytes
 from slime.wire.manifest import byte_checksum
+from slime.wire.protocol import shown
 
 _PREFIX = "base_model.model."
 _FACTORS = (".lora_A.weight", ".lora_B.weight")
@@ -34,12 +36,15 @@ class AdapterConfig:
         for name, neutral in {**_NEUTRAL, "alpha_pattern": {}, "modules_to_save": None}.items():
             if config.get(name, neutral) not in (neutral, None):
                 raise BadWeights(
-                    f"the adapter's {name} is {config[name]!r}: the embedded engine takes {neutral!r} only"
+                    f"the adapter's {name} is {shown(config[name])}: the embedded engine takes {neutral!r} only"
                 )
         try:
-            return cls(float(config["lora_alpha"]) / int(config["r"]))
-        except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-            raise BadWeights(f"config_dict needs numbers r and lora_alpha: {error}") from error
+            scale = float(config["lora_alpha"]) / int(config["r"])
+        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+            raise BadWeights(f"config_dict needs numbers r and lora_alpha: {shown(str(error))}") from error
+        if not math.isfinite(scale):
+            raise BadWeights(f"config_dict: lora_alpha / r is {scale}; it must be finite")
+        return cls(scale)
 
 
 class AdaptedWeights:
@@ -75,6 +80,12 @@ class AdaptedWeights:
                 )
 
     @torch.no_grad()
+    def check_finite(self, source: Source) -> None:
+        """Raise BadWeights at the first factor with a value that is no finite number."""
+        for name, tensor in source.tensors():
+            refuse_non_finite(name, tensor, torch.float32)
+
+    @torch.no_grad()
     def apply(self, source: Source, config: AdapterConfig, name: str) -> tuple[int, int]:
         """Replace the adapters; returns (tensors, bytes). Call `check` first: this must not fail half-way."""
         factors = {key: tensor.clone() for key, tensor in source.tensors()}
@@ -88,6 +99,7 @@ class AdaptedWeights:
             if weight in weights:
                 a, b = (factors[_join(weight, factor)].to(parameter.device).float() for factor in _FACTORS)
                 value = value.float() + config.scale * (b @ a)
+                refuse_non_finite(f"{weight} with its adapter", value, parameter.dtype)
             parameter.copy_(value)
         self._factors, self.name = factors, name
         return len(factors), sum(tensor.nbytes for tensor in factors.values())

@@ -59,6 +59,10 @@ class KVPool:
         self.keys = [make() for _ in range(num_layers)]
         self.values = [make() for _ in range(num_layers)]
 
+    def wipe(self) -> None:
+        for tensor in (*self.keys, *self.values):
+            tensor.zero_()
+
     @property
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))

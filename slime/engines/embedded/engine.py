@@ -1,9 +1,11 @@
 """The engine: one `step` is schedule, forward, sample, record. Everything here runs on the engine's own thread.
 
 Control operations (pause, abort, new weights, memory) run between two steps on that same thread, so none of them needs
-a lock and none of them sees a half-done step.
+a lock and none of them sees a half-done step. An exception in a step fails the requests in it, and no others.
 """
 
+import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -14,11 +16,13 @@ from slime.engines.embedded.adapter import AdaptedWeights, AdapterConfig
 from slime.engines.embedded.kv_cache import BlockAllocator
 from slime.engines.embedded.runner import BLOCK_SIZE, ModelRunner
 from slime.engines.embedded.sampler import sample
-from slime.engines.embedded.scheduler import Scheduler
-from slime.engines.embedded.sequence import ABORTED, Sequence
+from slime.engines.embedded.scheduler import Pass, Scheduler
+from slime.engines.embedded.sequence import ABORTED, Sequence, failure
 from slime.engines.embedded.text import Detokenizer
 from slime.engines.embedded.weights import BadWeights, Source, WeightStore
 from slime.wire.control import TAGS, PauseMode
+
+logger = logging.getLogger(__name__)
 
 _PREFILL_BUDGET = {"cpu": 2048, "cuda": 8192}  # tokens of prompts in one pass
 
@@ -43,6 +47,9 @@ class Engine:
         # (version, names that have come) of weights that come bucket by bucket; None: the model is whole.
         self._arriving: tuple[str, set[str]] | None = None
         self.scoring: deque[Sequence] = deque()  # inputs to score, each a pass of its own before the next one
+        self._make_scheduler()
+
+    def _make_scheduler(self) -> None:
         self.allocator = BlockAllocator(self.runner.num_blocks, BLOCK_SIZE)
         self.scheduler = Scheduler(
             self.allocator,
@@ -88,26 +95,44 @@ class Engine:
         return []
 
     def step(self) -> list[Sequence]:
-        """One forward pass. Returns the sequences that HTTP must hear about: finished ones, and streams."""
+        """One forward pass. Returns the sequences that HTTP must hear about: finished and failed ones, and streams."""
         if self.scoring:
-            return [self._score(self.scoring.popleft())]
-        work = self.scheduler.schedule()
+            return self._score(self.scoring.popleft())
+        try:
+            work = self.scheduler.schedule()
+        except Exception as error:
+            return self._start_over(error)
         if work is None:
             return []
+        try:
+            tokens = self._compute(work)
+            heard = self._settle(work.samplers)
+        except Exception as error:
+            return self._fail(work.sequences, error)
+        self.num_generated_tokens += tokens
+        return heard
+
+    def _compute(self, work: Pass) -> int:
+        """Returns the number of new tokens."""
         started = time.perf_counter()
         logits = self.runner.forward(work.plan)
         tokens, log_probs = sample(logits, work.rows) if work.samplers else ([], [])
         self.forward_s += time.perf_counter() - started
         self.scheduler.commit(work, tokens, log_probs)
-        self.num_generated_tokens += len(tokens)
-        return self._settle(work.samplers)
+        return len(tokens)
 
-    def _score(self, sequence: Sequence) -> Sequence:
+    def _score(self, sequence: Sequence) -> list[Sequence]:
         started = time.perf_counter()
-        sequence.input_log_probs = [None, *self.runner.score(sequence.prompt)]
+        try:
+            sequence.input_log_probs = [None, *self.runner.score(sequence.prompt)]
+        except Exception as error:
+            return self._fail([sequence], error)
         self.forward_s += time.perf_counter() - started
-        sequence.finish = {"type": "length", "length": 0}
-        return sequence
+        sound = math.isfinite(sum(sequence.input_log_probs[1:]))
+        sequence.finish = {"type": "length", "length": 0} if sound else self._not_finite()
+        if not sound:
+            self._wipe_cache()
+        return [sequence]
 
     def _settle(self, sequences: list[Sequence]) -> list[Sequence]:
         heard = []
@@ -117,10 +142,46 @@ class Engine:
                 self.scheduler.release(sequence)
             if sequence.finish is not None or sequence.stream:
                 heard.append(sequence)
+        if any(sequence.failed for sequence in heard):
+            self._wipe_cache()
         return heard
+
+    # -- failures -------------------------------------------------------------------------------------------------
+
+    def _fail(self, sequences: Iterable[Sequence], error: Exception) -> list[Sequence]:
+        """The pass of these raised: they end with the cause. Raises when the device is of no use any more."""
+        logger.error("a step failed; so do its requests, the engine goes on", exc_info=error)
+        members = list(sequences)  # some may have ended before it raised: they are heard too
+        for sequence in members:
+            if sequence.slot >= 0:
+                self.scheduler.forget(sequence)
+            if not sequence.done:
+                sequence.finish = failure(500, f"a step failed: {type(error).__name__}: {error}"[:1000], "StepFailed")
+        self.runner.check_device()
+        return members
+
+    def _start_over(self, error: Exception) -> list[Sequence]:
+        """A pass could not be laid out, so the queues may be half changed: who is in them fails, and they begin anew."""
+        everyone = list(dict.fromkeys([*self.scheduler.running, *self.scheduler.waiting]))
+        for sequence in everyone:
+            sequence.slot = -1
+        self._make_scheduler()
+        return self._fail(everyone, error)
+
+    def _wipe_cache(self) -> None:
+        """Values that are no numbers spoil whoever reads their page next, even where a mask hides them from him."""
+        self.scheduler.retract_all()
+        self.allocator.flush()
+        self.runner.wipe_pool()
+
+    def _not_finite(self) -> dict[str, Any]:
+        message = f"the model's probabilities are not finite numbers (weights {self.version}): no token can be drawn"
+        return failure(422, message, "NotFinite")
 
     def _finish_reason(self, sequence: Sequence) -> dict[str, Any] | None:
         count, token, sampling = len(sequence.output), sequence.output[-1], sequence.sampling
+        if not math.isfinite(sequence.log_probs[-1]):
+            return self._not_finite()
         if token in sequence.stop_ids and count >= sampling.min_new_tokens:
             return {"type": "stop", "matched": token}
         if sampling.stop and count >= sampling.min_new_tokens:
@@ -169,6 +230,7 @@ class Engine:
         """Replace some parameters. The engine holds `version` when every parameter has come under that name."""
         self._refuse_without_memory()
         self.weights.check_part(source)
+        self.weights.check_finite(source)
         if self._arriving is None or self._arriving[0] != version:
             self._arriving = (version, set())
             self.adapters.forget()

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from slime.engines.embedded.engine import Engine
-from slime.engines.embedded.sequence import Sequence
+from slime.engines.embedded.sequence import Sequence, failure
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-CRASHED = 70  # exit status of an engine whose step raised: its state is unknown, so it does not go on
+CRASHED = 70  # exit status of an engine whose device is lost
 
 
 class Listener:
@@ -54,7 +54,7 @@ class EngineLoop:
 
     def submit(self, sequence: Sequence) -> Listener:
         listener = self._listeners[sequence] = Listener()
-        self._post(lambda: self._tell_later(self.engine.add(sequence)))
+        self._post(lambda: self._add(sequence))
         return listener
 
     def forget(self, sequence: Sequence) -> None:
@@ -99,6 +99,15 @@ class EngineLoop:
         if heard:
             self._loop.call_soon_threadsafe(self._tell, heard)
 
+    def _add(self, sequence: Sequence) -> None:
+        try:
+            heard = self.engine.add(sequence)
+        except Exception as error:  # the request's, not the engine's
+            logger.exception("a request could not be queued")
+            sequence.finish = failure(500, f"not queued: {type(error).__name__}: {error}", "NotQueued")
+            heard = [sequence]
+        self._tell_later(heard)
+
     def _abort_one(self, sequence: Sequence) -> None:
         if not sequence.done:
             self.engine.abort_sequence(sequence)
@@ -110,7 +119,7 @@ class EngineLoop:
                 if self.engine.can_step:
                     self._tell_later(self.engine.step())
         except Exception:
-            logger.exception("the engine failed in a step; it stops")
+            logger.exception("the engine cannot go on; it stops")
             os._exit(CRASHED)
 
     def _empty_inbox(self) -> None:

@@ -9,12 +9,14 @@ from typing import Any
 
 from slime.engines.embedded.sequence import Sequence
 from slime.engines.embedded.text import Detokenizer
-from slime.wire.protocol import SamplingParams
+from slime.wire.protocol import SamplingParams, shown
 
 FIELDS = ("input_ids", "text", "sampling_params", "return_logprob", "logprob_start_len", "stream", "rid")
 # Known to the protocol and harmless at these values; anything else is refused by name.
 NEUTRAL = {"top_logprobs_num": (None, 0)}
 MAX_SCORED_LOGITS = 1 << 30  # tokens x vocabulary of one scored input, which stand in memory at once
+MAX_SEQUENCES = 4096  # prompts x n of one request
+MAX_STOPS, MAX_STOP_CHARACTERS = 1024, 1024  # all of them are looked for after every token
 
 
 class BadRequest(ValueError):
@@ -45,14 +47,16 @@ class RequestReader:
             raise BadRequest("the body must be a JSON object")
         _refuse_other_fields(body)
         prompts, is_batch = self._prompts(body)
-        samplings = _per_prompt("sampling_params", body.get("sampling_params"), len(prompts), (Mapping, type(None)))
+        raws = _per_prompt("sampling_params", body.get("sampling_params"), len(prompts), (Mapping, type(None)))
+        samplings = [self._sampling(raw) for raw in raws]
+        _check_count(sum(sampling.n for sampling in samplings))
         rids = _per_prompt("rid", body.get("rid"), len(prompts), (str, type(None)))
         stream = _flag(body, "stream")
         return_logprob = _flag(body, "return_logprob")
         scored = _wants_score(body)
         sequences = []
-        for prompt, raw, rid in zip(prompts, samplings, rids, strict=True):
-            sampling, rid = self._sampling(raw), rid or secrets.token_hex(16)
+        for prompt, sampling, rid in zip(prompts, samplings, rids, strict=True):
+            rid = rid or secrets.token_hex(16)
             if scored:
                 self._check_scored(prompt, sampling, return_logprob)
             for index in range(sampling.n):
@@ -70,28 +74,44 @@ class RequestReader:
         if ids is None:
             if self.detokenizer.tokenizer is None:
                 raise BadRequest("text needs a tokenizer and the model folder has none: send input_ids")
-            if not isinstance(text, str):
-                raise BadRequest("text must be a string")
-            return [self.detokenizer.tokenizer(text)["input_ids"]], False
+            return [self._encode(text)], False
         if not isinstance(ids, list) or not ids:
             raise BadRequest("input_ids must be a list of token ids, or a list of such lists, and not empty")
         is_batch = isinstance(ids[0], list)
         prompts = ids if is_batch else [ids]
+        _check_count(len(prompts))
         for prompt in prompts:
             self._check_prompt(prompt)
         return prompts, is_batch
 
+    def _encode(self, text: Any) -> list[int]:
+        """The ids of a text; one that cannot fit the context is refused before it is split into tokens."""
+        if not isinstance(text, str) or not text:
+            raise BadRequest("text must be a string that is not empty")
+        if len(text) > self.limits.max_tokens * self.detokenizer.longest_token:
+            raise BadRequest(f"The input ({len(text)} characters) is longer than {self._bound} whatever its tokens")
+        try:
+            prompt = self.detokenizer.encode(text)
+        except (TypeError, ValueError, UnicodeError) as error:  # half a character, say
+            raise BadRequest(f"text cannot be split into tokens: {shown(str(error))}") from error
+        self._check_prompt(prompt)
+        return prompt
+
+    @property
+    def _bound(self) -> str:
+        """What a prompt must be shorter than, in words."""
+        if self.limits.max_tokens < self.limits.context_len:
+            return f"the size of the KV pool ({self.limits.max_tokens} tokens)"
+        return f"the model's context length ({self.limits.context_len} tokens)"
+
     def _check_prompt(self, prompt: Any) -> None:
         if not isinstance(prompt, list) or not prompt or any(type(i) is not int for i in prompt):
-            raise BadRequest("input_ids must be a non-empty list of integers")
+            raise BadRequest("input_ids must be a non-empty list of integers, or a list of such lists")
         if min(prompt) < 0 or max(prompt) >= self.limits.vocab_size:
             bad = next(i for i in prompt if not 0 <= i < self.limits.vocab_size)
-            raise BadRequest(f"input_ids has token id {bad}: the vocabulary is 0..{self.limits.vocab_size - 1}")
+            raise BadRequest(f"input_ids has token id {shown(bad)}: the vocabulary is 0..{self.limits.vocab_size - 1}")
         if len(prompt) >= self.limits.max_tokens:
-            limit, what = self.limits.context_len, "the model's context length"
-            if self.limits.max_tokens < limit:
-                limit, what = self.limits.max_tokens, "the size of the KV pool"
-            raise BadRequest(f"The input ({len(prompt)} tokens) is longer than {what} ({limit} tokens)")
+            raise BadRequest(f"The input ({len(prompt)} tokens) is longer than {self._bound}")
 
     def _sampling(self, raw: Any) -> SamplingParams:
         try:
@@ -104,11 +124,24 @@ class RequestReader:
                 raise BadRequest(f"{name} is not supported by the embedded engine; leave it at {value}")
         if any(i >= self.limits.vocab_size for i in sampling.stop_token_ids):
             raise BadRequest(
-                f"stop_token_ids {sampling.stop_token_ids}: the vocabulary is 0..{self.limits.vocab_size - 1}"
+                f"stop_token_ids {shown(sampling.stop_token_ids)}: the vocabulary is 0..{self.limits.vocab_size - 1}"
             )
+        self._check_stops(sampling)
+        return sampling
+
+    def _check_stops(self, sampling: SamplingParams) -> None:
         if sampling.stop and self.detokenizer.tokenizer is None:
             raise BadRequest("stop needs a tokenizer and the model folder has none: use stop_token_ids")
-        return sampling
+        if len(sampling.stop) > MAX_STOPS or any(len(text) > MAX_STOP_CHARACTERS for text in sampling.stop):
+            raise BadRequest(f"stop takes up to {MAX_STOPS} strings of up to {MAX_STOP_CHARACTERS} characters each")
+        if sampling.min_new_tokens and len(self._stop_ids(sampling)) >= self.limits.vocab_size:
+            raise BadRequest(
+                "every token of the vocabulary stops, and min_new_tokens forbids that: none could be drawn"
+            )
+
+    def _stop_ids(self, sampling: SamplingParams) -> frozenset[int]:
+        eos = frozenset() if sampling.ignore_eos else self.limits.eos_token_ids
+        return eos | frozenset(sampling.stop_token_ids)
 
     def _check_scored(self, prompt: list[int], sampling: SamplingParams, return_logprob: bool) -> None:
         if sampling.max_new_tokens != 0 or not return_logprob:
@@ -122,7 +155,6 @@ class RequestReader:
     def _sequence(self, rid, prompt, sampling: SamplingParams, index, return_logprob, stream, scored) -> Sequence:
         room = self.limits.max_tokens - len(prompt)
         wanted = room if sampling.max_new_tokens is None else min(sampling.max_new_tokens, room)
-        eos = frozenset() if sampling.ignore_eos else self.limits.eos_token_ids
         seed = sampling.sampling_seed
         if seed is None:
             seed = self._random.getrandbits(63)
@@ -133,11 +165,16 @@ class RequestReader:
             # the n samples of a seeded request differ from each other and are still reproducible
             seed=(seed + index * 0x9E3779B97F4A7C15 + 2**63) % 2**64 - 2**63,
             max_new_tokens=wanted,
-            stop_ids=eos | frozenset(sampling.stop_token_ids),
+            stop_ids=self._stop_ids(sampling),
             return_logprob=return_logprob,
             stream=stream,
             scored=scored,
         )
+
+
+def _check_count(count: int) -> None:
+    if count > MAX_SEQUENCES:
+        raise BadRequest(f"the request asks for {shown(count)} answers (prompts x n): at most {MAX_SEQUENCES}")
 
 
 def _refuse_other_fields(body: Mapping[str, Any]) -> None:
@@ -146,9 +183,9 @@ def _refuse_other_fields(body: Mapping[str, Any]) -> None:
             continue
         if name in NEUTRAL:
             if value not in NEUTRAL[name]:
-                raise BadRequest(f"{name} = {value!r} is not supported by the embedded engine")
+                raise BadRequest(f"{name} = {shown(value)} is not supported by the embedded engine")
         elif value is not None and value is not False:
-            raise BadRequest(f"unknown field `{name}`, expected one of {FIELDS}")
+            raise BadRequest(f"unknown field `{name[:64]}`, expected one of {FIELDS}")
 
 
 def _per_prompt(name: str, value: Any, count: int, kinds: tuple[type, ...]) -> list[Any]:
@@ -162,14 +199,14 @@ def _wants_score(body: Mapping[str, Any]) -> bool:
     """Whether the log-probs of the input are asked for; only of the whole of it."""
     start = body.get("logprob_start_len")
     if start not in (None, -1, 0) or isinstance(start, bool):
-        raise BadRequest(f"logprob_start_len = {start!r} is not supported by the embedded engine: use 0 or -1")
+        raise BadRequest(f"logprob_start_len = {shown(start)} is not supported by the embedded engine: use 0 or -1")
     return start == 0
 
 
 def _flag(body: Mapping[str, Any], name: str) -> bool:
     value = body.get(name)
     if value is not None and not isinstance(value, bool):
-        raise BadRequest(f"{name} must be true or false, got {value!r}")
+        raise BadRequest(f"{name} must be true or false, got {shown(value)}")
     return bool(value)
 
 

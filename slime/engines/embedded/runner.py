@@ -120,11 +120,21 @@ class ModelRunner:
             return torch.cuda.memory_reserved(self.device)
         return psutil.Process().memory_info().rss
 
+    def check_device(self) -> None:
+        """After a pass that failed: raises when the device answers to nothing any more, as CUDA does after an assertion."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+
     # -- memory ---------------------------------------------------------------------------------------------------
 
     def release_pool(self) -> None:
         self.pool = None
         self._empty_cache()
+
+    def wipe_pool(self) -> None:
+        if self.pool is not None:
+            self.pool.wipe()
 
     def restore_pool(self) -> None:
         if self.pool is None:

@@ -45,7 +45,10 @@ class SampleRows:
 
 @torch.inference_mode()
 def sample(logits: torch.Tensor, rows: SampleRows) -> tuple[list[int], list[float]]:
-    """Tokens and their log-probs under the temperature-scaled full distribution (unscaled for greedy rows)."""
+    """Tokens and their log-probs under the temperature-scaled full distribution (unscaled for greedy rows).
+
+    A row whose logits are no numbers, or that leaves no token to draw, gets some token with a log-prob that is not finite.
+    """
     logits = logits.float()
     greedy = rows.temperature == 0.0
     if not (rows.temperature == 1.0).all():
@@ -81,7 +84,7 @@ def _draw(log_probs: torch.Tensor, u: np.ndarray) -> torch.Tensor:
     target = torch.from_numpy(u).to(cumulative.device, dtype)[:, None] * total
     target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))  # rounding must not reach the end
     # right=True steps over tokens of probability 0: their cumulative value equals the one before
-    return torch.searchsorted(cumulative, target, right=True).squeeze(1)
+    return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp_(max=log_probs.shape[-1] - 1)
 
 
 def _filter(log_probs: torch.Tensor, rows: SampleRows) -> torch.Tensor:

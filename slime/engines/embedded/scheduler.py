@@ -45,6 +45,11 @@ class Pass:
     chunks: list[Chunk]
     rows: SampleRows
 
+    @property
+    def sequences(self) -> list[Sequence]:
+        """Everyone who takes part."""
+        return list(dict.fromkeys([*self.samplers, *(chunk.sequence for chunk in self.chunks)]))
+
 
 class SlotTable:
     """Per-slot facts of running sequences as arrays, so that a pass is laid out without a Python loop over them."""
@@ -120,6 +125,12 @@ class Scheduler:
         self._free_slots.append(sequence.slot)
         sequence.slot, sequence.blocks, sequence.num_computed = -1, [], 0
 
+    def forget(self, sequence: Sequence) -> None:
+        """Take out a running sequence whose pass failed: nothing that it computed is reused."""
+        self.running.remove(sequence)
+        sequence.num_computed = 0
+        self._leave(sequence)
+
     def retract(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._leave(sequence)
@@ -170,7 +181,6 @@ class Scheduler:
             ):
                 self.allocator.drop(shared)
                 return
-            self.waiting.popleft()
             sequence.blocks = shared + self.allocator.take(missing)
             sequence.num_computed = len(shared) * self.allocator.block_size
             sequence.epoch = self.allocator.epoch
@@ -178,7 +188,7 @@ class Scheduler:
                 sequence.cached_tokens = sequence.num_computed
             sequence.slot = self._free_slots.pop()
             self._slots.fill(sequence)
-            self.running.append(sequence)
+            self.running.append(self.waiting.popleft())  # last: whatever raises above, it is in a queue
             budget -= len(tokens) - sequence.num_computed
 
     def _chunks(self) -> list[Chunk]:

@@ -48,6 +48,11 @@ class Sequence:
     def done(self) -> bool:
         return self.finish is not None
 
+    @property
+    def failed(self) -> bool:
+        """It is answered with an error, whatever tokens it has."""
+        return self.finish is not None and self.finish.get("status_code") is not None
+
     def enter_version(self, version: str) -> None:
         """Tokens from here on are drawn from weights `version`."""
         start = len(self.output)
@@ -65,3 +70,8 @@ class Sequence:
 
 
 ABORTED = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+
+
+def failure(status: int, message: str, kind: str) -> dict[str, Any]:
+    """The finish reason of a request that is answered with an HTTP status instead of tokens."""
+    return {"type": "abort", "message": message, "status_code": status, "err_type": kind}

@@ -2,28 +2,43 @@
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from aiohttp import web
 
-from slime.engines.embedded.adapter import AdapterConfig
+from slime.engines.embedded.adapter import AdaptedWeights, AdapterConfig
 from slime.engines.embedded.engine import Engine
 from slime.engines.embedded.loop import EngineLoop
 from slime.engines.embedded.requests import BadRequest, Limits, RequestReader, answer_json
 from slime.engines.embedded.sequence import Sequence
 from slime.engines.embedded.update_groups import GroupPlace, UpdateGroups, read_bucket
-from slime.engines.embedded.weights import BadWeights, DiskSource, GroupSource, SharedMemorySource
+from slime.engines.embedded.weights import BadWeights, DiskSource, GroupSource, SharedMemorySource, Source, WeightStore
 from slime.wire.control import PAUSE_MODES, TAGS
 from slime.wire.dialects import EMBEDDED
 from slime.wire.manifest import WeightManifest
+from slime.wire.protocol import shown
 
-_MAX_BODY_BYTES = 256 << 20
+logger = logging.getLogger(__name__)
+
+_MAX_BODY_BYTES = 32 << 20  # JSON is read in one go, and nobody else is served meanwhile: a second at most
+_BODY_DEADLINE_S = 120.0
+_SMALL_BODY_BYTES = 1 << 18  # requests of up to so many bytes, and without text, are read where they come in
+
+
+class RequestFailed(Exception):
+    """The engine could not serve a request that was in order: `status` and why."""
+
+    def __init__(self, status: int, message: str):
+        super().__init__(message)
+        self.status = status
 
 
 class Server:
-    """Handlers. Each validates on this thread and lets the engine thread do the work."""
+    """Handlers. Each lets the engine thread do the work; what takes long before that (text, weights) has threads too."""
 
     def __init__(self, engine: Engine, static_info: dict[str, Any], seed: int):
         self.engine = engine
@@ -36,6 +51,8 @@ class Server:
         self.groups = UpdateGroups(engine.runner.device)
         self.model_path = static_info["model_path"]
         self.loop: EngineLoop | None = None  # set by start
+        # Of its own: whoever waits for weights takes a thread for long, and requests must not wait behind that.
+        self._reading = ThreadPoolExecutor(1, "requests")
 
     async def start(self, app: web.Application) -> None:
         self.loop = EngineLoop(self.engine)
@@ -86,22 +103,29 @@ class Server:
             return _error(503, f"memory is released ({sorted(self.engine.released)}): call /resume_memory_occupation")
         body = await _read_json(request)
         self._check_adapter(body.pop("lora_path", None))
-        sequences, is_list = self.reader.read(body)
+        sequences, is_list = await self._read(body, request.content_length)
         if sequences[0].stream:
             return await self._stream(request, sequences[0])
         answers = await self._finish(sequences)
         return web.json_response(answers if is_list else answers[0])
 
+    async def _read(self, body: dict[str, Any], nbytes: int | None) -> tuple[list[Sequence], bool]:
+        if "text" not in body and nbytes is not None and nbytes <= _SMALL_BODY_BYTES:
+            return self.reader.read(body)
+        return await asyncio.get_running_loop().run_in_executor(self._reading, self.reader.read, body)
+
     def _check_adapter(self, wanted: Any) -> None:
         """A request may name the adapters that all requests get, and no others."""
         if wanted is not None and wanted != self.engine.adapters.name:
-            raise BadRequest(f"lora_path is {wanted!r}: this engine has {self.engine.adapters.name or 'no adapters'}")
+            held = self.engine.adapters.name or "no adapters"
+            raise BadRequest(f"lora_path is {shown(wanted)}: this engine has {held}")
 
     async def _finish(self, sequences: list[Sequence]) -> list[dict[str, Any]]:
         listeners = [self.loop.submit(sequence) for sequence in sequences]
         try:
             for listener in listeners:
                 await listener.wait()
+            _raise_failure(sequences)
             return [answer_json(sequence, self.engine.detokenizer) for sequence in sequences]
         finally:
             for sequence in sequences:
@@ -109,12 +133,17 @@ class Server:
 
     async def _stream(self, request: web.Request, sequence: Sequence) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        await response.prepare(request)
         listener = self.loop.submit(sequence)
         try:
             finished = False
             while not finished:
                 await listener.wait()
+                if not response.prepared:
+                    _raise_failure([sequence])
+                    await response.prepare(request)
+                elif sequence.failed:  # what was sent cannot be taken back
+                    request.transport.abort()
+                    return response
                 chunk = answer_json(sequence, self.engine.detokenizer)
                 finished = chunk["meta_info"]["finish_reason"] is not None
                 await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
@@ -135,7 +164,7 @@ class Server:
     async def pause_generation(self, request: web.Request) -> web.Response:
         mode = (await _read_json(request)).get("mode", "abort")
         if mode not in PAUSE_MODES:
-            raise BadRequest(f"mode is {mode!r}: expected one of {PAUSE_MODES}")
+            raise BadRequest(f"mode is {shown(mode)}: expected one of {PAUSE_MODES}")
         await self.loop.call_and_tell(self.engine.pause, mode)
         return web.json_response({"status": "ok"})
 
@@ -166,7 +195,10 @@ class Server:
         probe, _ = self.reader.read(
             {"input_ids": [0], "rid": f"health-{time.monotonic_ns()}", "sampling_params": {"max_new_tokens": 1}}
         )
-        await self._finish(probe)
+        try:
+            await self._finish(probe)
+        except RequestFailed as error:
+            return _error(503, str(error))
         return web.Response()
 
     async def server_info(self, request: web.Request) -> web.Response:
@@ -190,41 +222,63 @@ class Server:
 
     # -- weights --------------------------------------------------------------------------------------------------
 
-    async def update_weights_from_shared_memory(self, request: web.Request) -> web.Response:
-        manifest = _manifest(await _read_json(request))
-        # Checksums run beside generation, on another thread; only the copy stops it.
-        source = await asyncio.to_thread(SharedMemorySource.open, manifest)
+    async def _update(
+        self,
+        open_source: Callable[[], Source],
+        held: WeightStore | AdaptedWeights,
+        apply: Callable[[Source], tuple[int, int]],
+    ) -> tuple[int, int]:
+        """Opened and checked beside generation, on another thread; only the copy stops it. Returns (tensors, bytes)."""
+
+        def checked() -> Source:
+            source = open_source()
+            try:
+                held.check(source)
+                held.check_finite(source)
+            except BaseException:
+                source.close()
+                raise
+            return source
+
+        source = await asyncio.to_thread(checked)
         try:
-            count, _ = await self.loop.call(self.engine.update_weights, source, manifest.version)
+            return await self.loop.call(apply, source)
         finally:
             source.close()
+
+    async def update_weights_from_shared_memory(self, request: web.Request) -> web.Response:
+        manifest = await _manifest(await _read_json(request))
+        engine = self.engine
+        count, _ = await self._update(
+            lambda: SharedMemorySource.open(manifest),
+            engine.weights,
+            lambda source: engine.update_weights(source, manifest.version),
+        )
         return _updated(manifest.version, count, manifest.nbytes, manifest.checksum)
 
     async def load_adapter(self, request: web.Request) -> web.Response:
         """Low-rank adapters, by a manifest; all requests get them, whether or not they name them."""
         body = await _read_json(request)
-        name, manifest = body.get("lora_name"), _manifest(body.get("manifest"))
+        name, manifest = body.get("lora_name"), await _manifest(body.get("manifest"))
         if not isinstance(name, str) or not name:
             raise BadRequest("lora_name must be a string")
-        config = AdapterConfig.from_json(body.get("config_dict"))
-        source = await asyncio.to_thread(SharedMemorySource.open, manifest)
-        try:
-            count, _ = await self.loop.call(self.engine.update_adapter, source, config, name, manifest.version)
-        finally:
-            source.close()
+        config, engine = AdapterConfig.from_json(body.get("config_dict")), self.engine
+        count, _ = await self._update(
+            lambda: SharedMemorySource.open(manifest),
+            engine.adapters,
+            lambda source: engine.update_adapter(source, config, name, manifest.version),
+        )
         return _updated(manifest.version, count, manifest.nbytes, manifest.checksum)
 
     async def update_weights_from_disk(self, request: web.Request) -> web.Response:
-        body = await _read_json(request)
+        body, engine = await _read_json(request), self.engine
         path = body.get("model_path")
         if not isinstance(path, str):
             raise BadRequest("model_path must be a string")
-        source = await asyncio.to_thread(DiskSource, path)
-        version = str(body.get("weight_version") or self.engine.version)
-        try:
-            count, nbytes = await self.loop.call(self.engine.update_weights, source, version)
-        finally:
-            source.close()
+        version = str(body.get("weight_version") or engine.version)
+        count, nbytes = await self._update(
+            lambda: DiskSource(path), engine.weights, lambda source: engine.update_weights(source, version)
+        )
         self.model_path = path
         return _updated(version, count, nbytes, None)
 
@@ -236,7 +290,7 @@ class Server:
     async def leave_group(self, request: web.Request) -> web.Response:
         name = (await _read_json(request)).get("group_name")
         left = await asyncio.to_thread(self.groups.leave, name)
-        message = f"{name} is left" if left else f"{name} is not a group of this engine"
+        message = f"{name} is left" if left else f"{shown(name)} is not a group of this engine"
         return web.json_response({"success": left, "message": message}, status=200 if left else 400)
 
     async def update_weights_from_group(self, request: web.Request) -> web.Response:
@@ -265,13 +319,15 @@ class Server:
             return web.json_response({"success": True, "message": "", "checksums": checksums})
         if action in ("compare", "compare_adapter"):
             held = self.engine.weights if action == "compare" else self.engine.adapters
-            source = await asyncio.to_thread(SharedMemorySource.open, _manifest(body.get("manifest")))
+            source = await asyncio.to_thread(SharedMemorySource.open, await _manifest(body.get("manifest")))
             try:
                 mismatched = await self.loop.call(held.differing, source)
             finally:
                 source.close()
             return web.json_response({"success": not mismatched, "message": "", "mismatched": mismatched})
-        raise BadRequest(f"action is {action!r}: expected checksum, or compare or compare_adapter with a manifest")
+        raise BadRequest(
+            f"action is {shown(action)}: expected checksum, or compare or compare_adapter with a manifest"
+        )
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
@@ -305,22 +361,44 @@ def make_static_info(engine: Engine, model_path: str, version: str) -> dict[str,
     }
 
 
-async def _read_json(request: web.Request) -> Any:
-    raw = await request.read()
+def _raise_failure(sequences: list[Sequence]) -> None:
+    """One answer for all of a request: the first that failed is it."""
+    for sequence in sequences:
+        if sequence.failed:
+            raise RequestFailed(
+                sequence.finish["status_code"], f"request {sequence.rid}: {sequence.finish['message']}"
+            )
+
+
+async def _read_json(request: web.Request) -> dict[str, Any]:
+    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise web.HTTPUnsupportedMediaType(
+            text="compressed bodies are not taken: a small one may unfold to any size\n"
+        )
+    try:
+        async with asyncio.timeout(_BODY_DEADLINE_S):
+            raw = await request.read()
+    except TimeoutError:
+        raise web.HTTPRequestTimeout(text=f"the body did not come within {_BODY_DEADLINE_S:g} s\n") from None
     if not raw:
         return {}
     try:
-        body = json.loads(raw)
-    except ValueError as error:
-        raise BadRequest(f"the body is not JSON: {error}") from error
+        body = json.loads(raw, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the body is not JSON: {shown(str(error))}") from error
     if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object")
     return body
 
 
-def _manifest(data: Any) -> WeightManifest:
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+async def _manifest(data: Any) -> WeightManifest:
+    """Read on another thread: that of a large model has tens of thousands of entries."""
     try:
-        return WeightManifest.from_json(data)
+        return await asyncio.to_thread(WeightManifest.from_json, data)
     except ValueError as error:
         raise BadRequest(str(error)) from error
 
@@ -330,7 +408,7 @@ def _tags(body: dict[str, Any]) -> list[str]:
     if tags is None:
         return list(TAGS)
     if not isinstance(tags, list) or any(tag not in TAGS for tag in tags):
-        raise BadRequest(f"tags is {tags!r}: expected a list out of {TAGS}")
+        raise BadRequest(f"tags is {shown(tags)}: expected a list out of {TAGS}")
     return tags
 
 
@@ -352,3 +430,5 @@ async def _errors_as_json(request: web.Request, handler) -> web.StreamResponse:
         return _error(400, str(error), success=False, message=str(error))
     except BadRequest as error:
         return _error(400, str(error))
+    except RequestFailed as error:
+        return _error(error.status, str(error))

@@ -11,19 +11,26 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Any | None):
         self.tokenizer = tokenizer
+        # Characters (or bytes, of which a character has more) that one token can stand for.
+        self.longest_token = max(map(len, tokenizer.get_vocab()), default=1) if tokenizer is not None else 1
 
     @classmethod
     def load(cls, model_path: str) -> "Detokenizer":
         from transformers import AutoTokenizer  # late: takes seconds to import
 
         try:
-            return cls(AutoTokenizer.from_pretrained(model_path))
+            tokenizer = AutoTokenizer.from_pretrained(model_path)
         except (OSError, ValueError):
             return cls(None)
+        tokenizer("a")  # what a file says about truncation is put aside now, and not while another thread decodes
+        return cls(tokenizer)
 
     @property
     def eos_token_id(self) -> int | None:
         return None if self.tokenizer is None else self.tokenizer.eos_token_id
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer(text)["input_ids"]
 
     def decode(self, ids: Ids[int], sampling: SamplingParams) -> str:
         if self.tokenizer is None:

@@ -15,6 +15,7 @@ from slime.engines.embedded.requests import BadRequest
 from slime.engines.embedded.weights import BadWeights
 from slime.utils.process_groups import group_beside_the_default
 from slime.wire.manifest import DTYPES
+from slime.wire.protocol import shown
 
 # The trainer's own deadline is shorter, and it closes its connections when that has passed.
 _TIMEOUT = datetime.timedelta(minutes=10)
@@ -39,10 +40,12 @@ class GroupPlace:
         numbers = [body.get(key) for key in ("master_port", "rank_offset", "world_size")]
         if not all(isinstance(text, str) and text for text in texts):
             raise BadRequest("group_name and master_address must be strings")
-        if not all(type(number) is int for number in numbers) or not 0 < numbers[1] < numbers[2]:
-            raise BadRequest("master_port, rank_offset and world_size must be integers, 0 < rank_offset < world_size")
+        if not all(type(number) is int and 0 < number < 1 << 16 for number in numbers) or numbers[1] >= numbers[2]:
+            raise BadRequest(
+                "master_port, rank_offset and world_size must be integers below 65536, 0 < rank_offset < world_size"
+            )
         if body.get("backend") not in _BACKENDS:
-            raise BadRequest(f"backend is {body.get('backend')!r}: expected one of {_BACKENDS}")
+            raise BadRequest(f"backend is {shown(body.get('backend'))}: expected one of {_BACKENDS}")
         return cls(*texts, *numbers, body["backend"])
 
 
@@ -63,24 +66,27 @@ class UpdateGroups:
         try:
             store = dist.TCPStore(place.address, place.port, place.world_size, False, _TIMEOUT, wait_for_workers=False)
             group = group_beside_the_default(store, place.rank, place.world_size, place.backend, place.name, _TIMEOUT)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError, TypeError) as error:
             raise BadWeights(f"{place.name} at {place.address}:{place.port} cannot be joined: {error}") from error
         device = self._device if place.backend == "nccl" else torch.device("cpu")
         self._groups[place.name] = (group, device)
 
     def leave(self, name: Any) -> bool:
         """False: there is no such group."""
-        held = self._groups.pop(name, None)
+        held = self._groups.pop(name, None) if isinstance(name, str) else None
         if held is not None:
             dist.destroy_process_group(held[0])
         return held is not None
 
     def receive(self, name: Any, bucket: list[tuple[str, torch.dtype, tuple[int, ...]]]) -> dict[str, torch.Tensor]:
         """The tensors that rank 0 broadcasts, in the order of `bucket`: (name, dtype, shape) of each."""
-        if name not in self._groups:
-            raise BadRequest(f"{name} is not a group of this engine, which has {sorted(self._groups)}")
+        if not isinstance(name, str) or name not in self._groups:
+            raise BadRequest(f"{shown(name)} is not a group of this engine, which has {sorted(self._groups)}")
         group, device = self._groups[name]
-        tensors = {tensor: torch.empty(shape, dtype=dtype, device=device) for tensor, dtype, shape in bucket}
+        try:
+            tensors = {tensor: torch.empty(shape, dtype=dtype, device=device) for tensor, dtype, shape in bucket}
+        except (RuntimeError, TypeError, OverflowError) as error:
+            raise BadWeights(f"there is no room for a bucket of {len(bucket)} tensors: {error}") from error
         try:
             handles = [dist.broadcast(tensor, src=0, group=group, async_op=True) for tensor in tensors.values()]
             for handle in handles:
@@ -95,11 +101,13 @@ def read_bucket(body: Mapping[str, Any]) -> list[tuple[str, torch.dtype, tuple[i
     names, dtypes, shapes = (body.get(key) for key in ("names", "dtypes", "shapes"))
     if not all(isinstance(part, list) for part in (names, dtypes, shapes)):
         raise BadRequest("names, dtypes and shapes must be lists")
+    if not all(isinstance(word, str) for word in (*names, *dtypes)):
+        raise BadRequest("names and dtypes must be lists of strings")
     if not len(set(names)) == len(names) == len(dtypes) == len(shapes):
         raise BadRequest("names must differ, and have a dtype and a shape each")
     unknown = [dtype for dtype in dtypes if dtype not in DTYPES]
     if unknown:
-        raise BadRequest(f"dtype {unknown[0]!r}: expected one of {sorted(DTYPES)}")
+        raise BadRequest(f"dtype {shown(unknown[0])}: expected one of {sorted(DTYPES)}")
     if not all(isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape) for shape in shapes):
         raise BadRequest("a shape must be a list of integers, none below zero")
     return [(name, DTYPES[dtype], tuple(shape)) for name, dtype, shape in zip(names, dtypes, shapes, strict=True)]

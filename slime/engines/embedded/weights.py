@@ -21,6 +21,8 @@ from slime.utils import shm
 from slime.utils.fp8 import SCALE_SUFFIX, dequantize_blocks
 from slime.wire.manifest import WeightManifest, byte_checksum
 
+_MAX_INDEX_BYTES = 256 << 20
+
 
 class BadWeights(ValueError):
     """The update was refused; the model is untouched."""
@@ -33,6 +35,7 @@ class Source(Protocol):
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]: ...
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -92,8 +95,12 @@ class DiskSource:
                 self._handles.append(handle)
                 for name in handle.keys():  # noqa: SIM118 (not a dict)
                     self.shapes[name] = tuple(handle.get_slice(name).get_shape())
-        except (OSError, SafetensorError) as error:
-            raise BadWeights(f"{folder} cannot be read as a checkpoint: {error}") from error
+        except BadWeights:
+            self.close()
+            raise
+        except (OSError, SafetensorError, ValueError, RecursionError) as error:
+            self.close()
+            raise BadWeights(f"{str(folder)[:1000]!r} cannot be read as a checkpoint: {error}") from error
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for handle in self._handles:
@@ -106,13 +113,32 @@ class DiskSource:
 
 def _checkpoint_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = json.loads(index.read_text())["weight_map"].values()
-        return [folder / name for name in sorted(set(names))]
-    files = sorted(folder.glob("*.safetensors"))
+    if index.exists():
+        files = [folder / name for name in _indexed_names(index)]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise BadWeights(f"{folder} has no .safetensors file")
+    for file in files:
+        _check_plain(file)
     return files
+
+
+def _indexed_names(index: Path) -> list[str]:
+    _check_plain(index)
+    if index.stat().st_size > _MAX_INDEX_BYTES:
+        raise BadWeights(f"{index} has {index.stat().st_size} bytes: that is no index of a checkpoint")
+    data = json.loads(index.read_text(encoding="utf-8"))
+    names = data.get("weight_map") if isinstance(data, dict) else None
+    if not isinstance(names, dict) or not all(isinstance(n, str) and Path(n).name == n for n in names.values()):
+        raise BadWeights(f"{index} has no weight_map of file names in its folder")
+    return sorted(set(names.values()))
+
+
+def _check_plain(file: Path) -> None:
+    """A pipe or a device in place of a file would be waited for without end."""
+    if not file.is_file():
+        raise BadWeights(f"{file} is missing, or is no plain file")
 
 
 @dataclass(frozen=True)
@@ -127,6 +153,9 @@ class GroupSource:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.named.items()
+
+    def close(self) -> None:
+        """Nothing is held open."""
 
 
 class DequantizedSource:
@@ -150,6 +179,9 @@ class DequantizedSource:
                     yield weight, dequantize_blocks(values, scale, self._block, torch.float32)
                 except ValueError as error:
                     raise BadWeights(f"{weight}: {error}") from error
+
+    def close(self) -> None:
+        self._source.close()
 
 
 class WeightStore:
@@ -196,6 +228,16 @@ class WeightStore:
                 )
 
     @torch.no_grad()
+    def check_finite(self, source: Source) -> None:
+        """Raise BadWeights at the first tensor with a value that is no finite number, or is none in the model's dtype.
+
+        Call `check` first. It reads every tensor, which takes as long as copying them.
+        """
+        parameters = self._parameters()
+        for name, tensor in self._plain(source).tensors():
+            refuse_non_finite(name, tensor, parameters[name].dtype)
+
+    @torch.no_grad()
     def apply(self, source: Source) -> tuple[int, int]:
         """Copy every tensor in; returns (tensors, bytes) that came. Call `check` first: this must not fail half-way."""
         parameters, nbytes = self._parameters(), 0
@@ -219,6 +261,15 @@ class WeightStore:
     @torch.no_grad()
     def checksums(self) -> dict[str, int]:
         return {name: byte_checksum(tensor_bytes(p)) for name, p in self._parameters().items()}
+
+
+def refuse_non_finite(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    """`dtype`: what it becomes. Rounding keeps the order, so the least and the greatest value tell for all."""
+    if tensor.numel() and tensor.is_floating_point():
+        values = tensor.float() if tensor.element_size() == 1 else tensor  # of 8 bits there is no minimum
+        ends = torch.stack(torch.aminmax(values)).to(dtype)
+        if not bool(ends.isfinite().all()):
+            raise BadWeights(f"tensor {name} has values that are not finite numbers (in {dtype}): nothing is changed")
 
 
 def _experts(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
