@@ -1,6 +1,8 @@
 """Writes a folder that `from_pretrained` reads, from a stream of weight buckets; it appears whole or not at all."""
 
+import itertools
 import json
+import logging
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +12,8 @@ import torch.distributed as dist
 
 from slime.backends.base import Bucket
 from slime.backends.further_heads import unbuilt_heads
+
+logger = logging.getLogger(__name__)
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -103,10 +107,15 @@ def _copy_tokenizer(source: str, folder: Path) -> None:
 
 
 def _replace(new: Path, path: Path) -> None:
-    """Rename `new` to `path`; an older folder there is moved aside first and removed after."""
-    old = path.with_name(path.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
-    if path.exists():
-        path.rename(old)
+    """Rename `new` to `path`. A model there is replaced, for a resumed run saves a rollout again; anything else is kept."""
+    if not path.exists():
+        new.rename(path)
+        return
+    is_model = (path / "config.json").is_file()
+    old = next(name for i in itertools.count(1) if not (name := path.with_name(f"{path.name}.old-{i}")).exists())
+    path.rename(old)
     new.rename(path)
-    shutil.rmtree(old, ignore_errors=True)
+    if is_model:
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        logger.warning("%s was there and holds no model: it is now %s", path, old)

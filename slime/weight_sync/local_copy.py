@@ -139,6 +139,7 @@ class LocalCopy:
         """
         started = time.monotonic()
         self._folder.mkdir(parents=True, exist_ok=True)
+        self._refuse_strange_weights()
         with self._locked(deadline_s):
             attempts = _Attempts()
             what = f"weights {version or 'newest'} from {source}"
@@ -234,6 +235,12 @@ class LocalCopy:
         sync_path(self._folder)
         replace_text(self._folder / _STATE, json.dumps({"version": version, "folder": target.name}))
         return target
+
+    def _refuse_strange_weights(self) -> None:
+        """Folders called `weights-...` are removed one by one here, so they must be ours."""
+        strange = next(self._folder.glob("weights-*"), None)
+        if strange is not None and not (self._folder / _LOCK).exists():
+            raise DeltaError(f"{self._folder} holds {strange.name}, which is no copy of ours; give an empty folder.")
 
     def _tidy(self, keep: str | None) -> None:
         """Before a new version: the one before the current is loaded by nobody any more."""

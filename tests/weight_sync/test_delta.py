@@ -265,6 +265,16 @@ def test_a_delta_that_was_made_from_another_version_than_the_list_says_is_refuse
     assert copy.version == "run:1"
 
 
+def test_weights_that_are_no_copy_of_ours_are_not_removed(place, tmp_path):
+    _, sender, copy, source = place
+    mine = tmp_path / "local" / "weights-mine"
+    mine.mkdir(parents=True)
+    publish(sender, small_state(), "run:1")
+    with pytest.raises(DeltaError, match="holds weights-mine, which is no copy of ours"):
+        copy.bring_to(source, "run:1")
+    assert mine.is_dir()
+
+
 def test_a_list_of_another_machine_cannot_name_files_outside(tmp_path):
     entry = {"version": "r:1", "base": None, "folder": "../../etc", "nbytes": 1}
     with pytest.raises(DeltaError, match=r"'../../etc' is no name"):
