@@ -24,6 +24,7 @@ from slime.cluster.checkpoint import (
     stage_checkpoint,
 )
 from slime.cluster.janitor import Janitor
+from slime.cluster.model_checks import check_models
 from slime.cluster.placement import Placement, plan_placement
 from slime.cluster.residency import GENERATE, TRAIN, Phase, Residency
 from slime.cluster.rollout_manager import Generated, RolloutFacts
@@ -54,6 +55,7 @@ class Cluster:
 
     def __init__(self, args: Args):
         check_plugins(args)
+        check_models(args)
         check_prompt_files(args)
         configure_logger()
         self._args = args

@@ -134,6 +134,22 @@ def test_a_missing_plug_in_file_is_told(world, end):
     assert_one_message(ended, "--custom-rm-path", f"{world}/absent.py")
 
 
+def test_a_model_folder_without_a_tokenizer_is_told(world, end, tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(world / "model" / name)
+    ended = end("tokenizer", hf_checkpoint=tmp_path)
+    assert_one_message(ended, f"--hf-checkpoint is {tmp_path}: the folder has no tokenizer")
+    assert not (world / "tokenizer" / "config.json").exists()
+
+
+def test_a_model_that_is_nowhere_is_told_in_a_few_lines(world, end, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # the test must not ask the hub
+    ended = end("nowhere", hf_checkpoint="nothere")
+    assert_one_message(ended, "--hf-checkpoint is nothere: there is no such folder here")
+    assert len(ended.err.splitlines()) <= 3
+    assert not (world / "nowhere" / "config.json").exists()
+
+
 def test_a_folder_that_is_no_checkpoint_cannot_be_loaded(world, end):
     ended = end("load", load=world / "model")
     assert_one_message(ended, f"--load {world}/model", "no complete checkpoint", "--save")

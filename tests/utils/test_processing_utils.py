@@ -31,3 +31,9 @@ def test_an_image_becomes_a_png_data_uri():
     assert uri.startswith("data:image/png;base64,")
     assert base64.b64decode(uri.split(",")[1]).startswith(b"\x89PNG")
     assert encode_image_for_rollout_engine("http://host/a.png") == "http://host/a.png"
+
+
+def test_a_folder_without_a_vocabulary_is_no_tokenizer(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(ValueError, match="has no tokenizer"):
+        load_tokenizer(str(tmp_path))

@@ -22,6 +22,7 @@ from slime.cli.quickstart.outcome import Outcome, draw_plot, read_outcome, summa
 from slime.cli.quickstart.plan import RECIPES, Recipe, build_rl_argv, build_sft_argv, warmed_up
 from slime.cli.quickstart.presets import PRESETS, describe
 from slime.cli.train import load_args, run_loop
+from slime.cluster.model_checks import check_models
 from slime.observability.logging_utils import configure_logger
 
 RANDOM_REWARD = "random-reward"
@@ -104,6 +105,7 @@ def rehearse(options: Options, screen: Screen) -> None:
                 args = load_args(rl_argv(recipe, scratch, files, checkpoint))
             if recipe.warm_up:
                 load_args(sft_argv(recipe, scratch, files, checkpoint))
+            check_models(args)
     check_evaluations(args)
 
 

@@ -1,0 +1,93 @@
+"""Whether a model can be loaded: its folder or its name on the hub, and its tokenizer; asked before any process starts."""
+
+import concurrent.futures
+import threading
+from collections.abc import Callable
+from difflib import get_close_matches
+from pathlib import Path
+
+HUB_TIMEOUT_S = 10.0
+# One of these is in every folder that holds a tokenizer, whatever its kind; some bring code of their own.
+TOKENIZER_FILES = ("tokenizer*", "tokenization_*.py", "vocab*", "*.model", "*.spm", "*.tiktoken", "tekken.json")
+
+
+def check_model(flag: str, model: str, *, tokenizer: bool = False, whole: bool = True) -> None:
+    """Raises ValueError, in a sentence, where `model` is no model folder and no model that the hub gives us.
+
+    `tokenizer`: prompts will be made with it. `whole`: a folder must hold config.json; a checkpoint of ours does not. A name on the hub is looked up there, once and with a short deadline; the
+    libraries would ask again and again for a minute and a half.
+    """
+    folder = Path(model)
+    if folder.is_dir():
+        if whole:
+            _check_folder(flag, folder, tokenizer)
+    elif folder.exists():
+        raise ValueError(f"{flag} is {model}: a file; give the folder that holds config.json and the weights.")
+    else:
+        _check_on_hub(flag, model)
+
+
+def _check_folder(flag: str, folder: Path, tokenizer: bool) -> None:
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{flag} is {folder}: no config.json there, so it is not a Hugging Face model folder.")
+    if tokenizer and not has_tokenizer(folder):
+        raise ValueError(
+            f"{flag} is {folder}: the folder has no tokenizer (tokenizer.json, tokenizer.model, vocab.json, ...), so no "
+            "prompt can be made; copy the tokenizer's files there from the model that it was made from."
+        )
+
+
+def has_tokenizer(folder: Path) -> bool:
+    return any(next(folder.glob(pattern), None) for pattern in TOKENIZER_FILES)
+
+
+def _check_on_hub(flag: str, model: str) -> None:
+    why = _ask_hub(model)
+    if why is None:
+        return
+    parent, name = Path(model).parent, Path(model).name
+    near = get_close_matches(name, [path.name for path in parent.iterdir()], n=1) if parent.is_dir() else []
+    hint = f" Did you mean {parent / near[0]}?" if near else ""
+    raise ValueError(f"{flag} is {model}: there is no such folder here, and {why}.{hint}")
+
+
+def _ask_hub(model: str) -> str | None:
+    """None: the hub, or our copy of what it holds, has the model. Otherwise why not."""
+    import huggingface_hub  # slow to import, and needed for names on the hub alone
+    from huggingface_hub import constants, errors
+
+    try:
+        if isinstance(huggingface_hub.try_to_load_from_cache(model, "config.json"), str):
+            return None
+        if constants.HF_HUB_OFFLINE:
+            return "HF_HUB_OFFLINE is set, so the hub is not asked"
+        url = huggingface_hub.hf_hub_url(model, "config.json")
+        _within(lambda: huggingface_hub.get_hf_file_metadata(url, timeout=HUB_TIMEOUT_S))
+    except errors.GatedRepoError:
+        return f"the hub gives {model} only to those it knows: ask for access there, then `hf auth login`"
+    except (errors.RepositoryNotFoundError, errors.EntryNotFoundError, errors.HFValidationError):
+        return f"the hub has no model of that name ({constants.ENDPOINT}; a private one needs `hf auth login`)"
+    except errors.HfHubHTTPError:
+        return None  # it has troubles of its own, and the libraries know how to wait
+    except Exception as error:  # whatever the HTTP library of the day raises without a connection
+        return f"the hub ({constants.ENDPOINT}) cannot be reached: {str(error) or type(error).__name__}"
+    return None
+
+
+def _within(ask: Callable[[], object]) -> None:
+    """Call it on a thread that nobody waits for longer: looking up a name may take minutes, whatever the timeout."""
+    answer: concurrent.futures.Future = concurrent.futures.Future()
+
+    def call() -> None:
+        try:
+            answer.set_result(ask())
+        except BaseException as error:  # it belongs to the caller
+            answer.set_exception(error)
+
+    threading.Thread(target=call, name="hub", daemon=True).start()
+    try:
+        answer.result(HUB_TIMEOUT_S)
+    except concurrent.futures.TimeoutError:
+        if answer.done():
+            raise
+        raise TimeoutError(f"no answer in {HUB_TIMEOUT_S:.0f} s") from None
