@@ -23,7 +23,16 @@ from slime.cluster.save_folder import same_folder
 from slime.utils.checksums import FileRecord, files_below, record_files, sync_path
 from slime.utils.errors import RunStopped
 from slime.utils.plain_files import load_plain, save_plain
-from slime.utils.step_folders import MANIFEST, DamageOf, Manifest, StepFolder, by_size, find_step, step_folders
+from slime.utils.step_folders import (
+    MANIFEST,
+    DamageOf,
+    Manifest,
+    StepFolder,
+    by_size,
+    find_step,
+    step_folders,
+    step_path,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +138,7 @@ def stage_checkpoint(
             f"it needs about {needed_bytes >> 20} MiB"
         )
     discard_staged(folder)
-    staging = folder / f"step_{manifest.rollout_id:07d}.tmp"
+    staging = step_path(folder, manifest.rollout_id).with_suffix(".tmp")
     staging.mkdir()
     write_trainer(staging / "trainer")
     return StagedCheckpoint(staging, manifest)

@@ -43,7 +43,7 @@ from slime.rollout.prompt_formats import check_prompt_files
 from slime.utils import shm
 from slime.utils.accelerator import device_count
 from slime.utils.plain_files import save_plain
-from slime.utils.step_folders import Manifest, StepFolder
+from slime.utils.step_folders import Manifest, StepFolder, step_path
 from slime.weight_sync import LIVE_TRANSPORTS, Site, choose_transport
 from slime.weight_sync.lora import choose_adapter_transport
 
@@ -232,19 +232,32 @@ class Cluster:
             save_plain(generated.cursor, self._staged.staging / ROLLOUT)
             if generated.cursor is None:
                 self._rollout.save_data_source(rollout_id)
-        self._save_hf(self._staged)
+            self._save_hf_inside(self._staged)
         self._finish_save(wait=not self._args.async_save)
+        self._save_hf_beside(rollout_id)
         self._log({"perf/save_model_time": time.monotonic() - started}, "rollout", rollout_id)
 
-    def _save_hf(self, staged: StagedCheckpoint) -> None:
-        """One that belongs into the checkpoint's own folder is part of the transaction."""
-        if not self._args.save_hf:
+    def _save_hf_inside(self, staged: StagedCheckpoint) -> None:
+        """A Hugging Face folder whose place is in the checkpoint's own is part of the transaction."""
+        path = self._hf_path(staged.rollout_id)
+        if path is not None and path.is_relative_to(staged.final.resolve()):
+            self._trainer.save_hf(staged.staging.resolve() / path.relative_to(staged.final.resolve()))
+
+    def _save_hf_beside(self, rollout_id: int) -> None:
+        """Elsewhere it is written after the checkpoint, which stays whatever becomes of it."""
+        path = self._hf_path(rollout_id)
+        if path is None or path.is_relative_to(step_path(self._args.save, rollout_id).resolve()):
             return
-        path = Path(self._args.save_hf.format(rollout_id=staged.rollout_id)).resolve()
-        if path.is_relative_to(staged.final.resolve()):
-            path = staged.staging.resolve() / path.relative_to(staged.final.resolve())
-        with self._naming_disk_errors(staged.rollout_id, "--save-hf", path.parent):
-            self._trainer.save_hf(path)
+        try:
+            with naming_disk_errors("--save-hf", path.parent, rollout_id):
+                self._trainer.save_hf(path)
+        except Exception:
+            self._finish_save(wait=True)
+            raise
+
+    def _hf_path(self, rollout_id: int) -> Path | None:
+        template = self._args.save_hf
+        return Path(template.format(rollout_id=rollout_id)).resolve() if template else None
 
     def _finish_save(self, *, wait: bool) -> None:
         """Complete the checkpoint that ranks write in the background, if they are done (or as soon as they are)."""
@@ -260,10 +273,10 @@ class Cluster:
         self._checkpoint_bytes = sum(record.num_bytes for record in checkpoint.manifest.files.values())
 
     @contextlib.contextmanager
-    def _naming_disk_errors(self, rollout_id: int, flag: str = "--save", folder: Path | None = None) -> Iterator[None]:
+    def _naming_disk_errors(self, rollout_id: int) -> Iterator[None]:
         """A checkpoint that cannot be written is told with the disk's reason, and what there is of it gives its room back."""
         try:
-            with naming_disk_errors(flag, folder or Path(self._args.save), rollout_id):
+            with naming_disk_errors("--save", Path(self._args.save), rollout_id):
                 yield
         except Exception:
             discard_staged(self._args.save)

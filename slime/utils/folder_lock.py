@@ -24,26 +24,33 @@ _POLL_S = 0.1
 class FolderLock:
     """Held from its making until `release` or the end of the process. Another one that wants it raises `FolderTaken`.
 
-    The file stays where it is: removing it would let two processes hold locks on two files of one name.
+    The file goes with the release. Who waited for it meanwhile holds a file that is no longer there, and begins anew.
     """
 
     def __init__(self, folder: Path, flag: str):
-        self._folder, self._flag = folder, flag
-        self._fd: int | None = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            self._acquire(self._fd)
-        except BaseException:
-            self.release()
-            raise
+        self._folder, self._flag, self._path = folder, flag, folder / LOCK_FILE
+        started = time.monotonic()
+        self._fd: int | None = None
+        while self._fd is None:
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                self._wait(fd, started)
+                if _is_at(fd, self._path):
+                    self._fd, fd = fd, -1
+            finally:
+                if fd >= 0:
+                    os.close(fd)
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
 
     def release(self) -> None:
         """Calling it again does nothing."""
         if self._fd is not None:
+            self._path.unlink(missing_ok=True)
             os.close(self._fd)
             self._fd = None
 
-    def _acquire(self, fd: int) -> None:
-        started = time.monotonic()
+    def _wait(self, fd: int, started: float) -> None:
         while not self._try(fd):
             holder = _read(fd)
             patience_s = _DEAD_HOLDER_S if _is_gone(holder) else _GRACE_S
@@ -53,8 +60,6 @@ class FolderLock:
                     "for its end, or give another folder."
                 )
             time.sleep(_POLL_S)
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
 
     def _try(self, fd: int) -> bool:
         try:
@@ -70,6 +75,14 @@ class FolderLock:
                 self._folder,
             )
         return True
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    """Whether the file that was opened is still the one of that name."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _read(fd: int) -> dict[str, Any]:

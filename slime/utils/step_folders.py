@@ -88,6 +88,10 @@ def step_folders(folder: str | Path) -> dict[int, Path]:
     return {step: path for step, path in found.items() if path.is_dir()}
 
 
+def step_path(folder: str | Path, rollout_id: int) -> Path:
+    return Path(folder) / f"step_{rollout_id:07d}"
+
+
 def read_step(path: Path) -> StepFolder:
     """A checkpoint with its manifest; DamagedCheckpoint or NewerCheckpoint where that cannot be read."""
     return StepFolder(path, _manifest_of(_read_json(path / MANIFEST), path))

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -33,9 +34,9 @@ def saving(folder, **changes):
     return SimpleNamespace(**{**values, **changes})
 
 
-def test_a_folder_that_is_not_there_yet_is_made_and_nothing_stays_in_it_but_the_lock(tmp_path):
+def test_a_folder_that_is_not_there_yet_is_made_and_nothing_stays_in_it(tmp_path):
     open_save_folder(saving(tmp_path / "a" / "b")).release()
-    assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == [".lock"]
+    assert list((tmp_path / "a" / "b").iterdir()) == []
 
 
 def test_a_file_in_place_of_the_folder_is_told(tmp_path):
@@ -136,6 +137,34 @@ def test_what_a_killed_run_left_behind_is_waited_for(tmp_path):
     started = time.monotonic()
     FolderLock(tmp_path, "--save").release()
     assert time.monotonic() - started < 60
+
+
+def test_many_who_want_the_lock_get_it_one_after_another(tmp_path):
+    """The file goes with each release: nobody may hold the file that went while another holds the new one."""
+    held, most, lock = [], [], threading.Lock()
+
+    def work():
+        for _ in range(5):
+            while True:
+                try:
+                    own = FolderLock(tmp_path, "--save")
+                    break
+                except ValueError:
+                    continue
+            with lock:
+                held.append(own)
+                most.append(len(held))
+            time.sleep(0.002)
+            with lock:
+                held.remove(own)
+            own.release()
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert max(most) == 1 and len(most) == 30
 
 
 def test_the_lock_is_not_handed_to_children(tmp_path):
