@@ -2,8 +2,10 @@
 
 import sys
 
-from slime.cli.train import main
+from slime.cli.train_async import main
 from slime.loop_async import train
 
+__all__ = ["main", "train"]
+
 if __name__ == "__main__":
-    sys.exit(main(train=train))
+    sys.exit(main())

@@ -5,6 +5,7 @@ groups in flight across rollouts (slime.rollout.fully_async_rollout), whose toke
 """
 
 from slime.arguments import Args
+from slime.arguments.stale_tokens import for_asynchronous_loop
 from slime.cluster.cluster import Cluster
 
 
@@ -14,6 +15,7 @@ def train(args: Args) -> None:
         raise ValueError(
             "--colocate makes engines and trainer take turns, so nothing can overlap: use train.py (slime train)"
         )
+    args = for_asynchronous_loop(args)
     with Cluster(args) as cluster:
         schedule = cluster.start()
         cluster.push_weights(schedule.start)

@@ -4,6 +4,8 @@ from typing import Any
 
 from slime.arguments.args import Args
 
+# The loops that may run the settings.
+SYNCHRONOUS, ASYNCHRONOUS = "synchronous", "asynchronous"
 DEFAULT = "default"
 COMMAND_LINE = "command line"
 
@@ -11,10 +13,21 @@ COMMAND_LINE = "command line"
 class Draft:
     """Values and their sources before they are frozen. Values read as attributes: `draft.rollout_batch_size`."""
 
-    def __init__(self, defaults: dict[str, Any]):
+    def __init__(self, defaults: dict[str, Any], *, training_loop: str = SYNCHRONOUS):
+        self.training_loop = training_loop  # no setting: whoever runs them knows
         self._values = dict(defaults)
         self._sources = dict.fromkeys(defaults, DEFAULT)
         self._warnings: list[str] = []
+
+    @classmethod
+    def of(cls, args: Args, *, training_loop: str) -> "Draft":
+        """Settings that are made again, with their sources."""
+        draft = cls({}, training_loop=training_loop)
+        for name, value in args.to_dict().items():
+            draft.set(name, value, args.sources[name])
+        for message in args.warnings:
+            draft.warn(message)
+        return draft
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name not in self._values:

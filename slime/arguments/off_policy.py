@@ -13,7 +13,10 @@ CORRECTIONS = ("use_tis", "use_rs", "use_rollout_logprobs", "keep_old_actor")
 class OffPolicyFlags:
     """Off-policy correction."""
 
-    use_tis: bool = flag(False, "weight the policy loss by the ratio of trainer to engine policy")
+    use_tis: bool = flag(
+        False,
+        "weight the policy loss by the ratio of trainer to engine policy; asynchronous runs do so unless told otherwise",
+    )
     tis_clip: float = flag(2.0, "upper bound of that weight", gt=0)
     tis_clip_low: float = flag(0.0, "lower bound of that weight", ge=0)
     tis_level: str = flag("token", "whose ratio: of the token, or of its sequence as product or mean", choices=LEVELS)

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from slime.arguments.args import Args
-from slime.arguments.draft import COMMAND_LINE, DEFAULT, Draft
+from slime.arguments.draft import COMMAND_LINE, DEFAULT, SYNCHRONOUS, Draft
 from slime.arguments.files import read_yaml_mapping
 from slime.arguments.flag import FlagSpec, convert
 from slime.arguments.groups import all_specs
@@ -36,11 +36,17 @@ _OWN_SGLANG_OPTIONS = [spec.option for spec in all_specs().values() if spec.opti
 AddArguments = Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None]
 
 
-def parse_args(argv: Sequence[str] | None = None, *, add_custom_arguments: AddArguments | None = None) -> Args:
+def parse_args(
+    argv: Sequence[str] | None = None,
+    *,
+    add_custom_arguments: AddArguments | None = None,
+    training_loop: str = SYNCHRONOUS,
+) -> Args:
     """The settings of a run from its command line (and the files it names), checked and complete.
 
     Raises ValueError for anything a user can get wrong. `--help` and `--print-config` print and exit with 0.
-    `add_custom_arguments(parser)` may add flags of its own with `parser.add_argument`.
+    `add_custom_arguments(parser)` may add flags of its own with `parser.add_argument`. `training_loop` is the one that will
+    run them: some defaults follow from it.
     """
     parser, custom = build_parser(add_custom_arguments)
     words = sys.argv[1:] if argv is None else list(argv)
@@ -49,7 +55,8 @@ def parse_args(argv: Sequence[str] | None = None, *, add_custom_arguments: AddAr
     words, megatron_flags = split_megatron_flags(words, set(known_options(parser)))
     given = _parse_command_line(parser, words)
     defaults = {name: copy.copy(spec.default) for name, spec in all_specs().items()}
-    draft = Draft(defaults | {name: flag.default for name, flag in custom.items()})
+    own = {name: flag.default for name, flag in custom.items()}
+    draft = Draft(defaults | own, training_loop=training_loop)
     draft.set("router_options", router_flags, DEFAULT)  # as written; the rules make one list of words of them
     if given.get("config"):
         server_flags = _apply_config_file(draft, given["config"], custom) | server_flags

@@ -28,6 +28,7 @@ from slime.arguments.rewards import RM_TYPES
 from slime.arguments.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slime.arguments.rollout_rules import fully_async_rollout
 from slime.arguments.sglang import need_python
+from slime.arguments.stale_tokens import correct_stale_tokens
 from slime.arguments.topology_rules import router, topology, topology_source
 from slime.arguments.trained_sampling import refusal
 from slime.arguments.trainer_rules import (
@@ -286,6 +287,7 @@ RULES: tuple[Rule, ...] = (
     distillation,
     preference_pairs,
     kept_models,
+    correct_stale_tokens,
     off_policy,
     derive_batch,
     micro_batches,

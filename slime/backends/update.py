@@ -136,8 +136,11 @@ def _add_passes(
     """
     for flag in ("use_rollout_logprobs", "use_tis", "use_rs", "get_mismatch_metrics"):
         if getattr(args, flag) and "rollout_log_probs" not in batch:
+            without = (
+                " Asynchronous runs choose it by default; --no-use-tis trains without." if flag == "use_tis" else ""
+            )
             raise ValueError(
-                f"--{flag.replace('_', '-')}: the rollout recorded no log-probs; return them with each sample."
+                f"--{flag.replace('_', '-')}: the rollout recorded no log-probs; return them with each sample.{without}"
             )
     needs_old = needs_old_log_probs(args, len(rank_data.steps))
     if not (needs_old or needs_reference(args) or needs_critic(args) or args.use_opd):

@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 
 from slime.arguments import Args
+from slime.arguments.draft import ASYNCHRONOUS
 from slime.cli import train
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one training with the asynchronous loop."""
-    return train.main(argv, train=run_loop)
+    return train.main(argv, train=run_loop, training_loop=ASYNCHRONOUS)
 
 
 def run_loop(args: Args) -> None:
