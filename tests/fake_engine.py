@@ -17,13 +17,15 @@ Script = Callable[[dict[str, Any], int], Any]
 
 class FakeEngine:
     """`script(payload, number)` may return None (answer normally), a status code, raw text, seconds to wait as
-    `{"delay_s": ...}`, `{"hold": True}` (until aborted, `tokens` made so far) or `{"tokens": [...], "finish": ...}`;
+    `{"delay_s": ...}`, `{"hold": True}` (until aborted, `tokens` made so far), `{"break": True}` (the connection ends),
+    `{"break_when": n}` (when it has n such requests) or `{"tokens": [...], "finish": ...}`;
     `meta` adds to what an answer says about itself."""
 
     def __init__(self, script: Script | None = None, *, num_tokens: int = 4, vocab: tuple[int, int] = (10, 60)):
         self.script, self.num_tokens, self.vocab = script, num_tokens, vocab
         self.version = "run:1"
         self.requests: list[dict[str, Any]] = []
+        self.paths: list[str] = []  # of everything that was posted
         self.aborts: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.running = self.most_running = 0
@@ -46,7 +48,7 @@ class FakeEngine:
         self._loop.close()
 
     async def _serve(self) -> int:
-        app = web.Application()
+        app = web.Application(middlewares=[self._note_path])
         app.router.add_post("/generate", self._generate)
         app.router.add_post("/abort_request", self._abort)
         app.router.add_get("/model_info", self._model_info)
@@ -57,6 +59,12 @@ class FakeEngine:
         await site.start()
         return site._server.sockets[0].getsockname()[1]
 
+    @web.middleware
+    async def _note_path(self, request: web.Request, handler) -> web.StreamResponse:
+        if request.method == "POST":
+            self.paths.append(request.path)
+        return await handler(request)
+
     async def _generate(self, request: web.Request) -> web.Response:
         payload = await request.json()
         number = len(self.requests)
@@ -66,6 +74,12 @@ class FakeEngine:
         self.most_running = max(self.most_running, self.running)
         action = self.script(payload, number) if self.script else None
         try:
+            if isinstance(action, dict) and ("break" in action or "break_when" in action):
+                while self.running < action.get("break_when", 1):
+                    await asyncio.sleep(0.01)
+                await asyncio.sleep(0.1)  # all that wait for it see it before the first of them is gone
+                request.transport.abort()
+                return web.Response()
             if payload.get("stream") and not isinstance(action, (int, str)):
                 return await self._stream(request, payload, action or {})
             return await self._answer(payload, action)

@@ -17,6 +17,7 @@ NEUTRAL: dict[str, float] = {
     "frequency_penalty": 0.0,
     "presence_penalty": 0.0,
 }
+GREEDY_BELOW = 1e-6  # temperatures at which engines draw greedily; that of slime.wire.protocol
 # Filters whose outcome an engine may tell: the ids that each token was drawn from.
 TOLD_BY_NUCLEUS = ("top_p", "top_k", "min_p")
 # Fields that allow some texts, or favour some tokens.
@@ -34,7 +35,8 @@ def refusal(
 
     `spelling` is how a user writes a name. `nucleus_told`: the engine says which ids each token was drawn from.
     """
-    if params.get("temperature") == 0 or params.get("top_k") == 1:
+    temperature = params.get("temperature")
+    if (isinstance(temperature, (int, float)) and 0 <= temperature < GREEDY_BELOW) or params.get("top_k") == 1:
         name = "top_k" if params.get("top_k") == 1 else "temperature"
         return f"{spelling(name)} is {params[name]}: greedy decoding is not a policy RL can improve. {_accept(name)}"
     for name in NEUTRAL:

@@ -1,17 +1,23 @@
 """A minimal balancer for installs without SGLang's router: the engine with the fewest requests in flight is next.
 
 It runs on the loop of the process that owns the engines. A session key pins a conversation to one engine, whose
-prefix cache knows it. A request whose engine breaks, answers 5xx or is taken out of rotation is sent to another one; with
-none left it waits. It has no control endpoints.
+prefix cache knows it. A request whose engine refuses the connection, answers 5xx or is taken out of rotation is sent to
+another one; with none left it waits. It forwards the endpoints that generate, and none that control an engine.
+
+An engine that breaks while it works on a request may have been broken by it, so the request goes back to that engine, when
+it is there again, and to no other; when it breaks a second time the request is given up. Only requests that were in
+company, and are therefore less suspect, may go to one other engine when theirs does not come back for long.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import aiohttp
 from aiohttp import web
@@ -21,13 +27,28 @@ from slime.engines.middleware import Middleware, RouterAnswer, RouterRequest, ch
 from slime.utils.async_utils import run
 from slime.utils.http_utils import get_session
 
+logger = logging.getLogger(__name__)
+
 SESSION_HEADER = "X-SMG-Routing-Key"
+# What reaches an engine. Whatever changes one (pause, weights, memory, profiles) is for those who own it.
+ENDPOINTS = frozenset(
+    (
+        "generate",
+        *("v1/completions", "v1/chat/completions", "v1/responses", "v1/messages", "v1/messages/count_tokens"),
+        *("v1/embeddings", "v1/rerank", "v1/score", "v1/classify", "encode", "classify"),
+        *("v1/tokenize", "v1/detokenize", "tokenize", "detokenize", "parse_function_call", "separate_reasoning"),
+    )
+)
 _MAX_BODY_BYTES = 256 * 1024**2
 _MAX_SESSIONS = 100_000  # the longest unused ones are forgotten
 _ALL_REFUSED_PAUSE_S = 0.2
-_HOP_HEADERS = frozenset({"host", "content-length", "connection", "transfer-encoding", "keep-alive"})
-# This engine is down: another one may serve. A generation has no side effect, so it may be sent again.
+_DYING_PAUSE_S = 1.0  # an engine on its way out may take a connection for a moment
+_LAST_WORDS_S = 0.05
+_RETURN_PATIENCE_S = 60.0  # of requests that were in company when their engine broke
+_HOP_HEADERS = frozenset({"host", "content-length", "connection", "transfer-encoding", "keep-alive", "expect"})
+# This engine is down. A generation has no side effect, so it may be sent again; where to is the question.
 _BROKEN = (TimeoutError, aiohttp.ClientConnectionError, aiohttp.ClientPayloadError)
+_NOT_REACHED = aiohttp.ClientConnectorError  # it saw nothing of the request
 
 
 class _Answer:
@@ -37,6 +58,28 @@ class _Answer:
 
     def __init__(self, status: int, body: bytes, kind: str = "application/json"):
         self.status, self.body, self.kind = status, body, kind
+
+    @classmethod
+    def error(cls, status: int, message: str) -> _Answer:
+        return cls(status, json.dumps({"error": message}).encode())
+
+
+@dataclass(frozen=True, slots=True)
+class _Errand:
+    """One request on its way. `request`: whose answer may be a stream; None: it must be whole."""
+
+    path: str
+    body: bytes
+    headers: dict[str, str]
+    request: web.Request | None
+    deadline: float  # when a wait for an engine ends
+
+
+@dataclass(frozen=True, slots=True)
+class _Broke:
+    """The engine broke after it had got the request. `alone`: it worked on nothing else."""
+
+    alone: bool
 
 
 class Balancer:
@@ -49,6 +92,7 @@ class Balancer:
         self, urls: Sequence[str], *, no_engine_timeout_s: float = 0.0, middlewares: Sequence[Middleware] = ()
     ):
         self._running: dict[str, set[asyncio.Task]] = {url: set() for url in urls}
+        self._num_broken: Counter[str] = Counter()  # requests under which an engine broke, in its present life
         self._session_home: OrderedDict[str, str] = OrderedDict()
         self._no_engine_timeout_s = no_engine_timeout_s
         self._middlewares = tuple(middlewares)
@@ -60,7 +104,7 @@ class Balancer:
         app.router.add_get("/workers", self._workers)
         app.router.add_get("/health", self._health)
         app.router.add_post("/{path:.*}", self._handle)
-        self._runner = web.AppRunner(app, access_log=None)
+        self._runner = web.AppRunner(app, access_log=None, auto_decompress=False)
         await self._runner.setup()
         try:
             await web.TCPSite(self._runner, host, port).start()
@@ -85,58 +129,85 @@ class Balancer:
 
     async def _add(self, url: str) -> None:
         self._running.setdefault(url, set())
+        self._num_broken.pop(url, None)
 
     async def _remove(self, url: str) -> None:
-        for task in self._running.pop(url, ()):
+        running = self._running.pop(url, set())
+        if running:
+            # If its process is dead, these connections have ended: let them say so, for that is another matter than leaving.
+            await asyncio.sleep(_LAST_WORDS_S)
+        for task in list(running):
             task.cancel()
 
     # ---- one request ---------------------------------------------------------------------------------------------
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
+        if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+            raise web.HTTPUnsupportedMediaType(text="compressed bodies are not taken\n")
         body, path = await request.read(), request.match_info["path"]
         headers = {k: v for k, v in request.headers.items() if k.lower() not in _HOP_HEADERS}
         payload = _json_object(body) if self._middlewares else None
         if payload is None or payload.get("stream"):
-            answer = await self._send_somewhere(path, body, headers, request)
+            answer = await self._send_somewhere(self._errand(path, body, headers, request))
             if isinstance(answer, web.StreamResponse):
                 return answer
             return web.Response(body=answer.body, status=answer.status, headers={"Content-Type": answer.kind})
         answer = await chain(self._middlewares, self._forward)(RouterRequest(f"/{path}", payload, headers))
         return web.json_response(answer.payload, status=answer.status)
 
+    def _errand(self, path: str, body: bytes, headers: dict[str, str], request: web.Request | None) -> _Errand:
+        return _Errand(path, body, headers, request, time.monotonic() + self._no_engine_timeout_s)
+
     async def _forward(self, request: RouterRequest) -> RouterAnswer:
         """What the innermost middleware calls."""
         body = json.dumps(request.payload).encode()
         headers = {**request.headers, "Content-Type": "application/json"}
-        answer = await self._send_somewhere(request.path.lstrip("/"), body, headers, None)
+        answer = await self._send_somewhere(self._errand(request.path.lstrip("/"), body, headers, None))
         try:
             return RouterAnswer(answer.status, json.loads(answer.body))
         except ValueError:
             return RouterAnswer(answer.status, {"error": answer.body.decode(errors="replace")})
 
-    async def _send_somewhere(
-        self, path: str, body: bytes, headers: dict[str, str], request: web.Request | None
-    ) -> _Answer | web.StreamResponse:
-        deadline = time.monotonic() + self._no_engine_timeout_s
-        session, tried = headers.get(SESSION_HEADER), set()
+    async def _send_somewhere(self, errand: _Errand) -> _Answer | web.StreamResponse:
+        if errand.path not in ENDPOINTS:
+            return _Answer.error(404, f"/{errand.path[:100]} is not forwarded to engines; /generate is, for example")
+        session, tried = errand.headers.get(SESSION_HEADER), set()
         failed: _Answer | None = None
+        is_suspect = False
         while True:
             url = self._choose(session, tried)
             if url is None:
                 if failed is not None:
                     return failed  # whoever is there fails: the client backs off
-                if time.monotonic() >= deadline:
-                    return _Answer(503, b'{"error": "no engine answers"}')
+                if time.monotonic() >= errand.deadline:
+                    return _Answer.error(503, "no engine answers")
                 tried.clear()
                 await asyncio.sleep(_ALL_REFUSED_PAUSE_S)
                 continue
             tried.add(url)
-            answer = await self._try(url, path, body, headers, request)
+            answer = await self._try(url, errand)
+            if isinstance(answer, _Broke):
+                answer = _given_up(url) if is_suspect else await self._send_back(url, errand, answer.alone)
+                is_suspect = True
             if isinstance(answer, _Answer) and answer.status >= 500:
                 # A sick engine fails fast, so it would always be the least busy one and draw every request.
                 failed = answer
             elif answer is not None:
                 return answer
+
+    async def _send_back(self, url: str, errand: _Errand, alone: bool) -> _Answer | web.StreamResponse | None:
+        """To the engine that broke under the request, once more. None: it does not come back, and another may be asked."""
+        patience = errand.deadline if alone else min(errand.deadline, time.monotonic() + _RETURN_PATIENCE_S)
+        await asyncio.sleep(_DYING_PAUSE_S)
+        while True:
+            answer = await self._try(url, errand) if url in self._running else None
+            if isinstance(answer, _Broke):
+                return _given_up(url)
+            if answer is not None and not (isinstance(answer, _Answer) and answer.status >= 500):
+                return answer
+            if time.monotonic() >= patience:
+                return _given_up(url) if alone else None
+            await asyncio.sleep(_ALL_REFUSED_PAUSE_S)
 
     def _choose(self, session: str | None, tried: set[str]) -> str | None:
         left = {url: len(tasks) for url, tasks in self._running.items() if url not in tried}
@@ -151,17 +222,21 @@ class Balancer:
                 self._session_home.popitem(last=False)
         return url
 
-    async def _try(
-        self, url: str, path: str, body: bytes, headers: dict[str, str], request: web.Request | None
-    ) -> _Answer | web.StreamResponse | None:
-        """None: this engine broke, or left, before it answered."""
+    async def _try(self, url: str, errand: _Errand) -> _Answer | web.StreamResponse | _Broke | None:
+        """None: this engine was not reached, or left before it answered."""
         running = self._running[url]
-        task = asyncio.ensure_future(self._send(f"{url}/{path}", body, headers, request))
+        task = asyncio.ensure_future(self._send(f"{url}/{errand.path}", errand))
         running.add(task)
         try:
             return await asyncio.shield(task)
-        except _BROKEN:
+        except _NOT_REACHED:
             return None
+        except _BROKEN as error:
+            # All requests of an engine that dies come here one by one: the first finds the others, those find its count.
+            alone = len(running) == 1 and not self._num_broken[url]
+            self._num_broken[url] += 1
+            logger.warning("engine %s broke under a request (%s: %s)", url, type(error).__name__, error)
+            return _Broke(alone)
         except asyncio.CancelledError:
             if task.cancelled() and self._running.get(url) is not running:
                 return None  # taken out of rotation
@@ -170,15 +245,13 @@ class Balancer:
         finally:
             running.discard(task)
 
-    async def _send(
-        self, target: str, body: bytes, headers: dict[str, str], request: web.Request | None
-    ) -> _Answer | web.StreamResponse:
-        async with get_session().post(target, data=body, headers=headers) as answer:
+    async def _send(self, target: str, errand: _Errand) -> _Answer | web.StreamResponse:
+        async with get_session().post(target, data=errand.body, headers=errand.headers) as answer:
             kind = answer.headers.get("Content-Type", "application/json")
-            if "event-stream" not in kind or request is None:
+            if "event-stream" not in kind or errand.request is None:
                 return _Answer(answer.status, await answer.read(), kind)
             stream = web.StreamResponse(status=answer.status, headers={"Content-Type": kind})
-            await stream.prepare(request)
+            await stream.prepare(errand.request)
             try:
                 async for chunk in answer.content.iter_any():
                     await stream.write(chunk)
@@ -197,9 +270,16 @@ class Balancer:
         return web.Response()
 
 
+def _given_up(url: str) -> _Answer:
+    """A 4xx: the client must not send it again, for the next engine to break."""
+    message = f"engine {url} broke while it worked on this request, so it is sent to no other; see the engine's log"
+    logger.error("given up on a request: %s", message)
+    return _Answer.error(422, message)
+
+
 def _json_object(body: bytes) -> dict | None:
     try:
         payload = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return payload if isinstance(payload, dict) else None

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from slime.arguments.trained_sampling import refusal
 from slime.utils import http_utils
 from slime.utils.errors import RunStopped
+from slime.wire.protocol import shown, wrong_token_id
 
 logger = logging.getLogger(__name__)
 
@@ -101,8 +102,21 @@ class PolicyRequests:
 
     def sending(self, url: str, payload: Any) -> None:
         """`http_utils` is about to post."""
+        if self._generates(url) and isinstance(payload, Mapping):
+            self._check_ids(url, payload.get("input_ids"))
         for params in self._sampling_of(url, payload):
             check_sampling(self._args, params)
+
+    def _check_ids(self, url: str, ids: Any) -> None:
+        """A token id outside the vocabulary takes some engines down, so it must not leave this process."""
+        prompts = ids if isinstance(ids, list) and ids and isinstance(ids[0], list) else [ids]
+        for prompt in prompts:
+            wrong = wrong_token_id(prompt, self._args.vocab_size) if isinstance(prompt, (list, tuple)) else None
+            if wrong is not None:
+                told = (
+                    f"not sent: input_ids has token id {shown(wrong)}, the vocabulary has {self._args.vocab_size} ids"
+                )
+                raise http_utils.HttpError(400, told, url)
 
     def answered(self, url: str, answer: Any) -> None:
         """What came back."""

@@ -9,7 +9,7 @@ from slime.rollout.groups import attempt_of, describe
 from slime.rollout.policy_requests import check_sampling
 from slime.utils.processing_utils import encode_image_for_rollout_engine
 from slime.utils.types import Sample
-from slime.wire.protocol import ADAPTER_NAME, GenerateRequest, Generation, SamplingParams
+from slime.wire.protocol import ADAPTER_NAME, GenerateRequest, Generation, SamplingParams, shown, wrong_token_id
 
 _LOG_PROB_SLACK = 0.01  # rounding of a certain token's 0
 
@@ -88,11 +88,10 @@ def check_token_ids(args: Any, sample: Sample) -> None:
     """A token id outside the vocabulary takes some engines down, so it must not leave this process."""
     if not sample.tokens:
         raise PromptError(f"the prompt of {describe(sample)} is empty: there is nothing to continue.")
-    low, high = min(sample.tokens), max(sample.tokens)
-    if low < 0 or (args.vocab_size is not None and high >= args.vocab_size):
-        bad = low if low < 0 else high
+    wrong = wrong_token_id(sample.tokens, args.vocab_size)
+    if wrong is not None:
         raise PromptError(
-            f"{describe(sample)} has token id {bad}, the model's vocabulary has {args.vocab_size} ids: "
+            f"{describe(sample)} has token id {shown(wrong)}, the model's vocabulary has {args.vocab_size} ids: "
             "the tokenizer of --hf-checkpoint and the model do not belong together."
         )
 

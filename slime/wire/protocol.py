@@ -20,7 +20,7 @@ FINISH_TYPES: tuple[Finish, ...] = ("stop", "length", "abort")
 ADAPTER_NAME = "policy"
 
 
-# Below this SGLang draws greedily; a division by less would overflow the logits.
+# Below this engines draw greedily, SGLang too: a division by less would overflow the logits.
 GREEDY_BELOW = 1e-6
 MAX_INT32, MAX_INT64 = 2**31 - 1, 2**63 - 1
 
@@ -67,6 +67,17 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     if not isinstance(values, (list, tuple)):
         raise ValueError(f"{name} must be a list of token ids, got {shown(value)}")
     return tuple(_integer(f"{name}[{i}]", v, 0, MAX_INT32) for i, v in enumerate(values))
+
+
+def wrong_token_id(ids: Sequence[Any], vocab_size: int | None) -> Any:
+    """The first entry that no model of that vocabulary has as a token; None: all are fine. SGLang ends over such a one.
+
+    `vocab_size` None: not known, so that only what can be no id at all is found.
+    """
+    high = math.inf if vocab_size is None else vocab_size
+    if set(map(type, ids)) <= {int} and (not ids or (min(ids) >= 0 and max(ids) < high)):
+        return None  # the usual case, at the speed of C
+    return next(i for i in ids if type(i) is not int or not 0 <= i < high)
 
 
 @dataclass(frozen=True, slots=True)

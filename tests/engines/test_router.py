@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gzip
 import socket
 import time
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import aiohttp
 import pytest
 from fake_engine import FakeEngine
+from yarl import URL
 
 from slime.engines.middleware import RouterAnswer, RouterRequest
 from slime.engines.router import SESSION_HEADER, Balancer
@@ -209,6 +211,102 @@ def test_the_wait_for_an_engine_ends():
 def test_a_port_that_is_taken_is_named():
     with socket.create_server(("127.0.0.1", 0)) as thief, pytest.raises(ValueError, match="--sglang-router-port is"):
         run(Balancer([]).start(port=thief.getsockname()[1]))
+
+
+# -- requests that break engines --------------------------------------------------------------------------------------
+
+
+def breaks(*numbers):
+    """A script of an engine whose connection breaks under the requests with these numbers, of all that it gets."""
+    return lambda payload, number: {"break": True} if not numbers or number in numbers else None
+
+
+def test_a_request_that_breaks_its_engine_is_not_sent_to_the_next():
+    with FakeEngine(breaks()) as one, FakeEngine(breaks()) as two, balanced([one.url, two.url]) as (url, _):
+        with pytest.raises(http_utils.HttpError, match="broke while it worked on this request") as error:
+            run(post(url))
+        assert error.value.status == 422  # a client of ours sends it no more
+        assert sorted([len(one.requests), len(two.requests)]) == [0, 2]
+
+
+def test_a_request_whose_engine_died_goes_back_to_it_when_it_returns():
+    with FakeEngine(breaks(0)) as one, FakeEngine() as two:
+        with balanced([one.url, two.url], no_engine_timeout_s=60.0) as (url, balancer):
+            future = asyncio.run_coroutine_threadsafe(post(url), async_utils.get_loop())
+            while not balancer._num_broken[one.url]:
+                time.sleep(0.01)
+            balancer.remove(one.url)
+            time.sleep(1.5)
+            assert not future.done() and two.requests == []
+            balancer.add(member(one.url))
+            assert future.result(30)["output_ids"]
+        assert (len(one.requests), len(two.requests)) == (2, 0)
+
+
+def test_requests_in_company_go_to_one_other_engine_when_theirs_stays_away_and_no_further():
+    def dies_with_company(payload, number):
+        return {"break_when": 2}
+
+    engines = [FakeEngine(dies_with_company) for _ in range(3)]
+    with engines[0] as one, engines[1] as two, engines[2] as three, balanced([one.url]) as (url, balancer):
+
+        async def send():
+            return await asyncio.gather(*(post(url, session="a") for _ in range(2)), return_exceptions=True)
+
+        future = asyncio.run_coroutine_threadsafe(send(), async_utils.get_loop())
+        while balancer._num_broken[one.url] < 2:
+            time.sleep(0.01)
+        balancer.remove(one.url)
+        for other in (two, three):
+            balancer.add(member(other.url))
+        answers = future.result(30)
+        assert [answer.status for answer in answers] == [422, 422]
+        assert sorted([len(two.requests), len(three.requests)]) == [0, 2]
+
+
+def test_an_engine_that_cannot_be_reached_is_no_reason_to_give_up():
+    with FakeEngine() as alive, balanced([refused_url(), refused_url(), alive.url]) as (url, _):
+        assert run(post(url))["output_ids"]
+
+
+# -- what is forwarded ------------------------------------------------------------------------------------------------
+
+CONTROL = (
+    *("pause_generation", "continue_generation", "release_memory_occupation", "resume_memory_occupation"),
+    *("update_weights_from_disk", "update_weights_from_shared_memory", "update_weights_from_tensor", "flush_cache"),
+    *("init_weights_update_group", "update_weight_version", "weights_checker", "abort_request", "start_profile"),
+    *("set_internal_state", "load_lora_adapter", "freeze_gc", "shutdown", "", "generate/", "//pause_generation"),
+    *("generate/../pause_generation", "generate%2f..%2fpause_generation", "v1/../pause_generation", "GENERATE"),
+)
+
+
+@pytest.mark.parametrize("middlewares", [(), ("passes",)])
+def test_only_what_generates_is_forwarded(middlewares):
+    class Passes:
+        async def handle(self, request, forward):
+            return await forward(request)
+
+    async def call(url, path):
+        target = URL(f"{url}/{path}", encoded=True)
+        async with http_utils.get_session().post(target, json={"mode": "abort"}) as answer:
+            return answer.status
+
+    with FakeEngine() as engine, balanced([engine.url], middlewares=[Passes() for _ in middlewares]) as (url, _):
+        statuses = {path: run(call(url, path)) for path in CONTROL}
+        assert statuses == dict.fromkeys(CONTROL, 404)
+        assert engine.paths == [] and run(post(url))["output_ids"]
+        assert engine.paths == ["/generate"]
+
+
+def test_a_compressed_body_is_refused_and_not_unfolded():
+    async def call(url):
+        data = gzip.compress(b" " * (100 << 20))
+        headers = {"Content-Encoding": "gzip"}
+        async with http_utils.get_session().post(f"{url}/generate", data=data, headers=headers) as answer:
+            return answer.status
+
+    with FakeEngine() as engine, balanced([engine.url]) as (url, _):
+        assert run(call(url)) == 415 and engine.paths == []
 
 
 class Shout:

@@ -1,19 +1,25 @@
 """How trained tokens may be drawn: the rule of the flags holds for what a generate function asks, however it asks."""
 
+from types import SimpleNamespace
+
 import pytest
 import rollout_plugins
 from fake_engine import FakeEngine
 from rollout_helpers import make_args, make_source
 
+from slime.arguments import trained_sampling
 from slime.arguments.trained_sampling import refusal
 from slime.rollout import policy_requests
 from slime.rollout.base_types import call_rollout_fn
-from slime.rollout.policy_requests import SamplingRefused, not_trained
+from slime.rollout.policy_requests import PolicyRequests, SamplingRefused, not_trained
 from slime.rollout.requests import build_request
 from slime.rollout.rm_hub.scoring import reset_breaker
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.rollout.versions import name_versions
+from slime.utils import http_utils
+from slime.utils.async_utils import run
 from slime.utils.types import Sample, flatten_samples
+from slime.wire import protocol
 
 BY_HAND = """
 import asyncio
@@ -216,3 +222,26 @@ def test_not_trained_ends_with_its_block(tmp_path):
         build_request(args, sample, {"top_p": 0.5}, 4)
     with pytest.raises(SamplingRefused):
         build_request(args, sample, {"top_p": 0.5}, 4)
+
+
+def test_next_to_greedy_is_greedy_for_the_rule_and_for_engines_alike():
+    assert trained_sampling.GREEDY_BELOW == protocol.GREEDY_BELOW
+    for temperature in (0, 0.0, 1e-40, 9.9e-7):
+        assert "greedy" in refusal({"temperature": temperature})
+        assert protocol.SamplingParams(temperature=temperature).greedy
+    assert refusal({"temperature": 1e-6}) is None and not protocol.SamplingParams(temperature=1e-6).greedy
+
+
+@pytest.mark.parametrize("ids", [[5, 128], [-1], [True], [5.0], [2**70], [[5], [128]], (5, 128)])
+def test_a_token_id_that_the_model_does_not_have_is_not_sent_to_any_engine(ids):
+    args = SimpleNamespace(
+        engine_urls=["http://127.0.0.1:9"], sglang_router_ip="127.0.0.1", sglang_router_port=9, vocab_size=128
+    )
+
+    async def send():
+        with PolicyRequests(args).entered():
+            await http_utils.post("http://127.0.0.1:9/generate", {"input_ids": ids}, max_retries=0)
+
+    with pytest.raises(http_utils.HttpError, match="not sent: input_ids has token id") as error:
+        run(send())
+    assert error.value.status == 400
