@@ -19,6 +19,7 @@ from typing import Any
 from shapes import SHAPES, write_model
 
 from slime.arguments import parse_args
+from slime.cli.convert import main as convert_main
 from slime.cli.quickstart.tiny import CHARACTERS
 from slime.utils.accelerator import device_count
 
@@ -57,6 +58,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--prompts", type=int, default=32, help="per step")
     parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument("--lr", type=float, help="default: by shape")
+    parser.add_argument("--fp8-folder", action="store_true", help="start from the model as an FP8 checkpoint")
     parser.add_argument("--run-dir", type=Path, help="default: a temporary folder")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/colocated_grpo.json"))
     return parser.parse_known_args()
@@ -70,8 +72,13 @@ def flags(options: argparse.Namespace, folder: Path) -> list[str]:
     ]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     device = "cuda" if device_count() else "cpu"
+    model = write_model(options.shape, folder / "model", device=device, vocab_size=VOCAB)
+    if options.fp8_folder:
+        fp8 = folder / "model-fp8"
+        convert_main(["hf-to-fp8", "--hf-checkpoint", str(model), "--save", str(fp8)])
+        model = fp8
     settings = {
-        "--hf-checkpoint": write_model(options.shape, folder / "model", device=device, vocab_size=VOCAB),
+        "--hf-checkpoint": model,
         "--run-dir": options.run_dir or folder / "run",
         "--prompt-data": prompts,
         "--label-key": "label",

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from slime.arguments.flag import flag
 
+FP8_ROUNDINGS = ("auto", "nearest", "stochastic")
 ENCODINGS = ("xor", "overwrite")
 CHECKSUMS = ("xxh3-128", "blake3", "adler32")
 
@@ -77,6 +78,18 @@ class WeightSyncFlags:
         None,
         "function called on every trainer rank between writing a version and the engines' reading it",
         metavar="PATH",
+    )
+    rollout_quantization: str = flag(
+        "none",
+        "fp8: engines serve the linear layers of a 16-bit --hf-checkpoint in FP8 blocks, made from the trainer's weights at "
+        "each push; the trainer keeps its 16-bit start, and no second folder is needed",
+        choices=("none", "fp8"),
+    )
+    fp8_rounding: str = flag(
+        "auto",
+        "how weights become FP8 at a push; stochastic: up or down by a number of each weight's own (from --seed), right on "
+        "average; auto: stochastic where the trainer starts from FP8 weights, from which nearest would not move, else nearest",
+        choices=FP8_ROUNDINGS,
     )
     update_weights_interval: int = flag(1, "rollouts between weight updates (train_async.py only)", ge=1)
     update_weight_timeout_s: float = flag(

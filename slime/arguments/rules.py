@@ -17,6 +17,7 @@ from slime.arguments.data import DEFAULT_DATA_SOURCE
 from slime.arguments.devices import visible_gpus
 from slime.arguments.draft import Draft
 from slime.arguments.eval_datasets import resolve_eval_datasets
+from slime.arguments.fp8_rules import engine_precision
 from slime.arguments.kept_models import kept_models
 from slime.arguments.megatron_rules import megatron_trainer
 from slime.arguments.no_effect import refuse_flags_without_effect
@@ -32,7 +33,6 @@ from slime.arguments.stale_tokens import correct_stale_tokens
 from slime.arguments.topology_rules import router, topology, topology_source
 from slime.arguments.trained_sampling import refusal
 from slime.arguments.trainer_rules import (
-    engine_precision,
     model_parallel_sizes,
     trainable_parameters,
     weight_copies,

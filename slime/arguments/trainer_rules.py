@@ -1,8 +1,6 @@
-"""Rules about the trainer's parallel sizes, about which parameters train, and about engines of another precision."""
+"""Rules about the trainer's parallel sizes, and about which parameters train."""
 
-from slime.arguments.algorithm import LOGPROB_DIFF_THRESHOLDS
 from slime.arguments.draft import Draft
-from slime.utils.fp8_config import block_size_of
 
 
 def trainable_parameters(draft: Draft) -> None:
@@ -54,14 +52,6 @@ def weight_copies(draft: Draft) -> None:
             "--weight-copies device with --offload-train: the copies would stay on the device that the trainer leaves to the "
             "engines; use --weight-copies host, or --no-offload-train."
         )
-
-
-def engine_precision(draft: Draft) -> None:
-    """Engines of an FP8 checkpoint differ from the trainer by more than arithmetic. Runs after the topology is known."""
-    if draft.logprob_diff_threshold is None and draft.loss_type == "policy_loss":
-        path = draft.engine_topology.policy.model_path
-        if path and block_size_of(path):
-            draft.derive("logprob_diff_threshold", LOGPROB_DIFF_THRESHOLDS["fp8"], "engines have FP8 weights")
 
 
 def model_parallel_sizes(draft: Draft) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from slime.engines.sglang.command import SGLangOptions, sglang_command
 from slime.engines.sglang.router import router_command
 from slime.engines.topology import EnginePlace, place_engines
 from slime.utils.processes import import_environment, thread_environment
+from slime.weight_sync.fp8 import SERVED_BLOCK, served_config
 
 # What all-linear of --lora-target-modules comes to in the dense families; an engine must know it before it sees adapters.
 _LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -81,6 +83,7 @@ def _embedded(args: Args, run: Run, site: EngineSite, threads: int) -> Command:
         seed=args.seed,
         shm_prefix=run.shm_prefix,
         await_weights=site.model.update_weights and not args.debug_rollout_only,
+        fp8_block=SERVED_BLOCK if _serves_fp8(args, site.model) else None,
         host=site.slot.host,
     )
 
@@ -101,6 +104,7 @@ def _sglang(args: Args, run: Run, site: EngineSite, threads: int) -> Command:
             host=site.slot.host,
             extra=(
                 *_replay_words(args, site.model),
+                *_fp8_words(args, site.model),
                 *_adapter_words(args, site.model, cpu),
                 *args.sglang_options,
                 *site.place.words,
@@ -111,6 +115,18 @@ def _sglang(args: Args, run: Run, site: EngineSite, threads: int) -> Command:
 
 def _replay_words(args: Args, model: ServedModel) -> tuple[str, ...]:
     return ("--enable-return-routed-experts",) if args.use_rollout_routing_replay and model.update_weights else ()
+
+
+def _serves_fp8(args: Args, model: ServedModel) -> bool:
+    return args.rollout_quantization == "fp8" and model.update_weights
+
+
+def _fp8_words(args: Args, model: ServedModel) -> tuple[str, ...]:
+    """What makes SGLang an engine of FP8 weights without a checkpoint of them: the first push brings all of its weights."""
+    if not _serves_fp8(args, model):
+        return ()
+    config = json.dumps({"quantization_config": served_config(model.model_path)})
+    return ("--load-format", "dummy", "--json-model-override-args", config)
 
 
 def _adapter_words(args: Args, model: ServedModel, cpu: bool) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ from slime.utils.http_utils import get_host_info
 from slime.utils.misc import load_function
 from slime.weight_sync import LIVE_TRANSPORTS, TRANSPORTS, LiveReport, LiveSender, Parcel, Sender, Target
 from slime.weight_sync.base import LiveTransport, NamedTensors, SenderOptions, nothing_after_writing
-from slime.weight_sync.fp8 import checkpoint_format, quantize_named
+from slime.weight_sync.fp8 import engine_format, quantize_named, served_config
 from slime.weight_sync.late_copy import LateCopySender
 from slime.weight_sync.post_write import PostWrite
 from slime.weight_sync.stage_turns import StagePlace, StageTurns
@@ -99,7 +99,9 @@ class TrainActor:
         live = LIVE_TRANSPORTS.get(transport)
         self._content = (live or TRANSPORTS[transport]).content
         self._post_write = self._load_post_write(engine_urls)
-        self._fp8 = checkpoint_format(self._args.engine_topology.policy.model_path)
+        self._quantization = served_config(self._policy_path) if self._args.rollout_quantization == "fp8" else None
+        self._fp8 = engine_format(self._policy_path, self._quantization)
+        self._dither_seed = self._args.seed if self._args.fp8_rounding == "stochastic" else None
         if live is not None:
             self._open_live(live)
         if self._rank == 0:
@@ -124,16 +126,22 @@ class TrainActor:
         return SenderOptions(
             self._run.shm_prefix,
             folder,
-            self._args.engine_topology.policy.model_path,
+            self._policy_path,
             self._rank,
             self._own_address(),
             self._args.update_weight_timeout_s,
             self._backend.layout.pp_rank,
+            quantization=self._quantization,
             adapter_config=adapter,
             keep_files=self._args.update_weight_disk_keep_files,
             delta=delta_options(self._args, self._run),
             after_writing=self._post_write or nothing_after_writing,
         )
+
+    @property
+    def _policy_path(self) -> str:
+        """What engines of the policy start from."""
+        return self._args.engine_topology.policy.model_path
 
     def _own_address(self) -> str:
         """As engines reach it: the first rank is where the run listens, others may be on other machines."""
@@ -192,7 +200,9 @@ class TrainActor:
 
     def _as_engines_hold(self, bucket: NamedTensors) -> NamedTensors:
         """In FP8 where the engines' checkpoint is."""
-        return bucket if self._fp8 is None or self._content == "adapter" else list(quantize_named(bucket, self._fp8))
+        if self._fp8 is None or self._content == "adapter":
+            return bucket
+        return list(quantize_named(bucket, self._fp8, self._dither_seed))
 
     def find_damage(self, folder: Path, files: dict[str, FileRecord]) -> list[str]:
         """Which of these files of a checkpoint are not what was written; before `init`, and by each rank for its share."""

@@ -207,6 +207,7 @@ def embedded_command(
     seed: int,
     shm_prefix: str,
     await_weights: bool,
+    fp8_block: tuple[int, int] | None = None,
     host: str = "127.0.0.1",
 ) -> Command:
     """The command line of our own engine."""
@@ -227,6 +228,7 @@ def embedded_command(
             "--shm-prefix": shm_prefix,
         }
         words = [str(word) for name, value in options.items() if value is not None for word in (name, value)]
+        words += ["--fp8-block", *map(str, fp8_block)] if fp8_block else []
         return [
             sys.executable,
             "-P",

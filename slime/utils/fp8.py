@@ -10,13 +10,18 @@ from torch import Tensor
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max  # 448
 SCALE_SUFFIX = "_scale_inv"  # of the factors' name, behind that of the weight
+_LOWEST_EXPONENT = -5  # of frexp, for the smallest normal number, 2^-6
 
 
-def quantize_blocks(weight: Tensor, block: tuple[int, int], *, powers_of_two: bool = False) -> tuple[Tensor, Tensor]:
+def quantize_blocks(
+    weight: Tensor, block: tuple[int, int], *, powers_of_two: bool = False, noise: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """(e4m3 [M, N], fp32 factors [ceil(M / rows), ceil(N / columns)]) of a weight [M, N].
 
     A value is off by at most 2^-4 of itself, or 2^-10 of its block's factor where it is tiny. Zero blocks get factor 1.
-    `powers_of_two` rounds factors up to one, for kernels that keep only their exponent.
+    `powers_of_two` rounds factors up to one, for kernels that keep only their exponent. With `noise` [M, N], uniform in
+    (0, 1), a value goes up or down to one of its two neighbours so that it is right on average; the bounds are then twice
+    as wide. What is FP8 already stays as it is either way.
     """
     rows, columns = block
     tiles = _tiles(weight.float(), rows, columns)
@@ -28,8 +33,35 @@ def quantize_blocks(weight: Tensor, block: tuple[int, int], *, powers_of_two: bo
         scale = torch.ldexp(torch.ones_like(scale), exponent - (fraction == 0.5).to(exponent.dtype))
     scale = torch.where(largest == 0, 1.0, scale)
     # The cast saturates on some devices and makes NaN on others: never leave the range by a rounding.
-    values = (tiles / scale[:, None, :, None]).clamp(-LARGEST, LARGEST)
-    return _untile(values, weight.shape).to(FP8), scale
+    values = _untile((tiles / scale[:, None, :, None]).clamp(-LARGEST, LARGEST), weight.shape)
+    return (values if noise is None else _round_by(noise, values)).to(FP8), scale
+
+
+def uniform_noise(shape: torch.Size, seed: int, device: torch.device | str) -> Tensor:
+    """Numbers in (0, 1) that depend on the seed and the place in the tensor alone: the same on every device.
+
+    None is within 2^-17 of 0 or 1: what stands for an e4m3 number up to a rounding in fp32 is then rounded to that one.
+    """
+    x = torch.arange(shape.numel(), dtype=torch.int32, device=device)
+    # A hash of the place, in 32 bits that wrap around; shifts are masked because the sign would come along.
+    x = x.mul_(_signed(0x9E3779B1)).add_(_signed(seed))
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
+        x = x.bitwise_xor_((x >> shift) & ((1 << (32 - shift)) - 1)).mul_(_signed(factor))
+    return (((x & 0xFFFF).float() + 0.5) * 2.0**-16).view(shape)
+
+
+def _signed(number: int) -> int:
+    """The 32-bit integer with these bits."""
+    number &= 0xFFFFFFFF
+    return number - (1 << 32) if number >= 1 << 31 else number
+
+
+def _round_by(noise: Tensor, values: Tensor) -> Tensor:
+    """Each value to the e4m3 number below it, or above it where the noise is larger than what is missing to that."""
+    _, exponent = torch.frexp(values)
+    # Numbers of one binade stand 2^(exponent - 4) apart; those below the normal ones as far as in the lowest binade.
+    step = torch.ldexp(torch.ones_like(values), exponent.clamp(min=_LOWEST_EXPONENT) - 4)
+    return ((values / step + noise).floor() * step).clamp(-LARGEST, LARGEST)
 
 
 def dequantize_blocks(values: Tensor, scale: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:

@@ -109,6 +109,9 @@ class SenderOptions:
     host: str = "127.0.0.1"  # address of this rank, as engines reach it
     deadline_s: float = 120.0  # longest wait for one bucket
     stage: int = 0  # this rank's in the pipeline; a trainer without one is a single stage
+    quantization: Mapping[str, Any] | None = (
+        None  # what the config of those checkpoints must say of FP8; None: as it is
+    )
     adapter_config: Mapping[str, Any] | None = None  # of adapters that are sent alone; None: the model is sent
     keep_files: bool = False  # versions on disk stay after their use
     delta: DeltaOptions | None = None  # None: the run sends no deltas

@@ -177,7 +177,7 @@ class DeltaSender:
         total = sum(t.numel() * t.element_size() for t in tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (staging / "model.safetensors.index.json").write_text(json.dumps(index))
-        copy_config(self._options.hf_checkpoint, staging)
+        copy_config(self._options, staging)
         for path in staging.iterdir():
             sync_path(path)
         records = [

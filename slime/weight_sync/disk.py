@@ -33,7 +33,7 @@ class DiskSender:
     """One safetensors file per bucket, and an index that names them."""
 
     def __init__(self, options: SenderOptions):
-        self._folder, self._hf_checkpoint = options.folder, options.hf_checkpoint
+        self._folder, self._options = options.folder, options
         self._keep_files = options.keep_files
         self._written: list[Path] = []
         self._index: dict[str, str] = {}
@@ -61,7 +61,7 @@ class DiskSender:
         index = {"metadata": {"total_size": self._nbytes, "version": version}, "weight_map": self._index}
         with room_for(f"weights {version}", self._folder, "--update-weight-disk-dir"):
             (self._staging / "model.safetensors.index.json").write_text(json.dumps(index))
-            copy_config(self._hf_checkpoint, self._staging)
+            copy_config(self._options, self._staging)
         target = self._target(version)
         shutil.rmtree(target, ignore_errors=True)
         self._staging.rename(target)
@@ -113,14 +113,18 @@ def room_for(what: str, folder: Path, flag: str) -> Iterator[None]:
         ) from error
 
 
-def copy_config(hf_checkpoint: str, folder: Path) -> None:
+def copy_config(options: SenderOptions, folder: Path) -> None:
     """What makes a folder of weights a checkpoint: config and tokenizer."""
-    source = Path(hf_checkpoint)
+    source = Path(options.hf_checkpoint)
     if not source.is_dir():
         return  # a hub name: the engine has its config already
     for file in source.iterdir():
         if file.suffix in (".json", ".jinja", ".txt", ".model") and "index" not in file.name:
             shutil.copy(file, folder / file.name)
+    config = folder / "config.json"
+    if options.quantization is not None and config.is_file():
+        said = json.loads(config.read_text()) | {"quantization_config": dict(options.quantization)}
+        config.write_text(json.dumps(said, indent=2))
 
 
 class CopyRequest:

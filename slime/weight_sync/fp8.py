@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +16,12 @@ from typing import Any
 
 from torch import Tensor
 
-from slime.utils.fp8 import SCALE_SUFFIX, quantize_blocks
+from slime.utils.fp8 import SCALE_SUFFIX, quantize_blocks, uniform_noise
+from slime.utils.fp8_config import quantization_config
 
 _WEIGHT = ".weight"
+SERVED_BLOCK = (128, 128)  # what kernels of engines are made for
+_EMBEDDING = re.compile(r"(^|\.)(embed_tokens|embeddings?|wte|wpe)$")
 # Matrices that no FP8 checkpoint quantises, whatever its config says: they are looked up or decide, they do not transform.
 _NEVER = re.compile(r"(^|\.)(embed_tokens|embeddings?|wte|wpe|lm_head|score|gate|router|shared_expert_gate|eh_proj)$")
 
@@ -82,8 +86,15 @@ def quantize_state(named: Iterable[tuple[str, Tensor]], config: Mapping[str, Any
     return quantize_named(named, Fp8Format.from_config(config))
 
 
-def quantize_named(named: Iterable[tuple[str, Tensor]], how: Fp8Format) -> Iterator[tuple[str, Tensor]]:
-    """`quantize_state` for a format that is known already."""
+def quantize_named(
+    named: Iterable[tuple[str, Tensor]], how: Fp8Format, dither_seed: int | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """`quantize_state` for a format that is known already.
+
+    `dither_seed` None: to the nearest value. Otherwise up or down by a number that belongs to each weight for the whole run:
+    over the weights of a matrix the rounding is right on average, also for changes that are far smaller than a step of
+    FP8, and a weight that does not change is never written otherwise than before.
+    """
     for name, tensor in named:
         if not how.converts(name, tensor):
             yield name, tensor
@@ -92,11 +103,19 @@ def quantize_named(named: Iterable[tuple[str, Tensor]], how: Fp8Format) -> Itera
             raise ValueError(
                 f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}: only matrices of 16 bit or more become FP8."
             )
-        values, scale = quantize_blocks(tensor, how.block, powers_of_two=how.powers_of_two)
+        noise = None
+        if dither_seed is not None:
+            noise = uniform_noise(tensor.shape, zlib.crc32(f"{dither_seed}/{name}".encode()), tensor.device)
+        values, scale = quantize_blocks(tensor, how.block, powers_of_two=how.powers_of_two, noise=noise)
         if not bool(scale.isfinite().all()):
             raise ValueError(f"{name} holds NaN or infinite values: it cannot be written as FP8.")
         yield name, values
         yield name + SCALE_SUFFIX, scale
+
+
+def engine_format(folder: str | Path, served: Mapping[str, Any] | None) -> Fp8Format | None:
+    """How engines hold the policy: as they were told to serve it, else as the checkpoint that they start from does."""
+    return Fp8Format.from_config(served) if served is not None else checkpoint_format(folder)
 
 
 def checkpoint_format(folder: str | Path) -> Fp8Format | None:
@@ -116,6 +135,14 @@ def checkpoint_format(folder: str | Path) -> Fp8Format | None:
         return Fp8Format.from_config(config, names or None)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
+
+
+def served_config(folder: str | Path) -> dict[str, Any]:
+    """The `quantization_config` with which engines serve a 16-bit checkpoint in FP8."""
+    modules = [name.removesuffix(_WEIGHT) for name in _tensor_names(Path(folder)) if name.endswith(_WEIGHT)]
+    # Embeddings are no linear layers, so nobody would convert them.
+    kept = [module for module in modules if _NEVER.search(module) and not _EMBEDDING.search(module)]
+    return quantization_config(SERVED_BLOCK, kept=sorted(kept))
 
 
 def _tensor_names(folder: Path) -> Iterator[str]:

@@ -92,6 +92,7 @@ def sent_by(backend, model: Path) -> list[list]:
     """The buckets as a trainer rank sends them to engines of that checkpoint."""
     actor = TrainActor.__new__(TrainActor)
     actor._backend, actor._content, actor._fp8 = backend, "model", checkpoint_format(model)
+    actor._dither_seed = None
     return [actor._as_engines_hold(bucket) for bucket in actor._stream(None)]
 
 

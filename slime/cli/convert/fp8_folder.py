@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from slime.utils.fp8_config import quantization_config
 from slime.weight_sync.fp8 import quantize_state
 
 INDEX = "model.safetensors.index.json"
@@ -21,7 +22,8 @@ def convert(source: Path, target: Path, options: argparse.Namespace) -> None:
         raise ValueError(f"--save {target} is there already: give a new folder, or remove that one.")
     if min(options.block_size) < 1:
         raise ValueError(f"--block-size is {' '.join(map(str, options.block_size))}: both must be at least 1.")
-    how = quantization_config(tuple(options.block_size), options.scale_fmt)
+    block = tuple(options.block_size)
+    how = quantization_config(block, scale_fmt=options.scale_fmt)
     staging = target.with_name(target.name + ".tmp")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
@@ -36,15 +38,10 @@ def convert(source: Path, target: Path, options: argparse.Namespace) -> None:
     if len(set(weight_map.values())) > 1 or (source / INDEX).is_file():
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (staging / INDEX).write_text(json.dumps(index, indent=2))
-    how |= {"modules_to_not_convert": kept} if kept else {}
+    how = quantization_config(block, scale_fmt=options.scale_fmt, kept=kept)
     (staging / "config.json").write_text(json.dumps(config | {"quantization_config": how}, indent=2))
     _copy_rest(source, staging)
     staging.rename(target)
-
-
-def quantization_config(block: tuple[int, int], scale_fmt: str | None) -> dict[str, Any]:
-    how = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(block)}
-    return how | ({"scale_fmt": scale_fmt} if scale_fmt else {})
 
 
 def _read_config(source: Path) -> dict[str, Any]:

@@ -28,6 +28,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-total-tokens", type=int, help="size of the KV pool (default: derived from memory)")
     parser.add_argument("--seed", type=int, default=0, help="seeds the seeds of requests that bring none")
     parser.add_argument("--await-weights", action="store_true", help="answer 503 to /generate until weights arrive")
+    parser.add_argument(
+        "--fp8-block", type=int, nargs=2, metavar=("ROWS", "COLUMNS"), help="weights arrive as FP8 in such blocks"
+    )
     parser.add_argument("--weight-version", default="default")
     parser.add_argument("--log-level", default="warning")
     return parser.parse_args(argv)
@@ -71,6 +74,7 @@ def _make_server(args: argparse.Namespace):
         dtype=args.dtype,
         max_running=args.max_running_requests,
         max_total_tokens=args.max_total_tokens,
+        fp8_block=tuple(args.fp8_block) if args.fp8_block else None,
     )
     engine = Engine(
         runner,

@@ -26,10 +26,20 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 class ModelRunner:
-    """`max_total_tokens` None: derived from the memory that is free, and no more than all requests could need."""
+    """`max_total_tokens` None: derived from the memory that is free, and no more than all requests could need.
+
+    `fp8_block`: updates bring FP8 weights in such blocks; None: as the checkpoint holds its own.
+    """
 
     def __init__(
-        self, model_path: str, *, device: str, dtype: str, max_running: int, max_total_tokens: int | None
+        self,
+        model_path: str,
+        *,
+        device: str,
+        dtype: str,
+        max_running: int,
+        max_total_tokens: int | None,
+        fp8_block: tuple[int, int] | None = None,
     ) -> None:
         from transformers import AutoModelForCausalLM, FineGrainedFP8Config  # late: takes seconds to import
         from transformers.utils import logging as transformers_logging
@@ -40,8 +50,9 @@ class ModelRunner:
         self.device = resolve_device(device)
         self.dtype = resolve_dtype(dtype, self.device)
         # FP8 weights are served as what they stand for: this engine has no kernels for them.
-        self.fp8_block = block_size_of(model_path)
-        how = {"quantization_config": FineGrainedFP8Config(dequantize=True)} if self.fp8_block else {}
+        held = block_size_of(model_path)
+        self.fp8_block = fp8_block or held
+        how = {"quantization_config": FineGrainedFP8Config(dequantize=True)} if held else {}
         self.model = AutoModelForCausalLM.from_pretrained(
             model_path, dtype=self.dtype, attn_implementation=attention.NAME, **how
         )
