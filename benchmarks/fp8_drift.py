@@ -16,11 +16,11 @@ import tempfile
 from pathlib import Path
 
 CASES = {
-    "16 bit": [],
-    "FP8 folder, nearest": ["--fp8-folder", "--fp8-rounding", "nearest"],
-    "FP8 folder, stochastic": ["--fp8-folder", "--fp8-rounding", "stochastic"],
-    "16-bit start, nearest": ["--rollout-quantization", "fp8", "--fp8-rounding", "nearest"],
-    "16-bit start, stochastic": ["--rollout-quantization", "fp8", "--fp8-rounding", "stochastic"],
+    "16-bit": [],
+    "fp8-start-nearest": ["--fp8-folder", "--fp8-rounding", "nearest"],
+    "fp8-start-stochastic": ["--fp8-folder", "--fp8-rounding", "stochastic"],
+    "16-bit-start-nearest": ["--rollout-quantization", "fp8", "--fp8-rounding", "nearest"],
+    "16-bit-start-stochastic": ["--rollout-quantization", "fp8", "--fp8-rounding", "stochastic"],
 }
 COLUMNS = {"|logp diff|": "train/train_rollout_logprob_abs_diff", "reward": "rollout/raw_reward"}
 
@@ -36,7 +36,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
 
 def measure(name: str, extra: list[str], folder: Path) -> list[dict[str, float]]:
     """The steps of one run. It may end with an exit status of 1: that only says that the reward has not moved."""
-    result = folder / f"{name.replace(' ', '_')}.json"
+    result = folder / f"{name}.json"
     words = [*CASES[name], "--check-weight-update-equal", "--logprob-diff-threshold", "0", *extra]
     script = str(Path(__file__).with_name("colocated_grpo.py"))
     subprocess.run([sys.executable, script, "--json", str(result), *words], check=False)
@@ -53,7 +53,7 @@ def main() -> int:
         print(f"\n{title}")
         for name, steps in rows.items():
             values = " ".join(f"{step[column]:8.4f}" for step in steps if column in step)
-            print(f"  {name:26s} {values or 'the run failed'}")
+            print(f"  {name:24s} {values or 'the run failed'}")
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps({"flags": extra, "cases": rows}, indent=1) + "\n")
     return 0 if all(rows.values()) else 1

@@ -69,6 +69,7 @@ def trainer_args(model: str, **changes) -> SimpleNamespace:
         logprob_diff_threshold=None,
         allow_sampling_mismatch=False,
         embedded_dtype="auto",
+        fp8_rounding="auto",
         nonfinite_action="stop",
         overlong_buffer_len=None,
         overlong_penalty_factor=1.0,

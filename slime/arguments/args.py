@@ -81,7 +81,7 @@ class Args(
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Settings that do nothing and change nothing of what is trained; `parse_args` tells them."""
+        """What a user should know of these settings before the run: some do nothing here; `parse_args` tells them."""
         return self._warnings
 
     def to_dict(self, *, hide_secrets: bool = False) -> dict[str, Any]:

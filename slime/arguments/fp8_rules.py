@@ -21,10 +21,16 @@ def engine_precision(draft: Draft) -> None:
                 "--rollout-quantization fp8."
             )
         return
+    on_grid = bool(draft.hf_checkpoint and block_size_of(draft.hf_checkpoint))
     if draft.fp8_rounding == "auto":
-        on_grid = bool(draft.hf_checkpoint and block_size_of(draft.hf_checkpoint))
         rounding, why = ("stochastic", "holds FP8 weights") if on_grid else ("nearest", "holds 16-bit weights")
         draft.derive("fp8_rounding", rounding, f"hf_checkpoint {why}")
+    if on_grid:
+        draft.warn(
+            f"--hf-checkpoint {draft.hf_checkpoint} holds FP8 weights, so the trainer starts from values rounded to FP8. Updates are "
+            "smaller than a step between such values: rounded to the nearest they would not reach the engines for many pushes, "
+            f"so --fp8-rounding is {draft.fp8_rounding}. A 16-bit checkpoint with --rollout-quantization fp8 starts from more."
+        )
     if draft.logprob_diff_threshold is None and draft.loss_type == "policy_loss":
         draft.derive("logprob_diff_threshold", LOGPROB_DIFF_THRESHOLDS["fp8"], "engines have FP8 weights")
 

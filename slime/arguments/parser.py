@@ -70,9 +70,7 @@ def parse_args(
     apply_rules(draft)
     args = draft.freeze()
     if args.warnings:
-        logger.warning(
-            "settings that change nothing of what is trained:\n%s", "\n".join(f"  {w}" for w in args.warnings)
-        )
+        logger.warning("about these settings:\n%s", "\n".join(f"  {w}" for w in args.warnings))
     if args.print_config:
         print(render_config(args))
         raise SystemExit(0)

@@ -14,6 +14,7 @@ from torch import Tensor
 from slime.arguments.algorithm import LOGPROB_DIFF_THRESHOLDS
 from slime.arguments.off_policy import CORRECTIONS
 from slime.backends.base import TrainBackend
+from slime.backends.difference_trend import DifferenceTrend
 from slime.backends.hints import Hints
 from slime.utils.errors import RunStopped
 from slime.utils.types import RolloutBatch
@@ -83,6 +84,7 @@ class Agreement:
 
     def __init__(self) -> None:
         self.hints = Hints()
+        self._trend = DifferenceTrend()
 
     def check(
         self, backend: TrainBackend, args: Any, batch: RolloutBatch, log_probs: LogProbs | None, version: int | None
@@ -104,6 +106,7 @@ class Agreement:
         if threshold:
             self._judge_fresh(args, batch, log_probs, difference, threshold)
             self._judge_stale(difference, threshold)
+            self._judge_trend(args, difference, threshold)
         self._judge_correction(args, difference)
         return difference.metrics()
 
@@ -114,7 +117,7 @@ class Agreement:
             return
         cause = _likely_cause(args, difference)
         if difference.fresh > threshold:
-            raise RunStopped(_apart(batch, log_probs, difference, threshold, cause))
+            raise RunStopped(_apart(batch, log_probs, difference, threshold, cause or _fp8_remedy(args)))
         if cause:
             self.hints.tell(
                 "one-sided difference",
@@ -132,6 +135,18 @@ class Agreement:
                 f"--logprob-diff-threshold {threshold:g}: the policy has moved far since, or engines and trainer compute "
                 "differently. A smaller --lr, more frequent pushes or a smaller --max-weight-staleness bring them together.",
             )
+
+    def _judge_trend(self, args: Any, difference: Difference, threshold: float) -> None:
+        drift = self._trend.note(difference.version, difference.fresh, difference.num_fresh, threshold)
+        if drift is None:
+            return
+        self.hints.tell(
+            "difference grows",
+            f"log-probs of engine and trainer lie {drift.now:.3g} apart on fresh tokens, {drift.num_pushes} weight pushes after "
+            f"they lay {drift.first:.3g} apart: a difference that grows with the pushes is a policy that the engines do not "
+            f"have, and samples of it teach less and less.{_fp8_remedy(args)} --check-weight-update-equal compares every tensor "
+            "of the engines after each push.",
+        )
 
     def _judge_correction(self, args: Any, difference: Difference) -> None:
         if not difference.num_stale or args.loss_type != "policy_loss" or any(getattr(args, c) for c in CORRECTIONS):
@@ -223,6 +238,16 @@ def _likely_cause(args: Any, difference: Difference) -> str:
             f"another temperature than --rollout-temperature {args.rollout_temperature:g}?"
         )
     return ""
+
+
+def _fp8_remedy(args: Any) -> str:
+    """A sentence with a blank before it, where engines in FP8 may have missed small updates; else empty."""
+    if args.fp8_rounding != "nearest":
+        return ""
+    return (
+        " Engines in FP8 miss updates that are smaller than half a step of FP8 where the trainer started from FP8 weights: use "
+        "--fp8-rounding stochastic, or a 16-bit --hf-checkpoint with --rollout-quantization fp8."
+    )
 
 
 def _apart(batch: RolloutBatch, log_probs: LogProbs, difference: Difference, threshold: float, cause: str) -> str:

@@ -81,6 +81,8 @@ class EngineWeights:
             self.parcel = parcel  # whoever joins from now on gets this version
             failures += self._on_each([url for url in urls if url not in self._current], self._take(parcel))
             checked = time.monotonic()
+            if self._args.check_weight_update_equal:  # others were compared when they took the parcel
+                failures += self._on_each(sorted(self._current), self._compare_paused(parcel))
             failures += self._check_deeply(parcel, [url for url in urls if self._fleet.is_alive(url)])
             self._current = set()
         self._num_pushes += 1

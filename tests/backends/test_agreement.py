@@ -208,3 +208,14 @@ def test_sums_are_those_of_the_obvious_computation(model, backend):
             lags += lag * trained
     assert found.counts.tolist() == counts and found.totals.tolist() == pytest.approx(totals)
     assert found.mean_lag == pytest.approx(lags / sum(counts[1:]))
+
+
+def test_a_difference_that_grows_with_the_pushes_is_told_with_its_remedy(model, backend):
+    args = trainer_args(model, logprob_diff_threshold=0.4, fp8_rounding="nearest")
+    agreement = Agreement()
+    for version, noise in enumerate((0.0, 0.2, 0.3), 1):
+        samples = engine_samples(backend, args, num_groups=32, group_size=4, noise=noise, version=version)
+        train(backend, args, samples, weight_version=version, agreement=agreement)
+    (hint,) = agreement.hints.take()
+    assert "2 weight pushes after" in hint and "a policy that the engines do not have" in hint
+    assert "--fp8-rounding stochastic" in hint and "--check-weight-update-equal" in hint

@@ -1,5 +1,6 @@
 """The command lines of SGLang servers, from the arguments of a run; no SGLang is needed to make them."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +26,7 @@ def words_of(tmp_path, slot, **changes):
         "offload_rollout": False,
         "lora_sync": "merged",
         "use_rollout_routing_replay": False,
+        "rollout_quantization": "none",
     }
     [plan] = plan_engines(SimpleNamespace(**{**base, **changes}), Run("id", tmp_path, "slime-x"), (slot,))
     return plan.command(0, Path("ready"), 3), plan.env
@@ -42,6 +44,7 @@ def test_a_server_on_a_gpu_sees_that_gpu_alone_and_the_user_s_flags_come_last(tm
     [
         ("--enable-return-routed-experts", {"use_rollout_routing_replay": True}),
         ("--enable-memory-saver", {"offload_rollout": True}),
+        ("--json-model-override-args", {"rollout_quantization": "fp8"}),
     ],
 )
 def test_a_server_is_started_for_what_the_run_will_ask_of_it(tmp_path, flag, changes):
@@ -52,3 +55,10 @@ def test_a_server_is_started_for_what_the_run_will_ask_of_it(tmp_path, flag, cha
 def test_a_cpu_machine_has_no_memory_to_save(tmp_path):
     words, _ = words_of(tmp_path, Slot(0), offload_rollout=True)
     assert "--enable-memory-saver" not in words and words[words.index("--device") + 1] == "cpu"
+
+
+def test_a_server_of_fp8_weights_is_told_their_blocks_and_waits_for_them(tmp_path):
+    words, _ = words_of(tmp_path, Slot(0, (0,)), rollout_quantization="fp8")
+    config = json.loads(words[words.index("--json-model-override-args") + 1])["quantization_config"]
+    assert config["quant_method"] == "fp8" and config["weight_block_size"] == [128, 128]
+    assert words[words.index("--load-format") + 1] == "dummy"

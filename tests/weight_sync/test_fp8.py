@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from slime.utils.fp8 import FP8, LARGEST, dequantize_blocks, dequantize_part, quantize_blocks
-from slime.weight_sync.fp8 import Fp8Format, checkpoint_format, quantize_named, quantize_state
+from slime.utils.fp8 import FP8, LARGEST, dequantize_blocks, dequantize_part, quantize_blocks, uniform_noise
+from slime.weight_sync.fp8 import Fp8Format, checkpoint_format, quantize_named, quantize_state, served_config
 
 BLOCK = (128, 128)
 CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -186,3 +186,76 @@ def test_a_part_of_a_weight_is_what_the_whole_has_there(start):
     whole = dequantize_blocks(values, scale, BLOCK, torch.float32)
     region = (slice(start[0], start[0] + 140), slice(start[1], start[1] + 100))
     assert torch.equal(dequantize_part(values[region], scale, BLOCK, start), whole[region])
+
+
+def every_number() -> torch.Tensor:
+    numbers = torch.arange(256, dtype=torch.uint8).view(FP8).float()
+    return numbers[numbers.isfinite()][None]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("scale", [1.0, 0.0123, 3e-6])
+def test_stochastic_rounding_leaves_what_is_fp8_already(seed, scale):
+    meant = every_number() * scale
+    values, _ = quantize_blocks(meant, (1, 256), noise=uniform_noise(meant.shape, seed, "cpu"))
+    assert torch.equal(values.float(), every_number())
+
+
+def test_stochastic_rounding_goes_to_a_neighbour_and_is_right_on_average():
+    """Against float64: for each value the two e4m3 numbers around it, and how often it must go up."""
+    grid = every_number().double().unique()
+    for value in (0.0, 1e-4, 0.0021, 0.013, 0.3, 17.0, 17.9, 301.0, -5.3, -0.0007):
+        above = grid[grid >= value].min().item()
+        below = grid[grid <= value].max().item()
+        weight = torch.full((1, 20_001), value)
+        weight[0, 0] = LARGEST  # factor 1
+        values, _ = quantize_blocks(weight, (1, 20_001), noise=uniform_noise(weight.shape, 5, "cpu"))
+        rounded = values[0, 1:].double()
+        assert set(rounded.tolist()) <= {below, above}
+        if above > below:
+            share = (value - below) / (above - below)
+            deviation = (share * (1 - share) / 20_000) ** 0.5
+            assert abs((rounded == above).double().mean().item() - share) < 5 * deviation + 1e-4
+
+
+def test_updates_below_a_step_of_fp8_reach_the_engine_on_average_only_by_stochastic_rounding():
+    """A trainer that starts from FP8 weights: with the nearest value nothing moves, so the engine keeps the old policy."""
+    generator = torch.Generator().manual_seed(0)
+    start = dequantize_blocks(
+        *quantize_blocks(torch.randn(256, 256, generator=generator) * 0.02, BLOCK), BLOCK, torch.float32
+    )
+    update = torch.where(torch.arange(256)[:, None] % 2 == 0, 1e-4, -1e-4).expand(256, 256)
+    held = {}
+    for seed in (None, 0):
+        named = quantize_named([("a.weight", start + update)], Fp8Format(BLOCK), seed)
+        (_, values), (_, factors) = named
+        held[seed] = dequantize_blocks(values, factors, BLOCK, torch.float32)
+    moved = {seed: ((kept - start) * update.sign()).mean().item() / 1e-4 for seed, kept in held.items()}
+    assert abs(moved[None]) < 0.2 and abs(moved[0] - 1) < 0.1
+
+
+def test_rounding_is_the_same_in_every_push_and_run_and_differs_by_weight():
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(64, 64, generator=generator)
+    a, b, c = (
+        dict(quantize_named([(name, weight)], Fp8Format((64, 64)), seed))[name].view(torch.uint8)
+        for name, seed in (("a.weight", 1), ("a.weight", 1), ("b.weight", 1))
+    )
+    assert torch.equal(a, b) and not torch.equal(a, c)
+
+
+def test_a_16_bit_checkpoint_is_served_with_its_output_and_routers_as_they_are(tmp_path):
+    tensors = {
+        "model.embed_tokens.weight": torch.zeros(8, 4),
+        "model.layers.0.mlp.gate.weight": torch.zeros(2, 4),
+        "model.layers.0.self_attn.q_proj.weight": torch.zeros(4, 4),
+        "model.norm.weight": torch.zeros(4),
+        "lm_head.weight": torch.zeros(8, 4),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = served_config(tmp_path)
+    assert config["modules_to_not_convert"] == ["lm_head", "model.layers.0.mlp.gate"]
+    how = Fp8Format.from_config(config)
+    assert [name for name, tensor in tensors.items() if how.converts(name, tensor)] == [
+        "model.layers.0.self_attn.q_proj.weight"
+    ]

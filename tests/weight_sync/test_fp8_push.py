@@ -14,6 +14,8 @@ from trainer_helpers import init_process_group, trainer_args
 
 from slime.backends.fsdp import create_backend
 from slime.cluster.train_actor import TrainActor
+from slime.engines.embedded.runner import ModelRunner
+from slime.engines.embedded.weights import DiskSource, WeightStore
 from slime.engines.server import EngineServer, LaunchPlan, embedded_command
 from slime.utils import shm
 from slime.utils.async_utils import run
@@ -158,3 +160,28 @@ def test_a_saved_model_says_nothing_of_a_quantisation_that_it_has_not(backend, m
 
 def test_engines_of_a_plain_checkpoint_get_plain_weights(backend, plain):
     assert all(t.dtype == torch.float32 for bucket in sent_by(backend, plain) for _, t in bucket)
+
+
+def test_an_engine_of_a_16_bit_checkpoint_takes_fp8_where_it_is_told_to(plain, tmp_path):
+    """What --rollout-quantization fp8 starts; a push with one factor changed is found by the comparison."""
+    runner = ModelRunner(
+        str(plain), device="cpu", dtype="float32", max_running=1, max_total_tokens=64, fp8_block=(32, 16)
+    )
+    pushed = dict(quantize_state(load_file(plain / "model.safetensors").items(), CONFIG))
+    assert any(tensor.dtype == FP8 for tensor in pushed.values())
+    store = WeightStore(runner.model, runner.fp8_block)
+    save_file(pushed, tmp_path / "model.safetensors")
+    store.check(source := DiskSource(str(tmp_path)))
+    store.apply(source)
+    assert store.differing(DiskSource(str(tmp_path))) == []
+    name = next(name for name in pushed if name.endswith("_scale_inv"))
+    save_file({**pushed, name: pushed[name] * 1.01}, tmp_path / "model.safetensors")
+    assert store.differing(DiskSource(str(tmp_path))) == [name.removesuffix("_scale_inv")]
+
+
+def test_the_copy_of_a_16_bit_checkpoint_in_fp8_says_so(plain, tmp_path):
+    sender = TRANSPORTS["disk"].make_sender(SenderOptions("slime-x", tmp_path, str(plain), quantization=CONFIG))
+    sender.send(list(quantize_state(load_file(plain / "model.safetensors").items(), CONFIG)))
+    folder = sender.finish("run:1").payload
+    assert checkpoint_format(folder).block == (32, 16)
+    sender.close()

@@ -155,6 +155,20 @@ def test_an_engine_that_gets_no_copy_is_evicted_and_the_cause_is_behind_the_end(
     assert "engines died 4 times" in str(error) and "EIO" in str(error) and "EIO" in str(error.__cause__)
 
 
+def test_an_engine_that_a_live_push_reached_is_compared_where_asked_for(member, sender, monkeypatch, caplog):
+    """It took the push, says the right version, and holds something else."""
+    fleet, weights, server = member
+    weights._args.check_weight_update_equal = True
+
+    async def different(*args):
+        return ["model.norm.weight"]
+
+    monkeypatch.setattr("slime.weight_sync.disk.reload_and_compare", different)
+    weights._current = set(fleet.urls)
+    assert weights.receive(publish(sender))["perf/engines_evicted"] == 1
+    assert server.kills == 1 and "differs from the trainer in 1 tensors: ['model.norm.weight']" in caplog.text
+
+
 def test_no_room_for_a_restarted_engine_ends_the_run_at_once(member, sender, faulty):
     fleet, weights, server = member
     weights.parcel = publish(sender)

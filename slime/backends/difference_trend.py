@@ -1,0 +1,41 @@
+"""Whether the log-probs of engine and trainer drift apart from push to push, though each push seems to arrive."""
+
+from dataclasses import dataclass, field
+
+GROWTH = 3.0  # times the difference after the first push
+SHARE_OF_THRESHOLD = 0.25  # of --logprob-diff-threshold; what lies below is rounding, however it grows
+NUM_READINGS = 2  # that must lie so far apart, one after the other: a single batch may be odd
+ENOUGH_TOKENS = 256  # of one reading
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """What was seen. Example: `Drift(first=0.038, now=0.33, num_pushes=3)`: three pushes later it is nine times as much."""
+
+    first: float
+    now: float
+    num_pushes: int  # between the two
+
+
+@dataclass
+class DifferenceTrend:
+    """Readings of one run, in the order of weight versions: the mean difference over the fresh tokens of each version."""
+
+    _first: tuple[int, float] | None = None  # version, difference
+    _last: int = -1
+    _apart: list[float] = field(default_factory=list)  # readings in a row that lie too far above the first
+
+    def note(self, version: int, difference: float, num_tokens: int, threshold: float) -> Drift | None:
+        """Takes one reading per version; a drift where this one and those just before it have grown too far."""
+        if num_tokens < ENOUGH_TOKENS or version <= self._last:
+            return None
+        self._last = version
+        if self._first is None:
+            self._first = (version, difference)
+            return None
+        first_version, first = self._first
+        grown = difference > max(GROWTH * first, SHARE_OF_THRESHOLD * threshold)
+        self._apart = [*self._apart, difference] if grown else []
+        if len(self._apart) < NUM_READINGS:
+            return None
+        return Drift(first, difference, version - first_version)
