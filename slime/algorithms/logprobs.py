@@ -5,7 +5,8 @@ keeps three numbers per token; backward goes over blocks of the vocabulary, so t
 finished in one matrix product with full-precision accumulation, and computes that block's logits again, which is one product of
 four. Kept logits (in the precision of the hidden states) save that product and become their own gradient in place. On CUDA one Triton kernel reads a block for its statistics
 and another turns it into its gradient in place; elsewhere plain torch does the same in at least fp32. Logits are divided by
-the sampling temperature, so that the numbers are those of the distribution that the engine sampled from.
+the sampling temperature, so that the numbers are those of the distribution that the engine sampled from; where that was cut to
+a nucleus, so are the logits, before anything else reads them.
 """
 
 import functools
@@ -13,6 +14,8 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
+
+from slime.algorithms.nucleus import Nucleus
 
 # Elements of one block of logits: 128 Mi x 2 bytes = 256 MiB in bf16, and half as many in fp32.
 MAX_CHUNK_ELEMENTS = 1 << 26
@@ -110,7 +113,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
     """Forward and hand-written backward of log-prob and entropy over blocks of logits."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, chunk_size, with_entropy, keep):
+    def forward(ctx, hidden, weight, targets, temperature, chunk_size, with_entropy, keep, nucleus):
         kernels = _kernels_for(hidden)
         num_tokens, dtype = hidden.shape[0], _compute_dtype(hidden.dtype)
         log_probs = torch.empty(num_tokens, dtype=dtype, device=hidden.device)
@@ -121,13 +124,15 @@ class _ChunkedLogProbs(torch.autograd.Function):
         for start in range(0, num_tokens, size):
             rows = slice(start, start + size)
             logits = torch.mm(hidden[rows], weight.T, out=kept[rows] if keep else None)
+            if nucleus is not None:
+                nucleus.rows(start, min(start + size, num_tokens)).cut_(logits, targets[rows])
             outputs = log_sums[rows], log_probs[rows], entropy[rows] if with_entropy else None
             if kernels is not None:
                 kernels.row_statistics(logits, targets[rows], temperature, *outputs)
             else:
                 _statistics(logits.clone() if keep else logits, targets[rows], temperature, outputs)
         ctx.save_for_backward(hidden, weight, targets, log_sums, entropy)
-        ctx.temperature, ctx.chunk_size = temperature, chunk_size
+        ctx.temperature, ctx.chunk_size, ctx.nucleus = temperature, chunk_size, nucleus
         ctx.kept = kept  # not among the saved tensors: backward writes into it and lets it go
         ctx.set_materialize_grads(False)
         return log_probs, entropy
@@ -136,7 +141,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
     def backward(ctx, grad_log_probs, grad_entropy):
         hidden, weight, targets, log_sums, entropy = ctx.saved_tensors
         if grad_log_probs is None and grad_entropy is None:
-            return (None,) * 7
+            return (None,) * 8
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(log_sums)
         kernels = _kernels_for(hidden)
@@ -145,7 +150,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         if ctx.kept is not None:
             logits, ctx.kept = ctx.kept, None
             grad = gradient(logits, targets, 0, ctx.temperature, log_sums, *grads)
-            return grad @ weight, grad.T @ hidden if ctx.needs_input_grad[1] else None, *(None,) * 5
+            return grad @ weight, grad.T @ hidden if ctx.needs_input_grad[1] else None, *(None,) * 6
         grad_hidden = torch.zeros(hidden.shape, dtype=log_sums.dtype, device=hidden.device)
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         vocab = weight.shape[0]
@@ -154,11 +159,14 @@ class _ChunkedLogProbs(torch.autograd.Function):
             size = max(1, min(size, ctx.chunk_size * vocab // hidden.shape[0]))
         for first in range(0, vocab, size):
             part = weight[first : first + size]
-            grad = gradient(hidden @ part.T, targets, first, ctx.temperature, log_sums, *grads)
+            logits = hidden @ part.T
+            if ctx.nucleus is not None:
+                ctx.nucleus.cut_(logits, targets, first)
+            grad = gradient(logits, targets, first, ctx.temperature, log_sums, *grads)
             grad_hidden = _add_product(grad_hidden, grad, part)
             if grad_weight is not None:
                 torch.mm(grad.T, hidden, out=grad_weight[first : first + size])
-        return grad_hidden.to(hidden.dtype), grad_weight, *(None,) * 5
+        return grad_hidden.to(hidden.dtype), grad_weight, *(None,) * 6
 
 
 def chunked_log_probs(
@@ -170,12 +178,13 @@ def chunked_log_probs(
     chunk_size: int = -1,
     with_entropy: bool = False,
     memory_gib: float = 0.0,
+    nucleus: Nucleus | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs [T] of `targets` [T] and, if asked, entropies [T] of softmax(hidden @ weight.T / temperature).
 
     `hidden` is [T, H], `weight` [V, H]. Results are fp32 (fp64 for fp64 inputs) and differentiable in both.
     `chunk_size` counts tokens; -1 picks it so that one block of logits stays within 256 MiB. Logits that fit into `memory_gib` are
-    kept for the backward pass.
+    kept for the backward pass. `nucleus`: of T rows, over whose ids each softmax goes; None: over all.
     """
     if hidden.shape[0] == 0:
         # Keeps the graph connected: a rank without tokens still has to take part in the gradient reduction.
@@ -183,7 +192,7 @@ def chunked_log_probs(
         return zero, zero if with_entropy else None
     size = hidden.shape[0] * weight.shape[0] * hidden.element_size()
     keep = size <= memory_gib * 2**30 and torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    return _ChunkedLogProbs.apply(hidden, weight, targets, float(temperature), chunk_size, with_entropy, keep)
+    return _ChunkedLogProbs.apply(hidden, weight, targets, float(temperature), chunk_size, with_entropy, keep, nucleus)
 
 
 def calculate_log_probs_and_entropy(

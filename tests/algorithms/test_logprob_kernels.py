@@ -17,12 +17,14 @@ pytestmark = pytest.mark.sglang
 COMPARISON = """
 import sys, torch
 from slime.algorithms import logprob_kernels as kernels
+from slime.algorithms.nucleus import IMPOSSIBLE
 torch.manual_seed(0)
-for rows, columns in ((3, 5), (4, 300), (2, 10007)):
+for rows, columns, cut in ((3, 5, 0), (4, 300, 0), (2, 10007, 0), (3, 10007, 9000), (3, 300, 299)):
     logits = 4 * torch.randn(rows, columns)
     logits[0, 1] = 60.0  # far above the rest: the sum's other terms vanish
     logits[1] = -1000.0 + torch.arange(columns) / columns
-    targets = torch.randint(0, columns, (rows,))
+    logits[:, :cut] = IMPOSSIBLE  # whole blocks of it
+    targets = torch.randint(cut, columns, (rows,))
     log_sums, chosen, entropy, without, once_more = (torch.empty(rows) for _ in range(5))
     kernels.row_statistics(logits, targets, 0.7, log_sums, chosen, entropy)
     kernels.row_statistics(logits, targets, 0.7, once_more, without, None)

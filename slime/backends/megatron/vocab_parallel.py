@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime.algorithms.logprobs import MAX_CHUNK_ELEMENTS, chunked_log_probs
+from slime.algorithms.nucleus import Nucleus
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float, real: int) -> Tensor:
@@ -23,14 +24,14 @@ def _logits(hidden: Tensor, weight: Tensor, temperature: float, real: int) -> Te
 
 class _VocabParallelLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, rows, with_entropy, first, real, group):
+    def forward(ctx, hidden, weight, targets, temperature, rows, with_entropy, first, real, group, nucleus):
         count = hidden.shape[0]
         log_probs = torch.empty(count, dtype=torch.float32, device=hidden.device)
         log_sums = torch.empty_like(log_probs)
         entropy = torch.empty_like(log_probs) if with_entropy else None
         for start in range(0, count, rows):
             part = slice(start, start + rows)
-            logits = _logits(hidden[part], weight, temperature, real)
+            logits = _cut(_logits(hidden[part], weight, temperature, real), nucleus, targets, part, first)
             top = logits.max(dim=-1).values if real else logits.new_full((logits.shape[0],), float("-inf"))
             dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
             own = targets[part] - first
@@ -48,21 +49,22 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             if with_entropy:
                 entropy[part] = log_total - total[2] / total[0]
         ctx.save_for_backward(hidden, weight, targets, log_sums, entropy)
-        ctx.settings = temperature, rows, first, real
+        ctx.settings = temperature, rows, first, real, nucleus
         ctx.set_materialize_grads(False)
         return log_probs, entropy
 
     @staticmethod
     def backward(ctx, grad_log_probs, grad_entropy):
         hidden, weight, targets, log_sums, entropy = ctx.saved_tensors
-        temperature, rows, first, real = ctx.settings
+        temperature, rows, first, real, nucleus = ctx.settings
         if grad_log_probs is None and grad_entropy is None:
-            return (None,) * 9
+            return (None,) * 10
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for start in range(0, hidden.shape[0], rows):
             part = slice(start, start + rows)
-            log_dist = _logits(hidden[part], weight, temperature, real).sub_(log_sums[part, None])
+            logits = _cut(_logits(hidden[part], weight, temperature, real), nucleus, targets, part, first)
+            log_dist = logits.sub_(log_sums[part, None])
             probs = log_dist.exp()
             # d log p(target) / d logits = onehot - p;  d H / d logits = -p (log p + H)
             grad = torch.zeros_like(probs)
@@ -79,7 +81,14 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             grad = grad.div_(temperature).to(hidden.dtype)
             grad_hidden[part] = grad @ weight
             grad_weight += grad.T @ hidden[part]
-        return grad_hidden, grad_weight.to(weight.dtype), *(None,) * 7
+        return grad_hidden, grad_weight.to(weight.dtype), *(None,) * 8
+
+
+def _cut(logits: Tensor, nucleus: Nucleus | None, targets: Tensor, part: slice, first: int) -> Tensor:
+    """The rows `part` of this rank's slice, which starts at vocabulary entry `first`, cut to what their tokens were drawn from."""
+    if nucleus is None:
+        return logits
+    return nucleus.rows(part.start, part.start + logits.shape[0]).cut_(logits, targets[part], first)
 
 
 def _chosen(logits: Tensor, own: Tensor, mine: Tensor) -> Tensor:
@@ -99,11 +108,13 @@ def vocab_parallel_log_probs(
     chunk_size: int = -1,
     with_entropy: bool = False,
     memory_gib: float = 0.0,
+    nucleus: Nucleus | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs [T] and entropies [T], the same on all ranks of `group`; `weight` [V / size, H] is this rank's slice.
 
     The gradient of `hidden` is this rank's part: the caller sums it over the ranks. Rows at or above `vocab_size` pad.
-    `memory_gib` is for logits kept for the backward pass, where one rank has the whole vocabulary.
+    `memory_gib` is for logits kept for the backward pass, where one rank has the whole vocabulary. `nucleus`: of T
+    rows, over whose ids each softmax goes; None: over all.
     """
     if group.size() == 1 and weight.shape[0] == vocab_size:
         return chunked_log_probs(
@@ -114,6 +125,7 @@ def vocab_parallel_log_probs(
             chunk_size=chunk_size,
             with_entropy=with_entropy,
             memory_gib=memory_gib,
+            nucleus=nucleus,
         )
     if hidden.shape[0] == 0:
         zero = hidden.sum(-1).float() + 0.0 * weight[0, 0]
@@ -122,7 +134,7 @@ def vocab_parallel_log_probs(
     real = min(max(vocab_size - first, 0), weight.shape[0])
     rows = chunk_size if chunk_size > 0 else max(1, min(hidden.shape[0], MAX_CHUNK_ELEMENTS // weight.shape[0]))
     return _VocabParallelLogProbs.apply(
-        hidden, weight, targets, float(temperature), rows, with_entropy, first, real, group
+        hidden, weight, targets, float(temperature), rows, with_entropy, first, real, group, nucleus
     )
 
 
