@@ -226,7 +226,7 @@ def _reward_categories(key: str, samples: Sequence[Sample]) -> dict[str, float]:
 def _kept_vocabulary(samples: Sequence[Sample]) -> dict[str, float]:
     kept = [s for s in samples if s.rollout_top_p_token_offsets is not None]
     tokens = sum(len(s.rollout_top_p_token_offsets) - 1 for s in kept)
-    ids = sum(len(s.rollout_top_p_token_ids or ()) for s in kept)
+    ids = sum(len(s.rollout_top_p_token_ids) for s in kept)
     return {"top_p_kept_vocab_per_token": ids / tokens} if tokens else {}
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypedDict
 import numpy as np
 import torch
 
+from slime.utils import top_p
 from slime.utils.misc import decode_int32_meta_array
 
 
@@ -136,8 +137,8 @@ class Sample:
     weight_versions: list[str] = field(default_factory=list)  # one entry per engine answer, in order
     version_spans: list[tuple[str, int, int]] = field(default_factory=list)  # (version, start, end) in the response
     rollout_log_probs: list[float] | None = None
-    rollout_top_p_token_ids: list[int] | None = None
-    rollout_top_p_token_offsets: list[int] | None = None
+    rollout_top_p_token_ids: torch.Tensor | list[int] | None = None  # int32, see slime.utils.top_p; None: not recorded
+    rollout_top_p_token_offsets: torch.Tensor | list[int] | None = None  # int32, one more than response tokens
     rollout_routed_experts: np.ndarray | None = None
     remove_sample: bool = False  # set by a sample filter: stays in the statistics, trains nothing
     teacher_log_probs: list[float] | None = None
@@ -213,8 +214,7 @@ class Sample:
             self.rollout_log_probs = (self.rollout_log_probs or []) + values
         if text:
             self.response += text
-        if not trainable and self.rollout_top_p_token_offsets is not None:
-            self.rollout_top_p_token_offsets.extend([self.rollout_top_p_token_offsets[-1]] * len(new))
+        self._merge_top_p(meta_info or {}, start, len(new), trainable)
         if meta_info is not None:
             self._apply_meta_info(args, meta_info, start, len(new), update_terminal_info)
         self._check_lengths()
@@ -237,7 +237,6 @@ class Sample:
             )
 
     def _apply_meta_info(self, args: Any, meta: dict[str, Any], start: int, count: int, terminal: bool) -> None:
-        self._merge_top_p(meta, count)
         self._merge_routed_experts(args, meta)
         for span in meta.get("weight_versions") or ():
             self.version_spans.append((str(span["version"]), start + span["start"], start + span["end"]))
@@ -253,18 +252,18 @@ class Sample:
         finish = meta["finish_reason"] or {}
         self.status = _STATUS_OF_FINISH.get(finish.get("type"), self.status)
 
-    def _merge_top_p(self, meta: dict[str, Any], count: int) -> None:
-        ids = meta.get("top_p_token_ids", meta.get("top_p_kept_token_ids"))
-        offsets = meta.get("top_p_token_offsets", meta.get("top_p_kept_token_offsets"))
-        if ids is None or offsets is None:
-            return
-        ids, offsets = decode_int32_meta_array(ids).tolist(), decode_int32_meta_array(offsets).tolist()
-        if len(offsets) != count + 1 or offsets[0] != 0 or offsets[-1] != len(ids):
-            raise ValueError(f"top-p offsets of {self._name()} do not fit {count} new tokens and {len(ids)} kept ids")
-        held = self.rollout_top_p_token_offsets or [0] * (self.response_length - count + 1)
-        base = held[-1]
-        self.rollout_top_p_token_ids = (self.rollout_top_p_token_ids or []) + ids
-        self.rollout_top_p_token_offsets = held + [base + o for o in offsets[1:]]
+    def _merge_top_p(self, meta: dict[str, Any], start: int, count: int, trainable: bool) -> None:
+        """Take the ids that the new tokens were drawn from; tokens of other origin have none."""
+        found = top_p.from_meta(meta)
+        if found is None:
+            if self.rollout_top_p_token_offsets is None or trainable:
+                return
+            found = [], [0] * (count + 1)
+        elif wrong := top_p.wrong_with(*found, self.tokens[len(self.tokens) - count :]):
+            raise ValueError(f"{self._name()}, {count} new tokens: {wrong}")
+        held = self.rollout_top_p_token_ids, self.rollout_top_p_token_offsets
+        held = ([], [0] * (start + 1)) if held[1] is None else held
+        self.rollout_top_p_token_ids, self.rollout_top_p_token_offsets = top_p.joined(*held, *found)
 
     def _merge_routed_experts(self, args: Any, meta: dict[str, Any]) -> None:
         if meta.get("routed_experts") is None:
@@ -287,7 +286,10 @@ class Sample:
             )
         offsets = self.rollout_top_p_token_offsets
         if offsets is not None and len(offsets) != self.response_length + 1:
-            raise ValueError(f"{len(offsets)} top-p offsets for {self.response_length} tokens in {self._name()}")
+            raise ValueError(
+                f"{len(offsets)} top-p offsets for {self.response_length} response tokens in {self._name()}: pass the "
+                f"engine's meta_info with every answer, and ask for it with custom_params {{{top_p.REQUEST_FIELD!r}: True}}."
+            )
 
 
 class RolloutBatch(TypedDict, total=False):
@@ -307,6 +309,8 @@ class RolloutBatch(TypedDict, total=False):
     sample_indices: list[int]
     truncated: list[int]
     rollout_log_probs: list[torch.Tensor]  # [R_i] fp32; 0 where mask 0; absent = none recorded
+    rollout_top_p_token_ids: list[torch.Tensor]  # [N_i] int32; absent = drawn from the whole vocabulary
+    rollout_top_p_token_offsets: list[torch.Tensor]  # [R_i + 1] int32
     versions: list[torch.Tensor]  # [R_i] int32; -1 = not generated
     log_probs: list[torch.Tensor]  # [R_i] fp32, of the policy before this step's updates
     ref_log_probs: list[torch.Tensor]  # [R_i] fp32

@@ -2,8 +2,11 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
+import torch
 
+from slime.utils.top_p import to_meta
 from slime.utils.types import RewardFailure, Sample, SpecInfo, flatten_samples, is_score
 
 
@@ -77,8 +80,46 @@ def test_top_p_spans_are_merged():
     sample.append_response_tokens(
         tokens=[3], log_probs=[0], meta_info={"top_p_token_ids": [3], "top_p_token_offsets": [0, 1]}
     )
-    assert sample.rollout_top_p_token_ids == [1, 9, 2, 3]
-    assert sample.rollout_top_p_token_offsets == [0, 2, 3, 3, 4]
+    assert sample.rollout_top_p_token_ids.tolist() == [1, 9, 2, 3]
+    assert sample.rollout_top_p_token_offsets.tolist() == [0, 2, 3, 3, 4]
+    assert sample.rollout_top_p_token_ids.dtype == torch.int32  # a list of numbers takes nine times as much
+
+
+def test_top_p_spans_begin_behind_tokens_that_have_none():
+    sample = Sample(tokens=[5])
+    sample.append_response_tokens(tokens=[7, 8], trainable=False)
+    sample.append_response_tokens(tokens=[3], log_probs=[0], meta_info=to_meta([np.array([2, 3])]))
+    sample.append_response_tokens(tokens=[4], trainable=False, meta_info=to_meta([np.array([4])]))
+    sample.append_response_tokens(log_probs=[], tokens=[], meta_info=to_meta([]))  # aborted before it began
+    assert sample.rollout_top_p_token_ids.tolist() == [2, 3, 4]
+    assert sample.rollout_top_p_token_offsets.tolist() == [0, 0, 0, 2, 3]
+
+
+def test_lists_that_a_plug_in_put_in_are_continued():
+    sample = Sample(tokens=[1, 2], response_length=1, rollout_log_probs=[0.0])
+    sample.rollout_top_p_token_ids, sample.rollout_top_p_token_offsets = [2, 6], [0, 2]
+    sample.append_response_tokens(tokens=[3], log_probs=[0], meta_info=to_meta([np.array([3])]))
+    assert sample.rollout_top_p_token_ids.tolist() == [2, 6, 3]
+    assert sample.rollout_top_p_token_offsets.tolist() == [0, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "meta, message",
+    [
+        ({"top_p_token_ids": [3]}, "belong together"),
+        ({"top_p_token_ids": [3, 4], "top_p_token_offsets": [0, 1]}, "do not run from 0 to the number of ids, 2"),
+        ({"top_p_token_ids": [3], "top_p_token_offsets": [0, 1, 1]}, "3 top-p offsets for 1 tokens"),
+        ({"top_p_token_ids": [4], "top_p_token_offsets": [0, 1]}, "token 3 at 0 is not among its top-p ids"),
+        ({"top_p_token_ids": [-3, 3], "top_p_token_offsets": [0, 2]}, "top-p id -3"),
+        ({"top_p_token_ids": "AAA", "top_p_token_offsets": "AAAAAAEAAAA="}, "padding"),
+        ({}, "2 top-p offsets for 2 response tokens.*return_top_p_token_ids"),
+    ],
+)
+def test_top_p_spans_that_do_not_fit_their_tokens_are_refused(meta, message):
+    sample = Sample()
+    sample.append_response_tokens(tokens=[1], log_probs=[0], meta_info=to_meta([np.array([1])]))
+    with pytest.raises(ValueError, match=message):
+        sample.append_response_tokens(tokens=[3], log_probs=[0], meta_info=meta)
 
 
 def test_samples_survive_a_round_trip_with_foreign_attributes():

@@ -1,0 +1,63 @@
+"""The token ids that an engine drew each token from (its nucleus), as answers and samples carry them.
+
+`ids` of all tokens stand behind each other; those of token i are `ids[offsets[i]:offsets[i + 1]]`. A token without ids was
+drawn from the whole vocabulary, or by nobody: tool output. An engine's log-probs are over the ids where there are any, else
+over the whole vocabulary.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slime.utils.misc import decode_int32_meta_array, encode_int32_meta_array
+
+# What a request asks with, inside its sampling_params["custom_params"].
+REQUEST_FIELD = "return_top_p_token_ids"
+# What an answer's meta_info brings; the second names are those of older servers.
+_IDS = ("top_p_token_ids", "top_p_kept_token_ids")
+_OFFSETS = ("top_p_token_offsets", "top_p_kept_token_offsets")
+
+
+def to_meta(kept: Sequence[np.ndarray]) -> dict[str, str]:
+    """The fields of an answer from the ids of each token."""
+    offsets = np.cumsum([0, *(len(ids) for ids in kept)])
+    ids = np.concatenate(kept) if kept else np.zeros(0)
+    return {_IDS[0]: encode_int32_meta_array(ids), _OFFSETS[0]: encode_int32_meta_array(offsets)}
+
+
+def from_meta(meta: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
+    """(ids, offsets) of an answer, int32; None: it brings neither. ValueError where it brings one of them alone."""
+    found = [next((meta[name] for name in names if meta.get(name) is not None), None) for names in (_IDS, _OFFSETS)]
+    if found[0] is None and found[1] is None:
+        return None
+    if found[0] is None or found[1] is None:
+        raise ValueError(f"{_IDS[0]} and {_OFFSETS[0]} belong together, and only one of them came")
+    ids, offsets = (torch.from_numpy(decode_int32_meta_array(value).copy()) for value in found)
+    return ids, offsets
+
+
+def wrong_with(ids: Any, offsets: Any, tokens: Sequence[int], vocab_size: int | None = None) -> str | None:
+    """Why these cannot be the ids that `tokens` were drawn from; None: they can."""
+    ids, offsets = np.asarray(ids, dtype=np.int64).reshape(-1), np.asarray(offsets, dtype=np.int64).reshape(-1)
+    if len(offsets) != len(tokens) + 1:
+        return f"{len(offsets)} top-p offsets for {len(tokens)} tokens, there must be one more"
+    counts = np.diff(offsets)
+    if offsets[0] != 0 or offsets[-1] != len(ids) or (counts < 0).any():
+        return f"top-p offsets that do not run from 0 to the number of ids, {len(ids)}"
+    if len(ids) and (ids.min() < 0 or (vocab_size is not None and ids.max() >= vocab_size)):
+        return f"top-p id {ids.min() if ids.min() < 0 else ids.max()} in a vocabulary of {vocab_size}"
+    row_of = np.repeat(np.arange(len(tokens)), counts)
+    own = ids == np.repeat(np.asarray(tokens, dtype=np.int64), counts)
+    lost = np.flatnonzero((np.bincount(row_of[own], minlength=len(tokens)) == 0) & (counts > 0))
+    return f"token {tokens[lost[0]]} at {lost[0]} is not among its top-p ids" if len(lost) else None
+
+
+def joined(ids: Any, offsets: Any, more_ids: Any, more_offsets: Any) -> tuple[Tensor, Tensor]:
+    """The ids of some tokens and of those behind them, int32."""
+    ids, offsets, more_ids, more_offsets = (
+        torch.as_tensor(part, dtype=torch.int32).reshape(-1) for part in (ids, offsets, more_ids, more_offsets)
+    )
+    return torch.cat([ids, more_ids]), torch.cat([offsets, more_offsets[1:] + offsets[-1]])
