@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from operator import itemgetter
 from typing import Any, Literal
 
+from slime.utils import top_p
 from slime.wire.dialects import Dialect, dialect_of
 
 Finish = Literal["stop", "length", "abort"]
@@ -80,13 +81,29 @@ def wrong_token_id(ids: Sequence[Any], vocab_size: int | None) -> Any:
     return next(i for i in ids if type(i) is not int or not 0 <= i < high)
 
 
+def _custom_params(value: Any) -> Mapping[str, Any]:
+    """Of what SGLang hands to its plug-ins, the one field that is part of the protocol."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"custom_params must be an object, got {shown(value)}")
+    unknown = sorted(str(name) for name in value if name != top_p.REQUEST_FIELD)
+    if unknown:
+        raise ValueError(f"custom_params has unknown field {shown(unknown[0])}, expected {top_p.REQUEST_FIELD}")
+    return value
+
+
+_SWITCHES = ("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim")
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to draw the tokens of one request; the defaults sample the model's own distribution.
 
     `SamplingParams(temperature=0.8, max_new_tokens=64, stop=("\\n",)).to_json()` is what a request carries as
     `sampling_params`. Log-probs that come back are of the distribution after `temperature` and before top_p, top_k and
-    min_p; at temperature 0 (greedy) they are of the unscaled one.
+    min_p; at temperature 0 (greedy) they are of the unscaled one. With `return_top_p_token_ids` an engine that can tell
+    which ids it drew each token from does so, and log-probs are over these.
     """
 
     temperature: float = 1.0
@@ -106,6 +123,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     n: int = 1
+    return_top_p_token_ids: bool = False  # travels inside custom_params, see slime.utils.top_p
 
     def __post_init__(self) -> None:
         checked = {
@@ -121,7 +139,7 @@ class SamplingParams:
             "presence_penalty": _number("presence_penalty", self.presence_penalty, -2.0, 2.0),
             "n": _integer("n", self.n, 1),
         }
-        for name in ("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"):
+        for name in (*_SWITCHES, top_p.REQUEST_FIELD):
             checked[name] = _boolean(name, getattr(self, name))
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -149,6 +167,8 @@ class SamplingParams:
             return cls()
         if not isinstance(data, Mapping):
             raise ValueError(f"sampling_params must be an object, got {shown(data)}")
+        data = {**data, **_custom_params(data.get("custom_params"))}
+        data.pop("custom_params", None)
         known = {f.name for f in fields(cls)}
         unknown = sorted(set(data) - known)
         if unknown:
@@ -157,8 +177,10 @@ class SamplingParams:
 
     def to_json(self) -> dict[str, Any]:
         """Fields that differ from the defaults, and `temperature` and `max_new_tokens` always."""
-        out: dict[str, Any] = {}
+        out: dict[str, Any] = {"custom_params": {top_p.REQUEST_FIELD: True}} if self.return_top_p_token_ids else {}
         for f in fields(self):
+            if f.name == top_p.REQUEST_FIELD:
+                continue
             value = getattr(self, f.name)
             if value != f.default or f.name in ("temperature", "max_new_tokens"):
                 out[f.name] = list(value) if isinstance(value, tuple) else value

@@ -15,7 +15,7 @@ from typing import Any
 from slime.engines.embedded.adapter import AdaptedWeights, AdapterConfig
 from slime.engines.embedded.kv_cache import BlockAllocator
 from slime.engines.embedded.runner import BLOCK_SIZE, ModelRunner
-from slime.engines.embedded.sampler import sample
+from slime.engines.embedded.sampler import Draws, sample
 from slime.engines.embedded.scheduler import Pass, Scheduler
 from slime.engines.embedded.sequence import ABORTED, Sequence, failure
 from slime.engines.embedded.text import Detokenizer
@@ -116,10 +116,10 @@ class Engine:
         """Returns the number of new tokens."""
         started = time.perf_counter()
         logits = self.runner.forward(work.plan)
-        tokens, log_probs = sample(logits, work.rows) if work.samplers else ([], [])
+        draws = sample(logits, work.rows) if work.samplers else Draws([], [])
         self.forward_s += time.perf_counter() - started
-        self.scheduler.commit(work, tokens, log_probs)
-        return len(tokens)
+        self.scheduler.commit(work, draws)
+        return len(draws.tokens)
 
     def _score(self, sequence: Sequence) -> list[Sequence]:
         started = time.perf_counter()

@@ -9,6 +9,7 @@ from typing import Any
 
 from slime.engines.embedded.sequence import Sequence
 from slime.engines.embedded.text import Detokenizer
+from slime.utils import top_p
 from slime.wire.protocol import SamplingParams, shown
 
 FIELDS = ("input_ids", "text", "sampling_params", "return_logprob", "logprob_start_len", "stream", "rid")
@@ -234,6 +235,8 @@ def answer_json(sequence: Sequence, detokenizer: Detokenizer) -> dict[str, Any]:
         meta["input_token_logprobs"] = [[p, i, None] for p, i in inputs]
         meta["output_token_logprobs"] = [[p, i, None] for p, i in zip(log_probs, output, strict=True)]
         meta["output_token_logprobs_length"] = count
+    if sequence.sampling.return_top_p_token_ids:
+        meta |= top_p.to_meta(sequence.kept_ids[:count])
     if finish is not None:
         meta["weight_versions"] = sequence.spans(count)
     return {

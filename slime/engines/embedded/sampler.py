@@ -5,7 +5,7 @@ and a request that is resubmitted with its first tokens as prompt continues the 
 a token by inverting the cumulative distribution: one hash per row, not one per vocabulary entry.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -41,11 +41,27 @@ class SampleRows:
     top_k: np.ndarray  # <= 0: off
     min_p: np.ndarray
     banned: tuple[tuple[int, tuple[int, ...]], ...] = ()  # (row, ids that may not be drawn yet)
+    recorded: tuple[int, ...] = ()  # rows that ask which ids they were drawn from
+
+    @property
+    def is_filtered(self) -> np.ndarray:
+        """[N] whether top_p, top_k or min_p leave ids out."""
+        return (self.top_p < 1.0) | (self.top_k > 0) | (self.min_p > 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """One token per row. `kept`: of a recorded row the ids that it was drawn from; none when that is all of them."""
+
+    tokens: list[int]
+    log_probs: list[float]
+    kept: dict[int, np.ndarray] = field(default_factory=dict)  # row -> [K] int32, in ascending order
 
 
 @torch.inference_mode()
-def sample(logits: torch.Tensor, rows: SampleRows) -> tuple[list[int], list[float]]:
-    """Tokens and their log-probs under the temperature-scaled full distribution (unscaled for greedy rows).
+def sample(logits: torch.Tensor, rows: SampleRows) -> Draws:
+    """Log-probs are of the temperature-scaled full distribution (unscaled for greedy rows), and of recorded rows over the
+    ids that they were drawn from.
 
     A row whose logits are no numbers, or that leaves no token to draw, gets some token with a log-prob that is not finite.
     """
@@ -59,11 +75,35 @@ def sample(logits: torch.Tensor, rows: SampleRows) -> tuple[list[int], list[floa
     if greedy.all():
         tokens = allowed.argmax(dim=-1)
     else:
-        tokens = _draw(_filter(allowed, rows), uniforms(rows.seeds, rows.positions))
+        allowed = _filter(allowed, rows)
+        tokens = _draw(allowed, uniforms(rows.seeds, rows.positions))
         if greedy.any():
             tokens = torch.where(torch.from_numpy(greedy).to(tokens.device), allowed.argmax(dim=-1), tokens)
     chosen = log_probs.gather(1, tokens[:, None]).squeeze(1)
-    return tokens.tolist(), chosen.tolist()
+    kept = _record(allowed, chosen, tokens, rows) if rows.recorded else {}
+    return Draws(tokens.tolist(), chosen.tolist(), kept)
+
+
+def _record(
+    allowed: torch.Tensor, chosen: torch.Tensor, tokens: torch.Tensor, rows: SampleRows
+) -> dict[int, np.ndarray]:
+    """What the recorded rows were drawn from; their entries of `chosen` become log-probs over it."""
+    banned = {row for row, _ in rows.banned}
+    cut = rows.is_filtered | (rows.temperature == 0.0)
+    wanted = np.array([row for row in rows.recorded if cut[row] or row in banned], np.int64)
+    kept = {row: np.zeros(0, np.int32) for row in rows.recorded}
+    if not len(wanted):
+        return kept
+    index = torch.from_numpy(wanted).to(allowed.device)
+    own = tokens[index, None]
+    part = allowed[index]
+    greedy = torch.from_numpy(rows.temperature[wanted] == 0.0).to(part.device)[:, None]
+    part = part.masked_fill(greedy & (torch.arange(part.shape[1], device=part.device) != own), float("-inf"))
+    chosen[index] = torch.log_softmax(part, dim=-1).gather(1, own).squeeze(1)
+    places, ids = (x.cpu().numpy() for x in part.isfinite().nonzero(as_tuple=True))
+    bounds = np.searchsorted(places, np.arange(1, len(wanted)))
+    kept.update(zip(wanted.tolist(), np.split(ids.astype(np.int32), bounds), strict=True))
+    return kept
 
 
 def _ban(log_probs: torch.Tensor, rows: SampleRows) -> torch.Tensor:
@@ -89,7 +129,7 @@ def _draw(log_probs: torch.Tensor, u: np.ndarray) -> torch.Tensor:
 
 def _filter(log_probs: torch.Tensor, rows: SampleRows) -> torch.Tensor:
     """Set what top_k, top_p and min_p cut to -inf; rows without filters are not touched."""
-    cut = (rows.top_p < 1.0) | (rows.top_k > 0) | (rows.min_p > 0.0)
+    cut = rows.is_filtered
     if not cut.any():
         return log_probs
     index = torch.from_numpy(np.flatnonzero(cut)).to(log_probs.device)

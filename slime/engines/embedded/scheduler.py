@@ -14,7 +14,7 @@ import torch
 
 from slime.engines.embedded.attention import BatchPlan, DecodeGroup, PrefillGroup
 from slime.engines.embedded.kv_cache import BlockAllocator
-from slime.engines.embedded.sampler import SampleRows
+from slime.engines.embedded.sampler import Draws, SampleRows
 from slime.engines.embedded.sequence import Sequence
 
 # Below this many gathered bytes per layer, one padded decode group is cheaper than several exact ones: what counts on
@@ -299,6 +299,7 @@ class Scheduler:
             top_k=table.top_k[slots],
             min_p=table.min_p[slots],
             banned=banned,
+            recorded=tuple(row for row, s in enumerate(samplers) if s.sampling.return_top_p_token_ids),
         )
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
@@ -306,7 +307,7 @@ class Scheduler:
 
     # -- after the pass -----------------------------------------------------------------------------------------
 
-    def commit(self, done: Pass, tokens: list[int], log_probs: list[float]) -> None:
+    def commit(self, done: Pass, draws: Draws) -> None:
         """Record what was computed and the new token of each sampler."""
         for chunk in done.chunks:
             sequence = chunk.sequence
@@ -315,9 +316,11 @@ class Scheduler:
                 self.allocator.keep(sequence.blocks, sequence.tokens[: chunk.end])
         for sequence in done.samplers[: done.num_decoding]:
             sequence.num_computed += 1
-        for sequence, token, log_prob in zip(done.samplers, tokens, log_probs, strict=True):
+        for row, ids in draws.kept.items():
+            done.samplers[row].kept_ids.append(ids)
+        for sequence, token, log_prob in zip(done.samplers, draws.tokens, draws.log_probs, strict=True):
             sequence.output.append(token)
             sequence.log_probs.append(log_prob)  # last: readers on other threads count these
         slots = np.array([s.slot for s in done.samplers], np.int64)
-        self._slots.last_token[slots] = tokens
+        self._slots.last_token[slots] = draws.tokens
         self._slots.length[slots] += 1
