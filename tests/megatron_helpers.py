@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from trainer_helpers import random_samples, trainer_args
+from trainer_helpers import random_samples, trainer_args, with_nuclei
 
 # Every flag of slime/arguments/megatron.py that the backend reads, neutral.
 MEGATRON_FLAGS = dict(
@@ -118,7 +118,7 @@ def train(backend_of, args, rank: int, world_size: int) -> dict:
     from slime.batch.schedule import split_for_ranks
 
     backend = backend_of(args, rank=rank, world_size=world_size, device="cpu")
-    batch = samples_to_batch(args, random_samples(5, 3, vocab=127))
+    batch = samples_to_batch(args, with_nuclei(random_samples(5, 3, vocab=127), vocab=127))
     layout = backend.layout
     data = split_for_ranks(args, batch, layout.dp_size, cp_size=layout.cp_size)[layout.dp_rank]
     before = exported(backend)

@@ -115,6 +115,8 @@ def trainer_args(model: str, **changes) -> SimpleNamespace:
         use_rollout_entropy=False,
         calculate_per_token_loss=False,
         rollout_temperature=1.0,
+        rollout_top_p=1.0,
+        rollout_top_k=-1,
         log_probs_chunk_size=-1,
         logits_memory_gib=0.0,
         weight_copies="host",
@@ -205,6 +207,21 @@ def engine_samples(backend, args, num_groups=2, group_size=4, noise=0.0, version
         sample.rollout_log_probs = (log_probs + shift).tolist()
         if version is not None:
             sample.version_spans = [(f"run:{version}", 0, sample.response_length)]
+    return samples
+
+
+def with_nuclei(samples: list[Sample], *, vocab: int = 128, seed: int = 0) -> list[Sample]:
+    """The same samples, two of three drawn from recorded parts of the vocabulary, and some tokens from all of it."""
+    generator = torch.Generator().manual_seed(seed)
+    for sample in samples:
+        if sample.index % 3 == 2:
+            continue
+        kept = []
+        for token in sample.tokens[len(sample.tokens) - sample.response_length :]:
+            size = int(torch.randint(0, vocab // 2, (1,), generator=generator))
+            kept.append(sorted({token, *torch.randperm(vocab, generator=generator)[:size].tolist()}) if size else [])
+        sample.rollout_top_p_token_ids = [i for ids in kept for i in ids]
+        sample.rollout_top_p_token_offsets = torch.tensor([0, *(len(ids) for ids in kept)]).cumsum(0).tolist()
     return samples
 
 

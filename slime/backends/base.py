@@ -8,6 +8,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
+from slime.algorithms.nucleus import Nucleus
 from slime.backends.attention import PackedDocuments
 from slime.utils.errors import RunStopped
 
@@ -56,6 +57,9 @@ class MicroBatch:
     routed_experts: Tensor | None = (
         None  # [T, layers, topk] int32 of the engine; -1: none recorded; None: not replayed
     )
+    nucleus: Nucleus | None = (
+        None  # of R rows: what the engine drew the response tokens from; None: all of the vocabulary
+    )
 
     @property
     def num_samples(self) -> int:
@@ -65,7 +69,9 @@ class MicroBatch:
         moved = {name: getattr(self, name).to(device, non_blocking=True) for name in _TENSOR_FIELDS}
         tokens = {name: value.to(device, non_blocking=True) for name, value in self.tokens.items()}
         routed = None if self.routed_experts is None else self.routed_experts.to(device, non_blocking=True)
-        return replace(self, **moved, documents=self.documents.to(device), tokens=tokens, routed_experts=routed)
+        nucleus = None if self.nucleus is None else self.nucleus.to(device)
+        documents = self.documents.to(device)
+        return replace(self, **moved, documents=documents, tokens=tokens, routed_experts=routed, nucleus=nucleus)
 
 
 _TENSOR_FIELDS = (
@@ -83,8 +89,8 @@ _TENSOR_FIELDS = (
 class TokenOutputs:
     """What the model says about each response token of a micro-batch."""
 
-    log_probs: Tensor  # [R] fp32
-    entropy: Tensor | None = None  # [R] fp32; None: not asked for
+    log_probs: Tensor  # [R] fp32, over the micro-batch's nucleus where it has one
+    entropy: Tensor | None = None  # [R] fp32, likewise; None: not asked for
     values: Tensor | None = None  # [R] fp32; None: no critic
     logits: Tensor | None = None  # [1, T, V] fp32, not divided by the temperature; only for a loss that asks for them
     extra: Tensor | None = None  # [R, ...] what `Loss.at_head` returned

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from slime.algorithms.nucleus import Nucleus
 from slime.backends import attention
 from slime.backends.attention import PackedDocuments
 from slime.backends.base import MicroBatch
@@ -197,6 +198,7 @@ class StreamShare:
     rows: Tensor  # [R_local] this rank's rows that predict a response token
     places: Tensor  # [R_local] which of the R response tokens each predicts
     real: Tensor  # [T / size] whether a token is none of the padding
+    nucleus: Nucleus | None = None  # of R_local rows
 
     def join(self, values: Tensor, count: int) -> Tensor:
         """All ranks' values of response tokens, [count], from this rank's, [R_local]."""
@@ -224,9 +226,12 @@ class StreamShare:
         places = (rows >= 0).nonzero()[:, 0]
         own = plan.local
         documents = SharedDocuments(plan, group)
-        return cls(input_ids[own][None], position_ids[own][None], documents, rows[places], places, real[own])
+        nucleus = None if mb.nucleus is None else mb.nucleus.select(places)
+        return cls(input_ids[own][None], position_ids[own][None], documents, rows[places], places, real[own], nucleus)
 
     def to(self, device: torch.device) -> "StreamShare":
         names = ("input_ids", "position_ids", "rows", "places", "real")
         moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
-        return replace(self, **moved, documents=replace(self.documents, plan=self.documents.plan.to(device)))
+        documents = replace(self.documents, plan=self.documents.plan.to(device))
+        nucleus = None if self.nucleus is None else self.nucleus.to(device)
+        return replace(self, **moved, documents=documents, nucleus=nucleus)

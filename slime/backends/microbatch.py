@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from slime.algorithms.nucleus import Nucleus
 from slime.backends.attention import PackedDocuments
 from slime.backends.base import MicroBatch
 from slime.utils.types import RolloutBatch
@@ -15,7 +16,7 @@ def build_micro_batch(
 ) -> MicroBatch:
     """The samples at `positions` as one packed stream; `token_keys` name per-token lists of the batch to carry along.
 
-    `replay`: with the experts that the engine chose.
+    `replay`: with the experts that the engine chose. The ids that it drew tokens from come along wherever they were recorded.
 
     No positions: a two-token stream whose one target has mask 0, so that a rank without samples runs the same passes.
     """
@@ -41,6 +42,7 @@ def build_micro_batch(
         response_lengths=tuple(response_lengths),
         tokens={key: torch.cat([batch[key][p] for p in positions]).float() for key in token_keys},
         routed_experts=_routed_experts(batch, positions) if replay and "routed_experts" in batch else None,
+        nucleus=_nucleus(batch, positions) if "rollout_top_p_token_ids" in batch else None,
     )
 
 
@@ -52,6 +54,11 @@ def build_micro_batches(
     replay: bool = False,
 ) -> list[MicroBatch]:
     return [build_micro_batch(batch, positions, token_keys, replay=replay) for positions in micro_batches]
+
+
+def _nucleus(batch: RolloutBatch, positions: Sequence[int]) -> Nucleus:
+    lists = ([batch[f"rollout_top_p_token_{kind}"][p] for p in positions] for kind in ("ids", "offsets"))
+    return Nucleus.of(*lists)
 
 
 def _routed_experts(batch: RolloutBatch, positions: Sequence[int]) -> Tensor:

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from tiny_model import make_tiny_model
-from trainer_helpers import init_process_group, meeting_point, random_samples, trainer_args
+from trainer_helpers import init_process_group, meeting_point, random_samples, trainer_args, with_nuclei
 
 from slime.backends.fsdp import create_backend
 from slime.backends.fsdp.model import gather_full
@@ -82,7 +82,7 @@ def work(rank, matrix, address, folder, model):
     if world_size > 1:
         torch.set_num_threads(1)
     init_process_group(rank, world_size, address)
-    samples = random_samples(5, 3)
+    samples = with_nuclei(random_samples(5, 3))
     results = {}
     for name, changes in VARIANTS[matrix].items():
         args = settings(model, **changes)
@@ -110,7 +110,7 @@ def next_from(path, args, rank, world_size):
     """The step after the one that a checkpoint was written behind."""
     backend = create_backend(args, rank=rank, world_size=world_size, device="cpu")
     backend.load(path)
-    return take_steps(backend, args, random_samples(5, 3))
+    return take_steps(backend, args, with_nuclei(random_samples(5, 3)))
 
 
 @pytest.fixture(scope="module")

@@ -79,6 +79,7 @@ class PackedCausalLM(nn.Module):
             chunk_size=chunk_size,
             memory_gib=memory_gib,
             with_entropy=entropy,
+            nucleus=mb.nucleus if share is None else share.nucleus,
         )
         if share is not None:
             assert not logits and at_head is None, "the whole stream's logits are not on one rank"

@@ -96,6 +96,7 @@ class PackedGPTModel(GPTModel):
             chunk_size=call.chunk_size,
             memory_gib=call.memory_gib,
             with_entropy=call.entropy,
+            nucleus=stream.nucleus,
         )
         log_probs = self._joined(log_probs, stream)
         if entropies is not None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor, nn
 
+from slime.algorithms.nucleus import Nucleus
 from slime.backends.attention import PackedDocuments
 from slime.backends.base import MicroBatch
 from slime.backends.context_parallel import ZigzagPlan, chunk_multiple
@@ -30,6 +31,7 @@ class PackedStream(PackedSeqParams):
     logit_rows: Tensor | None = None  # [R_local] rows of this rank that speak of a response token
     places: Tensor | None = None  # [R_local] which of the R response tokens each row speaks of
     targets: Tensor | None = None  # [R_local]
+    nucleus: Nucleus | None = None  # of R_local rows
     num_targets: int = 0  # R
     real: Tensor | None = None  # [T] padded position of each token of the micro-batch
     routes: Any = None  # of a mixture of experts: slime.backends.megatron.routing.Routes
@@ -79,7 +81,7 @@ def build_stream(
     padded_sizes = torch.tensor(lengths, device=device)
     position_ids = torch.arange(total, device=device) - torch.repeat_interleave(starts, padded_sizes)
     rows, places = real[mb.logit_positions + int(after_token)], torch.arange(len(mb.targets), device=device)
-    plan = None
+    plan, nucleus = None, mb.nucleus
     if cp_size > 1:
         plan = ZigzagPlan.build(documents, cp_size, cp_rank)
         row_of = torch.full((total,), -1, device=device)
@@ -87,6 +89,7 @@ def build_stream(
         rows = row_of[rows]
         places = (rows >= 0).nonzero()[:, 0]
         rows = rows[places]
+        nucleus = None if nucleus is None else nucleus.select(places)
         input_ids, position_ids = input_ids[plan.local], position_ids[plan.local]
     cos, sin = rotary(torch.empty(0, dtype=torch.float32, device=device), position_ids[None])
     return PackedStream(
@@ -104,6 +107,7 @@ def build_stream(
         logit_rows=rows,
         places=places,
         targets=mb.targets[places],
+        nucleus=nucleus,
         num_targets=len(mb.targets),
         real=real,
     )
