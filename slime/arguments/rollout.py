@@ -15,10 +15,15 @@ class RolloutFlags:
     hf_checkpoint: str | None = flag(None, "Hugging Face folder or hub id of the model and tokenizer", metavar="MODEL")
     rollout_function_path: str = flag(DEFAULT_ROLLOUT_FUNCTION, "function that makes one rollout", metavar="PATH")
     rollout_temperature: float = flag(1.0, "sampling temperature")
-    rollout_top_p: float = flag(1.0, "nucleus sampling; below 1 needs --allow-sampling-mismatch", gt=0, le=1)
-    rollout_top_k: int = flag(-1, "keep the k likeliest tokens; -1: all. Needs --allow-sampling-mismatch", ge=-1)
+    rollout_top_p: float = flag(
+        1.0, "nucleus sampling; below 1 the trainer computes over the recorded nucleus (embedded engine)", gt=0, le=1
+    )
+    rollout_top_k: int = flag(
+        -1, "keep the k likeliest tokens; -1: all. The trainer computes over those kept (embedded engine)", ge=-1
+    )
     allow_sampling_mismatch: bool = flag(
-        False, "train on top-p / top-k samples although their log-probs are not those of the policy"
+        False,
+        "train on top-p / top-k samples with log-probs of the whole vocabulary, which are not those they were drawn with",
     )
     rollout_max_response_len: int | None = flag(None, "longest response in tokens", ge=1)
     rollout_max_prompt_len: int | None = flag(None, "drop prompts longer than this at load", ge=1)

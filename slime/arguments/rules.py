@@ -31,7 +31,7 @@ from slime.arguments.rollout_rules import fully_async_rollout
 from slime.arguments.sglang import need_python
 from slime.arguments.stale_tokens import correct_stale_tokens
 from slime.arguments.topology_rules import router, topology, topology_source
-from slime.arguments.trained_sampling import refusal
+from slime.arguments.trained_sampling import trained_sampling
 from slime.arguments.trainer_rules import (
     model_parallel_sizes,
     trainable_parameters,
@@ -100,12 +100,6 @@ def sampling(draft: Draft) -> None:
         )
     if draft.rollout_top_k == 0:
         raise ValueError("--rollout-top-k is 0, which keeps no token at all; use -1 for all tokens.")
-    if draft.allow_sampling_mismatch or draft.debug_train_only or draft.debug_rollout_only:
-        return
-    params = {"top_p": draft.rollout_top_p, "top_k": draft.rollout_top_k}
-    why = refusal(params, spelling=lambda name: f"--rollout-{name.replace('_', '-')}")
-    if why is not None:
-        raise ValueError(why)
 
 
 def context_length(draft: Draft) -> None:
@@ -298,6 +292,7 @@ RULES: tuple[Rule, ...] = (
     checkpoints,
     topology_source,  # before the engine is chosen: what is asked for must make sense whatever is installed
     engine_choice,
+    trained_sampling,
     weight_sync,
     refuse_flags_without_effect,
     fully_async_rollout,

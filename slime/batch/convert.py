@@ -9,6 +9,8 @@ import torch
 from slime.algorithms.advantages import get_estimator
 from slime.algorithms.rewards import GREEDY_REWARD_KEY, overlong_penalty, subtract_baselines
 from slime.arguments.objectives import SUPERVISED_LOSSES
+from slime.arguments.trained_sampling import replays_nucleus
+from slime.batch.nucleus import add_nuclei
 from slime.batch.validate import check_reward, check_samples, validate_batch
 from slime.utils.misc import load_function
 from slime.utils.types import RolloutBatch, Sample, flatten_samples, version_number
@@ -25,6 +27,12 @@ def samples_to_batch(args: Any, samples: Iterable[Any], *, engine_version: str |
     if args.custom_convert_samples_to_train_data_path:
         batch = _complete(load_function(args.custom_convert_samples_to_train_data_path)(args, flat))
         source = f"--custom-convert-samples-to-train-data-path {args.custom_convert_samples_to_train_data_path}"
+        if replays_nucleus(args) and "rollout_top_p_token_ids" not in batch:
+            raise ValueError(
+                f"{source} returned no rollout_top_p_token_ids and rollout_top_p_token_offsets, which --rollout-top-p and "
+                "--rollout-top-k need: pass on those of the samples, or accept log-probs of another distribution with "
+                "--allow-sampling-mismatch."
+            )
     else:
         check_samples(flat)
         batch = _convert(args, flat)
@@ -124,6 +132,7 @@ def _convert(args: Any, samples: list[Sample]) -> RolloutBatch:
         "truncated": [int(sample.status == Sample.Status.TRUNCATED) for sample in samples],
     }
     _add_optional(batch, samples)
+    add_nuclei(args, batch, samples)
     return batch
 
 
@@ -207,6 +216,9 @@ def _complete(batch: dict[str, Any]) -> RolloutBatch:
     for key in ("rollout_log_probs", "teacher_log_probs"):
         if key in batch:
             batch[key] = [torch.as_tensor(values, dtype=torch.float32) for values in batch[key]]
+    for key in ("rollout_top_p_token_ids", "rollout_top_p_token_offsets"):
+        if key in batch:
+            batch[key] = [torch.as_tensor(values, dtype=torch.int32) for values in batch[key]]
     batch.setdefault("raw_reward", list(batch["rewards"]))
     batch.setdefault("truncated", [0] * num_samples)
     batch.setdefault("sample_indices", list(range(num_samples)))

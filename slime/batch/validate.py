@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from slime.utils import top_p
 from slime.utils.types import RolloutBatch, Sample, is_score
 
 PER_TOKEN_KEYS = ("loss_masks", "rollout_log_probs", "teacher_log_probs", "versions")
@@ -54,9 +55,13 @@ def validate_batch(batch: RolloutBatch, *, source: str = "the train data") -> No
     num_samples = len(batch["tokens"])
     if num_samples == 0:
         raise ValueError(f"{source} holds no samples.")
-    for key in (*REQUIRED_KEYS, *PER_TOKEN_KEYS):
+    for key in (*REQUIRED_KEYS, *PER_TOKEN_KEYS, "rollout_top_p_token_ids", "rollout_top_p_token_offsets"):
         if key in batch and len(batch[key]) != num_samples:
             raise ValueError(f"{key} of {source} has {len(batch[key])} entries for {num_samples} samples.")
+    if ("rollout_top_p_token_ids" in batch) != ("rollout_top_p_token_offsets" in batch):
+        raise ValueError(
+            f"{source} has one of rollout_top_p_token_ids and rollout_top_p_token_offsets: it needs both."
+        )
     for position in range(num_samples):
         _check_position(batch, position, source)
 
@@ -81,3 +86,8 @@ def _check_position(batch: RolloutBatch, position: int, source: str) -> None:
         )
     if "rollout_log_probs" in batch and not batch["rollout_log_probs"][position].isfinite().all():
         raise ValueError(f"rollout_log_probs of {name} holds NaN or inf: the engine returned a broken log-prob.")
+    if "rollout_top_p_token_ids" in batch:
+        pair = batch["rollout_top_p_token_ids"][position], batch["rollout_top_p_token_offsets"][position]
+        wrong = top_p.wrong_with(*pair, batch["tokens"][position][total - length :].tolist())
+        if wrong:
+            raise ValueError(f"{name} has {wrong}.")

@@ -12,8 +12,8 @@ from contextvars import ContextVar
 from typing import Any
 from urllib.parse import urlsplit
 
-from slime.arguments.trained_sampling import refusal
-from slime.utils import http_utils
+from slime.arguments.trained_sampling import engines_tell_nucleus, refusal
+from slime.utils import http_utils, top_p
 from slime.utils.errors import RunStopped
 from slime.wire.protocol import shown, wrong_token_id
 
@@ -41,18 +41,25 @@ def not_trained() -> Iterator[None]:
         _trained.reset(token)
 
 
+def is_trained() -> bool:
+    """Whether what the running task asks engines for may be trained on."""
+    return _trained.get()
+
+
 def check_sampling(args: Any, params: Mapping[str, Any]) -> None:
     """Raise SamplingRefused where trained tokens must not be drawn with `params`; a temperature that differs is told once."""
     if not _trained.get() or args.allow_sampling_mismatch or args.debug_rollout_only:
         return
+    can_tell = engines_tell_nucleus(args)
     custom = params.get("custom_params") or {}
-    told = (
-        args.rollout_engine == "embedded"
-        and isinstance(custom, Mapping)
-        and bool(custom.get("return_top_p_token_ids"))
-    )
+    told = can_tell and isinstance(custom, Mapping) and bool(custom.get(top_p.REQUEST_FIELD))
+    ask = f"ask for the kept ids with sampling_params['custom_params'] = {{{top_p.REQUEST_FIELD!r}: True}}"
     why = refusal(
-        params, spelling=lambda name: f"sampling_params[{name!r}]", vocab_size=args.vocab_size, nucleus_told=told
+        params,
+        spelling=lambda name: f"sampling_params[{name!r}]",
+        vocab_size=args.vocab_size,
+        nucleus_told=told,
+        to_be_told=ask if can_tell else "use --rollout-engine embedded, which tells",
     )
     if why is not None:
         error = SamplingRefused(f"a request of the generate function for training: {why}")

@@ -4,13 +4,16 @@ import functools
 from typing import Any
 from uuid import uuid4
 
+from slime.arguments.trained_sampling import engines_tell_nucleus, is_cut, replays_nucleus
 from slime.data.mix import mix64
 from slime.rollout.groups import attempt_of, describe
-from slime.rollout.policy_requests import check_sampling
+from slime.rollout.policy_requests import check_sampling, is_trained
+from slime.utils import top_p
 from slime.utils.processing_utils import encode_image_for_rollout_engine
 from slime.utils.types import Sample
 from slime.wire.protocol import ADAPTER_NAME, GenerateRequest, Generation, SamplingParams, shown, wrong_token_id
 
+_ASKS_WHAT_IS_KEPT = {"custom_params": {top_p.REQUEST_FIELD: True}}
 _LOG_PROB_SLACK = 0.01  # rounding of a certain token's 0
 
 
@@ -30,6 +33,7 @@ def sampling_params_of(args: Any) -> dict[str, Any]:
         "skip_special_tokens": args.rollout_skip_special_tokens,
         "no_stop_trim": True,
         "spaces_between_special_tokens": False,
+        **(_ASKS_WHAT_IS_KEPT if replays_nucleus(args) and engines_tell_nucleus(args) else {}),
     }
 
 
@@ -98,7 +102,7 @@ def check_token_ids(args: Any, sample: Sample) -> None:
 
 def check_answer(args: Any, request: GenerateRequest, answer: Generation) -> None:
     """An answer that no engine in its senses gives must not become training data; it is asked for again."""
-    wrong = _wrong_with(args, request.sampling.max_new_tokens, answer)
+    wrong = _wrong_with(args, request.sampling.max_new_tokens, answer) or _wrong_nucleus(args, request, answer)
     if wrong:
         raise ValueError(f"the engine's answer to request {request.rid} cannot be right: {wrong}")
 
@@ -117,11 +121,29 @@ def _wrong_with(args: Any, budget: int | None, answer: Generation) -> str | None
     return None
 
 
+def _wrong_nucleus(args: Any, request: GenerateRequest, answer: Generation) -> str | None:
+    if not request.sampling.return_top_p_token_ids:
+        return None
+    found = top_p.from_meta(answer.meta)
+    if found is None:
+        return "it does not tell which ids it drew its tokens from, which it was asked for"
+    return top_p.wrong_with(*found, answer.ids, args.vocab_size)
+
+
+def _needs_what_is_kept(args: Any, sample: Sample, params: dict[str, Any]) -> bool:
+    """Whether a request for training must ask which ids its tokens are drawn from: it cuts some, or earlier tokens have them."""
+    if not is_trained() or args.allow_sampling_mismatch or not engines_tell_nucleus(args):
+        return False
+    return is_cut(params, args.vocab_size) or sample.rollout_top_p_token_offsets is not None
+
+
 def build_request(
     args: Any, sample: Sample, sampling_params: dict[str, Any], budget: int | None, *, stream: bool = False
 ) -> GenerateRequest:
     """Continue the sample's tokens. A `sampling_seed` that the caller set is kept."""
     check_token_ids(args, sample)
+    if _needs_what_is_kept(args, sample, sampling_params):
+        sampling_params = {**sampling_params, **_ASKS_WHAT_IS_KEPT}
     check_sampling(args, sampling_params)
     params = {"sampling_seed": sampling_seed(args, sample), **sampling_params, "max_new_tokens": budget}
     if budget is not None and params.get("min_new_tokens"):

@@ -10,6 +10,10 @@ from slime.arguments.draft import Draft
 from slime.arguments.groups import all_specs
 from slime.arguments.no_effect import NO_EFFECT
 from slime.arguments.placement import derive_offload, derive_sizes
+from slime.arguments.trained_sampling import replays_nucleus
+from slime.rollout.requests import sampling_params_of
+
+SGLANG = {"rollout_engine": "sglang", "sglang_python": sys.executable}
 
 
 @pytest.mark.parametrize(
@@ -21,8 +25,24 @@ from slime.arguments.placement import derive_offload, derive_sizes
         ({"rollout_max_response_len": None}, "--rollout-max-response-len is required"),
         ({"rollout_temperature": 0}, "--rollout-temperature is 0: greedy decoding is not a policy RL can improve"),
         ({"rollout_temperature": -1}, "--rollout-temperature is -1"),
-        ({"rollout_top_p": 0.9}, "--rollout-top-p is 0.9: .* --allow-sampling-mismatch"),
-        ({"rollout_top_k": 20}, "--rollout-top-k is 20: .* --allow-sampling-mismatch"),
+        (
+            {"rollout_top_p": 0.9, **SGLANG},
+            "--rollout-top-p is 0.9: .*sglang does not tell.*--allow-sampling-mismatch",
+        ),
+        ({"rollout_top_k": 20, **SGLANG}, "--rollout-top-k is 20: .*--rollout-engine embedded tells"),
+        (
+            {"rollout_top_p": 0.9, "rollout_external_engine_addrs": ["127.0.0.1:1"], "rollout_num_gpus": None},
+            "--rollout-top-p is 0.9: .*external engines do not tell",
+        ),
+        ({"rollout_top_k": 1}, "--rollout-top-k is 1: greedy decoding"),
+        (
+            {"rollout_top_p": 0.9, "loss_type": "sft_loss", "n_samples_per_prompt": 1},
+            "--rollout-top-p is 0.9 with --loss-type sft_loss: .*--eval-top-p",
+        ),
+        (
+            {"rollout_top_p": 0.9, "use_opd": True, "opd_type": "engine"},
+            "--rollout-top-p is 0.9 with --opd-type engine: .*--opd-type trainer",
+        ),
         ({"rollout_top_k": 0}, "--rollout-top-k is 0"),
         ({"rollout_max_context_len": 10, "rollout_max_prompt_len": 10}, "--rollout-max-prompt-len is 10.*at most 9"),
         ({"over_sampling_batch_size": 3}, "--over-sampling-batch-size is 3, less than --rollout-batch-size 4"),
@@ -115,8 +135,20 @@ def test_explicit_values_are_kept():
     assert args.over_sampling_batch_size == 8
 
 
-def test_sampling_mismatch_can_be_accepted():
-    assert parse(rollout_top_p=0.9, allow_sampling_mismatch=True).rollout_top_p == 0.9
+@pytest.mark.parametrize("cut", [{"rollout_top_p": 0.9}, {"rollout_top_k": 20}])
+def test_truncated_sampling_is_trained_where_the_engine_tells_what_it_kept(cut):
+    args = parse(**cut)
+    assert args.rollout_engine == "embedded" and replays_nucleus(args)
+    assert sampling_params_of(args)["custom_params"] == {"return_top_p_token_ids": True}
+    plain = parse()
+    assert not replays_nucleus(plain) and "custom_params" not in sampling_params_of(plain)
+
+
+@pytest.mark.parametrize("engine", [{}, SGLANG])
+def test_sampling_mismatch_can_be_accepted(engine):
+    args = parse(rollout_top_p=0.9, allow_sampling_mismatch=True, **engine)
+    assert args.rollout_top_p == 0.9 and not replays_nucleus(args)
+    assert "custom_params" not in sampling_params_of(args)
 
 
 def test_truncated_sampling_is_fine_where_nothing_is_trained():
