@@ -24,6 +24,7 @@ class Dialect:
     `clamps_length`: more new tokens than the context holds are cut to fit; others answer 400.
     `frees_at_hang_up`: a client that hangs up ends its request at once; others notice after seconds.
     `adapters_by`: how low-rank adapters come in (SGLang: only with its own flag, see EngineInfo); None: not at all.
+    `tells_nucleus`: on request it says which ids each token was drawn from, with log-probs over these.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Dialect:
     clamps_length: bool = False
     frees_at_hang_up: bool = False
     adapters_by: str | None = None
+    tells_nucleus: bool = False
 
 
 EMBEDDED = Dialect(
@@ -55,6 +57,7 @@ EMBEDDED = Dialect(
     clamps_length=True,
     frees_at_hang_up=True,
     adapters_by="adapter_shared_memory",
+    tells_nucleus=True,
 )
 SGLANG = Dialect(
     name="sglang",

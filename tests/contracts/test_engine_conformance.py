@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 
 import aiohttp
 import pytest
@@ -11,7 +12,9 @@ from slime.rollout.concurrency import EngineLoad, read_loads
 from slime.utils import http_utils
 from slime.utils.async_utils import run
 from slime.utils.http_utils import HttpError
+from slime.utils.top_p import from_meta, wrong_with
 from slime.wire.client import EngineClient
+from slime.wire.protocol import Generation
 
 PROMPT = [10, 20, 30, 40, 50]
 LONG_PROMPT = [(7 * i + i * i) % 96 + 4 for i in range(300)]
@@ -30,6 +33,32 @@ def test_log_probs_are_those_of_the_temperature_scaled_forward_pass(engine, old_
 def test_log_probs_under_filters_are_still_those_of_the_full_distribution(engine, old_model):
     made = engine.generate(PROMPT, temperature=0.8, top_p=0.7, top_k=9, min_p=0.05, max_new_tokens=40, ignore_eos=True)
     assert largest_difference(made.log_probs, plain_log_probs(old_model, PROMPT, made.ids, 0.8)) < 1e-4
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_can_tells_what_each_token_was_drawn_from(engine, old_model, stream):
+    import torch
+
+    engine.need(engine.can.dialect.tells_nucleus, "to tell what it draws from")
+    sampling = dict(
+        temperature=0.8, top_p=0.7, top_k=60, min_p=0.01, max_new_tokens=40, ignore_eos=True, sampling_seed=3
+    )
+    request = engine.request(PROMPT, **sampling, return_top_p_token_ids=True)
+
+    async def last_event():
+        return [event async for event in engine.client.stream(replace(request, stream=True))][-1]
+
+    made = Generation.from_json(run(last_event())) if stream else run(engine.client.generate(request))
+    assert made.ids == engine.generate(PROMPT, **sampling).ids
+    ids, bounds = from_meta(made.meta)
+    assert wrong_with(ids, bounds, made.ids, VOCAB) is None
+    with torch.inference_mode():
+        logits = old_model(torch.tensor([[*PROMPT, *made.ids]])).logits[0, len(PROMPT) - 1 : -1] / 0.8
+    for row, (token, found) in enumerate(zip(made.ids, made.log_probs, strict=True)):
+        kept = ids[bounds[row] : bounds[row + 1]].tolist()
+        assert 0 < len(kept) < VOCAB
+        expected = torch.log_softmax(logits[row, kept].double(), 0)[kept.index(token)]
+        assert abs(found - expected) < 1e-4
 
 
 def test_a_long_prompt_over_many_pages_has_right_log_probs(engine, old_model):
@@ -575,6 +604,11 @@ BAD_REQUESTS = {
     "bad temperature": ({"input_ids": [5], "sampling_params": {"temperature": "hot"}}, "temperature"),
     "negative temperature": ({"input_ids": [5], "sampling_params": {"temperature": -0.1}}, "temperature"),
     "bad top_p": ({"input_ids": [5], "sampling_params": {"top_p": 1.1}}, "top_p"),
+    "unknown custom parameter": ({"input_ids": [5], "sampling_params": {"custom_params": {"mask": 1}}}, "mask"),
+    "custom parameter of wrong type": (
+        {"input_ids": [5], "sampling_params": {"custom_params": {"return_top_p_token_ids": 1}}},
+        "return_top_p_token_ids",
+    ),
     "bad stop": ({"input_ids": [5], "sampling_params": {"stop": 5}}, "stop"),
     "bad max_new_tokens": ({"input_ids": [5], "sampling_params": {"max_new_tokens": -4}}, "max_new_tokens"),
     "sampling_params of wrong type": ({"input_ids": [5], "sampling_params": "x"}, "sampling_params"),

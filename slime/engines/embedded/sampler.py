@@ -101,9 +101,9 @@ def _record(
     part = part.masked_fill(greedy & (torch.arange(part.shape[1], device=part.device) != own), float("-inf"))
     chosen[index] = torch.log_softmax(part, dim=-1).gather(1, own).squeeze(1)
     places, ids = (x.cpu().numpy() for x in part.isfinite().nonzero(as_tuple=True))
-    bounds = np.searchsorted(places, np.arange(1, len(wanted)))
-    kept.update(zip(wanted.tolist(), np.split(ids.astype(np.int32), bounds), strict=True))
-    return kept
+    parts = np.split(ids.astype(np.int32), np.searchsorted(places, np.arange(1, len(wanted))))
+    # Copies: a view would keep all rows of the pass in memory for as long as one of their requests runs.
+    return kept | {row: part.copy() for row, part in zip(wanted.tolist(), parts, strict=True)}
 
 
 def _ban(log_probs: torch.Tensor, rows: SampleRows) -> torch.Tensor:
