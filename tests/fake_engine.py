@@ -19,7 +19,7 @@ class FakeEngine:
     """`script(payload, number)` may return None (answer normally), a status code, raw text, seconds to wait as
     `{"delay_s": ...}`, `{"hold": True}` (until aborted, `tokens` made so far), `{"break": True}` (the connection ends),
     `{"break_when": n}` (when it has n such requests) or `{"tokens": [...], "finish": ...}`;
-    `meta` adds to what an answer says about itself."""
+    `meta` adds to what an answer says about itself, `meta_of(tokens)` to what each event of a stream does."""
 
     def __init__(self, script: Script | None = None, *, num_tokens: int = 4, vocab: tuple[int, int] = (10, 60)):
         self.script, self.num_tokens, self.vocab = script, num_tokens, vocab
@@ -110,7 +110,9 @@ class FakeEngine:
         ids = final["output_ids"]
         for count in range(1, len(ids) + 1):
             last = count == len(ids) and not action.get("hold")
-            await self._send_event(response, self._body(payload, ids[:count], None) if not last else final, last)
+            body = self._body(payload, ids[:count], None) if not last else final
+            body["meta_info"] |= action["meta_of"](ids[:count]) if "meta_of" in action else {}
+            await self._send_event(response, body, last)
             if count == action.get("break_after"):
                 request.transport.abort()
                 return response
