@@ -34,6 +34,8 @@ def build_loss(args: Any, batch: RolloutBatch, watch: TokenWatch | None = None) 
         return Loss(_sft_loss(args, watch))
     if args.loss_type == "custom_loss":
         _warn_of_logits()
+        if "rollout_top_p_token_ids" in batch:
+            _warn_of_nucleus()
         return Loss(_custom_loss(args, batch), needs_logits=True)
     if args.loss_type == "dpo_loss":
         return build_dpo_loss(args, batch, watch)
@@ -50,6 +52,14 @@ def _warn_of_logits() -> None:
     logger.warning(
         "--loss-type custom_loss: full fp32 logits [tokens, vocabulary] are materialised for each micro-batch; keep "
         "--max-tokens-per-gpu small."
+    )
+
+
+@functools.cache
+def _warn_of_nucleus() -> None:
+    logger.warning(
+        "--loss-type custom_loss: the samples were drawn from parts of the vocabulary, over which their recorded log-probs are; "
+        "cut the logits to them (rollout_top_p_token_ids of the batch, slime.algorithms.nucleus) before you compare."
     )
 
 

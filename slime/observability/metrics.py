@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import comb
 from typing import Any
 
+import numpy as np
+
 from slime.utils.misc import group_by
 from slime.utils.types import Sample, flatten_samples, version_number
 
@@ -224,10 +226,10 @@ def _reward_categories(key: str, samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _kept_vocabulary(samples: Sequence[Sample]) -> dict[str, float]:
-    kept = [s for s in samples if s.rollout_top_p_token_offsets is not None]
-    tokens = sum(len(s.rollout_top_p_token_offsets) - 1 for s in kept)
-    ids = sum(len(s.rollout_top_p_token_ids) for s in kept)
-    return {"top_p_kept_vocab_per_token": ids / tokens} if tokens else {}
+    """Mean number of ids that a token was drawn from, over tokens that come with them."""
+    bounds = [np.asarray(s.rollout_top_p_token_offsets) for s in samples if s.rollout_top_p_token_offsets is not None]
+    tokens = sum(int(np.count_nonzero(np.diff(b))) for b in bounds)
+    return {"top_p_kept_vocab_per_token": sum(int(b[-1]) for b in bounds) / tokens} if tokens else {}
 
 
 def _with_prefix(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
