@@ -64,11 +64,11 @@ def refusal(
     for name in NEUTRAL:
         if _is_neutral(name, params.get(name), vocab_size) or (nucleus_told and name in TOLD_BY_NUCLEUS):
             continue
-        unknown = ", unless the engine tells which tokens it kept," if name in TOLD_BY_NUCLEUS else ""
+        told = name in TOLD_BY_NUCLEUS
+        untold, way = (" unless it is told which tokens were kept", to_be_told) if told else ("", "")
         return (
             f"{spelling(name)} is {params[name]}: the engine then samples from a truncated distribution whose log-probs the "
-            f"trainer{unknown} does not compute, so importance ratios are wrong. "
-            f"{_accept(name, to_be_told if name in TOLD_BY_NUCLEUS else '')}"
+            f"trainer does not compute{untold}, so importance ratios are wrong. {_accept(name, way)}"
         )
     for name in CONSTRAINTS:
         if params.get(name):

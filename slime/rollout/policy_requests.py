@@ -13,8 +13,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from slime.arguments.trained_sampling import engines_tell_nucleus, refusal
+from slime.rollout.groups import describe
 from slime.utils import http_utils, top_p
 from slime.utils.errors import RunStopped
+from slime.utils.types import Sample
 from slime.wire.protocol import shown, wrong_token_id
 
 logger = logging.getLogger(__name__)
@@ -90,6 +92,7 @@ class PolicyRequests:
         self._addresses = _policy_addresses(args)
         self.refused: SamplingRefused | None = None
         self.versions: set[str] = set()  # whose weights made the answers
+        self.told_nucleus = False  # an answer for training came with the ids that its tokens were drawn from
 
     @contextlib.contextmanager
     def entered(self) -> Iterator["PolicyRequests"]:
@@ -134,6 +137,18 @@ class PolicyRequests:
             if isinstance(meta, Mapping) and meta.get("weight_version") is not None:
                 spans = meta.get("weight_versions") or [{"version": meta["weight_version"]}]
                 self.versions.update(str(span["version"]) for span in spans)
+            if isinstance(meta, Mapping) and meta.get("top_p_token_ids") and is_trained():
+                self.told_nucleus = True
+
+    def check_nucleus(self, sample: Sample) -> None:
+        """Raise where a function was told what its tokens were drawn from, and left it out: their log-probs are over that."""
+        trained = any(sample.loss_mask or [1] * sample.response_length)
+        if self.told_nucleus and trained and sample.rollout_top_p_token_offsets is None:
+            raise SamplingRefused(
+                f"the generate function was told which ids the tokens of {describe(sample)} were drawn from "
+                f"({top_p.REQUEST_FIELD}), but the sample does not carry them: pass the answer's meta_info to "
+                "sample.append_response_tokens, or set sample.rollout_top_p_token_ids and rollout_top_p_token_offsets."
+            )
 
     def _generates(self, url: str) -> bool:
         parts = urlsplit(str(url))

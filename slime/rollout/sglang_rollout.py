@@ -245,6 +245,7 @@ async def _call_generate(args: Any, sample: Sample, sampling_params: dict[str, A
     made = _check_fan_out(path, sample, result) if isinstance(result, list) else _check_sample(path, result)
     for one in flatten_samples([made]):
         name_versions(one, requests.versions)
+        requests.check_nucleus(one)
     return made
 
 

@@ -29,7 +29,7 @@ SGLANG = {"rollout_engine": "sglang", "sglang_python": sys.executable}
             {"rollout_top_p": 0.9, **SGLANG},
             "--rollout-top-p is 0.9: .*sglang does not tell.*--allow-sampling-mismatch",
         ),
-        ({"rollout_top_k": 20, **SGLANG}, "--rollout-top-k is 20: .*--rollout-engine embedded tells"),
+        ({"rollout_top_k": 20, **SGLANG}, "--rollout-top-k is 20: .*--rollout-engine embedded, which tells"),
         (
             {"rollout_top_p": 0.9, "rollout_external_engine_addrs": ["127.0.0.1:1"], "rollout_num_gpus": None},
             "--rollout-top-p is 0.9: .*external engines do not tell",

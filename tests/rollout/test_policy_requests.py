@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import rollout_plugins
 from fake_engine import FakeEngine
@@ -18,6 +19,7 @@ from slime.rollout.sglang_rollout import generate_rollout
 from slime.rollout.versions import name_versions
 from slime.utils import http_utils
 from slime.utils.async_utils import run
+from slime.utils.top_p import to_meta
 from slime.utils.types import Sample, flatten_samples
 from slime.wire import protocol
 
@@ -90,8 +92,8 @@ FUNCTIONS = (
     "by_stream",
     "by_list",
     "by_openai",
-    "by_default",
 )
+ASK = {"custom_params": {"return_top_p_token_ids": True}}
 
 
 @pytest.fixture(autouse=True)
@@ -107,10 +109,10 @@ def write(tmp_path, **changes):
     return file
 
 
-def run_with(tmp_path, function, *flags, evaluation=False, engine=None, **changes):
+def run_with(tmp_path, function, *flags, evaluation=False, script=None, **changes):
     """One rollout with a function of the file; returns (its output, how often the engine was asked)."""
     path = f"{write(tmp_path, **changes)}:{function}"
-    with FakeEngine() as engine:
+    with FakeEngine(script) as engine:
         args = make_args(tmp_path, engine, "--custom-generate-function-path", path, *flags)
         output = call_rollout_fn(generate_rollout, args, 0, make_source(args), evaluation=evaluation)
         return output, len(engine.requests)
@@ -118,8 +120,40 @@ def run_with(tmp_path, function, *flags, evaluation=False, engine=None, **change
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_truncated_distribution_is_refused_however_it_is_asked_for(tmp_path, function):
-    with pytest.raises(SamplingRefused, match=r"'top_p'\] is 0\.9: .*--allow-sampling-mismatch"):
+    message = r"'top_p'\] is 0\.9: .*'custom_params'\].*return_top_p_token_ids.*--allow-sampling-mismatch"
+    with pytest.raises(SamplingRefused, match=message):
         run_with(tmp_path, function, "--group-failure-action", "drop", top_p=0.9)
+
+
+def tell(payload, number):
+    told = payload["sampling_params"].get("custom_params") == ASK["custom_params"]
+    return {"tokens": [20, 30], "meta": to_meta([np.array([20, 25]), np.array([30])]) if told else {}}
+
+
+def test_our_own_requests_ask_for_the_nucleus_where_a_function_cuts_the_vocabulary(tmp_path):
+    output, asked = run_with(tmp_path, "by_default", script=tell, top_p=0.9, min_p=0.01)
+    assert asked == 8
+    for sample in flatten_samples(output.samples):
+        assert sample.rollout_top_p_token_ids.tolist() == [20, 25, 30]
+        # Once it is recorded, a request that cuts nothing tells that too: tokens without ids are of the whole vocabulary.
+        args = make_args(tmp_path)
+        assert build_request(args, sample, {"temperature": 1.0}, 8).sampling.return_top_p_token_ids
+    assert not build_request(
+        args, Sample(index=0, tokens=[5]), {"temperature": 1.0}, 8
+    ).sampling.return_top_p_token_ids
+
+
+def test_a_function_that_asks_for_the_nucleus_and_drops_it_is_refused(tmp_path):
+    with pytest.raises(SamplingRefused, match="does not carry them: pass the answer's meta_info"):
+        run_with(tmp_path, "by_post", script=tell, top_p=0.9, **ASK)
+
+
+def test_engines_that_cannot_tell_refuse_what_a_function_cuts(tmp_path):
+    args = make_args(tmp_path)
+    args.rollout_engine = "sglang"
+    for params in ({"top_p": 0.9}, {"top_p": 0.9, **ASK}):
+        with pytest.raises(SamplingRefused, match=r"'top_p'\] is 0\.9: .*--rollout-engine embedded, which tells"):
+            build_request(args, Sample(index=0, tokens=[5]), params, 8)
 
 
 @pytest.mark.parametrize(
@@ -129,6 +163,7 @@ def test_a_truncated_distribution_is_refused_however_it_is_asked_for(tmp_path, f
 )  # fmt: skip
 def test_every_parameter_that_bends_the_distribution_is_refused(tmp_path, name, value):
     args = make_args(tmp_path)
+    args.rollout_engine = "sglang"  # which does not tell what it keeps
     sample = Sample(index=0, tokens=[5, 6])
     with pytest.raises(ValueError, match=rf"sampling_params\['{name}'\]"):
         build_request(args, sample, {"temperature": 1.0, name: value}, 8)
@@ -219,9 +254,9 @@ def test_only_trained_tokens_without_a_version_get_the_oldest_that_answered():
 def test_not_trained_ends_with_its_block(tmp_path):
     args, sample = make_args(tmp_path), Sample(index=0, tokens=[5])
     with not_trained():
-        build_request(args, sample, {"top_p": 0.5}, 4)
+        assert not build_request(args, sample, {"top_p": 0.5, "temperature": 0}, 4).sampling.return_top_p_token_ids
     with pytest.raises(SamplingRefused):
-        build_request(args, sample, {"top_p": 0.5}, 4)
+        build_request(args, sample, {"top_p": 0.5, "temperature": 0}, 4)
 
 
 def test_next_to_greedy_is_greedy_for_the_rule_and_for_engines_alike():
