@@ -7,29 +7,16 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Literal, TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
 
 from slime.utils import top_p
 from slime.utils.misc import decode_int32_meta_array
-
-
-@dataclass(frozen=True, slots=True)
-class RewardFailure:
-    """Why a sample has no score. `invalid`: the answer cannot be judged; `infra_error`: the judge broke."""
-
-    kind: Literal["invalid", "infra_error"]
-    reason: str
-
-
-def invalid(reason: str) -> RewardFailure:
-    return RewardFailure("invalid", reason)
-
-
-def infra_error(reason: str) -> RewardFailure:
-    return RewardFailure("infra_error", reason)
+from slime.utils.reward_failure import RewardFailure
+from slime.utils.reward_failure import infra_error as infra_error  # plug-ins import both from here
+from slime.utils.reward_failure import invalid as invalid
 
 
 @dataclass

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from slime.rollout.rm_hub.pool import CheckPool
-from slime.utils.types import RewardFailure
+from slime.utils.reward_failure import AnswerTooLarge, RewardFailure
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,6 +19,14 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def pool():
     pool = CheckPool(num_workers=1, deadline_s=1.0)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def patient_pool():
+    """Its deadline decides nothing: what ends a check here is something else."""
+    pool = CheckPool(num_workers=1, deadline_s=200.0)
     yield pool
     pool.close()
 
@@ -100,6 +108,64 @@ def test_worker_killed_while_idle_is_replaced(pool):
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: not is_running(pid))
     assert asyncio.run(pool.check("operator:add", 1, 1)) == 2
+
+
+@pytest.mark.parametrize("size", [1, 1_000_000])  # the second does not fit into a pipe that nobody reads
+def test_worker_that_is_stopped_while_idle_is_noticed_within_the_deadline_and_replaced(pool, size):
+    pid = asyncio.run(pool.check("os:getpid"))
+    asyncio.run(pool.check("builtins:len", "x"))
+    os.kill(pid, signal.SIGSTOP)
+    start = time.monotonic()
+    failure = asyncio.run(pool.check("builtins:len", "x" * size))
+    assert time.monotonic() - start < 20  # the deadline is 1 s; it used to be 120 s
+    assert failure.kind == "infra_error"
+    assert not is_running(pid)
+    assert asyncio.run(pool.check("builtins:len", "x" * size)) == size
+
+
+def test_worker_that_is_stopped_before_its_first_import_is_noticed_too(pool):
+    pid = asyncio.run(pool.check("os:getpid"))
+    os.kill(pid, signal.SIGSTOP)
+    start = time.monotonic()
+    failure = asyncio.run(pool.check("json:dumps", 1))
+    assert time.monotonic() - start < 20
+    assert failure.kind == "infra_error" and "stopped" in failure.reason
+
+
+def test_worker_that_is_stopped_within_a_check_is_not_the_answer_s_fault(pool):
+    failure = asyncio.run(pool.check("os:kill", 0, signal.SIGSTOP))  # its own process group
+    assert failure.kind == "infra_error" and "stopped from outside" in failure.reason
+    assert asyncio.run(pool.check("operator:add", 1, 1)) == 2
+
+
+def test_check_that_computes_for_too_long_is_broken_off_by_its_cpu_time(patient_pool):
+    failure = asyncio.run(patient_pool.check("builtins:eval", "[i for i in iter(int, 1)]"))
+    assert isinstance(failure, AnswerTooLarge) and "1 s of CPU time" in failure.reason
+    assert asyncio.run(patient_pool.check("operator:add", 1, 1)) == 2
+
+
+def test_check_that_recurses_or_takes_all_memory_is_too_large(patient_pool):
+    pool = patient_pool
+    deep = "(lambda f: f(f))(lambda f: f(f))"
+    failure = asyncio.run(pool.check("builtins:eval", deep))
+    assert isinstance(failure, AnswerTooLarge) and "RecursionError" in failure.reason
+    failure = asyncio.run(pool.check("builtins:eval", "bytes(1 << 40)"))
+    assert isinstance(failure, AnswerTooLarge) and "memory" in failure.reason
+    assert asyncio.run(pool.check("operator:add", 1, 1)) == 2
+
+
+def test_a_worker_with_slow_imports_takes_a_broken_check_s_place_by_a_fork(patient_pool):
+    pool = patient_pool
+
+    async def main():
+        template = await pool.check("slow_to_load:parent_pid")
+        spent = await pool.check("slow_to_load:compute_for_ever")
+        values = [await pool.check("slow_to_load:add", 2, 3), await pool.check("operator:add", 1, 1)]
+        return template, spent, values, await pool.check("slow_to_load:parent_pid")
+
+    template, spent, values, later = asyncio.run(main())
+    assert isinstance(spent, AnswerTooLarge) and values == [5, 2]
+    assert later == template  # nothing was imported again
 
 
 def test_workers_do_not_import_torch(pool):

@@ -19,7 +19,7 @@ from slime.rollout.rm_hub import (
     score_samples,
     settle_reward,
 )
-from slime.rollout.rm_hub.pool import close_pools
+from slime.rollout.rm_hub.pool import close_pools, get_pool
 from slime.rollout.rm_hub.scoring import reset_breaker
 from slime.utils.http_utils import close_session
 from slime.utils.types import RewardFailure, Sample, invalid
@@ -263,7 +263,7 @@ def test_built_in_check_that_hangs_is_invalid_and_is_not_tried_again(monkeypatch
 
     async def endless(args, sample, response):
         CALLS.append(sample.index)
-        return await hub.get_pool(args).check("re:match", r"(a+)+$", "a" * 60 + "b")
+        return await get_pool(args).check("re:match", r"(a+)+$", "a" * 60 + "b")
 
     monkeypatch.setitem(hub.RM_TYPES, "endless", endless)
     args = make_args(rm_type="endless", reward_timeout_s=0.5)

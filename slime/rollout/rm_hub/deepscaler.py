@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from slime.rollout.rm_hub.expressions import warm_up as warm_up  # a check worker calls it
 from slime.rollout.rm_hub.math_utils import extract_answer, grade_answer_mathd, grade_answer_sympy
 
 

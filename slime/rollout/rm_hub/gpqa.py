@@ -58,19 +58,26 @@ def _correct_letter(correct: Any, label: Any, choices: dict[str, str], letters: 
 
 
 def _chosen_letter(answer: str, letters: str) -> str | None:
-    """The letter of the last explicit statement; strong forms (boxed, "answer is X") before weak ones (a lone X)."""
+    """The letter of the last explicit statement; strong forms (boxed, "answer is X") before weak ones (a lone X).
+
+    Every pattern reads a text once: white space is single blanks by then, and what may repeat ends where it cannot.
+    """
     letter = f"([{re.escape(letters)}])"
-    patterns = (
-        rf"\\boxed\s*\{{\s*(?:\\(?:text|mathrm|textbf)\s*\{{)?\s*\(?{letter}\)?\s*[^a-zA-Z]*\}}",
-        rf"(?i:answer|choice|option)\s*(?i:is|are)?\s*[:=]?\s*(?:\*\*|\$|\\text\{{)?\s*(?i:option|choice)?\s*[\(\[]?{letter}(?![a-zA-Z'])",
-        rf"(?:^|\n)\s*[\(\[*]*{letter}[\)\].:*]*\s*(?:$|\n)",
-        rf"\({letter}\)",
+    boxed = rf"\\boxed ?\{{ ?(?:\\(?:text|mathrm|textbf) ?\{{)? ?\(?{letter}\)?[^a-zA-Z{{}}]*\}}"
+    stated = (
+        r"(?i:answer|choice|option) ?(?i:is|are)? ?[:=]? ?(?:\*\*|\$|\\text\{)? ?(?i:option|choice)? ?[\(\[]?"
+        rf"{letter}(?![a-zA-Z'])"
     )
-    for pattern in patterns:
-        found = re.findall(pattern, answer)
-        if found:
-            return found[-1].upper()
-    return None
+    lone = re.compile(rf"[\(\[*]*{letter}[\)\].:*]*")
+    in_one_line = " ".join(answer.split())
+    lone_lines = [found.group(1) for line in answer.splitlines() if (found := lone.fullmatch(line.strip()))]
+    found = (
+        re.findall(boxed, in_one_line)
+        or re.findall(stated, in_one_line)
+        or lone_lines
+        or re.findall(rf"\({letter}\)", answer)
+    )
+    return found[-1].upper() if found else None
 
 
 def _letter_of_choice_text(answer: str, choices: dict[str, str]) -> str | None:

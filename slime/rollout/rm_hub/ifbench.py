@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from slime.rollout.rm_hub.instructions import CHECKS
-from slime.utils.types import RewardFailure, invalid
+from slime.utils.reward_failure import RewardFailure, invalid
 
 
 def compute_ifbench_reward(

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 _PARAGRAPH_RULE = re.compile(r"\s?\*\*\*\s?")
-_BULLET = re.compile(r"^\s*(?:\*[^*].*|[-•+]\s.*)$", re.MULTILINE)
+# Blanks, not \s: with line breaks in it, every empty line would be read again from each one before it.
+_BULLET = re.compile(r"^[^\S\n]*(?:\*[^*].*|[-•+]\s.*)$", re.MULTILINE)
 _SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+(?=[\"'(\[]*[A-Z0-9])")
 _CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
@@ -98,7 +99,7 @@ def _placeholders(text: str, num_placeholders: int) -> bool:
 
 def _postscript(text: str, postscript_marker: str) -> bool:
     letters = [re.escape(char) for char in postscript_marker if not char.isspace() and char != "."]
-    pattern = r"^\s*" + r"\.?\s?".join(letters)
+    pattern = r"^[^\S\n]*" + r"\.?\s?".join(letters)
     return re.search(pattern, text, re.IGNORECASE | re.MULTILINE) is not None
 
 
@@ -133,8 +134,8 @@ def _sections(text: str, section_spliter: str, num_sections: int) -> bool:
 def _json_only(text: str) -> bool:
     body = re.sub(r"^```(?:json|JSON)?\s*\n?|\n?```$", "", text.strip())
     try:
-        json.loads(body)
-    except ValueError:
+        json.loads(body, parse_int=str)  # as text: JSON limits no number's digits, Python does
+    except (ValueError, RecursionError):
         return False
     return True
 

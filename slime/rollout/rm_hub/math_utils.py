@@ -5,20 +5,26 @@ from __future__ import annotations
 import re
 
 from slime.rollout.rm_hub.expressions import expressions_equal
+from slime.rollout.rm_hub.limits import MAX_ANSWER_CHARS, note
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])")
+_OPENING = re.compile(r"\s*\{")
+_BRACES = re.compile(r"[{}]")
+_REST_OF_LINE = re.compile(r"[^$\n]*")
 
 
 def last_boxed_only_string(string: str) -> str | None:
     """The last complete `\\boxed{...}` (or `\\fbox{...}`, or `\\boxed 7`), with the command itself; None: none."""
+    closed: dict[int, int] | None = None
     for match in reversed(list(_BOX.finditer(string))):
-        rest = string[match.end() :]
-        if rest.lstrip().startswith("{"):
-            end = _matching_brace(string, string.index("{", match.end()))
-            if end is not None:
-                return string[match.start() : end + 1]
-        elif rest.startswith(" "):
-            return string[match.start() : match.end()] + re.split(r"[$\n]", rest, maxsplit=1)[0].rstrip()
+        brace = _OPENING.match(string, match.end())
+        if brace is not None:
+            # Once for all boxes: with thousands that never close, one search each would take forever.
+            closed = _closing_braces(string) if closed is None else closed
+            if brace.end() - 1 in closed:
+                return string[match.start() : closed[brace.end() - 1] + 1]
+        elif string.startswith(" ", match.end()):
+            return string[match.start() : match.end()] + _REST_OF_LINE.match(string, match.end()).group().rstrip()
     return None
 
 
@@ -49,7 +55,7 @@ def mathd_normalize_answer(answer: str | None) -> str | None:
     text = re.sub(r"^\\text\{([^{}]*)\}$", r"\1", text).strip()
     text = re.sub(r"\\left|\\right|\\!|\\[,;:]|\\\$|\$|\^\{?\\circ\}?|\\degree|\\?%", "", text)
     text = re.sub(r"\\[dt]frac", r"\\frac", text)
-    text = re.sub(r"\s*\\(?:text|mbox|mathrm)\s*\{[^{}]*\}\s*$", "", text)  # trailing unit
+    text = re.sub(r"\\(?:text|mbox|mathrm)\s*\{[^{}]*\}\s*$", "", text)  # trailing unit
     text = re.sub(r"^[a-zA-Z]{1,2}\s*=\s*", "", text)  # "x = 3" answers with 3
     text = re.sub(r"(?<![\d./])(\d+)\s+(\d+)/(\d+)", r"\1\\frac{\2}{\3}", text)  # before spaces go: 2 3/4 is not 23/4
     text = re.sub(r"\s+", "", text).rstrip(".")
@@ -66,6 +72,8 @@ def mathd_normalize_answer(answer: str | None) -> str | None:
 
 def grade_answer_mathd(given_answer: str, ground_truth: str) -> bool:
     """Equal after normalising the spelling."""
+    if _too_long(given_answer, ground_truth):
+        return (given_answer or "").strip() == (ground_truth or "").strip()
     return mathd_normalize_answer(given_answer) == mathd_normalize_answer(ground_truth)
 
 
@@ -75,6 +83,8 @@ def grade_answer_sympy(given_answer: str, ground_truth: str) -> bool:
     A whole-number reference wants a whole number and a fraction wants a reduced one: otherwise a model earns the
     reward by boxing the unevaluated question (12*34 for 408).
     """
+    if _too_long(given_answer, ground_truth):
+        return False
     given, truth = mathd_normalize_answer(given_answer), mathd_normalize_answer(ground_truth)
     if not given or not truth:
         return False
@@ -99,13 +109,23 @@ def grade_answer_verl(solution_str: str, ground_truth: str) -> bool:
     return grade_answer_mathd(given, truth) or grade_answer_sympy(given, truth)
 
 
-def _matching_brace(string: str, start: int) -> int | None:
-    depth = 0
-    for i in range(start, len(string)):
-        depth += {"{": 1, "}": -1}.get(string[i], 0)
-        if depth == 0:
-            return i
-    return None
+def _too_long(given: str | None, truth: str | None) -> bool:
+    """Too long to have its spelling normalised; noted."""
+    length = max(len(given or ""), len(truth or ""))
+    if length > MAX_ANSWER_CHARS:
+        note(f"an answer of {length} characters")
+    return length > MAX_ANSWER_CHARS
+
+
+def _closing_braces(string: str) -> dict[int, int]:
+    """Where each brace that is closed ends, by where it opens."""
+    closed, opened = {}, []
+    for match in _BRACES.finditer(string):
+        if match.group() == "{":
+            opened.append(match.start())
+        elif opened:
+            closed[opened.pop()] = match.start()
+    return closed
 
 
 def _split_tuple(text: str) -> list[str]:

@@ -2,26 +2,34 @@
 
 A symbolic comparison or a regular expression can run for ever inside one C call; no thread, signal handler or
 asyncio timeout interrupts that. So each check runs in a process of its own kind, and at the deadline that process
-gets SIGKILL and is replaced when the next check needs it.
+gets SIGKILL and is replaced when the next check needs it. A process that is stopped, or does not take a check up, is
+replaced after the same deadline; that is not held against the answer.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import multiprocessing
 import os
+import pickle
 import queue
+import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from slime.arguments.rewards import RewardFlags
 from slime.utils.processes import thread_environment
-from slime.utils.types import infra_error, invalid
+from slime.utils.reward_failure import infra_error, invalid, too_large
 
 _START_TIMEOUT_S = 120.0  # interpreter start and imports, on a busy machine
+_PIPE_BYTES = 32 << 10  # what a pipe surely takes without its reader
 _WORKER = Path(__file__).with_name("worker.py")
 _PROJECT_ROOT = Path(__file__).parents[3]
 
@@ -53,10 +61,11 @@ class CheckPool:
     @property
     def worker_pids(self) -> list[int]:
         with self._lock:
-            return sorted(worker.process.pid for worker in self._workers)
+            return sorted(worker.pid for worker in self._workers if worker.is_alive())
 
     async def check(self, function: str, *arguments: Any) -> Any:
-        """The function's value; `invalid` when it raises or overruns, `infra_error` when its worker breaks."""
+        """The function's value; `too_large` when the check gave up or was killed, `invalid` when it raised, `infra_error`
+        when its worker broke."""
         future: Future = Future()
         with self._lock:
             if self._closed:
@@ -75,7 +84,7 @@ class CheckPool:
             for _ in self._threads:
                 self._jobs.put(None)
             for worker in self._workers:
-                worker.process.kill()  # its thread notices, answers and cleans up
+                worker.end()  # its thread notices, answers and cleans up
 
     def _serve(self) -> None:
         worker: _Worker | None = None
@@ -100,7 +109,7 @@ class CheckPool:
         with self._lock:
             self._workers.add(worker)
             if self._closed:
-                worker.process.kill()
+                worker.end()
         return worker
 
     def _drop(self, worker: _Worker | None) -> None:
@@ -120,33 +129,89 @@ class _Worker:
             [sys.executable, str(_WORKER), str(theirs.fileno()), str(os.getpid())],
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
+            process_group=0,  # of its own: it may fork
             env={**os.environ, **thread_environment(1), "PYTHONPATH": search_path},
         )
         theirs.close()
         self._connection = ours
+        self._loaded: set[str] = set()  # functions that it has imported
+        self.pid = self.process.pid  # who runs the checks: this process, or a child that it forked
 
     def is_alive(self) -> bool:
         return self.process.poll() is None
 
-    def kill(self) -> int:
-        self.process.kill()
-        code = self.process.wait()
+    def end(self) -> None:
+        """At once, with all that it forked."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def kill(self) -> None:
+        self.end()
+        self.process.wait()
         self._connection.close()
-        return code
 
     def run(self, function: str, arguments: tuple[Any, ...], deadline_s: float) -> Any:
-        self._connection.send((function, arguments, deadline_s))
-        if not self._connection.poll(_START_TIMEOUT_S):
+        self._send((function, arguments, deadline_s), deadline_s if self._loaded else _START_TIMEOUT_S)
+        # Imports are slow and not the check's fault. A worker that has the function answers at once, or is ill.
+        allowed_s = deadline_s if function in self._loaded else max(_START_TIMEOUT_S, deadline_s)
+        if not self._answers_within(allowed_s, look_every_s=deadline_s):
+            state = "is stopped" if self._is_stopped() else "did not take it up"
             self.kill()
-            return infra_error(f"reward check {function} was not importable within {_START_TIMEOUT_S:g} s")
+            return infra_error(
+                f"reward check {function}: its worker {state} (waited {deadline_s:g} s); it was replaced"
+            )
         kind, value = self._connection.recv()
         if kind == "unloadable":
             return infra_error(f"reward check {function} cannot be imported: {value}")
+        self.pid = value
+        self._loaded.add(function)
         if not self._connection.poll(deadline_s):
+            stopped = self._is_stopped()
             self.kill()
-            return invalid(f"timeout: {function} ran longer than --reward-timeout-s {deadline_s:g} and was killed")
-        kind, value = self._connection.recv()
-        return value if kind == "ok" else invalid(f"{function} raised {value}")
+            if stopped:
+                return infra_error(f"reward check {function}: its worker was stopped from outside; it was replaced")
+            return too_large(f"timeout: {function} ran longer than --reward-timeout-s {deadline_s:g} and was killed")
+        return self._judged(function, *self._connection.recv())
+
+    def _judged(self, function: str, kind: str, value: Any) -> Any:
+        if kind == "ok":
+            return value
+        if kind == "exhausted":
+            self.kill()  # broken off in the middle of a library's work, whose state nobody knows
+        return invalid(f"{function} raised {value}") if kind == "error" else too_large(f"{function}: {value}")
+
+    def _send(self, request: tuple[str, tuple[Any, ...], float], allowed_s: float) -> None:
+        message = pickle.dumps(request)
+        if len(message) <= _PIPE_BYTES:
+            self._connection.send_bytes(message)
+            return
+        with self._killed_after(allowed_s):  # the write waits for its reader, for ever if that is stopped
+            self._connection.send_bytes(message)
+
+    @contextlib.contextmanager
+    def _killed_after(self, seconds: float) -> Iterator[None]:
+        timer = threading.Timer(seconds, self.end)
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _answers_within(self, seconds: float, look_every_s: float) -> bool:
+        end = time.monotonic() + seconds
+        while (left_s := end - time.monotonic()) > 0:
+            if self._connection.poll(min(look_every_s, left_s)):
+                return True
+            if self._is_stopped():
+                return False
+        return False
+
+    def _is_stopped(self) -> bool:
+        """By a signal or a debugger."""
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+        except OSError:
+            return False  # gone, or a system without /proc
 
 
 _pools: dict[tuple[int, float], CheckPool] = {}
@@ -155,7 +220,12 @@ _pools_lock = threading.Lock()
 
 def get_pool(args: Any) -> CheckPool:
     """The process-wide pool of this size and deadline, made on first use."""
-    key = (args.reward_num_workers, args.reward_timeout_s)
+    # A namespace that a test or a script made itself may lack them.
+    settings = vars(args)
+    key = (
+        settings.get("reward_num_workers", RewardFlags.reward_num_workers),
+        settings.get("reward_timeout_s", RewardFlags.reward_timeout_s),
+    )
     with _pools_lock:
         if key not in _pools:
             _pools[key] = CheckPool(*key)
