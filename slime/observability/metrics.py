@@ -14,6 +14,8 @@ import numpy as np
 from slime.utils.misc import group_by
 from slime.utils.types import Sample, flatten_samples, version_number
 
+# In Sample.metadata: why an answer counts as wrong although nobody compared it (it was too large to be).
+NOT_COMPARED_KEY = "answer_not_compared"
 _REPETITION_TAIL_CHARS = 10_000
 _REPETITION_RATIO = 10.0
 
@@ -73,6 +75,8 @@ def sample_metrics(args: Any, samples: Sequence[Sample]) -> dict[str, float]:
     metrics = _with_prefix("response_len", distribution([s.effective_response_length for s in samples]))
     metrics["truncated_ratio"] = statistics.fmean(s.status == Sample.Status.TRUNCATED for s in samples)
     metrics["repetition_frac"] = statistics.fmean(has_repetition(s.response) for s in samples)
+    if not_compared := sum(NOT_COMPARED_KEY in s.metadata for s in samples):
+        metrics["answers_not_compared"] = not_compared
     failures = Counter(s.reward_failure.kind for s in samples if s.reward_failure is not None)
     metrics.update({f"reward_failure/{kind}": count for kind, count in failures.items()})
     if drafted := sum(s.spec_info.spec_draft_token_num for s in samples):

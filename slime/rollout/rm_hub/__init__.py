@@ -10,12 +10,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from slime.rollout.rm_hub.answers import answer_text
     from slime.rollout.rm_hub.hub import async_rm, batched_async_rm
     from slime.rollout.rm_hub.outcomes import RewardConfigError, RewardFailuresExceeded, settle_reward
     from slime.rollout.rm_hub.remote import remote_rm
     from slime.rollout.rm_hub.scoring import score_samples
 
 _HOMES = {
+    "answer_text": "answers",
     "async_rm": "hub",
     "batched_async_rm": "hub",
     "remote_rm": "remote",
@@ -28,6 +30,7 @@ _HOMES = {
 __all__ = [
     "RewardConfigError",
     "RewardFailuresExceeded",
+    "answer_text",
     "async_rm",
     "batched_async_rm",
     "remote_rm",

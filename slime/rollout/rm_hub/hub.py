@@ -11,19 +11,16 @@ import threading
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from slime.rollout.rm_hub.f1 import f1_score
-from slime.rollout.rm_hub.gpqa import compute_gpqa_reward
-from slime.rollout.rm_hub.ifbench import compute_ifbench_reward
-from slime.rollout.rm_hub.math_dapo_utils import compute_score
-from slime.rollout.rm_hub.math_utils import extract_boxed_answer
+from slime.rollout.rm_hub.answers import answer_text
+from slime.rollout.rm_hub.checks import box_of, check
 from slime.rollout.rm_hub.outcomes import RewardConfigError
-from slime.rollout.rm_hub.pool import get_pool
 from slime.rollout.rm_hub.remote import remote_rm
 from slime.utils.misc import load_function
-from slime.utils.types import Sample, infra_error, invalid
+from slime.utils.types import RewardFailure, Sample, infra_error, invalid
 
 _BOXED = "boxed_"
 _MAX_REWARD_THREADS = 64
+_DAPO_WRONG = {"score": -1.0, "acc": False, "pred": "[TOO LARGE]"}
 
 
 async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
@@ -32,10 +29,15 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
     if path is not None:
         return await call_custom(args, path, sample, **kwargs)
     rm_type = rm_type_of(args, sample)
-    response = sample.response
-    if rm_type.startswith(_BOXED):
-        rm_type, response = rm_type.removeprefix(_BOXED), extract_boxed_answer(response) or ""
-    return await _reward_of_type(rm_type)(args, sample, response)
+    reward = _reward_of_type(rm_type.removeprefix(_BOXED))
+    response: str | RewardFailure = answer_text(args, sample)
+    if rm_type.startswith(_BOXED) and reward not in (_math, _deepscaler):  # those read nothing but the box
+        response = await box_of(args, sample, response)
+        if isinstance(response, RewardFailure):
+            return response
+        if reward is _dapo and "answer" not in response.lower():
+            response = f"Answer: {response}"  # the box is the answer, so it needs no line that says so
+    return await reward(args, sample, response)
 
 
 async def batched_async_rm(args: Any, samples: Sequence[Sample], **kwargs: Any) -> list[Any]:
@@ -142,37 +144,51 @@ async def _math(args: Any, sample: Sample, response: str) -> Any:
         raise RewardConfigError("--rm-type math needs the math-verify package: pip install 'slime[math]'")
     if sample.label in (None, ""):
         return _missing_label("math", sample)
-    return await get_pool(args).check("slime.rollout.rm_hub.math_check:check_math", response, str(sample.label))
+    return await check(args, sample, "math_check:check_math", response, str(sample.label))
 
 
 async def _deepscaler(args: Any, sample: Sample, response: str) -> Any:
     if sample.label in (None, ""):
         return _missing_label("deepscaler", sample)
-    check = "slime.rollout.rm_hub.deepscaler:get_deepscaler_rule_based_reward"
-    return await get_pool(args).check(check, response, sample.label)
+    return await check(args, sample, "deepscaler:get_deepscaler_rule_based_reward", response, sample.label)
 
 
 async def _dapo(args: Any, sample: Sample, response: str) -> Any:
-    return _missing_label("dapo", sample) if sample.label in (None, "") else compute_score(response, sample.label)
+    if sample.label in (None, ""):
+        return _missing_label("dapo", sample)
+    return await check(args, sample, "math_dapo_utils:compute_score", response, sample.label, wrong=dict(_DAPO_WRONG))
 
 
 async def _f1(args: Any, sample: Sample, response: str) -> Any:
-    return _missing_label("f1", sample) if sample.label is None else f1_score(response, str(sample.label))[0]
+    if sample.label is None:
+        return _missing_label("f1", sample)
+    outcome = await check(args, sample, "f1:f1_score", response, str(sample.label), wrong=(0.0, 0.0, 0.0))
+    return outcome if isinstance(outcome, RewardFailure) else outcome[0]
 
 
 async def _gpqa(args: Any, sample: Sample, response: str) -> Any:
     if sample.label is None and "correct_letter" not in sample.metadata:
         return _missing_label("gpqa", sample)
-    return compute_gpqa_reward(response, sample.label, sample.metadata)
+    given = _entries(sample.metadata, "choices", "valid_letters", "correct_letter")
+    return await check(args, sample, "gpqa:compute_gpqa_reward", response, sample.label, given, wrong=0.0)
 
 
 async def _ifbench(args: Any, sample: Sample, response: str) -> Any:
-    return compute_ifbench_reward(response, sample.label, sample.metadata)
+    given = _entries(sample.metadata, "instruction_id_list", "kwargs")
+    return await check(args, sample, "ifbench:compute_ifbench_reward", response, sample.label, given, wrong=0.0)
+
+
+def _entries(metadata: dict[str, Any], *names: str) -> dict[str, Any]:
+    """What a check reads of the metadata: the rest may be large, or of a kind that its worker does not know."""
+    return {name: metadata[name] for name in names if name in metadata}
 
 
 async def _random(args: Any, sample: Sample, response: str) -> int:
     """A coin that a resumed run tosses the same way: it depends on the seed, the sample and what it said."""
-    return random.Random(f"{args.rollout_seed}/{sample.index}/{response}").randint(0, 1)
+    seed = f"{args.rollout_seed}/{sample.index}/{response}".encode(
+        errors="surrogatepass"
+    )  # half a character is no error
+    return random.Random(seed).randint(0, 1)
 
 
 RM_TYPES: dict[str, Callable[[Any, Sample, str], Awaitable[Any]]] = {

@@ -6,6 +6,7 @@ import asyncio
 import weakref
 from typing import Any
 
+from slime.rollout.rm_hub.answers import answer_text
 from slime.rollout.rm_hub.outcomes import RewardConfigError
 from slime.utils.http_utils import HttpError, post
 from slime.utils.types import RewardFailure, Sample, infra_error
@@ -27,11 +28,11 @@ async def remote_rm(
 ) -> Any | RewardFailure:
     """The JSON that `--rm-url` answers for {"prompt", "response", "label"}; `infra_error` when it does not.
 
-    `response` replaces the sample's own text (None: the whole response).
+    `response` replaces the sample's own text (None: the whole response, without special tokens).
     """
     if not args.rm_url:
         raise RewardConfigError("--rm-type remote_rm needs --rm-url: the address that scores a sample")
-    text = sample.response if response is None else response
+    text = answer_text(args, sample) if response is None else response
     payload = {"prompt": sample.prompt, "response": text, "label": sample.label}
     try:
         async with _gate():

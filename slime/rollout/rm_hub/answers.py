@@ -1,0 +1,71 @@
+"""The text of an answer as rewards compare it: `Sample.response` without the tokenizer's special tokens.
+
+By default responses end in the token that ended them ("42<|im_end|>"), as the engine's text does. The built-in rewards
+all read `answer_text`; a reward function of one's own gets `sample.response` as it is and may call it too.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+from slime.utils.processing_utils import load_tokenizer
+from slime.utils.types import Sample
+
+# What reasoning models write between; rewards look for them even where a tokenizer calls them special.
+_KEPT = frozenset({"<think>", "</think>"})
+_MIN_LENGTH = 3  # a pad token of "!" is also the punctuation of answers
+# Tokens that end a turn or a text and do not have the usual shape <|...|>.
+_ODD_ENDS = (
+    *("</s>", "<s>", "<eos>", "<bos>", "<pad>", "<unk>", "<end_of_turn>", "<start_of_turn>", "<turn|>", "<|turn>"),
+    *("[EOS]", "[EOT]", "[PAD]", "[SEP]", "[UNK]", "[|endofturn|]", "[e~[", "]~b]", "<seed:eos>", "<endoftext>"),
+)
+# White space and special tokens of any family, read from the end of a text backwards.
+_TAIL = re.compile(
+    r"(?:\s|>\|[^<>|\s]{1,64}\|<|>｜[^<>｜\s]{1,64}｜<|"
+    + "|".join(re.escape(token[::-1]) for token in _ODD_ENDS)
+    + ")*+"
+)
+
+
+def answer_text(args: Any, sample: Sample) -> str:
+    """The sample's response without special tokens: those of the run's tokenizer, and any family's at the end."""
+    # A namespace that a test or a script made itself may name no model.
+    return without_special_tokens(sample.response, special_tokens_of(vars(args).get("hf_checkpoint")))
+
+
+def without_special_tokens(text: str, tokens: frozenset[str] = frozenset()) -> str:
+    """`tokens` go wherever they stand; at the end goes whatever looks like one, and white space around it."""
+    if tokens:
+        text = _pattern_of(tokens).sub("", text)
+    return text if ending_of(text) is None else text[: len(text) - _tail_length(text)]
+
+
+def ending_of(text: str) -> str | None:
+    """The special token that the text ends in, as it is written there; None: it ends in ordinary text."""
+    tail = text[len(text) - _tail_length(text) :].split()
+    return tail[-1] if tail else None
+
+
+@functools.lru_cache(maxsize=8)
+def special_tokens_of(hf_checkpoint: str | None) -> frozenset[str]:
+    """What decoding with skip_special_tokens leaves out; empty without a tokenizer."""
+    if hf_checkpoint is None:
+        return frozenset()
+    try:
+        tokenizer = load_tokenizer(hf_checkpoint)
+    except (OSError, ValueError):
+        return frozenset()  # whoever generated without one has no such tokens in the text
+    added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    tokens = (added | set(tokenizer.all_special_tokens)) - _KEPT
+    return frozenset(token for token in tokens if len(token) >= _MIN_LENGTH)
+
+
+@functools.lru_cache(maxsize=8)
+def _pattern_of(tokens: frozenset[str]) -> re.Pattern[str]:
+    return re.compile("|".join(re.escape(token) for token in sorted(tokens, key=lambda t: (-len(t), t))))
+
+
+def _tail_length(text: str) -> int:
+    return _TAIL.match(text[::-1]).end()

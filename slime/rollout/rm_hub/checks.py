@@ -1,0 +1,54 @@
+"""How the hub runs a comparison: in the check pool, where a deadline reaches it; what is too large is wrong, and counted."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from slime.observability.metrics import NOT_COMPARED_KEY
+from slime.rollout.rm_hub.limits import MAX_RESPONSE_CHARS
+from slime.rollout.rm_hub.pool import get_pool
+from slime.utils.reward_failure import AnswerTooLarge, RewardFailure, too_large
+from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
+
+_HERE = __name__.rpartition(".")[0]
+_num_not_compared = 0  # over the life of the process; only for how often it is logged
+
+
+async def check(args: Any, sample: Sample, function: str, response: str, *truth: Any, wrong: Any = 0) -> Any:
+    """What `function` ("module:name" of this package) returns in a worker for the response and the truth it is held against.
+
+    An answer that is too large to be compared scores `wrong`: whoever writes a tower of powers is not right, and must
+    not be able to end a run.
+    """
+    outcome = await _in_pool(args, function, response, *truth)
+    if not isinstance(outcome, AnswerTooLarge):
+        return outcome
+    _count(sample, outcome)
+    return wrong
+
+
+async def box_of(args: Any, sample: Sample, response: str) -> str | RewardFailure:
+    """The content of the last box of a response, empty when there is none."""
+    return await check(args, sample, "math_utils:extract_boxed_answer", response, wrong="") or ""
+
+
+async def _in_pool(args: Any, function: str, response: str, *truth: Any) -> Any:
+    if len(response) > MAX_RESPONSE_CHARS:
+        return too_large(f"a response of {len(response)} characters, more than {MAX_RESPONSE_CHARS}")
+    return await get_pool(args).check(f"{_HERE}.{function}", response, *truth)
+
+
+def _count(sample: Sample, outcome: AnswerTooLarge) -> None:
+    global _num_not_compared
+    sample.metadata[NOT_COMPARED_KEY] = outcome.reason
+    _num_not_compared += 1
+    if _num_not_compared & (_num_not_compared - 1) == 0:  # the 1st, 2nd, 4th, 8th ...
+        logger.warning(
+            "sample %s: its answer is too large to be compared and counts as wrong (%s); %d so far",
+            sample.index,
+            outcome.reason,
+            _num_not_compared,
+        )
