@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import multiprocessing
 import os
 import pickle
@@ -22,6 +23,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from slime.arguments.rewards import RewardFlags
@@ -30,6 +32,7 @@ from slime.utils.reward_failure import infra_error, invalid, too_large
 
 _START_TIMEOUT_S = 120.0  # interpreter start and imports, on a busy machine
 _PIPE_BYTES = 32 << 10  # what a pipe surely takes without its reader
+_DEFAULTS = dataclasses.asdict(RewardFlags())
 _WORKER = Path(__file__).with_name("worker.py")
 _PROJECT_ROOT = Path(__file__).parents[3]
 
@@ -221,11 +224,8 @@ _pools_lock = threading.Lock()
 def get_pool(args: Any) -> CheckPool:
     """The process-wide pool of this size and deadline, made on first use."""
     # A namespace that a test or a script made itself may lack them.
-    settings = vars(args)
-    key = (
-        settings.get("reward_num_workers", RewardFlags.reward_num_workers),
-        settings.get("reward_timeout_s", RewardFlags.reward_timeout_s),
-    )
+    full_args = SimpleNamespace(**{**_DEFAULTS, **vars(args)})
+    key = (full_args.reward_num_workers, full_args.reward_timeout_s)
     with _pools_lock:
         if key not in _pools:
             _pools[key] = CheckPool(*key)
