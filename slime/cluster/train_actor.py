@@ -26,6 +26,7 @@ from slime.utils import accelerator
 from slime.utils.checksums import FileRecord, find_damage, record_files
 from slime.utils.http_utils import get_host_info
 from slime.utils.misc import load_function
+from slime.utils.process_groups import open_store
 from slime.weight_sync import LIVE_TRANSPORTS, TRANSPORTS, LiveReport, LiveSender, Parcel, Sender, Target
 from slime.weight_sync.base import LiveTransport, NamedTensors, SenderOptions, nothing_after_writing
 from slime.weight_sync.fp8 import engine_format, quantize_named, served_config
@@ -63,7 +64,7 @@ class TrainActor:
 
     def open_store(self) -> int:
         """Rank 0: the meeting point of the ranks; returns its port."""
-        self._store = dist.TCPStore(self._run.host, 0, self._world_size, is_master=True, wait_for_workers=False)
+        self._store = open_store(self._run.host, self._world_size)
         return self._store.port
 
     def init(self, store_port: int, checkpoint: Path | None) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from slime.cluster.run import Run
 from slime.cluster.runtime import Handle, Runtime, WorkerSpec, gather
 from slime.cluster.train_actor import TrainActor, TrainReport
 from slime.utils.checksums import FileRecord
+from slime.utils.process_groups import network_environment
 from slime.utils.processes import thread_environment
 from slime.utils.types import RolloutBatch
 from slime.weight_sync import LiveReport, Parcel, Target
@@ -28,7 +29,7 @@ class TrainGroup:
 
     def __init__(self, args: Args, run: Run, runtime: Runtime, slots: tuple[Slot, ...]):
         self._args, self._runtime = args, runtime
-        env = {**thread_environment(self._threads(slots)), **_network_environment(run)}
+        env = {**thread_environment(self._threads(slots)), **network_environment(run.host)}
         self._ranks: list[Handle] = [
             runtime.spawn(
                 TrainActor, args, run, rank, len(slots), spec=WorkerSpec(name=f"trainer-{rank}", slot=slot, env=env)
@@ -116,8 +117,3 @@ class TrainGroup:
     def _call(self, method: str, *args: Any, deadline_s: float | None = None) -> list[Any]:
         futures = [handle.call(method, *args) for handle in self._ranks]
         return gather(futures, deadline_s)
-
-
-def _network_environment(run: Run) -> dict[str, str]:
-    """Ranks of one machine talk over loopback, whatever its host name resolves to."""
-    return {"GLOO_SOCKET_IFNAME": "lo"} if run.host == "127.0.0.1" and os.path.isdir("/sys/class/net/lo") else {}

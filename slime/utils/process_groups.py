@@ -1,10 +1,39 @@
-"""Process groups whose ranks live in programs of their own: a trainer rank and engines, which share no default group."""
+"""Where the ranks of a process group meet, and groups whose ranks live in programs of their own."""
 
 from __future__ import annotations
 
 import datetime
+import os
+import socket
 
 import torch.distributed as dist
+
+LOOPBACK = "127.0.0.1"
+
+
+def open_store(host: str, world_size: int, timeout: datetime.timedelta | None = None) -> dist.TCPStore:
+    """The meeting point of a group, held by this process on a free port: `store.port`.
+
+    It listens at the address `host` alone. Left to itself torch listens on every interface of the machine, and the store
+    asks nobody who he is.
+    """
+    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    port = listener.getsockname()[1]
+    patience = {"timeout": timeout} if timeout is not None else {}
+    return dist.TCPStore(
+        host, port, world_size, True, wait_for_workers=False, master_listen_fd=listener.detach(), **patience
+    )
+
+
+def network_environment(host: str) -> dict[str, str]:
+    """Ranks of one machine talk over loopback, whatever its host name resolves to. `host`: where they meet."""
+    return {"GLOO_SOCKET_IFNAME": "lo"} if host == LOOPBACK and os.path.isdir("/sys/class/net/lo") else {}
+
+
+def stay_on_loopback() -> None:
+    """The same for groups of this process; what the user has set stays."""
+    for name, value in network_environment(LOOPBACK).items():
+        os.environ.setdefault(name, value)
 
 
 def group_beside_the_default(

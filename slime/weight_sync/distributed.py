@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from slime.utils.async_utils import get_loop
-from slime.utils.process_groups import group_beside_the_default
+from slime.utils.process_groups import group_beside_the_default, open_store
 from slime.weight_sync.base import LiveReport, LiveTransport, NamedTensors, SenderOptions, Target
 from slime.wire.control import EngineControl
 from slime.wire.manifest import DTYPE_NAMES
@@ -74,8 +74,7 @@ class DistributedSender:
         timeout = datetime.timedelta(seconds=self._options.deadline_s)
         self._group_name = f"slime-pp_{self._options.stage}-{secrets.token_hex(4)}"
         world_size = 1 + sum(target.num_ranks for target in self._targets)
-        # Port 0: the store binds a free one and says which, so that nobody can take it in between.
-        store = dist.TCPStore(self._options.host, 0, world_size, True, timeout, wait_for_workers=False)
+        store = open_store(self._options.host, world_size, timeout)
         calls, offset = [], 1
         for target, control in zip(self._targets, self._controls(), strict=True):
             join = control.join_group(self._options.host, store.port, offset, world_size, self._group_name, backend)

@@ -6,7 +6,6 @@ FSDP keeps fp32 weights, four bytes per parameter; Megatron keeps the model's ow
 import argparse
 import importlib
 import json
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ from slime.backends.fsdp.checkpoint import MANIFEST, is_checkpoint
 from slime.backends.megatron.families import mimo
 from slime.cli.settings import default_settings
 from slime.cluster.checkpoint import write_checkpoint
+from slime.utils.process_groups import stay_on_loopback
 from slime.utils.step_folders import Manifest, by_content, check_trainer_folder, find_step, step_folders
 
 
@@ -109,10 +109,8 @@ def _trainer(kind: str, source: Path) -> Iterator[Any]:
         finetune=True,
         no_save_optim=True,
     )
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    stay_on_loopback()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         create_backend = importlib.import_module(f"slime.backends.{kind}").create_backend
         yield create_backend(args, rank=0, world_size=1, device="cpu")

@@ -104,7 +104,7 @@ def _check_target(
     own = model.parent / target.name.replace(" ", "-")
     own.mkdir()
     vocabulary = expected.before[_embedding(expected.before)].shape[0]
-    job = trainer_job.Job(str(model), target, str(own), vocabulary, trainer_job.free_port(), before_build=before_build)
+    job = trainer_job.Job(str(model), target, str(own), vocabulary, before_build=before_build)
     started = time.monotonic()
     try:
         found = trainer_job.run(job, options.deadline_s)

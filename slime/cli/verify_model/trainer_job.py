@@ -3,7 +3,6 @@
 import importlib
 import multiprocessing
 import os
-import socket
 import threading
 import time
 import traceback
@@ -23,6 +22,7 @@ from slime.cli.settings import default_settings
 from slime.cli.verify_model import capture, reference
 from slime.cli.verify_model.cases import DENOMINATORS, LEARNING_RATE, Outcome, documents, linear_loss, take
 from slime.cli.verify_model.layouts import Target
+from slime.utils.process_groups import stay_on_loopback
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,6 @@ class Job:
     target: Target
     folder: str
     vocabulary: int
-    port: int
     before_build: Callable[[], None] | None = None
 
 
@@ -69,12 +68,6 @@ def _wait(ranks: list[Any], job: Job, deadline: float, deadline_s: float) -> Non
             raise JobFailed(errors[0].read_text().strip() if errors else "a process ended without a word")
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def settings(model: str, target: Target) -> SimpleNamespace:
     """Every flag at its default, plain SGD, and the layout's own."""
     return default_settings(
@@ -94,8 +87,9 @@ def _rank_main(rank: int, job: Job) -> None:
     torch.set_num_threads(1)
     reference.be_quiet()
     try:
-        address = f"tcp://127.0.0.1:{job.port}"
-        dist.init_process_group("gloo", init_method=address, rank=rank, world_size=job.target.ranks)
+        stay_on_loopback()
+        meeting = f"file://{Path(job.folder).absolute() / 'meeting'}"  # nobody listens
+        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=job.target.ranks)
         if job.before_build is not None:
             job.before_build()
         outcome = compute(rank, job)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ import torch.distributed as dist
 
 from slime.engines.embedded.requests import BadRequest
 from slime.engines.embedded.weights import BadWeights
-from slime.utils.process_groups import group_beside_the_default
+from slime.utils.process_groups import LOOPBACK, group_beside_the_default, stay_on_loopback
 from slime.wire.manifest import DTYPES
 from slime.wire.protocol import shown
 
@@ -60,9 +59,8 @@ class UpdateGroups:
         """Returns when all ranks have met."""
         if place.name in self._groups:
             raise BadRequest(f"{place.name} is a group of this engine already")
-        if place.address == "127.0.0.1" and os.path.isdir("/sys/class/net/lo"):
-            # Ranks of one machine talk over loopback, whatever its host name resolves to.
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if place.address == LOOPBACK:
+            stay_on_loopback()
         try:
             store = dist.TCPStore(place.address, place.port, place.world_size, False, _TIMEOUT, wait_for_workers=False)
             group = group_beside_the_default(store, place.rank, place.world_size, place.backend, place.name, _TIMEOUT)

@@ -1,0 +1,28 @@
+"""Where ranks meet: at the address they were given, and nowhere else."""
+
+import datetime
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from slime.utils.process_groups import open_store
+
+
+def listening() -> set[tuple[str, int]]:
+    """(address, port) of everything this process listens on."""
+    found = psutil.Process().net_connections(kind="inet")
+    return {tuple(c.laddr) for c in found if c.status == psutil.CONN_LISTEN}
+
+
+def test_the_meeting_point_listens_at_its_address_alone():
+    store = open_store("127.0.0.1", 2, datetime.timedelta(seconds=30))
+    assert [address for address, port in listening() if port == store.port] == ["127.0.0.1"]
+    other = dist.TCPStore("127.0.0.1", store.port, 2, False, datetime.timedelta(seconds=30), wait_for_workers=False)
+    other.set("a", "b")
+    assert store.get("a") == b"b"
+
+
+def test_an_address_that_is_not_this_machine_s_is_an_error_and_not_every_address():
+    with pytest.raises(OSError):
+        open_store("203.0.113.1", 1)
