@@ -30,12 +30,14 @@ VOCAB = 128
 
 
 @contextmanager
-def start_engine(model: Path, folder: Path, *flags: str) -> Iterator[tuple[str, subprocess.Popen, LifePipe, str]]:
-    """An embedded engine process: (url, process, life pipe, shared-memory prefix)."""
+def start_engine(
+    model: Path, folder: Path, *flags: str, token: str | None = None
+) -> Iterator[tuple[str, subprocess.Popen, LifePipe, str]]:
+    """An embedded engine process: (url, process, life pipe, shared-memory prefix). `token`: what it asks for."""
     ready, life, prefix = folder / f"ready-{secrets.token_hex(4)}", LifePipe(), shm.make_prefix()
     command = [sys.executable, "-m", "slime.engines.embedded", "--model-path", str(model), "--ready-file", str(ready)]
     command += ["--life-fd", str(life.read_fd), "--shm-prefix", prefix, "--threads", "1", *flags]
-    env = {**os.environ, **thread_environment(1)}
+    env = {**os.environ, **thread_environment(1), **({http_utils.TOKEN_VARIABLE: token} if token else {})}
     process = subprocess.Popen(command, pass_fds=(life.read_fd,), env=env)
     try:
         deadline = time.monotonic() + 120
@@ -43,7 +45,9 @@ def start_engine(model: Path, folder: Path, *flags: str) -> Iterator[tuple[str, 
             assert process.poll() is None, f"the engine ended with {process.returncode} before it served"
             assert time.monotonic() < deadline, "the engine was not ready after 120 s"
             time.sleep(0.05)
-        yield f"http://127.0.0.1:{json.loads(ready.read_text())['port']}", process, life, prefix
+        url = f"http://127.0.0.1:{json.loads(ready.read_text())['port']}"
+        http_utils.authorize(url, token)
+        yield url, process, life, prefix
     finally:
         stop_process(process)
         life.close()
@@ -63,6 +67,11 @@ class EngineUnderTest:
         self.control = EngineControl(self.url, deadline_s=60)
         self.client = EngineClient(self.url, timeout_s=120, max_retries=0)
         self.can: EngineInfo = run(self.control.info())  # a test of more than this is skipped
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """For clients of a test's own."""
+        return http_utils.with_token(self.url, None)
 
     def need(self, promised: bool, what: str) -> None:
         if not promised:

@@ -41,6 +41,8 @@ OWNED = {
     "enable_memory_saver": "--offload-rollout decides it",
     "skip_tokenizer_init": "answers must carry text",
     "random_seed": "--seed decides it",
+    "api_key": "each run makes its own where other machines reach its engines, or takes SLIME_ENGINE_TOKEN",
+    "admin_api_key": "each run makes its own where other machines reach its engines, or takes SLIME_ENGINE_TOKEN",
 }
 
 

@@ -1,6 +1,7 @@
 """`slime weight-agent`: keeps a copy of the trainer's weights beside an engine, and has the engine load it when asked."""
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from slime.arguments.engine import CHECKSUMS
 from slime.cli.main import user_errors
 from slime.engines.external import read_address
 from slime.observability.logging_utils import configure_logger
+from slime.utils.http_utils import TOKEN_VARIABLE, authorize
 from slime.weight_sync.delta_codec import check_installed
 from slime.weight_sync.publication import open_source
 from slime.weight_sync.weight_agent import WeightAgent, serve
@@ -21,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         local = Path(options.local_checkpoint_dir)
         local.mkdir(parents=True, exist_ok=True)
         engine = read_address(options.engine, "--engine")
+        authorize(engine, os.environ.get(TOKEN_VARIABLE))
         agent = WeightAgent(open_source(options.source), local, engine, options.wait_s)
         serve(agent.app(), options.host, options.port)
     return 0

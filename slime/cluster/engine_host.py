@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from slime.cluster.runtime import CONTROL, Future, Handle, Runtime, WorkerDied, WorkerSpec
 from slime.engines.server import EngineServer, LaunchPlan, MachineLost, Serving
-from slime.utils import waits
+from slime.utils import http_utils, waits
 from slime.wire.protocol import EngineInfo
 
 _ANSWER_DEADLINE_S = 120.0
@@ -57,6 +57,7 @@ class HostedEngine:
     def wait_ready(self) -> str:
         assert self._ready is not None, "wait_ready before launch"
         self._serving = self._ready.result()  # its own deadline runs where the process does
+        http_utils.authorize(self.url, self.plan.token)
         return self.url
 
     def alive(self) -> bool:

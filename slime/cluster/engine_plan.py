@@ -40,6 +40,7 @@ def plan_engines(args: Args, run: Run, slots: tuple[Slot, ...]) -> list[LaunchPl
             worker_type=place.worker_type,
             host=slot.host,
             beside_trainer=slot.host == run.host,
+            token=run.engine_token.at(slot.host),
         )
         for place, slot in zip(place_engines(args.engine_topology), slots, strict=True)
     ]

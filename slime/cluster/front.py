@@ -12,6 +12,7 @@ from slime.engines.router import Balancer
 from slime.engines.sglang.router import SGLangRouter
 from slime.engines.topology import RouterPlan
 from slime.utils.async_utils import run
+from slime.utils.http_utils import token_of
 from slime.utils.misc import load_function
 
 
@@ -42,7 +43,9 @@ class Front:
                 self._router.enroll(server)
             return self._router.start()
         asked = port is not None or args.router_middleware_paths
-        if len(servers) == 1 and not asked and servers[0].url.startswith("http://127.0.0.1:"):
+        # An engine that asks for a token cannot be asked directly by code that has none: the balancer adds it.
+        here = servers[0].url.startswith("http://127.0.0.1:") and token_of(servers[0].url) is None
+        if len(servers) == 1 and not asked and here:
             return int(servers[0].url.rpartition(":")[2])
         seen = plugin_args(args, RunInfo(run_.run_id, str(run_.run_dir)))
         self._balancer = Balancer(

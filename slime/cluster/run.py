@@ -3,12 +3,39 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from slime.arguments import Args
 from slime.utils import shm
+from slime.utils.http_utils import TOKEN_VARIABLE, authorize, is_loopback
+
+
+@dataclass(frozen=True, slots=True)
+class EngineToken:
+    """What engines ask of who speaks to them. A new one for each run, which those ask for that other machines reach.
+
+    `given`: it stands in the environment, and all engines ask for it, also those that somebody else has started.
+    """
+
+    value: str = field(repr=False)
+    given: bool
+
+    @classmethod
+    def make(cls) -> EngineToken:
+        given = os.environ.get(TOKEN_VARIABLE)
+        return cls(given or secrets.token_urlsafe(32), bool(given))
+
+    def at(self, host: str) -> str | None:
+        """None: an engine that binds this address asks for nothing."""
+        return self.value if self.given or not is_loopback(host) else None
+
+    def use_for(self, engine_url: str) -> None:
+        """Before this process speaks to that engine."""
+        authorize(engine_url, self.at(urlsplit(engine_url).hostname or ""))
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +46,7 @@ class Run:
     run_dir: Path
     shm_prefix: str
     host: str = "127.0.0.1"
+    engine_token: EngineToken = field(default_factory=EngineToken.make)
 
 
 def open_run(args: Args) -> Run:

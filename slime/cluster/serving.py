@@ -12,7 +12,7 @@ from slime.cluster.front import Front, Rotations
 from slime.cluster.placement import Placement, Slot
 from slime.cluster.run import Run
 from slime.cluster.runtime import Runtime, WorkerSpec
-from slime.engines.external import ExternalServer, discover
+from slime.engines.external import ExternalServer, discover, read_address
 from slime.engines.fleet import EngineFleet, Server, WatchPolicy
 from slime.engines.topology import place_engines, plan_router
 
@@ -72,6 +72,8 @@ def make_servers(args: Args, run_: Run, slots: tuple[Slot, ...], runtime: Runtim
     if not slots:
         return {}
     if args.rollout_external_engine_addrs:
+        for address in args.rollout_external_engine_addrs:
+            run_.engine_token.use_for(read_address(address))
         engines = discover(args.rollout_external_engine_addrs, args.hf_checkpoint)
         if args.rollout_router != "sglang" and any(engine.worker_type != "regular" for engine in engines):
             raise ValueError(

@@ -97,6 +97,8 @@ class TrainActor:
 
         After a live push the first rank leaves a copy on disk, for engines that come late.
         """
+        for url in engine_urls:
+            self._run.engine_token.use_for(url)
         live = LIVE_TRANSPORTS.get(transport)
         self._content = (live or TRANSPORTS[transport]).content
         self._post_write = self._load_post_write(engine_urls)

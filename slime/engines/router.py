@@ -25,7 +25,7 @@ from aiohttp import web
 from slime.engines.fleet import Server
 from slime.engines.middleware import Middleware, RouterAnswer, RouterRequest, chain
 from slime.utils.async_utils import run
-from slime.utils.http_utils import get_session
+from slime.utils.http_utils import get_session, with_token
 
 logger = logging.getLogger(__name__)
 
@@ -246,7 +246,8 @@ class Balancer:
             running.discard(task)
 
     async def _send(self, target: str, errand: _Errand) -> _Answer | web.StreamResponse:
-        async with get_session().post(target, data=errand.body, headers=errand.headers) as answer:
+        headers = with_token(target, errand.headers)
+        async with get_session().post(target, data=errand.body, headers=headers) as answer:
             kind = answer.headers.get("Content-Type", "application/json")
             if "event-stream" not in kind or errand.request is None:
                 return _Answer(answer.status, await answer.read(), kind)

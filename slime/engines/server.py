@@ -11,12 +11,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from slime.utils import waits
+from slime.utils import http_utils, waits
 from slime.utils.errors import RunStopped
-from slime.utils.http_utils import is_port_available
 from slime.utils.processes import LifePipe, stop_process
 from slime.wire.protocol import EngineInfo
 
@@ -47,6 +46,7 @@ class LaunchPlan:
     worker_type: str = "regular"  # or prefill, decode: its share in disaggregation
     host: str = "127.0.0.1"  # the address it binds, as its clients reach it
     beside_trainer: bool = True  # on the machine of the trainer's first rank
+    token: str | None = field(default=None, repr=False)  # what it asks of its clients; None: nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +99,14 @@ class EngineServer:
         folder = Path(tempfile.mkdtemp(prefix="slime-engine-"))
         self._ready_file = folder / "ready.json"
         command = self.plan.command(self.port, self._ready_file, self._life.read_fd)
+        # In its environment, where other users of the machine cannot read it.
+        token = {http_utils.TOKEN_VARIABLE: self.plan.token} if self.plan.token is not None else {}
+        inherited = {name: value for name, value in os.environ.items() if name != http_utils.TOKEN_VARIABLE}
         self.plan.log_path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.plan.log_path, "ab") as log:
             self._process = subprocess.Popen(
                 command,
-                env={**os.environ, **self.plan.env},
+                env={**inherited, **self.plan.env, **token},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -114,7 +117,7 @@ class EngineServer:
     def _reclaim_port(self) -> None:
         patience_s = _INHERITED_PORT_PATIENCE_S if self._process is None else _PORT_PATIENCE_S
         try:
-            waits.until(lambda: is_port_available(self.port), f"port {self.port}", patience_s)
+            waits.until(lambda: http_utils.is_port_available(self.port), f"port {self.port}", patience_s)
         except waits.WaitTimeout as error:
             raise EngineStartError(
                 f"port {self.port} of {self.plan.name} was taken by another program while the engine was down, and "
@@ -137,6 +140,7 @@ class EngineServer:
         facts = json.loads(self._ready_file.read_text())
         self.port, self.bootstrap_port = facts["port"], facts.get("bootstrap_port")
         self._drop_ready_file()
+        http_utils.authorize(self.url, self.plan.token)
         return self.url
 
     def wait_serving(self) -> Serving:

@@ -1,7 +1,7 @@
 """HTTP for rollout code: one session per event loop, retries where they help, errors that say what happened.
 
 A 4xx is the caller's mistake and is raised at once; 5xx, refused and broken connections are retried with back-off,
-because an engine that died is being restarted meanwhile.
+because an engine that died is being restarted meanwhile. Engines that ask for a token get it (`authorize`).
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import ipaddress
 import json
 import random
 import socket
 import weakref
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -48,6 +49,44 @@ def observed(observer: Observer) -> Iterator[None]:
         yield
     finally:
         _observer.reset(token)
+
+
+# Where an engine that is started reads the token it must ask for, and a run that of engines which somebody else started.
+TOKEN_VARIABLE = "SLIME_ENGINE_TOKEN"
+_tokens: dict[str, str] = {}  # by origin: http://host:port
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches the address; a name counts as reached by others."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def authorize(url: str, token: str | None) -> None:
+    """From now on requests of this process to that server carry the token; None: they carry none."""
+    if token is None:
+        _tokens.pop(_origin(url), None)
+    else:
+        _tokens[_origin(url)] = token
+
+
+def token_of(url: str) -> str | None:
+    return _tokens.get(_origin(url))
+
+
+def with_token(url: str, headers: Mapping[str, str] | None) -> dict[str, str]:
+    """The headers of a request to `url`; the token of an engine takes the place of what a client may have sent."""
+    token, headers = token_of(url), dict(headers or {})
+    if token is not None:
+        headers = {k: v for k, v in headers.items() if k.lower() != "authorization"}
+        headers["Authorization"] = f"Bearer {token}"
+    return headers
+
+
+def _origin(url: str) -> str:
+    return "/".join(str(url).split("/", 3)[:3])
 
 
 class HttpError(RuntimeError):
@@ -128,6 +167,7 @@ async def _request(
 
 async def _once(method: str, url: str, payload: Any, headers: dict[str, str] | None, timeout_s: float | None) -> Any:
     timeout = aiohttp.ClientTimeout(total=timeout_s)
+    headers = with_token(url, headers)
     async with get_session().request(method, url, json=payload, headers=headers, timeout=timeout) as response:
         body = await response.read()
         if response.status >= 400:
@@ -150,7 +190,8 @@ async def stream(
         observer.sending(url, payload)
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     try:
-        async with get_session().post(url, json=payload, headers=headers, timeout=timeout) as response:
+        told = with_token(url, headers)
+        async with get_session().post(url, json=payload, headers=told, timeout=timeout) as response:
             if response.status >= 400:
                 raise HttpError(response.status, await response.text(errors="replace"), url)
             async for line in _lines(response.content):

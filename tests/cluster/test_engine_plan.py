@@ -10,10 +10,11 @@ from slime.arguments.topology import plain_topology
 from slime.cluster.engine_plan import plan_engines
 from slime.cluster.placement import Slot
 from slime.cluster.run import Run
+from slime.utils import http_utils
 
 
-def words_of(tmp_path, slot, **changes):
-    """What one server is started with."""
+def plan_of(tmp_path, slot, run=None, **changes):
+    """How one server is started."""
     base = {
         "rollout_engine": "sglang",
         "engine_threads": 1,
@@ -28,7 +29,13 @@ def words_of(tmp_path, slot, **changes):
         "use_rollout_routing_replay": False,
         "rollout_quantization": "none",
     }
-    [plan] = plan_engines(SimpleNamespace(**{**base, **changes}), Run("id", tmp_path, "slime-x"), (slot,))
+    [plan] = plan_engines(SimpleNamespace(**{**base, **changes}), run or Run("id", tmp_path, "slime-x"), (slot,))
+    return plan
+
+
+def words_of(tmp_path, slot, **changes):
+    """What one server is started with."""
+    plan = plan_of(tmp_path, slot, **changes)
     return plan.command(0, Path("ready"), 3), plan.env
 
 
@@ -62,3 +69,21 @@ def test_a_server_of_fp8_weights_is_told_their_blocks_and_waits_for_them(tmp_pat
     config = json.loads(words[words.index("--json-model-override-args") + 1])["quantization_config"]
     assert config["quant_method"] == "fp8" and config["weight_block_size"] == [128, 128]
     assert words[words.index("--load-format") + 1] == "dummy"
+
+
+def test_engines_that_other_machines_reach_ask_for_the_token_of_the_run(tmp_path, monkeypatch):
+    monkeypatch.delenv("SLIME_ENGINE_TOKEN", raising=False)
+    run = Run("id", tmp_path, "slime-x")
+    here, there = (plan_of(tmp_path, Slot(0, host=host), run) for host in ("127.0.0.1", "10.0.0.5"))
+    assert here.token is None and len(there.token) > 20
+    assert there.token not in str(there.command(0, Path("ready"), 3)) + str(there.env) + repr(there) + repr(run)
+    assert Run("id", tmp_path, "slime-x").engine_token.at("10.0.0.5") != there.token, "a new one for each run"
+
+
+def test_a_token_of_the_environment_is_for_all_engines(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLIME_ENGINE_TOKEN", "given")
+    run = Run("id", tmp_path, "slime-x")
+    assert [plan_of(tmp_path, Slot(0, host=host), run).token for host in ("127.0.0.1", "10.0.0.5")] == ["given"] * 2
+    run.engine_token.use_for("http://127.0.0.1:1/generate")
+    assert http_utils.token_of("http://127.0.0.1:1/model_info") == "given"
+    assert http_utils.token_of("http://127.0.0.1:2/") is None

@@ -17,6 +17,8 @@ from slime.utils import shm
 from slime.utils.async_utils import run
 from slime.utils.processes import thread_environment
 
+TOKEN = "a-secret-of-this-suite"  # the engines that are started here ask for it, as they do beyond loopback
+
 
 def pytest_addoption(parser):
     parser.addoption("--engine-url", help="run the engine conformance suite against this running server as well")
@@ -65,7 +67,8 @@ def served_engine(request, tiny_folder, tmp_path_factory) -> Iterator[EngineUnde
     device = request.config.getoption("--engine-device", default="cpu")
     flags = ("--max-running-requests", "8", "--max-total-tokens", str(1 << 16), "--dtype", "float32")
     flags += ("--device", device)
-    with start_engine(tiny_folder, tmp_path_factory.mktemp("engine"), *flags) as (url, process, _, prefix):
+    logs = tmp_path_factory.mktemp("engine")
+    with start_engine(tiny_folder, logs, *flags, token=TOKEN) as (url, process, _, prefix):
         yield EngineUnderTest(url, tiny_folder, process.pid, prefix)
 
 
@@ -78,10 +81,8 @@ def sglang_pair(tiny_folder, tmp_path_factory) -> Iterator[tuple[EngineFleet, En
     logs = tmp_path_factory.mktemp("sglang")
     extra = ("--max-running-requests", "8", "--max-total-tokens", "8192")
     options = SGLangOptions(python, str(tiny_folder), True, "float32", 1, 0, False, extra=extra)
-    plans = [
-        LaunchPlan(f"engine-{i}", sglang_command(options), thread_environment(1), logs / f"engine-{i}.log", 900.0)
-        for i in range(2)
-    ]
+    command, env = sglang_command(options), thread_environment(1)
+    plans = [LaunchPlan(f"engine-{i}", command, env, logs / f"engine-{i}.log", 900.0, token=TOKEN) for i in range(2)]
     args = SimpleNamespace(check_weight_update_equal=False, weight_checksum_interval=1, update_weight_timeout_s=60.0)
     weights = EngineWeights(args, shm.make_prefix(), ((), ()))
     servers = [EngineServer(plan) for plan in plans]

@@ -207,7 +207,7 @@ def test_a_stream_is_cumulative_and_ends_with_done(engine):
         }
         async with (
             aiohttp.ClientSession() as session,
-            session.post(f"{engine.url}/generate", json=payload) as response,
+            session.post(f"{engine.url}/generate", json=payload, headers=engine.headers) as response,
         ):
             assert response.headers["Content-Type"].startswith("text/event-stream")
             return (await response.text()).strip().split("\n\n")
@@ -655,8 +655,38 @@ def test_a_body_that_is_not_json_is_a_400(engine):
     engine.need(engine.can.dialect.strict, "to refuse every bad request")
 
     async def send():
-        async with aiohttp.ClientSession() as session, session.post(f"{engine.url}/generate", data=b"{no") as response:
+        url = f"{engine.url}/generate"
+        async with (
+            aiohttp.ClientSession(headers=engine.headers) as session,
+            session.post(url, data=b"{no") as response,
+        ):
             return response.status, await response.text()
 
     status, body = run(send())
     assert status == 400 and "not JSON" in body
+
+
+# -- who may ask ------------------------------------------------------------------------------------------------------
+
+
+async def status_of(engine, method: str, endpoint: str, authorization: str | None) -> int:
+    headers = {} if authorization is None else {"Authorization": authorization}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.request(method, f"{engine.url}/{endpoint}", json={}, headers=headers) as answer,
+    ):
+        return answer.status
+
+
+@pytest.mark.parametrize("given", [None, "", "Bearer", "Bearer ", "Bearer wrong", "Basic {token}", "{token}"])
+def test_without_the_token_nobody_controls_or_uses_an_engine_that_asks_for_it(engine, given):
+    token = http_utils.token_of(engine.url)
+    engine.need(token is not None, "to ask for a token")
+    authorization = given.format(token=token) if given is not None else None
+    control = ("pause_generation", "update_weights_from_disk", "release_memory_occupation", "abort_request")
+    for endpoint in (*control, "update_weight_version", "generate", "flush_cache"):
+        assert run(status_of(engine, "POST", endpoint, authorization)) == 401, endpoint
+    for endpoint in ("server_info", "model_info", "v1/loads"):  # SGLang's tell the token itself
+        assert run(status_of(engine, "GET", endpoint, authorization)) == 401, endpoint
+    assert run(status_of(engine, "GET", "health", authorization)) == 200
+    assert engine.generate(PROMPT, max_new_tokens=2).weight_version == "default"

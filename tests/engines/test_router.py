@@ -309,6 +309,21 @@ def test_a_compressed_body_is_refused_and_not_unfolded():
         assert run(call(url)) == 415 and engine.paths == []
 
 
+def test_an_engine_that_asks_for_a_token_gets_it_whatever_the_client_sent():
+    async def call(url):
+        headers = {"authorization": "Bearer EMPTY"}
+        async with http_utils.get_session().post(f"{url}/generate", json=PAYLOAD, headers=headers) as answer:
+            return answer.status
+
+    with FakeEngine() as one, FakeEngine() as two:
+        http_utils.authorize(one.url, "secret")
+        for engine, expected in ((one, "Bearer secret"), (two, "Bearer EMPTY")):
+            with balanced([engine.url]) as (url, _):
+                assert run(call(url)) == 200
+            given = [value for name, value in engine.headers[0].items() if name.lower() == "authorization"]
+            assert given == [expected]
+
+
 class Shout:
     """Changes the request and the answer."""
 

@@ -103,6 +103,20 @@ def test_engines_leave_and_return_sessions_stay_and_a_dead_router_comes_back_kno
             router.stop()
 
 
+def test_the_router_tells_an_engine_the_token_it_asks_for(python, tmp_path):
+    with RegisteredEngine() as engine:
+        http_utils.authorize(engine.url, "secret")
+        router = make_router(python, tmp_path, "round_robin")
+        try:
+            router.enroll(server(engine))
+            router.start()
+            assert ask(router)["output_ids"]
+            assert {k.lower(): v for k, v in engine.headers[0].items()}["authorization"] == "Bearer secret"
+            assert "secret" not in str(run(http_utils.get(f"{router.url}/workers")))
+        finally:
+            router.stop()
+
+
 def test_prefill_and_decode_engines_are_registered_as_such_and_both_get_the_request(python, tmp_path):
     with RegisteredEngine() as prefill, RegisteredEngine() as decode:
         router = make_router(python, tmp_path, "round_robin", "--pd-disaggregation")

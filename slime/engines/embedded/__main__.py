@@ -10,6 +10,8 @@ import socket
 import sys
 from pathlib import Path
 
+from slime.utils.http_utils import TOKEN_VARIABLE, is_loopback
+
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="slime.engines.embedded", description=__doc__)
@@ -38,6 +40,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
+    if not is_loopback(args.host) and not os.environ.get(TOKEN_VARIABLE):
+        sys.exit(
+            f"--host is {args.host}: other machines would reach an engine that obeys anybody. Set {TOKEN_VARIABLE} to a secret "
+            "here and where its clients run, or use 127.0.0.1."
+        )
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s engine %(levelname)s %(message)s")
     if args.life_fd is not None:
         _die_with_parent(args)
@@ -83,7 +90,8 @@ def _make_server(args: argparse.Namespace):
         version=args.weight_version,
         awaiting_weights=args.await_weights,
     )
-    return Server(engine, make_static_info(engine, args.model_path, slime.__version__), args.seed)
+    info = make_static_info(engine, args.model_path, slime.__version__)
+    return Server(engine, info, args.seed, os.environ.get(TOKEN_VARIABLE))
 
 
 async def _serve(args: argparse.Namespace) -> None:

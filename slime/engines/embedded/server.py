@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import secrets
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -40,8 +41,8 @@ class RequestFailed(Exception):
 class Server:
     """Handlers. Each lets the engine thread do the work; what takes long before that (text, weights) has threads too."""
 
-    def __init__(self, engine: Engine, static_info: dict[str, Any], seed: int):
-        self.engine = engine
+    def __init__(self, engine: Engine, static_info: dict[str, Any], seed: int, token: str | None = None):
+        self.engine, self._token = engine, token
         self.static_info = static_info
         eos = engine.runner.eos_token_ids
         if engine.detokenizer.eos_token_id is not None:
@@ -58,7 +59,7 @@ class Server:
         self.loop = EngineLoop(self.engine)
 
     def make_app(self) -> web.Application:
-        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_errors_as_json])
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._ask_for_token, _errors_as_json])
         app.on_startup.append(self.start)
         both: dict[str, Callable[[web.Request], Awaitable[web.StreamResponse]]] = {
             "/health": self.health,
@@ -93,6 +94,15 @@ class Server:
         for path, handler in post.items():
             app.router.add_post(path, handler)
         return app
+
+    @web.middleware
+    async def _ask_for_token(self, request: web.Request, handler) -> web.StreamResponse:
+        """As SGLang does with its --api-key: of everybody, but for the probes."""
+        if self._token is not None and not request.path.startswith("/health"):
+            given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+            if not secrets.compare_digest(given, f"Bearer {self._token}".encode()):
+                return web.json_response({"error": "Unauthorized"}, status=401)
+        return await handler(request)
 
     # -- generation -----------------------------------------------------------------------------------------------
 

@@ -113,13 +113,22 @@ def print_flags():
     print("SGLANG-FLAGS " + json.dumps({"version": sglang.__version__, "flags": flags}))
 
 
+def token_words():
+    """What asks clients for a token, on every endpoint but /health. It comes in the environment: command lines are seen by all.
+
+    The admin key alone would not do: /server_info is open then, and tells it.
+    """
+    token = os.environ.pop("SLIME_ENGINE_TOKEN", None)
+    return ["--api-key", token] if token else []
+
+
 def serve():
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
     try:
-        run_server(prepare_server_args(sys.argv[1:]))
+        run_server(prepare_server_args(sys.argv[1:] + token_words()))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 

@@ -55,7 +55,7 @@ class SGLangRouter:
     def __init__(self, plan: LaunchPlan, worker_urls: Sequence[str] = (), *, port: int = 0):
         self._server = EngineServer(plan)
         self._server.port = port
-        self._workers = {url: {"url": url} for url in worker_urls}  # what each is registered with
+        self._workers = {url: _address(url) for url in worker_urls}  # what each is registered with
         self._stopping = threading.Event()
         self._changing = threading.Lock()
         self.failure: concurrent.futures.Future = concurrent.futures.Future()
@@ -142,11 +142,17 @@ class SGLangRouter:
 
 
 def _registration(server: Server) -> dict[str, Any]:
-    kind = server.plan.worker_type
+    kind, address = server.plan.worker_type, _address(server.url)
     if kind == "regular":
-        return {"url": server.url}
+        return address
     bootstrap = {"bootstrap_port": server.bootstrap_port} if kind == "prefill" else {}
-    return {"url": server.url, "worker_type": kind, **bootstrap}
+    return {**address, "worker_type": kind, **bootstrap}
+
+
+def _address(url: str) -> dict[str, Any]:
+    """Where a worker is, and what it asks for."""
+    token = http_utils.token_of(url)
+    return {"url": url, **({"api_key": token} if token is not None else {})}
 
 
 async def _unregister(router: str, url: str) -> None:

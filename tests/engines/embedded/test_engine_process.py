@@ -91,6 +91,12 @@ def test_a_missing_model_folder_ends_the_process_with_the_cause(tmp_path):
     assert not (tmp_path / "ready").exists()
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7", "engine.example"])
+def test_an_engine_that_others_reach_does_not_start_without_a_token(tmp_path, host):
+    ended = failed_start("--model-path", str(tmp_path), "--host", host)
+    assert ended.returncode != 0 and "SLIME_ENGINE_TOKEN" in ended.stderr and host in ended.stderr
+
+
 def test_a_taken_port_ends_the_process_before_the_model_is_loaded(tmp_path):
     import socket
 
