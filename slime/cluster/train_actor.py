@@ -24,6 +24,8 @@ from slime.cluster.runtime import fetch, in_background
 from slime.observability.logging_utils import configure_logger
 from slime.utils import accelerator
 from slime.utils.checksums import FileRecord, find_damage, record_files
+from slime.utils.errors import RunStopped
+from slime.utils.finite import first_non_finite
 from slime.utils.http_utils import get_host_info
 from slime.utils.misc import load_function
 from slime.utils.process_groups import open_store
@@ -42,6 +44,10 @@ class TrainReport:
     metrics: dict[str, float]
     steps: list[dict[str, float]]
     hints: list[str]
+
+
+class WeightsNotFinite(RunStopped):
+    """The trainer's weights hold a NaN or an infinity: no engine gets them."""
 
 
 class TrainActor:
@@ -202,7 +208,10 @@ class TrainActor:
         return export(dtype=_torch_dtype(dtype))
 
     def _as_engines_hold(self, bucket: NamedTensors) -> NamedTensors:
-        """In FP8 where the engines' checkpoint is."""
+        """In FP8 where the engines' checkpoint is. Engines other than ours would take a NaN without a word."""
+        broken = first_non_finite(bucket)
+        if broken is not None:
+            raise WeightsNotFinite(f"{broken} has values that are not finite numbers: these weights are not pushed.")
         if self._fp8 is None or self._content == "adapter":
             return bucket
         return list(quantize_named(bucket, self._fp8, self._dither_seed))

@@ -1,0 +1,29 @@
+"""Whether weights are numbers at all: one that is not makes every token of an engine meaningless."""
+
+from collections.abc import Sequence
+
+import torch
+
+
+def _extremes(tensor: torch.Tensor) -> torch.Tensor:
+    """Least and greatest value; NaN if any is."""
+    values = tensor.float() if tensor.element_size() == 1 else tensor  # of 8 bits there is no minimum
+    return torch.stack(torch.aminmax(values))
+
+
+@torch.no_grad()
+def is_finite(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> bool:
+    """`dtype`: also in that one. Rounding keeps the order, so the least and the greatest value tell for all."""
+    if not tensor.numel() or not tensor.is_floating_point():
+        return True
+    return bool(_extremes(tensor).to(dtype or torch.float64).isfinite().all())
+
+
+@torch.no_grad()
+def first_non_finite(named: Sequence[tuple[str, torch.Tensor]]) -> str | None:
+    """The name of the first tensor with a value that is no finite number. The device is waited for once."""
+    floats = [(name, tensor) for name, tensor in named if tensor.is_floating_point() and tensor.numel()]
+    if not floats:
+        return None
+    sound = torch.stack([_extremes(tensor).isfinite().all() for _, tensor in floats]).tolist()
+    return next((name for (name, _), well in zip(floats, sound, strict=True) if not well), None)
