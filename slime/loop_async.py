@@ -17,15 +17,16 @@ def train(args: Args) -> None:
         )
     args = for_asynchronous_loop(args)
     with Cluster(args) as cluster:
-        schedule = cluster.start()
+        schedule = cluster.start(overlapped=True)
         cluster.push_weights(schedule.start)
+        # After a resume: the batch that was in flight when the checkpoint was written.
         in_flight = cluster.begin_generate(schedule.start) if schedule.has_next(schedule.start - 1) else None
         for rollout_id in schedule:
             batch = cluster.collect(rollout_id, in_flight)
             in_flight = cluster.begin_generate(rollout_id + 1) if schedule.has_next(rollout_id) else None
             cluster.train(rollout_id, batch)
             if schedule.save_after(rollout_id):
-                cluster.save(rollout_id, batch)  # the cursor of this batch: a resume repeats the one in flight
+                cluster.save(rollout_id, batch, in_flight)
             if (rollout_id + 1) % args.update_weights_interval == 0:
                 if in_flight is not None:
                     in_flight.result()  # only now: weights must not change in mid-generation

@@ -26,7 +26,11 @@ class EngineFlags:
     embedded_dtype: str = flag(
         "auto", "precision of the embedded engine; auto: that of the trainer", choices=("auto", "float32", "bfloat16")
     )
-    embedded_max_running_requests: int = flag(256, "requests decoded together", ge=1)
+    embedded_max_running_requests: int = flag(
+        256,
+        "requests decoded together; 1 computes each alone and keeps no prefixes, as --deterministic-mode does",
+        ge=1,
+    )
     embedded_max_total_tokens: int | None = flag(None, "tokens of KV cache; default: from the memory at hand", ge=1)
     engine_start_timeout_s: float = flag(300.0, "longest wait for an engine to serve", gt=0)
     generate_timeout_s: float = flag(1800.0, "longest wait for one generation", gt=0)

@@ -255,6 +255,19 @@ def engine_choice(draft: Draft) -> None:
             draft.derive("sglang_python", python, "where SGLang is installed")
 
 
+def reproducible_engine(draft: Draft) -> None:
+    """What is computed together decides the last bits of log-probs, and what arrives together is a matter of timing."""
+    if not draft.deterministic_mode or draft.rollout_engine != "embedded":
+        return
+    if not draft.was_given("embedded_max_running_requests"):
+        draft.derive("embedded_max_running_requests", 1, "--deterministic-mode")
+    elif draft.embedded_max_running_requests != 1:
+        raise ValueError(
+            f"--embedded-max-running-requests is {draft.embedded_max_running_requests} with --deterministic-mode: log-probs of requests "
+            "that are computed together depend on which they are, and that on timing; leave it out, or do without --deterministic-mode."
+        )
+
+
 def devices(draft: Draft) -> None:
     derive_sizes(draft, visible_gpus)
     derive_offload(draft)
@@ -293,6 +306,7 @@ RULES: tuple[Rule, ...] = (
     topology_source,  # before the engine is chosen: what is asked for must make sense whatever is installed
     engine_choice,
     trained_sampling,
+    reproducible_engine,
     weight_sync,
     refuse_flags_without_effect,
     fully_async_rollout,

@@ -17,7 +17,8 @@ class RunFlags:
     )
     seed: int = flag(1234, "seed of the trainer and of engine sampling", ge=0)
     deterministic_mode: bool = flag(
-        False, "bit-reproducible kernels and sampling seeds per request, at some cost in speed"
+        False,
+        "the same bits in every run: reproducible kernels, requests computed one at a time by the embedded engine (slow)",
     )
     custom_config_path: str | None = flag(
         None, "YAML of extra values for plug-ins; each key becomes an attribute of args", metavar="FILE"

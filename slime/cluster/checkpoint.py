@@ -46,12 +46,6 @@ def rollout_state(checkpoint: StepFolder) -> dict[str, Any] | None:
     return load_plain(checkpoint.path / ROLLOUT)
 
 
-def batch_in_flight(checkpoint: StepFolder) -> dict[str, Any] | None:
-    """The next batch as `Cluster.save` was given it; None: nothing was in flight."""
-    path = checkpoint.path / IN_FLIGHT
-    return load_plain(path) if path.is_file() else None
-
-
 def resolve_load(
     load: str | None,
     save: str | None,

@@ -23,13 +23,14 @@ from slime.cluster.checkpoint import (
     rollout_state,
     stage_checkpoint,
 )
+from slime.cluster.in_flight import read_in_flight, tell_differences, write_in_flight
 from slime.cluster.janitor import Janitor
 from slime.cluster.model_checks import check_models
 from slime.cluster.placement import Placement, plan_placement
 from slime.cluster.residency import GENERATE, TRAIN, Phase, Residency
 from slime.cluster.rollout_manager import Generated, RolloutFacts
 from slime.cluster.run import open_run
-from slime.cluster.runtime import Future, create_runtime, gather, in_background
+from slime.cluster.runtime import Future, Ready, create_runtime, gather, in_background
 from slime.cluster.save_folder import naming_disk_errors, open_save_folder
 from slime.cluster.schedule import Schedule
 from slime.cluster.serving import trains_on_every_gpu
@@ -74,6 +75,7 @@ class Cluster:
         self._trainer: TrainGroup | NoTrainer = NoTrainer()
         self._push: WeightPush | PushToNobody | None = None  # None: nothing trains
         self._checkpoint_bytes = 0
+        self._taken_up: dict[int, Generated] = {}  # by rollout: what was in flight at the checkpoint
         self._staged: StagedCheckpoint | None = None  # written by the ranks, not yet complete
         self._step_started = time.monotonic()
 
@@ -103,8 +105,11 @@ class Cluster:
         ]
         _end_in_order(steps, error)
 
-    def start(self) -> Schedule:
-        """Engines and trainer start side by side; returns the ids that this run goes through."""
+    def start(self, *, overlapped: bool = False) -> Schedule:
+        """Engines and trainer start side by side; returns the ids that this run goes through.
+
+        `overlapped`: the loop has a rollout in flight while it trains, and goes on with the one that a checkpoint holds.
+        """
         args = self._args
         plan = plan_placement(args, min(device_count(), args.num_gpus_per_node), self._runtime.num_machines)
         self._placement = self._runtime.claim(plan)
@@ -120,10 +125,19 @@ class Cluster:
         if not fresh:
             start_id = resumed.manifest.rollout_id + 1
             logger.info("resuming after rollout %d from %s", resumed.manifest.rollout_id, resumed.path)
-        facts = self._start_stages(start_id, None if fresh else rollout_state(resumed))
+        facts = self._start_stages(start_id, None if fresh else self._resumed_state(resumed, overlapped))
         if self._placement.trainer:
             self._open_push(facts, 0 if fresh else resumed.manifest.num_pushes)
         return Schedule(args, start_id, facts.num_rollout, facts.num_rollout_per_epoch)
+
+    def _resumed_state(self, checkpoint: StepFolder, overlapped: bool) -> dict[str, Any] | None:
+        """Of the data source, where the loop goes on: behind the batch in flight, if it takes that up."""
+        batch = read_in_flight(checkpoint)
+        tell_differences(self._args, checkpoint, batch, overlapped=overlapped)
+        if batch is None or not overlapped:
+            return rollout_state(checkpoint)
+        self._taken_up[checkpoint.manifest.rollout_id + 1] = batch
+        return batch.cursor
 
     def _verify_checkpoint(self) -> None:
         """Every file against its checksum. Where one differs it is named, and the checkpoint before is taken."""
@@ -183,7 +197,8 @@ class Cluster:
             return self.collect(rollout_id, self.begin_generate(rollout_id))
 
     def begin_generate(self, rollout_id: int) -> Future:
-        return self._rollout.begin_generate(rollout_id)
+        batch = self._taken_up.pop(rollout_id, None)
+        return self._rollout.begin_generate(rollout_id) if batch is None else Ready(batch)
 
     def collect(self, rollout_id: int, future: Future) -> Generated:
         started = time.monotonic()
@@ -222,14 +237,19 @@ class Cluster:
         logger.info("eval    %d: %s", rollout_id, _headline(metrics, scores))
         self._log(metrics, "eval", rollout_id)
 
-    def save(self, rollout_id: int, generated: Generated) -> None:
-        """One transaction, with the cursor of the batch that was trained, not of the one in flight."""
+    def save(self, rollout_id: int, generated: Generated, in_flight: Future | None = None) -> None:
+        """One transaction: the cursor of the batch that was trained, and with it the next batch where one is in flight.
+
+        The trainer's part is written first, while that batch is being made."""
         started = time.monotonic()
         self._finish_save(wait=True)
         with self._naming_disk_errors(rollout_id):
             manifest = Manifest(rollout_id, self._run.run_id, self._push.num_pushes if self._push else 0)
             self._staged = stage_checkpoint(self._args.save, manifest, self._trainer.save, self._checkpoint_bytes)
             save_plain(generated.cursor, self._staged.staging / ROLLOUT)
+            waiting = time.monotonic()
+            write_in_flight(self._staged.staging, rollout_id + 1, in_flight)
+            started += time.monotonic() - waiting  # the wait is for generation, which the loop would wait for anyway
             if generated.cursor is None:
                 self._rollout.save_data_source(rollout_id)
             self._save_hf_inside(self._staged)

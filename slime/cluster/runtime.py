@@ -47,6 +47,19 @@ class Future(Protocol):
         """The answer, or the exception the call raised; `WorkerDied` if the process ended."""
 
 
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A future whose answer is there."""
+
+    value: Any
+
+    def done(self) -> bool:
+        return True
+
+    def result(self, deadline_s: float | None = None) -> Any:
+        return self.value
+
+
 class Handle(Protocol):
     """An object that lives somewhere."""
 

@@ -50,7 +50,8 @@ class Engine:
         self._make_scheduler()
 
     def _make_scheduler(self) -> None:
-        self.allocator = BlockAllocator(self.runner.num_blocks, BLOCK_SIZE)
+        # One at a time: each request is computed alone, to the same bits whatever came before it or waits beside it.
+        self.allocator = BlockAllocator(self.runner.num_blocks, BLOCK_SIZE, reuse=self.max_running > 1)
         self.scheduler = Scheduler(
             self.allocator,
             max_running=self.max_running,

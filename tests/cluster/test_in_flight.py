@@ -1,0 +1,85 @@
+"""The batch in flight is part of a checkpoint; where a resumed run is another one all the same, it is said."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from slime.cluster.checkpoint import write_checkpoint
+from slime.cluster.in_flight import read_in_flight, tell_differences, write_in_flight
+from slime.cluster.rollout_manager import Generated
+from slime.cluster.runtime import Ready
+from slime.utils.step_folders import Manifest, StepFolder
+
+BATCH = {
+    "tokens": [torch.arange(5), torch.arange(3)],
+    "rollout_log_probs": [torch.tensor([-0.1, -0.2]), torch.tensor([-1e-8])],
+    "rewards": [0.5, -0.5],
+    "metadata": [{"row": 1, "image": np.zeros((2, 2), np.uint8)}, None],
+}
+GENERATED = Generated(BATCH, {"sample_offset": 8}, {"rollout/raw_reward": 0.25}, 2)
+
+
+class Failed:
+    def result(self, deadline_s=None):
+        raise RuntimeError("the engines are gone")
+
+
+def checkpoint_with(folder, future, rollout_id=4):
+    def write_trainer(path):
+        path.mkdir()
+        write_in_flight(path.parent, rollout_id + 1, future)
+
+    return write_checkpoint(folder, Manifest(rollout_id, "run", 5), {}, write_trainer, 0)
+
+
+def test_the_batch_comes_back_bit_for_bit(tmp_path):
+    checkpoint = checkpoint_with(tmp_path, Ready(GENERATED))
+    found = read_in_flight(checkpoint)
+    assert (found.cursor, found.metrics, found.num_samples) == (GENERATED.cursor, GENERATED.metrics, 2)
+    assert all(map(torch.equal, found.batch["tokens"], BATCH["tokens"]))
+    assert all(map(torch.equal, found.batch["rollout_log_probs"], BATCH["rollout_log_probs"]))
+    assert found.batch["rewards"] == BATCH["rewards"] and found.batch["metadata"][1] is None
+    assert "in_flight.pt" in checkpoint.manifest.files, "with its checksum"
+
+
+def test_nothing_in_flight_leaves_nothing(tmp_path):
+    assert read_in_flight(checkpoint_with(tmp_path, None)) is None
+
+
+def test_a_rollout_that_fails_does_not_cost_the_checkpoint_of_the_one_before(tmp_path, caplog):
+    assert read_in_flight(checkpoint_with(tmp_path, Failed())) is None
+    assert "rollout 5 failed (the engines are gone): the checkpoint is written without it" in caplog.text
+
+
+def test_a_batch_that_cannot_be_stored_is_named_and_left_out(tmp_path, caplog):
+    foreign = Generated({**BATCH, "metadata": [{"env": SimpleNamespace()}, None]}, None, {}, 2)
+    assert read_in_flight(checkpoint_with(tmp_path, Ready(foreign))) is None
+    assert "holds a SimpleNamespace at ['batch']['metadata'][0]['env']" in caplog.text
+
+
+def test_a_batch_of_another_rollout_is_refused(tmp_path):
+    source = checkpoint_with(tmp_path / "a", Ready(GENERATED), rollout_id=3)
+    target = checkpoint_with(tmp_path / "b", Ready(GENERATED), rollout_id=4)
+    (target.path / "in_flight.pt").write_bytes((source.path / "in_flight.pt").read_bytes())
+    with pytest.raises(ValueError, match=r"in_flight.pt is not of the rollout after"):
+        read_in_flight(target)
+
+
+@pytest.mark.parametrize(
+    ("changes", "batch", "overlapped", "told"),
+    [
+        ({}, GENERATED, True, None),
+        ({}, None, False, None),
+        ({}, None, True, "rollout 5 is made with weights one version newer"),
+        ({}, GENERATED, False, "rollout 5 was in flight in the asynchronous loop and is made anew here"),
+        ({"update_weights_interval": 2}, GENERATED, True, "between two weight pushes (--update-weights-interval 2)"),
+        ({"update_weights_interval": 5}, GENERATED, True, None),
+        ({"rollout_function_path": "a.b.generate_rollout_fully_async"}, GENERATED, True, "groups that were in flight"),
+    ],
+)
+def test_what_a_resume_cannot_repeat_is_said(tmp_path, caplog, changes, batch, overlapped, told):
+    args = SimpleNamespace(**{"update_weights_interval": 1, "rollout_function_path": "x.generate_rollout", **changes})
+    tell_differences(args, StepFolder(tmp_path, Manifest(4, "run", 5)), batch, overlapped=overlapped)
+    assert told in caplog.text if told else caplog.text == ""
