@@ -58,20 +58,40 @@ def get_reinforce_plus_plus_returns(
     kl_coef: float = 0.0,
     gamma: float = 1.0,
 ) -> TokenLists:
-    """Discounted returns of token rewards -kl_coef x kl, with the sample's reward on its last trained token.
+    """Discounted returns over the trained tokens: rewards -kl_coef x kl, with the sample's reward on the last of them.
 
-    A sample with an empty mask (removed by a filter) carries no reward and gets zeros. The two length arguments are
-    part of the public signature; full responses do not need them.
+    Tokens that are not trained get 0, and no discount is counted for them. A sample with an empty mask (removed by a filter)
+    carries no reward. The two length arguments are part of the public signature; full responses do not need them.
     """
     del response_lengths, total_lengths
-    returns = []
-    for reward, k, mask in zip(rewards, kl, loss_masks, strict=True):
-        token_rewards = -kl_coef * k * mask
-        trained = mask.nonzero()
-        if len(trained):
-            token_rewards[trained[-1, 0]] += float(reward)
-        returns.append(chunked_discounted_returns(token_rewards[None], gamma)[0] if len(k) else token_rewards)
-    return returns
+    chosen = [mask.nonzero().squeeze(1) for mask in loss_masks]
+    token_rewards = _rewards_of_actions(rewards, kl, chosen, kl_coef)
+    returns = [chunked_discounted_returns(actions[None], gamma)[0] for actions in token_rewards]
+    return _at_actions(returns, chosen, kl)
+
+
+def _rewards_of_actions(
+    rewards: Sequence[float] | Tensor, kl: Sequence[Tensor], chosen: Sequence[Tensor], kl_coef: float
+) -> TokenLists:
+    """Token rewards of the policy's own actions, the trained tokens at `chosen`: what a tool or the environment wrote is none.
+
+    One rule for every estimator that discounts, so that a long tool answer does not make the turn before it worth less.
+    """
+    token_rewards = []
+    for reward, k, index in zip(rewards, kl, chosen, strict=True):
+        actions = -kl_coef * k[index]
+        if len(index):
+            actions[-1] += float(reward)
+        token_rewards.append(actions)
+    return token_rewards
+
+
+def _at_actions(values: Sequence[Tensor], chosen: Sequence[Tensor], like: Sequence[Tensor]) -> TokenLists:
+    """[R_i] with the values at the chosen tokens and 0 elsewhere."""
+    return [
+        torch.zeros_like(full).index_copy(0, index, part)
+        for full, index, part in zip(like, chosen, values, strict=True)
+    ]
 
 
 def get_reinforce_plus_plus_baseline_advantages(
@@ -102,28 +122,14 @@ def _reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> tuple[TokenLists, 
 
 
 def _ppo(inputs: AdvantageInputs) -> tuple[TokenLists, TokenLists]:
-    """GAE over the trained tokens of each response: what a tool or the environment wrote is no action of the policy.
-
-    The reward stands on the last trained token. Tokens that are not trained get 0.
-    """
+    """GAE over the trained tokens of each response, with the reward on the last of them. Tokens that are not trained get 0."""
     assert inputs.values is not None, "ppo needs the critic's values"
     chosen = [mask.nonzero().squeeze(1) for mask in inputs.loss_masks]
-    token_rewards, values = [], []
-    for reward, k, value, index in zip(inputs.rewards, inputs.kl, inputs.values, chosen, strict=True):
-        rewards = -inputs.kl_coef * k[index]
-        if len(index):
-            rewards[-1] += float(reward)
-        token_rewards.append(rewards)
-        values.append(value[index])
+    token_rewards = _rewards_of_actions(inputs.rewards, inputs.kl, chosen, inputs.kl_coef)
+    values = [value[index] for value, index in zip(inputs.values, chosen, strict=True)]
     lengths = [len(index) for index in chosen]
     packed = get_advantages_and_returns_batch(lengths, lengths, values, token_rewards, inputs.gamma, inputs.lambd)
-    advantages, returns = (
-        [
-            torch.zeros_like(k).index_copy(0, index, part)
-            for k, index, part in zip(inputs.kl, chosen, parts, strict=True)
-        ]
-        for parts in packed
-    )
+    advantages, returns = (_at_actions(parts, chosen, inputs.kl) for parts in packed)
     return advantages, returns
 
 
@@ -158,10 +164,13 @@ def masked_moments(values: Sequence[Tensor], masks: Sequence[Tensor]) -> Tensor:
 
 
 def whiten(values: Sequence[Tensor], moments: Tensor) -> TokenLists:
-    """Shift and scale to mean 0 and variance 1 given the (global) `masked_moments`, with Bessel's correction."""
+    """Shift and scale to mean 0 and variance 1 given the (global) `masked_moments`, with Bessel's correction.
+
+    Where no token trains there is nothing to scale by: zeros, which nothing reads.
+    """
     total, squares, count = moments.tolist()
     if count == 0:
-        raise ValueError("--normalize-advantages found no trained token in the batch: every loss mask is zero.")
+        return [torch.zeros_like(value) for value in values]
     mean = total / count
     variance = max(squares / count - mean * mean, 0.0)
     if count > 1:

@@ -8,6 +8,8 @@ from torch import Tensor
 
 def vanilla_gae(rewards: Tensor, values: Tensor, gamma: float, lambd: float) -> tuple[Tensor, Tensor]:
     """Advantages and returns [B, T] by the textbook recursion; the value after the last token is 0."""
+    if rewards.shape[1] == 0:
+        return torch.zeros_like(rewards), torch.zeros_like(values)
     last = torch.zeros_like(rewards[:, 0])
     next_value = torch.zeros_like(last)
     advantages = []
@@ -68,6 +70,8 @@ def get_advantages_and_returns_batch(
     Right padding is exact: padded rewards and values are 0, so nothing flows back from behind the last token.
     """
     del total_lengths
+    if not response_lengths:
+        return [], []
     rewards = torch.nn.utils.rnn.pad_sequence(list(rewards_list), batch_first=True)
     values = torch.nn.utils.rnn.pad_sequence(list(values_list), batch_first=True)
     gae = chunked_gae if chunked else vanilla_gae

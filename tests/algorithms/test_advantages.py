@@ -43,16 +43,30 @@ def test_group_relative_estimators_put_the_reward_on_every_token(name):
 
 @settings(max_examples=40, deadline=None)
 @given(ragged, st.integers(0, 1000), st.sampled_from([1.0, 0.9]))
-def test_reinforce_plus_plus_discounts_back_from_the_last_trained_token(lengths, seed, gamma):
+def test_reinforce_plus_plus_discounts_over_trained_tokens_only(lengths, seed, gamma):
     data = inputs(lengths, seed)
     got = get_reinforce_plus_plus_returns(data.rewards, data.kl, data.loss_masks, kl_coef=0.1, gamma=gamma)
     for reward, kl, mask, returns in zip(data.rewards, data.kl, data.loss_masks, got, strict=True):
-        token_rewards = [-0.1 * float(k) * int(m) for k, m in zip(kl, mask, strict=True)]
         trained = [t for t, m in enumerate(mask) if m]
-        if trained:
-            token_rewards[trained[-1]] += reward
-        expected = [sum(gamma ** (u - t) * token_rewards[u] for u in range(t, len(kl))) for t in range(len(kl))]
+        expected = [0.0] * len(kl)
+        for i, t in enumerate(trained):
+            for j, u in enumerate(trained[i:]):
+                expected[t] += gamma**j * (-0.1 * float(kl[u]) + (reward if u == trained[-1] else 0.0))
         assert returns.tolist() == pytest.approx(expected, abs=1e-10)
+
+
+@pytest.mark.parametrize("name", ["reinforce_plus_plus", "ppo"])
+def test_a_tool_answer_of_any_length_discounts_nothing(name):
+    """Two actions, then what a tool wrote, then the last action: the same with 1 and with 50 tokens of the tool's."""
+    seen = []
+    for tool in (0, 1, 50):
+        mask = torch.tensor([1, 1, *[0] * tool, 1])
+        zeros = torch.zeros(len(mask), dtype=torch.float64)
+        data = AdvantageInputs(rewards=[2.0], kl=[zeros], loss_masks=[mask], gamma=0.5, lambd=1.0, values=[zeros])
+        advantages, returns = get_estimator(name).compute(data)
+        assert not advantages[0][mask == 0].any()
+        seen.append((advantages[0][mask == 1].tolist(), returns[0][mask == 1].tolist()))
+    assert seen == [([0.5, 1.0, 2.0], [0.5, 1.0, 2.0])] * 3
 
 
 def test_reinforce_plus_plus_baseline_subtracts_the_kl_per_token():
@@ -107,5 +121,11 @@ def test_whitening_over_shards_equals_whitening_over_the_whole():
     kept = torch.cat([w[m.bool()] for w, m in zip(white, masks, strict=True)])
     assert kept.mean().item() == pytest.approx(0, abs=1e-9)
     assert kept.var().item() == pytest.approx(1, abs=1e-6)
-    with pytest.raises(ValueError, match="no trained token"):
-        whiten(values, torch.zeros(3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("lengths", [(), (3,), (2, 5)])
+def test_whitening_where_no_token_trains_leaves_nothing_and_does_not_raise(lengths):
+    values = [torch.randn(n) for n in lengths]
+    masks = [torch.zeros(n) for n in lengths]
+    white = whiten(values, masked_moments(values, masks))
+    assert [w.tolist() for w in white] == [[0.0] * n for n in lengths]

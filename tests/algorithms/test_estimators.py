@@ -84,10 +84,11 @@ def loop_advantages(name, reward, kl, mask, values, kl_coef, gamma, lambd):
     n = len(kl)
     trained = [t for t in range(n) if mask[t]]
     if name == "reinforce_plus_plus":
-        token_rewards = [-kl_coef * kl[t] * mask[t] for t in range(n)]
-        if trained:
-            token_rewards[trained[-1]] += reward
-        return [sum(gamma ** (u - t) * token_rewards[u] for u in range(t, n)) for t in range(n)]
+        result, following = [0.0] * n, 0.0
+        for t in reversed(trained):
+            following = -kl_coef * kl[t] + (reward if t == trained[-1] else 0.0) + gamma * following
+            result[t] = following
+        return result
     if name == "reinforce_plus_plus_baseline":
         return [reward - kl_coef * k for k in kl]
     if name != "ppo":
@@ -124,6 +125,11 @@ def test_a_sample_without_trained_tokens_gets_no_ppo_advantage():
     data = AdvantageInputs([5.0], [torch.zeros(2)], [torch.zeros(2)], values=[torch.ones(2)], gamma=1.0, lambd=1.0)
     advantages, returns = ESTIMATORS["ppo"].compute(data)
     assert advantages[0].tolist() == returns[0].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_a_rank_without_samples_gets_no_advantages(name):
+    assert ESTIMATORS[name].compute(AdvantageInputs([], [], [], values=[])) == ([], [])
 
 
 def test_components_are_summed_by_weight():
