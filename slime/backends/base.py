@@ -135,6 +135,7 @@ class Loss:
     needs_entropy: bool = False
     needs_logits: bool = False
     at_head: "HeadFunction | None" = None  # its result comes back as TokenOutputs.extra
+    masked: bool = True  # only tokens with a loss mask train; a loss that never reads the masks says False
 
 
 class OutputMatrix(Protocol):
@@ -161,6 +162,22 @@ class StepStats:
     grad_norm: float
     learning_rates: tuple[float, ...]  # per parameter group
     optimizer_s: float = 0.0  # host seconds of the optimizer itself, after the last backward pass
+    applied: bool = True  # False: there was nothing to apply, weights and optimizer are as before
+
+
+# Metric of a loss that can leave tokens out: how many it left in. 0: nothing trains.
+TOKENS_LEFT = "_tokens_left"
+
+
+def has_update(loss: Loss, denominators: Denominators, metrics: dict[str, float], grad_norm: float) -> bool:
+    """Whether some token trains in a step.
+
+    Else weights, moments and the schedule stay: weight decay and momentum would move the policy without a reason. A gradient
+    of zero alone is an update like any other: tokens may train with an advantage of 0.
+    """
+    if denominators.tokens == 0 and loss.masked:
+        return False
+    return grad_norm > 0 or metrics.get(TOKENS_LEFT) != 0
 
 
 class NonFiniteStepError(RunStopped, ArithmeticError):

@@ -36,6 +36,8 @@ def train_critic(
     stats = backend.train_step(mbs, build_value_loss(args, watch), denominators, model="critic")
     metrics = {f"train/critic-{name}": value for name, value in stats.metrics.items()}
     metrics["train/critic-grad_norm"] = stats.grad_norm
+    if not stats.applied:
+        metrics["train/critic-empty_steps"] = 1.0
     for i, rate in enumerate(stats.learning_rates):
         metrics[f"train/critic-lr-pg_{i}"] = rate
     return metrics

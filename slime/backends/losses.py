@@ -36,7 +36,7 @@ def build_loss(args: Any, batch: RolloutBatch, watch: TokenWatch | None = None) 
         _warn_of_logits()
         if "rollout_top_p_token_ids" in batch:
             _warn_of_nucleus()
-        return Loss(_custom_loss(args, batch), needs_logits=True)
+        return Loss(_custom_loss(args, batch), needs_logits=True, masked=False)
     if args.loss_type == "dpo_loss":
         return build_dpo_loss(args, batch, watch)
     if args.loss_type == "rm_loss":

@@ -24,6 +24,13 @@ def learning_rate(args: Any, step: int, decay_steps: int | None) -> float:
     return args.min_lr + (args.lr - args.min_lr) * share
 
 
+def set_rate(optimizer: Any, rate: float) -> tuple[float, ...]:
+    """Give every parameter group the rate; returns it per group."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    return (rate,) * len(optimizer.param_groups)
+
+
 def build_optimizer(args: Any, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     """Two parameter groups: matrices with weight decay; vectors (norms, biases) without."""
     matrices, vectors = [], []

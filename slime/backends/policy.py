@@ -20,7 +20,7 @@ from slime.algorithms.off_policy import (
 from slime.algorithms.policy_loss import POLICY_LOSSES, PolicyInputs, PolicyOptions, PolicyTerms
 from slime.algorithms.ratios import beyond_bound, exp_ratio
 from slime.algorithms.reduce import Reducer, reduction_weights, weighted_sum
-from slime.backends.base import Metrics, MicroBatch, TokenOutputs, TrainBackend
+from slime.backends.base import TOKENS_LEFT, Metrics, MicroBatch, TokenOutputs, TrainBackend
 from slime.backends.microbatch import split_by_sample
 from slime.backends.watch import TokenWatch
 from slime.utils.misc import load_function
@@ -80,6 +80,8 @@ def policy_loss(args: Any, watch: TokenWatch | None = None) -> LossFn:
             watch.record(mb, watched)
         sums |= {name: mean(values.detach()) for name, values in token_metrics.items()}
         sums["_counted"] = mean(torch.ones_like(terms.ppo_kl.detach()))
+        left_out = (terms.loss != 0) & (corrected.loss == 0)
+        sums[TOKENS_LEFT] = ((mb.loss_mask != 0) & ~left_out).sum().to(pg_loss.dtype)
         sums["loss"] = loss
         return loss, {name: value.detach() for name, value in sums.items()}
 

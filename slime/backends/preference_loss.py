@@ -59,7 +59,7 @@ def build_reward_model_loss(batch: RolloutBatch, watch: TokenWatch) -> Loss:
         loss = compute_bradley_terry_loss(scores[chosen], scores[rejected], margins)
         return loss.sum(), _pair_metrics(loss, scores[chosen].detach(), scores[rejected].detach())
 
-    return Loss(_over_pairs(batch, pair_loss))
+    return Loss(_over_pairs(batch, pair_loss), masked=False)
 
 
 def _pair_metrics(loss: Tensor, chosen: Tensor, rejected: Tensor) -> Metrics:

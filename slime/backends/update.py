@@ -17,6 +17,7 @@ from slime.algorithms.reduce import REDUCTIONS
 from slime.backends import beside
 from slime.backends.agreement import Agreement, LogProbs
 from slime.backends.base import Denominators, NonFiniteStepError, StepPlace, StepStats, TrainBackend
+from slime.backends.hints import Hints
 from slime.backends.kept_versions import KeptVersions
 from slime.backends.losses import build_loss
 from slime.backends.microbatch import build_micro_batches
@@ -37,6 +38,7 @@ PER_TOKEN_METRICS = (
 SAMPLED_LOSSES = ("policy_loss", "custom_loss")
 # Parts of the loss are reported as they are minimised; all else of a policy step is a mean over what is trained.
 LOSS_TERMS = ("loss", "pg_loss", "kl_loss")
+STEPS_NOT_APPLIED = ("nonfinite_steps", "empty_steps")
 PER_SAMPLE_METRICS = ("rewards", "raw_reward", "truncated", "response_lengths")
 
 
@@ -64,7 +66,8 @@ def run_update(
     if has_advantages(args) or needs_reference(args):
         sampler = "actor" if kept is None else kept.tag_of(batch, weight_version)
         seconds |= _add_passes(backend, args, rank_data, batch, sampler)
-    compare = functools.partial((agreement or Agreement()).check, backend, args, batch, version=weight_version)
+    agreement = agreement or Agreement()
+    compare = functools.partial(agreement.check, backend, args, batch, version=weight_version)
     # Under the weights that training starts from a pass saw all samples; else the first step sees its own.
     compared = compare(dict(enumerate(batch["log_probs"]))) if "log_probs" in batch and sampler == "actor" else None
     if has_advantages(args):
@@ -88,6 +91,8 @@ def run_update(
         steps.append(_train_all(backend, args, rollout_id, batch, step, index, watch))
         if index == 0:  # after it the weights are newer
             steps[0] |= _compare_first(args, compare, watch, steps[0]) if compared is None else compared
+        if "train/empty_steps" in steps[-1]:
+            _tell_of_empty_step(agreement.hints, rollout_id, index, step)
         if on_step is not None:
             on_step(index, steps[-1])
     seconds["actor_train"] = time.perf_counter() - train_started
@@ -105,6 +110,15 @@ def _compare_first(
     if args.loss_type not in SAMPLED_LOSSES or "train/nonfinite_steps" in metrics:
         return {}
     return compare(watch.log_probs() if args.loss_type == "policy_loss" else None)
+
+
+def _tell_of_empty_step(hints: Hints, rollout_id: int, index: int, step: RankStep) -> None:
+    cause = "no token trains, every one was rejected" if step.num_tokens else "no token trains, every loss mask is 0"
+    hints.tell(
+        f"empty step: {cause}",
+        f"rollout {rollout_id}: optimizer step {index} is not applied, {cause}. Weights, optimizer and learning-rate schedule "
+        "stay as they are; train/empty_steps counts such steps.",
+    )
 
 
 def needs_old_log_probs(args: Any, num_steps: int) -> bool:
@@ -327,12 +341,12 @@ def _select_tokens(
 
 
 def _means(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Mean of each metric over the steps that have it; steps that were not applied are counted instead."""
+    """Mean of each metric over the steps that have it; steps that were not applied are counted."""
     names = dict.fromkeys(name for step in steps for name in step)
     means = {}
     for name in names:
         values = [step[name] for step in steps if name in step]
-        means[name] = sum(values) / (1 if name.endswith("nonfinite_steps") else len(values))
+        means[name] = sum(values) / (1 if name.endswith(STEPS_NOT_APPLIED) else len(values))
     return means
 
 
@@ -352,6 +366,8 @@ def _step_metrics(stats: StepStats, step: RankStep) -> dict[str, float]:
     metrics["train/grad_norm"] = stats.grad_norm
     for i, rate in enumerate(stats.learning_rates):
         metrics[f"train/lr-pg_{i}"] = rate
+    if not stats.applied:
+        metrics["train/empty_steps"] = 1.0
     metrics["train/global_batch_size"] = step.num_rollouts
     metrics["perf/optimizer_time"] = stats.optimizer_s
     return metrics

@@ -23,6 +23,7 @@ from slime.backends.base import (
     StepStats,
     TokenLists,
     TokenOutputs,
+    has_update,
 )
 from slime.backends.checkpoint_errors import plain_errors
 from slime.backends.context_parallel import StreamShare
@@ -36,7 +37,7 @@ from slime.backends.fsdp.scalar_model import PackedScalarLM
 from slime.backends.fsdp.trainable import choose_trainable
 from slime.backends.fsdp.working_copy import WorkingCopy
 from slime.backends.microbatch import split_by_sample
-from slime.backends.optimizer import build_optimizer, learning_rate
+from slime.backends.optimizer import build_optimizer, learning_rate, set_rate
 from slime.backends.roles import (
     critic_settings,
     load_copies,
@@ -222,9 +223,12 @@ class FSDPBackend:
             metrics |= load_metrics(self._sum_over_tokens(counts))
         self._check_finite(metrics, grad_norm)
         started = time.perf_counter()
-        rates = self._apply(grad_norm)
-        seconds = time.perf_counter() - started
-        return StepStats(metrics=metrics, grad_norm=grad_norm, learning_rates=rates, optimizer_s=seconds)
+        rates = set_rate(self.optimizer, learning_rate(self.args, self.step, self.decay_steps))
+        applied = has_update(loss, denominators, metrics, grad_norm)
+        if applied:
+            self._apply(grad_norm)
+        self.optimizer.zero_grad(set_to_none=True)
+        return StepStats(metrics, grad_norm, rates, time.perf_counter() - started, applied)
 
     def _send(self, mb: MicroBatch, model: nn.Module) -> tuple[MicroBatch, StreamShare | None]:
         """The micro-batch on the device, and this rank's share of it under context parallelism."""
@@ -307,16 +311,11 @@ class FSDPBackend:
             "those before the step; lower --lr or look for extreme log-probs or rewards in this batch."
         )
 
-    def _apply(self, grad_norm: float) -> tuple[float, ...]:
+    def _apply(self, grad_norm: float) -> None:
         if self.args.clip_grad and grad_norm > self.args.clip_grad:
             torch._foreach_mul_(self._gradients(), self.args.clip_grad / (grad_norm + 1e-6))
-        rate = learning_rate(self.args, self.step, self.decay_steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
-        return tuple(group["lr"] for group in self.optimizer.param_groups)
 
     def reset_optimizer(self) -> None:
         """Forget the moments of actor and critic; the schedules go on."""

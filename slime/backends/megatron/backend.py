@@ -27,6 +27,7 @@ from slime.backends.base import (
     StepStats,
     TokenLists,
     TokenOutputs,
+    has_update,
 )
 from slime.backends.checkpoint_errors import plain_errors
 from slime.backends.fsdp.backend import resolve_dtype
@@ -60,7 +61,7 @@ from slime.backends.megatron.trainable import freeze
 from slime.backends.megatron.vocab_parallel import VocabSlice
 from slime.backends.megatron.weights import HubWeights
 from slime.backends.microbatch import split_by_sample
-from slime.backends.optimizer import learning_rate
+from slime.backends.optimizer import learning_rate, set_rate
 from slime.backends.roles import load_copies, load_critic, save_copies
 from slime.backends.weight_copies import LIVE, WeightCopies
 from slime.batch.flops import ModelShape, total_forward_flops
@@ -247,12 +248,13 @@ class MegatronBackend:
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
         self._check_finite(metrics, grad_norm)
-        rate = learning_rate(self.args, self.step, self.decay_steps)
         started = time.perf_counter()
-        rates = optimizer_module.step(self.optimizer, grad_norm, self.args.clip_grad, rate)
-        seconds = time.perf_counter() - started
-        self.step += 1
-        return StepStats(metrics=metrics, grad_norm=grad_norm, learning_rates=rates, optimizer_s=seconds)
+        rates = set_rate(self.optimizer, learning_rate(self.args, self.step, self.decay_steps))
+        applied = has_update(loss, denominators, metrics, grad_norm)
+        if applied:
+            optimizer_module.step(self.optimizer, grad_norm, self.args.clip_grad)
+            self.step += 1
+        return StepStats(metrics, grad_norm, rates, time.perf_counter() - started, applied)
 
     @torch.no_grad()
     def _repeat_on_other_stages(self, mbs: list[MicroBatch], loss: Loss, seen: list[dict[str, Tensor]]) -> None:

@@ -36,15 +36,12 @@ def members(optimizer: Any) -> Iterator[Any]:
 
 
 @torch.no_grad()
-def step(optimizer: Any, grad_norm: float, clip_grad: float, rate: float) -> tuple[float, ...]:
-    """Clip, set the rate and apply gradients that `prepare_grads` made ready; returns the rate per parameter group."""
+def step(optimizer: Any, grad_norm: float, clip_grad: float) -> None:
+    """Clip and apply gradients that `prepare_grads` made ready."""
     for member in members(optimizer):
         if clip_grad > 0 and member.get_parameters():
             clip_grad_by_total_norm_fp32(member.get_parameters(), max_norm=clip_grad, total_norm=grad_norm)
-    for group in optimizer.param_groups:
-        group["lr"] = rate
     optimizer.step_with_ready_grads()
-    return tuple(group["lr"] for group in optimizer.param_groups)
 
 
 def move_buffer(buffer: Any, device: torch.device, away: dict[int, tuple[torch.Tensor | None, int]]) -> None:

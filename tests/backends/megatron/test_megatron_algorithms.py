@@ -223,3 +223,43 @@ def test_patterns_and_critics_that_do_not_fit_are_refused(folder, models):
     assert "matches model.layers.0.self_attn.k_proj.weight but not" in found["half"]
     assert "freezes every parameter" in found["all"]
     assert "--critic-load" in found["critic"] and "num_layers is 6 there and 4 here" in found["critic"]
+
+
+def step_without_tokens(rank, world_size, models):
+    """Under Adam with decay: a step, one in which no token trains, another. How far the weights moved in each."""
+    from slime.backends.megatron import create_backend
+    from slime.backends.update import run_update
+    from slime.batch.convert import samples_to_batch
+    from slime.batch.schedule import split_for_ranks
+
+    warm = dict(lr=1e-2, weight_decay=0.5, lr_decay_style="linear", lr_decay_iters=8, global_batch_size=None)
+    found = {}
+    for name, settings in {
+        "plain": dict(advantage_estimator="ppo", critic_lr=1e-2),
+        "distributed": dict(distopt=True, overlap_grad_reduce=True, overlap_param_gather=True),
+    }.items():
+        args = megatron_args(models["qwen3"], **settings, **warm)
+        backend = create_backend(args, rank=rank, world_size=world_size, device="cpu")
+        moved, metrics = [], []
+        for seed in range(3):
+            samples = random_samples(2, 4, vocab=127, seed=seed)
+            for sample in samples:
+                sample.loss_mask = [0] * sample.response_length if seed == 1 else sample.loss_mask
+            layout = backend.layout
+            data = split_for_ranks(args, samples_to_batch(args, samples), layout.dp_size)[layout.dp_rank]
+            models_of = [backend, *([backend.critic] if backend.critic is not None else [])]
+            before = [exported(one) for one in models_of]
+            metrics.append(run_update(backend, args, seed, data))
+            after = [exported(one) for one in models_of]
+            pairs = [(a[n], b[n]) for a, b in zip(before, after, strict=True) for n in a]
+            moved.append(max((x - y).abs().max().item() for x, y in pairs))
+        found[name] = moved, [m.get("train/empty_steps") for m in metrics], [m["train/lr-pg_0"] for m in metrics]
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_step_in_which_no_token_trains_changes_nothing(folder, models, world_size):
+    for moved, empty, rates in in_processes(world_size, step_without_tokens, folder, models).values():
+        assert moved[0] > 0 and moved[1] == 0 and moved[2] > 0
+        assert empty == [None, 1.0, None]
+        assert rates[0] > rates[1] == rates[2]  # the schedule counts steps that were taken
