@@ -185,7 +185,7 @@ PLUGIN_POINTS = (
             "response_lengths",
         ),
         style="sync",
-        returns="(pg_loss, loss masks with rejected tokens at 0, dict of per-token metrics)",
+        returns="(pg_loss, loss masks with rejected tokens at 0, which leave policy, KL and entropy terms, dict of per-token metrics)",
         when="for each micro-batch, with --use-tis or --get-mismatch-metrics (then only for its metrics)",
     ),
     PluginPoint(

@@ -60,10 +60,11 @@ def _sequence_ratios(draft: Draft) -> None:
     if draft.loss_type != "policy_loss" or replaced or draft.policy_loss_type not in SEQUENCE_LOSSES:
         return
     if draft.loss_reduction in REDUCTIONS_BY_LENGTH:
+        spelling = " (--calculate-per-token-loss)" if draft.was_given("calculate_per_token_loss") else ""
         raise ValueError(
-            f"--loss-reduction is {draft.loss_reduction} with --policy-loss-type {draft.policy_loss_type}, which has one ratio per sample: "
-            "each sample would count as often as it has tokens; use rollout_mean or sample_mean, or a loss with a ratio per token "
-            "(--policy-loss-type ppo)."
+            f"--loss-reduction is {draft.loss_reduction}{spelling} with --policy-loss-type {draft.policy_loss_type}, which has one "
+            "ratio per sample: each sample would count as often as it has tokens; use rollout_mean or sample_mean, or a loss with "
+            "a ratio per token (--policy-loss-type ppo)."
         )
 
 

@@ -111,7 +111,10 @@ def test_a_value_follows_from_the_others(changes, name, value):
             )
             for reduction in ("token_mean", "constant")
         ),
-        ({"policy_loss_type": "gmpo", "calculate_per_token_loss": True}, "--loss-reduction is token_mean"),
+        (
+            {"policy_loss_type": "gmpo", "calculate_per_token_loss": True},
+            r"token_mean \(--calculate-per-token-loss\) with",
+        ),
         ({"policy_loss_type": "gspo", "advantage_estimator": "dr_grpo"}, "--loss-reduction is constant"),
         ({"use_opsm": True}, "--use-opsm is set, but the only optimizer step of a rollout"),
     ],
