@@ -9,6 +9,8 @@ Responses whose last bytes are half a character are not remembered.
 
 from __future__ import annotations
 
+import asyncio
+import functools
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +20,7 @@ from slime.utils.processing_utils import load_tokenizer
 from slime.wire.protocol import Generation
 
 MAX_TOKENS = 16_000_000
+_LONG_TEXT = 100_000  # characters
 _HALF_CHARACTER = "\ufffd"
 
 
@@ -139,13 +142,13 @@ class PrefixCacheMiddleware:
 
     async def handle(self, request: RouterRequest, forward: Forward) -> RouterAnswer:
         if request.path == "/retrieve_from_text":
-            return self._retrieve(request.payload)
+            return await self._retrieve(request.payload)
         if request.path != "/generate" or "input_ids" in request.payload:
             return await forward(request)
         text = self._text_of(request.payload)
         if text is None:
             return await forward(request)
-        known, prompt = self._prompt(text)
+        known, prompt = await self._prompt(text)
         rest = {key: value for key, value in request.payload.items() if key not in ("text", "messages", "tools")}
         ids = [i for piece in prompt.line() for i in piece.ids]
         sent = {**rest, "input_ids": ids, "return_logprob": True}
@@ -163,12 +166,15 @@ class PrefixCacheMiddleware:
             )
         return payload["text"] if isinstance(payload.get("text"), str) else None
 
-    def _prompt(self, text: str) -> tuple[int, Piece]:
-        """(how many ids were known, the last piece of the text)."""
+    async def _prompt(self, text: str) -> tuple[int, Piece]:
+        """(how many ids were known, the last piece of the text). Long ones must not hold up the loop they come in on."""
         length, piece = self._tree.longest_prefix(text)
         known = sum(len(p.ids) for p in piece.line()) if piece is not None else 0
         if length < len(text) or piece is None:
-            ids = self._tokenizer(text[length:], add_special_tokens=False)["input_ids"]
+            fresh = text[length:]
+            encode = functools.partial(self._tokenizer, fresh, add_special_tokens=False)
+            encoded = await asyncio.to_thread(encode) if len(fresh) > _LONG_TEXT else encode()
+            ids = encoded["input_ids"]
             piece = Piece(piece, tuple(ids), None, None)
         return known, piece
 
@@ -187,11 +193,11 @@ class PrefixCacheMiddleware:
         if said and not said.endswith(_HALF_CHARACTER):
             self._tree.insert(text + said, Piece(prompt, tuple(ids), tuple(log_probs), tuple(versions)))
 
-    def _retrieve(self, payload: dict[str, Any]) -> RouterAnswer:
+    async def _retrieve(self, payload: dict[str, Any]) -> RouterAnswer:
         text = self._text_of(payload)
         if text is None:
             return RouterAnswer(400, {"error": "retrieve_from_text needs `text` or `messages`"})
-        known, last = self._prompt(text)
+        known, last = await self._prompt(text)
         line = last.line()
         mask = [int(piece.log_probs is not None) for piece in line for _ in piece.ids]
         first = mask.index(1) if 1 in mask else len(mask)

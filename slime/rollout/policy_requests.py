@@ -17,7 +17,7 @@ from slime.rollout.groups import describe
 from slime.utils import http_utils, top_p
 from slime.utils.errors import RunStopped
 from slime.utils.types import Sample
-from slime.wire.protocol import shown, wrong_token_id
+from slime.wire.protocol import wrong_token_id
 
 logger = logging.getLogger(__name__)
 
@@ -123,9 +123,7 @@ class PolicyRequests:
         for prompt in prompts:
             wrong = wrong_token_id(prompt, self._args.vocab_size) if isinstance(prompt, (list, tuple)) else None
             if wrong is not None:
-                told = (
-                    f"not sent: input_ids has token id {shown(wrong)}, the vocabulary has {self._args.vocab_size} ids"
-                )
+                told = f"not sent: input_ids has token id {wrong}, the vocabulary has {self._args.vocab_size} ids"
                 raise http_utils.HttpError(400, told, url)
 
     def answered(self, url: str, answer: Any) -> None:

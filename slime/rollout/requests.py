@@ -11,7 +11,7 @@ from slime.rollout.policy_requests import check_sampling, is_trained
 from slime.utils import top_p
 from slime.utils.processing_utils import encode_image_for_rollout_engine
 from slime.utils.types import Sample
-from slime.wire.protocol import ADAPTER_NAME, GenerateRequest, Generation, SamplingParams, shown, wrong_token_id
+from slime.wire.protocol import ADAPTER_NAME, GenerateRequest, Generation, SamplingParams, wrong_token_id
 
 _ASKS_WHAT_IS_KEPT = {"custom_params": {top_p.REQUEST_FIELD: True}}
 _LOG_PROB_SLACK = 0.01  # rounding of a certain token's 0
@@ -95,7 +95,7 @@ def check_token_ids(args: Any, sample: Sample) -> None:
     wrong = wrong_token_id(sample.tokens, args.vocab_size)
     if wrong is not None:
         raise PromptError(
-            f"{describe(sample)} has token id {shown(wrong)}, the model's vocabulary has {args.vocab_size} ids: "
+            f"{describe(sample)} has token id {wrong}, the model's vocabulary has {args.vocab_size} ids: "
             "the tokenizer of --hf-checkpoint and the model do not belong together."
         )
 

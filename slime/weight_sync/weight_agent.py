@@ -74,7 +74,7 @@ class WeightAgent:
                 version_key(version)
             if not isinstance(exact, bool) or not isinstance(load, bool):
                 raise ValueError("exact and load are true or false")
-        except (ValueError, AttributeError, TypeError) as error:
+        except (ValueError, AttributeError, TypeError, RecursionError) as error:
             return web.json_response({"success": False, "message": str(error)}, status=400)
         try:
             return web.json_response(await self.pull(version, exact=exact, load=load))

@@ -70,15 +70,15 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     return tuple(_integer(f"{name}[{i}]", v, 0, MAX_INT32) for i, v in enumerate(values))
 
 
-def wrong_token_id(ids: Sequence[Any], vocab_size: int | None) -> Any:
-    """The first entry that no model of that vocabulary has as a token; None: all are fine. SGLang ends over such a one.
+def wrong_token_id(ids: Sequence[Any], vocab_size: int | None) -> str | None:
+    """The first entry that no model of that vocabulary has as a token, in words; None: all are fine. SGLang ends over such a one.
 
     `vocab_size` None: not known, so that only what can be no id at all is found.
     """
     high = math.inf if vocab_size is None else vocab_size
     if set(map(type, ids)) <= {int} and (not ids or (min(ids) >= 0 and max(ids) < high)):
         return None  # the usual case, at the speed of C
-    return next(i for i in ids if type(i) is not int or not 0 <= i < high)
+    return shown(next(i for i in ids if type(i) is not int or not 0 <= i < high))
 
 
 def _custom_params(value: Any) -> Mapping[str, Any]:
@@ -246,12 +246,20 @@ class Generation:
         """Read one final answer of `/generate`; a list answer (batch, n > 1) is read item by item."""
         meta = data.get("meta_info") if isinstance(data, Mapping) else None
         if not isinstance(meta, Mapping):
-            raise ValueError(
-                f"the engine answered /generate with something that is no generation: {str(data)[:200]!r}"
-            )
+            raise ValueError(f"the engine answered /generate with something that is no generation: {shown(data)}")
+        try:
+            return cls._read(data, meta)
+        except (KeyError, TypeError, IndexError, OverflowError) as error:
+            what = f"{type(error).__name__} {error}"[:200]
+            raise ValueError(f"the answer to request {shown(meta.get('id'))} is no generation: {what}") from error
+
+    @classmethod
+    def _read(cls, data: Mapping[str, Any], meta: Mapping[str, Any]) -> "Generation":
         detail = meta.get("finish_reason")
         if not isinstance(detail, Mapping) or detail.get("type") not in FINISH_TYPES:
-            raise ValueError(f"finish_reason {detail!r} of request {meta.get('id')} is none of {FINISH_TYPES}")
+            raise ValueError(
+                f"finish_reason {shown(detail)} of request {shown(meta.get('id'))} is none of {FINISH_TYPES}"
+            )
         triples = meta.get("output_token_logprobs")
         if triples is None:
             ids, log_probs = tuple(data["output_ids"]), None
@@ -259,18 +267,21 @@ class Generation:
             # Column by column: an answer has thousands of these, and all of them come at once.
             ids, log_probs = tuple(map(itemgetter(1), triples)), tuple(map(float, map(itemgetter(0), triples)))
             if "output_ids" in data and tuple(data["output_ids"]) != ids:
-                raise ValueError(_disagreement(meta.get("id"), ids, data["output_ids"]))
+                raise ValueError(_disagreement(shown(meta.get("id")), ids, data["output_ids"]))
             if not math.isfinite(sum(log_probs)):
                 raise ValueError(
-                    f"request {meta.get('id')}: log-probs that are no numbers, or of a token that cannot be"
+                    f"request {shown(meta.get('id'))}: log-probs that are no numbers, or of a token that cannot be"
                 )
+        wrong = wrong_token_id(ids, None)
+        if wrong is not None:
+            raise ValueError(f"request {shown(meta.get('id'))}: {wrong} is no token id")
         version = str(meta.get("weight_version", "default"))
         return cls(
             ids=ids,
             log_probs=log_probs,
             finish=detail["type"],
             finish_detail=detail,
-            text=data.get("text", ""),
+            text=str(data.get("text", "")),
             spans=_read_spans(meta, version, len(ids)),
             weight_version=version,
             prompt_tokens=int(meta.get("prompt_tokens", 0)),
@@ -292,7 +303,9 @@ def _read_spans(meta: Mapping[str, Any], version: str, num_tokens: int) -> tuple
     out = tuple(VersionSpan(str(s["version"]), int(s["start"]), int(s["end"])) for s in spans if s["end"] > s["start"])
     edges = [0, *(s.end for s in out)]
     if [s.start for s in out] != edges[:-1] or edges[-1] != num_tokens:
-        raise ValueError(f"weight_versions {spans} do not cover the {num_tokens} output tokens of {meta.get('id')}")
+        raise ValueError(
+            f"weight_versions {shown(spans)} do not cover the {num_tokens} output tokens of {shown(meta.get('id'))}"
+        )
     return out
 
 
@@ -340,13 +353,21 @@ class EngineInfo:
 
     @classmethod
     def from_json(cls, server_info: Mapping[str, Any], model_info: Mapping[str, Any] | None = None) -> "EngineInfo":
+        if not isinstance(server_info, Mapping) or not isinstance(model_info or {}, Mapping):
+            raise ValueError(f"the engine describes itself as {shown(server_info)} and {shown(model_info)}")
         merged = {**server_info, **(model_info or {})}
         context = merged.get("context_length") or merged.get("max_model_len")
+        for name in ("tp_size", "pp_size"):
+            _positive_or_none(name, server_info.get(name) or None)
         return cls(
             dialect=dialect_of(server_info),
             model_path=str(merged.get("model_path", "")),
             weight_version=str(merged.get("weight_version", "default")),
-            vocab_size=merged.get("vocab_size"),
-            context_len=context,
+            vocab_size=_positive_or_none("vocab_size", merged.get("vocab_size")),
+            context_len=_positive_or_none("context_length", context or None),
             raw=server_info,
         )
+
+
+def _positive_or_none(name: str, value: Any) -> int | None:
+    return None if value is None else _integer(name, value, 1)

@@ -104,9 +104,14 @@ class DiskSource:
             raise BadWeights(f"{str(folder)[:1000]!r} cannot be read as a checkpoint: {error}") from error
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        from safetensors import SafetensorError
+
         for handle in self._handles:
             for name in handle.keys():  # noqa: SIM118
-                yield name, handle.get_tensor(name)
+                try:
+                    yield name, handle.get_tensor(name)
+                except (SafetensorError, OSError, RuntimeError, TypeError, AttributeError) as error:
+                    raise BadWeights(f"tensor {name} cannot be read: {error}") from error
 
     def close(self) -> None:
         self._files.close()
@@ -230,13 +235,16 @@ class WeightStore:
 
     @torch.no_grad()
     def check_finite(self, source: Source) -> None:
-        """Raise BadWeights at the first tensor with a value that is no finite number, or is none in the model's dtype.
+        """Raise BadWeights at the first tensor of integers, or with a value that is no finite number in the model's dtype.
 
         Call `check` first. It reads every tensor, which takes as long as copying them.
         """
         parameters = self._parameters()
         for name, tensor in self._plain(source).tensors():
-            refuse_non_finite(name, tensor, parameters[name].dtype)
+            wanted = parameters[name].dtype
+            if tensor.is_floating_point() != wanted.is_floating_point:
+                raise BadWeights(f"tensor {name} is of {tensor.dtype}, the model's of {wanted}: nothing is changed")
+            refuse_non_finite(name, tensor, wanted)
 
     @torch.no_grad()
     def apply(self, source: Source) -> tuple[int, int]:
