@@ -276,6 +276,15 @@ def test_a_push_that_only_overflows_in_the_engine_s_own_precision_is_refused_by_
     assert_serves(engine)
 
 
+def test_a_push_of_integers_in_place_of_weights_is_refused_by_name(engine, folder):
+    state = dict(load_model(folder).state_dict())
+    state[NAME] = torch.ones_like(state[NAME], dtype=torch.int64)
+    with engine.published(state, "run:1") as (manifest, _), pytest.raises(HttpError, match=NAME) as error:
+        run(engine.control.update_from_shared_memory(manifest))
+    assert error.value.status == 400 and "int64" in error.value.body
+    assert_serves(engine)
+
+
 def test_a_checkpoint_folder_of_weights_that_are_no_numbers_is_refused_by_name(engine, folder, tmp_path):
     from safetensors.torch import load_file, save_file
 
