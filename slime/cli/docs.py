@@ -1,5 +1,6 @@
 """`slime docs`: writes docs/flags.md and docs/plugins.md from the declarations, so that they cannot disagree."""
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +12,9 @@ GENERATED = "<!-- Written by `slime docs`; edit the declarations in slime/, not 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    folder = Path(argv[0]) if argv else Path("docs")
+    parser = argparse.ArgumentParser(prog="slime docs", description=__doc__.partition(":")[2].strip())
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("docs"), metavar="DIR", help="where to [docs]")
+    folder = parser.parse_args(argv).folder
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in pages().items():
         (folder / name).write_text(text, encoding="utf-8")

@@ -50,7 +50,7 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
-    if not argv or argv[0] in ("-h", "--help"):
+    if not argv or argv[0] in ("-h", "--help", "help"):
         print(render_help())
         return 0 if argv else USER_MISTAKE
     name, rest = argv[0], argv[1:]

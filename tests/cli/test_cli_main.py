@@ -31,6 +31,27 @@ def test_unknown_command_suggests_the_nearest(capsys):
     assert "did you mean `slime train`?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", cli.COMMANDS)
+@pytest.mark.parametrize("option", ["--help", "-h"])
+def test_every_command_explains_itself_and_makes_nothing(name, option, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        cli.main([name, option])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: slime ")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_command_refuses_an_option_that_it_does_not_know_and_makes_nothing(name, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        cli.main([name, "--no-such-option"])
+    assert stop.value.code == 2
+    assert "error: " in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_version_is_shown(capsys):
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("slime ")

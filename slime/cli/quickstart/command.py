@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from slime.arguments import Args
+from slime.arguments import Args, parse_args
 from slime.cli.main import user_errors
 from slime.cli.quickstart import smollm2, tiny
 from slime.cli.quickstart.data import DataFiles, write_data
@@ -100,13 +100,24 @@ def rehearse(options: Options, screen: Screen) -> None:
         with logging_to(scratch.run_dir / "log.txt"):
             if options.model != "tiny" and not options.hf_checkpoint:
                 screen.say(f"Model: SmolLM2-135M-Instruct from the package {smollm2.PACKAGE}; 4-bit, de-quantised.")
-            files, checkpoint = prepare(recipe, scratch)
             with naming(options.run_dir, in_place_of=name):  # in what --print-config shows
-                args = load_args(rl_argv(recipe, scratch, files, checkpoint))
+                parse_args(rl_argv(recipe, scratch, write_files(recipe, scratch), stand_in(scratch)))
+            files, checkpoint = prepare(recipe, scratch)
+            args = load_args(rl_argv(recipe, scratch, files, checkpoint))
             if recipe.warm_up:
                 load_args(sft_argv(recipe, scratch, files, checkpoint))
             check_models(args)
     check_evaluations(args)
+
+
+def stand_in(options: Options) -> Path | str:
+    """A folder for the model before there is one: a misspelt flag need not wait for torch or a download."""
+    if options.hf_checkpoint:
+        return options.hf_checkpoint
+    folder = options.run_dir / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return folder
 
 
 @contextlib.contextmanager
@@ -138,10 +149,13 @@ def recipe_of(options: Options) -> Recipe:
 
 def prepare(recipe: Recipe, options: Options) -> tuple[DataFiles, Path | str]:
     """The data and the checkpoint that the quick start begins with."""
+    return write_files(recipe, options), make_model(options)
+
+
+def write_files(recipe: Recipe, options: Options) -> DataFiles:
     num_sft = recipe.warm_up.num_samples if recipe.warm_up else 0
     folder, seed = options.run_dir / "data", options.seed
-    files = write_data(recipe.task, folder, seed=seed, num_sft=num_sft, num_rl=recipe.num_rl_prompts)
-    return files, make_model(options)
+    return write_data(recipe.task, folder, seed=seed, num_sft=num_sft, num_rl=recipe.num_rl_prompts)
 
 
 def run(options: Options, screen: Screen) -> dict:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from slime.backends.megatron.families import mimo
+from slime.utils.model_files import check_model
 
 VOCABULARY = 512
 EXPERTS, EXPERTS_PER_TOKEN = 8, 2
@@ -39,9 +40,8 @@ def read_config(path: str) -> Any:
     # Heavy import, only needed here.
     from transformers import CONFIG_MAPPING, AutoConfig
 
+    check_model("--hf-checkpoint", path)
     file = Path(path) / "config.json"
-    if Path(path).exists() and not file.is_file():
-        raise ValueError(f"--hf-checkpoint {path}: no config.json there, so it is not a Hugging Face model folder.")
     values = json.loads(file.read_text()) if file.is_file() else {}
     kind = values.get("model_type")
     if kind == mimo.MODEL_TYPE:
