@@ -64,7 +64,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"did you mean `slime {near[0]}`?" if near else "`slime --help` lists the commands."
         print(f"error: unknown command {name!r}; {hint}", file=sys.stderr)
         return USER_MISTAKE
-    return importlib.import_module(COMMANDS[name].module).main(rest) or 0
+    try:
+        return importlib.import_module(COMMANDS[name].module).main(rest) or 0
+    except KeyboardInterrupt:  # before or after a run: imports take seconds
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 def render_help() -> str:

@@ -22,6 +22,7 @@ import aiohttp
 
 _MAX_CONNECTIONS = 4096
 _BACKOFF_CAP_S = 5.0
+_END_S = 1.0  # at exit: for tasks to take note that they are cancelled
 # Shorter than servers keep an idle connection (uvicorn: 5 s), or a call would meet one that is just being closed.
 _KEEPALIVE_S = 2.0
 # Failures of the connection itself: the request may be sent again.
@@ -118,9 +119,24 @@ async def close_session() -> None:
 def _close_sessions() -> None:
     """An open session at exit would be reported as a leak."""
     for loop, session in list(_sessions.items()):
-        if loop.is_running():
-            with contextlib.suppress(Exception):
-                asyncio.run_coroutine_threadsafe(session.close(), loop).result(1.0)
+        with contextlib.suppress(Exception):
+            if loop.is_running():
+                asyncio.run_coroutine_threadsafe(_end_loop(), loop).result(2 * _END_S)
+            elif not loop.is_closed():
+                loop.run_until_complete(session.close())
+
+
+async def _end_loop() -> None:
+    """Tasks first: one that tries its request again would open a new session."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=_END_S)
+    for task in tasks:
+        if task.done() and not task.cancelled():
+            task.exception()  # looked at, so that nobody reports it as forgotten
+    await close_session()
 
 
 async def post(
