@@ -38,6 +38,7 @@ from slime.arguments.trainer_rules import (
     weight_copies,
 )
 from slime.arguments.weight_sync_rules import weight_sync
+from slime.utils.run_file import choose_run_folder, resumption_of
 
 Rule = Callable[[Draft], None]
 
@@ -276,7 +277,9 @@ def devices(draft: Draft) -> None:
 def run_folder(draft: Draft) -> None:
     if draft.run_dir is None:
         model = Path(draft.hf_checkpoint).name if draft.hf_checkpoint else "run"
-        draft.derive("run_dir", f"runs/{model or 'run'}-{draft.seed}", "runs/<model>-<seed>")
+        base = f"runs/{model or 'run'}-{draft.seed}"
+        folder = choose_run_folder(base, resumption_of(draft.load, draft.ckpt_step, draft.finetune))
+        draft.derive("run_dir", folder, "runs/<model>-<seed>" if folder == base else f"{base} is that of another run")
 
 
 RULES: tuple[Rule, ...] = (

@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from slime.cluster.save_folder import same_folder
 from slime.utils.checksums import FileRecord, files_below, record_files, sync_path
 from slime.utils.errors import RunStopped
 from slime.utils.plain_files import load_plain, save_plain
@@ -30,6 +29,7 @@ from slime.utils.step_folders import (
     StepFolder,
     by_size,
     find_step,
+    same_folder,
     step_folders,
     step_path,
 )

@@ -29,9 +29,9 @@ from slime.cluster.model_checks import check_models
 from slime.cluster.placement import Placement, plan_placement
 from slime.cluster.residency import GENERATE, TRAIN, Phase, Residency
 from slime.cluster.rollout_manager import Generated, RolloutFacts
-from slime.cluster.run import open_run
+from slime.cluster.run import close_run, open_run
 from slime.cluster.runtime import Future, Ready, create_runtime, gather, in_background
-from slime.cluster.save_folder import naming_disk_errors, open_save_folder
+from slime.cluster.save_folder import naming_disk_errors, open_save_folder, prepare_folder
 from slime.cluster.schedule import Schedule
 from slime.cluster.serving import trains_on_every_gpu
 from slime.cluster.stages import NoTrainer, RolloutStage
@@ -43,6 +43,7 @@ from slime.plugins import check_plugins
 from slime.rollout.prompt_formats import check_prompt_files
 from slime.utils import shm
 from slime.utils.accelerator import device_count
+from slime.utils.folder_lock import FolderLock
 from slime.utils.plain_files import save_plain
 from slime.utils.step_folders import Manifest, StepFolder, step_path
 from slime.weight_sync import LIVE_TRANSPORTS, Site, choose_transport
@@ -65,12 +66,16 @@ class Cluster:
             if args.save is not None:
                 stack.callback(open_save_folder(args).release)
             self._checkpoint: StepFolder | None = resolve_load(args.load, args.save, args.ckpt_step)
-            self._run = open_run(args)
+            run_dir = Path(args.run_dir)
+            prepare_folder("--run-dir", run_dir)
+            stack.callback(FolderLock(run_dir, "--run-dir").release)
+            self._run = open_run(args, self._checkpoint)
+            stack.push(lambda kind, error, trace: close_run(self._run, error))
+            self._tracker = Tracker(args, self._run.run_dir)
+            self._runtime = create_runtime(args, self._run.run_dir, self._run.shm_prefix)
             self._folders = stack.pop_all()  # given back last
         self._placement = Placement((), ())  # filled at the start
-        self._tracker = Tracker(args, self._run.run_dir)
         self._janitor = Janitor(shm.FOLDER, self._run.shm_prefix)
-        self._runtime = create_runtime(args, self._run.run_dir, self._run.shm_prefix)
         self._rollout: RolloutStage | None = None
         self._trainer: TrainGroup | NoTrainer = NoTrainer()
         self._push: WeightPush | PushToNobody | None = None  # None: nothing trains
@@ -101,9 +106,14 @@ class Cluster:
             lambda: shm.unlink_prefix(self._run.shm_prefix),
             self._janitor.dismiss,
             self._tracker.finish,
-            self._folders.close,
         ]
-        _end_in_order(steps, error)
+        try:
+            _end_in_order(steps, error)
+        except Exception as failure:
+            error = failure
+            raise
+        finally:
+            self._folders.__exit__(type(error) if error is not None else None, error, None)
 
     def start(self, *, overlapped: bool = False) -> Schedule:
         """Engines and trainer start side by side; returns the ids that this run goes through.
@@ -179,7 +189,7 @@ class Cluster:
         self._trainer.open_sender(transport.name, facts.engine_urls)
         stages = (self._trainer, self._rollout, self._residency)
         self._push = WeightPush(
-            *stages, self._run.run_id, self._wire_dtype(), num_done, live=transport.name in LIVE_TRANSPORTS
+            *stages, self._run.pushes_as, self._wire_dtype(), num_done, live=transport.name in LIVE_TRANSPORTS
         )
 
     def _wire_dtype(self) -> str | None:

@@ -12,16 +12,12 @@ from pathlib import Path
 from slime.arguments import Args
 from slime.utils.errors import FolderTaken, RunStopped
 from slime.utils.folder_lock import FolderLock
-from slime.utils.step_folders import step_folders
+from slime.utils.step_folders import same_folder, step_folders
 
 _PROBE_BYTES = 1 << 20
 _FULL_BYTES = 1 << 20  # less than this is full: what failed to be written may have left that much
 # How errors of the disk read that reach us as text only, from another process or a library that drops the number.
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.EACCES, errno.EPERM)
-
-
-def same_folder(one: str | None, other: str | None) -> bool:
-    return one is not None and other is not None and Path(one).resolve() == Path(other).resolve()
 
 
 def open_save_folder(args: Args) -> FolderLock:

@@ -1,8 +1,10 @@
 """Where metrics go: always one JSON object per line in the run folder, and TensorBoard or W&B when asked.
 
 A line holds every metric of one report, its step axis and the wall time:
-    {"time": 1754820000.1, "step_key": "rollout/step", "step": 3, "rollout/step": 3, "rollout/raw_reward": 0.5}
-A resumed run appends; where a step occurs twice, the later line is the one that counts.
+    {"time": 1754820000.1, "run": "3f9c01aa", "start": 1, "step_key": "rollout/step", "step": 3, "rollout/step": 3,
+     "rollout/raw_reward": 0.5}
+`run` is the id of the run that the folder belongs to (run.json), `start` counts its starts. A resumed run appends; where a step
+occurs twice, the later line is the one that counts.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-METRICS_FILE = "metrics.jsonl"
+from slime.utils.errors import RunStopped
+from slime.utils.run_file import METRICS_FILE, read_run
 
 
 class Tracker:
@@ -28,6 +31,8 @@ class Tracker:
         self._lock = threading.Lock()
         # Sinks that may refuse come first: a refusal leaves no file behind.
         self._sinks = [make(args, Path(run_dir)) for wanted, make in _sink_makers(args) if wanted]
+        record = read_run(self.path.parent)
+        self._origin = {"run": record.id, "start": record.num_starts} if record is not None else {}
         self._fd: int | None = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         _cut_torn_line(self._fd)
 
@@ -39,14 +44,22 @@ class Tracker:
             step = int(metrics[step_key])
         values = {key: plain_value(key, value) for key, value in metrics.items()}
         values[step_key] = step
-        line = {"time": time.time(), "step_key": step_key, "step": step, **values}
+        line = {"time": time.time(), **self._origin, "step_key": step_key, "step": step, **values}
         with self._lock:
             if self._fd is None:
                 raise ValueError("this tracker is finished")
             # One write per line: lines of several processes never mix, and a crash cannot split one.
-            os.write(self._fd, (json.dumps(_finite(line), allow_nan=False) + "\n").encode())
+            self._write((json.dumps(_finite(line), allow_nan=False) + "\n").encode())
             for sink in self._sinks:
                 sink.log(values, step_key, step)
+
+    def _write(self, line: bytes) -> None:
+        try:
+            written = os.write(self._fd, line)
+        except OSError as error:
+            raise RunStopped(f"--run-dir {self.path.parent}: metrics cannot be written: {error.strerror}") from error
+        if written < len(line):
+            raise RunStopped(f"--run-dir {self.path.parent}: metrics cannot be written: the disk is full")
 
     def finish(self) -> None:
         """Flush and close everything; calling it again does nothing."""

@@ -14,7 +14,6 @@ from slime.utils.errors import FolderTaken
 
 logger = logging.getLogger(__name__)
 
-LOCK_FILE = ".lock"
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _GRACE_S = 2.0  # of a holder that is alive: it may be about to end
 _DEAD_HOLDER_S = 60.0  # of one that was killed: what it had started ends by itself soon after
@@ -28,7 +27,7 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path, flag: str):
-        self._folder, self._flag, self._path = folder, flag, folder / LOCK_FILE
+        self._folder, self._flag, self._path = folder, flag, lock_file(folder, flag)
         started = time.monotonic()
         self._fd: int | None = None
         while self._fd is None:
@@ -75,6 +74,28 @@ class FolderLock:
                 self._folder,
             )
         return True
+
+
+def lock_file(folder: Path, flag: str) -> Path:
+    """One for each use of a folder: a run may save into its own."""
+    return folder / f".{flag.removeprefix('--')}.lock"
+
+
+def is_locked(folder: Path, flag: str) -> bool:
+    """Whether somebody holds the lock of a folder now."""
+    try:
+        fd = os.open(lock_file(folder, flag), os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return False
 
 
 def _is_at(fd: int, path: Path) -> bool:

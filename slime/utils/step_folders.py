@@ -88,6 +88,10 @@ def step_folders(folder: str | Path) -> dict[int, Path]:
     return {step: path for step, path in found.items() if path.is_dir()}
 
 
+def same_folder(one: str | None, other: str | None) -> bool:
+    return one is not None and other is not None and Path(one).resolve() == Path(other).resolve()
+
+
 def step_path(folder: str | Path, rollout_id: int) -> Path:
     return Path(folder) / f"step_{rollout_id:07d}"
 

@@ -1,0 +1,160 @@
+"""A run folder belongs to one run: resuming continues it, nothing else gets in, and every line says whose it is."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from argument_helpers import parse
+from small_disk import mounted
+
+from slime.cluster.checkpoint import write_checkpoint
+from slime.cluster.run import close_run, open_run
+from slime.observability.tracking import Tracker, read_metrics
+from slime.utils.errors import FolderTaken, RunStopped
+from slime.utils.folder_lock import FolderLock
+from slime.utils.run_file import read_run
+from slime.utils.step_folders import Manifest, find_step
+
+
+def start(folder, *, log=True, error=None, **flags):
+    """One start of a run that logs a line and ends."""
+    args = parse(run_dir=str(folder), **flags)
+    checkpoint = find_step(args.load, args.ckpt_step) if args.load else None
+    run = open_run(args, checkpoint)
+    with Tracker(args, run.run_dir) as tracker:
+        if log:
+            tracker.log({"train/loss": 0.5}, "train/step", 0)
+    if args.save and log:
+        write_checkpoint(args.save, Manifest(run.num_starts, run.run_id, 1), {}, lambda path: path.mkdir(), 0)
+    close_run(run, error)
+    return run
+
+
+def test_run_json_says_what_the_run_is(tmp_path):
+    run = start(tmp_path / "fine", lr=0.25)
+    data = json.loads((tmp_path / "fine" / "run.json").read_text())
+    assert (data["id"], data["name"], data["exit"], data["earlier"]) == (run.run_id, "fine", "finished", [])
+    assert data["settings"]["lr"] == {"value": 0.25, "source": "command line"}
+    assert data["start"] <= data["end"] and "torch" in data["versions"] and data["machine"]["host"]
+
+
+def test_every_line_carries_the_run(tmp_path):
+    run = start(tmp_path)
+    assert [(line["run"], line["start"]) for line in read_metrics(tmp_path)] == [(run.run_id, 1)]
+
+
+def test_a_new_run_in_a_used_folder_is_refused_and_changes_nothing(tmp_path):
+    first = start(tmp_path, lr=0.25)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(
+        FolderTaken, match=f"--run-dir .* belongs to run {first.run_id}, .*finished.*another folder, or go on"
+    ):
+        start(tmp_path, lr=0.5)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_resumed_run_continues_its_folder(tmp_path):
+    flags = {"save": str(tmp_path / "ckpt"), "load": str(tmp_path / "ckpt")}
+    first = start(tmp_path / "run", **flags, lr=0.25)
+    second = start(tmp_path / "run", **flags, lr=0.5, error=KeyboardInterrupt())
+    assert (second.run_id, second.num_starts) == (first.run_id, 2)
+    assert [(line["run"], line["start"]) for line in read_metrics(tmp_path / "run")] == [
+        (first.run_id, n) for n in (1, 2)
+    ]
+    record = read_run(tmp_path / "run")
+    assert [s.settings["lr"]["value"] for s in (*record.earlier, record.last)] == [0.25, 0.5]
+    assert [s.exit for s in (*record.earlier, record.last)] == ["finished", "interrupted"]
+    assert record.last.resumed["run"] == first.run_id and record.last.resumed["rollout"] == 1
+
+
+def test_weights_of_two_starts_never_have_one_version(tmp_path):
+    flags = {"save": str(tmp_path / "ckpt"), "load": str(tmp_path / "ckpt")}
+    assert start(tmp_path / "run", **flags).pushes_as != start(tmp_path / "run", **flags).pushes_as
+
+
+def test_a_start_that_was_killed_before_its_first_checkpoint_is_repeated_in_its_folder(tmp_path):
+    flags = {"save": str(tmp_path / "ckpt"), "load": str(tmp_path / "ckpt")}
+    args = parse(run_dir=str(tmp_path / "run"), **flags)
+    killed = open_run(args)
+    with Tracker(args, killed.run_dir) as tracker:
+        tracker.log({"train/loss": 0.5}, "train/step", 0)
+    again = start(tmp_path / "run", **flags)
+    assert again.run_id == killed.run_id
+    assert read_run(tmp_path / "run").earlier[0].exit == "lost: the process ended without a word"
+
+
+def test_checkpoints_of_another_run_do_not_open_the_folder(tmp_path):
+    other = start(tmp_path / "other", save=str(tmp_path / "other-ckpt"))
+    start(tmp_path / "run", save=str(tmp_path / "ckpt"))
+    with pytest.raises(FolderTaken):
+        start(tmp_path / "run", load=str(tmp_path / "other-ckpt"), save=str(tmp_path / "third"))
+    with pytest.raises(FolderTaken):  # only the weights: a new run
+        start(tmp_path / "run", load=str(tmp_path / "ckpt"), finetune=True)
+    elsewhere = start(tmp_path / "new", load=str(tmp_path / "other-ckpt"), save=str(tmp_path / "third"))
+    assert elsewhere.run_id != other.run_id and read_run(tmp_path / "new").last.resumed["run"] == other.run_id
+
+
+def test_a_start_that_ended_before_it_logged_anything_leaves_its_folder_free(tmp_path):
+    failed = start(tmp_path, log=False, error=ValueError("a bad row"))
+    assert read_run(tmp_path).last.exit == "ValueError: a bad row"
+    assert start(tmp_path).run_id != failed.run_id
+
+
+def test_a_folder_of_an_earlier_version_is_continued_by_a_resume_alone(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"step_key": "train/step", "step": 0}\n')
+    write_checkpoint(tmp_path / "ckpt", Manifest(0, "0ldrun", 1), {}, lambda path: path.mkdir(), 0)
+    with pytest.raises(FolderTaken, match="an earlier run"):
+        start(run)
+    assert start(run, load=str(tmp_path / "ckpt")).run_id == "0ldrun"
+
+
+def test_a_damaged_run_json_does_not_free_the_folder(tmp_path):
+    start(tmp_path)
+    (tmp_path / "run.json").write_text("{half")
+    with pytest.raises(FolderTaken):
+        start(tmp_path)
+
+
+def test_a_folder_by_default_name_is_the_runs_own(tmp_path, monkeypatch):
+    """Nobody named it, so nobody need be asked: a new run gets the next name, a resumed one finds its own."""
+    monkeypatch.chdir(tmp_path)
+    base = parse().run_dir
+    start(base, save="ckpt")
+    assert parse().run_dir == f"{base}-2"
+    start(f"{base}-2", save="ckpt-2")
+    assert parse().run_dir == f"{base}-3"
+    assert parse(load="ckpt-2", save="ckpt-2").run_dir == f"{base}-2"
+    assert parse(load="ckpt", save="ckpt").run_dir == base
+    assert parse(load="ckpt", finetune=True).run_dir == f"{base}-3"
+    Path(f"{base}-3").mkdir()
+    lock = FolderLock(Path(f"{base}-3"), "--run-dir")
+    assert parse().run_dir == f"{base}-4", "a run that has logged nothing yet is there"
+    lock.release()
+
+
+def test_metrics_of_a_plug_in_in_another_process_carry_the_run_too(tmp_path):
+    run = start(tmp_path)
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from test_tracking import make_args; from slime.observability import logging_utils\n"
+        "args = make_args(run_dir=sys.argv[2]); logging_utils.log(args, {'x': 1}, 'x/step', 0); logging_utils.finish_tracking()"
+    )
+    tests = str(Path(__file__).parent.parent / "observability")
+    subprocess.run([sys.executable, "-c", code, tests, str(tmp_path)], check=True, env={**os.environ})
+    assert read_metrics(tmp_path)[-1]["run"] == run.run_id
+
+
+def test_metrics_on_a_full_disk_are_told(tmp_path):
+    with mounted(tmp_path / "disk", "size=64k") as disk:
+        run = open_run(parse(run_dir=str(disk)))
+        (disk / "filler").write_bytes(bytes(os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize))
+        tracker = Tracker(parse(run_dir=str(disk)), run.run_dir)
+        with pytest.raises(RunStopped, match="metrics cannot be written"):
+            for step in range(200):
+                tracker.log({"text": "x" * 1000}, "train/step", step)
+        tracker.finish()
