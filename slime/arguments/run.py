@@ -11,7 +11,11 @@ class RunFlags:
 
     config: str | None = flag(None, "YAML file of flags (keys are flag names); the command line wins", metavar="FILE")
     print_config: bool = flag(False, "print every value and where it came from, then exit")
-    run_dir: str | None = flag(None, "folder for metrics, logs and plots; default runs/<model>-<seed>", metavar="DIR")
+    run_dir: str | None = flag(
+        None,
+        "folder for metrics, logs and plots, of this run alone; default runs/<model>-<seed>, or the next free name",
+        metavar="DIR",
+    )
     runtime: str = flag(
         "local", "local: child processes on this machine; ray: a Ray cluster", choices=("local", "ray")
     )
