@@ -3,7 +3,8 @@
 Tokenising a conversation again may split it otherwise than the model did, and then log-probs belong to other tokens.
 `--router-middleware-paths slime.engines.prefix_cache.PrefixCacheMiddleware` remembers, per text, the ids behind it. A
 `/generate` with `text` (or `messages`) is sent as `input_ids`: known ids for the longest known beginning, fresh ones
-for the rest. `/retrieve_from_text` answers with ids, log-probs, loss mask and weight versions of a whole conversation.
+for the rest. `/retrieve_from_text` answers with ids, log-probs, loss mask and weight versions of a whole conversation, and
+with the ids that its tokens were drawn from where engines told them.
 Responses whose last bytes are half a character are not remembered.
 """
 
@@ -12,10 +13,14 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from slime.engines.middleware import Forward, RouterAnswer, RouterRequest
+from slime.utils import top_p
 from slime.utils.processing_utils import load_tokenizer
 from slime.wire.protocol import Generation
 
@@ -32,6 +37,7 @@ class Piece:
     ids: tuple[int, ...]
     log_probs: tuple[float, ...] | None
     versions: tuple[str, ...] | None  # one per id
+    kept: tuple[np.ndarray, ...] | None = None  # per id what it was drawn from; None: not told
     node: _Node | None = None  # where the tree keeps it; set by the tree
 
     def line(self) -> list[Piece]:
@@ -182,16 +188,18 @@ class PrefixCacheMiddleware:
         made = Generation.from_json(answer)
         if prompt.node is None:
             self._tree.insert(text, prompt)
-        versions = [span.version for span in made.spans for _ in range(span.start, span.end)]
-        self._keep(text, prompt, made.ids, made.log_probs, versions)
+        versions = tuple(span.version for span in made.spans for _ in range(span.start, span.end))
+        kept = _kept_by_token(answer["meta_info"])
+        self._keep(text, Piece(prompt, made.ids, made.log_probs, versions, kept))
         if made.finish == "stop":  # a client may write the conversation on without the token that stopped it
-            self._keep(text, prompt, made.ids[:-1], made.log_probs[:-1], versions[:-1])
+            shorter = None if kept is None else kept[:-1]
+            self._keep(text, Piece(prompt, made.ids[:-1], made.log_probs[:-1], versions[:-1], shorter))
 
-    def _keep(self, text: str, prompt: Piece, ids: Any, log_probs: Any, versions: list[str]) -> None:
+    def _keep(self, text: str, piece: Piece) -> None:
         # With special tokens: a chat template writes them too when the conversation comes back.
-        said = self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        said = self._tokenizer.decode(list(piece.ids), skip_special_tokens=False)
         if said and not said.endswith(_HALF_CHARACTER):
-            self._tree.insert(text + said, Piece(prompt, tuple(ids), tuple(log_probs), tuple(versions)))
+            self._tree.insert(text + said, piece)
 
     async def _retrieve(self, payload: dict[str, Any]) -> RouterAnswer:
         text = self._text_of(payload)
@@ -210,5 +218,21 @@ class PrefixCacheMiddleware:
                 "weight_versions": [v for piece in line for v in (piece.versions or [None] * len(piece.ids))],
                 "response_length": len(mask) - first,
                 "known_tokens": known,
+                **_told(line, first),
             },
         )
+
+
+def _kept_by_token(meta: Mapping[str, Any]) -> tuple[np.ndarray, ...] | None:
+    found = top_p.from_meta(meta)
+    return None if found is None else tuple(np.split(found[0].numpy(), found[1].numpy()[1:-1]))
+
+
+def _told(line: list[Piece], first: int) -> dict[str, list[int]]:
+    """The fields of a sample for the tokens from `first` on; none where no engine told what it drew from."""
+    if all(piece.kept is None for piece in line):
+        return {}
+    kept = [ids for piece in line for ids in piece.kept or (np.zeros(0, np.int32),) * len(piece.ids)]
+    offsets = np.cumsum([0, *(len(ids) for ids in kept[first:])])
+    ids = np.concatenate([np.zeros(0, np.int32), *kept[first:]])
+    return {"rollout_top_p_token_ids": ids.tolist(), "rollout_top_p_token_offsets": offsets.tolist()}

@@ -4,6 +4,7 @@ import random
 import re
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from fake_engine import FakeEngine
 
@@ -12,6 +13,7 @@ from slime.engines.prefix_cache import Piece, PrefixCacheMiddleware, RadixTree
 from slime.engines.router import Balancer
 from slime.utils import http_utils
 from slime.utils.async_utils import run
+from slime.utils.top_p import to_meta
 
 
 def piece(*ids: int, before: Piece | None = None) -> Piece:
@@ -121,6 +123,21 @@ def test_a_whole_conversation_is_returned_with_its_log_probs_and_mask(served):
     assert kept["rollout_log_probs"] == [0.0, 0.0, 0.0, *log_probs, 0.0] and len(log_probs) == 4
     assert kept["weight_versions"] == [None, None, None, *["run:1"] * 4, None]
     assert (kept["response_length"], kept["known_tokens"]) == (5, 7)
+
+
+def test_what_tokens_were_drawn_from_is_returned_where_it_was_told(served):
+    url, engine, _ = served
+    assert "rollout_top_p_token_ids" not in ask(url, "/retrieve_from_text", text="hi abc")
+    told = to_meta([np.array([token, 200 + place]) for place, token in enumerate([*SAID, 2])])
+    engine.script = lambda *_: {"tokens": [*SAID, 2], "finish": "stop", "meta": told}
+    ask(url, text="ho ", sampling_params={"max_new_tokens": 8})
+    for text, ids, offsets in (
+        ("ho abc</s>!", [97, 200, 98, 201, 99, 202, 2, 203], [0, 2, 4, 6, 8, 8]),
+        ("ho abc", [97, 200, 98, 201, 99, 202], [0, 2, 4, 6]),
+    ):
+        kept = ask(url, "/retrieve_from_text", text=text)
+        assert kept["response_length"] == len(offsets) - 1
+        assert (kept["rollout_top_p_token_ids"], kept["rollout_top_p_token_offsets"]) == (ids, offsets)
 
 
 def test_ids_of_the_client_pass_unchanged(served):
