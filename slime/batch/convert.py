@@ -13,6 +13,7 @@ from slime.arguments.trained_sampling import replays_nucleus
 from slime.batch.nucleus import add_nuclei
 from slime.batch.validate import check_reward, check_samples, validate_batch
 from slime.utils.misc import load_function
+from slime.utils.plugin_errors import plugin_call, wrong_return
 from slime.utils.types import RolloutBatch, Sample, flatten_samples, version_number
 
 
@@ -25,8 +26,10 @@ def samples_to_batch(args: Any, samples: Iterable[Any], *, engine_version: str |
     if not flat:
         raise ValueError("the rollout returned no samples: there is nothing to train on.")
     if args.custom_convert_samples_to_train_data_path:
-        batch = _complete(load_function(args.custom_convert_samples_to_train_data_path)(args, flat))
-        source = f"--custom-convert-samples-to-train-data-path {args.custom_convert_samples_to_train_data_path}"
+        path = args.custom_convert_samples_to_train_data_path
+        source = f"--custom-convert-samples-to-train-data-path {path}"
+        with plugin_call("--custom-convert-samples-to-train-data-path", path, lambda: f"{len(flat)} samples"):
+            batch = _complete(load_function(path)(args, flat))
         if replays_nucleus(args) and "rollout_top_p_token_ids" not in batch:
             raise ValueError(
                 f"{source} returned no rollout_top_p_token_ids and rollout_top_p_token_offsets, which --rollout-top-p and "
@@ -60,8 +63,7 @@ def fill_rollout_ids(samples: Sequence[Sample]) -> list[int]:
 def post_process_rewards(args: Any, samples: Sequence[Sample], rollout_ids: Sequence[int]) -> tuple[list, list]:
     """(raw rewards, rewards that become advantages): the custom hook, or shaping and the estimator's baseline."""
     if args.custom_reward_post_process_path:
-        raw, rewards = load_function(args.custom_reward_post_process_path)(args, samples)
-        return list(raw), [float(reward) for reward in rewards]
+        return _custom_rewards(args.custom_reward_post_process_path, args, samples)
     raw = [_raw_reward(args, sample) for sample in samples]
     if args.loss_type in SUPERVISED_LOSSES or not args.compute_advantages_and_returns:
         return raw, list(raw)
@@ -83,6 +85,19 @@ def post_process_rewards(args: Any, samples: Sequence[Sample], rollout_ids: Sequ
         lengths=[float(_loss_mask(sample).sum()) for sample in samples],
         greedy_rewards=[sample.metadata.get(GREEDY_REWARD_KEY) for sample in samples],
     )
+    return raw, rewards
+
+
+def _custom_rewards(path: str, args: Any, samples: Sequence[Sample]) -> tuple[list, list]:
+    option, subject = "--custom-reward-post-process-path", f"{len(samples)} samples"
+    with plugin_call(option, path, lambda: subject):
+        made = load_function(path)(args, samples)
+        if not isinstance(made, (tuple, list)) or len(made) != 2:
+            wrong_return(option, path, f"returned {type(made).__name__}; return (raw_rewards, rewards).", subject)
+        raw, rewards = list(made[0]), [float(reward) for reward in made[1]]
+    if not len(raw) == len(rewards) == len(samples):
+        complaint = f"returned {len(raw)} raw rewards and {len(rewards)} rewards; return one of each per sample."
+        wrong_return(option, path, complaint, subject)
     return raw, rewards
 
 

@@ -28,6 +28,7 @@ from slime.rollout.policy_requests import PolicyRequests, not_trained
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.utils.async_utils import run
 from slime.utils.misc import load_function
+from slime.utils.plugin_errors import plugin_call
 from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import RolloutBatch, Sample, flatten_samples
 from slime.weight_sync import LiveReport, Parcel, Target
@@ -199,8 +200,10 @@ class RolloutManager:
         self, rollout_id: int, samples: list[Sample], extra: dict[str, Any], rollout_time: float
     ) -> dict[str, float]:
         path = self._args.custom_rollout_log_function_path
-        if path and load_function(path)(rollout_id, self._plugin_args, samples, extra, rollout_time):
-            return {}
+        if path:
+            with plugin_call("--custom-rollout-log-function-path", path, lambda: f"rollout {rollout_id}"):
+                if load_function(path)(rollout_id, self._plugin_args, samples, extra, rollout_time):
+                    return {}
         return {**rollout_metrics(self._plugin_args, samples, rollout_time, current_version=self._version), **extra}
 
     # ---- evaluation ----------------------------------------------------------------------------------------------
@@ -212,8 +215,10 @@ class RolloutManager:
             save_rollout_dump(self._args.save_debug_rollout_data, f"eval_{rollout_id}", samples)
         self._write_eval(rollout_id, output)
         path = self._args.custom_eval_rollout_log_function_path
-        if path and load_function(path)(rollout_id, self._plugin_args, output.data, output.metrics or {}):
-            return {}
+        if path:
+            with plugin_call("--custom-eval-rollout-log-function-path", path, lambda: f"evaluation {rollout_id}"):
+                if load_function(path)(rollout_id, self._plugin_args, output.data, output.metrics or {}):
+                    return {}
         return {**eval_metrics(self._plugin_args, output.data), **(output.metrics or {})}
 
     def _evaluate(self, rollout_id: int) -> RolloutFnEvalOutput:

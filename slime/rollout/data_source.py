@@ -17,6 +17,7 @@ from slime.rollout.groups import Group, copy_sample, describe, group_from_plain,
 from slime.rollout.journal import CountingJournal, Journal, Outcome
 from slime.rollout.prompt_formats import training_format
 from slime.utils.misc import load_function
+from slime.utils.plugin_errors import plugin_call, wrong_return
 from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.types import Sample
 
@@ -178,12 +179,11 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     def _take_from_buffer(self, num_samples: int) -> list[Group]:
         if not self.buffer or num_samples == 0:
             return []
-        groups = self.buffer_filter(self.args, None, self.buffer, num_samples)
+        option, path = "--buffer-filter-path", self.args.buffer_filter_path
+        with plugin_call(option, path, lambda: f"{num_samples} of {len(self.buffer)} groups"):
+            groups = list(self.buffer_filter(self.args, None, self.buffer, num_samples))
         if len(groups) > num_samples:
-            raise ValueError(
-                f"--buffer-filter-path {self.args.buffer_filter_path} returned {len(groups)} groups; "
-                f"at most {num_samples} were asked for."
-            )
+            wrong_return(option, path, f"returned {len(groups)} groups; at most {num_samples} were asked for.")
         self.journal.issued(groups, from_buffer=True)
         return groups
 

@@ -5,6 +5,7 @@ list of samples that execution made. `flatten_samples` of slime.utils.types give
 """
 
 import copy
+from collections.abc import Sequence
 from typing import TypeAlias, TypeVar
 
 from slime.utils.types import Sample, flatten_samples
@@ -14,6 +15,7 @@ Entry: TypeAlias = Sample | list[Sample]
 Group: TypeAlias = list[Entry]
 
 FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
+_EXCERPT = 80  # characters of either end
 ATTEMPT_KEY = "attempt"  # in Sample.metadata: how often this sample's generation was thrown away and begun again
 
 
@@ -25,6 +27,19 @@ def describe(group: Group | Sample) -> str:
     """How messages name a group or sample."""
     sample = group if isinstance(group, Sample) else first_sample(group)
     return f"sample {sample.index} (group {sample.group_index})"
+
+
+def describe_fully(samples: Sample | Sequence[Sample]) -> str:
+    """How messages name a sample, or the samples of a group, to somebody who looks for a mistake."""
+    if not isinstance(samples, Sample):
+        return f"{len(samples)} samples, the first: {describe_fully(samples[0])}" if samples else "no samples"
+    prompt = samples.prompt if isinstance(samples.prompt, str) else str(samples.prompt)
+    text = f"{describe(samples)}, prompt {_excerpt(prompt)}"
+    return f"{text}, response {_excerpt(samples.response)}" if samples.response else text
+
+
+def _excerpt(text: str) -> str:
+    return repr(text if len(text) <= 2 * _EXCERPT else f"{text[:_EXCERPT]} ... {text[-_EXCERPT:]}")
 
 
 def is_finished(entry: Entry) -> bool:

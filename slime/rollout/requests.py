@@ -9,6 +9,7 @@ from slime.data.mix import mix64
 from slime.rollout.groups import attempt_of, describe
 from slime.rollout.policy_requests import check_sampling, is_trained
 from slime.utils import top_p
+from slime.utils.errors import EngineAnswerError
 from slime.utils.processing_utils import encode_image_for_rollout_engine
 from slime.utils.types import Sample
 from slime.wire.protocol import ADAPTER_NAME, GenerateRequest, Generation, SamplingParams, wrong_token_id
@@ -104,7 +105,7 @@ def check_answer(args: Any, request: GenerateRequest, answer: Generation) -> Non
     """An answer that no engine in its senses gives must not become training data; it is asked for again."""
     wrong = _wrong_with(args, request.sampling.max_new_tokens, answer) or _wrong_nucleus(args, request, answer)
     if wrong:
-        raise ValueError(f"the engine's answer to request {request.rid} cannot be right: {wrong}")
+        raise EngineAnswerError(f"the engine's answer to request {request.rid} cannot be right: {wrong}")
 
 
 def _wrong_with(args: Any, budget: int | None, answer: Generation) -> str | None:

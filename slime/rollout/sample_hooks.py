@@ -4,8 +4,12 @@ import inspect
 from contextvars import ContextVar
 from typing import Any
 
+from slime.rollout.groups import describe_fully
 from slime.utils.misc import load_function
+from slime.utils.plugin_errors import plugin_call, wrong_return
 from slime.utils.types import Sample
+
+_OPTION = "--rollout-sample-hook-path"
 
 _rollout_id: ContextVar[int | None] = ContextVar("slime_rollout_id", default=None)
 
@@ -33,13 +37,16 @@ async def apply_rollout_sample_hooks(
 
 async def _call_hook(path: str, args: Any, sample: Sample, context: dict[str, Any]) -> Sample:
     hook = load_function(path)
-    result = hook(args, sample, **_accepted(hook, context))
-    if inspect.isawaitable(result):
-        result = await result
+    with plugin_call(_OPTION, path, lambda: describe_fully(sample)):
+        result = hook(args, sample, **_accepted(hook, context))
+        if inspect.isawaitable(result):
+            result = await result
     if result is None:
         return sample
     if not isinstance(result, Sample):
-        raise TypeError(f"sample hook {path} returned {type(result).__name__}; return a Sample or None.")
+        wrong_return(
+            _OPTION, path, f"returned {type(result).__name__}; return a Sample or None.", describe_fully(sample)
+        )
     return result
 
 

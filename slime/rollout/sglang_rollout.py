@@ -19,10 +19,17 @@ from slime.rollout.collect import BatchCollector, GroupFailed, is_permanent
 from slime.rollout.concurrency import Limit, make_limit
 from slime.rollout.failed_samples import keep_the_rest, share_rewards
 from slime.rollout.greedy_baseline import with_greedy_baseline
-from slime.rollout.groups import Entry, Group, copy_group, describe, is_finished
+from slime.rollout.groups import Entry, Group, copy_group, describe, describe_fully, is_finished
 from slime.rollout.policy_requests import PolicyRequests, not_trained
-from slime.rollout.requests import build_request, check_answer, prepare_prompt, sampling_params_of, token_budget
-from slime.rollout.rm_hub import RewardConfigError, RewardFailuresExceeded, score_samples
+from slime.rollout.requests import (
+    PromptError,
+    build_request,
+    check_answer,
+    prepare_prompt,
+    sampling_params_of,
+    token_budget,
+)
+from slime.rollout.rm_hub import RewardConfigError, score_samples
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks, set_current_rollout_id
 from slime.rollout.scope import RequestScope, current_scope
 from slime.rollout.tasks import all_or_none
@@ -31,6 +38,7 @@ from slime.utils import http_utils, waits
 from slime.utils.async_utils import run
 from slime.utils.errors import RunStopped
 from slime.utils.misc import load_function
+from slime.utils.plugin_errors import plugin_call, wrong_return
 from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.types import Sample, flatten_samples
 from slime.wire.client import EngineClient
@@ -49,6 +57,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+CUSTOM_GENERATE = "--custom-generate-function-path"
 ABORT_DEADLINE_S = 20.0
 _PAUSE_BETWEEN_ATTEMPTS_S = 2.5  # at least, once the back-off has grown
 MAX_IDLE_RESUBMITS = 60  # answers without a token from an engine that is paused, a second apart
@@ -179,7 +188,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         # Not our abort: the engine let go of its requests, for a weight push say. Continue from what it made.
         idle = 0 if answer.ids else idle + 1
         if idle > MAX_IDLE_RESUBMITS:
-            raise RuntimeError(
+            raise GroupFailed(
                 f"the engine aborted {describe(sample)} {idle} times without a token: {answer.finish_detail}"
             )
         if idle:
@@ -240,39 +249,40 @@ async def _call_generate(args: Any, sample: Sample, sampling_params: dict[str, A
         return await generate(args, sample, sampling_params)
     function = load_function(path)
     options = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
-    with PolicyRequests(args).entered() as requests:
+    with (
+        PolicyRequests(args).entered() as requests,
+        plugin_call(CUSTOM_GENERATE, path, lambda: describe_fully(sample), keep=(PromptError,)),
+    ):
         result = await function(args, sample, sampling_params, **options)
-    made = _check_fan_out(path, sample, result) if isinstance(result, list) else _check_sample(path, result)
+    made = _check_fan_out(path, sample, result) if isinstance(result, list) else _check_sample(path, sample, result)
     for one in flatten_samples([made]):
         name_versions(one, requests.versions)
         requests.check_nucleus(one)
     return made
 
 
-def _check_sample(path: str, result: Any) -> Sample:
+def _check_sample(path: str, source: Sample, result: Any) -> Sample:
     if not isinstance(result, Sample):
-        raise TypeError(
-            f"generate function {path} returned {type(result).__name__}; return a Sample or a list of them."
-        )
+        complaint = f"returned {type(result).__name__}; return a Sample or a list of them."
+        wrong_return(CUSTOM_GENERATE, path, complaint, describe_fully(source))
     return result
 
 
 def _check_fan_out(path: str, source: Sample, result: list[Sample]) -> list[Sample]:
     """Siblings belong to one group and share a rollout_id; where the function gave none, the source's index is it."""
     if not result:
-        raise ValueError(f"generate function {path} returned no sample for {describe(source)}; return at least one.")
+        wrong_return(CUSTOM_GENERATE, path, "returned no sample; return at least one.", describe_fully(source))
     for sample in result:
-        _check_sample(path, sample)
+        _check_sample(path, source, sample)
         sample.group_index = source.group_index if sample.group_index is None else sample.group_index
         sample.index = source.index if sample.index is None else sample.index
     if all(sample.rollout_id is None for sample in result):
         for sample in result:
             sample.rollout_id = source.index
     if len({sample.rollout_id for sample in result}) != 1:
-        raise ValueError(
-            f"generate function {path} returned samples with rollout ids {[s.rollout_id for s in result]} for "
-            f"{describe(source)}; siblings of one execution must share one."
-        )
+        ids = [sample.rollout_id for sample in result]
+        complaint = f"returned samples with rollout ids {ids}; siblings of one execution must share one."
+        wrong_return(CUSTOM_GENERATE, path, complaint, describe_fully(source))
     return result
 
 
@@ -310,7 +320,7 @@ async def _generate_with_retries(args: Any, entry: Entry, sampling_params: dict[
         try:
             return await generate_and_rm(args, entry, dict(sampling_params), evaluation=evaluation)
         except Exception as error:
-            if is_permanent(error) or isinstance(error, (RunStopped, RewardFailuresExceeded, RewardConfigError)):
+            if is_permanent(error) or isinstance(error, (RunStopped, RewardConfigError)):
                 raise
             cause = f"generating {describe(origin)} failed ({type(error).__name__}: {error})"
             if attempt == allowed:
@@ -385,11 +395,14 @@ async def generate_rollout_async(
 
 def call_batch_hooks(args: Any, kept: list[Group], decided: list[Group], data_source: Any) -> None:
     """The plug-ins that see the whole rollout; fan-out siblings stand in their group as single samples."""
-    if args.rollout_sample_filter_path is not None:
-        load_function(args.rollout_sample_filter_path)(args, [flatten_samples(group) for group in kept])
-    if args.rollout_all_samples_process_path is not None:
-        process = load_function(args.rollout_all_samples_process_path)
-        process(args, [flatten_samples(group) for group in decided], data_source)
+    path = args.rollout_sample_filter_path
+    if path is not None:
+        with plugin_call("--rollout-sample-filter-path", path):
+            load_function(path)(args, [flatten_samples(group) for group in kept])
+    path = args.rollout_all_samples_process_path
+    if path is not None:
+        with plugin_call("--rollout-all-samples-process-path", path):
+            load_function(path)(args, [flatten_samples(group) for group in decided], data_source)
 
 
 async def eval_rollout(args: Any, rollout_id: int) -> RolloutFnEvalOutput:

@@ -10,9 +10,11 @@ import asyncio
 import logging
 from typing import Any
 
+from slime.rollout.collect import GroupFailed
 from slime.rollout.groups import describe
 from slime.rollout.requests import build_request, check_answer, prepare_prompt, token_budget
 from slime.rollout.sglang_rollout import GenerateState
+from slime.utils.errors import EngineAnswerError
 from slime.utils.http_utils import HttpError
 from slime.utils.types import Sample
 from slime.wire.protocol import GenerateRequest, Generation
@@ -40,7 +42,7 @@ async def generate_streaming(args: Any, sample: Sample, sampling_params: dict[st
             return sample
         idle = 0 if sample.response_length > before else idle + 1
         if idle > MAX_BREAKS:
-            raise error or RuntimeError(f"the engine aborted {describe(sample)} {idle} times without a token")
+            raise error or GroupFailed(f"the engine aborted {describe(sample)} {idle} times without a token")
         logger.info("%s goes on after %d tokens: %s", describe(sample), sample.response_length, error or "paused")
         if idle:
             await asyncio.sleep(min(5.0, 0.05 * 2 ** min(idle, 10)))
@@ -76,6 +78,9 @@ def _write(args: Any, sample: Sample, event: dict[str, Any] | None) -> None:
 
 
 def _read(event: dict[str, Any]) -> Generation:
-    meta = dict(event["meta_info"])
-    meta["finish_reason"] = meta.get("finish_reason") or {"type": "abort", "message": "the stream ended early"}
-    return Generation.from_json({**event, "meta_info": meta})
+    try:
+        meta = dict(event["meta_info"])
+        meta["finish_reason"] = meta.get("finish_reason") or {"type": "abort", "message": "the stream ended early"}
+        return Generation.from_json({**event, "meta_info": meta})
+    except (KeyError, TypeError, ValueError) as error:
+        raise EngineAnswerError(f"an event of the engine's stream cannot be right: {error}") from error

@@ -1,4 +1,4 @@
-"""The errors that end a run for a reason its user can act on."""
+"""The errors that end a run for a reason its user can act on, and the one that asks an engine again."""
 
 
 class RunStopped(RuntimeError):
@@ -7,3 +7,7 @@ class RunStopped(RuntimeError):
 
 class FolderTaken(ValueError):
     """A folder that a run was given belongs to another: nothing is written there, not even about this error."""
+
+
+class EngineAnswerError(ValueError):
+    """An engine answered what no engine in its senses does: it is asked again, whoever called it."""

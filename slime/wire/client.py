@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from slime.utils import http_utils, waits
+from slime.utils.errors import EngineAnswerError
 from slime.wire.dialects import ID_IS_TAKEN
 from slime.wire.protocol import GenerateRequest, Generation
 
@@ -32,7 +33,10 @@ class EngineClient:
         if request.stream or request.sampling.n != 1:
             raise ValueError("EngineClient.generate reads one final answer: use stream=False and sampling.n=1")
         answer = await self._post(request.to_json(), self._headers(request, headers), request.rid)
-        return Generation.from_json(answer)
+        try:
+            return Generation.from_json(answer)
+        except ValueError as error:
+            raise EngineAnswerError(str(error)) from error
 
     async def stream(
         self, request: GenerateRequest, headers: Mapping[str, str] | None = None

@@ -7,6 +7,7 @@ import torch
 from trainer_helpers import random_samples, trainer_args
 
 from slime.batch.convert import samples_to_batch
+from slime.utils.plugin_errors import PluginError
 from slime.utils.types import Sample, invalid
 
 
@@ -174,3 +175,29 @@ def test_tokens_that_name_no_version_have_the_one_the_engines_held():
     batch = samples_to_batch(args(), made, engine_version="run:7")
     assert [versions.tolist() for versions in batch["versions"]] == [[3, -1, 7], [4, 4, 4], [7, 7], [7, 7]]
     assert "versions" not in samples_to_batch(args(), made[2:])
+
+
+@pytest.mark.parametrize(
+    "body, complaint",
+    [
+        ("return samples[0].metadata['gold'], []", r"raised KeyError: 'gold'\n  at .*hook.py:2 in post"),
+        ("return [1.0] * len(samples)", r"returned list; return \(raw_rewards, rewards\)"),
+        ("return None", "returned NoneType"),
+        ("return [1.0], [1.0]", "returned 1 raw rewards and 1 rewards; return one of each"),
+        ("return [1.0] * len(samples), [None] * len(samples)", "raised TypeError"),
+    ],
+)
+def test_a_mistake_in_the_reward_post_process_is_named_with_its_place(tmp_path, body, complaint):
+    file = tmp_path / "hook.py"
+    file.write_text(f"def post(args, samples):\n    {body}\n")
+    three = [sample(1.0), sample(0.0, index=1), sample(0.0, index=2)]
+    with pytest.raises(PluginError, match=complaint) as caught:
+        samples_to_batch(args(custom_reward_post_process_path=f"{file}:post"), three)
+    assert str(file) in str(caught.value)
+
+
+def test_a_mistake_in_the_custom_conversion_is_named_with_its_place(tmp_path):
+    file = tmp_path / "convert.py"
+    file.write_text("def make(args, samples):\n    return {'tokens': samples[9]}\n")
+    with pytest.raises(PluginError, match=r"IndexError: list index out of range\n  at .*convert.py:2 in make"):
+        samples_to_batch(args(custom_convert_samples_to_train_data_path=f"{file}:make"), [sample(1.0)])

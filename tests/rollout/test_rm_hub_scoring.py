@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -22,7 +23,8 @@ from slime.rollout.rm_hub import (
 from slime.rollout.rm_hub.pool import close_pools, get_pool
 from slime.rollout.rm_hub.scoring import reset_breaker
 from slime.utils.http_utils import close_session
-from slime.utils.types import RewardFailure, Sample, invalid
+from slime.utils.plugin_errors import PluginError
+from slime.utils.types import Sample, invalid
 
 CALLS = []
 
@@ -80,8 +82,41 @@ async def raising_reward(args, sample):
     raise KeyError("no such judge")
 
 
-async def nan_reward(args, sample):
-    return float("nan")
+async def unreachable_reward(args, sample):
+    raise ConnectionError("no such judge")
+
+
+class HttpProblem(Exception):
+    """As libraries have: neither a kind of OSError nor a mistake of the code."""
+
+
+async def given_reward(args, sample):
+    CALLS.append(sample.index)
+    return args.given
+
+
+async def given_raise(args, sample):
+    CALLS.append(sample.index)
+    raise args.given
+
+
+async def cancelled_reward(args, sample):
+    task = asyncio.ensure_future(asyncio.sleep(60))
+    await asyncio.sleep(0)
+    task.cancel()
+    await task
+
+
+async def exiting_reward(args, sample):
+    sys.exit(3)
+
+
+def exiting_plain_reward(args, sample):
+    sys.exit(3)
+
+
+def stop_iteration_plain_reward(args, sample):
+    return next(iter([]))
 
 
 async def flaky_reward(args, sample):
@@ -110,6 +145,18 @@ async def group_reward(args, samples):
 
 async def short_group_reward(args, samples):
     return [1.0]
+
+
+async def single_group_reward(args, samples):
+    return 1.0
+
+
+async def text_group_reward(args, samples):
+    return "10"
+
+
+async def half_group_reward(args, samples):
+    return [1.0, None]
 
 
 def score(args, *samples, **kwargs):
@@ -208,11 +255,20 @@ def test_group_reward_sees_the_flattened_group_once():
     assert [samples[0].reward, samples[1][0].reward, samples[1][1].reward] == [1.0, 0.0, 0.0]
 
 
-def test_group_reward_of_the_wrong_length_fails_every_sample_with_the_counts():
-    samples = [Sample(index=0), Sample(index=1)]
-    args = make_args(custom_rm_path=here("short_group_reward"), group_rm=True, reward_retries=0)
-    score(args, *samples)
-    assert all("1 rewards for 2 samples" in s.reward_failure.reason for s in samples)
+@pytest.mark.parametrize(
+    "name, complaint",
+    [
+        ("short_group_reward", "returned 1 rewards for 2 samples"),
+        ("single_group_reward", "returned float for a group: return a list"),
+        ("text_group_reward", "returned str for a group: return a list"),
+        ("half_group_reward", "returned no score: reward is None"),
+    ],
+)
+def test_group_reward_that_is_not_one_number_per_sample_stops_the_run(name, complaint):
+    args = make_args(custom_rm_path=here(name), group_rm=True)
+    with pytest.raises(PluginError, match=complaint) as caught:
+        score(args, Sample(index=6), Sample(index=7))
+    assert f"{__file__}:" in str(caught.value) and "sample " in str(caught.value)
 
 
 def test_batched_rm_keeps_the_single_signature_without_group_rm():
@@ -221,25 +277,78 @@ def test_batched_rm_keeps_the_single_signature_without_group_rm():
 
 
 # Failures
-def test_raising_reward_is_retried_then_named():
+def test_a_mistake_in_a_reward_stops_the_run_at_the_first_with_file_line_and_sample():
     calls = calls_of(here("raising_reward"))
+    sample = Sample(index=5, group_index=2, prompt="how many?", response="seven of them")
+    with pytest.raises(PluginError) as caught:
+        score(make_args(custom_rm_path=here("raising_reward"), reward_failure_action="drop"), sample)
+    assert calls == [5]
+    line = raising_reward.__code__.co_firstlineno + 2
+    for part in (
+        "--custom-rm-path",
+        "KeyError: 'no such judge'",
+        f"{__file__}:{line} in raising_reward",
+        "sample 5 (group 2)",
+    ):
+        assert part in str(caught.value)
+    assert "'how many?'" in str(caught.value) and "'seven of them'" in str(caught.value)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize(
+    "value", [None, "1.0", float("nan"), float("inf"), [1.0], {"acc": 1.0}, {"score": None}, {"score": "1"}, object()]
+)
+def test_a_reward_that_is_no_score_stops_the_run_at_the_first(value):
+    calls = calls_of(here("given_reward"))
+    args = make_args(custom_rm_path=here("given_reward"), reward_key="score", given=value)
+    with pytest.raises(PluginError) as caught:
+        score(args, Sample(index=5, prompt="how many?"))
+    assert len(calls) == 1
+    for part in ("returned no score", f"{__file__}:{given_reward.__code__.co_firstlineno}", "sample 5", "'how many?'"):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [ConnectionError, TimeoutError, OSError, HttpProblem])
+def test_what_may_pass_is_tried_again_and_then_says_where_it_was_raised(kind):
+    calls = calls_of(here("given_raise"))
     sample = Sample(index=5)
-    score(make_args(custom_rm_path=here("raising_reward")), sample)
-    assert calls == [5, 5, 5]
-    assert sample.reward is None
-    assert sample.reward_failure == RewardFailure("infra_error", "reward function raised KeyError: 'no such judge'")
+    score(make_args(custom_rm_path=here("given_raise"), given=kind("away")), sample)
+    assert len(calls) == 3
+    assert sample.reward_failure.kind == "infra_error"
+    line = given_raise.__code__.co_firstlineno + 2
+    assert f"{kind.__name__}: away at {__file__}:{line} in given_raise" in sample.reward_failure.reason
+
+
+def test_an_answer_that_cannot_be_judged_is_not_judged_again():
+    calls = calls_of(here("given_reward"))
+    sample = Sample(index=5)
+    score(make_args(custom_rm_path=here("given_reward"), given=invalid("no code in it")), sample)
+    assert len(calls) == 1 and sample.reward_failure == invalid("no code in it")
+
+
+def test_a_task_of_the_function_s_own_that_was_cancelled_is_a_failure_not_the_end():
+    sample = Sample(index=5)
+    score(make_args(custom_rm_path=here("cancelled_reward"), reward_retries=0), sample)
+    assert sample.reward_failure.kind == "infra_error" and "cancelled" in sample.reward_failure.reason
+
+
+@pytest.mark.parametrize("name", ["exiting_reward", "exiting_plain_reward", "stop_iteration_plain_reward"])
+def test_exits_and_stop_iteration_are_mistakes_too(name):
+    with pytest.raises(PluginError, match=f"in {name}"):
+        score(make_args(custom_rm_path=here(name), generate_timeout_s=60.0), Sample(index=5))
+
+
+def test_a_built_in_reward_without_the_chosen_key_is_a_configuration_error():
+    args = make_args(rm_type="dapo", reward_key="correct")
+    with pytest.raises(RewardConfigError, match="no --reward-key 'correct'"):
+        score(args, Sample(index=5, response="Answer: 1", label="1"))
+    close_pools()
 
 
 def test_reward_that_recovers_within_its_retries_is_a_score():
     sample = Sample(index=0)
     score(make_args(custom_rm_path=here("flaky_reward")), sample)
     assert sample.reward == 1.0 and sample.reward_failure is None
-
-
-def test_nan_reward_is_invalid():
-    sample = Sample(index=0)
-    score(make_args(custom_rm_path=here("nan_reward"), reward_retries=0), sample)
-    assert sample.reward is None and sample.reward_failure.kind == "invalid" and "nan" in sample.reward_failure.reason
 
 
 @pytest.mark.parametrize("name", ["hanging_reward", "hanging_plain_reward"])
@@ -282,7 +391,7 @@ def test_configuration_error_stops_at_once():
 
 # Breaker
 def test_breaker_names_kind_reason_count_sample_and_flag():
-    args = make_args(custom_rm_path=here("raising_reward"), reward_retries=0, reward_failure_limit=3)
+    args = make_args(custom_rm_path=here("unreachable_reward"), reward_retries=0, reward_failure_limit=3)
     score(args, Sample(index=0), Sample(index=1))
     with pytest.raises(RewardFailuresExceeded) as caught:
         score(args, Sample(index=9, group_index=4))
@@ -291,14 +400,14 @@ def test_breaker_names_kind_reason_count_sample_and_flag():
 
 
 def test_success_starts_the_breaker_count_anew():
-    failing = make_args(custom_rm_path=here("raising_reward"), reward_retries=0, reward_failure_limit=2)
+    failing = make_args(custom_rm_path=here("unreachable_reward"), reward_retries=0, reward_failure_limit=2)
     for _ in range(4):
         score(failing, Sample(index=0))
         score(make_args(custom_rm_path=here("length_reward")), Sample(index=1, response="a"))
 
 
 def test_stop_action_ends_the_run_at_the_first_failure():
-    args = make_args(custom_rm_path=here("nan_reward"), reward_retries=0, reward_failure_action="stop")
+    args = make_args(custom_rm_path=here("unreachable_reward"), reward_retries=0, reward_failure_action="stop")
     with pytest.raises(RewardFailuresExceeded, match="--reward-failure-action stop"):
         score(args, Sample(index=0))
 

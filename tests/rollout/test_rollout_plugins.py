@@ -9,10 +9,10 @@ from rollout_helpers import assert_conserved, make_args, make_source
 
 from slime.rollout import sglang_rollout
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
-from slime.rollout.collect import GroupFailed
 from slime.rollout.data_source import RolloutDataSource
 from slime.rollout.sglang_rollout import GenerateState, generate_and_rm, generate_rollout, get_model_url
 from slime.utils.async_utils import run
+from slime.utils.plugin_errors import PluginError
 from slime.utils.types import Sample, flatten_samples
 
 
@@ -51,7 +51,7 @@ def test_a_custom_generate_may_come_from_a_file(tmp_path):
 
 
 def test_a_generate_function_that_returns_nothing_is_named(tmp_path):
-    with pytest.raises(GroupFailed, match=r"rollout_plugins\.returns_nothing returned NoneType"):
+    with pytest.raises(PluginError, match=r"rollout_plugins\.returns_nothing returned NoneType"):
         rollout(tmp_path, "--custom-generate-function-path", "rollout_plugins.returns_nothing")
 
 
@@ -97,7 +97,7 @@ def test_siblings_with_different_rollout_ids_are_refused(tmp_path):
         "    a, b = copy.deepcopy(sample), copy.deepcopy(sample)\n    a.rollout_id, b.rollout_id = 1, 2\n"
         "    return [a, b]\n"
     )
-    with pytest.raises(GroupFailed, match="siblings of one execution must share one"):
+    with pytest.raises(PluginError, match="siblings of one execution must share one"):
         rollout(tmp_path, "--custom-generate-function-path", f"{path}:gen")
 
 
@@ -110,7 +110,7 @@ def test_sample_hooks_run_in_order_with_the_arguments_they_accept(tmp_path):
 
 
 def test_a_hook_that_returns_something_else_is_named(tmp_path):
-    with pytest.raises(GroupFailed, match=r"sample hook rollout_plugins\.hook_wrong returned int"):
+    with pytest.raises(PluginError, match=r"rollout_plugins\.hook_wrong returned int"):
         rollout(tmp_path, "--rollout-sample-hook-path", "rollout_plugins.hook_wrong")
 
 
@@ -212,3 +212,51 @@ def test_an_exhausted_data_source_stops_the_rollout(tmp_path):
         with pytest.raises(RuntimeError, match=r"gave no groups: 3 of --rollout-batch-size 4"):
             generate_rollout(args, 0, source)
     assert len(source.groups) == 3
+
+
+MISTAKES = {
+    "--custom-generate-function-path": "async def f(args, sample, sampling_params):",
+    "--rollout-sample-hook-path": "def f(args, sample):",
+    "--custom-rm-path": "async def f(args, sample):",
+    "--dynamic-sampling-filter-path": "def f(args, samples):",
+    "--rollout-sample-filter-path": "def f(args, groups):",
+    "--rollout-all-samples-process-path": "def f(args, all_groups, data_source):",
+    "--buffer-filter-path": "def f(args, rollout_id, buffer, num_samples):",
+}
+
+
+@pytest.mark.parametrize("option, head", MISTAKES.items())
+def test_a_mistake_in_a_plug_in_stops_the_run_at_the_first_with_file_and_line(tmp_path, option, head):
+    path, log = tmp_path / "mine.py", tmp_path / "calls"
+    path.write_text(f"{head}\n    open({str(log)!r}, 'a').write('x')\n    return {{}}['gold']\n")
+    flags = ("--group-failure-action", "drop", "--reward-failure-action", "drop")
+    with FakeEngine() as engine:
+        args = make_args(tmp_path, engine, option, f"{path}:f", *flags)
+        source = make_source(args)
+        if option == "--buffer-filter-path":
+            source.add_samples([source.get_samples(1)[0]])
+        with pytest.raises(PluginError) as caught:
+            generate_rollout(args, 3, source)
+    for part in (option, "KeyError: 'gold'", f"{path}:3 in f: return {{}}['gold']"):
+        assert part in str(caught.value)
+    # Tasks that ran beside the first may have met it too; none has tried again.
+    assert len(log.read_text()) <= 8
+    if option == "--custom-rm-path":
+        assert "prompt 'q" in str(caught.value) and "response 'xxxx'" in str(caught.value)
+
+
+def test_an_engine_s_garbage_is_no_mistake_of_the_generate_function_that_met_it(tmp_path):
+    with FakeEngine(lambda payload, number: "garbage" if number == 0 else None) as engine:
+        args = make_args(tmp_path, engine, "--custom-generate-function-path", "rollout_plugins.never_ends")
+        output = generate_rollout(args, 3, make_source(args))
+    assert len(flatten_samples(output.samples)) == 8
+
+
+def test_a_mistake_in_an_evaluation_s_own_reward_stops_it_too(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("async def f(args, sample):\n    return sample.metadata['gold']\n")
+    with FakeEngine() as engine:
+        args = make_args(tmp_path, engine, "--eval-prompt-data", "held", str(tmp_path / "prompts.jsonl"))
+        args.eval_datasets[0].custom_rm_path = f"{path}:f"
+        with pytest.raises(PluginError, match=f"{path}:2 in f"):
+            generate_rollout(args, 3, make_source(args), evaluation=True)

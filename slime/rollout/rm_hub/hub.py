@@ -11,13 +11,16 @@ import threading
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from slime.rollout.groups import describe_fully
 from slime.rollout.rm_hub.answers import answer_text
 from slime.rollout.rm_hub.checks import box_of, check
 from slime.rollout.rm_hub.outcomes import RewardConfigError
 from slime.rollout.rm_hub.remote import remote_rm
 from slime.utils.misc import load_function
+from slime.utils.plugin_errors import plugin_call, wrong_return
 from slime.utils.types import RewardFailure, Sample, infra_error, invalid
 
+CUSTOM_RM = "--custom-rm-path"
 _BOXED = "boxed_"
 _MAX_REWARD_THREADS = 64
 _DAPO_WRONG = {"score": -1.0, "acc": False, "pred": "[TOO LARGE]"}
@@ -44,7 +47,7 @@ async def batched_async_rm(args: Any, samples: Sequence[Sample], **kwargs: Any) 
     """One value per sample. With --group-rm the custom function sees the group; otherwise each sample alone."""
     if scores_groups(args, samples):
         values = await call_custom(args, args.custom_rm_path, list(samples), **kwargs)
-        return _one_per_sample(args.custom_rm_path, values, len(samples))
+        return _one_per_sample(args.custom_rm_path, values, samples)
     return list(await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in samples)))
 
 
@@ -70,14 +73,15 @@ def rm_type_of(args: Any, sample: Sample) -> str:
 
 
 async def call_custom(args: Any, path: str, subject: Any, **kwargs: Any) -> Any:
-    """Call a user's reward function, async or plain, with the deadline of a generation."""
+    """Call a user's reward function, async or plain, with the deadline of a generation; a mistake in it ends the run."""
     function = load_function(path)
     try:
         async with asyncio.timeout(args.generate_timeout_s) as deadline:
-            if inspect.iscoroutinefunction(function):
-                return await function(args, subject, **kwargs)
-            value = await _in_thread(lambda: function(args, subject, **kwargs))
-            return await value if inspect.isawaitable(value) else value
+            with plugin_call(CUSTOM_RM, path, lambda: describe_fully(subject), keep=(RewardConfigError,)):
+                if inspect.iscoroutinefunction(function):
+                    return await function(args, subject, **kwargs)
+                value = await _in_thread(lambda: function(args, subject, **kwargs))
+                return await value if inspect.isawaitable(value) else value
     except TimeoutError:
         if not deadline.expired():
             raise  # a time-out of the function's own
@@ -97,8 +101,10 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
         with _thread_slots:
             try:
                 method, value = future.set_result, call()
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 method, value = future.set_exception, error
+                if isinstance(error, StopIteration):  # no future takes one
+                    value = RuntimeError(f"StopIteration: {error}").with_traceback(error.__traceback__)
         if not loop.is_closed():
             loop.call_soon_threadsafe(deliver, method, value)
 
@@ -109,15 +115,20 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
 _thread_slots = threading.BoundedSemaphore(_MAX_REWARD_THREADS)
 
 
-def _one_per_sample(path: str, values: Any, count: int) -> list[Any]:
+def _one_per_sample(path: str, values: Any, samples: Sequence[Sample]) -> list[Any]:
+    if isinstance(values, RewardFailure):
+        return [values] * len(samples)
     try:
-        values = list(values)
+        listed = None if isinstance(values, (str, dict)) else list(values)
     except TypeError:
-        values = [values]
-        return [invalid(f"{path} returned {type(values[0]).__name__} for a group: return a list")] * count
-    if len(values) != count:
-        return [invalid(f"{path} returned {len(values)} rewards for {count} samples")] * count
-    return values
+        listed = None
+    if listed is None:
+        complaint = f"returned {type(values).__name__} for a group: return a list with one reward per sample"
+        wrong_return(CUSTOM_RM, path, complaint, describe_fully(samples))
+    if len(listed) != len(samples):
+        complaint = f"returned {len(listed)} rewards for {len(samples)} samples"
+        wrong_return(CUSTOM_RM, path, complaint, describe_fully(samples))
+    return listed
 
 
 def _reward_of_type(rm_type: str) -> Callable[[Any, Sample, str], Awaitable[Any]]:

@@ -9,8 +9,11 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from slime.observability.trace_utils import trace_span
-from slime.rollout.rm_hub.hub import async_rm, batched_async_rm, custom_path_of, rm_type_of, scores_groups
+from slime.rollout.groups import describe_fully
+from slime.rollout.rm_hub.hub import CUSTOM_RM, async_rm, batched_async_rm, custom_path_of, rm_type_of, scores_groups
 from slime.rollout.rm_hub.outcomes import RewardConfigError, RewardFailuresExceeded, judge, settle_reward
+from slime.utils.errors import RunStopped
+from slime.utils.plugin_errors import may_pass, place_of, wrong_return
 from slime.utils.types import RewardFailure, Sample, flatten_samples, infra_error
 
 logger = logging.getLogger(__name__)
@@ -21,8 +24,9 @@ _RETRY_DELAY_S = 0.1
 async def score_samples(args: Any, samples: Sequence[Any], *, evaluation: bool = False) -> None:
     """Give each sample (fan-out lists included) a score in `reward` or a cause in `reward_failure`.
 
-    Samples that already have a reward keep it, except that a group reward sees its whole group. Raises
-    RewardFailuresExceeded when rewards keep failing, RewardConfigError when they never can work.
+    Samples that already have a reward keep it, except that a group reward sees its whole group. Raises PluginError at
+    the first mistake in a user's function, RewardConfigError when a reward can never work as it is configured, and
+    RewardFailuresExceeded when rewards keep failing.
     """
     flat = flatten_samples(samples)
     if scores_groups(args, flat):
@@ -43,7 +47,8 @@ async def score_samples(args: Any, samples: Sequence[Any], *, evaluation: bool =
 
 async def _score_one(args: Any, sample: Sample, evaluation: bool) -> None:
     async def attempt() -> list[Any]:
-        return [await _guarded(lambda: async_rm(args, sample), args, evaluation)]
+        value = await _guarded(async_rm(args, sample), custom_path_of(args, sample))
+        return [_judged(args, sample, value, evaluation)]
 
     with trace_span(sample, "reward_model"):
         [outcome] = await _with_retries(args, [sample], attempt)
@@ -52,10 +57,10 @@ async def _score_one(args: Any, sample: Sample, evaluation: bool) -> None:
 
 async def _score_group(args: Any, samples: list[Sample], evaluation: bool) -> None:
     async def attempt() -> list[Any]:
-        values = await _guarded(lambda: batched_async_rm(args, samples), args, evaluation, settle=False)
+        values = await _guarded(batched_async_rm(args, samples), args.custom_rm_path)
         if isinstance(values, RewardFailure):
             return [values] * len(samples)
-        return [judge(args, value, evaluation=evaluation) for value in values]
+        return [_judged(args, *pair, evaluation) for pair in zip(samples, values, strict=True)]
 
     with trace_span(samples, "group_reward_model"):
         outcomes = await _with_retries(args, samples, attempt)
@@ -63,18 +68,35 @@ async def _score_group(args: Any, samples: list[Sample], evaluation: bool) -> No
         _conclude(args, sample, outcome, evaluation)
 
 
-async def _guarded(
-    call: Callable[[], Coroutine[Any, Any, Any]], args: Any, evaluation: bool, *, settle: bool = True
-) -> Any:
-    """The call's outcome; whatever it raises becomes a failure that says so (a configuration error stays one)."""
+async def _guarded(call: Coroutine[Any, Any, Any], custom_path: str | None) -> Any:
+    """What the reward returned; an exception that may pass becomes a failure that says where it was raised."""
     try:
-        value = await call()
-        return judge(args, value, evaluation=evaluation) if settle else value
-    except RewardConfigError:
-        raise
+        return await call
+    except asyncio.CancelledError:
+        if asyncio.current_task().cancelling():
+            raise  # it is this task that is to end
+        return infra_error("the reward function raised CancelledError: a task that it waited for was cancelled")
     except Exception as error:
-        logger.debug("reward function raised", exc_info=True)
-        return infra_error(f"reward function raised {type(error).__name__}: {error}")
+        if isinstance(error, RunStopped) or not may_pass(error):
+            raise
+        place = f" at {place_of(error, custom_path)}" if custom_path is not None else ""
+        return infra_error(f"reward function raised {type(error).__name__}: {error}{place}")
+
+
+def _judged(args: Any, sample: Sample, value: Any, evaluation: bool) -> Any:
+    """A score or a failure. No judge can do anything about a value that is neither: its author is told at once."""
+    outcome = judge(args, value, evaluation=evaluation)
+    if not isinstance(outcome, RewardFailure) or isinstance(value, RewardFailure):
+        return outcome
+    path = custom_path_of(args, sample)
+    if path is not None:
+        expected = (
+            "Return a finite number, a dict with one, or invalid(reason) or infra_error(reason) of slime.utils.types"
+        )
+        wrong_return(CUSTOM_RM, path, f"returned no score: {outcome.reason}. {expected}.", describe_fully(sample))
+    if rm_type_of(args, sample).removeprefix("boxed_") == "remote_rm":
+        return outcome  # the judge's, who may know better the next time
+    raise RewardConfigError(f"--rm-type {rm_type_of(args, sample)}: {outcome.reason}")
 
 
 async def _with_retries(
@@ -92,10 +114,9 @@ async def _with_retries(
 
 
 def _worth_retrying(args: Any, sample: Sample, failure: RewardFailure) -> bool:
-    """A custom function may do better next time. A built-in check says the same again, unless its worker broke."""
-    if custom_path_of(args, sample) is not None:
-        return True
-    return failure.kind == "infra_error" and rm_type_of(args, sample).removeprefix("boxed_") != "remote_rm"
+    """What broke may work the next time; an answer that cannot be judged stays one. A remote judge was asked often enough."""
+    custom = custom_path_of(args, sample) is not None
+    return failure.kind == "infra_error" and (custom or rm_type_of(args, sample).removeprefix("boxed_") != "remote_rm")
 
 
 def _conclude(args: Any, sample: Sample, outcome: Any, evaluation: bool) -> None:

@@ -1,0 +1,134 @@
+"""When a user's function raises: whether another try may pass, and what its author is told if not.
+
+A mistake in the code (a missing key, a wrong type) comes again at every try, so it ends the run at once with the file,
+the line and what the function was called for. What depends on the world outside (a judge that is down, a time-out, a
+full disk) is left to whoever called: it may pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+from slime.utils.errors import EngineAnswerError, RunStopped
+from slime.utils.misc import load_function
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_OUTSIDE_WORLD = (OSError, TimeoutError, EOFError, MemoryError, EngineAnswerError)
+_NO_SUCH_FILE = (
+    FileNotFoundError,
+    NotADirectoryError,
+    IsADirectoryError,
+)  # as fixed as the path that is written there
+_MISTAKES = (
+    *(TypeError, ValueError, LookupError, AttributeError, NameError, ArithmeticError, AssertionError, ImportError),
+    *(SyntaxError, NotImplementedError, RecursionError),
+)
+_MODULES_OF_THE_WORLD = {"http", "urllib", "ssl", "socket", "subprocess", "concurrent", "asyncio", "multiprocessing"}
+_MAX_LINE = 160
+
+
+class PluginError(RunStopped):
+    """A user's function made a mistake that another try would repeat."""
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether it comes from the world outside: time-outs, connections, HTTP, the operating system.
+
+    Exceptions of a library or of the user's own making count as such unless they are a kind of TypeError, ValueError
+    and the like; a plain Exception or RuntimeError only if one of these caused it.
+    """
+    if isinstance(error, BaseExceptionGroup):
+        return all(may_pass(one) for one in error.exceptions)
+    if isinstance(error, _OUTSIDE_WORLD):
+        return not isinstance(error, _NO_SUCH_FILE)
+    if isinstance(error, _MISTAKES):
+        return False
+    module = type(error).__module__.partition(".")[0]
+    if module not in sys.stdlib_module_names or module in _MODULES_OF_THE_WORLD:
+        return True
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return cause is not None and may_pass(cause)
+
+
+@contextlib.contextmanager
+def plugin_call(
+    option: str, path: str, subject: Callable[[], str] = str, *, keep: tuple[type[Exception], ...] = ()
+) -> Iterator[None]:
+    """Around a call of the function at `path`: its mistakes become a PluginError, the rest rises as it is.
+
+    `subject` names what it was called for. `keep` are exceptions of slime that its functions may raise through the user's.
+    """
+    try:
+        yield
+    except (RunStopped, *keep):
+        raise
+    except (Exception, SystemExit) as error:
+        if may_pass(error):
+            raise
+        raise PluginError(mistake(option, path, error, subject())) from error
+
+
+def mistake(option: str, path: str, error: BaseException, subject: str = "") -> str:
+    """What a user reads about an exception of their function."""
+    kind, text = type(error).__name__, str(error)
+    return _message(f"{option} {path} raised {kind}{': ' if text else ''}{text}", place_of(error, path), subject)
+
+
+def wrong_return(option: str, path: str, complaint: str, subject: str = "") -> NoReturn:
+    """The function returned what it must not: `complaint` says what, and what is expected."""
+    raise PluginError(_message(f"{option} {path} {complaint}", _definition_of(path), subject))
+
+
+def place_of(error: BaseException, path: str) -> str:
+    """Where in the user's code the exception was raised: "file:line in function: source line"."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    frames = traceback.extract_tb(error.__traceback__)
+    own_file = _file_of(path)
+    own = [frame for frame in frames if frame.filename == own_file or _is_users(frame.filename)]
+    if not own:
+        return _definition_of(path)
+    frame = own[-1]
+    place = f"{frame.filename}:{frame.lineno} in {frame.name}"
+    return f"{place}: {frame.line[:_MAX_LINE]}" if frame.line else place
+
+
+def _message(what: str, place: str, subject: str) -> str:
+    lines = [what, *([f"  at {place}"] if place else []), *([f"  for {subject}"] if subject else [])]
+    return "\n".join([*lines, "  Another try would end in the same way, so the run stops here."])
+
+
+def _is_users(filename: str) -> bool:
+    return not filename.startswith(("<frozen", _PACKAGE, *_LIBRARIES))
+
+
+def _function_of(path: str) -> Callable[..., Any] | None:
+    try:
+        function = inspect.unwrap(load_function(path))
+    except Exception:  # only the message would miss it
+        return None
+    while hasattr(function, "func"):  # functools.partial
+        function = function.func
+    return function
+
+
+def _file_of(path: str) -> str | None:
+    with contextlib.suppress(TypeError):
+        return inspect.getsourcefile(_function_of(path))
+    return None
+
+
+def _definition_of(path: str) -> str:
+    function = _function_of(path)
+    try:
+        return f"{inspect.getsourcefile(function)}:{inspect.getsourcelines(function)[1]} (its definition)"
+    except (TypeError, OSError):
+        return ""
