@@ -44,7 +44,7 @@ _MAX_SESSIONS = 100_000  # the longest unused ones are forgotten
 _ALL_REFUSED_PAUSE_S = 0.2
 _DYING_PAUSE_S = 1.0  # an engine on its way out may take a connection for a moment
 _LAST_WORDS_S = 0.05
-_RETURN_PATIENCE_S = 60.0  # of requests that were in company when their engine broke
+_RETURN_PATIENCE_S = 30.0  # of requests that were in company when their engine broke
 _HOP_HEADERS = frozenset({"host", "content-length", "connection", "transfer-encoding", "keep-alive", "expect"})
 # This engine is down. A generation has no side effect, so it may be sent again; where to is the question.
 _BROKEN = (TimeoutError, aiohttp.ClientConnectionError, aiohttp.ClientPayloadError)

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from aiohttp import web
 from fake_engine import FakeEngine
@@ -103,7 +104,7 @@ def test_engines_leave_and_return_sessions_stay_and_a_dead_router_comes_back_kno
             router.stop()
 
 
-def test_the_router_tells_an_engine_the_token_it_asks_for(python, tmp_path):
+def test_the_router_tells_an_engine_the_token_it_asks_for_and_listens_on_loopback_alone(python, tmp_path):
     with RegisteredEngine() as engine:
         http_utils.authorize(engine.url, "secret")
         router = make_router(python, tmp_path, "round_robin")
@@ -113,6 +114,9 @@ def test_the_router_tells_an_engine_the_token_it_asks_for(python, tmp_path):
             assert ask(router)["output_ids"]
             assert {k.lower(): v for k, v in engine.headers[0].items()}["authorization"] == "Bearer secret"
             assert "secret" not in str(run(http_utils.get(f"{router.url}/workers")))
+            family = [psutil.Process(router.pid), *psutil.Process(router.pid).children(recursive=True)]
+            sockets = [socket for process in family for socket in process.net_connections("inet")]
+            assert {s.laddr.ip for s in sockets if s.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
         finally:
             router.stop()
 

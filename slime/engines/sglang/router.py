@@ -33,9 +33,9 @@ def router_command(python: str, policy: str, extra: Sequence[str] = ()) -> Comma
     def command(port: int, ready_file: Path, life_fd: int) -> list[str]:
         words = [sys.executable, "-P", supervisor.__file__, "--host", "127.0.0.1", "--port", str(port)]
         words += ["--probe", "/liveness", "--ready-file", str(ready_file), "--life-fd", str(life_fd), "--"]
-        # The second port that the supervisor holds serves the metrics.
+        # The second port that the supervisor holds serves the metrics; left to itself the router shows them to all machines.
         words += [python, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", PORT]
-        words += ["--prometheus-port", NCCL_PORT, "--policy", policy]
+        words += ["--prometheus-host", "127.0.0.1", "--prometheus-port", NCCL_PORT, "--policy", policy]
         words += ["--health-check-interval-secs", "3", "--health-failure-threshold", "2"]
         return [*words, "--health-success-threshold", "1", *extra]
 
