@@ -240,6 +240,7 @@ def _custom_tis(args: Any, loss: Tensor, proximal: Tensor, behaviour: Tensor, mb
         total_lengths=list(mb.documents.lengths),
         response_lengths=list(mb.response_lengths),
     )
+    masks = list(masks)
     lengths = tuple(len(mask) if mask.ndim == 1 else -1 for mask in masks)
     if corrected.shape != loss.shape or lengths != mb.response_lengths:
         raise ValueError(
@@ -248,7 +249,7 @@ def _custom_tis(args: Any, loss: Tensor, proximal: Tensor, behaviour: Tensor, mb
             "token, flat, and one mask per sample with a value per token."
         )
     # What it leaves of each trained token; it cannot add tokens that do not train.
-    mask = torch.where(mb.loss_mask != 0, torch.cat(list(masks)).to(loss) / mb.loss_mask, torch.zeros_like(loss))
+    mask = torch.where(mb.loss_mask != 0, torch.cat(masks).to(loss) / mb.loss_mask, torch.zeros_like(loss))
     return Corrected(torch.where(mask != 0, corrected, torch.zeros_like(corrected)), dict(metrics), mask)
 
 
