@@ -24,6 +24,10 @@ from slime.wire.control import TAGS, PauseMode
 
 logger = logging.getLogger(__name__)
 
+NOT_FINITE = "NotFinite"
+# Of one request that asks which ids each token was drawn from: 64 MiB, and as much again in the answer.
+MAX_KEPT_IDS = 1 << 24
+_NARROWER = "too many to tell; lower top_p or top_k, the temperature or max_new_tokens"
 _PREFILL_BUDGET = {"cpu": 2048, "cuda": 8192}  # tokens of prompts in one pass
 
 
@@ -143,7 +147,7 @@ class Engine:
                 self.scheduler.release(sequence)
             if sequence.finish is not None or sequence.stream:
                 heard.append(sequence)
-        if any(sequence.failed for sequence in heard):
+        if any(sequence.failed and sequence.finish["err_type"] == NOT_FINITE for sequence in heard):
             self._wipe_cache()
         return heard
 
@@ -177,12 +181,16 @@ class Engine:
 
     def _not_finite(self) -> dict[str, Any]:
         message = f"the model's probabilities are not finite numbers (weights {self.version}): no token can be drawn"
-        return failure(422, message, "NotFinite")
+        return failure(422, message, NOT_FINITE)
 
     def _finish_reason(self, sequence: Sequence) -> dict[str, Any] | None:
         count, token, sampling = len(sequence.output), sequence.output[-1], sequence.sampling
         if not math.isfinite(sequence.log_probs[-1]):
             return self._not_finite()
+        if sequence.num_kept_ids > MAX_KEPT_IDS:
+            return failure(
+                422, f"its {count} tokens were drawn from more than {MAX_KEPT_IDS} ids: {_NARROWER}", "TooWide"
+            )
         if token in sequence.stop_ids and count >= sampling.min_new_tokens:
             return {"type": "stop", "matched": token}
         if sampling.stop and count >= sampling.min_new_tokens:

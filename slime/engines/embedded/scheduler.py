@@ -318,6 +318,7 @@ class Scheduler:
             sequence.num_computed += 1
         for row, ids in draws.kept.items():
             done.samplers[row].kept_ids.append(ids)
+            done.samplers[row].num_kept_ids += len(ids)
         for sequence, token, log_prob in zip(done.samplers, draws.tokens, draws.log_probs, strict=True):
             sequence.output.append(token)
             sequence.log_probs.append(log_prob)  # last: readers on other threads count these

@@ -126,6 +126,21 @@ def test_logits_that_are_no_numbers_spoil_no_page_for_the_next_request(engine):
     assert_well(engine)
 
 
+def test_ids_to_draw_from_that_are_too_many_to_tell_fail_their_request_alone(engine, monkeypatch):
+    monkeypatch.setattr("slime.engines.embedded.engine.MAX_KEPT_IDS", 500)
+    wide, narrow = (
+        request(rid, temperature=1e6, top_k=top_k, return_top_p_token_ids=True)
+        for rid, top_k in (("wide", 120), ("narrow", 5))
+    )
+    for sequence in (wide, narrow):
+        engine.add(sequence)
+    finish(engine, wide)
+    assert wide.finish["status_code"] == 422 and len(wide.output) == 5
+    finish(engine, narrow)
+    assert not narrow.failed and narrow.num_retractions == 0 and narrow.num_kept_ids == 100
+    assert_well(engine)
+
+
 def test_an_engine_whose_device_is_lost_does_not_go_on(engine):
     engine.add(request("one"))
     engine.runner.forward = fails_once(engine.runner.forward)
