@@ -19,12 +19,14 @@ from slime.arguments.draft import Draft
 from slime.arguments.eval_datasets import resolve_eval_datasets
 from slime.arguments.fp8_rules import engine_precision
 from slime.arguments.kept_models import kept_models
+from slime.arguments.machine import tell_of_this_machine
 from slime.arguments.megatron_rules import megatron_trainer
 from slime.arguments.no_effect import refuse_flags_without_effect
 from slime.arguments.objective_rules import distillation, preference_pairs
 from slime.arguments.objectives import SUPERVISED_LOSSES
 from slime.arguments.paths import check_paths_exist
 from slime.arguments.placement import derive_offload, derive_sizes
+from slime.arguments.precision import derive_precision
 from slime.arguments.rewards import RM_TYPES
 from slime.arguments.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slime.arguments.rollout_rules import fully_async_rollout
@@ -272,6 +274,8 @@ def reproducible_engine(draft: Draft) -> None:
 def devices(draft: Draft) -> None:
     derive_sizes(draft, visible_gpus)
     derive_offload(draft)
+    derive_precision(draft, visible_gpus)
+    tell_of_this_machine(draft, visible_gpus)
 
 
 def run_folder(draft: Draft) -> None:

@@ -12,7 +12,8 @@ class TrainingFlags:
     train_backend: str = flag("fsdp", "trainer implementation", choices=("fsdp", "megatron"), alias="--backend")
     dtype: str = flag(
         "auto",
-        "compute precision of the trainer; auto: float32 on CPU, bfloat16 on GPU (master weights are float32)",
+        "compute precision (master weights are float32); auto: bfloat16 where the device has units for it, else float32; on a CPU "
+        "only for models stored in 16 bits",
         choices=("auto", "float32", "bfloat16"),
     )
     global_batch_size: int | None = flag(None, "samples per optimizer step; default: all samples of one rollout", ge=1)

@@ -42,7 +42,7 @@ from slime.observability.tracking import Tracker
 from slime.plugins import check_plugins
 from slime.rollout.prompt_formats import check_prompt_files
 from slime.utils import shm
-from slime.utils.accelerator import device_count
+from slime.utils.accelerator import device_count, has_bfloat16
 from slime.utils.folder_lock import FolderLock
 from slime.utils.plain_files import save_plain
 from slime.utils.step_folders import Manifest, StepFolder, step_path
@@ -62,6 +62,7 @@ class Cluster:
         configure_logger()
         self._args = args
         logger.info("%s", explain_batch(args))
+        logger.info("precision: %s (%s)", args.dtype, args.sources["dtype"])
         with contextlib.ExitStack() as stack:
             if args.save is not None:
                 stack.callback(open_save_folder(args).release)
@@ -194,8 +195,8 @@ class Cluster:
 
     def _wire_dtype(self) -> str | None:
         """Engines get the precision that the trainer computes in; None: that of the master weights."""
-        on_gpu = self._args.dtype == "auto" and device_count() > 0
-        return "bfloat16" if self._args.dtype == "bfloat16" or on_gpu else None
+        dtype = self._args.dtype
+        return "bfloat16" if dtype == "bfloat16" or (dtype == "auto" and has_bfloat16()) else None
 
     # ---- one step ------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,18 @@ def device_count() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
+def has_bfloat16() -> bool:
+    """Whether the visible GPUs multiply bfloat16 themselves; older ones emulate it."""
+    return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def compute_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The precision of --dtype on a device. `auto` where nothing is known of the model: float32 on a CPU."""
+    if name == "auto":
+        return torch.bfloat16 if device.type != "cpu" and has_bfloat16() else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
 def process_group_backend() -> str:
     """CPU tensors need gloo even on a GPU machine (checkpoints, small exchanges)."""
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"

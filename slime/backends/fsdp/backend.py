@@ -48,8 +48,7 @@ from slime.backends.roles import (
 )
 from slime.backends.weight_copies import LIVE, WeightCopies
 from slime.batch.flops import ModelShape, total_forward_flops
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+from slime.utils import accelerator
 
 
 def create_backend(
@@ -105,7 +104,7 @@ class FSDPBackend:
         self.layout = self.mesh.layout
         self.device = device
         self.optimizer_device = device
-        self.compute_dtype = resolve_dtype(args.dtype, device)
+        self.compute_dtype = accelerator.compute_dtype(args.dtype, device)
         self.decay_steps = args.lr_decay_iters or total_steps
         self.step = 0  # optimizer steps taken
         self.pending_save: Future | None = None  # with --async-save: what is being written
@@ -476,10 +475,3 @@ def build_model(args: Any, role: str) -> nn.Module:
     if role == "critic" or args.loss_type == "rm_loss":
         return PackedScalarLM(lm, args.hf_checkpoint, after_token=role != "critic", seed=args.seed)
     return PackedCausalLM(lm)
-
-
-def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Compute precision of --dtype: auto is float32 on CPU and bfloat16 on an accelerator."""
-    if name == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    return DTYPES[name]

@@ -30,7 +30,6 @@ from slime.backends.base import (
     has_update,
 )
 from slime.backends.checkpoint_errors import plain_errors
-from slime.backends.fsdp.backend import resolve_dtype
 from slime.backends.fsdp.checkpoint import check_content, is_checkpoint
 from slime.backends.fsdp.experts import load_metrics
 from slime.backends.megatron import checkpoint, hooks
@@ -65,6 +64,7 @@ from slime.backends.optimizer import learning_rate, set_rate
 from slime.backends.roles import load_copies, load_critic, save_copies
 from slime.backends.weight_copies import LIVE, WeightCopies
 from slime.batch.flops import ModelShape, total_forward_flops
+from slime.utils import accelerator
 
 
 class MegatronBackend:
@@ -88,7 +88,7 @@ class MegatronBackend:
         self.device = device
         self.decay_steps = args.lr_decay_iters or total_steps
         self.step = 0  # optimizer steps taken
-        self.compute_dtype = resolve_dtype(args.dtype, device)
+        self.compute_dtype = accelerator.compute_dtype(args.dtype, device)
         self.hf_config = read_hf_config(args.hf_checkpoint)
         refuse_unknown_fields(args.megatron_config or {})
         check_layout(args, self.hf_config, world_size=world_size, device=device)

@@ -108,6 +108,9 @@ def rehearse(options: Options, screen: Screen) -> None:
                 load_args(sft_argv(recipe, scratch, files, checkpoint))
             check_models(args)
     check_evaluations(args)
+    screen.say(f"Precision: {args.dtype} ({args.sources['dtype'].removeprefix('derived: ')}).")
+    for warning in args.warnings:
+        screen.say(f"Note: {warning}")
 
 
 def stand_in(options: Options) -> Path | str:

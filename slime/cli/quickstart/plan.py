@@ -106,7 +106,7 @@ RECIPES = {
         lr_warmup_iters=2,
         eval_interval=9,
         max_tokens_per_gpu=2048,
-        precision=("--dtype", "bfloat16"),
+        precision=("--dtype", "auto"),  # stored in bfloat16, which not every CPU has units for
         saves_model=False,
     ),
 }

@@ -5,9 +5,9 @@ import torch
 
 from slime.engines.embedded import attention
 from slime.engines.embedded.attention import BatchPlan, KVPool, PrefillGroup
+from slime.utils import accelerator
 from slime.utils.fp8_config import block_size_of
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _CPU_POOL_BYTES = 256 << 20
 _CUDA_POOL_SHARE = 0.4  # of the memory that is free once the weights are loaded
 BLOCK_SIZE = 16
@@ -17,12 +17,6 @@ def resolve_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
-
-
-def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        name = "float32" if device.type == "cpu" else "bfloat16"
-    return _DTYPES[name]
 
 
 class ModelRunner:
@@ -48,7 +42,7 @@ class ModelRunner:
 
         attention.register()
         self.device = resolve_device(device)
-        self.dtype = resolve_dtype(dtype, self.device)
+        self.dtype = accelerator.compute_dtype(dtype, self.device)
         # FP8 weights are served as what they stand for: this engine has no kernels for them.
         held = block_size_of(model_path)
         self.fp8_block = fp8_block or held
