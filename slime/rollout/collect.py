@@ -31,6 +31,7 @@ from slime.rollout.groups import (
 from slime.rollout.requests import PromptError
 from slime.utils.errors import RunStopped
 from slime.utils.http_utils import HttpError
+from slime.utils.loop_watch import loop_watch
 from slime.utils.plugin_errors import plugin_call
 from slime.utils.types import RewardFailure, Sample, flatten_samples
 
@@ -171,7 +172,8 @@ class BatchCollector:
         made = [s for s in flatten_samples(group) if s.status is not Sample.Status.FAILED]
         self.counts["samples_failed"] += len(flatten_samples(group)) - len(made)
         path = self.args.dynamic_sampling_filter_path
-        with plugin_call("--dynamic-sampling-filter-path", path, lambda: describe_fully(made)):
+        option = "--dynamic-sampling-filter-path"
+        with plugin_call(option, path, lambda: describe_fully(made)), loop_watch.step(f"{option} {path}"):
             output = call_dynamic_filter(self.dynamic_filter, self.args, made)
         if should_drop_dynamic_filter_output(
             output, remaining_batch_size=self._remaining, target_data_size=self.target

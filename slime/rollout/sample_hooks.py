@@ -5,6 +5,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from slime.rollout.groups import describe_fully
+from slime.utils.loop_watch import loop_watch
 from slime.utils.misc import load_function
 from slime.utils.plugin_errors import plugin_call, wrong_return
 from slime.utils.types import Sample
@@ -38,8 +39,12 @@ async def apply_rollout_sample_hooks(
 async def _call_hook(path: str, args: Any, sample: Sample, context: dict[str, Any]) -> Sample:
     hook = load_function(path)
     with plugin_call(_OPTION, path, lambda: describe_fully(sample)):
-        result = hook(args, sample, **_accepted(hook, context))
-        if inspect.isawaitable(result):
+        name = f"{_OPTION} {path}"
+        with loop_watch.step(name):
+            result = hook(args, sample, **_accepted(hook, context))
+        if inspect.iscoroutine(result):
+            result = await loop_watch.run(name, result)
+        elif inspect.isawaitable(result):
             result = await result
     if result is None:
         return sample

@@ -37,6 +37,7 @@ from slime.rollout.versions import name_versions
 from slime.utils import http_utils, waits
 from slime.utils.async_utils import run
 from slime.utils.errors import RunStopped
+from slime.utils.loop_watch import loop_watch
 from slime.utils.misc import load_function
 from slime.utils.plugin_errors import plugin_call, wrong_return
 from slime.utils.processing_utils import load_processor, load_tokenizer
@@ -253,7 +254,8 @@ async def _call_generate(args: Any, sample: Sample, sampling_params: dict[str, A
         PolicyRequests(args).entered() as requests,
         plugin_call(CUSTOM_GENERATE, path, lambda: describe_fully(sample), keep=(PromptError,)),
     ):
-        result = await function(args, sample, sampling_params, **options)
+        call = function(args, sample, sampling_params, **options)
+        result = await loop_watch.run(f"{CUSTOM_GENERATE} {path}", call)
     made = _check_fan_out(path, sample, result) if isinstance(result, list) else _check_sample(path, sample, result)
     for one in flatten_samples([made]):
         name_versions(one, requests.versions)

@@ -7,12 +7,16 @@ all read `answer_text`; a reward function of one's own gets `sample.response` as
 from __future__ import annotations
 
 import functools
+import logging
 import re
 from typing import Any
 
 from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import Sample
 
+logger = logging.getLogger(__name__)
+
+_hinted: set[str] = set()  # paths
 # What reasoning models write between; rewards look for them even where a tokenizer calls them special.
 _KEPT = frozenset({"<think>", "</think>"})
 _MIN_LENGTH = 3  # a pad token of "!" is also the punctuation of answers
@@ -46,6 +50,30 @@ def ending_of(text: str) -> str | None:
     """The special token that the text ends in, as it is written there; None: it ends in ordinary text."""
     tail = text[len(text) - _tail_length(text) :].split()
     return tail[-1] if tail else None
+
+
+def hint_about_ending(args: Any, sample: Sample, path: str) -> None:
+    """Say once per reward function of a user's that it gets responses that end in a special token."""
+    if path in _hinted or path.startswith("slime."):
+        return
+    text = sample.response.rstrip()
+    own = [token for token in special_tokens_of(vars(args).get("hf_checkpoint")) if text.endswith(token)]
+    ending = max(own, key=len) if own else ending_of(text)
+    if ending is None:
+        return
+    _hinted.add(path)
+    logger.warning(
+        "sample.response ends in %r: --custom-rm-path %s gets the engine's text, special tokens included. A reward that "
+        "compares text should compare slime.rollout.rm_hub.answer_text(args, sample), which leaves them out; or set "
+        "--rollout-skip-special-tokens.",
+        ending,
+        path,
+    )
+
+
+def forget_hints() -> None:
+    """A new run begins."""
+    _hinted.clear()
 
 
 @functools.lru_cache(maxsize=8)

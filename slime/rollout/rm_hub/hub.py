@@ -16,6 +16,7 @@ from slime.rollout.rm_hub.answers import answer_text
 from slime.rollout.rm_hub.checks import box_of, check
 from slime.rollout.rm_hub.outcomes import RewardConfigError
 from slime.rollout.rm_hub.remote import remote_rm
+from slime.utils.loop_watch import loop_watch
 from slime.utils.misc import load_function
 from slime.utils.plugin_errors import plugin_call, wrong_return
 from slime.utils.types import RewardFailure, Sample, infra_error, invalid
@@ -79,7 +80,7 @@ async def call_custom(args: Any, path: str, subject: Any, **kwargs: Any) -> Any:
         async with asyncio.timeout(args.generate_timeout_s) as deadline:
             with plugin_call(CUSTOM_RM, path, lambda: describe_fully(subject), keep=(RewardConfigError,)):
                 if inspect.iscoroutinefunction(function):
-                    return await function(args, subject, **kwargs)
+                    return await loop_watch.run(f"{CUSTOM_RM} {path}", function(args, subject, **kwargs))
                 value = await _in_thread(lambda: function(args, subject, **kwargs))
                 return await value if inspect.isawaitable(value) else value
     except TimeoutError:

@@ -10,6 +10,7 @@ from typing import Any
 
 from slime.observability.trace_utils import trace_span
 from slime.rollout.groups import describe_fully
+from slime.rollout.rm_hub.answers import forget_hints, hint_about_ending
 from slime.rollout.rm_hub.hub import CUSTOM_RM, async_rm, batched_async_rm, custom_path_of, rm_type_of, scores_groups
 from slime.rollout.rm_hub.outcomes import RewardConfigError, RewardFailuresExceeded, judge, settle_reward
 from slime.utils.errors import RunStopped
@@ -120,6 +121,9 @@ def _worth_retrying(args: Any, sample: Sample, failure: RewardFailure) -> bool:
 
 
 def _conclude(args: Any, sample: Sample, outcome: Any, evaluation: bool) -> None:
+    path = custom_path_of(args, sample)
+    if path is not None:
+        hint_about_ending(args, sample, path)
     settle_reward(args, sample, outcome, evaluation=evaluation)
     if sample.reward_failure is None:
         _breaker.success()
@@ -158,5 +162,6 @@ _breaker = _Breaker()
 
 
 def reset_breaker() -> None:
-    """Forget earlier failures: a new run begins."""
+    """Forget earlier failures, and what was said: a new run begins."""
     _breaker.success()
+    forget_hints()

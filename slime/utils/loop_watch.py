@@ -1,0 +1,156 @@
+"""Tells which of a user's functions holds up the event loop, on which every sample of a run waits.
+
+A coroutine that sleeps without `await`, computes for long or meets a catastrophic regular expression stops all others;
+no deadline of asyncio reaches it. Nothing here ends such a call: it is named, with its line, while it lasts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Awaitable, Coroutine, Generator, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+SLOW_STEP_S = 5.0
+_LOOK_EVERY_S = 1.0
+# One C call (a regular expression) can keep every Python thread from running, the watch too. Then the interpreter itself
+# writes where all threads stand.
+_NOBODY_RUNS_S = 30.0
+
+
+@dataclass(eq=False)
+class _Step:
+    """What a thread does between two awaits of a user's function."""
+
+    name: str
+    thread: int
+    started: float
+    told: bool = False  # set by the watch
+
+
+class LoopWatch:
+    """Knows the steps in progress; its thread looks at them while there are any calls."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._steps: set[_Step] = set()
+        self._told: set[str] = set()  # names, each once
+        self._num_calls = 0
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    async def run(self, name: str, call: Awaitable[Any]) -> Any:
+        """The result of `call`, a coroutine of the function `name` (anything else that can be awaited is not watched)."""
+        if not isinstance(call, Coroutine):
+            return await call
+        with self._calling():
+            return await _Stepwise(call, functools.partial(self.step, name))
+
+    @contextlib.contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """Around what runs on the loop without an await."""
+        step = _Step(name, threading.get_ident(), time.monotonic())
+        self._steps.add(step)
+        try:
+            yield
+        finally:
+            self._steps.discard(step)
+            seconds = time.monotonic() - step.started
+            if seconds > SLOW_STEP_S:
+                self._tell(step, f"held up the event loop for {seconds:.1f} s")
+
+    @contextlib.contextmanager
+    def _calling(self) -> Iterator[None]:
+        with self._lock:
+            self._num_calls += 1
+            if self._num_calls == 1:
+                self._start()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_calls -= 1
+
+    def _start(self) -> None:
+        self._wake.set()
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._look_on, name="loop-watch", daemon=True)
+            self._thread.start()
+
+    def _look_on(self) -> None:
+        while True:
+            self._wake.wait()
+            while self._num_calls:
+                _dump_if_nobody_runs()
+                time.sleep(_LOOK_EVERY_S)
+                for step in list(self._steps):
+                    seconds = time.monotonic() - step.started
+                    if seconds > 2 * SLOW_STEP_S and not step.told:
+                        step.told = True
+                        self._tell(
+                            step, f"has held up the event loop for {seconds:.0f} s so far{_line_of(step.thread)}"
+                        )
+            with self._lock:
+                if not self._num_calls:
+                    self._wake.clear()
+                    faulthandler.cancel_dump_traceback_later()
+
+    def _tell(self, step: _Step, what: str) -> None:
+        if step.name in self._told:
+            return
+        self._told.add(step.name)
+        logger.warning(
+            "%s %s: all other samples waited. Let it `await` what takes long, e.g. asyncio.to_thread(f, ...).",
+            step.name,
+            what,
+        )
+
+
+class _Stepwise:
+    """Awaits a coroutine, with every stretch between two of its awaits inside `step()`."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], step: Any):
+        self._coroutine, self._step = coroutine, step
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        resume, value = self._coroutine.send, None
+        while True:
+            with self._step():
+                try:
+                    waits_for = resume(value)
+                except StopIteration as end:
+                    return end.value
+            try:
+                resume, value = self._coroutine.send, (yield waits_for)
+            except GeneratorExit:
+                self._coroutine.close()
+                raise
+            except BaseException as error:  # a cancellation, or the exception of what was awaited
+                resume, value = self._coroutine.throw, error
+
+
+def _line_of(thread: int) -> str:
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return ""
+    place = traceback.extract_stack(frame)[-1]
+    return f" (now at {place.filename}:{place.lineno} in {place.name})"
+
+
+def _dump_if_nobody_runs() -> None:
+    with contextlib.suppress(ValueError, AttributeError, OSError):  # a process without stderr
+        if os.fstat(sys.__stderr__.fileno()):
+            faulthandler.dump_traceback_later(_NOBODY_RUNS_S, file=sys.__stderr__)
+
+
+loop_watch = LoopWatch()

@@ -1,0 +1,114 @@
+"""A function that holds up the event loop is named, while it lasts and afterwards; others run as without the watch."""
+
+import asyncio
+import logging
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from slime.utils import loop_watch as module
+from slime.utils.loop_watch import LoopWatch
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    monkeypatch.setattr(module, "SLOW_STEP_S", 0.2)
+    monkeypatch.setattr(module, "_LOOK_EVERY_S", 0.05)
+    return LoopWatch()
+
+
+async def sleeps_without_await(seconds):
+    await asyncio.sleep(0)
+    time.sleep(seconds)
+    return seconds
+
+
+async def waits(seconds):
+    await asyncio.sleep(seconds)
+    return seconds
+
+
+async def raises():
+    await asyncio.sleep(0)
+    raise KeyError("gold")
+
+
+def test_a_step_that_lasts_is_named_once(watch, caplog):
+    async def main():
+        return [await watch.run("--custom-rm-path mine", sleeps_without_await(0.3)) for _ in range(2)]
+
+    assert asyncio.run(main()) == [0.3, 0.3]
+    [record] = [r for r in caplog.records if r.levelno == logging.WARNING]
+    assert "--custom-rm-path mine held up the event loop for 0." in record.getMessage()
+
+
+def test_waiting_holds_nothing_up(watch, caplog):
+    assert asyncio.run(watch.run("fine", waits(0.5))) == 0.5
+    assert not caplog.records
+
+
+def test_it_is_named_with_its_line_while_it_lasts(watch, caplog):
+    told, release = threading.Event(), threading.Event()
+
+    class Handler(logging.Handler):
+        def emit(self, record):
+            told.set()
+
+    async def holds():
+        release.wait(60)
+
+    handler = Handler()
+    module.logger.addHandler(handler)
+    try:
+        thread = threading.Thread(target=lambda: asyncio.run(watch.run("--custom-rm-path mine", holds())))
+        thread.start()
+        assert told.wait(60)
+        release.set()
+        thread.join(60)
+    finally:
+        module.logger.removeHandler(handler)
+    assert "so far (now at " in caplog.text and "in wait" in caplog.text
+
+
+def test_exceptions_and_cancellations_go_through(watch):
+    with pytest.raises(KeyError, match="gold"):
+        asyncio.run(watch.run("bad", raises()))
+
+    async def main():
+        task = asyncio.ensure_future(watch.run("slow", waits(60)))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await watch.run("slow", waits(60))
+
+    asyncio.run(main())
+
+
+def test_a_regular_expression_that_lets_nobody_run_is_shown_by_the_interpreter():
+    script = """
+import asyncio, re
+from slime.utils import loop_watch as module
+module._NOBODY_RUNS_S, module._LOOK_EVERY_S = 1.0, 0.1
+
+async def my_reward():
+    await asyncio.sleep(0.5)
+    re.match("(a+)+$", "a" * 60 + "b")
+
+asyncio.run(module.loop_watch.run("--custom-rm-path mine", my_reward()))
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
+    )
+    try:
+        shown = iter(process.stderr.readline, "")
+        assert any("in my_reward" in line for line in shown)
+    finally:
+        process.kill()
+        process.wait()
