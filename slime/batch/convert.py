@@ -231,6 +231,8 @@ def _complete(batch: dict[str, Any]) -> RolloutBatch:
     for key in ("rollout_log_probs", "teacher_log_probs"):
         if key in batch:
             batch[key] = [torch.as_tensor(values, dtype=torch.float32) for values in batch[key]]
+    if "versions" in batch:
+        batch["versions"] = [torch.as_tensor(values, dtype=torch.int32) for values in batch["versions"]]
     for key in ("rollout_top_p_token_ids", "rollout_top_p_token_offsets"):
         if key in batch:
             batch[key] = [torch.as_tensor(values, dtype=torch.int32) for values in batch[key]]

@@ -1,0 +1,59 @@
+"""Engine against trainer under every way to split a sample or a model: the same numbers, and the same end on every rank."""
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from megatron_helpers import GRPO, in_processes, make_family, megatron_args
+from trainer_helpers import random_samples
+
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(1800)]
+
+TWO = {
+    "tp2": dict(tp=2),
+    "pp2": dict(pp=2),
+    "cp2": dict(cp=2),
+    "dp2": {},
+    "two steps, cp2": dict(cp=2, global_batch_size=4),
+}
+
+
+def compare(rank: int, world_size: int, model: str, cases: dict) -> dict:
+    """Per case: what one rollout on samples with random engine log-probs tells, and how it ends with a threshold."""
+    from slime.backends import fsdp, megatron
+    from slime.backends.update import run_update
+    from slime.batch.convert import samples_to_batch
+    from slime.batch.schedule import split_for_ranks
+    from slime.utils.errors import RunStopped
+
+    results = {}
+    for name, changes in cases.items():
+        changes = dict(changes)
+        module = fsdp if changes.pop("fsdp", False) else megatron
+        settings = GRPO | {"optimizer": "sgd", "global_batch_size": 8, "logprob_diff_threshold": 0.0, **changes}
+        args = megatron_args(model, **settings)
+        backend = module.create_backend(args, rank=rank, world_size=world_size, device="cpu")
+        batch = samples_to_batch(args, random_samples(2, 4, vocab=127))
+        layout = backend.layout
+        data = split_for_ranks(args, batch, layout.dp_size, cp_size=layout.cp_size)[layout.dp_rank]
+        steps = []
+        run_update(
+            backend, args, 0, data, on_step=lambda _, values, steps=steps: steps.append(values), weight_version=1
+        )
+        args.logprob_diff_threshold = 0.02
+        try:
+            run_update(backend, args, 1, data, weight_version=2)
+            raise AssertionError(f"{name}: rank {rank} went on")
+        except RunStopped:
+            pass
+        results[name] = steps[0]["train/logprob_abs_diff/lag_0"], steps[0]["train/staleness/lag_0"]
+    return results
+
+
+def test_every_layout_finds_the_same_difference_and_every_rank_stops(tmp_path):
+    model = make_family(tmp_path / "model", "qwen3")
+    reference = in_processes(1, compare, tmp_path, model, {"fsdp": dict(fsdp=True), "one": {}})
+    difference, share = reference["fsdp"]
+    assert difference > 0.5 and share == 1.0
+    for name, found in (reference | in_processes(2, compare, tmp_path, model, TWO)).items():
+        assert found == pytest.approx((difference, share), rel=1e-4), name
