@@ -69,6 +69,7 @@ class RolloutManager:
         configure_logger()
         self._args, self._run = args, run_
         self._info = RunInfo(run_id=run_.run_id, run_dir=str(run_.run_dir))
+        self._told_of_bent = False
         self._released: frozenset[str] = frozenset()  # memory tags that engines hold no more
         policy, servers = args.engine_topology.policy, make_servers(args, run_, placement.engines, runtime)
         engines = servers.pop(policy.name, [])
@@ -160,6 +161,7 @@ class RolloutManager:
             save_rollout_dump(self._args.save_debug_rollout_data, rollout_id, output.samples)
         metrics = self._rollout_metrics(rollout_id, samples, output.metrics or {}, time.monotonic() - started)
         metrics["perf/engine_forward_time"] = max(0.0, self._forward_seconds() - forward_before)
+        self._tell_of_bent_requests()
         batch = None
         if not self._args.debug_rollout_only:
             batch = samples_to_batch(self._plugin_args, output.samples, engine_version=version)
@@ -187,6 +189,23 @@ class RolloutManager:
         with self._fleet.frozen() as urls:
             counts = run(_gather([EngineControl(url).forward_seconds() for url in urls]))
         return max((count for count in counts if isinstance(count, float)), default=0.0)
+
+    def _tell_of_bent_requests(self) -> None:
+        """Once: of requests that only the engines saw."""
+        if self._told_of_bent or self._args.allow_sampling_mismatch or self._args.debug_rollout_only:
+            return
+        with self._fleet.frozen() as urls:
+            answers = run(_gather([EngineControl(url).bent_by_others() for url in urls]))
+        found = [answer for answer in answers if isinstance(answer, tuple) and answer[0]]
+        if found:
+            self._told_of_bent = True
+            logger.warning(
+                "%d requests whose %s reached the engines by another HTTP client than slime's, which looks at what is asked for. "
+                "If their tokens are trained on, the trainer computes another distribution than they were drawn from: ask "
+                "through slime.utils.http_utils.post, or accept it with --allow-sampling-mismatch.",
+                sum(count for count, _ in found),
+                found[0][1],
+            )
 
     def _cursor(self, rollout_id: int) -> dict[str, Any] | None:
         state_dict = getattr(self._data_source, "state_dict", None)  # a user's data source may keep its own state

@@ -1,7 +1,8 @@
 """What a generate function asks of the policy's engines: refused where trained tokens would be drawn in another way.
 
 Our own requests pass `check_sampling` when they are built. Those that a function of the user's posts itself are seen by
-`slime.utils.http_utils`, which reports them to the `PolicyRequests` of the running task. A client of the user's own is not seen.
+`slime.utils.http_utils`, which reports them to the `PolicyRequests` of the running task. Those of other clients only an engine sees: the embedded one
+counts them, and the rollout stage tells.
 """
 
 import contextlib

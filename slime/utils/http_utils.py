@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import aiohttp
 
+CLIENT = "slime"  # how servers know requests whose sampling parameters were seen here
 _MAX_CONNECTIONS = 4096
 _BACKOFF_CAP_S = 5.0
 _END_S = 1.0  # at exit: for tasks to take note that they are cancelled
@@ -104,7 +105,9 @@ def get_session() -> aiohttp.ClientSession:
     session = _sessions.get(loop)
     if session is None or session.closed:
         connector = aiohttp.TCPConnector(limit=_MAX_CONNECTIONS, limit_per_host=0, keepalive_timeout=_KEEPALIVE_S)
-        session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+        session = aiohttp.ClientSession(
+            connector=connector, timeout=aiohttp.ClientTimeout(total=None), headers={"User-Agent": CLIENT}
+        )
         _sessions[loop] = session
     return session
 

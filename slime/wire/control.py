@@ -75,6 +75,14 @@ class EngineControl:
         """Seconds spent in forward passes since the start; None: this engine does not count them."""
         return (await self._get_either("server_info")).get("forward_s")
 
+    async def bent_by_others(self) -> tuple[int, str | None]:
+        """Requests of other HTTP clients than slime's whose tokens must not be trained on, and what the last one asked for.
+
+        (0, None) also where an engine does not look.
+        """
+        found = (await self._get_either("server_info")).get("bent_by_others") or {}
+        return found.get("count", 0), found.get("why")
+
     async def healthy(self, deadline_s: float = 5.0) -> bool:
         """True when the worker makes a token within the deadline."""
         try:

@@ -7,10 +7,12 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from typing import Any
 
 from aiohttp import web
 
+from slime.arguments.trained_sampling import refusal
 from slime.engines.embedded.adapter import AdaptedWeights, AdapterConfig
 from slime.engines.embedded.engine import Engine
 from slime.engines.embedded.loop import EngineLoop
@@ -18,6 +20,7 @@ from slime.engines.embedded.requests import BadRequest, Limits, RequestReader, a
 from slime.engines.embedded.sequence import Sequence
 from slime.engines.embedded.update_groups import GroupPlace, UpdateGroups, read_bucket
 from slime.engines.embedded.weights import BadWeights, DiskSource, GroupSource, SharedMemorySource, Source, WeightStore
+from slime.utils.http_utils import CLIENT
 from slime.wire.control import PAUSE_MODES, TAGS
 from slime.wire.dialects import EMBEDDED
 from slime.wire.manifest import WeightManifest
@@ -52,6 +55,7 @@ class Server:
         self.groups = UpdateGroups(engine.runner.device)
         self.model_path = static_info["model_path"]
         self.loop: EngineLoop | None = None  # set by start
+        self.bent_by_others: dict[str, Any] = {"count": 0, "why": None}
         # Of its own: whoever waits for weights takes a thread for long, and requests must not wait behind that.
         self._reading = ThreadPoolExecutor(1, "requests")
 
@@ -114,6 +118,8 @@ class Server:
         body = await _read_json(request)
         self._check_adapter(body.pop("lora_path", None))
         sequences, is_list = await self._read(body, request.content_length)
+        if request.headers.get("User-Agent") != CLIENT:
+            self._note_bent(sequences)
         if sequences[0].stream:
             return await self._stream(request, sequences[0])
         answers = await self._finish(sequences)
@@ -123,6 +129,15 @@ class Server:
         if "text" not in body and nbytes is not None and nbytes <= _SMALL_BODY_BYTES:
             return self.reader.read(body)
         return await asyncio.get_running_loop().run_in_executor(self._reading, self.reader.read, body)
+
+    def _note_bent(self, sequences: list[Sequence]) -> None:
+        """Count tokens asked for in a way that must not be trained on: of our own clients' requests the sender knows."""
+        for sequence in sequences:
+            told, size = sequence.sampling.return_top_p_token_ids, self.engine.runner.vocab_size
+            why = refusal(asdict(sequence.sampling), vocab_size=size, nucleus_told=told)
+            if why is not None:
+                self.bent_by_others["count"] += 1
+                self.bent_by_others["why"] = why.partition(":")[0]
 
     def _check_adapter(self, wanted: Any) -> None:
         """A request may name the adapters that all requests get, and no others."""
@@ -213,7 +228,8 @@ class Server:
 
     async def server_info(self, request: web.Request) -> web.Response:
         state = await self.loop.call(self.engine.state)
-        return web.json_response({**self.static_info, "model_path": self.model_path, **state})
+        facts = {"model_path": self.model_path, "bent_by_others": self.bent_by_others}
+        return web.json_response({**self.static_info, **facts, **state})
 
     async def model_info(self, request: web.Request) -> web.Response:
         info = {"model_path": self.model_path, "weight_version": self.engine.version, "is_generation": True}
