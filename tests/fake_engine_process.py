@@ -1,8 +1,8 @@
 """A process that starts and ends like an engine: binds a port, writes the ready file, dies with its parent.
 
 `python fake_engine_process.py PORT READY_FILE LIFE_FD MOOD_FILE [HOST]`. The mood file is read at start ("dies": ends before
-it serves, "silent": never serves) and at each question ("sick": answers 503; otherwise it says that it holds weights
-named like its mood). It computes nothing.
+it serves, "silent": never serves) and at each question ("sick": answers 503; "spins": computes and does not answer, until
+its mood changes; otherwise it says that it holds weights named like its mood).
 """
 
 import http.server
@@ -24,6 +24,8 @@ def main() -> None:
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            while mood.read_text() == "spins":
+                pass
             self.send_response(503 if mood.read_text() == "sick" else 200)
             body = json.dumps({"weight_version": mood.read_text()}).encode()
             self.send_header("Content-Length", str(len(body)))

@@ -12,10 +12,11 @@ from slime.backends.base import OutputMatrix, TrainBackend
 from slime.backends.fsdp.backend import FSDPBackend
 from slime.cluster.engine_host import HostedEngine
 from slime.cluster.front import Rotations
+from slime.cluster.heartbeat import Beating
 from slime.cluster.local_runtime import InProcessHandle, LocalFuture, LocalRuntime, ProcessHandle
 from slime.cluster.residency import Engines, Trainer
 from slime.cluster.rollout_manager import RolloutManager
-from slime.cluster.runtime import Future, Handle, Runtime
+from slime.cluster.runtime import Future, Guarded, Handle, Runtime
 from slime.cluster.stages import NoTrainer, RolloutStage
 from slime.cluster.train_actor import TrainActor
 from slime.cluster.train_group import TrainGroup
@@ -25,6 +26,7 @@ from slime.engines.external import ExternalServer
 from slime.engines.fleet import Rotation, Server
 from slime.engines.middleware import Middleware
 from slime.engines.prefix_cache import PrefixCacheMiddleware
+from slime.engines.pulse import Patient
 from slime.engines.router import Balancer
 from slime.engines.server import EngineServer
 from slime.engines.sglang.router import SGLangRouter
@@ -39,6 +41,7 @@ IMPLEMENTATIONS: dict[type, list[type]] = {
     TrainBackend: [FSDPBackend],
     OutputMatrix: [typing.get_type_hints(FSDPBackend.output_matrix)["return"]],
     Server: [EngineServer, HostedEngine, ExternalServer],
+    Patient: [EngineServer, HostedEngine, ExternalServer],
     Rotation: [Balancer, SGLangRouter, Rotations],
     Middleware: [PrefixCacheMiddleware],
     Sender: sorted({t.make_sender for t in TRANSPORTS.values()} | {LateCopySender}, key=lambda c: c.__name__),
@@ -52,8 +55,9 @@ IMPLEMENTATIONS: dict[type, list[type]] = {
     ],
     Journal: [CountingJournal],
     Runtime: [LocalRuntime],
+    Beating: [ProcessHandle],
     Handle: [InProcessHandle, ProcessHandle],
-    Future: [LocalFuture],
+    Future: [LocalFuture, Guarded],
     Sending: [TrainGroup],
     Receiving: [RolloutStage],
     Engines: [RolloutStage],
@@ -99,7 +103,7 @@ def test_so_do_those_of_ray():
     pytest.importorskip("ray")
     from slime.cluster.ray_runtime import RayFuture, RayHandle, RayRuntime
 
-    pairs = ((Future, RayFuture), (Handle, RayHandle), (Runtime, RayRuntime))
+    pairs = ((Future, RayFuture), (Handle, RayHandle), (Beating, RayHandle), (Runtime, RayRuntime))
     assert [why for protocol, cls in pairs for why in differences(protocol, cls)] == []
 
 

@@ -22,5 +22,11 @@ class ClusterFlags:
         None, "torch.distributed backend; default: nccl on GPUs, gloo on CPU", choices=("nccl", "gloo")
     )
     distributed_timeout_minutes: int = flag(10, "longest wait for one collective", gt=0)
+    worker_silence_timeout_s: float = flag(
+        60.0,
+        "a process of the run (a trainer rank) that gives no sign of life for this long ends it, one that is seen to compute "
+        "gets 12 times as much; its work may take as long as it needs; 0: never",
+        ge=0,
+    )
     trainer_threads: int | None = flag(None, "CPU threads of each trainer rank; default: a share of the cores", ge=1)
     engine_threads: int | None = flag(None, "CPU threads of each engine; default: a share of the cores", ge=1)

@@ -36,7 +36,13 @@ class EngineFlags:
     generate_timeout_s: float = flag(1800.0, "longest wait for one generation", gt=0)
     engine_restart_limit: int = flag(3, "engine deaths within the window that stop the run", ge=0)
     engine_restart_window_s: float = flag(600.0, "the window of --engine-restart-limit", gt=0)
-    use_fault_tolerance: bool = flag(False, "probe the health of engines while they generate")
+    engine_silence_timeout_s: float = flag(
+        10.0,
+        "an engine that gives no sign of life for this long is replaced; one that is seen to compute gets 12 times as "
+        "much; 0: never",
+        ge=0,
+    )
+    use_fault_tolerance: bool = flag(False, "also ask engines for a token, and for the weights they hold")
     rollout_health_check_interval: float = flag(30.0, "seconds between probes", gt=0)
     rollout_health_check_timeout: float = flag(30.0, "seconds until a probe counts as failed", gt=0)
     rollout_health_check_first_wait: float = flag(0.0, "seconds before the first probe", ge=0)

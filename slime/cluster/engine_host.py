@@ -12,9 +12,11 @@ from collections.abc import Callable
 from slime.cluster.runtime import CONTROL, Future, Handle, Runtime, WorkerDied, WorkerSpec
 from slime.engines.server import EngineServer, LaunchPlan, MachineLost, Serving
 from slime.utils import http_utils, waits
+from slime.utils.vital_signs import Signs
 from slime.wire.protocol import EngineInfo
 
 _ANSWER_DEADLINE_S = 120.0
+_SIGNS_DEADLINE_S = 5.0
 
 
 class HostedEngine:
@@ -46,6 +48,7 @@ class HostedEngine:
 
     def launch(self) -> None:
         if self._end is not None and self._owner_is_lost():
+            self._owner.kill()  # one that only keeps silent still has the engine, and its port
             self._owner = self._own(self._serving.port)
         try:
             self._owner.call("launch").result(_ANSWER_DEADLINE_S)
@@ -62,6 +65,12 @@ class HostedEngine:
 
     def alive(self) -> bool:
         return self._end is not None and not self._end.done()
+
+    def signs(self) -> Signs | None:
+        try:
+            return self._owner.call("signs", lane=CONTROL).result(_SIGNS_DEADLINE_S)
+        except (WorkerDied, waits.WaitTimeout):
+            return None
 
     def describe_end(self) -> str:
         if self._end is None:

@@ -18,11 +18,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from slime.cluster.heartbeat import DEFAULT_LIMIT_S, HeartbeatWatch, WorkerSilent
 from slime.cluster.placement import Placement
 from slime.cluster.runtime import CONTROL, WORK, Handle, WorkerDied, WorkerSpec
-from slime.cluster.worker import encode_call
+from slime.cluster.worker import BEAT, encode_call
 from slime.utils import shm, tensor_pickle, waits
 from slime.utils.processes import import_environment, stop_process
+from slime.utils.vital_signs import Signs, signs_of
 
 _LOG_TAIL_LINES = 20
 
@@ -92,6 +94,8 @@ class ProcessHandle:
         self._pending: dict[int, concurrent.futures.Future] = {}
         self._lock = threading.Lock()
         self._closed = False
+        self._heard = False  # set by every frame, reset by the watch
+        self._silence: WorkerSilent | None = None  # set by the watch
         self._process, self._connection = _start_worker(spec, log_path, shm_prefix)
         threading.Thread(target=self._read, name=f"{self.name}-answers", daemon=True).start()
         self.call("__init__", f"{cls.__module__}.{cls.__qualname__}", *args)
@@ -107,6 +111,8 @@ class ProcessHandle:
         with self._lock:
             if self._closed:
                 future.set_exception(self._death())
+            elif self._silence is not None:
+                future.set_exception(self._silence)
             else:
                 self._pending[call_id] = future
                 # A broken socket is the reader's business: it sees the end and fails every pending call.
@@ -117,7 +123,7 @@ class ProcessHandle:
     def _read(self) -> None:
         while True:
             try:
-                call_id, ok, value = pickle.loads(self._connection.recv_bytes())
+                frame = self._connection.recv_bytes()
             except (EOFError, OSError):
                 self._process.wait()
                 with self._lock:
@@ -126,12 +132,20 @@ class ProcessHandle:
                 for future in pending:
                     future.set_exception(self._death())
                 return
-            with self._lock:
-                future = self._pending.pop(call_id)
-            if ok:
-                future.set_result(value)
-            else:
-                future.set_exception(value)
+            if frame != BEAT:
+                self._take_answer(frame)
+            self._heard = True
+
+    def _take_answer(self, frame: bytes) -> None:
+        call_id, ok, value = pickle.loads(frame)
+        with self._lock:
+            future = self._pending.pop(call_id, None)
+        if future is None:
+            return  # given up: its worker was silent for too long
+        if ok:
+            future.set_result(value)
+        else:
+            future.set_exception(value)
 
     def _death(self) -> WorkerDied:
         code = self._process.poll()
@@ -140,6 +154,31 @@ class ProcessHandle:
 
     def kill(self) -> None:
         stop_process(self._process, grace_s=0.0)
+
+    # ---- what the watch over heartbeats asks ---------------------------------------------------------------------
+
+    @property
+    def title(self) -> str:
+        return f"{self.name} (pid {self.pid})"
+
+    def has_ended(self) -> bool:
+        return self._closed
+
+    def heard(self) -> bool:
+        heard, self._heard = self._heard, False
+        return heard
+
+    def signs(self) -> Signs | None:
+        return signs_of([self.pid])
+
+    def fail(self, error: WorkerSilent | None) -> None:
+        with self._lock:
+            self._silence = error
+            pending = list(self._pending.values()) if error is not None else []
+            if error is not None:
+                self._pending = {}
+        for future in pending:
+            future.set_exception(error)
 
 
 def _start_worker(spec: WorkerSpec, log_path: Path, shm_prefix: str) -> tuple[subprocess.Popen, Connection]:
@@ -179,19 +218,25 @@ class LocalRuntime:
 
     num_machines = 1
 
-    def __init__(self, run_dir: Path, shm_prefix: str):
+    def __init__(self, run_dir: Path, shm_prefix: str, silence_limit_s: float = DEFAULT_LIMIT_S):
         self._run_dir, self._shm_prefix = run_dir, shm_prefix
         self._handles: list[Handle] = []
+        self._heartbeats = HeartbeatWatch(silence_limit_s)
 
     def claim(self, placement: Placement) -> Placement:
         """What is visible is ours."""
         return placement
+
+    @property
+    def failure(self) -> concurrent.futures.Future:
+        return self._heartbeats.failure
 
     def spawn(self, cls: type, *args: Any, spec: WorkerSpec) -> Handle:
         if spec.near_driver:
             handle: Handle = InProcessHandle(cls, args, spec)
         else:
             handle = ProcessHandle(cls, args, spec, self._run_dir / "logs" / f"{spec.name}.log", self._shm_prefix)
+            self._heartbeats.add(handle)
         self._handles.append(handle)
         return handle
 
@@ -205,6 +250,7 @@ class LocalRuntime:
         shm.open_segment(ref.segment).unlink()
 
     def close(self) -> None:
+        self._heartbeats.close()
         handles, self._handles = self._handles, []
         for handle in reversed(handles):
             handle.kill()

@@ -16,9 +16,11 @@ from typing import Any, Protocol
 
 from slime.arguments import Args
 from slime.cluster.placement import Placement, Slot
+from slime.utils import waits
 from slime.utils.errors import RunStopped
 
 WORK, CONTROL = "work", "control"
+_LOOK_S = 1.0
 
 
 class WorkerDied(RunStopped):
@@ -80,6 +82,10 @@ class Runtime(Protocol):
     def claim(self, placement: Placement) -> Placement:
         """Takes the machines and devices that a plan needs, until `close`; returns it with their real names."""
 
+    @property
+    def failure(self) -> concurrent.futures.Future:
+        """Gets the error of a worker that is silent for too long, whether or not somebody waits for it."""
+
     def spawn(self, cls: type, *args: Any, spec: WorkerSpec) -> Handle: ...
 
     def put(self, value: Any) -> Any:
@@ -97,10 +103,10 @@ def create_runtime(args: Args, run_dir: Path, shm_prefix: str) -> Runtime:
     if args.runtime == "ray":
         from slime.cluster.ray_runtime import RayRuntime  # ray is not installed everywhere
 
-        return RayRuntime(args, run_dir)
+        return RayRuntime(args, run_dir, args.worker_silence_timeout_s)
     from slime.cluster.local_runtime import LocalRuntime
 
-    return LocalRuntime(run_dir, shm_prefix)
+    return LocalRuntime(run_dir, shm_prefix, args.worker_silence_timeout_s)
 
 
 def gather(futures: Sequence[Future], deadline_s: float | None = None) -> list[Any]:
@@ -121,6 +127,30 @@ def gather(futures: Sequence[Future], deadline_s: float | None = None) -> list[A
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.5, 0.02)
     return [future.result(0) for future in futures]
+
+
+class Guarded:
+    """A future that also ends when `failure` does: what it waits for would come to nothing."""
+
+    def __init__(self, inner: Future, failure: concurrent.futures.Future):
+        self._inner, self._failure = inner, failure
+
+    def done(self) -> bool:
+        return self._inner.done() or self._failure.done()
+
+    def result(self, deadline_s: float | None = None) -> Any:
+        started = time.monotonic()
+        while True:
+            if self._failure.done():
+                self._failure.result()
+            left = None if deadline_s is None else deadline_s - (time.monotonic() - started)
+            try:
+                return self._inner.result(_LOOK_S if left is None else max(0.0, min(_LOOK_S, left)))
+            except waits.WaitTimeout:
+                if self._inner.done():
+                    raise  # of the call itself
+                if left is not None and left <= _LOOK_S:
+                    raise
 
 
 def in_background(work: Callable[[], Any], name: str) -> concurrent.futures.Future:

@@ -120,6 +120,7 @@ def _watch_policy(args: Args) -> WatchPolicy:
     return WatchPolicy(
         restart_limit=args.engine_restart_limit,
         restart_window_s=args.engine_restart_window_s,
+        silence_limit_s=args.engine_silence_timeout_s or None,
         probe_interval_s=args.rollout_health_check_interval if args.use_fault_tolerance else None,
         probe_timeout_s=args.rollout_health_check_timeout,
         probe_first_wait_s=args.rollout_health_check_first_wait,

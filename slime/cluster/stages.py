@@ -10,7 +10,7 @@ from slime.arguments import Args
 from slime.cluster.placement import Placement
 from slime.cluster.rollout_manager import Generated, RolloutManager
 from slime.cluster.run import Run
-from slime.cluster.runtime import CONTROL, Future, Runtime, WorkerSpec
+from slime.cluster.runtime import CONTROL, Future, Guarded, Runtime, WorkerSpec
 from slime.cluster.train_actor import TrainReport
 from slime.utils.checksums import FileRecord, find_damage
 from slime.utils.types import RolloutBatch
@@ -25,6 +25,7 @@ class RolloutStage:
     def __init__(self, args: Args, run: Run, runtime: Runtime, placement: Placement):
         spec = WorkerSpec(name="rollout", near_driver=True)
         self._handle = runtime.spawn(RolloutManager, args, run, placement, runtime, spec=spec)
+        self._failure = runtime.failure
 
     def begin_start(self, start_rollout_id: int, rollout_state: dict[str, Any] | None) -> Future:
         """Its result is a RolloutFacts."""
@@ -34,10 +35,11 @@ class RolloutStage:
         return self.begin_generate(rollout_id).result()
 
     def begin_generate(self, rollout_id: int) -> Future:
-        return self._handle.call("generate", rollout_id)
+        """Ends early when a trainer rank is lost, which nobody waits for meanwhile."""
+        return Guarded(self._handle.call("generate", rollout_id), self._failure)
 
     def evaluate(self, rollout_id: int) -> dict[str, float]:
-        return self._handle.call("evaluate", rollout_id).result()
+        return Guarded(self._handle.call("evaluate", rollout_id), self._failure).result()
 
     def receive(self, parcel: Parcel) -> dict[str, float]:
         return self._handle.call("receive", parcel, lane=CONTROL).result()

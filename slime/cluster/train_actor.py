@@ -36,6 +36,9 @@ from slime.weight_sync.late_copy import LateCopySender
 from slime.weight_sync.post_write import PostWrite
 from slime.weight_sync.stage_turns import StagePlace, StageTurns
 
+# What ranks wait for one that sends weights beyond its own wait for an engine.
+_SENDER_SLACK_S = 60.0
+
 
 @dataclass(frozen=True, slots=True)
 class TrainReport:
@@ -123,7 +126,7 @@ class TrainActor:
             self._live_sender = live.make_sender(self._sender_options())
         if not live.every_rank:
             place = StagePlace(layout.pp_rank, layout.pp_size, layout.is_first_of_stage)
-            self._turns = StageTurns(place, self._live_sender)
+            self._turns = StageTurns(place, self._live_sender, self._args.update_weight_timeout_s + _SENDER_SLACK_S)
 
     def _load_post_write(self, engine_urls: tuple[str, ...]) -> PostWrite | None:
         path = self._args.custom_update_weight_post_write_path

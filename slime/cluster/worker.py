@@ -1,23 +1,26 @@
 """The main program of a child process of the local runtime: one object, driven over a socket.
 
-Frames are pickles between processes of one run: (call id, lane, method, args) in, (call id, ok, value) out. The
-main thread runs the work lane, so that signals and debuggers behave; the control lane has a thread of its own.
+Frames are pickles between processes of one run: (lane, call id) and (method, args) in, (call id, ok, value) out; an empty
+one is a heartbeat. The main thread runs the work lane, so that signals and debuggers behave; the control lane and the
+heartbeat have threads of their own.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import pickle
 import queue
 import signal
 import threading
+import time
 import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
-from slime.utils import shm
-from slime.utils.misc import load_function
+BEAT, BEAT_S = b"", 1.0
+_HEAD_BYTES = 64
 
 
 class _Worker:
@@ -33,36 +36,50 @@ class _Worker:
     def run(self) -> None:
         threading.Thread(target=self._read, name="calls", daemon=True).start()
         threading.Thread(target=self._serve, args=("control",), name="control", daemon=True).start()
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
         self._serve("work")
+
+    def _beat(self) -> None:
+        """Says that this process lives, whatever its lanes do."""
+        with contextlib.suppress(OSError):  # the driver is gone, which the reader sees
+            while True:
+                with self._write_lock:
+                    self._connection.send_bytes(BEAT)
+                time.sleep(BEAT_S)
 
     def _read(self) -> None:
         while True:
             try:
                 frame = self._connection.recv_bytes()
             except (EOFError, OSError):
+                from slime.utils import shm  # as below
+
                 shm.unlink_prefix(self._shm_prefix)  # the driver is gone: nobody else will
                 os._exit(1)
-            lane = pickle.loads(frame[:64].rstrip(b"\0"))
-            self._lanes[lane].put(frame[64:])
+            lane, call_id = pickle.loads(frame[:_HEAD_BYTES].rstrip(b"\0"))
+            self._lanes[lane].put((call_id, frame[_HEAD_BYTES:]))
 
     def _serve(self, lane: str) -> None:
         while True:
-            frame = self._lanes[lane].get()
-            call_id = None
+            call_id, frame = self._lanes[lane].get()
             try:
-                call_id, method, args = pickle.loads(frame)
+                method, args = pickle.loads(frame)
                 self._answer(call_id, True, self._call(method, args))
             except Exception as error:
                 self._answer(call_id, False, _portable(error))
 
     def _call(self, method: str, args: tuple) -> Any:
         if method == "__init__":
+            from slime.utils.misc import (
+                load_function,  # here, where the heartbeat is on: it loads torch, which takes long
+            )
+
             path, rest = args[0], args[1:]
             self._target = load_function(path)(*rest)
             return None
         return getattr(self._target, method)(*args)
 
-    def _answer(self, call_id: int | None, ok: bool, value: Any) -> None:
+    def _answer(self, call_id: int, ok: bool, value: Any) -> None:
         frame = pickle.dumps((call_id, ok, value))
         with self._write_lock:
             self._connection.send_bytes(frame)
@@ -81,8 +98,8 @@ def _portable(error: Exception) -> Exception:
 
 
 def encode_call(lane: str, call_id: int, method: str, args: tuple) -> bytes:
-    """A frame: the lane in a fixed head (so that the reader needs no unpickling of the arguments), then the call."""
-    return pickle.dumps(lane).ljust(64, b"\0") + pickle.dumps((call_id, method, args))
+    """A frame: lane and id in a head of fixed size, which can be read where the arguments cannot, then the call."""
+    return pickle.dumps((lane, call_id)).ljust(_HEAD_BYTES, b"\0") + pickle.dumps((method, args))
 
 
 def main() -> None:

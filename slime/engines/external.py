@@ -175,6 +175,9 @@ class ExternalServer:
             return False
         return True
 
+    def signs(self) -> None:
+        """Its process is not ours to look at, and may be on another machine."""
+
     def describe_end(self) -> str:
         return "was taken out of use" if not self._in_use else f"takes no connection at {self.url}"
 

@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from slime.engines.pulse import PulseWatch
 from slime.engines.server import LaunchPlan, MachineLost
 from slime.utils.async_utils import run
 from slime.utils.errors import RunStopped
+from slime.utils.vital_signs import Signs
 from slime.wire.control import EngineControl
 from slime.wire.protocol import EngineInfo
 
@@ -32,15 +34,16 @@ class NoEngineLeft(RunStopped):
 
 @dataclass(frozen=True, slots=True)
 class WatchPolicy:
-    """When an engine counts as dead and when the run gives up. `probe_interval_s` None: only its process is watched.
+    """When an engine counts as dead and when the run gives up. `probe_interval_s` None: no token is asked of it.
 
-    `probe_failures`: health questions that must fail in a row. `no_engine_timeout_s` None: a run without any engine
-    waits for as long as they are restarted.
+    `silence_limit_s`: how long it may give no sign of life, see `pulse`; None: for ever. `probe_failures`: health questions
+    that must fail in a row. `no_engine_timeout_s` None: a run without any engine waits for as long as they are restarted.
     """
 
     restart_limit: int
     restart_window_s: float
     poll_s: float = 0.1
+    silence_limit_s: float | None = None
     probe_interval_s: float | None = None
     probe_timeout_s: float = 30.0
     probe_first_wait_s: float = 0.0
@@ -64,6 +67,7 @@ class Server(Protocol):
     def launch(self) -> None: ...  # MachineLost: never again
     def wait_ready(self) -> str: ...
     def alive(self) -> bool: ...
+    def signs(self) -> Signs | None: ...  # None: its processes cannot be seen
     def describe_end(self) -> str: ...
     def kill(self) -> None: ...
     def stop(self) -> None: ...
@@ -101,6 +105,15 @@ class EngineFleet:
         self._last_probe = time.monotonic() + policy.probe_first_wait_s
         self.failure: concurrent.futures.Future = concurrent.futures.Future()
         self.num_restarts = 0
+        self._pulse = self._watch_pulse(policy.silence_limit_s) if policy.silence_limit_s else None
+
+    def _watch_pulse(self, limit_s: float) -> PulseWatch:
+        return PulseWatch(
+            self._servers,
+            limit_s,
+            is_watched=lambda place: self._serves(place) and not self.asleep,
+            on_silent=lambda place, why: self.evict(self._servers[place].url, TimeoutError(why)),
+        )
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -138,6 +151,8 @@ class EngineFleet:
         for server in self._servers:
             server.wait_ready()
         threading.Thread(target=self._watch, name="engine-watch", daemon=True).start()
+        if self._pulse is not None:
+            self._pulse.start()
         return self.urls
 
     @contextlib.contextmanager
@@ -158,6 +173,8 @@ class EngineFleet:
 
     def stop(self) -> None:
         self._stopping.set()
+        if self._pulse is not None:
+            self._pulse.stop()
         for server in self._servers:
             server.stop()
 

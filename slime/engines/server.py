@@ -10,18 +10,24 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from slime.engines.pulse import ENGINE_PATH
 from slime.utils import http_utils, waits
 from slime.utils.errors import RunStopped
 from slime.utils.processes import LifePipe, stop_process
+from slime.utils.vital_signs import Signs, signs_of_group
 from slime.wire.protocol import EngineInfo
 
 _LOG_TAIL_LINES, _LOG_LINE_CHARACTERS = 20, 600
 # For a port that our own dead process held, and for one whose process went with an owner that is gone: it may need a while.
 _PORT_PATIENCE_S, _INHERITED_PORT_PATIENCE_S = 2.0, 30.0
+
+# For a process that was stopped before it served, and how often that is looked for.
+_STOPPED_PATIENCE_S, _LOOK_INTERVAL_S = 10.0, 1.0
 
 Command = Callable[[int, Path, int], list[str]]
 
@@ -96,6 +102,7 @@ class EngineServer:
         if self.port:
             self._reclaim_port()
         self._drop_ready_file()  # of a start that failed
+        self._last_look = self._last_moved = time.monotonic()
         folder = Path(tempfile.mkdtemp(prefix="slime-engine-"))
         self._ready_file = folder / "ready.json"
         command = self.plan.command(self.port, self._ready_file, self._life.read_fd)
@@ -165,10 +172,28 @@ class EngineServer:
     def _is_ready(self) -> bool:
         if not self.alive():
             raise EngineStartError(f"{self.plan.name} {self.describe_end()}")
+        self._check_not_stopped()
         return self._ready_file.exists()
+
+    def _check_not_stopped(self) -> None:
+        now = time.monotonic()
+        if now - self._last_look < _LOOK_INTERVAL_S:
+            return
+        self._last_look, signs = now, self.signs()
+        if signs is None or not signs.stopped:
+            self._last_moved = now
+        elif now - self._last_moved > _STOPPED_PATIENCE_S:
+            raise EngineStartError(
+                f"{self.plan.name} (pid {self.pid}) was stopped (SIGSTOP) while it started, and not continued for "
+                f"{_STOPPED_PATIENCE_S:.0f} s"
+            )
 
     def alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
+
+    def signs(self) -> Signs | None:
+        """Of the process and its workers, which are in a group of their own."""
+        return signs_of_group(self._process.pid) if self._process is not None else None
 
     def describe_end(self) -> str:
         """How the process ended and what it last said."""
@@ -177,8 +202,9 @@ class EngineServer:
         return f"{how}; {self._last_words()}"
 
     def _last_words(self) -> str:
-        lines = self.plan.log_path.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
-        shown = "\n".join(line[:_LOG_LINE_CHARACTERS] for line in lines)
+        lines = self.plan.log_path.read_text(errors="replace").splitlines()
+        told = [line for line in lines if f"GET {ENGINE_PATH} " not in line]  # some servers log every question
+        shown = "\n".join(line[:_LOG_LINE_CHARACTERS] for line in told[-_LOG_TAIL_LINES:])
         return f"last lines of {self.plan.log_path}:\n{shown}"
 
     def kill(self) -> None:

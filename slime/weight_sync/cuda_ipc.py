@@ -9,6 +9,7 @@ answer before they write to that buffer again.
 from __future__ import annotations
 
 import concurrent.futures
+import datetime
 
 import torch
 import torch.distributed as dist
@@ -44,7 +45,8 @@ class CudaIpcSender:
         """A collective of all ranks, whether or not they are among those that meet."""
         if len(target.gpu_ids) > 1 and target.gpu_ids not in self._groups:
             # Texts travel, not tensors: on the host.
-            self._groups[target.gpu_ids] = dist.new_group(list(target.gpu_ids), backend="gloo")
+            timeout = datetime.timedelta(seconds=self._deadline_s)
+            self._groups[target.gpu_ids] = dist.new_group(list(target.gpu_ids), backend="gloo", timeout=timeout)
 
     def send(self, bucket: NamedTensors) -> None:
         entries, nbytes = plan_bucket(bucket)

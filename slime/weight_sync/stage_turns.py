@@ -11,11 +11,13 @@ A stage that fails ends the push: those after it send nothing, because engines w
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from slime.utils.errors import RunStopped
 from slime.weight_sync.base import LiveReport, LiveSender, NamedTensors, Target
 
 
@@ -29,15 +31,19 @@ class StagePlace:
 
 
 class StageTurns:
-    """Made by all trainer ranks together, and so is every push. `sender`: None on ranks that send nothing."""
+    """Made by all trainer ranks together, and so is every push. `sender`: None on ranks that send nothing.
 
-    def __init__(self, place: StagePlace, sender: LiveSender | None):
+    `deadline_s`: longest wait of the others for a sender. It is longer than a sender waits for an engine, so that an engine
+    that hangs is evicted before the rank that serves it is given up.
+    """
+
+    def __init__(self, place: StagePlace, sender: LiveSender | None, deadline_s: float = 660.0):
         assert (sender is not None) == place.is_first, "the first rank of a stage sends, and no other"
-        self._place, self._sender = place, sender
+        self._place, self._sender, self._deadline_s = place, sender, deadline_s
         self._group: dist.ProcessGroup | None = None  # None: one stage needs no turns
         if place.num_stages > 1:
             # Reports travel, not tensors: on the host.
-            self._group = dist.new_group(backend="gloo")
+            self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=deadline_s))
             places: list[StagePlace | None] = [None] * dist.get_world_size()
             dist.all_gather_object(places, place, group=self._group)
             first = {p.stage: rank for rank, p in enumerate(places) if p.is_first}
@@ -74,8 +80,14 @@ class StageTurns:
         """The stage's report on all ranks, when the stage is done: the next one begins then."""
         if self._group is None:
             return report
-        box = [report]
-        dist.broadcast_object_list(box, src=self._senders[stage], group=self._group)
+        box, sender = [report], self._senders[stage]
+        try:
+            dist.broadcast_object_list(box, src=sender, group=self._group)
+        except RuntimeError as error:  # of the group: out of time, or a member is gone
+            raise RunStopped(
+                f"trainer rank {sender}, which sends the weights of stage {stage}, did not finish its turn within "
+                f"{self._deadline_s:.0f} s (--update-weight-timeout-s and a minute): {error}"
+            ) from error
         return box[0]
 
 

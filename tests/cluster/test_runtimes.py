@@ -1,5 +1,6 @@
 """One conformance suite for every runtime: handles, lanes, failures, references, and an end that leaves nothing."""
 
+import concurrent.futures
 import os
 import signal
 import threading
@@ -8,9 +9,10 @@ import time
 import psutil
 import pytest
 
-from slime.cluster.local_runtime import LocalRuntime
+from slime.cluster.heartbeat import WorkerSilent
+from slime.cluster.local_runtime import LocalFuture, LocalRuntime
 from slime.cluster.placement import Slot
-from slime.cluster.runtime import CONTROL, WorkerDied, WorkerSpec, fetch, gather
+from slime.cluster.runtime import CONTROL, Guarded, WorkerDied, WorkerSpec, fetch, gather
 from slime.utils import shm, waits
 
 
@@ -34,7 +36,7 @@ class Target:
         raise ValueError("--flag 3: too small")
 
     def wait(self):
-        self.event.wait(30)
+        self.event.wait(300)
         return "woken"
 
     def wake(self):
@@ -43,18 +45,50 @@ class Target:
     def total(self, ref):
         return sum(fetch(ref))
 
+    def spin(self, seconds):
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            pass
+        return "spun"
+
     def die(self):
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Unreadable:
+    """Can be sent, and not received."""
+
+    def __reduce__(self):
+        return _refuse, (os.getpid(),)
+
+
+def _refuse(sender):
+    if os.getpid() != sender:
+        raise ValueError("unreadable here")
+
+
+LIMIT_S = 2.0
+
+
+def make_runtime(kind, folder, prefix, *limit_s):
+    if kind == "local":
+        return LocalRuntime(folder, prefix, *limit_s)
+    return pytest.importorskip("slime.cluster.ray_runtime").RayRuntime(None, folder, *limit_s)
+
+
+@pytest.fixture(scope="module")
+def watched(request, runtime, tmp_path_factory):
+    """Of the same kind as `runtime`, with less patience."""
+    kind = "local" if isinstance(runtime, LocalRuntime) else "ray"
+    made = make_runtime(kind, tmp_path_factory.mktemp("run"), shm.make_prefix(), LIMIT_S)
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="module", params=["local", "ray"])
 def runtime(request, tmp_path_factory):
     prefix = shm.make_prefix()
-    if request.param == "local":
-        made = LocalRuntime(tmp_path_factory.mktemp("run"), prefix)
-    else:
-        ray_runtime = pytest.importorskip("slime.cluster.ray_runtime")
-        made = ray_runtime.RayRuntime(None, tmp_path_factory.mktemp("run"))
+    made = make_runtime(request.param, tmp_path_factory.mktemp("run"), prefix)
     yield made
     made.close()
     made.close()
@@ -115,13 +149,57 @@ def test_a_dead_worker_fails_its_calls_with_the_cause(runtime):
         doomed.call("add", 1).result(60)
 
 
+def test_a_stopped_worker_is_told_and_answers_again_when_it_goes_on(watched, caplog):
+    sleeper = watched.spawn(Target, 10, spec=WorkerSpec("sleeper"))
+    pid = sleeper.call("pid").result(60)
+    caplog.clear()
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(
+        WorkerSilent, match=rf"sleeper \(pid {pid}.*\) has not answered for \d+ s: .*stopped .*--worker-silence"
+    ):
+        gather([sleeper.call("add", 1), sleeper.call("wake", lane=CONTROL)], 120)
+    with pytest.raises(WorkerDied):
+        sleeper.call("add", 1).result(60)
+    assert f"sleeper (pid {pid}" in caplog.text  # warned of before the limit
+    os.kill(pid, signal.SIGCONT)
+    waits.until(lambda: "answers again" in caplog.text, "the next heartbeat", 60)
+    assert sleeper.call("add", 1).result(60) == 11
+
+
+def test_a_wait_for_something_else_ends_with_a_silent_worker():
+    work, failure = concurrent.futures.Future(), concurrent.futures.Future()
+    waiting = Guarded(LocalFuture(work, "rollout.generate"), failure)
+    with pytest.raises(waits.WaitTimeout, match=r"rollout\.generate: not done"):
+        waiting.result(0.01)
+    assert not waiting.done()
+    failure.set_exception(WorkerSilent("trainer-1 (pid 7) has not answered for 60 s"))
+    assert waiting.done()
+    with pytest.raises(WorkerSilent, match="trainer-1"):
+        waiting.result()
+    work.set_result(5)
+    assert Guarded(LocalFuture(work, "rollout.generate"), concurrent.futures.Future()).result() == 5
+
+
+def test_a_long_call_is_no_silence(watched):
+    busy = watched.spawn(Target, 10, spec=WorkerSpec("busy"))
+    assert busy.call("spin", 3 * LIMIT_S).result(120) == "spun"
+
+
+def test_arguments_that_a_worker_cannot_read_fail_their_call_alone(runtime):
+    worker = runtime.spawn(Target, 10, spec=WorkerSpec("reader"))
+    assert worker.call("add", 1).result(60) == 11
+    with pytest.raises(Exception, match="unreadable here"):
+        worker.call("add", Unreadable()).result(60)
+    assert worker.call("add", 1).result(60) == 11
+
+
 def test_the_first_failure_ends_a_gather_although_others_wait(runtime):
     blocked = runtime.spawn(Target, 0, spec=WorkerSpec("blocked"))
     failing = runtime.spawn(Target, 0, spec=WorkerSpec("failing"))
-    started = time.monotonic()
+    waiting = blocked.call("wait")
     with pytest.raises(ValueError, match="too small"):
-        gather([blocked.call("wait"), failing.call("fail")], 60)
-    assert time.monotonic() - started < 25
+        gather([waiting, failing.call("fail")], 200)
+    assert not waiting.done()
     blocked.kill()
     failing.kill()
 

@@ -92,6 +92,36 @@ def test_an_engine_killed_in_mid_run_is_replaced_and_no_sample_is_lost_or_double
     assert max(series(world, "killed", "rollout/weight_version").values()) == 5
 
 
+def trainer_of(driver: psutil.Process) -> psutil.Process | None:
+    return next((p for p in children(driver) if "slime.cluster.worker" in " ".join(cmdline(p))), None)
+
+
+def test_a_stopped_engine_is_replaced_and_the_run_goes_on(world):
+    process = start_train(world, "stopped", custom_rm_path=f"{world}/slow.py:reward", num_rollout=3)
+    driver = psutil.Process(process.pid)
+    wait_for(lambda: len(series(world, "stopped", "train/loss")) >= 1, process)
+    engine = wait_for(lambda: engine_of(driver), process)
+    engine.suspend()
+    assert process.wait(240) == 0, (world / "stopped.out").read_text()[-4000:]
+    said = (world / "stopped.out").read_text()
+    assert "no sign of life" in said and "is stopped (SIGSTOP" in said and "serves again" in said
+    assert sorted(series(world, "stopped", "train/loss")) == [0, 1, 2]
+
+
+def test_a_stopped_trainer_rank_ends_the_run_by_name(world):
+    settings = {"custom_rm_path": f"{world}/slow.py:reward", "num_rollout": 1000, "worker_silence_timeout_s": 8}
+    process = start_train(world, "frozen", **settings)
+    driver = psutil.Process(process.pid)
+    wait_for(lambda: series(world, "frozen", "train/loss"), process)
+    family, rank = children(driver), trainer_of(driver)
+    rank.suspend()
+    assert process.wait(120) == 1
+    said = (world / "frozen.out").read_text()
+    assert f"error: trainer-0 (pid {rank.pid}) has not answered for" in said and "stopped (SIGSTOP" in said
+    assert "--worker-silence-timeout-s 8" in said and "Traceback" not in said
+    assert all_gone(family) and segments_of(process.pid) == []
+
+
 def test_an_engine_that_keeps_dying_stops_the_run_with_the_cause(world):
     process = start_train(
         world,

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from slime.engines import server as engine_server
 from slime.engines.fleet import EngineFleet, EnginesKeepDying, NoEngineLeft, WatchPolicy
 from slime.engines.server import EngineServer, EngineStartError, LaunchPlan, MachineLost
 from slime.utils.waits import WaitTimeout
@@ -92,6 +93,47 @@ def test_a_dead_engine_comes_back_on_its_port_and_is_brought_up_to_date(make):
     assert fleet.fleet.urls == urls
     assert fleet.joined == [urls[1]]
     assert fleet.servers[1].alive() and fleet.servers[1].pid != old
+
+
+def test_a_stopped_engine_is_replaced(make, caplog):
+    fleet = make(size=2, silence_limit_s=2.0)
+    urls = fleet.start()
+    old = fleet.servers[1].pid
+    os.kill(old, signal.SIGSTOP)
+    eventually(lambda: fleet.fleet.num_restarts >= 1, 60)
+    assert fleet.fleet.urls == urls and fleet.servers[1].pid != old
+    assert "no sign of life for 2 s: its process is stopped (SIGSTOP" in caplog.text
+
+
+def test_an_engine_that_computes_is_not_replaced_although_it_is_silent(make):
+    fleet = make(silence_limit_s=1.0)
+    fleet.start()
+    fleet.set_mood("spins")
+    [clock] = fleet.fleet._pulse._clocks
+    eventually(lambda: clock.silent_s > 2.0, 60)
+    fleet.set_mood("well")
+    eventually(lambda: clock.silent_s == 0.0, 60)
+    assert fleet.fleet.num_restarts == 0 and fleet.servers[0].alive()
+
+
+def test_an_engine_that_is_asleep_owes_no_sign_of_life(make):
+    fleet = make(silence_limit_s=0.2)
+    fleet.start()
+    fleet.fleet.asleep = True
+    os.kill(fleet.servers[0].pid, signal.SIGSTOP)
+    time.sleep(1.0)
+    assert fleet.fleet.num_restarts == 0 and fleet.servers[0].alive()
+    os.kill(fleet.servers[0].pid, signal.SIGCONT)
+
+
+def test_an_engine_that_is_stopped_while_it_starts_is_told(make, monkeypatch):
+    monkeypatch.setattr(engine_server, "_STOPPED_PATIENCE_S", 0.5)
+    fleet = make()
+    fleet.set_mood("silent")
+    fleet.fleet.launch()
+    os.kill(fleet.servers[0].pid, signal.SIGSTOP)
+    with pytest.raises(EngineStartError, match=r"engine-0 \(pid \d+\) was stopped \(SIGSTOP\) while it started"):
+        fleet.fleet.wait_ready()
 
 
 def test_more_deaths_than_the_limit_end_the_run_with_the_cause(make):

@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 
 from slime.engines.fleet import Server
+from slime.engines.pulse import PulseWatch
 from slime.engines.server import Command, EngineServer, LaunchPlan
 from slime.engines.sglang import supervisor
 from slime.engines.sglang.supervisor import NCCL_PORT, PORT
@@ -25,6 +26,8 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.25
 _REGISTER_DEADLINE_S = 120.0
 _RESTART_LIMIT = 5
+_SILENCE_LIMIT_S = 10.0
+_LIVENESS = "/liveness"
 
 
 def router_command(python: str, policy: str, extra: Sequence[str] = ()) -> Command:
@@ -32,7 +35,7 @@ def router_command(python: str, policy: str, extra: Sequence[str] = ()) -> Comma
 
     def command(port: int, ready_file: Path, life_fd: int) -> list[str]:
         words = [sys.executable, "-P", supervisor.__file__, "--host", "127.0.0.1", "--port", str(port)]
-        words += ["--probe", "/liveness", "--ready-file", str(ready_file), "--life-fd", str(life_fd), "--"]
+        words += ["--probe", _LIVENESS, "--ready-file", str(ready_file), "--life-fd", str(life_fd), "--"]
         # The second port that the supervisor holds serves the metrics; left to itself the router shows them to all machines.
         words += [python, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", PORT]
         words += ["--prometheus-host", "127.0.0.1", "--prometheus-port", NCCL_PORT, "--policy", policy]
@@ -58,6 +61,14 @@ class SGLangRouter:
         self._workers = {url: _address(url) for url in worker_urls}  # what each is registered with
         self._stopping = threading.Event()
         self._changing = threading.Lock()
+        self._serves = False
+        self._pulse = PulseWatch(
+            [self._server],
+            _SILENCE_LIMIT_S,
+            path=_LIVENESS,  # of the router alone; other paths it hands on to engines
+            is_watched=lambda _: self._serves and self._server.alive(),
+            on_silent=self._end_silent,
+        )
         self.failure: concurrent.futures.Future = concurrent.futures.Future()
         self.num_restarts = 0
 
@@ -77,6 +88,7 @@ class SGLangRouter:
             )
         self._bring_up()
         threading.Thread(target=self._watch, name="router-watch", daemon=True).start()
+        self._pulse.start()
         return self._server.port
 
     # ---- who is in rotation --------------------------------------------------------------------------------------
@@ -105,6 +117,7 @@ class SGLangRouter:
     # ---- its life ------------------------------------------------------------------------------------------------
 
     def _bring_up(self) -> None:
+        self._serves = False
         self._server.launch()
         self._server.wait_ready()
         with self._changing:
@@ -112,6 +125,12 @@ class SGLangRouter:
                 run(http_utils.post(f"{self.url}/workers", registration, max_retries=3))
         # Registration goes on after the answer: only now would requests find a worker.
         waits.until(self._knows_all, "registration of engines at the router", _REGISTER_DEADLINE_S, interval_s=_POLL_S)
+        self._serves = True
+
+    def _end_silent(self, place: int, why: str) -> None:
+        """The watch starts it again."""
+        logger.error("the router gave %s; it is ended", why)
+        self._server.kill()
 
     def _knows_all(self) -> bool:
         known = run(http_utils.get(f"{self.url}/workers", max_retries=3))["workers"]
@@ -138,6 +157,7 @@ class SGLangRouter:
 
     def stop(self) -> None:
         self._stopping.set()
+        self._pulse.stop()
         self._server.stop()
 
 

@@ -113,9 +113,16 @@ class Supervisor:
             return False
 
     def _wait_for_end(self) -> int:
+        stopped_polls = 0
         while (code := self._server.poll()) is None:
-            if not all(_is_alive(pid) for pid in self._workers):
+            states = [_state(pid) for pid in self._workers]
+            if not all(states):
                 print("supervisor: a worker of the server died; the server is ended", flush=True)
+                self._end_group()
+            # Polls are counted, not seconds: when this process was stopped with the others, they go on together.
+            stopped_polls = stopped_polls + 1 if "T" in (*states, _state(self._server.pid)) else 0
+            if stopped_polls > self._options.stopped_limit_s / _POLL_S:
+                print("supervisor: the server or a worker of it is stopped (SIGSTOP); it is ended", flush=True)
                 self._end_group()
             time.sleep(_POLL_S)
         return code
@@ -194,10 +201,12 @@ def _command_line(pid: int) -> bytes:
     return b""
 
 
-def _is_alive(pid: int) -> bool:
+def _state(pid: int) -> str | None:
+    """The letter that the system gives it; None: it has ended."""
     with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    return False
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return None if state in ("Z", "X") else state
+    return None
 
 
 def _write_ready(path: Path, port: int, bootstrap_port: int | None) -> None:
@@ -213,6 +222,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--probe", default="/health_generate", help="what answers 200 once it serves")
     parser.add_argument("--ready-file", required=True)
     parser.add_argument("--life-fd", type=int, required=True)
+    parser.add_argument("--stopped-limit-s", type=float, default=10.0, help="a stopped server is ended after this")
     parser.add_argument("command", nargs="+", help="the server's command line, after --")
     return Supervisor(parser.parse_args(argv)).run()
 

@@ -43,7 +43,7 @@ def start(tmp_path):
     def make(taken: int = 0, timeout_s: float = 30.0) -> EngineServer:
         def command(port: int, ready_file: Path, life_fd: int) -> list[str]:
             words = [sys.executable, supervisor.__file__, "--host", "127.0.0.1", "--port", str(port)]
-            words += ["--ready-file", str(ready_file), "--life-fd", str(life_fd), "--"]
+            words += ["--ready-file", str(ready_file), "--life-fd", str(life_fd), "--stopped-limit-s", "1", "--"]
             return [*words, sys.executable, str(tmp_path / "server.py"), supervisor.PORT, str(tmp_path), str(taken)]
 
         server = EngineServer(LaunchPlan("engine-0", command, {}, tmp_path / "engine.log", timeout_s))
@@ -105,6 +105,16 @@ def test_the_death_of_server_or_worker_is_the_death_of_the_engine(start, tmp_pat
     assert all_gone(pids(tmp_path))
     server._process.wait(5)
     assert not server.alive()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_stopped_server_or_worker_is_ended(start, tmp_path, victim):
+    server = start()
+    server.wait_ready()
+    os.kill(pids(tmp_path)[victim], signal.SIGSTOP)
+    assert all_gone(pids(tmp_path), 60.0)
+    server._process.wait(60)
+    assert "is stopped (SIGSTOP); it is ended" in server.describe_end()
 
 
 def test_a_restarted_engine_keeps_its_port(start, tmp_path):
