@@ -31,6 +31,8 @@ from slime.engines.router import Balancer
 from slime.engines.server import EngineServer
 from slime.engines.sglang.router import SGLangRouter
 from slime.rollout.journal import CountingJournal, Journal
+from slime.rollout.policy_requests import PolicyRequests
+from slime.utils.http_utils import Observer
 from slime.weight_sync import LIVE_TRANSPORTS, TRANSPORTS, publication
 from slime.weight_sync.base import LiveSender, Sender
 from slime.weight_sync.late_copy import LateCopySender
@@ -54,6 +56,7 @@ IMPLEMENTATIONS: dict[type, list[type]] = {
         embedded_weights.DequantizedSource,
     ],
     Journal: [CountingJournal],
+    Observer: [PolicyRequests],
     Runtime: [LocalRuntime],
     Beating: [ProcessHandle],
     Handle: [InProcessHandle, ProcessHandle],
