@@ -26,13 +26,20 @@ def engine_precision(draft: Draft) -> None:
         rounding, why = ("stochastic", "holds FP8 weights") if on_grid else ("nearest", "holds 16-bit weights")
         draft.derive("fp8_rounding", rounding, f"hf_checkpoint {why}")
     if on_grid:
-        draft.warn(
-            f"--hf-checkpoint {draft.hf_checkpoint} holds FP8 weights, so the trainer starts from values rounded to FP8. Updates are "
-            "smaller than a step between such values: rounded to the nearest they would not reach the engines for many pushes, "
-            f"so --fp8-rounding is {draft.fp8_rounding}. A 16-bit checkpoint with --rollout-quantization fp8 starts from more."
-        )
+        draft.warn(_about_an_fp8_start(draft.hf_checkpoint, draft.fp8_rounding))
     if draft.logprob_diff_threshold is None and draft.loss_type == "policy_loss":
         draft.derive("logprob_diff_threshold", LOGPROB_DIFF_THRESHOLDS["fp8"], "engines have FP8 weights")
+
+
+def _about_an_fp8_start(path: str, rounding: str) -> str:
+    meaning = {
+        "stochastic": "so weights are rounded to FP8 stochastically (--fp8-rounding)",
+        "nearest": "and with --fp8-rounding nearest they do not reach the engines until they add up to half a step",
+    }[rounding]
+    return (
+        f"--hf-checkpoint {path} holds FP8 weights: the trainer starts from values of FP8. Updates are much smaller than the "
+        f"step between two of them, {meaning}. Better: the 16-bit checkpoint with --rollout-quantization fp8."
+    )
 
 
 def _from_16_bit(draft: Draft, from_folder: bool) -> None:

@@ -19,7 +19,9 @@ def test_a_start_from_fp8_weights_rounds_stochastically_and_is_told_what_it_mean
     args = parse(hf_checkpoint=fp8_folder)
     assert args.fp8_rounding == "stochastic" and "FP8" in args.sources["fp8_rounding"]
     (warning,) = args.warnings
-    assert "starts from values rounded to FP8" in warning and "--rollout-quantization fp8" in warning
+    assert "starts from values of FP8" in warning and "--rollout-quantization fp8" in warning
+    (warning,) = parse("--fp8-rounding", "nearest", hf_checkpoint=fp8_folder).warnings
+    assert "do not reach the engines" in warning
 
 
 def test_a_16_bit_checkpoint_is_served_in_fp8_by_one_flag():
