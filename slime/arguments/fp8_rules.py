@@ -2,6 +2,7 @@
 
 from slime.arguments.algorithm import LOGPROB_DIFF_THRESHOLDS
 from slime.arguments.draft import Draft
+from slime.arguments.objectives import SUPERVISED_LOSSES
 from slime.utils.fp8_config import block_size_of
 
 # Flags of SGLang that --rollout-quantization fp8 sets itself.
@@ -27,7 +28,7 @@ def engine_precision(draft: Draft) -> None:
         draft.derive("fp8_rounding", rounding, f"hf_checkpoint {why}")
     if on_grid:
         draft.warn(_about_an_fp8_start(draft.hf_checkpoint, draft.fp8_rounding))
-    if draft.logprob_diff_threshold is None and draft.loss_type == "policy_loss":
+    if draft.logprob_diff_threshold is None and draft.loss_type not in SUPERVISED_LOSSES:
         draft.derive("logprob_diff_threshold", LOGPROB_DIFF_THRESHOLDS["fp8"], "engines have FP8 weights")
 
 

@@ -72,12 +72,16 @@ NO_EFFECT = (
             "use_opsm",
             "get_mismatch_metrics",
             "skip_on_policy_check",
-            "logprob_diff_threshold",
             "use_rollout_entropy",
             "custom_pg_loss_reducer_function_path",
         ),
         lambda d: d.loss_type == "policy_loss",
         "only --loss-type policy_loss has policy ratios; remove it",
+    ),
+    NoEffect(
+        ("logprob_diff_threshold",),
+        lambda d: d.loss_type not in SUPERVISED_LOSSES,
+        "the samples of this --loss-type are not the policy's own; remove it",
     ),
     NoEffect(
         ("policy_loss_type",),

@@ -219,3 +219,18 @@ def test_a_difference_that_grows_with_the_pushes_is_told_with_its_remedy(model, 
     (hint,) = agreement.hints.take()
     assert "2 weight pushes after" in hint and "a policy that the engines do not have" in hint
     assert "--fp8-rounding stochastic" in hint and "--check-weight-update-equal" in hint
+
+
+def test_samples_of_a_custom_loss_are_compared_where_a_pass_saw_them(model, tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text("def loss(args, batch, logits, sum_of_sample_mean):\n    return logits.sum() * 0.0, {}\n")
+    own = dict(loss_type="custom_loss", custom_loss_function_path=f"{file}:loss")
+    args = trainer_args(model, **own)
+    backend = backend_of(args)
+    assert train(backend, args, engine_samples(backend, args), weight_version=3)["train/staleness/lag_0"] == 1.0
+    with pytest.raises(RunStopped, match="engine and trainer differ"):
+        train(backend, args, engine_samples(backend, args, noise=1.0), weight_version=3)
+    args = trainer_args(model, **own, compute_advantages_and_returns=False)
+    agreement = Agreement()
+    train(backend, args, engine_samples(backend, args, noise=1.0), weight_version=3, agreement=agreement)
+    assert ["custom_loss has no pass of ours" in hint for hint in agreement.hints.take()] == [True]
