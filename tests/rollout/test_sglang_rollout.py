@@ -205,7 +205,7 @@ IMPOSSIBLE = {
     "or of a token that cannot be": answer([20, 21], [-0.5, float("-inf")]),
     "a log-prob of 3.0": answer([20], [3.0]),
     "token id 5000 in a vocabulary of 128": answer([20, 5000], [-0.5, -0.5]),
-    "token id -1": answer([-1], [-0.5]),
+    "-1 is no token id": answer([-1], [-0.5]),
     "of other tokens than output_ids": answer([20, 21], [-0.5, -0.5], named=[20, 22]),
     "9 tokens where 8 were asked for": answer([20] * 9, [-0.5] * 9),
     "no token, although it says 'stop'": {"tokens": [], "finish": "stop"},
