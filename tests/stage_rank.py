@@ -1,7 +1,7 @@
 """One trainer rank of pushes by process groups, as a process of its own: `python stage_rank.py RANK STAGES WORLD PORT DEADLINE_S`.
 
 Rank r is the first rank of pipeline stage r; ranks beyond share the last stage and send nothing. Each line
-of input is a push: `version`, `targets` ([url, life] each), `model` (a folder whose tensors are dealt to the stages in
+of input is a push: `version`, `targets` ([url, life, token] each), `model` (a folder whose tensors are dealt to the stages in
 blocks), and optionally `stop_at` ([stage, bucket]: say so before that bucket, and wait for a line) or `die_at` ([stage, bucket]:
 end when engines wait in the middle of it). Each line of output is what came of it.
 """
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from slime.utils.http_utils import authorize
 from slime.weight_sync import distributed
 from slime.weight_sync.base import NamedTensors, SenderOptions, Target
 from slime.weight_sync.stage_turns import StagePlace, StageTurns
@@ -61,7 +62,9 @@ def main(rank: int, num_stages: int, world: int, port: int, deadline_s: int) -> 
     say(ready=True)
     for line in sys.stdin:
         job = json.loads(line)
-        targets = tuple(Target(url, life, 1, ()) for url, life in job["targets"])
+        for url, _, token in job["targets"]:
+            authorize(url, token)
+        targets = tuple(Target(url, life, 1, ()) for url, life, _ in job["targets"])
         started = time.monotonic()
         try:
             report = turns.send(job["version"], targets, buckets(job, place))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from stage_rank import DEADLINE_S
 
-from slime.utils.http_utils import find_available_port
+from slime.utils.http_utils import find_available_port, token_of
 
 SCRIPT = Path(__file__).with_name("stage_rank.py")
 
@@ -34,7 +34,8 @@ class StageRanks:
             assert self.hear(rank) == {"ready": True}
 
     def begin(self, targets, version: str, model: Path, **more) -> None:
-        job = {"version": version, "targets": [(t.url, t.life) for t in targets], "model": str(model), **more}
+        told = [(t.url, t.life, token_of(t.url)) for t in targets]
+        job = {"version": version, "targets": told, "model": str(model), **more}
         for rank in range(len(self.processes)):
             self.tell(rank, job)
 
