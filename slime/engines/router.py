@@ -235,7 +235,8 @@ class Balancer:
             # All requests of an engine that dies come here one by one: the first finds the others, those find its count.
             alone = len(running) == 1 and not self._num_broken[url]
             self._num_broken[url] += 1
-            logger.warning("engine %s broke under a request (%s: %s)", url, type(error).__name__, error)
+            if self._num_broken[url] == 1:
+                logger.warning("engine %s broke at work (%s: %s)", url, type(error).__name__, error)
             return _Broke(alone)
         except asyncio.CancelledError:
             if task.cancelled() and self._running.get(url) is not running:
