@@ -17,6 +17,7 @@ from slime.backends.policy import loss_reducer, policy_loss
 from slime.backends.preference_loss import build_dpo_loss, build_reward_model_loss
 from slime.backends.watch import TokenWatch
 from slime.utils.misc import load_function
+from slime.utils.plugin_errors import plugin_call
 from slime.utils.types import RolloutBatch
 
 logger = logging.getLogger(__name__)
@@ -73,12 +74,13 @@ def _sft_loss(args: Any, watch: TokenWatch) -> Callable[[TokenOutputs, MicroBatc
 
 
 def _custom_loss(args: Any, batch: RolloutBatch) -> Callable[[TokenOutputs, MicroBatch], tuple[Tensor, Metrics]]:
-    function = load_function(args.custom_loss_function_path)
+    path = args.custom_loss_function_path
 
     def loss_fn(out: TokenOutputs, mb: MicroBatch) -> tuple[Tensor, Metrics]:
         if not mb.positions:
             return out.logits.sum() * 0.0, {}
-        loss, metrics = function(args, micro_batch_dict(batch, mb), out.logits, loss_reducer(args, mb))
+        with plugin_call("--custom-loss-function-path", path):
+            loss, metrics = load_function(path)(args, micro_batch_dict(batch, mb), out.logits, loss_reducer(args, mb))
         return loss, {"loss": loss.detach(), **{name: torch.as_tensor(v).detach() for name, v in metrics.items()}}
 
     return loss_fn

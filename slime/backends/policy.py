@@ -24,6 +24,7 @@ from slime.backends.base import TOKENS_LEFT, Metrics, MicroBatch, TokenOutputs, 
 from slime.backends.microbatch import split_by_sample
 from slime.backends.watch import TokenWatch
 from slime.utils.misc import load_function
+from slime.utils.plugin_errors import plugin_call
 from slime.utils.types import RolloutBatch
 
 TokenMetrics = dict[str, Tensor]  # each [R], to be averaged over trained tokens
@@ -115,9 +116,12 @@ def _pg_reducer(args: Any, mb: MicroBatch, default: Reducer, mask: Tensor | None
     """The reducer of the policy-gradient term alone, which a plug-in may replace."""
     if not args.custom_pg_loss_reducer_function_path or not mb.positions:
         return default
-    build = load_function(args.custom_pg_loss_reducer_function_path)
+    path = args.custom_pg_loss_reducer_function_path
     masks = split_by_sample(mb.loss_mask if mask is None else mb.loss_mask * mask, mb)
-    return build(list(mb.documents.lengths), list(mb.response_lengths), masks, args.calculate_per_token_loss)
+    with plugin_call("--custom-pg-loss-reducer-function-path", path):
+        return load_function(path)(
+            list(mb.documents.lengths), list(mb.response_lengths), masks, args.calculate_per_token_loss
+        )
 
 
 def _trained(mb: MicroBatch, key: str, log_probs: Tensor) -> Tensor:
@@ -143,7 +147,9 @@ def _inputs(out: TokenOutputs, mb: MicroBatch) -> PolicyInputs:
 def _policy_terms(args: Any, inputs: PolicyInputs, options: PolicyOptions) -> tuple[PolicyTerms, TokenMetrics]:
     if args.custom_policy_loss_function_path is None:
         return POLICY_LOSSES[args.policy_loss_type](inputs, options), {}
-    loss, metrics = load_function(args.custom_policy_loss_function_path)(args, inputs)
+    path = args.custom_policy_loss_function_path
+    with plugin_call("--custom-policy-loss-function-path", path):
+        loss, metrics = load_function(path)(args, inputs)
     if loss.shape != inputs.log_probs.shape:
         raise ValueError(
             f"--custom-policy-loss-function-path {args.custom_policy_loss_function_path} returned a loss of shape "
@@ -231,15 +237,17 @@ def tis_scale(args: Any, backend: TrainBackend, batch: RolloutBatch, positions: 
 
 def _custom_tis(args: Any, loss: Tensor, proximal: Tensor, behaviour: Tensor, mb: MicroBatch) -> Corrected:
     """A plug-in's weights; the masks it returns leave tokens out of every term's numerator, never of its denominator."""
-    corrected, masks, metrics = load_function(args.custom_tis_function_path)(
-        args=args,
-        pg_loss=loss,
-        train_log_probs=split_by_sample(proximal, mb),
-        rollout_log_probs=split_by_sample(behaviour, mb),
-        loss_masks=split_by_sample(mb.loss_mask, mb),
-        total_lengths=list(mb.documents.lengths),
-        response_lengths=list(mb.response_lengths),
-    )
+    path = args.custom_tis_function_path
+    with plugin_call("--custom-tis-function-path", path):
+        corrected, masks, metrics = load_function(path)(
+            args=args,
+            pg_loss=loss,
+            train_log_probs=split_by_sample(proximal, mb),
+            rollout_log_probs=split_by_sample(behaviour, mb),
+            loss_masks=split_by_sample(mb.loss_mask, mb),
+            total_lengths=list(mb.documents.lengths),
+            response_lengths=list(mb.response_lengths),
+        )
     masks = list(masks)
     lengths = tuple(len(mask) if mask.ndim == 1 else -1 for mask in masks)
     if corrected.shape != loss.shape or lengths != mb.response_lengths:

@@ -26,6 +26,7 @@ from slime.backends.roles import has_advantages, needs_critic, needs_reference
 from slime.backends.watch import TokenWatch, check_on_policy, save_nonfinite
 from slime.batch.schedule import RankData, RankStep
 from slime.utils.misc import load_function
+from slime.utils.plugin_errors import plugin_call
 from slime.utils.types import RolloutBatch, is_score
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,9 @@ def run_update(
     if has_advantages(args):
         _add_advantages(backend, args, batch)
     if args.rollout_data_postprocess_path:
-        load_function(args.rollout_data_postprocess_path)(args, rollout_id, batch)
+        path = args.rollout_data_postprocess_path
+        with plugin_call("--rollout-data-postprocess-path", path, lambda: f"rollout {rollout_id}"):
+            load_function(path)(args, rollout_id, batch)
     if args.loss_type == "policy_loss" and "advantages" not in batch:
         raise ValueError(
             "--disable-compute-advantages-and-returns: the samples have no advantages for --loss-type policy_loss; set "
@@ -191,7 +194,8 @@ def _add_advantages(backend: TrainBackend, args: Any, batch: RolloutBatch) -> No
     else:
         batch["kl"] = [torch.zeros(length) for length in batch["response_lengths"]]
     if args.custom_advantage_function_path:
-        load_function(args.custom_advantage_function_path)(args, batch)
+        with plugin_call("--custom-advantage-function-path", args.custom_advantage_function_path):
+            load_function(args.custom_advantage_function_path)(args, batch)
         if "advantages" not in batch:
             raise ValueError(
                 f"--custom-advantage-function-path {args.custom_advantage_function_path} set no rollout_data['advantages']."

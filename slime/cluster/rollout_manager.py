@@ -87,7 +87,7 @@ class RolloutManager:
     def start(self, start_rollout_id: int, rollout_state: dict[str, Any] | None) -> RolloutFacts:
         """Reads the data while the engines start, then waits for them."""
         self._info = replace(self._info, start_rollout_id=start_rollout_id)
-        self._data_source = load_function(self._args.data_source_path)(plugin_args(self._args, self._info))
+        self._data_source = self._make_data_source()
         self._load_state(start_rollout_id, rollout_state)
         per_epoch, num_rollout = self._count_rollouts()
         self._info = replace(self._info, num_rollout=num_rollout)
@@ -97,6 +97,13 @@ class RolloutManager:
         self._rollout_fn = load_function(self._args.rollout_function_path)
         self._eval_fn = load_function(self._args.eval_function_path or self._args.rollout_function_path)
         return RolloutFacts(num_rollout, per_epoch, transports, self._fleet.urls, self._fleet.pids)
+
+    def _make_data_source(self) -> Any:
+        path, args = self._args.data_source_path, plugin_args(self._args, self._info)
+        if path.startswith("slime.rollout."):
+            return load_function(path)(args)
+        with plugin_call("--data-source-path", path):
+            return load_function(path)(args)
 
     def _load_state(self, start_rollout_id: int, rollout_state: dict[str, Any] | None) -> None:
         if rollout_state is not None:
@@ -181,7 +188,11 @@ class RolloutManager:
         call = functools.partial(call_rollout_fn, self._rollout_fn, self._plugin_args, rollout_id, self._data_source)
         if self._args.rollout_function_path.startswith("slime.rollout."):
             return call(evaluation=False)
-        with PolicyRequests(self._plugin_args).entered():
+        path = self._args.rollout_function_path
+        with (
+            PolicyRequests(self._plugin_args).entered(),
+            plugin_call("--rollout-function-path", path, lambda: f"rollout {rollout_id}"),
+        ):
             return call(evaluation=False)
 
     def _forward_seconds(self) -> float:
@@ -241,8 +252,13 @@ class RolloutManager:
         return {**eval_metrics(self._plugin_args, output.data), **(output.metrics or {})}
 
     def _evaluate(self, rollout_id: int) -> RolloutFnEvalOutput:
+        path = self._args.eval_function_path or self._args.rollout_function_path
+        call = functools.partial(call_rollout_fn, self._eval_fn, self._plugin_args, rollout_id, self._data_source)
         with not_trained():
-            return call_rollout_fn(self._eval_fn, self._plugin_args, rollout_id, self._data_source, evaluation=True)
+            if path.startswith("slime.rollout."):
+                return call(evaluation=True)
+            with plugin_call("--eval-function-path", path, lambda: f"evaluation {rollout_id}"):
+                return call(evaluation=True)
 
     def _write_eval(self, rollout_id: int, output: RolloutFnEvalOutput) -> None:
         """The answers themselves, one line each: numbers without answers convince nobody."""

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from slime.rollout.data_source import DataSource
+from slime.rollout.data_source import DataSource, take_groups
 from slime.rollout.filter_hub.base_types import (
     MetricGatherer,
     call_dynamic_filter,
@@ -116,7 +116,7 @@ class BatchCollector:
 
     def _issue(self) -> None:
         while self._remaining < self.target:
-            groups = self.data_source.get_samples(self.args.over_sampling_batch_size or self.target)
+            groups = take_groups(self.data_source, self.args, self.args.over_sampling_batch_size or self.target)
             if not groups:
                 raise RunStopped(
                     f"the data source gave no groups: {self._remaining} of --rollout-batch-size {self.target} are there. "

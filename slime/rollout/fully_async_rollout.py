@@ -17,6 +17,7 @@ from typing import Any
 from slime.rollout import sglang_rollout
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.collect import BatchCollector, Ticket
+from slime.rollout.data_source import take_groups
 from slime.rollout.groups import (
     Group,
     attempt_of,
@@ -90,7 +91,7 @@ class AsyncRolloutWorker:
             return
         room = self.room
         if room > 0:
-            for group in self.data_source.get_samples(room):
+            for group in take_groups(self.data_source, self.args, room):
                 self._start(group)
 
     def _start(self, group: Group) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from slime.utils.errors import RunStopped
+from slime.utils.plugin_errors import place_of
 
 FLAG = "--custom-update-weight-post-write-path"
 
@@ -26,9 +27,10 @@ class PostWrite:
         try:
             self._function(self._args, str(folder), list(self._engine_urls))
         except Exception as error:
+            path = self._args.custom_update_weight_post_write_path
             raise RunStopped(
                 f"{FLAG} raised on rank {self._rank} for {folder}: {type(error).__name__}: {error}; the engines were not "
-                "told of these weights."
+                f"told of these weights.\n  at {place_of(error, path)}"
             ) from error
 
     def on_every_rank(self, folder: Path | None) -> None:

@@ -16,6 +16,7 @@ from slime.backends.update import run_update
 from slime.batch.convert import samples_to_batch
 from slime.batch.schedule import split_for_ranks
 from slime.utils.errors import RunStopped
+from slime.utils.plugin_errors import PluginError
 
 
 @pytest.fixture(scope="module")
@@ -424,6 +425,19 @@ def test_samples_without_trained_tokens_change_no_mean_and_stop_no_run(model, re
     assert first["train/ois"] == pytest.approx(1.0, abs=1e-5)
     assert 3 < first["train/entropy_loss"] < 5 and 3 < metrics["rollout/entropy"] < 5  # log 128 is 4.85
     assert 0.05 < first["train/train_rollout_logprob_abs_diff"] < 0.15  # of noise 0.1 it is 0.08 on average
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["custom_policy_loss_function_path", "custom_advantage_function_path", "rollout_data_postprocess_path"],
+)
+def test_a_mistake_in_a_trainer_s_plug_in_is_named_with_its_place(model, tmp_path, flag):
+    file = tmp_path / "mine.py"
+    file.write_text("def mine(*args):\n    return {}['gold']\n")
+    args = trainer_args(model, **{flag: f"{file}:mine"})
+    option = "--" + flag.replace("_", "-")
+    with pytest.raises(PluginError, match=f"{option} .* raised KeyError: 'gold'\n  at {file}:2 in mine"):
+        train(backend_of(args), args, random_samples(1, 2))
 
 
 def test_a_custom_advantage_of_another_length_is_named(model, tmp_path):

@@ -3,12 +3,14 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from rollout_helpers import make_args, make_source
 
-from slime.rollout.data_source import RolloutDataSource, pop_first
+from slime.rollout.data_source import RolloutDataSource, pop_first, take_groups
+from slime.utils.plugin_errors import PluginError
 from slime.utils.types import RewardFailure, Sample
 
 
@@ -147,3 +149,16 @@ def test_the_order_of_prompts_is_the_same_in_another_process(tmp_path):
     environment = {"PYTHONPATH": ".:tests", "PYTHONHASHSEED": "3", "OMP_NUM_THREADS": "1"}
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert json.loads(other.stdout.splitlines()[-1]) == prompts_of(make_source(args).get_samples(25))
+
+
+class BrokenSource:
+    def get_samples(self, num_samples):
+        return {}["gold"]
+
+
+def test_a_mistake_in_a_user_s_own_source_is_named_with_its_place():
+    args = SimpleNamespace(data_source_path=f"{__file__}:BrokenSource")
+    with pytest.raises(
+        PluginError, match=rf"--data-source-path .* raised KeyError: 'gold'\n  at {__file__}:\d+ in get_samples"
+    ):
+        take_groups(BrokenSource(), args, 3)

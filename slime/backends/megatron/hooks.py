@@ -12,6 +12,7 @@ from slime.backends.base import StepPlace
 from slime.backends.megatron.model import PackedGPTModel
 from slime.backends.optimizer import learning_rate
 from slime.utils.misc import load_function
+from slime.utils.plugin_errors import plugin_call
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +29,10 @@ class Schedule:
 
 def after_init(args: Any) -> None:
     """Process groups stand, no model is built."""
-    if args.custom_megatron_init_path:
-        load_function(args.custom_megatron_init_path)(args)
+    path = args.custom_megatron_init_path
+    if path:
+        with plugin_call("--custom-megatron-init-path", path):
+            load_function(path)(args)
 
 
 def before_log_prob(args: Any, model: Sequence[nn.Module], weights: str) -> None:
@@ -37,7 +40,8 @@ def before_log_prob(args: Any, model: Sequence[nn.Module], weights: str) -> None
     path = args.custom_megatron_before_log_prob_hook_path
     if path:
         prefix = f"{weights}_" if weights in ("ref", "teacher") else ""
-        load_function(path)(args, list(model), prefix)
+        with plugin_call("--custom-megatron-before-log-prob-hook-path", path):
+            load_function(path)(args, list(model), prefix)
 
 
 def before_train_step(
@@ -46,7 +50,12 @@ def before_train_step(
     """Gradients are zero, nothing of the step has run."""
     path = args.custom_megatron_before_train_step_hook_path
     if path:
-        load_function(path)(args, place.rollout_id, place.step_id, list(model), optimizer, rates)
+        with plugin_call(
+            "--custom-megatron-before-train-step-hook-path",
+            path,
+            lambda: f"step {place.step_id} of rollout {place.rollout_id}",
+        ):
+            load_function(path)(args, place.rollout_id, place.step_id, list(model), optimizer, rates)
 
 
 def provide_model(
@@ -62,7 +71,10 @@ def provide_model(
     function = load_function(path)
     offered = {"vp_stage": vp_stage, "config": config, "build": build}
     taken = inspect.signature(function).parameters
-    model = function(pre_process, post_process, **{name: value for name, value in offered.items() if name in taken})
+    with plugin_call("--custom-model-provider-path", path):
+        model = function(
+            pre_process, post_process, **{name: value for name, value in offered.items() if name in taken}
+        )
     if not isinstance(model, PackedGPTModel):
         raise ValueError(
             f"--custom-model-provider-path {path} returned a {type(model).__name__}: the trainer runs packed samples, so it "
