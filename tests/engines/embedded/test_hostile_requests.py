@@ -422,7 +422,7 @@ async def _post(engine, endpoint: str, data: bytes, **headers) -> int:
 
 def test_a_long_text_is_refused_before_it_is_read(engine):
     body = json.dumps({"text": "a b" * 3_500_000}).encode()
-    assert run(_longest_silence(engine, _post(engine, "generate", body))) < 5
+    assert run(_longest_silence(engine, _post(engine, "generate", body))) < 30
     assert_serves(engine)
 
 
@@ -430,7 +430,7 @@ def test_a_compressed_body_is_refused_unread(engine):
     body = gzip.compress(b" " * (200 << 20), 9)
     started = time.monotonic()
     assert run(_post(engine, "generate", body, **{"Content-Encoding": "gzip"})) == 415
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 60
     assert_serves(engine)
 
 
@@ -448,7 +448,7 @@ def test_a_manifest_of_very_many_buckets_is_refused_and_nobody_waits_for_it(engi
         async def post():
             statuses.append(await _post(engine, "update_weights_from_shared_memory", body))
 
-        assert run(_longest_silence(engine, post())) < 5
+        assert run(_longest_silence(engine, post())) < 30
     assert statuses == [400]
     assert_serves(engine)
 
