@@ -1,6 +1,7 @@
 """A folder of slime imports only folders above it; siblings on one line never import each other."""
 
 import ast
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -9,15 +10,13 @@ LAYERS = [
     {"arguments", "observability", "plugins"},
     {"data", "algorithms", "wire"},
     {"batch"},
-    {"rollout", "agent", "engines", "backends", "weight_sync"},
+    {"rollout", "engines", "backends", "weight_sync"},
     {"cluster"},
     {"loop", "loop_async"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 OUTSIDE = {"moved", "__main__", "__init__"}  # stand outside the layers
-# A facade of explicit re-exports for users' old imports may reach anywhere.
-FACADES = {"slime/utils/ppo_utils.py"}
 
 
 def imports_of(path: Path) -> set[str]:
@@ -39,7 +38,7 @@ def sources() -> list[tuple[str, Path]]:
     for path in sorted((ROOT / "slime").rglob("*.py")):
         relative = path.relative_to(ROOT / "slime")
         parts.append((relative.parts[0].removesuffix(".py"), path))
-    return [(part, path) for part, path in parts if part not in OUTSIDE and str(path.relative_to(ROOT)) not in FACADES]
+    return [(part, path) for part, path in parts if part not in OUTSIDE]
 
 
 def test_every_folder_has_a_layer():
@@ -78,3 +77,48 @@ def test_every_module_says_what_it_is_for():
 
 def test_the_loop_fits_one_screen():
     assert len((ROOT / "slime" / "loop.py").read_text().splitlines()) <= 50
+
+
+def test_the_layers_name_only_what_exists():
+    there = {path.name.removesuffix(".py") for path in (ROOT / "slime").iterdir()}
+    assert set(LEVEL) | OUTSIDE <= there
+
+
+def paths_named_in(page: str) -> list[str]:
+    """Words in backquotes that name a file or folder of ours: `slime/cluster/run.py`, `collect.py`, `rm_hub/`."""
+    words = re.findall(r"`([\w./{}-]+)`", page)
+    return [word for word in words if re.search(r"\.(py|md)$|^[\w./-]+/$", word)]
+
+
+def exists_somewhere(name: str) -> bool:
+    """From the root or the package; a bare name anywhere in the tree of sources."""
+    name = name.rstrip("/")
+    if (ROOT / name).exists() or (ROOT / "slime" / name).exists():
+        return True
+    return any(
+        str(path).endswith("/" + name) for top in ("slime", "tests", "docs") for path in (ROOT / top).rglob("*")
+    )
+
+
+def test_the_maps_name_only_files_that_exist():
+    wrong = {
+        page: missing
+        for page in ("docs/architecture.md", "README.md")
+        if (missing := [p for p in paths_named_in((ROOT / page).read_text()) if not exists_somewhere(p)])
+    }
+    assert not wrong, wrong
+
+
+def test_the_map_of_layers_in_the_docs_is_the_one_that_is_enforced():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    drawn = re.search(r"## Layers\n\n[^\n]+\n\n((?:    [^\n]+\n)+)", page)
+    assert drawn, "docs/architecture.md draws no layers"
+    lines = [set(re.split(r"\s{3,}", line.strip())[0].split()) for line in drawn.group(1).splitlines()]
+    assert lines == LAYERS
+
+
+def test_the_tree_in_the_readme_names_only_what_exists():
+    tree = re.search(r"## The tree\n\n((?:    .*\n)+)", (ROOT / "README.md").read_text())
+    assert tree, "README.md draws no tree"
+    named = [line.split()[0] for line in tree.group(1).splitlines() if not line.startswith(" " * 8)]
+    assert [name for name in named if not (ROOT / name).exists()] == []
