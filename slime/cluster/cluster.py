@@ -41,7 +41,7 @@ from slime.observability.logging_utils import configure_logger
 from slime.observability.tracking import Tracker
 from slime.plugins import check_plugins
 from slime.rollout.prompt_formats import check_prompt_files
-from slime.utils import shm
+from slime.utils import shm, waits
 from slime.utils.accelerator import device_count, has_bfloat16
 from slime.utils.folder_lock import FolderLock
 from slime.utils.plain_files import save_plain
@@ -170,11 +170,18 @@ class Cluster:
         """Side by side; the first failure ends the wait. On a shared device the engines size their memory first."""
         trainer_folder = self._checkpoint.trainer if self._checkpoint is not None else None
         rollout = self._rollout.begin_start(start_id, rollout_state)
-        if self._args.colocate:
-            gather([rollout])
-            self._residency.make_room()
-        trainer = in_background(lambda: self._trainer.start(trainer_folder), "trainer-start")
-        return gather([rollout, trainer])[0]
+        with waits.telling(lambda: f"starting: {self._describe_start(rollout.done())}"):
+            if self._args.colocate:
+                gather([rollout])
+                self._residency.make_room()
+            trainer = in_background(lambda: self._trainer.start(trainer_folder), "trainer-start")
+            return gather([rollout, trainer])[0]
+
+    def _describe_start(self, rollout_is_up: bool) -> str:
+        engines = len(self._placement.engines)
+        return (
+            f"{self._trainer.describe_start()}, {engines} engine(s) {'serve' if rollout_is_up else 'are not up yet'}"
+        )
 
     def _open_push(self, facts: RolloutFacts, num_done: int) -> None:
         args = self._args

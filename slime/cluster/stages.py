@@ -69,6 +69,9 @@ class NoTrainer:
     def start(self, checkpoint: Path | None) -> None:
         """Nothing to start."""
 
+    def describe_start(self) -> str:
+        return "no trainer"
+
     def train(self, rollout_id: int, batch: RolloutBatch | None) -> TrainReport:
         return TrainReport({}, [], [])
 

@@ -54,7 +54,7 @@ class WeightsNotFinite(RunStopped):
 
 
 class TrainActor:
-    """Methods are called on all ranks at once (they are collectives), except `open_store`."""
+    """Methods are called on all ranks at once (they are collectives), except `open_store` and `is_loaded`."""
 
     def __init__(self, args: Args, run: Run, rank: int, world_size: int):
         configure_logger()
@@ -70,6 +70,10 @@ class TrainActor:
         self._recording: concurrent.futures.Future | None = None  # of its checksums
         self._version: int | None = None  # of the current weights; None: engines never got any
         self._agreement = Agreement()
+
+    def is_loaded(self) -> bool:
+        """Answers when the process has what it runs on, torch first of all."""
+        return True
 
     def open_store(self) -> int:
         """Rank 0: the meeting point of the ranks; returns its port."""

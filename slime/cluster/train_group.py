@@ -12,7 +12,7 @@ from slime.arguments import Args
 from slime.batch.schedule import split_for_ranks
 from slime.cluster.placement import Slot
 from slime.cluster.run import Run
-from slime.cluster.runtime import Handle, Runtime, WorkerSpec, gather
+from slime.cluster.runtime import Future, Handle, Runtime, WorkerSpec, gather
 from slime.cluster.train_actor import TrainActor, TrainReport
 from slime.utils.checksums import FileRecord
 from slime.utils.process_groups import network_environment
@@ -36,6 +36,7 @@ class TrainGroup:
             )
             for rank, slot in enumerate(slots)
         ]
+        self._loaded: list[Future] = []  # of `start`: one for each rank
 
     def _threads(self, slots: Sequence[Slot]) -> int:
         """A share of a machine's cores."""
@@ -43,8 +44,21 @@ class TrainGroup:
         return self._args.trainer_threads or max(1, (os.cpu_count() or 1) // crowd)
 
     def start(self, checkpoint: Path | None) -> None:
+        self._loaded = [handle.call("is_loaded") for handle in self._ranks]
+        gather(self._loaded, _START_DEADLINE_S)
         port = self._ranks[0].call("open_store").result(_START_DEADLINE_S)
         self._layouts = self._call("init", port, checkpoint, deadline_s=_START_DEADLINE_S)
+
+    def describe_start(self) -> str:
+        """How far `start` is."""
+        if not self._loaded:
+            return "trainer ranks wait for the engines"
+        up = sum(future.done() for future in self._loaded)
+        return (
+            f"{up} of {len(self._ranks)} trainer ranks are up"
+            if up < len(self._ranks)
+            else "trainer ranks load the model"
+        )
 
     def open_sender(self, transport: str, engine_urls: tuple[str, ...]) -> None:
         self._call("open_sender", transport, engine_urls)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -15,6 +16,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+TELL_S = 10.0
 
 
 class WaitTimeout(TimeoutError):
@@ -80,6 +85,26 @@ def until(
             if wait.age_s > deadline_s:
                 raise _breach(name, owner, deadline_s)
             time.sleep(interval_s)
+
+
+@contextlib.contextmanager
+def telling(state: Callable[[], str], interval_s: float = TELL_S) -> Iterator[None]:
+    """Logs `state()` after `interval_s` and then ever less often while the block runs: silence looks like a hang."""
+    ended, started = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        pause_s = interval_s
+        while not ended.wait(pause_s):
+            logger.info("%s after %.0f s", state(), time.monotonic() - started)
+            pause_s = min(1.5 * pause_s, 6 * interval_s)
+
+    teller = threading.Thread(target=tell, name="telling", daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        teller.join()
 
 
 def _breach(name: str, owner: str, deadline_s: float) -> WaitTimeout:
