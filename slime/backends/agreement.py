@@ -25,7 +25,7 @@ SHOWN_TOKENS = 5
 # Rounding scatters to both sides; a mean difference above the first with more than the second to one side is something else.
 ONE_SIDED_FROM = 0.02
 ONE_SIDED_SHARE = 0.5
-ONE_SIDED_TOKENS = 256
+ONE_SIDED_TOKENS = 256  # of fewer it may be chance
 
 LogProbs = Mapping[int, Tensor]  # position in the rank's batch -> [R_i] of the trainer, on the CPU
 
@@ -91,7 +91,8 @@ class Agreement:
     ) -> dict[str, float]:
         """Compare the trainer's `log_probs`, computed under the weights that engines know as `version`, with the engine's.
 
-        None: a loss of the user's own made them and kept them to itself, or engines do not know the weights. Stops the run where fresh tokens differ by more than the threshold, warns about all else; returns metrics.
+        `log_probs` None: a loss of the user's own made them and kept them to itself. `version` None: no engine knows the weights.
+        Stops the run where fresh tokens differ by more than the threshold, warns about all else; returns metrics.
         """
         why_not = _cannot_run(batch, log_probs, version)
         if why_not is not None:
@@ -118,7 +119,7 @@ class Agreement:
         cause = _likely_cause(args, difference)
         if difference.fresh > threshold:
             raise RunStopped(_apart(batch, log_probs, difference, threshold, cause or _fp8_remedy(args)))
-        if cause:
+        if cause and difference.num_fresh >= ONE_SIDED_TOKENS:
             self.hints.tell(
                 "one-sided difference",
                 f"log-probs of engine and trainer differ by {difference.fresh:.3g} on average over {difference.num_fresh} "
@@ -232,7 +233,7 @@ def _likely_cause(args: Any, difference: Difference) -> str:
             "belongs to response token t."
         )
     bias = difference.signed / max(difference.num_fresh, 1)
-    if difference.num_fresh >= ONE_SIDED_TOKENS and abs(bias) > difference.fresh * ONE_SIDED_SHARE:
+    if abs(bias) > difference.fresh * ONE_SIDED_SHARE:
         return (
             f" The trainer's are {'higher' if bias > 0 else 'lower'} by {abs(bias):.3g} on average: were the samples drawn at "
             f"another temperature than --rollout-temperature {args.rollout_temperature:g}?"
