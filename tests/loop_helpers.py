@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from tiny_model import make_tiny_model
@@ -90,6 +91,18 @@ def start_train(world: Path, run: str, **changes) -> subprocess.Popen:
             # A shell that starts us in the background has SIGINT ignored, and children inherit that.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
+
+
+def wait_for(condition, process: subprocess.Popen, seconds: float = 120):
+    """The first true value of `condition()`, while the process runs."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        value = condition()
+        if value:
+            return value
+        assert process.poll() is None, "the run ended early"
+        time.sleep(0.02)
+    raise AssertionError("it never happened")
 
 
 def metrics(world: Path, run: str) -> list[dict]:

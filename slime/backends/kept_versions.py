@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from slime.backends.base import TrainBackend
+from slime.backends.checkpoint_errors import unreadable_named
 from slime.utils.types import RolloutBatch
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,8 @@ class KeptVersions:
                 path,
             )
             return
-        self._numbers = json.loads((path / FILE).read_text())
+        with unreadable_named(path / FILE):
+            self._numbers = json.loads((path / FILE).read_text())
         for tag, number in self._numbers.items():
             if not self._backend.has_weights(tag):
                 raise ValueError(

@@ -17,6 +17,7 @@ from slime.rollout.groups import Group, copy_sample, describe, group_from_plain,
 from slime.rollout.journal import CountingJournal, Journal, Outcome
 from slime.rollout.prompt_formats import training_format
 from slime.utils.misc import load_function
+from slime.utils.plain_files import load_plain
 from slime.utils.plugin_errors import plugin_call, wrong_return
 from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.types import Sample
@@ -160,7 +161,7 @@ class RolloutDataSource(DataSource):
         if not path.exists():
             logger.info("no data source state at %s: prompts start from the first", path)
             return
-        self.load_state_dict(torch.load(path, weights_only=True))
+        self.load_state_dict(load_plain(path))
 
 
 class RolloutDataSourceWithBuffer(RolloutDataSource):

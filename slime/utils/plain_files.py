@@ -24,10 +24,16 @@ def save_plain(value: Any, path: Path) -> None:
 
 
 def load_plain(path: Path) -> Any:
-    """Inverse of `save_plain`; code in a file is refused."""
-    # Arrays are admitted by the restricted loader only when their parts are named.
-    with torch.serialization.safe_globals(_array_globals()):
-        return torch.load(path, weights_only=True, map_location="cpu")
+    """Inverse of `save_plain`; code in a file is refused. ValueError where it cannot be read, with its name."""
+    try:
+        # Arrays are admitted by the restricted loader only when their parts are named.
+        with torch.serialization.safe_globals(_array_globals()):
+            return torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:  # half a file makes the loader raise anything: EOFError, KeyError, RuntimeError, ...
+        said = str(error).partition("\n")[0][:200]
+        raise ValueError(
+            f"{path} cannot be read: it is missing, damaged or not what it should be ({type(error).__name__}: {said})"
+        ) from error
 
 
 def foreign_value(value: Any, where: str = "") -> str | None:

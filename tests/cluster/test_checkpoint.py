@@ -228,6 +228,14 @@ def test_a_checkpoint_from_before_checksums_is_read_also_with_keys_that_are_not_
     assert found.manifest == Manifest(1, "a", 2, files=None)
 
 
+@pytest.mark.parametrize("content", [None, b"", b"PK half", b"\x80\x05garbage"])
+def test_a_rollout_state_that_cannot_be_read_is_named_where_no_checksum_found_it(tmp_path, content):
+    path = write(tmp_path, 1).path / "rollout.pt"
+    path.unlink() if content is None else path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"rollout\.pt cannot be read: it is missing, damaged or"):
+        rollout_state(read_step(path.parent))
+
+
 def test_a_missing_step_names_those_there_are(tmp_path):
     write(tmp_path, 4)
     with pytest.raises(ValueError, match=r"--ckpt-step is 5: .* rollouts 4"):

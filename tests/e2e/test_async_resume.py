@@ -3,6 +3,8 @@
 import pytest
 from loop_helpers import make_world, run_train, series
 
+pytestmark = pytest.mark.timeout(1200)
+
 COMPARED = ("train/loss", "train/grad_norm", "rollout/raw_reward", "rollout/weight_version/min")
 ROLLOUTS, SAVED = 6, 2
 

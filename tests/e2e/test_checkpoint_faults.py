@@ -4,16 +4,17 @@ import json
 import shutil
 
 import pytest
-from loop_helpers import make_world, run_train, series, start_train
+from loop_helpers import make_world, run_train, series, start_train, wait_for
 from small_disk import mounted
-from test_faults import wait_for
 
 from slime.utils.step_folders import by_content, find_step, read_step
+
+pytestmark = pytest.mark.timeout(1200)
 
 LAST = 2
 TRAINERS = [
     "fsdp",
-    pytest.param("megatron", marks=[pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(900)]),
+    pytest.param("megatron", marks=[pytest.mark.megatron, pytest.mark.slow]),
 ]
 
 
@@ -82,7 +83,7 @@ def test_a_second_run_in_the_same_folders_is_refused_while_the_first_one_runs_an
     folders = {"save": world / "one-ckpt", "load": world / "one-ckpt"}
     first = start_train(world, "one", num_rollout=100_000, save_interval=1, **folders)
     try:
-        wait_for(lambda: len(series(world, "one", "train/loss")) > 1, first)
+        wait_for(lambda: len(series(world, "one", "train/loss")) > 1, first, 600)
         second = run_train(world, "two", check=False, **folders)
         assert second.returncode == 2 and f"is in use by process {first.pid} on" in second.stderr
         assert not (world / "two").exists()

@@ -6,7 +6,7 @@ import time
 
 import psutil
 import pytest
-from loop_helpers import make_world, run_train, series, start_train
+from loop_helpers import make_world, run_train, series, start_train, wait_for
 
 from slime.rollout.dumps import load_rollout_dump
 from slime.utils import shm
@@ -27,17 +27,6 @@ def world(tmp_path_factory):
     folder = make_world(tmp_path_factory.mktemp("faults"))
     (folder / "slow.py").write_text(SLOW_REWARD)
     return folder
-
-
-def wait_for(condition, process, seconds=120):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        value = condition()
-        if value:
-            return value
-        assert process.poll() is None, "the run ended early"
-        time.sleep(0.02)
-    raise AssertionError("it never happened")
 
 
 def engine_of(driver: psutil.Process) -> psutil.Process | None:

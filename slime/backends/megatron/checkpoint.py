@@ -155,7 +155,8 @@ def _read(backend: Any, path: Path, *, with_optimizer: bool, reload: bool = True
 
 def _check_moments(state: dict[str, Any], path: Path) -> None:
     """Every parameter that trains now must have trained when the checkpoint was written; all ranks refuse together."""
-    written = dist_checkpointing.load_tensors_metadata(str(path))
+    with unreadable_named(path):
+        written = dist_checkpointing.load_tensors_metadata(str(path))
     wanted = {part.key for part in nested_values(extract_sharded_tensors_and_factories(state)[0])}
     everywhere: list[list[str]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everywhere, sorted(wanted - set(written)))
