@@ -58,7 +58,7 @@ def main(rank: int, num_stages: int, world: int, port: int, deadline_s: int) -> 
     place = StagePlace(min(rank, num_stages - 1), num_stages, is_first=rank < num_stages)
     options = SenderOptions("slime-x", Path("unused"), "model", rank, deadline_s=deadline_s, stage=place.stage)
     sender = distributed.DistributedSender(options) if place.is_first else None
-    turns = StageTurns(place, sender)
+    turns = StageTurns(place, sender, 3.0 * deadline_s)
     say(ready=True)
     for line in sys.stdin:
         job = json.loads(line)

@@ -84,6 +84,17 @@ def two_stages():
     ranks.stop()
 
 
+def test_a_sender_that_hangs_is_named_by_those_who_wait_for_its_turn(models):
+    ranks = StageRanks(2, 2, deadline_s=2)
+    try:
+        ranks.begin((), "run:1", models[0], stop_at=[0, 0])
+        assert ranks.hear(0) == {"stopped": True}
+        told = ranks.hear(1)["error"]
+        assert "trainer rank 0, which sends the weights of stage 0, did not finish its turn within 6 s" in told
+    finally:
+        ranks.stop()
+
+
 def held(fleet) -> list[tuple[str, dict]]:
     return [(run(EngineControl(url).version()), run(EngineControl(url).checksums())) for url in fleet.urls]
 
