@@ -8,7 +8,8 @@ from rich.console import Console
 
 from slime.cli.quickstart import command
 from slime.cli.quickstart.display import Screen
-from slime.cli.quickstart.folder import set_aside
+from slime.cli.quickstart.folder import opened, set_aside
+from slime.utils.errors import FolderTaken
 
 
 class Reached(BaseException):
@@ -106,6 +107,15 @@ def test_every_earlier_quick_start_keeps_a_folder_of_its_own(tmp_path):
         assert set_aside(tmp_path) == tmp_path / "earlier" / str(i)
     assert [(tmp_path / "earlier" / str(i) / "summary.json").read_text() for i in (1, 2, 3)] == ["1", "2", "3"]
     assert set_aside(tmp_path) is None
+
+
+def test_a_second_quick_start_in_the_same_folder_leaves_the_first_alone(tmp_path):
+    with opened(tmp_path) as earlier:
+        assert earlier is None
+        before = write_finished(tmp_path)
+        with pytest.raises(FolderTaken, match="is in use by process"), opened(tmp_path):
+            pytest.fail("moved what is being written")
+        assert {name: text for name, text in snapshot(tmp_path).items() if name in before} == before
 
 
 def test_folders_that_no_quick_start_made_are_not_touched(tmp_path):

@@ -16,7 +16,7 @@ from slime.cli.main import user_errors
 from slime.cli.quickstart import smollm2, tiny
 from slime.cli.quickstart.data import DataFiles, write_data
 from slime.cli.quickstart.display import Phase, Screen
-from slime.cli.quickstart.folder import set_aside
+from slime.cli.quickstart.folder import opened
 from slime.cli.quickstart.metrics import LOSS, REWARD
 from slime.cli.quickstart.outcome import Outcome, draw_plot, read_outcome, summarise, write_summary
 from slime.cli.quickstart.plan import RECIPES, Recipe, build_rl_argv, build_sft_argv, warmed_up
@@ -48,13 +48,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the quick start; 0 when it ended well."""
     options = parse_options(argv)
     screen = Screen()
-    with user_errors():
-        rehearse(options, screen)
-        earlier = set_aside(options.run_dir)
-    if earlier is not None:
-        screen.say(f"What an earlier quick start left in {options.run_dir} is now in {earlier}.")
-    with user_errors(options.run_dir / "error.txt"), logging_to(options.run_dir / "log.txt"):
-        summary = run(options, screen)
+    with contextlib.ExitStack() as stack:
+        with user_errors():
+            rehearse(options, screen)
+            earlier = stack.enter_context(opened(options.run_dir))
+        if earlier is not None:
+            screen.say(f"What an earlier quick start left in {options.run_dir} is now in {earlier}.")
+        with user_errors(options.run_dir / "error.txt"), logging_to(options.run_dir / "log.txt"):
+            summary = run(options, screen)
     return verdict(summary, options, screen)
 
 

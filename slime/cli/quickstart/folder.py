@@ -1,7 +1,11 @@
 """The quick start's folder: what an earlier quick start left there is moved aside, never erased."""
 
+import contextlib
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+
+from slime.utils.folder_lock import FolderLock
 
 OWNED = (
     "data",
@@ -17,12 +21,22 @@ MADE_BY_ONE = ("log.txt", "summary.json")  # the first and the last thing that i
 EARLIER = "earlier"
 
 
+@contextlib.contextmanager
+def opened(folder: Path) -> Iterator[Path | None]:
+    """The folder of this quick start alone, while the block runs; yields where an earlier one went."""
+    _make(folder)
+    lock = FolderLock(folder, "--run-dir")
+    try:
+        yield set_aside(folder)
+    finally:
+        lock.release()
+
+
 def set_aside(folder: Path) -> Path | None:
-    """Make `folder` ready for a new quick start; returns where the earlier one went, None if there was none.
+    """Make room for a new quick start in `folder`; returns where the earlier one went, None if there was none.
 
     Names such as `data` are common: what no quick start made is refused rather than moved.
     """
-    _make(folder)
     found = [folder / name for name in OWNED if (folder / name).exists()]
     if not found:
         return None
