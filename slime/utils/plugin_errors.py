@@ -8,6 +8,7 @@ full disk) is left to whoever called: it may pass.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 import sys
@@ -115,9 +116,9 @@ def _function_of(path: str) -> Callable[..., Any] | None:
         function = inspect.unwrap(load_function(path))
     except Exception:  # only the message would miss it
         return None
-    while hasattr(function, "func"):  # functools.partial
+    while isinstance(function, functools.partial):
         function = function.func
-    return function
+    return function if inspect.isroutine(function) or inspect.isclass(function) else type(function)
 
 
 def _file_of(path: str) -> str | None:

@@ -84,7 +84,7 @@ async def cpu_of_each(args, samples):
     """{name: CPU seconds} of scoring each; a worker's start is not an answer's fault and is paid before."""
     used, warm = {}, []
     for name, sample in samples.items():
-        if get_pool(args).worker_pids != warm:
+        if not warm or get_pool(args).worker_pids != warm:
             await score_samples(args, [make_sample(args.rm_type, r"<think>hm</think> \boxed{4}")])
             warm = get_pool(args).worker_pids
         before = cpu_seconds(args)

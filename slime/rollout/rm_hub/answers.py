@@ -85,7 +85,8 @@ def special_tokens_of(hf_checkpoint: str | None) -> frozenset[str]:
         tokenizer = load_tokenizer(hf_checkpoint)
     except (OSError, ValueError):
         return frozenset()  # whoever generated without one has no such tokens in the text
-    added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    # Not every kind of tokenizer has the table.
+    added = {token.content for token in getattr(tokenizer, "added_tokens_decoder", {}).values() if token.special}
     tokens = (added | set(tokenizer.all_special_tokens)) - _KEPT
     return frozenset(token for token in tokens if len(token) >= _MIN_LENGTH)
 

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from slime.observability.metrics import NOT_COMPARED_KEY
 from slime.rollout.groups import describe_fully
 from slime.rollout.rm_hub.answers import answer_text
 from slime.rollout.rm_hub.checks import box_of, check
@@ -34,6 +35,7 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
         return await call_custom(args, path, sample, **kwargs)
     rm_type = rm_type_of(args, sample)
     reward = _reward_of_type(rm_type.removeprefix(_BOXED))
+    sample.metadata.pop(NOT_COMPARED_KEY, None)  # of an earlier answer
     response: str | RewardFailure = answer_text(args, sample)
     if rm_type.startswith(_BOXED) and reward not in (_math, _deepscaler):  # those read nothing but the box
         response = await box_of(args, sample, response)
