@@ -7,6 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 LAYERS = [
     {"utils"},
+    {"catalog"},
     {"arguments", "observability", "plugins"},
     {"data", "algorithms", "wire"},
     {"batch"},

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from slime.arguments.algorithm import LOSS_OF_ESTIMATOR
 from slime.backends.fsdp import create_backend
 from slime.backends.microbatch import build_micro_batches
 from slime.backends.update import run_update
 from slime.batch.convert import samples_to_batch
 from slime.batch.schedule import split_for_ranks
+from slime.catalog.estimators import ESTIMATORS
 from slime.utils.types import Sample
 
 
@@ -38,7 +38,7 @@ def trainer_args(model: str, **changes) -> SimpleNamespace:
         custom_pg_loss_reducer_function_path=None,
         custom_policy_loss_function_path=None,
         custom_tis_function_path=None,
-        policy_loss_type=LOSS_OF_ESTIMATOR.get(changes.get("advantage_estimator"), "ppo"),
+        policy_loss_type=ESTIMATORS[changes.get("advantage_estimator", "grpo")].policy_loss,
         loss_reduction="token_mean" if changes.get("calculate_per_token_loss") else "rollout_mean",
         loss_denominator=None,
         gamma=1.0,

@@ -1,16 +1,18 @@
-"""Advantage estimators: one table from `--advantage-estimator` to a function; adding one is a function and a row.
+"""Advantage estimators: the functions behind the rows of `catalog.estimators`; adding one is a function and a row.
 
 Every estimator takes one `AdvantageInputs` (per-sample lists over full responses) and returns per-sample lists of
 advantages and returns [R_i].
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from slime.algorithms.gae import chunked_discounted_returns, get_advantages_and_returns_batch
+from slime.catalog.estimators import ESTIMATORS
+from slime.utils.misc import load_function
 
 TokenLists = list[Tensor]
 
@@ -30,18 +32,6 @@ class AdvantageInputs:
     gamma: float = 1.0
     lambd: float = 1.0
     values: Sequence[Tensor] | None = None  # [R_i]; None: no critic
-
-
-@dataclass(frozen=True)
-class Estimator:
-    """One row of the table: the function and what the reward normalisation and the loss must know about it."""
-
-    compute: Callable[[AdvantageInputs], tuple[TokenLists, TokenLists]]
-    baseline: str | None = None  # row of rewards.BASELINES that rewards are compared with; None: raw rewards
-    scale_rewards: bool = False  # divide by the group's std too, unless switched off
-    uses_kl_in_reward: bool = False  # whether --kl-coef enters the advantages
-    uses_gamma: bool = False
-    needs_values: bool = False
 
 
 def get_grpo_returns(rewards: Sequence[float] | Tensor, kl: Sequence[Tensor]) -> TokenLists:
@@ -102,26 +92,26 @@ def get_reinforce_plus_plus_baseline_advantages(
     return [float(reward) - kl_coef * k for reward, k in zip(rewards, kl, strict=True)]
 
 
-def _grpo(inputs: AdvantageInputs) -> tuple[TokenLists, TokenLists]:
+def grpo(inputs: AdvantageInputs) -> tuple[TokenLists, TokenLists]:
     returns = get_grpo_returns(inputs.rewards, inputs.kl)
     return returns, list(returns)
 
 
-def _reinforce_plus_plus(inputs: AdvantageInputs) -> tuple[TokenLists, TokenLists]:
+def reinforce_plus_plus(inputs: AdvantageInputs) -> tuple[TokenLists, TokenLists]:
     returns = get_reinforce_plus_plus_returns(
         inputs.rewards, inputs.kl, inputs.loss_masks, kl_coef=inputs.kl_coef, gamma=inputs.gamma
     )
     return returns, list(returns)
 
 
-def _reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> tuple[TokenLists, TokenLists]:
+def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> tuple[TokenLists, TokenLists]:
     advantages = get_reinforce_plus_plus_baseline_advantages(
         inputs.rewards, inputs.kl, inputs.loss_masks, inputs.kl_coef
     )
     return advantages, list(advantages)
 
 
-def _ppo(inputs: AdvantageInputs) -> tuple[TokenLists, TokenLists]:
+def ppo(inputs: AdvantageInputs) -> tuple[TokenLists, TokenLists]:
     """GAE over the trained tokens of each response, with the reward on the last of them. Tokens that are not trained get 0."""
     assert inputs.values is not None, "ppo needs the critic's values"
     chosen = [mask.nonzero().squeeze(1) for mask in inputs.loss_masks]
@@ -133,25 +123,9 @@ def _ppo(inputs: AdvantageInputs) -> tuple[TokenLists, TokenLists]:
     return advantages, returns
 
 
-ESTIMATORS: dict[str, Estimator] = {
-    "grpo": Estimator(_grpo, baseline="mean", scale_rewards=True),
-    "gspo": Estimator(_grpo, baseline="mean", scale_rewards=True),
-    "cispo": Estimator(_grpo, baseline="mean", scale_rewards=True),
-    "dr_grpo": Estimator(_grpo, baseline="mean"),
-    "rloo": Estimator(_grpo, baseline="leave_one_out"),
-    "remax": Estimator(_grpo, baseline="greedy"),
-    "opo": Estimator(_grpo, baseline="length_weighted"),
-    "maxrl": Estimator(_grpo, baseline="success_rate"),
-    "reinforce_plus_plus": Estimator(_reinforce_plus_plus, uses_kl_in_reward=True, uses_gamma=True),
-    "reinforce_plus_plus_baseline": Estimator(_reinforce_plus_plus_baseline, baseline="mean", uses_kl_in_reward=True),
-    "ppo": Estimator(_ppo, uses_kl_in_reward=True, uses_gamma=True, needs_values=True),
-}
-
-
-def get_estimator(name: str) -> Estimator:
-    if name not in ESTIMATORS:
-        raise ValueError(f"--advantage-estimator is {name!r}: unknown; choose one of {', '.join(ESTIMATORS)}.")
-    return ESTIMATORS[name]
+def compute_advantages(estimator: str, inputs: AdvantageInputs) -> tuple[TokenLists, TokenLists]:
+    """Per-sample lists of advantages and returns, by the row of that name."""
+    return load_function(ESTIMATORS[estimator].function)(inputs)
 
 
 def masked_moments(values: Sequence[Tensor], masks: Sequence[Tensor]) -> Tensor:

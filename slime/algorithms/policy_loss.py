@@ -1,4 +1,4 @@
-"""Policy-gradient losses per token: one table from `--policy-loss-type` to a function; adding one is a function and a row.
+"""Policy-gradient losses per token: the functions behind the rows of `catalog.policy_losses`.
 
 Convention: `ppo_kl = old_log_prob - log_prob`, so the probability ratio is exp(-ppo_kl), with the exponent bounded as in
 `ratios`. Nothing here reduces: masks and denominators belong to `reduce`. All tensors are flat over the response tokens of a
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from slime.algorithms.ratios import exp_ratio
 from slime.algorithms.reduce import segment_mean
+from slime.catalog.policy_losses import POLICY_LOSSES
+from slime.utils.misc import load_function
 
 
 @dataclass(frozen=True)
@@ -92,26 +94,26 @@ def sequence_kl(ppo_kl: Tensor, mask: Tensor, segments: Tensor, num_segments: in
     return segment_mean(ppo_kl, mask, segments, num_segments)[segments]
 
 
-def _ppo(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
+def ppo(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
     ppo_kl = x.old_log_probs - x.log_probs
     loss, clipped = compute_policy_loss(ppo_kl, x.advantages, o.eps_clip, o.eps_clip_high, o.eps_clip_c)
     return PolicyTerms(loss, clipped, ppo_kl)
 
 
-def _gspo(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
+def gspo(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
     """The clip on one ratio per sequence: the geometric mean of its token ratios."""
     ppo_kl = sequence_kl(x.old_log_probs - x.log_probs, x.mask, x.segments, x.num_samples)
     loss, clipped = compute_policy_loss(ppo_kl, x.advantages, o.eps_clip, o.eps_clip_high, o.eps_clip_c)
     return PolicyTerms(loss, clipped, ppo_kl)
 
 
-def _cispo(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
+def cispo(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
     ppo_kl = x.old_log_probs - x.log_probs
     loss, clipped = compute_cispo_loss(ppo_kl, x.log_probs, x.advantages, o.eps_clip, o.eps_clip_high)
     return PolicyTerms(loss, clipped, ppo_kl)
 
 
-def _sapo(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
+def sapo(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
     """A soft gate in place of the clip: sigmoid(tau (ratio - 1)) x 4 / tau, steeper where the advantage is not positive.
 
     Its slope at ratio 1 is 1, and it fades where a hard clip would cut. Nothing is clipped, so that fraction is 0.
@@ -122,7 +124,7 @@ def _sapo(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
     return PolicyTerms(-gate * x.advantages, torch.zeros_like(ppo_kl), ppo_kl)
 
 
-def _gmpo(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
+def gmpo(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
     """Geometric mean: token log-ratios are clipped to [-eps_clip, eps_clip_high] on the side that the advantage pushes to,
     and averaged; every token of the sequence carries that one ratio."""
     log_ratio = x.log_probs - x.old_log_probs
@@ -133,15 +135,15 @@ def _gmpo(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
     return PolicyTerms(-exp_ratio(-ppo_kl) * x.advantages, (bounded != log_ratio).to(log_ratio.dtype), ppo_kl)
 
 
-def _clip_cov(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
+def clip_cov(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
     """PPO clip, and selected tokens of high covariance (log-prob with advantage) lose their gradient."""
-    terms = _ppo(x, o)
+    terms = ppo(x, o)
     dropped = x.selected.bool()
     loss = torch.where(dropped, torch.zeros_like(terms.loss), terms.loss)
     return PolicyTerms(loss, torch.maximum(terms.clipped, x.selected.to(terms.clipped.dtype)), terms.ppo_kl)
 
 
-def _kl_cov(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
+def kl_cov(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
     """No clip; selected tokens of the highest covariance pay kl_cov_coef x |log-ratio|."""
     ppo_kl = x.old_log_probs - x.log_probs
     selected = x.selected.to(ppo_kl.dtype)
@@ -172,27 +174,17 @@ def binary_kl(old: Tensor, new: Tensor) -> Tensor:
     return old * torch.log(old / new) + (1 - old) * torch.log((1 - old) / (1 - new))
 
 
-def _dppo_tv(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
+def dppo_tv(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
     return _divergence_mask(x, o, binary_tv)
 
 
-def _dppo_kl(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
+def dppo_kl(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
     return _divergence_mask(x, o, binary_kl)
 
 
-POLICY_LOSSES: dict[str, Callable[[PolicyInputs, PolicyOptions], PolicyTerms]] = {
-    "ppo": _ppo,
-    "gspo": _gspo,
-    "cispo": _cispo,
-    "sapo": _sapo,
-    "gmpo": _gmpo,
-    "clip_cov": _clip_cov,
-    "kl_cov": _kl_cov,
-    "dppo_tv": _dppo_tv,
-    "dppo_kl": _dppo_kl,
-}
-# Losses that need `selected`, and with it the old policy's log-probs of the whole step before its first pass.
-COVARIANCE_LOSSES = ("clip_cov", "kl_cov")
+def compute_policy_terms(name: str, inputs: PolicyInputs, options: PolicyOptions) -> PolicyTerms:
+    """By the row of that name."""
+    return load_function(POLICY_LOSSES[name].function)(inputs, options)
 
 
 def compute_gspo_kl(

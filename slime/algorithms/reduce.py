@@ -10,15 +10,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-Reducer = Callable[[Tensor], Tensor]
+from slime.catalog.policy_losses import REDUCTIONS
 
-# What a token is divided by -> which count of the optimizer step divides the sum.
-REDUCTIONS = {
-    "rollout_mean": "rollouts",  # trained tokens of its rollout, fan-out siblings together
-    "sample_mean": "samples",  # trained tokens of its own sample
-    "token_mean": "tokens",  # nothing
-    "constant": "rollouts",  # one constant (Dr. GRPO)
-}
+Reducer = Callable[[Tensor], Tensor]
 
 
 def token_weights(mask: Tensor, segments: Tensor, rollout_mask_sums: Tensor, *, per_token: bool) -> Tensor:
@@ -35,7 +29,7 @@ def token_weights(mask: Tensor, segments: Tensor, rollout_mask_sums: Tensor, *, 
 def reduction_weights(
     reduction: str, mask: Tensor, segments: Tensor, rollout_mask_sums: Tensor, *, constant: float | None = None
 ) -> Tensor:
-    """Weight of each flat token under a row of REDUCTIONS; the step's count named there divides the sum of all."""
+    """Weight of each flat token under a row of `catalog.policy_losses.REDUCTIONS`; the step's count named there divides the sum of all."""
     if reduction == "rollout_mean":
         return token_weights(mask, segments, rollout_mask_sums, per_token=False)
     mask = mask.to(rollout_mask_sums.dtype)

@@ -3,36 +3,10 @@
 from dataclasses import dataclass
 
 from slime.arguments.flag import flag
+from slime.catalog.estimators import ESTIMATORS
+from slime.catalog.policy_losses import POLICY_LOSSES, REDUCTIONS
 
-# The one place that says which losses and estimators can be chosen.
 LOSS_TYPES = ("policy_loss", "sft_loss", "dpo_loss", "rm_loss", "custom_loss")
-ADVANTAGE_ESTIMATORS = (
-    "ppo",
-    "grpo",
-    "gspo",
-    "cispo",
-    "dr_grpo",
-    "rloo",
-    "remax",
-    "opo",
-    "maxrl",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-)
-# Estimators whose advantages contain --kl-coef, and --gamma.
-ESTIMATORS_WITH_KL = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
-ESTIMATORS_WITH_GAMMA = ("reinforce_plus_plus", "ppo")
-# Estimators that compare a reward with those of its group, and that divide by the group's standard deviation too.
-ESTIMATORS_WITH_GROUPS = ("grpo", "gspo", "cispo", "dr_grpo", "rloo", "opo", "maxrl", "reinforce_plus_plus_baseline")
-ESTIMATORS_WITH_STD = ("grpo", "gspo", "cispo")
-POLICY_LOSS_TYPES = ("ppo", "gspo", "cispo", "sapo", "gmpo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl")
-# Estimators that come with a loss or a reduction of their own.
-LOSS_OF_ESTIMATOR = {"gspo": "gspo", "cispo": "cispo"}
-REDUCTION_OF_ESTIMATOR = {"dr_grpo": "constant"}
-LOSS_REDUCTIONS = ("rollout_mean", "sample_mean", "token_mean", "constant")
-# Losses with one ratio per sample, and reductions in which a sample counts as often as it has tokens.
-SEQUENCE_LOSSES = ("gspo", "gmpo")
-REDUCTIONS_BY_LENGTH = ("token_mean", "constant")
 # How far the log-probs of engine and trainer may lie apart, as a mean over tokens, before a run stops.
 LOGPROB_DIFF_THRESHOLDS = {"float32": 0.02, "bfloat16": 0.2, "fp8": 0.2}
 
@@ -43,10 +17,10 @@ class AlgorithmFlags:
 
     loss_type: str = flag("policy_loss", "what is minimised", choices=LOSS_TYPES)
     custom_loss_function_path: str | None = flag(None, "the loss of --loss-type custom_loss", metavar="PATH")
-    advantage_estimator: str = flag("grpo", "how rewards become advantages", choices=ADVANTAGE_ESTIMATORS)
+    advantage_estimator: str = flag("grpo", "how rewards become advantages", choices=tuple(ESTIMATORS))
     custom_advantage_function_path: str | None = flag(None, "function that computes advantages", metavar="PATH")
     policy_loss_type: str | None = flag(
-        None, "how advantages become a loss; default: the estimator's own, else ppo", choices=POLICY_LOSS_TYPES
+        None, "how advantages become a loss; default: the estimator's own, else ppo", choices=tuple(POLICY_LOSSES)
     )
     custom_policy_loss_function_path: str | None = flag(
         None, "function in place of --policy-loss-type", metavar="PATH"
@@ -54,7 +28,7 @@ class AlgorithmFlags:
     loss_reduction: str | None = flag(
         None,
         "what a token's loss is divided by; default: rollout_mean, constant with dr_grpo",
-        choices=LOSS_REDUCTIONS,
+        choices=tuple(REDUCTIONS),
     )
     loss_denominator: float | None = flag(
         None, "the constant of --loss-reduction constant; default: --rollout-max-response-len", gt=0

@@ -1,17 +1,10 @@
 """Rules of the algorithm flags: what an estimator implies, what excludes what, and what needs what."""
 
-from slime.arguments.algorithm import (
-    ESTIMATORS_WITH_GROUPS,
-    ESTIMATORS_WITH_KL,
-    ESTIMATORS_WITH_STD,
-    LOSS_OF_ESTIMATOR,
-    REDUCTION_OF_ESTIMATOR,
-    REDUCTIONS_BY_LENGTH,
-    SEQUENCE_LOSSES,
-)
 from slime.arguments.draft import Draft
 from slime.arguments.objectives import SUPERVISED_LOSSES
 from slime.arguments.rollout import DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC_ROLLOUT_FUNCTION
+from slime.catalog.estimators import ESTIMATORS
+from slime.catalog.policy_losses import POLICY_LOSSES, REDUCTIONS
 
 # The entry of a dict reward that holds the sum of --reward-weights.
 WEIGHTED_REWARD_KEY = "weighted_sum"
@@ -22,7 +15,7 @@ GROUPING_ROLLOUTS = (DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC_ROLLOUT_FUNCTION)
 def policy_loss(draft: Draft) -> None:
     estimator = draft.advantage_estimator
     if draft.policy_loss_type is None:
-        draft.derive("policy_loss_type", LOSS_OF_ESTIMATOR.get(estimator, "ppo"), f"the loss of {estimator}")
+        draft.derive("policy_loss_type", ESTIMATORS[estimator].policy_loss, f"the loss of {estimator}")
     if draft.eps_clip_high is None:
         draft.derive("eps_clip_high", draft.eps_clip, "same as eps_clip")
     if draft.clip_cov_low > draft.clip_cov_high:
@@ -40,7 +33,7 @@ def loss_reduction(draft: Draft) -> None:
             )
         draft.derive("loss_reduction", "token_mean", "calculate_per_token_loss")
     if draft.loss_reduction is None:
-        default = REDUCTION_OF_ESTIMATOR.get(draft.advantage_estimator) if draft.loss_type == "policy_loss" else None
+        default = ESTIMATORS[draft.advantage_estimator].reduction if draft.loss_type == "policy_loss" else None
         because = f"the reduction of {draft.advantage_estimator}" if default else "the default"
         draft.derive("loss_reduction", default or "rollout_mean", because)
     if draft.loss_reduction == "token_mean":
@@ -57,9 +50,9 @@ def loss_reduction(draft: Draft) -> None:
 def _sequence_ratios(draft: Draft) -> None:
     """A loss with one ratio per sample is defined as a mean over samples; summed over tokens, long samples would count more."""
     replaced = draft.custom_policy_loss_function_path or draft.custom_pg_loss_reducer_function_path
-    if draft.loss_type != "policy_loss" or replaced or draft.policy_loss_type not in SEQUENCE_LOSSES:
+    if draft.loss_type != "policy_loss" or replaced or not POLICY_LOSSES[draft.policy_loss_type].ratio_per_sample:
         return
-    if draft.loss_reduction in REDUCTIONS_BY_LENGTH:
+    if REDUCTIONS[draft.loss_reduction].by_length:
         spelling = " (--calculate-per-token-loss)" if draft.was_given("calculate_per_token_loss") else ""
         raise ValueError(
             f"--loss-reduction is {draft.loss_reduction}{spelling} with --policy-loss-type {draft.policy_loss_type}, which has one "
@@ -74,7 +67,7 @@ def group_normalisation(draft: Draft) -> None:
         return
     estimator = draft.advantage_estimator
     if _compares_in_groups(draft):
-        divides = estimator in ESTIMATORS_WITH_STD and draft.grpo_std_normalization
+        divides = ESTIMATORS[estimator].scale_rewards and draft.grpo_std_normalization
         lacks = "no standard deviation to divide by" if divides else "nothing to be compared with"
         raise ValueError(
             f"--n-samples-per-prompt is 1 with --advantage-estimator {estimator}: a group of one answer has {lacks}, so every "
@@ -92,7 +85,7 @@ def _compares_in_groups(draft: Draft) -> bool:
     own_groups = draft.rollout_function_path not in GROUPING_ROLLOUTS or draft.load_debug_rollout_data
     if not by_reward or replaced or own_groups or draft.debug_rollout_only:
         return False
-    return draft.rewards_normalization and draft.advantage_estimator in ESTIMATORS_WITH_GROUPS
+    return draft.rewards_normalization and ESTIMATORS[draft.advantage_estimator].compares_in_groups
 
 
 def reference_model(draft: Draft) -> None:
@@ -102,7 +95,7 @@ def reference_model(draft: Draft) -> None:
             "reward and in the loss; keep one of them."
         )
     own_estimator = draft.custom_advantage_function_path is not None  # it may read rollout_data["kl"]
-    if draft.kl_coef != 0 and draft.advantage_estimator not in ESTIMATORS_WITH_KL and not own_estimator:
+    if draft.kl_coef != 0 and not ESTIMATORS[draft.advantage_estimator].uses_kl_in_reward and not own_estimator:
         raise ValueError(
             f"--kl-coef is {draft.kl_coef:g}, but {draft.advantage_estimator} never subtracts a KL from the reward; use "
             f"--use-kl-loss --kl-loss-coef {draft.kl_coef:g}."

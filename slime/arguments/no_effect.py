@@ -3,19 +3,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from slime.arguments.algorithm import (
-    ESTIMATORS_WITH_GAMMA,
-    ESTIMATORS_WITH_GROUPS,
-    ESTIMATORS_WITH_STD,
-)
 from slime.arguments.draft import Draft
 from slime.arguments.groups import all_specs
 from slime.arguments.objectives import PAIR_LOSSES, SUPERVISED_LOSSES
 from slime.arguments.rollout import DEFAULT_ROLLOUT_FUNCTION
-
-# Policy losses that read --eps-clip, and --eps-clip-c.
-CLIPPED_LOSSES = ("ppo", "gspo", "cispo", "gmpo", "clip_cov")
-DUAL_CLIP_LOSSES = ("ppo", "gspo", "clip_cov")
+from slime.catalog.estimators import ESTIMATORS
+from slime.catalog.policy_losses import POLICY_LOSSES
 
 
 @dataclass(frozen=True)
@@ -25,6 +18,15 @@ class NoEffect:
     flags: tuple[str, ...]
     works: Callable[[Draft], bool]
     reason: str
+
+
+def _losses_by_flags() -> dict[tuple[str, ...], tuple[str, ...]]:
+    """Flags of some policy losses alone -> these losses."""
+    readers: dict[tuple[str, ...], tuple[str, ...]] = {}
+    for name, row in POLICY_LOSSES.items():
+        if row.flags:
+            readers[row.flags] = (*readers.get(row.flags, ()), name)
+    return readers
 
 
 NO_EFFECT = (
@@ -90,12 +92,12 @@ NO_EFFECT = (
     ),
     NoEffect(
         ("eps_clip", "eps_clip_high"),
-        lambda d: d.policy_loss_type in CLIPPED_LOSSES or d.custom_policy_loss_function_path is not None,
+        lambda d: POLICY_LOSSES[d.policy_loss_type].clips or d.custom_policy_loss_function_path is not None,
         "this --policy-loss-type clips no ratio; remove it",
     ),
     NoEffect(
         ("eps_clip_c",),
-        lambda d: d.policy_loss_type in DUAL_CLIP_LOSSES or d.custom_policy_loss_function_path is not None,
+        lambda d: POLICY_LOSSES[d.policy_loss_type].dual_clips or d.custom_policy_loss_function_path is not None,
         "this --policy-loss-type has no dual clip; remove it",
     ),
     *(
@@ -104,21 +106,16 @@ NO_EFFECT = (
             lambda d, types=types: d.policy_loss_type in types or d.custom_policy_loss_function_path is not None,
             f"only --policy-loss-type {' or '.join(types)} reads it; use that",
         )
-        for flags, types in (
-            (("sapo_tau_pos", "sapo_tau_neg"), ("sapo",)),
-            (("clip_cov_ratio", "clip_cov_low", "clip_cov_high"), ("clip_cov",)),
-            (("kl_cov_ratio", "kl_cov_coef"), ("kl_cov",)),
-            (("dppo_delta",), ("dppo_tv", "dppo_kl")),
-        )
+        for flags, types in _losses_by_flags().items()
     ),
     NoEffect(
         ("grpo_std_normalization",),
-        lambda d: d.advantage_estimator in ESTIMATORS_WITH_STD and d.rewards_normalization,
+        lambda d: ESTIMATORS[d.advantage_estimator].scale_rewards and d.rewards_normalization,
         "no reward is divided by a group's standard deviation here (only grpo, gspo and cispo do); remove it",
     ),
     NoEffect(
         ("rewards_normalization",),
-        lambda d: d.advantage_estimator in (*ESTIMATORS_WITH_GROUPS, "remax"),
+        lambda d: ESTIMATORS[d.advantage_estimator].baseline is not None,
         "this --advantage-estimator compares no rewards; remove it",
     ),
     NoEffect(
@@ -141,7 +138,7 @@ NO_EFFECT = (
     ),
     NoEffect(
         ("gamma",),
-        lambda d: d.advantage_estimator in ESTIMATORS_WITH_GAMMA or d.custom_advantage_function_path is not None,
+        lambda d: ESTIMATORS[d.advantage_estimator].uses_gamma or d.custom_advantage_function_path is not None,
         "this --advantage-estimator discounts nothing; remove it",
     ),
     NoEffect(

@@ -17,7 +17,7 @@ from slime.algorithms.off_policy import (
     rejection,
     weight_moments,
 )
-from slime.algorithms.policy_loss import POLICY_LOSSES, PolicyInputs, PolicyOptions, PolicyTerms
+from slime.algorithms.policy_loss import PolicyInputs, PolicyOptions, PolicyTerms, compute_policy_terms
 from slime.algorithms.ratios import beyond_bound, exp_ratio
 from slime.algorithms.reduce import Reducer, reduction_weights, weighted_sum
 from slime.backends.base import TOKENS_LEFT, Metrics, MicroBatch, TokenOutputs, TrainBackend
@@ -146,7 +146,7 @@ def _inputs(out: TokenOutputs, mb: MicroBatch) -> PolicyInputs:
 
 def _policy_terms(args: Any, inputs: PolicyInputs, options: PolicyOptions) -> tuple[PolicyTerms, TokenMetrics]:
     if args.custom_policy_loss_function_path is None:
-        return POLICY_LOSSES[args.policy_loss_type](inputs, options), {}
+        return compute_policy_terms(args.policy_loss_type, inputs, options), {}
     path = args.custom_policy_loss_function_path
     with plugin_call("--custom-policy-loss-function-path", path):
         loss, metrics = load_function(path)(args, inputs)

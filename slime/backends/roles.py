@@ -6,10 +6,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from slime.algorithms.advantages import get_estimator
 from slime.arguments.objectives import SUPERVISED_LOSSES
 from slime.backends import kept_versions
 from slime.backends.weight_copies import WeightCopies
+from slime.catalog.estimators import ESTIMATORS
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ def has_advantages(args: Any) -> bool:
 
 
 def needs_critic(args: Any) -> bool:
-    return has_advantages(args) and get_estimator(args.advantage_estimator).needs_values
+    return has_advantages(args) and ESTIMATORS[args.advantage_estimator].needs_values
 
 
 def critic_settings(args: Any) -> SimpleNamespace:

@@ -9,11 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.algorithms.advantages import AdvantageInputs, get_estimator, masked_moments, whiten
+from slime.algorithms.advantages import AdvantageInputs, compute_advantages, masked_moments, whiten
 from slime.algorithms.covariance import select_clip_cov, select_kl_cov
 from slime.algorithms.kl import compute_approx_kl
-from slime.algorithms.policy_loss import COVARIANCE_LOSSES
-from slime.algorithms.reduce import REDUCTIONS
 from slime.backends import beside
 from slime.backends.agreement import Agreement, LogProbs
 from slime.backends.base import Denominators, NonFiniteStepError, StepPlace, StepStats, TrainBackend
@@ -25,6 +23,7 @@ from slime.backends.policy import tis_scale
 from slime.backends.roles import has_advantages, needs_critic, needs_reference
 from slime.backends.watch import TokenWatch, check_on_policy, save_nonfinite
 from slime.batch.schedule import RankData, RankStep
+from slime.catalog.policy_losses import POLICY_LOSSES, REDUCTIONS
 from slime.utils.misc import load_function
 from slime.utils.plugin_errors import plugin_call
 from slime.utils.types import RolloutBatch, is_score
@@ -140,7 +139,7 @@ def needs_old_log_probs(args: Any, num_steps: int) -> bool:
         return False
     if num_steps > 1 or args.kl_coef != 0 or args.keep_old_actor or args.use_opd or args.tis_batch_normalize:
         return True
-    return args.policy_loss_type in COVARIANCE_LOSSES
+    return POLICY_LOSSES[args.policy_loss_type].selects_by_covariance
 
 
 def _add_passes(
@@ -210,7 +209,7 @@ def _add_advantages(backend: TrainBackend, args: Any, batch: RolloutBatch) -> No
             lambd=args.lambd,
             values=batch.get("values"),
         )
-        batch["advantages"], batch["returns"] = get_estimator(args.advantage_estimator).compute(inputs)
+        batch["advantages"], batch["returns"] = compute_advantages(args.advantage_estimator, inputs)
     _check_token_lists(args, batch)
     if args.use_opd:
         beside.add_reverse_kl(args, batch, old)
@@ -276,7 +275,7 @@ def _train(
     old = "rollout_log_probs" if args.use_rollout_logprobs else "log_probs"
     if args.loss_type == "policy_loss" and old in batch:
         batch = {**batch, "old_log_probs": batch[old]}
-    if args.loss_type == "policy_loss" and args.policy_loss_type in COVARIANCE_LOSSES:
+    if args.loss_type == "policy_loss" and POLICY_LOSSES[args.policy_loss_type].selects_by_covariance:
         batch = {**batch, "selected": _select_tokens(backend, args, rollout_id, batch, step)}
     if args.loss_type == "policy_loss" and args.tis_batch_normalize:
         positions = [position for micro_batch in step.micro_batches for position in micro_batch]
@@ -284,7 +283,7 @@ def _train(
     replay = args.use_rollout_routing_replay
     mbs = build_micro_batches(batch, step.micro_batches, _token_keys(args, batch), replay=replay)
     denominators = Denominators(
-        step.num_rollouts, step.num_tokens, step.num_samples, per=REDUCTIONS[args.loss_reduction]
+        step.num_rollouts, step.num_tokens, step.num_samples, per=REDUCTIONS[args.loss_reduction].count
     )
     loss = build_loss(args, batch, watch)
     if args.use_opd:

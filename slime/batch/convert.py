@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from slime.algorithms.advantages import get_estimator
 from slime.algorithms.rewards import GREEDY_REWARD_KEY, overlong_penalty, subtract_baselines
 from slime.arguments.objectives import SUPERVISED_LOSSES
 from slime.arguments.trained_sampling import replays_nucleus
 from slime.batch.nucleus import add_nuclei
 from slime.batch.validate import check_reward, check_samples, validate_batch
+from slime.catalog.estimators import ESTIMATORS
 from slime.utils.misc import load_function
 from slime.utils.plugin_errors import plugin_call, wrong_return
 from slime.utils.types import RolloutBatch, Sample, flatten_samples, version_number
@@ -68,7 +68,7 @@ def post_process_rewards(args: Any, samples: Sequence[Sample], rollout_ids: Sequ
     if args.loss_type in SUPERVISED_LOSSES or not args.compute_advantages_and_returns:
         return raw, list(raw)
     rewards = [reward + _length_penalty(args, sample) for reward, sample in zip(raw, samples, strict=True)]
-    estimator = get_estimator(args.advantage_estimator)
+    estimator = ESTIMATORS[args.advantage_estimator]
     if estimator.baseline is None or not args.rewards_normalization:
         return raw, rewards
     ungrouped = [sample.index for sample in samples if sample.group_index is None]

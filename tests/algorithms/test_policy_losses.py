@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from ragged_batches import close, lengths_strategy, make, seeds
 
-from slime.algorithms.policy_loss import COVARIANCE_LOSSES, POLICY_LOSSES, PolicyInputs, PolicyOptions
+from slime.algorithms.policy_loss import PolicyInputs, PolicyOptions, compute_policy_terms
+from slime.catalog.policy_losses import POLICY_LOSSES
 
 OPTIONS = PolicyOptions(
     eps_clip=0.2,
@@ -146,7 +147,7 @@ def test_loss_and_gradient_match_the_loop(name, dtype, lengths, seed):
         ]
     )
     x = inputs(data, dtype)
-    got = POLICY_LOSSES[name](x, OPTIONS).loss
+    got = compute_policy_terms(name, x, OPTIONS).loss
     close(got, expected, dtype)
     mask = data.flat("masks")
     (expected * mask).sum().backward()
@@ -178,7 +179,7 @@ def test_runaway_tokens_count_as_a_log_ratio_of_twenty(name, advantage, dtype):
     samples = zip(leaves, data.old, data.advantages, data.masks, data.selected, strict=True)
     expected = torch.stack([loss for sample in samples for loss in REFERENCES[name](*sample)])
     x = inputs(data, dtype)
-    got = POLICY_LOSSES[name](x, OPTIONS).loss
+    got = compute_policy_terms(name, x, OPTIONS).loss
     torch.testing.assert_close(got.double(), expected, rtol=3e-5, atol=1e-6)
     expected.sum().backward()
     got.sum().backward()
@@ -193,7 +194,7 @@ def test_no_loss_and_no_gradient_is_infinite_in_single_precision(name, dual):
     """A negative advantage and a log-ratio above 88 was infinite without the dual clip."""
     for advantage in (-1.0, 1.0):
         x = inputs(runaway((1e4, -1e4, 100.0, -100.0, 40.0), advantage), torch.float32)
-        terms = POLICY_LOSSES[name](x, replace(OPTIONS, eps_clip_c=dual))
+        terms = compute_policy_terms(name, x, replace(OPTIONS, eps_clip_c=dual))
         terms.loss.sum().backward()
         assert terms.loss.isfinite().all() and terms.ppo_kl.isfinite().all()
         assert x.log_probs.grad.isfinite().all()
@@ -206,7 +207,7 @@ def test_on_policy_every_loss_has_the_gradient_of_reinforce(name):
     data.masks = [torch.ones_like(x) for x in data.masks]
     data.selected = [torch.zeros_like(x) for x in data.selected]
     x = inputs(data, torch.float64)
-    POLICY_LOSSES[name](x, OPTIONS).loss.sum().backward()
+    compute_policy_terms(name, x, OPTIONS).loss.sum().backward()
     close(x.log_probs.grad, -data.flat("advantages"))
 
 
@@ -215,7 +216,7 @@ def test_a_sample_of_one_token_and_a_mask_of_zeros_are_fine(name):
     data = make([1, 1], 3)
     data.masks = [torch.zeros(1).double(), torch.ones(1).double()]
     x = inputs(data, torch.float64)
-    terms = POLICY_LOSSES[name](x, OPTIONS)
+    terms = compute_policy_terms(name, x, OPTIONS)
     (terms.loss * x.mask).sum().backward()
     assert terms.loss.isfinite().all()
     assert x.log_probs.grad[0] == 0
@@ -225,11 +226,11 @@ def test_masked_tokens_never_move_a_sequence_ratio():
     data = make([5], 1)
     data.masks = [torch.tensor([1.0, 0, 1, 0, 1]).double()]
     for name in ("gspo", "gmpo"):
-        before = POLICY_LOSSES[name](inputs(data, torch.float64), OPTIONS).loss
+        before = compute_policy_terms(name, inputs(data, torch.float64), OPTIONS).loss
         data.old[0][1] -= 3.0
-        torch.testing.assert_close(POLICY_LOSSES[name](inputs(data, torch.float64), OPTIONS).loss, before)
+        torch.testing.assert_close(compute_policy_terms(name, inputs(data, torch.float64), OPTIONS).loss, before)
         data.old[0][1] += 3.0
 
 
 def test_losses_that_need_selected_tokens_are_named():
-    assert set(COVARIANCE_LOSSES) < set(POLICY_LOSSES)
+    assert {n for n, loss in POLICY_LOSSES.items() if loss.selects_by_covariance} == {"clip_cov", "kl_cov"}

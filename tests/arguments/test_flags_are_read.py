@@ -3,10 +3,14 @@
 import ast
 from pathlib import Path
 
-from slime.arguments import algorithm, off_policy
-from slime.arguments.algorithm import ADVANTAGE_ESTIMATORS
+import pytest
+
+from slime.arguments import off_policy
 from slime.arguments.groups import all_specs
 from slime.arguments.rewards import RM_TYPES
+from slime.catalog.estimators import ESTIMATORS
+from slime.catalog.policy_losses import POLICY_LOSSES, REDUCTIONS
+from slime.utils.misc import load_function
 
 ROOT = Path(__file__).parents[2]
 # Their effect is on other arguments: a file that is read, a value that is derived, a check that is made.
@@ -52,27 +56,23 @@ def test_every_flag_is_read_by_what_it_steers():
     assert sorted(set(all_specs()) - names_read_outside_arguments() - USED_WHILE_PARSING) == []
 
 
-def test_every_offered_estimator_exists():
-    from slime.algorithms.advantages import get_estimator
-
-    for name in ADVANTAGE_ESTIMATORS:
-        assert get_estimator(name)
+@pytest.mark.parametrize("row", [*ESTIMATORS.values(), *POLICY_LOSSES.values()])
+def test_the_function_of_every_row_exists(row):
+    assert callable(load_function(row.function))
 
 
-def test_what_the_rules_say_about_estimators_and_losses_is_what_the_tables_say():
-    from slime.algorithms.advantages import ESTIMATORS
+def test_rows_name_flags_losses_baselines_and_reductions_that_exist():
+    from slime.algorithms.rewards import BASELINES
+
+    assert {e.baseline for e in ESTIMATORS.values()} - {None} <= set(BASELINES)
+    assert {e.policy_loss for e in ESTIMATORS.values()} <= set(POLICY_LOSSES)
+    assert {e.reduction for e in ESTIMATORS.values()} - {None} <= set(REDUCTIONS)
+    assert {flag for loss in POLICY_LOSSES.values() for flag in loss.flags} <= set(all_specs())
+
+
+def test_levels_of_rejection_are_those_that_can_be_computed():
     from slime.algorithms.off_policy import LEVELS
-    from slime.algorithms.policy_loss import POLICY_LOSSES
-    from slime.algorithms.reduce import REDUCTIONS
 
-    assert set(ESTIMATORS) - {"ppo"} <= set(algorithm.ADVANTAGE_ESTIMATORS) <= set(ESTIMATORS)
-    assert {n for n, e in ESTIMATORS.items() if e.uses_kl_in_reward} == set(algorithm.ESTIMATORS_WITH_KL)
-    assert {n for n, e in ESTIMATORS.items() if e.uses_gamma} == set(algorithm.ESTIMATORS_WITH_GAMMA)
-    grouped = {n for n, e in ESTIMATORS.items() if e.baseline not in (None, "greedy")}
-    assert grouped == set(algorithm.ESTIMATORS_WITH_GROUPS)
-    assert {n for n, e in ESTIMATORS.items() if e.scale_rewards} == set(algorithm.ESTIMATORS_WITH_STD)
-    assert tuple(POLICY_LOSSES) == algorithm.POLICY_LOSS_TYPES
-    assert tuple(REDUCTIONS) == algorithm.LOSS_REDUCTIONS
     assert off_policy.LEVELS == LEVELS
 
 

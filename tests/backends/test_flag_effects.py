@@ -9,7 +9,7 @@ from argument_helpers import parse
 from tiny_model import make_tiny_model
 from trainer_helpers import init_process_group, random_samples
 
-from slime.arguments.algorithm import ADVANTAGE_ESTIMATORS, POLICY_LOSS_TYPES, AlgorithmFlags
+from slime.arguments.algorithm import AlgorithmFlags
 from slime.arguments.objectives import CriticFlags, DistillationFlags, KeptPolicyFlags, PreferenceFlags
 from slime.arguments.off_policy import OffPolicyFlags
 from slime.backends.fsdp import create_backend
@@ -18,6 +18,8 @@ from slime.backends.kept_versions import keep_versions
 from slime.backends.update import run_update
 from slime.batch.convert import samples_to_batch
 from slime.batch.schedule import split_for_ranks
+from slime.catalog.estimators import ESTIMATORS
+from slime.catalog.policy_losses import POLICY_LOSSES
 
 PLUGINS = '''
 """One function of each kind; each reads the flags that a function in its place may read."""
@@ -148,9 +150,9 @@ PAIRS = {"n_samples_per_prompt": 1, "rollout_batch_size": 8}
 CUSTOM = {"loss_type": "custom_loss", "custom_loss_function_path": "FOLDER/plugins.py:loss"}
 OPD = {"use_opd": True, "opd_type": "trainer", "opd_teacher_load": "FOLDER/other"}
 RUNS = {
-    **{name: {"advantage_estimator": name} for name in ADVANTAGE_ESTIMATORS if "reinforce" not in name},
+    **{name: {"advantage_estimator": name} for name in ESTIMATORS if "reinforce" not in name},
     **{name: {"advantage_estimator": name, "normalize_advantages": True} for name in WHITENED},
-    **{f"loss {name}": {"policy_loss_type": name} for name in POLICY_LOSS_TYPES},
+    **{f"loss {name}": {"policy_loss_type": name} for name in POLICY_LOSSES},
     "loss clip_cov": {"policy_loss_type": "clip_cov", "clip_cov_ratio": 0.2, "clip_cov_low": -9.0},
     "constant": {"loss_reduction": "constant"},
     "kl loss": {"use_kl_loss": True, "kl_loss_coef": 0.2, "kl_loss_type": "k3"},

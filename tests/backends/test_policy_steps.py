@@ -8,13 +8,13 @@ import torch.distributed as dist
 from tiny_model import make_tiny_model
 from trainer_helpers import backend_of, engine_samples, init_process_group, random_samples, train, trainer_args
 
-from slime.algorithms.policy_loss import POLICY_LOSSES
 from slime.backends.base import NonFiniteStepError
 from slime.backends.fsdp.model import gather_full
 from slime.backends.microbatch import build_micro_batches
 from slime.backends.update import run_update
 from slime.batch.convert import samples_to_batch
 from slime.batch.schedule import split_for_ranks
+from slime.catalog.policy_losses import POLICY_LOSSES
 from slime.utils.errors import RunStopped
 from slime.utils.plugin_errors import PluginError
 

@@ -1,0 +1,46 @@
+"""Advantage estimators: the rows of `--advantage-estimator`."""
+
+from dataclasses import dataclass
+
+_ADVANTAGES = "slime.algorithms.advantages"
+
+
+@dataclass(frozen=True, slots=True)
+class Estimator:
+    """`function` takes `AdvantageInputs` and returns per-sample lists of advantages and returns.
+
+    Example: grpo compares a reward with the mean of its group and divides by the group's standard deviation.
+    """
+
+    function: str
+    baseline: str | None = (
+        None  # row of algorithms.rewards.BASELINES that rewards are compared with; None: raw rewards
+    )
+    scale_rewards: bool = False  # divide by the group's standard deviation too, unless switched off
+    uses_kl_in_reward: bool = False  # --kl-coef enters the advantages
+    uses_gamma: bool = False
+    needs_values: bool = False  # of a critic
+    policy_loss: str = "ppo"  # of --policy-loss-type, unless another is chosen
+    reduction: str | None = None  # of --loss-reduction, likewise; None: that of the run
+
+    @property
+    def compares_in_groups(self) -> bool:
+        """Whether a reward is compared with the other rewards of its group; a greedy answer is no part of the group."""
+        return self.baseline not in (None, "greedy")
+
+
+ESTIMATORS: dict[str, Estimator] = {
+    "ppo": Estimator(f"{_ADVANTAGES}.ppo", uses_kl_in_reward=True, uses_gamma=True, needs_values=True),
+    "grpo": Estimator(f"{_ADVANTAGES}.grpo", baseline="mean", scale_rewards=True),
+    "gspo": Estimator(f"{_ADVANTAGES}.grpo", baseline="mean", scale_rewards=True, policy_loss="gspo"),
+    "cispo": Estimator(f"{_ADVANTAGES}.grpo", baseline="mean", scale_rewards=True, policy_loss="cispo"),
+    "dr_grpo": Estimator(f"{_ADVANTAGES}.grpo", baseline="mean", reduction="constant"),
+    "rloo": Estimator(f"{_ADVANTAGES}.grpo", baseline="leave_one_out"),
+    "remax": Estimator(f"{_ADVANTAGES}.grpo", baseline="greedy"),
+    "opo": Estimator(f"{_ADVANTAGES}.grpo", baseline="length_weighted"),
+    "maxrl": Estimator(f"{_ADVANTAGES}.grpo", baseline="success_rate"),
+    "reinforce_plus_plus": Estimator(f"{_ADVANTAGES}.reinforce_plus_plus", uses_kl_in_reward=True, uses_gamma=True),
+    "reinforce_plus_plus_baseline": Estimator(
+        f"{_ADVANTAGES}.reinforce_plus_plus_baseline", baseline="mean", uses_kl_in_reward=True
+    ),
+}
