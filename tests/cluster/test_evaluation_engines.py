@@ -55,6 +55,7 @@ def service(tmp_path):
         no_engine_timeout_s=5.0,
         engine_restart_limit=3,
         engine_restart_window_s=600.0,
+        engine_silence_timeout_s=0.0,
         use_fault_tolerance=False,
         rollout_health_check_timeout=5.0,
         rollout_health_check_first_wait=0.0,
