@@ -94,6 +94,11 @@ def end(world, capfd):
     return run
 
 
+def line_of(text: str) -> int:
+    """In the file of plug-ins."""
+    return next(number for number, line in enumerate(PLUGINS.splitlines(), start=1) if text in line)
+
+
 def rollout_only(**changes) -> dict:
     """One small rollout, and no trainer to wait for."""
     small = {"num_rollout": 1, "rollout_batch_size": 2, "n_samples_per_prompt": 2, "global_batch_size": 4}
@@ -201,11 +206,12 @@ def test_a_reward_that_raises_is_retried_then_stops_the_run_with_cause_and_count
         ended,
         "3 sample(s) in a row got no reward",
         "ConnectionError: judge.example is down",
+        f"{world}/bad_plugins.py:{line_of('judge.example')} in raises",
         "--reward-failure-limit 3",
         code=1,
     )
     assert "Traceback" in (world / "raises" / "error.txt").read_text()
-    assert not (world / "raises-ckpt").exists()
+    assert not list((world / "raises-ckpt").glob("step_*"))
     assert series(world, "raises", "rollout/raw_reward") == {}
 
 
@@ -213,7 +219,7 @@ def test_a_reward_of_nan_never_becomes_a_number(world, end):
     ended = end(
         "nan", **rollout_only(custom_rm_path=f"{world}/bad_plugins.py:nan", reward_failure_limit=2, reward_retries=0)
     )
-    assert_one_message(ended, "reward is nan, not a finite number", "2 sample(s)", code=1)
+    assert_one_message(ended, "reward is nan, not a finite number", f"{world}/bad_plugins.py:", "sample 0", code=1)
 
 
 def test_a_prompt_longer_than_the_context_is_told(world, end):
@@ -223,9 +229,11 @@ def test_a_prompt_longer_than_the_context_is_told(world, end):
     assert_one_message(ended, "1100 tokens", "the model's context is 1024", "--rollout-max-prompt-len 1023")
 
 
-def test_a_generate_function_that_raises_is_retried_then_stops_the_run(world, end):
+def test_a_mistake_in_a_generate_function_stops_the_run_at_the_first_with_its_line(world, end):
     ended = end("generate", **rollout_only(custom_generate_function_path=f"{world}/bad_plugins.py:generate_raises"))
-    assert_one_message(ended, "KeyError: 'no such environment'", "3 attempts were made", code=1)
+    place = f"{world}/bad_plugins.py:{line_of('no such environment')} in generate_raises"
+    assert_one_message(ended, "KeyError: 'no such environment'", place, "(group ", code=1)
+    assert "attempt" not in ended.err
 
 
 def test_a_data_source_that_runs_dry_stops_the_run(world, end):
@@ -233,18 +241,18 @@ def test_a_data_source_that_runs_dry_stops_the_run(world, end):
     assert_one_message(ended, "data source gave no groups", "--rollout-batch-size 4", code=1)
 
 
-def test_a_check_that_hangs_is_killed_and_the_pool_goes_on(world, end):
+def test_answers_too_large_to_compare_are_wrong_and_counted_and_the_run_goes_on(world, end):
     ended = end(
         "hang",
-        **rollout_only(rm_type="math", custom_rm_path=None, reward_failure_action="drop", reward_timeout_s=0.5),
+        **rollout_only(rm_type="math", custom_rm_path=None, reward_failure_action="stop"),
         custom_generate_function_path=f"{world}/bad_plugins.py:boxes",
         rollout_shuffle=None,
     )
     assert ended.code == 0, ended.err
-    assert "ran longer than --reward-timeout-s 0.5 and was killed" in ended.err
-    # Every other answer was scored by the same pool.
-    assert series(world, "hang", "rollout/raw_reward") == {0: 1.0}
-    assert series(world, "hang", "rollout/groups/failed") == {0: 1}
+    assert "too large to be compared and counts as wrong" in ended.err
+    # The other group's answers are right.
+    assert series(world, "hang", "rollout/raw_reward") == {0: 0.5}
+    assert series(world, "hang", "rollout/answers_not_compared") == {0: 2}
 
 
 # ---- several runs on one machine ---------------------------------------------------------------------------------
