@@ -109,7 +109,8 @@ def rehearse(options: Options, screen: Screen) -> None:
                 load_args(sft_argv(recipe, scratch, files, checkpoint))
             check_models(args)
     check_evaluations(args)
-    screen.say(f"Precision: {args.dtype} ({args.sources['dtype'].removeprefix('derived: ')}).")
+    why = "as the recipe has it" if args.dtype in recipe.precision else args.sources["dtype"].removeprefix("derived: ")
+    screen.say(f"Precision: {args.dtype} ({why}).")
     for warning in args.warnings:
         screen.say(f"Note: {warning}")
 
