@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import logging
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +11,6 @@ import torch.distributed as dist
 
 from slime.backends.base import Bucket
 from slime.backends.further_heads import unbuilt_heads
-
-logger = logging.getLogger(__name__)
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -107,15 +104,11 @@ def _copy_tokenizer(source: str, folder: Path) -> None:
 
 
 def _replace(new: Path, path: Path) -> None:
-    """Rename `new` to `path`. A model there is replaced, for a resumed run saves a rollout again; anything else is kept."""
+    """Rename `new` to `path`; an older folder there is moved aside first, to a name that nobody has, and removed after."""
     if not path.exists():
         new.rename(path)
         return
-    is_model = (path / "config.json").is_file()
     old = next(name for i in itertools.count(1) if not (name := path.with_name(f"{path.name}.old-{i}")).exists())
     path.rename(old)
     new.rename(path)
-    if is_model:
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        logger.warning("%s was there and holds no model: it is now %s", path, old)
+    shutil.rmtree(old, ignore_errors=True)

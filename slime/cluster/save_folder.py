@@ -15,6 +15,7 @@ from slime.utils.folder_lock import FolderLock
 from slime.utils.step_folders import same_folder, step_folders
 
 _PROBE_BYTES = 1 << 20
+_LOOKED_AT = 1000  # places of models to come
 _FULL_BYTES = 1 << 20  # less than this is full: what failed to be written may have left that much
 # How errors of the disk read that reach us as text only, from another process or a library that drops the number.
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.EACCES, errno.EPERM)
@@ -29,6 +30,7 @@ def open_save_folder(args: Args) -> FolderLock:
         _refuse_other_run(args, folder)
         if args.save_hf:
             prepare_folder("--save-hf", _fixed_part(args.save_hf))
+            _refuse_other_folders(args)
     except BaseException:
         lock.release()
         raise
@@ -117,6 +119,17 @@ def _refuse_other_run(args: Args, folder: Path) -> None:
             f"--save {args.save} holds checkpoints of an earlier run (the last are of rollouts {found}): go on with it {hint}, or "
             "give another folder."
         )
+
+
+def _refuse_other_folders(args: Args) -> None:
+    """A model in the place of one to come is replaced, for a resumed run saves a rollout again; nothing else is."""
+    for rollout_id in range(_LOOKED_AT):
+        path = Path(args.save_hf.format(rollout_id=rollout_id))
+        is_empty = path.is_dir() and not any(path.iterdir())
+        if path.exists() and not is_empty and not (path / "config.json").is_file():
+            raise FolderTaken(
+                f"--save-hf {path} is there and holds no model: saving would replace it; give another name, or remove it."
+            )
 
 
 def _least_bytes(args: Args) -> int:

@@ -1,4 +1,4 @@
-"""A saved model takes its place in one rename, and only a model is replaced by it."""
+"""A saved model takes its place in one rename, and touches nothing beside it."""
 
 import pytest
 
@@ -21,14 +21,6 @@ def test_a_model_saved_again_replaces_the_one_before(tmp_path, new):
     _replace(new, path)
     assert [p.name for p in tmp_path.iterdir()] == ["hf-3"]
     assert (path / "config.json").read_text() == "new"
-
-
-def test_a_folder_that_is_no_model_is_moved_aside_and_kept(tmp_path, new, caplog):
-    path = write(tmp_path / "hf-3", "thesis.tex", "years of work")
-    _replace(new, path)
-    assert (path / "config.json").read_text() == "new"
-    assert (tmp_path / "hf-3.old-1" / "thesis.tex").read_text() == "years of work"
-    assert "hf-3.old-1" in caplog.text
 
 
 def test_a_folder_of_the_user_beside_it_is_not_touched(tmp_path, new):

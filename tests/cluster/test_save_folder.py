@@ -211,3 +211,15 @@ def test_an_error_without_a_reason_on_a_full_disk_is_the_full_disk(tmp_path):
 def test_what_the_disk_did_not_do_rises_as_it_is(tmp_path):
     with pytest.raises(KeyError), naming_disk_errors("--save", tmp_path, 4):
         raise KeyError("a defect")
+
+
+def test_a_folder_of_the_user_in_the_place_of_a_model_to_come_is_told_at_the_start(tmp_path):
+    args = saving(tmp_path / "save", save_hf=str(tmp_path / "hf-{rollout_id}"))
+    (tmp_path / "hf-2").mkdir()
+    (tmp_path / "hf-3").mkdir()
+    (tmp_path / "hf-3" / "config.json").write_text("{}")  # of the same run before it was resumed
+    open_save_folder(args).release()
+    (tmp_path / "hf-2" / "thesis.tex").write_text("years of work")
+    with pytest.raises(ValueError, match=r"--save-hf .*hf-2 is there and holds no model"):
+        open_save_folder(args)
+    assert (tmp_path / "hf-2" / "thesis.tex").exists()
