@@ -87,6 +87,7 @@ def _chunk(
 
     model = provide_model(provider, config, build, vp_stage=vp_stage, **ends) if provider else build()
     model.real_vocab_size = hf_config.vocab_size
+    model.padding_id = getattr(hf_config, "pad_token_id", None)  # not every config of the hub has one
     model.heads_losses = []
     if scalar and model.post_process:
         model.output_layer = ScalarHead(config)

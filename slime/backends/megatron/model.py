@@ -44,13 +44,14 @@ class PackedGPTModel(GPTModel):
     """Computes log-probs from hidden states and the vocabulary's slice, so that whole logits exist only if asked for."""
 
     real_vocab_size: int  # set by the builder: without the rows that pad the vocabulary
+    padding_id: int | None = None  # set by the builder: the token whose embedding is not trained; None: all are
     heads_losses: list[Tensor]  # set by the builder: what each micro-batch adds, until the trainer takes it
 
     def forward(self, stream: PackedStream, call: ModelCall, mb: MicroBatch) -> Tensor | TokenOutputs:
         """Hidden states [T_local, 1, H] on all stages but the last; there TokenOutputs of all R response tokens."""
         decoder_input = None
         if self.pre_process:
-            decoder_input = self.embedding(stream.input_ids, stream.position_ids)
+            decoder_input = self._embed(stream)
             if torch.is_grad_enabled() and not decoder_input.requires_grad:
                 # A frozen embedding: the schedules run a backward pass through every stage, trained or not.
                 decoder_input.requires_grad_()
@@ -65,6 +66,21 @@ class PackedGPTModel(GPTModel):
         loss = heads_loss(self, hidden, stream, self.output_matrix(), mb)
         self.heads_losses.append(loss.detach())
         return replace(outputs, log_probs=also_train(outputs.log_probs, call.heads_scale * loss))
+
+    def _embed(self, stream: PackedStream) -> Tensor:
+        """[T_local, 1, H]. The padding token is looked up and not trained, as in the models of transformers.
+
+        Its row is zero there, where a norm has a gradient of thousands: one such token in an answer would otherwise decide the
+        gradient norm of the step, and clipping would take the step from all other weights.
+        """
+        embedded = self.embedding(stream.input_ids, stream.position_ids)
+        if self.padding_id is None or not embedded.requires_grad:
+            return embedded
+        padding = stream.input_ids[0] == self.padding_id
+        if self.config.sequence_parallel:
+            tp = self.pg_collection.tp
+            padding = padding.chunk(tp.size())[tp.rank()]
+        return torch.where(padding[:, None, None], embedded.detach(), embedded)
 
     def _values(self, hidden: Tensor, stream: PackedStream) -> TokenOutputs:
         """Every tensor-parallel rank computes all of them, so that no gradient must be summed. No temperature: no logits."""
