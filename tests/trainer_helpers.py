@@ -70,6 +70,7 @@ def trainer_args(model: str, **changes) -> SimpleNamespace:
         allow_sampling_mismatch=False,
         embedded_dtype="auto",
         fp8_rounding="auto",
+        no_load_verify=False,
         nonfinite_action="stop",
         overlong_buffer_len=None,
         overlong_penalty_factor=1.0,
