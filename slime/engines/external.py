@@ -162,8 +162,11 @@ class ExternalServer:
         return self.url
 
     def alive(self) -> bool:
-        """Whether its port takes connections; looked at every few seconds."""
-        if self._in_use and time.monotonic() - self._last_look > _LOOK_INTERVAL_S:
+        """Whether its port takes connections, looked at every few seconds; once it did not, false until `wait_ready`.
+
+        An engine that comes back by itself comes back with the weights it was started with.
+        """
+        if self._in_use and self._answers and time.monotonic() - self._last_look > _LOOK_INTERVAL_S:
             self._answers, self._last_look = self._connects(), time.monotonic()
         return self._in_use and self._answers
 

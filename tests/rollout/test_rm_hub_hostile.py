@@ -81,12 +81,14 @@ def cpu_seconds(args):
 
 
 async def cpu_of_each(args, samples):
-    """{name: CPU seconds} of scoring each; a worker's start is not an answer's fault and is paid before."""
-    used, warm = {}, []
+    """{name: CPU seconds} of scoring each.
+
+    A plain answer goes before each: a worker's start is not an answer's fault, and once it is scored, a worker that
+    the answer before used up has ended and is counted.
+    """
+    used = {}
     for name, sample in samples.items():
-        if not warm or get_pool(args).worker_pids != warm:
-            await score_samples(args, [make_sample(args.rm_type, r"<think>hm</think> \boxed{4}")])
-            warm = get_pool(args).worker_pids
+        await score_samples(args, [make_sample(args.rm_type, r"<think>hm</think> \boxed{4}")])
         before = cpu_seconds(args)
         await score_samples(args, [sample])
         used[name] = cpu_seconds(args) - before
