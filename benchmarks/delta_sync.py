@@ -28,12 +28,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from slime.arguments.engine import ENCODINGS
+from slime.arguments.groups.engine import ENCODINGS
 from slime.weight_sync.base import DeltaOptions, SenderOptions
-from slime.weight_sync.delta import DeltaSender
+from slime.weight_sync.delta.local_copy import LocalCopy
+from slime.weight_sync.delta.publication import FolderSource
+from slime.weight_sync.delta.transport import DeltaSender
 from slime.weight_sync.disk import DiskSender
-from slime.weight_sync.local_copy import LocalCopy
-from slime.weight_sync.publication import FolderSource
 
 SHAPES = {
     "smollm2-135m": dict(hidden_size=576, num_hidden_layers=30, intermediate_size=1536, vocab_size=49152),

@@ -28,13 +28,13 @@ from shapes import SHAPES, write_model
 
 from slime.arguments import Args, RunInfo, parse_args, plugin_args
 from slime.cli.quickstart.tiny import CHARACTERS
-from slime.cluster.placement import plan_placement
 from slime.cluster.run import open_run
-from slime.cluster.runtime import create_runtime
-from slime.cluster.serving import ModelService, make_servers
+from slime.cluster.serving.served_model import ModelService, make_servers
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.requests import build_request, prepare_prompt
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout
+from slime.runtime import create_runtime
+from slime.runtime.placement import plan_placement
 from slime.utils import http_utils
 from slime.utils.accelerator import device_count
 from slime.utils.async_utils import run

@@ -37,12 +37,12 @@ from shapes import qwen3_config
 from torch.utils.checkpoint import checkpoint
 
 from slime.algorithms.logprobs import chunked_log_probs
-from slime.arguments.groups import all_specs
-from slime.backends import attention
-from slime.backends.update import run_update
+from slime.arguments.all_flags import all_specs
+from slime.backends.attention import packed
 from slime.batch.convert import samples_to_batch
 from slime.batch.flops import ModelShape, forward_flops
 from slime.batch.schedule import build_schedule, split_for_ranks
+from slime.step.update import run_update
 from slime.utils.types import Sample
 
 PARTS = ("kernels", "0.6b", "4b", "balance")
@@ -295,7 +295,7 @@ def _our_step(shape: str, device: torch.device, options: Any, budget: int, total
                 "seconds": duration,
                 "first_step_s": first,
                 "parameters": parameter_count(config),
-                "attention": attention.chosen_name(*attention.head_shape(config)),
+                "attention": packed.chosen_name(*packed.head_shape(config)),
                 "micro_batch_tokens": budget,
                 "logits_memory_gib": options.logits_memory_gib,
                 "micro_batches": len(data.steps[0].micro_batches),

@@ -30,13 +30,14 @@ from typing import Any
 from shapes import SHAPES, write_model
 
 from slime.arguments import Args, parse_args
-from slime.cluster.placement import plan_placement
 from slime.cluster.residency import GENERATE, SYNC, TRAIN, Phase, Residency
 from slime.cluster.run import open_run
-from slime.cluster.runtime import create_runtime, gather
 from slime.cluster.stages import RolloutStage
 from slime.cluster.train_group import TrainGroup
 from slime.cluster.weight_push import WeightPush
+from slime.runtime import create_runtime
+from slime.runtime.base import gather
+from slime.runtime.placement import plan_placement
 from slime.utils import shm
 from slime.utils.accelerator import device_count
 from slime.utils.async_utils import run

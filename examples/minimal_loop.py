@@ -15,12 +15,12 @@ import torch.distributed as dist
 
 from slime.arguments import Args, parse_args
 from slime.backends import TrainBackend, create_backend
-from slime.backends.update import run_update
 from slime.batch.convert import samples_to_batch
 from slime.batch.schedule import split_for_ranks
 from slime.cli.quickstart import tiny
 from slime.engines.server import EngineServer, LaunchPlan, embedded_command
 from slime.rollout.data_source import RolloutDataSource
+from slime.step.update import run_update
 from slime.utils import shm
 from slime.utils.http_utils import close_session
 from slime.utils.processes import thread_environment

@@ -5,7 +5,7 @@ groups in flight across rollouts (slime.rollout.fully_async_rollout), whose toke
 """
 
 from slime.arguments import Args
-from slime.arguments.stale_tokens import for_asynchronous_loop
+from slime.arguments.groups.stale_tokens import for_asynchronous_loop
 from slime.cluster.cluster import Cluster
 
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 MOVED = {
     "slime.utils.arguments": "slime.arguments",
     "slime.utils.data": "slime.data.dataset",
-    "slime.utils.eval_config": "slime.arguments.eval_config",
+    "slime.utils.eval_config": "slime.arguments.groups.eval_config",
 }
 
 # Old module -> new module -> the names it took over.

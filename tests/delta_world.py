@@ -6,8 +6,8 @@ import torch
 from safetensors.torch import load_file
 
 from slime.weight_sync.base import DeltaOptions, SenderOptions
-from slime.weight_sync.delta import DeltaSender
-from slime.weight_sync.publication import FolderSource, Index
+from slime.weight_sync.delta.publication import FolderSource, Index
+from slime.weight_sync.delta.transport import DeltaSender
 
 
 def small_state(seed: int = 0, scale: int = 1) -> dict[str, torch.Tensor]:

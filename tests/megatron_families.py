@@ -188,7 +188,7 @@ def family_cases(rank: int, world_size: int, cases: dict[str, tuple[str, dict]],
     from megatron_helpers import GRPO, megatron_args, train
 
     from slime.backends import fsdp, megatron
-    from slime.backends.microbatch import build_micro_batches
+    from slime.backends.shared.microbatch import build_micro_batches
     from slime.batch.convert import samples_to_batch
 
     results = {}

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from trainer_helpers import random_samples, trainer_args, with_nuclei
 
-# Every flag of slime/arguments/megatron.py that the backend reads, neutral.
+# Every flag of slime/arguments/passthrough/megatron.py that the backend reads, neutral.
 MEGATRON_FLAGS = dict(
     tensor_model_parallel_size=1,
     pipeline_model_parallel_size=1,
@@ -114,9 +114,9 @@ GRPO = dict(
 
 def train(backend_of, args, rank: int, world_size: int) -> dict:
     """Three GRPO steps on ragged samples; (loss, gradient norm) by step, and the exported weights before and after."""
-    from slime.backends.update import run_update
     from slime.batch.convert import samples_to_batch
     from slime.batch.schedule import split_for_ranks
+    from slime.step.update import run_update
 
     backend = backend_of(args, rank=rank, world_size=world_size, device="cpu")
     batch = samples_to_batch(args, with_nuclei(random_samples(5, 3, vocab=127), vocab=127))
@@ -179,9 +179,9 @@ def run_cases(rank: int, world_size: int, cases: dict[str, tuple[str, dict]]) ->
 def save_and_resume(rank: int, world_size: int, model: str, folder: str, save_as: dict, load_as: dict | None) -> dict:
     """Three steps, a checkpoint, three more; then the last three again from `folder` as `load_as` (None: as saved)."""
     from slime.backends.megatron import create_backend
-    from slime.backends.update import run_update
     from slime.batch.convert import samples_to_batch
     from slime.batch.schedule import split_for_ranks
+    from slime.step.update import run_update
 
     place = dict(rank=rank, world_size=world_size, device="cpu")
 

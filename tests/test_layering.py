@@ -1,6 +1,8 @@
 """A folder of slime imports only folders above it; siblings on one line never import each other."""
 
 import ast
+import functools
+import graphlib
 import re
 from pathlib import Path
 
@@ -12,26 +14,60 @@ LAYERS = [
     {"data", "algorithms", "wire"},
     {"batch"},
     {"rollout", "engines", "backends", "weight_sync"},
+    {"step", "runtime"},
     {"cluster"},
     {"loop", "loop_async"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 OUTSIDE = {"moved", "__main__", "__init__"}  # stand outside the layers
+# Sub-folders, and what of their own folder they never import: "*" is every other sub-folder of it.
+NEVER = {
+    "arguments.core": ("arguments.groups", "arguments.passthrough"),
+    "arguments.passthrough": ("arguments.groups",),
+    "backends.attention": ("backends.shared", "backends.fsdp", "backends.megatron"),
+    "backends.shared": ("backends.fsdp", "backends.megatron"),
+    "backends.fsdp": ("backends.megatron",),
+    "backends.megatron": ("backends.fsdp",),
+    "engines.embedded": ("engines.sglang",),
+    "engines.sglang": ("engines.embedded",),
+    "rollout.rm_hub": ("rollout.filter_hub", "rollout.sglang_rollout", "rollout.collect"),
+    "cluster.serving": ("cluster.cluster", "cluster.train_group", "cluster.train_actor", "cluster.rollout_manager"),
+    "runtime.worker": ("runtime.local", "runtime.on_ray"),
+}
 
 
-def imports_of(path: Path) -> set[str]:
-    """Top-level parts of slime that a file imports, wherever in the file."""
+def modules() -> dict[str, Path]:
+    """Dotted name below slime -> file."""
+    found = {}
+    for path in sorted((ROOT / "slime").rglob("*.py")):
+        parts = path.relative_to(ROOT / "slime").with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules()
+
+
+@functools.cache
+def modules_imported_by(path: Path) -> frozenset[str]:
+    """Modules of slime that a file imports, wherever in the file."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            names = [node.module] if node.module != "slime" else [f"slime.{alias.name}" for alias in node.names]
+            submodules = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name.removeprefix("slime.") in MODULES else node.module for name in submodules]
         else:
             continue
-        found |= {name.split(".")[1] for name in names if name.startswith("slime.")}
-    return found
+        found |= {name.removeprefix("slime.") for name in names if name.startswith("slime.")}
+    return frozenset(found)
+
+
+def imports_of(path: Path) -> set[str]:
+    """Top-level parts of slime that a file imports, wherever in the file."""
+    return {name.split(".")[0] for name in modules_imported_by(path)}
 
 
 def sources() -> list[tuple[str, Path]]:
@@ -56,6 +92,33 @@ def test_folders_import_only_folders_above_them():
     assert not wrong, "\n".join(wrong)
 
 
+def is_within(module: str, folder: str) -> bool:
+    return module == folder or module.startswith(folder + ".")
+
+
+def test_sub_folders_keep_to_their_order():
+    wrong = [
+        f"{module} imports {other}"
+        for folder, forbidden in NEVER.items()
+        for module, path in MODULES.items()
+        if is_within(module, folder)
+        for other in sorted(modules_imported_by(path))
+        if any(is_within(other, name) for name in forbidden)
+    ]
+    assert not wrong, "\n".join(wrong)
+    assert [name for name in NEVER if name not in MODULES] == []
+    assert [name for names in NEVER.values() for name in names if name not in MODULES] == []
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    """Also not by imports within functions."""
+    graph = {module: modules_imported_by(path) & MODULES.keys() for module, path in MODULES.items()}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        raise AssertionError(" <- ".join(error.args[1])) from None
+
+
 def test_only_one_module_imports_ray():
     wrong = []
     for path in (ROOT / "slime").rglob("*.py"):
@@ -64,7 +127,7 @@ def test_only_one_module_imports_ray():
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             if any(name.split(".")[0] == "ray" for name in names):
                 wrong.append(str(path.relative_to(ROOT)))
-    assert set(wrong) == {"slime/cluster/ray_runtime.py"}
+    assert set(wrong) == {"slime/runtime/on_ray.py"}
 
 
 def test_every_module_says_what_it_is_for():

@@ -70,7 +70,7 @@ def test_facade_hands_out_the_functions_of_their_homes():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_objects_pickle_under_their_new_name():
     config_class = importlib.import_module("slime.utils.eval_config").EvalDatasetConfig
-    assert config_class.__module__ == "slime.arguments.eval_config"
+    assert config_class.__module__ == "slime.arguments.groups.eval_config"
     assert pickle.loads(pickle.dumps(config_class("a", "b"))) == config_class("a", "b")
 
 

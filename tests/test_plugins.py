@@ -3,7 +3,7 @@
 import pytest
 from argument_helpers import parse
 
-from slime.arguments.groups import all_specs
+from slime.arguments.all_flags import all_specs
 from slime.plugins import PLUGIN_POINTS, check_plugin, check_plugins, configured_plugins
 
 POINTS = {point.flag: point for point in PLUGIN_POINTS}

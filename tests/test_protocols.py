@@ -10,13 +10,10 @@ from protocol_checks import attributes_of, calls_by_name, differences, members
 import slime
 from slime.backends.base import OutputMatrix, TrainBackend
 from slime.backends.fsdp.backend import FSDPBackend
-from slime.cluster.engine_host import HostedEngine
-from slime.cluster.front import Rotations
-from slime.cluster.heartbeat import Beating
-from slime.cluster.local_runtime import InProcessHandle, LocalFuture, LocalRuntime, ProcessHandle
 from slime.cluster.residency import Engines, Trainer
 from slime.cluster.rollout_manager import RolloutManager
-from slime.cluster.runtime import Future, Guarded, Handle, Runtime
+from slime.cluster.serving.engine_host import HostedEngine
+from slime.cluster.serving.front import Rotations
 from slime.cluster.stages import NoTrainer, RolloutStage
 from slime.cluster.train_actor import TrainActor
 from slime.cluster.train_group import TrainGroup
@@ -32,9 +29,13 @@ from slime.engines.server import EngineServer
 from slime.engines.sglang.router import SGLangRouter
 from slime.rollout.journal import CountingJournal, Journal
 from slime.rollout.policy_requests import PolicyRequests
+from slime.runtime.base import Future, Guarded, Handle, Runtime
+from slime.runtime.heartbeat import Beating
+from slime.runtime.local import InProcessHandle, LocalFuture, LocalRuntime, ProcessHandle
 from slime.utils.http_utils import Observer
-from slime.weight_sync import LIVE_TRANSPORTS, TRANSPORTS, publication
+from slime.weight_sync import LIVE_TRANSPORTS, TRANSPORTS
 from slime.weight_sync.base import LiveSender, Sender
+from slime.weight_sync.delta import publication
 from slime.weight_sync.late_copy import LateCopySender
 
 PACKAGE = Path(slime.__file__).parent
@@ -104,7 +105,7 @@ def test_so_do_those_of_optional_packages():
 
 def test_so_do_those_of_ray():
     pytest.importorskip("ray")
-    from slime.cluster.ray_runtime import RayFuture, RayHandle, RayRuntime
+    from slime.runtime.on_ray import RayFuture, RayHandle, RayRuntime
 
     pairs = ((Future, RayFuture), (Handle, RayHandle), (Beating, RayHandle), (Runtime, RayRuntime))
     assert [why for protocol, cls in pairs for why in differences(protocol, cls)] == []
@@ -124,7 +125,7 @@ def test_every_protocol_of_the_package_is_held_to():
 # ---- nobody asks for more ------------------------------------------------------------------------------------------
 
 COMMON = [f for f in PACKAGE.rglob("*.py") if f.parent.name not in ("fsdp", "megatron", "verify_model")]
-FLEETS = [PACKAGE / "engines/fleet.py", PACKAGE / "engines/router.py", *(PACKAGE / "cluster").glob("*.py")]
+FLEETS = [PACKAGE / "engines/fleet.py", PACKAGE / "engines/router.py", *(PACKAGE / "cluster").rglob("*.py")]
 
 
 @pytest.mark.parametrize(
@@ -133,8 +134,8 @@ FLEETS = [PACKAGE / "engines/fleet.py", PACKAGE / "engines/router.py", *(PACKAGE
         (TrainBackend, ("backend", "_backend"), COMMON),
         (Server, ("server",), FLEETS),
         (Rotation, ("rotation", "_rotation"), FLEETS),
-        (Runtime, ("runtime", "_runtime"), (PACKAGE / "cluster").glob("*.py")),
-        (Handle, ("_handle", "_owner", "handle"), (PACKAGE / "cluster").glob("*.py")),
+        (Runtime, ("runtime", "_runtime"), (PACKAGE / "cluster").rglob("*.py")),
+        (Handle, ("_handle", "_owner", "handle"), (PACKAGE / "cluster").rglob("*.py")),
         (Sender, ("_sender",), [PACKAGE / "cluster/train_actor.py"]),
         (LiveSender, ("_live_sender",), [PACKAGE / "cluster/train_actor.py"]),
     ],
@@ -146,7 +147,8 @@ def test_callers_use_only_what_is_declared(protocol, names, files):
 
 
 @pytest.mark.parametrize(
-    ("file", "cls"), [("train_group.py", TrainActor), ("stages.py", RolloutManager), ("engine_host.py", EngineServer)]
+    ("file", "cls"),
+    [("train_group.py", TrainActor), ("stages.py", RolloutManager), ("serving/engine_host.py", EngineServer)],
 )
 def test_calls_by_name_reach_a_method_that_takes_them(file, cls):
     calls = calls_by_name(PACKAGE / "cluster" / file, ("call", "_call"))

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from slime.backends.fsdp import create_backend
-from slime.backends.microbatch import build_micro_batches
-from slime.backends.update import run_update
+from slime.backends.shared.microbatch import build_micro_batches
 from slime.batch.convert import samples_to_batch
 from slime.batch.schedule import split_for_ranks
 from slime.catalog.estimators import ESTIMATORS
+from slime.step.update import run_update
 from slime.utils.types import Sample
 
 

@@ -20,3 +20,13 @@ def balance_losses(logits: Tensor, chosen: Tensor, documents: Tensor, num_docume
     share = zeros.index_add(0, documents, choices.detach()) / lengths
     mean = zeros.index_add(0, documents, probabilities) / lengths
     return num_experts * (share * mean).sum(-1)
+
+
+def load_metrics(counts: Tensor) -> dict[str, float]:
+    """From counts [layers, experts] over all ranks: the busiest expert against the mean, and the share of idle ones."""
+    share = counts / counts.sum(-1, keepdim=True).clamp(min=1.0) * counts.shape[1]
+    return {
+        "moe_load_max_over_mean": share.max(-1).values.mean().item(),
+        "moe_load_worst_layer": share.max().item(),
+        "moe_idle_experts": (counts == 0).double().mean().item(),
+    }

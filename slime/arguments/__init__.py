@@ -1,7 +1,7 @@
 """The settings of a run: every flag declared once, read from the command line and files, checked, then frozen."""
 
 from slime.arguments.args import Args
-from slime.arguments.batch import explain_batch
+from slime.arguments.groups.batch import explain_batch
 from slime.arguments.parser import parse_args
 from slime.arguments.run_info import RunInfo, plugin_args
 

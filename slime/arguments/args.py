@@ -4,27 +4,27 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-from slime.arguments.algorithm import AlgorithmFlags
-from slime.arguments.checkpoint import CheckpointFlags
-from slime.arguments.cluster import ClusterFlags
-from slime.arguments.data import DataFlags
-from slime.arguments.debug import DebugFlags
-from slime.arguments.engine import EngineFlags, WeightSyncFlags
-from slime.arguments.eval_config import EvalDatasetConfig
-from slime.arguments.evaluation import EvaluationFlags
-from slime.arguments.fsdp import FSDPFlags
-from slime.arguments.groups import all_specs
-from slime.arguments.megatron import MegatronFlags
-from slime.arguments.objectives import CriticFlags, DistillationFlags, KeptPolicyFlags, PreferenceFlags
-from slime.arguments.off_policy import OffPolicyFlags
-from slime.arguments.optimizer import OptimizerFlags
-from slime.arguments.parallel import ParallelFlags
-from slime.arguments.rewards import RewardFlags
-from slime.arguments.rollout import RolloutFlags
-from slime.arguments.run import RunFlags
-from slime.arguments.topology import Topology, TopologyFlags
-from slime.arguments.tracking import TrackingFlags
-from slime.arguments.training import TrainingFlags
+from slime.arguments.all_flags import all_specs
+from slime.arguments.groups.algorithm import AlgorithmFlags
+from slime.arguments.groups.checkpoints import CheckpointFlags
+from slime.arguments.groups.cluster import ClusterFlags
+from slime.arguments.groups.data import DataFlags
+from slime.arguments.groups.debug import DebugFlags
+from slime.arguments.groups.engine import EngineFlags, WeightSyncFlags
+from slime.arguments.groups.eval_config import EvalDatasetConfig
+from slime.arguments.groups.evaluation import EvaluationFlags
+from slime.arguments.groups.fsdp import FSDPFlags
+from slime.arguments.groups.objectives import CriticFlags, DistillationFlags, KeptPolicyFlags, PreferenceFlags
+from slime.arguments.groups.off_policy import OffPolicyFlags
+from slime.arguments.groups.optimizer import OptimizerFlags
+from slime.arguments.groups.parallel import ParallelFlags
+from slime.arguments.groups.rewards import RewardFlags
+from slime.arguments.groups.rollout import RolloutFlags
+from slime.arguments.groups.run import RunFlags
+from slime.arguments.groups.topology import Topology, TopologyFlags
+from slime.arguments.groups.tracking import TrackingFlags
+from slime.arguments.groups.training import TrainingFlags
+from slime.arguments.passthrough.megatron import MegatronFlags
 
 
 def secret_names() -> list[str]:

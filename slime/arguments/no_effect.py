@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from slime.arguments.draft import Draft
-from slime.arguments.groups import all_specs
-from slime.arguments.objectives import PAIR_LOSSES, SUPERVISED_LOSSES
-from slime.arguments.rollout import DEFAULT_ROLLOUT_FUNCTION
+from slime.arguments.all_flags import all_specs
+from slime.arguments.core.draft import Draft
+from slime.arguments.groups.objectives import PAIR_LOSSES, SUPERVISED_LOSSES
+from slime.arguments.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slime.catalog.estimators import ESTIMATORS
 from slime.catalog.policy_losses import POLICY_LOSSES
 

@@ -10,24 +10,24 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
+from slime.arguments.all_flags import all_specs
 from slime.arguments.args import Args
-from slime.arguments.draft import COMMAND_LINE, DEFAULT, SYNCHRONOUS, Draft
-from slime.arguments.files import read_yaml_mapping
-from slime.arguments.flag import FlagSpec, convert
-from slime.arguments.groups import all_specs
-from slime.arguments.megatron import (
+from slime.arguments.core.draft import COMMAND_LINE, DEFAULT, SYNCHRONOUS, Draft
+from slime.arguments.core.files import read_yaml_mapping
+from slime.arguments.core.flag import FlagSpec, convert
+from slime.arguments.core.unbuilt import is_unbuilt
+from slime.arguments.passthrough.megatron import (
     is_megatron_flag,
     megatron_fields,
     read_megatron_flags,
     read_megatron_value,
     split_megatron_flags,
 )
-from slime.arguments.router import PREFIX as ROUTER_PREFIX
-from slime.arguments.router import split_router_flags
+from slime.arguments.passthrough.router import PREFIX as ROUTER_PREFIX
+from slime.arguments.passthrough.router import split_router_flags
+from slime.arguments.passthrough.sglang import PREFIX, need_python, read_server_flags, split_server_flags, yaml_words
 from slime.arguments.rules import apply_rules
-from slime.arguments.sglang import PREFIX, need_python, read_server_flags, split_server_flags, yaml_words
 from slime.arguments.show import render_config, render_help
-from slime.arguments.unbuilt import is_unbuilt
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,10 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
 
-from slime.arguments.algorithm_rules import (
+from slime.arguments.core.devices import visible_gpus
+from slime.arguments.core.draft import Draft
+from slime.arguments.core.paths import check_paths_exist
+from slime.arguments.groups.algorithm_rules import (
     group_normalisation,
     loss_reduction,
     off_policy,
@@ -12,34 +15,27 @@ from slime.arguments.algorithm_rules import (
     reference_model,
     reward_shaping,
 )
-from slime.arguments.batch import derive_batch
-from slime.arguments.data import DEFAULT_DATA_SOURCE
-from slime.arguments.devices import visible_gpus
-from slime.arguments.draft import Draft
-from slime.arguments.eval_datasets import resolve_eval_datasets
-from slime.arguments.fp8_rules import engine_precision
-from slime.arguments.kept_models import kept_models
-from slime.arguments.machine import tell_of_this_machine
-from slime.arguments.megatron_rules import megatron_trainer
+from slime.arguments.groups.batch import derive_batch
+from slime.arguments.groups.data import DEFAULT_DATA_SOURCE
+from slime.arguments.groups.eval_datasets import resolve_eval_datasets
+from slime.arguments.groups.fp8_rules import engine_precision
+from slime.arguments.groups.kept_models import kept_models
+from slime.arguments.groups.machine import tell_of_this_machine
+from slime.arguments.groups.megatron_rules import megatron_trainer
+from slime.arguments.groups.objective_rules import distillation, preference_pairs
+from slime.arguments.groups.objectives import SUPERVISED_LOSSES
+from slime.arguments.groups.placement import derive_offload, derive_sizes
+from slime.arguments.groups.precision import derive_precision
+from slime.arguments.groups.rewards import RM_TYPES
+from slime.arguments.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
+from slime.arguments.groups.rollout_rules import fully_async_rollout
+from slime.arguments.groups.stale_tokens import correct_stale_tokens
+from slime.arguments.groups.topology_rules import router, topology, topology_source
+from slime.arguments.groups.trained_sampling import trained_sampling
+from slime.arguments.groups.trainer_rules import model_parallel_sizes, trainable_parameters, weight_copies
+from slime.arguments.groups.weight_sync_rules import weight_sync
 from slime.arguments.no_effect import refuse_flags_without_effect
-from slime.arguments.objective_rules import distillation, preference_pairs
-from slime.arguments.objectives import SUPERVISED_LOSSES
-from slime.arguments.paths import check_paths_exist
-from slime.arguments.placement import derive_offload, derive_sizes
-from slime.arguments.precision import derive_precision
-from slime.arguments.rewards import RM_TYPES
-from slime.arguments.rollout import DEFAULT_ROLLOUT_FUNCTION
-from slime.arguments.rollout_rules import fully_async_rollout
-from slime.arguments.sglang import need_python
-from slime.arguments.stale_tokens import correct_stale_tokens
-from slime.arguments.topology_rules import router, topology, topology_source
-from slime.arguments.trained_sampling import trained_sampling
-from slime.arguments.trainer_rules import (
-    model_parallel_sizes,
-    trainable_parameters,
-    weight_copies,
-)
-from slime.arguments.weight_sync_rules import weight_sync
+from slime.arguments.passthrough.sglang import need_python
 from slime.utils.run_file import choose_run_folder, resumption_of
 
 Rule = Callable[[Draft], None]

@@ -7,9 +7,9 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from slime.arguments.all_flags import all_specs
 from slime.arguments.args import Args
-from slime.arguments.flag import FlagSpec
-from slime.arguments.groups import all_specs
+from slime.arguments.core.flag import FlagSpec
 
 COLUMN = 38
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from slime.algorithms.nucleus import Nucleus
-from slime.backends.attention import PackedDocuments
+from slime.backends.attention.packed import PackedDocuments
 from slime.utils.errors import RunStopped
 
 Metrics = dict[str, Tensor]  # scalar sums over the micro-batch, detached

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from slime.algorithms.rewards import GREEDY_REWARD_KEY, overlong_penalty, subtract_baselines
-from slime.arguments.objectives import SUPERVISED_LOSSES
-from slime.arguments.trained_sampling import replays_nucleus
+from slime.arguments.groups.objectives import SUPERVISED_LOSSES
+from slime.arguments.groups.trained_sampling import replays_nucleus
 from slime.batch.nucleus import add_nuclei
 from slime.batch.validate import check_reward, check_samples, validate_batch
 from slime.catalog.estimators import ESTIMATORS

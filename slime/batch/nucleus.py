@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from slime.arguments.objectives import SUPERVISED_LOSSES
-from slime.arguments.trained_sampling import replays_nucleus
+from slime.arguments.groups.objectives import SUPERVISED_LOSSES
+from slime.arguments.groups.trained_sampling import replays_nucleus
 from slime.utils import top_p
 from slime.utils.types import RolloutBatch, Sample
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slime.arguments.objectives import PAIR_LOSSES
+from slime.arguments.groups.objectives import PAIR_LOSSES
 from slime.batch.flops import typical_cost
 from slime.batch.packing import balance, pack_first_fit, split_largest
 from slime.utils.types import RolloutBatch

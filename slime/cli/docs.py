@@ -4,8 +4,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from slime.arguments.flag import FlagSpec
-from slime.arguments.groups import all_specs
+from slime.arguments.all_flags import all_specs
+from slime.arguments.core.flag import FlagSpec
 from slime.plugins import PLUGIN_POINTS
 
 GENERATED = "<!-- Written by `slime docs`; edit the declarations in slime/, not this page. -->"

@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from slime.arguments.topology import Topology, plain_topology, prefill_topology, read_topology
+from slime.arguments.groups.topology import Topology, plain_topology, prefill_topology, read_topology
 from slime.cli.main import user_errors
 from slime.cli.trainer_plan import Sizes, TrainerPlan, plan_trainer, read_model, render
 from slime.engines.sglang.command import SGLangOptions, server_words

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
-from slime.arguments.groups import all_specs
+from slime.arguments.all_flags import all_specs
 
 
 def default_settings(**changes: Any) -> SimpleNamespace:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.arguments import Args, parse_args
-from slime.arguments.draft import SYNCHRONOUS
+from slime.arguments.core.draft import SYNCHRONOUS
 from slime.cli.main import user_errors
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from slime.arguments import Args
-from slime.arguments.draft import ASYNCHRONOUS
+from slime.arguments.core.draft import ASYNCHRONOUS
 from slime.cli import train
 
 

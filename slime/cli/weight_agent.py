@@ -5,14 +5,14 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from slime.arguments.engine import CHECKSUMS
+from slime.arguments.groups.engine import CHECKSUMS
 from slime.cli.main import user_errors
 from slime.engines.external import read_address
 from slime.observability.logging_utils import configure_logger
 from slime.utils.http_utils import TOKEN_VARIABLE, authorize
-from slime.weight_sync.delta_codec import check_installed
-from slime.weight_sync.publication import open_source
-from slime.weight_sync.weight_agent import WeightAgent, serve
+from slime.weight_sync.delta.codec import check_installed
+from slime.weight_sync.delta.publication import open_source
+from slime.weight_sync.delta.weight_agent import WeightAgent, serve
 
 
 def main(argv: Sequence[str] | None = None) -> int:

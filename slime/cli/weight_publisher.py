@@ -6,7 +6,7 @@ from pathlib import Path
 
 from slime.cli.main import user_errors
 from slime.observability.logging_utils import configure_logger
-from slime.weight_sync.weight_agent import publisher_app, serve
+from slime.weight_sync.delta.weight_agent import publisher_app, serve
 
 
 def main(argv: Sequence[str] | None = None) -> int:

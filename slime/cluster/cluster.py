@@ -24,16 +24,13 @@ from slime.cluster.checkpoint import (
     stage_checkpoint,
 )
 from slime.cluster.in_flight import read_in_flight, tell_differences, write_in_flight
-from slime.cluster.janitor import Janitor
 from slime.cluster.model_checks import check_models
-from slime.cluster.placement import Placement, plan_placement
 from slime.cluster.residency import GENERATE, TRAIN, Phase, Residency
 from slime.cluster.rollout_manager import Generated, RolloutFacts
 from slime.cluster.run import close_run, open_run
-from slime.cluster.runtime import Future, Ready, create_runtime, gather, in_background
 from slime.cluster.save_folder import naming_disk_errors, open_save_folder, prepare_folder
 from slime.cluster.schedule import Schedule
-from slime.cluster.serving import trains_on_every_gpu
+from slime.cluster.serving.served_model import trains_on_every_gpu
 from slime.cluster.stages import NoTrainer, RolloutStage
 from slime.cluster.train_group import TrainGroup
 from slime.cluster.weight_push import PushToNobody, WeightPush
@@ -41,6 +38,10 @@ from slime.observability.logging_utils import configure_logger
 from slime.observability.tracking import Tracker
 from slime.plugins import check_plugins
 from slime.rollout.prompt_formats import check_prompt_files
+from slime.runtime import create_runtime
+from slime.runtime.base import Future, Ready, gather, in_background
+from slime.runtime.janitor import Janitor
+from slime.runtime.placement import Placement, plan_placement
 from slime.utils import shm, waits
 from slime.utils.accelerator import device_count, has_bfloat16
 from slime.utils.folder_lock import FolderLock

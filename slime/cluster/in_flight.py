@@ -13,7 +13,7 @@ from pathlib import Path
 from slime.arguments import Args
 from slime.cluster.checkpoint import IN_FLIGHT
 from slime.cluster.rollout_manager import Generated
-from slime.cluster.runtime import Future
+from slime.runtime.base import Future
 from slime.utils.plain_files import foreign_value, load_plain, save_plain
 from slime.utils.step_folders import StepFolder
 

@@ -15,17 +15,17 @@ from typing import Any
 from slime.arguments import Args, RunInfo, plugin_args
 from slime.arguments.run_info import EVALUATION_ENGINES
 from slime.batch.convert import samples_to_batch
-from slime.cluster.engine_weights import EngineWeights
-from slime.cluster.placement import Placement
 from slime.cluster.run import Run
-from slime.cluster.runtime import Runtime, in_background
-from slime.cluster.serving import ModelService, make_servers, ranks_on_engines
+from slime.cluster.serving.engine_weights import EngineWeights
+from slime.cluster.serving.served_model import ModelService, make_servers, ranks_on_engines
 from slime.observability.logging_utils import configure_logger
 from slime.observability.metrics import eval_metrics, rollout_metrics
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
 from slime.rollout.dumps import load_rollout_dump, save_rollout_dump
 from slime.rollout.policy_requests import PolicyRequests, not_trained
 from slime.rollout.sample_hooks import set_current_rollout_id
+from slime.runtime.base import Runtime, in_background
+from slime.runtime.placement import Placement
 from slime.utils.async_utils import run
 from slime.utils.misc import load_function
 from slime.utils.plugin_errors import plugin_call

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from slime.arguments import Args
-from slime.cluster.placement import Placement
 from slime.cluster.rollout_manager import Generated, RolloutManager
 from slime.cluster.run import Run
-from slime.cluster.runtime import CONTROL, Future, Guarded, Runtime, WorkerSpec
 from slime.cluster.train_actor import TrainReport
+from slime.runtime.base import CONTROL, Future, Guarded, Runtime, WorkerSpec
+from slime.runtime.placement import Placement
 from slime.utils.checksums import FileRecord, find_damage
 from slime.utils.types import RolloutBatch
 from slime.weight_sync import LiveReport, Parcel, Target

@@ -14,14 +14,14 @@ import torch.distributed as dist
 
 from slime.arguments import Args, RunInfo, plugin_args
 from slime.backends import create_backend
-from slime.backends.agreement import Agreement
-from slime.backends.kept_versions import keep_versions
-from slime.backends.update import run_update
+from slime.backends.shared.old_policy import keep_versions
 from slime.cluster.checkpoint import files_of_rank
 from slime.cluster.delta_options import delta_options
 from slime.cluster.run import Run
-from slime.cluster.runtime import fetch, in_background
 from slime.observability.logging_utils import configure_logger
+from slime.runtime.base import fetch, in_background
+from slime.step.agreement import Agreement
+from slime.step.update import run_update
 from slime.utils import accelerator
 from slime.utils.checksums import FileRecord, find_damage, record_files
 from slime.utils.errors import RunStopped

@@ -10,10 +10,10 @@ from typing import Any
 
 from slime.arguments import Args
 from slime.batch.schedule import split_for_ranks
-from slime.cluster.placement import Slot
 from slime.cluster.run import Run
-from slime.cluster.runtime import Future, Handle, Runtime, WorkerSpec, gather
 from slime.cluster.train_actor import TrainActor, TrainReport
+from slime.runtime.base import Future, Handle, Runtime, WorkerSpec, gather
+from slime.runtime.placement import Slot
 from slime.utils.checksums import FileRecord
 from slime.utils.process_groups import network_environment
 from slime.utils.processes import thread_environment

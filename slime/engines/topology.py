@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slime.arguments.sglang import yaml_words
-from slime.arguments.topology import ServedModel, ServerGroup, Topology
+from slime.arguments.groups.topology import ServedModel, ServerGroup, Topology
+from slime.arguments.passthrough.sglang import yaml_words
 from slime.engines.sglang.supervisor import BOOTSTRAP_PORT
 
 Gpu = tuple[int, int]  # a machine, and the number of a device on it

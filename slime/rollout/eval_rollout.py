@@ -9,7 +9,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from slime.arguments.eval_config import EvalDatasetConfig
+from slime.arguments.groups.eval_config import EvalDatasetConfig
 from slime.data.dataset import Dataset
 from slime.rollout.base_types import RolloutFnEvalOutput
 from slime.rollout.groups import Group, copy_sample

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from typing import Any
 from urllib.parse import urlsplit
 
-from slime.arguments.trained_sampling import engines_tell_nucleus, refusal
+from slime.arguments.groups.trained_sampling import engines_tell_nucleus, refusal
 from slime.rollout.groups import describe
 from slime.utils import http_utils, top_p
 from slime.utils.errors import RunStopped

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from slime.arguments.data import DEFAULT_DATA_SOURCE
-from slime.arguments.eval_config import EvalDatasetConfig
-from slime.arguments.rollout import DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC_ROLLOUT_FUNCTION
+from slime.arguments.groups.data import DEFAULT_DATA_SOURCE
+from slime.arguments.groups.eval_config import EvalDatasetConfig
+from slime.arguments.groups.rollout import DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC_ROLLOUT_FUNCTION
 from slime.data.dataset import check_prompt_file
 from slime.data.prompts import PromptFormat
 from slime.data.row_checks import PromptUse

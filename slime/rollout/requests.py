@@ -4,7 +4,7 @@ import functools
 from typing import Any
 from uuid import uuid4
 
-from slime.arguments.trained_sampling import engines_tell_nucleus, is_cut, replays_nucleus
+from slime.arguments.groups.trained_sampling import engines_tell_nucleus, is_cut, replays_nucleus
 from slime.data.mix import mix64
 from slime.rollout.groups import attempt_of, describe
 from slime.rollout.policy_requests import check_sampling, is_trained

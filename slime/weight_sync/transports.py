@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from slime.weight_sync.base import LiveTransport, Site, Transport
 from slime.weight_sync.cuda_ipc import CUDA_IPC
-from slime.weight_sync.delta import DELTA
+from slime.weight_sync.delta.transport import DELTA
 from slime.weight_sync.disk import DISK
 from slime.weight_sync.distributed import DISTRIBUTED
 from slime.weight_sync.http_tensor import HTTP_TENSOR

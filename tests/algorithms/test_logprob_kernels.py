@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.arguments.sglang import need_python
+from slime.arguments.passthrough.sglang import need_python
 
 pytestmark = pytest.mark.sglang
 

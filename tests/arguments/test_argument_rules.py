@@ -6,11 +6,11 @@ import pytest
 from argument_helpers import base_argv, parse
 
 from slime.arguments import explain_batch, parse_args
-from slime.arguments.draft import Draft
-from slime.arguments.groups import all_specs
+from slime.arguments.all_flags import all_specs
+from slime.arguments.core.draft import Draft
+from slime.arguments.groups.placement import derive_offload, derive_sizes
+from slime.arguments.groups.trained_sampling import replays_nucleus
 from slime.arguments.no_effect import NO_EFFECT
-from slime.arguments.placement import derive_offload, derive_sizes
-from slime.arguments.trained_sampling import replays_nucleus
 from slime.rollout.requests import sampling_params_of
 
 SGLANG = {"rollout_engine": "sglang", "sglang_python": sys.executable}

@@ -3,7 +3,7 @@
 import pytest
 from argument_helpers import parse
 
-from slime.arguments.eval_config import EvalDatasetConfig, build_eval_dataset_configs, ensure_dataset_list
+from slime.arguments.groups.eval_config import EvalDatasetConfig, build_eval_dataset_configs, ensure_dataset_list
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from slime.arguments import off_policy
-from slime.arguments.groups import all_specs
-from slime.arguments.rewards import RM_TYPES
+from slime.arguments.all_flags import all_specs
+from slime.arguments.groups import off_policy
+from slime.arguments.groups.rewards import RM_TYPES
 from slime.catalog.estimators import ESTIMATORS
 from slime.catalog.policy_losses import POLICY_LOSSES, REDUCTIONS
 from slime.utils.misc import load_function

@@ -5,7 +5,8 @@ import json
 import pytest
 from argument_helpers import parse
 
-from slime.arguments import machine, precision, rules
+from slime.arguments import rules
+from slime.arguments.groups import machine, precision
 from slime.utils.precision import bfloat16_units
 
 AMX = (True, "has amx_bf16")

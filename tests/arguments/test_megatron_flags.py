@@ -4,7 +4,7 @@ import pytest
 from argument_helpers import base_argv, parse
 
 from slime.arguments import parse_args
-from slime.arguments.megatron import megatron_fields
+from slime.arguments.passthrough.megatron import megatron_fields
 
 pytest.importorskip("megatron")
 

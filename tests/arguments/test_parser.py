@@ -9,9 +9,9 @@ import pytest
 from argument_helpers import base_argv, parse
 
 from slime.arguments import Args, RunInfo, parse_args, plugin_args
-from slime.arguments.flag import FlagInfo, FlagSpec, convert
-from slime.arguments.groups import GROUPS, all_specs
-from slime.arguments.unbuilt import UNBUILT_FLAGS
+from slime.arguments.all_flags import GROUPS, all_specs
+from slime.arguments.core.flag import FlagInfo, FlagSpec, convert
+from slime.arguments.core.unbuilt import UNBUILT_FLAGS
 
 
 def write(tmp_path, text, name="run.yaml"):

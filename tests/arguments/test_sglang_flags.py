@@ -6,7 +6,7 @@ import sys
 import pytest
 from argument_helpers import parse
 
-from slime.arguments import sglang
+from slime.arguments.passthrough import sglang
 
 TABLE = {
     "version": "9.9.9",

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime.backends import attention_trial
-from slime.backends.attention import PackedDocuments, head_shape, packed_attention
-from slime.backends.attention_operator import NotInstalled, packed_operator
-from slime.backends.attention_trial import first_right, why_wrong
+from slime.backends.attention import trial
+from slime.backends.attention.operator import NotInstalled, packed_operator
+from slime.backends.attention.packed import PackedDocuments, head_shape, packed_attention
+from slime.backends.attention.trial import first_right, why_wrong
 
 CPU = torch.device("cpu")
 
@@ -18,8 +18,8 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def small_trial(monkeypatch):
     """A document of 1,100 tokens tells GPU kernels apart, and takes a CPU seconds."""
-    monkeypatch.setattr(attention_trial, "_LENGTHS", (40, 110, 24, 1))
-    monkeypatch.setattr(attention_trial, "_HEADS", 8)
+    monkeypatch.setattr(trial, "_LENGTHS", (40, 110, 24, 1))
+    monkeypatch.setattr(trial, "_HEADS", 8)
 
 
 def fake_right(query, key, value, cu_seqlens, bounds, scale):

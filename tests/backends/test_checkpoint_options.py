@@ -7,9 +7,9 @@ from tiny_model import make_tiny_model
 from trainer_helpers import init_process_group, random_samples, trainer_args
 
 from slime.backends.fsdp import create_backend
-from slime.backends.update import run_update
 from slime.batch.convert import samples_to_batch
 from slime.batch.schedule import split_for_ranks
+from slime.step.update import run_update
 
 
 @pytest.fixture(scope="module")

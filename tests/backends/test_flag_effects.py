@@ -9,17 +9,17 @@ from argument_helpers import parse
 from tiny_model import make_tiny_model
 from trainer_helpers import init_process_group, random_samples
 
-from slime.arguments.algorithm import AlgorithmFlags
-from slime.arguments.objectives import CriticFlags, DistillationFlags, KeptPolicyFlags, PreferenceFlags
-from slime.arguments.off_policy import OffPolicyFlags
+from slime.arguments.groups.algorithm import AlgorithmFlags
+from slime.arguments.groups.objectives import CriticFlags, DistillationFlags, KeptPolicyFlags, PreferenceFlags
+from slime.arguments.groups.off_policy import OffPolicyFlags
 from slime.backends.fsdp import create_backend
 from slime.backends.fsdp.model import gather_full
-from slime.backends.kept_versions import keep_versions
-from slime.backends.update import run_update
+from slime.backends.shared.old_policy import keep_versions
 from slime.batch.convert import samples_to_batch
 from slime.batch.schedule import split_for_ranks
 from slime.catalog.estimators import ESTIMATORS
 from slime.catalog.policy_losses import POLICY_LOSSES
+from slime.step.update import run_update
 
 PLUGINS = '''
 """One function of each kind; each reads the flags that a function in its place may read."""

@@ -8,9 +8,9 @@ from trainer_helpers import init_process_group, meeting_point, random_samples, t
 
 from slime.backends.fsdp import create_backend, loading, tensor_parallel
 from slime.backends.fsdp.model import gather_full
-from slime.backends.update import run_update
 from slime.batch.convert import samples_to_batch
 from slime.batch.schedule import split_for_ranks
+from slime.step.update import run_update
 
 TENSOR, FULL = dict(tensor_model_parallel_size=2), dict(activation_checkpointing="full")
 VARIANTS = {

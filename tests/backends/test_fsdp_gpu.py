@@ -6,12 +6,12 @@ import torch.distributed as dist
 from tiny_model import make_tiny_model
 from trainer_helpers import meeting_point, random_samples, trainer_args
 
-from slime.backends.attention import OPERATORS, PackedDocuments, _varlen_attention, packed_attention
-from slime.backends.attention_trial import why_wrong
+from slime.backends.attention.packed import OPERATORS, PackedDocuments, _varlen_attention, packed_attention
+from slime.backends.attention.trial import why_wrong
 from slime.backends.fsdp import create_backend
-from slime.backends.update import run_update
 from slime.batch.convert import samples_to_batch
 from slime.batch.schedule import split_for_ranks
+from slime.step.update import run_update
 
 pytestmark = pytest.mark.gpu
 

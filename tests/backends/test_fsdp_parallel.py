@@ -9,10 +9,10 @@ from trainer_helpers import init_process_group, meeting_point, random_samples, t
 
 from slime.backends.fsdp import create_backend
 from slime.backends.fsdp.model import gather_full
-from slime.backends.microbatch import build_micro_batches
-from slime.backends.update import run_update
+from slime.backends.shared.microbatch import build_micro_batches
 from slime.batch.convert import samples_to_batch
 from slime.batch.schedule import split_for_ranks
+from slime.step.update import run_update
 
 CONTEXT, TENSOR = "context_parallel_size", "tensor_model_parallel_size"
 FULL, SELECTIVE = dict(activation_checkpointing="full"), dict(activation_checkpointing="selective")

@@ -9,9 +9,9 @@ from trainer_helpers import init_process_group, meeting_point, random_samples, t
 
 from slime.backends.fsdp import create_backend
 from slime.backends.fsdp.model import gather_full
-from slime.backends.update import run_update
 from slime.batch.convert import samples_to_batch
 from slime.batch.schedule import split_for_ranks
+from slime.step.update import run_update
 
 
 def settings(model, **changes):

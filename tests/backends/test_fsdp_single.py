@@ -11,10 +11,10 @@ from trainer_helpers import init_process_group, random_samples, trainer_args
 from slime.backends.base import NonFiniteStepError
 from slime.backends.fsdp import create_backend
 from slime.backends.fsdp.model import gather_full
-from slime.backends.microbatch import build_micro_batches
-from slime.backends.update import run_update
+from slime.backends.shared.microbatch import build_micro_batches
 from slime.batch.convert import samples_to_batch
 from slime.batch.schedule import split_for_ranks
+from slime.step.update import run_update
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +182,7 @@ def test_sft_lowers_its_loss(model):
 
 def test_the_learning_rate_warms_up_and_decays(model):
     args = trainer_args(model, lr_warmup_iters=2, lr_decay_style="linear", lr_decay_iters=4, lr=1.0, min_lr=0.5)
-    from slime.backends.optimizer import learning_rate
+    from slime.backends.shared.optimizer import learning_rate
 
     assert [learning_rate(args, step, 4) for step in range(6)] == [0.5, 1.0, 1.0, 0.75, 0.5, 0.5]
     with pytest.raises(ValueError, match="--lr-decay-iters"):
@@ -398,7 +398,7 @@ def test_bfloat16_computes_with_fp32_master_weights(model):
 
 
 def test_the_settings_of_these_tests_are_real_flags_with_their_defaults(model):
-    from slime.arguments.groups import all_specs
+    from slime.arguments.all_flags import all_specs
 
     specs = all_specs()
     own = vars(trainer_args(model))

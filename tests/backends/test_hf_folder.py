@@ -2,7 +2,7 @@
 
 import pytest
 
-from slime.backends.hf_folder import _replace
+from slime.backends.shared.hf_folder import _replace
 
 
 @pytest.fixture

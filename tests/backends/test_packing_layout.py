@@ -7,16 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trainer_helpers import random_samples, trainer_args
 
-from slime.backends.attention import (
+from slime.backends.attention.context_parallel import ZigzagPlan, chunk_multiple
+from slime.backends.attention.long_documents import plan_parts
+from slime.backends.attention.packed import (
     PackedDocuments,
     packed_attention,
     prepare,
     refuse_unsupported,
     transformers_attention,
 )
-from slime.backends.context_parallel import ZigzagPlan, chunk_multiple
-from slime.backends.long_attention import plan_parts
-from slime.backends.microbatch import build_micro_batch, split_by_sample
+from slime.backends.shared.microbatch import build_micro_batch, split_by_sample
 from slime.batch.convert import samples_to_batch
 
 

@@ -10,10 +10,10 @@ from trainer_helpers import init_process_group, random_samples, trainer_args, wi
 
 from slime.backends.fsdp import create_backend
 from slime.backends.fsdp.model import gather_full
-from slime.backends.microbatch import build_micro_batches
-from slime.backends.update import run_update
+from slime.backends.shared.microbatch import build_micro_batches
 from slime.batch.convert import samples_to_batch
 from slime.batch.schedule import split_for_ranks
+from slime.step.update import run_update
 
 TEMPERATURE = 0.7
 

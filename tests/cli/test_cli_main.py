@@ -6,7 +6,7 @@ import sys
 import pytest
 from argument_helpers import base_argv
 
-from slime.arguments.groups import GROUPS, all_specs
+from slime.arguments.all_flags import GROUPS, all_specs
 from slime.cli import main as cli
 from slime.cli import train as cli_train
 

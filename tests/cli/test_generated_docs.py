@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.arguments.groups import all_specs
+from slime.arguments.all_flags import all_specs
 from slime.cli import docs
 from slime.plugins import PLUGIN_POINTS
 

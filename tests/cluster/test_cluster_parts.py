@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.arguments.topology import plain_topology
+from slime.arguments.groups.topology import plain_topology
 from slime.cluster.cluster import _TRAIN_HEADLINE, _headline
-from slime.cluster.placement import plan_placement
 from slime.cluster.residency import GENERATE, SYNC, TRAIN, Residency
 from slime.cluster.rollout_manager import _model_facts
 from slime.cluster.schedule import Schedule
-from slime.cluster.serving import ranks_on_engines
+from slime.cluster.serving.served_model import ranks_on_engines
+from slime.runtime.placement import plan_placement
 
 
 def sizes(**changes):

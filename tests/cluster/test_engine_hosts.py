@@ -15,15 +15,15 @@ from argument_helpers import parse
 from ray_nodes import SECOND_HOST, two_ray_nodes
 from tiny_model import make_tiny_model
 
-from slime.arguments.sglang import find_python
-from slime.cluster.engine_host import host_engine
-from slime.cluster.local_runtime import LocalRuntime
-from slime.cluster.placement import Machine, Placement, Slot, plan_placement
+from slime.arguments.passthrough.sglang import find_python
 from slime.cluster.run import Run
-from slime.cluster.runtime import WorkerSpec
-from slime.cluster.serving import make_servers
+from slime.cluster.serving.engine_host import host_engine
+from slime.cluster.serving.served_model import make_servers
 from slime.engines.fleet import EngineFleet, WatchPolicy
 from slime.engines.server import EngineStartError, LaunchPlan
+from slime.runtime.base import WorkerSpec
+from slime.runtime.local import LocalRuntime
+from slime.runtime.placement import Machine, Placement, Slot, plan_placement
 from slime.utils import http_utils, shm
 from slime.utils.async_utils import run
 from slime.wire.control import EngineControl
@@ -47,7 +47,7 @@ def runtime(request, tmp_path):
         made = LocalRuntime(tmp_path, shm.make_prefix())
     else:
         request.getfixturevalue("ray_cluster")
-        from slime.cluster.ray_runtime import RayRuntime
+        from slime.runtime.on_ray import RayRuntime
 
         made = RayRuntime(None, tmp_path)
     yield made
@@ -134,7 +134,7 @@ def test_an_evicted_engine_is_dead_at_once(engines):
 
 @pytest.mark.slow
 def test_an_engine_ends_with_its_owner_and_gets_another_on_the_same_port(tmp_path, ray_cluster):
-    from slime.cluster.ray_runtime import RayRuntime
+    from slime.runtime.on_ray import RayRuntime
 
     runtime = RayRuntime(None, tmp_path)
     engines = Fleet(tmp_path, runtime)
@@ -152,7 +152,7 @@ def test_an_engine_ends_with_its_owner_and_gets_another_on_the_same_port(tmp_pat
 
 @pytest.mark.slow
 def test_engines_of_a_plan_serve_on_the_gpus_of_two_machines(tmp_path, ray_cluster):
-    from slime.cluster.ray_runtime import RayRuntime
+    from slime.runtime.on_ray import RayRuntime
 
     make_tiny_model(tmp_path / "model")
     model = {
@@ -185,7 +185,7 @@ def test_engines_of_a_plan_serve_on_the_gpus_of_two_machines(tmp_path, ray_clust
 
 @pytest.mark.sglang
 def test_a_real_sglang_server_serves_on_another_machine(tmp_path, ray_cluster):
-    from slime.cluster.ray_runtime import RayRuntime
+    from slime.runtime.on_ray import RayRuntime
 
     python = find_python(None)
     if python is None:
@@ -215,7 +215,7 @@ def test_a_real_sglang_server_serves_on_another_machine(tmp_path, ray_cluster):
 
 
 def test_more_gpus_than_the_cluster_has_are_refused_with_the_numbers(tmp_path, ray_cluster):
-    from slime.cluster.ray_runtime import RayRuntime
+    from slime.runtime.on_ray import RayRuntime
 
     runtime = RayRuntime(None, tmp_path)
     plan = Placement((), (Slot(0, (0,)), Slot(1, (0, 1, 2), machine=1)))

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.arguments.topology import plain_topology
-from slime.cluster.engine_plan import plan_engines
-from slime.cluster.placement import Slot
+from slime.arguments.groups.topology import plain_topology
 from slime.cluster.run import Run
+from slime.cluster.serving.engine_plan import plan_engines
+from slime.runtime.placement import Slot
 from slime.utils import http_utils
 
 

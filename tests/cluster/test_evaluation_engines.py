@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 from argument_helpers import parse
 
-from slime.arguments.topology import plain_topology
-from slime.cluster.serving import ModelService
+from slime.arguments.groups.topology import plain_topology
+from slime.cluster.serving.served_model import ModelService
 from slime.utils import http_utils
 from slime.utils.async_utils import run
 from slime.utils.waits import until

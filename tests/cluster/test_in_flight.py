@@ -9,7 +9,7 @@ import torch
 from slime.cluster.checkpoint import write_checkpoint
 from slime.cluster.in_flight import read_in_flight, tell_differences, write_in_flight
 from slime.cluster.rollout_manager import Generated
-from slime.cluster.runtime import Ready
+from slime.runtime.base import Ready
 from slime.utils.step_folders import Manifest, StepFolder
 
 BATCH = {

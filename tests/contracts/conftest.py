@@ -8,8 +8,8 @@ import pytest
 from engine_under_test import CONTEXT, VOCAB, EngineUnderTest, load_model, start_engine
 from tiny_model import make_tiny_model
 
-from slime.arguments.sglang import find_python
-from slime.cluster.engine_weights import EngineWeights
+from slime.arguments.passthrough.sglang import find_python
+from slime.cluster.serving.engine_weights import EngineWeights
 from slime.engines.fleet import EngineFleet, WatchPolicy
 from slime.engines.server import EngineServer, LaunchPlan
 from slime.engines.sglang.command import SGLangOptions, sglang_command

@@ -11,7 +11,7 @@ import pytest
 from engine_under_test import CONTEXT, largest_difference, plain_log_probs
 from rollout_helpers import assert_conserved, make_args, make_source, write_prompts
 
-from slime.cluster.engine_weights import EngineWeights
+from slime.cluster.serving.engine_weights import EngineWeights
 from slime.engines.fleet import EngineFleet, WatchPolicy
 from slime.engines.router import Balancer
 from slime.engines.server import EngineServer, LaunchPlan, embedded_command

@@ -22,7 +22,7 @@ from slime.utils.types import Sample, flatten_samples
 from slime.utils.waits import until
 from slime.weight_sync import LIVE_TRANSPORTS, TRANSPORTS, LiveReport
 from slime.weight_sync.base import DeltaOptions, SenderOptions
-from slime.weight_sync.delta import DELTA
+from slime.weight_sync.delta.transport import DELTA
 from slime.weight_sync.verify import reload_and_compare
 from slime.wire.control import EngineControl
 

@@ -11,8 +11,8 @@ import pytest
 from aiohttp import web
 from fake_engine import FakeEngine
 
-from slime.arguments.router import need_router_python, read_router_flags
-from slime.arguments.sglang import find_python
+from slime.arguments.passthrough.router import need_router_python, read_router_flags
+from slime.arguments.passthrough.sglang import find_python
 from slime.engines.router import SESSION_HEADER
 from slime.engines.server import LaunchPlan
 from slime.engines.sglang.router import SGLangRouter, router_command

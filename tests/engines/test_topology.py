@@ -7,10 +7,10 @@ import sys
 import pytest
 from argument_helpers import parse
 
-from slime.arguments.topology import ServerGroup, plain_topology, prefill_topology, read_topology
+from slime.arguments.groups.topology import ServerGroup, plain_topology, prefill_topology, read_topology
 from slime.cli.plan import main as plan
-from slime.cluster.placement import plan_placement
 from slime.engines.topology import gpu_pool, override_words, place_engines, plan_router
+from slime.runtime.placement import plan_placement
 
 FULL = """
 sglang:

@@ -8,8 +8,8 @@ import rollout_plugins
 from fake_engine import FakeEngine
 from rollout_helpers import make_args, make_source
 
-from slime.arguments import trained_sampling
-from slime.arguments.trained_sampling import refusal
+from slime.arguments.groups import trained_sampling
+from slime.arguments.groups.trained_sampling import refusal
 from slime.rollout import policy_requests
 from slime.rollout.base_types import call_rollout_fn
 from slime.rollout.policy_requests import PolicyRequests, SamplingRefused, not_trained

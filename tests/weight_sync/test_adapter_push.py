@@ -14,17 +14,17 @@ from engine_under_test import largest_difference
 from tiny_model import make_tiny_model
 from trainer_helpers import init_process_group, random_samples, trainer_args
 
-from slime.arguments.sglang import find_python
+from slime.arguments.passthrough.sglang import find_python
 from slime.backends.fsdp import create_backend
-from slime.backends.microbatch import build_micro_batch
-from slime.backends.update import run_update
+from slime.backends.shared.microbatch import build_micro_batch
 from slime.batch.convert import samples_to_batch
 from slime.batch.schedule import split_for_ranks
-from slime.cluster.engine_plan import _adapter_words
-from slime.cluster.engine_weights import EngineWeights
+from slime.cluster.serving.engine_plan import _adapter_words
+from slime.cluster.serving.engine_weights import EngineWeights
 from slime.engines.fleet import EngineFleet, WatchPolicy
 from slime.engines.server import EngineServer, LaunchPlan, embedded_command
 from slime.engines.sglang.command import SGLangOptions, sglang_command
+from slime.step.update import run_update
 from slime.utils import shm
 from slime.utils.async_utils import run
 from slime.utils.http_utils import HttpError

@@ -16,8 +16,8 @@ from live_ranks import push_from_ranks
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from slime.arguments import parse_args
-from slime.cluster.placement import Placement, Slot
-from slime.cluster.serving import trains_on_every_gpu
+from slime.cluster.serving.served_model import trains_on_every_gpu
+from slime.runtime.placement import Placement, Slot
 from slime.utils import shm
 from slime.utils.async_utils import run
 from slime.weight_sync.sglang_format import seen_by_reader

@@ -13,14 +13,14 @@ import pytest
 import torch
 from delta_world import assert_same_bits, index_of, load_folder, make_sender, publish, small_state, step
 
-from slime.arguments.engine import CHECKSUMS, ENCODINGS
+from slime.arguments.groups.engine import CHECKSUMS, ENCODINGS
 from slime.utils.errors import RunStopped
 from slime.utils.waits import until
 from slime.weight_sync.base import DeltaOptions, SenderOptions
-from slime.weight_sync.delta import DeltaSender
-from slime.weight_sync.delta_codec import DeltaError
-from slime.weight_sync.local_copy import LocalCopy, find_route
-from slime.weight_sync.publication import INDEX, WANTED, Entry, FolderSource, Index, is_at_least
+from slime.weight_sync.delta.codec import DeltaError
+from slime.weight_sync.delta.local_copy import LocalCopy, find_route
+from slime.weight_sync.delta.publication import INDEX, WANTED, Entry, FolderSource, Index, is_at_least
+from slime.weight_sync.delta.transport import DeltaSender
 
 pytest.importorskip("zstandard")
 pytest.importorskip("xxhash")
@@ -328,8 +328,8 @@ def test_a_full_disk_beside_the_engine_leaves_the_version_before(place, small_fi
 PULL = """
 import sys
 from pathlib import Path
-from slime.weight_sync.local_copy import LocalCopy
-from slime.weight_sync.publication import FolderSource
+from slime.weight_sync.delta.local_copy import LocalCopy
+from slime.weight_sync.delta.publication import FolderSource
 
 print("ready", flush=True)
 LocalCopy(Path(sys.argv[1])).bring_to(FolderSource(Path(sys.argv[2])), "run:2")

@@ -6,8 +6,8 @@ import sys
 import numpy as np
 import pytest
 
-from slime.arguments.engine import CHECKSUMS, ENCODINGS
-from slime.weight_sync.delta_codec import DeltaError, apply, check_installed, checksum_function, encode
+from slime.arguments.groups.engine import CHECKSUMS, ENCODINGS
+from slime.weight_sync.delta.codec import DeltaError, apply, check_installed, checksum_function, encode
 
 pytest.importorskip("zstandard")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from aiohttp import web
 
-from slime.cluster.engine_weights import EngineWeights
+from slime.cluster.serving.engine_weights import EngineWeights
 from slime.engines.fleet import EngineFleet, WatchPolicy
 from slime.utils.async_utils import run
 from slime.utils.errors import RunStopped

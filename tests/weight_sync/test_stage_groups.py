@@ -9,7 +9,7 @@ from stage_rank import DEADLINE_S, buckets
 from stage_ranks import StageRanks
 from tiny_model import make_tiny_model
 
-from slime.cluster.engine_weights import EngineWeights
+from slime.cluster.serving.engine_weights import EngineWeights
 from slime.engines.fleet import EngineFleet, WatchPolicy
 from slime.engines.server import EngineServer, LaunchPlan, embedded_command
 from slime.utils import shm

@@ -21,9 +21,9 @@ from slime.utils import shm
 from slime.utils.async_utils import run
 from slime.utils.processes import stop_process, thread_environment
 from slime.weight_sync.base import check_receipt
-from slime.weight_sync.delta import DELTA
-from slime.weight_sync.publication import open_source
-from slime.weight_sync.weight_agent import WeightAgent, publisher_app
+from slime.weight_sync.delta.publication import open_source
+from slime.weight_sync.delta.transport import DELTA
+from slime.weight_sync.delta.weight_agent import WeightAgent, publisher_app
 from slime.wire.control import EngineControl
 from slime.wire.manifest import WeightManifest, fill_bucket, plan_bucket
 

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from slime.algorithms.expert_balance import load_metrics
+from slime.backends.attention.context_parallel import StreamShare
 from slime.backends.base import (
     Bucket,
     Denominators,
@@ -25,10 +27,8 @@ from slime.backends.base import (
     TokenOutputs,
     has_update,
 )
-from slime.backends.checkpoint_errors import plain_errors
-from slime.backends.context_parallel import StreamShare
-from slime.backends.fsdp import checkpoint, hf_export, loading, lora, tensor_parallel
-from slime.backends.fsdp.experts import ExpertWatch, balance_coefficient, load_metrics
+from slime.backends.fsdp import dcp_checkpoint, hf_export, loading, lora, tensor_parallel
+from slime.backends.fsdp.experts import ExpertWatch, balance_coefficient
 from slime.backends.fsdp.layers import decoder_layers, prepare_layers
 from slime.backends.fsdp.mesh import Mesh
 from slime.backends.fsdp.model import PackedCausalLM, WholeMatrix, gather_full, local, reshard, shard
@@ -36,9 +36,10 @@ from slime.backends.fsdp.offload import HostMemory
 from slime.backends.fsdp.scalar_model import PackedScalarLM
 from slime.backends.fsdp.trainable import choose_trainable
 from slime.backends.fsdp.working_copy import WorkingCopy
-from slime.backends.microbatch import split_by_sample
-from slime.backends.optimizer import build_optimizer, learning_rate, set_rate
-from slime.backends.roles import (
+from slime.backends.shared.checkpoint_errors import plain_errors
+from slime.backends.shared.microbatch import split_by_sample
+from slime.backends.shared.optimizer import build_optimizer, learning_rate, set_rate
+from slime.backends.shared.roles import (
     critic_settings,
     load_copies,
     load_critic,
@@ -46,7 +47,8 @@ from slime.backends.roles import (
     needs_reference,
     save_copies,
 )
-from slime.backends.weight_copies import LIVE, WeightCopies
+from slime.backends.shared.trainer_folder import check_content, is_checkpoint
+from slime.backends.shared.weight_copies import LIVE, WeightCopies
 from slime.batch.flops import ModelShape, total_forward_flops
 from slime.utils import accelerator
 
@@ -72,7 +74,9 @@ def create_backend(
         backend.load_model(args.ref_load or args.hf_checkpoint, weights="ref")
     if needs_critic(args):
         critic = FSDPBackend(critic_settings(args), **place, role="critic")
-        checkpoint.check_same_decoder(critic.model.lm, backend.model.lm, "--critic-load", critic.args.hf_checkpoint)
+        dcp_checkpoint.check_same_decoder(
+            critic.model.lm, backend.model.lm, "--critic-load", critic.args.hf_checkpoint
+        )
         backend.critic = critic
     if args.use_opd and args.opd_type == "trainer":
         backend.load_teacher(args.opd_teacher_load)
@@ -344,22 +348,22 @@ class FSDPBackend:
     def load_hf(self, path: str | Path, *, weights: str = LIVE) -> None:
         """Read the weights of an HF folder into the live model or under another tag."""
         with self.copies.filling(weights):
-            checkpoint.load_hf_weights(self.model, path)
+            dcp_checkpoint.load_hf_weights(self.model, path)
 
     def load_model(self, path: str | Path, *, weights: str) -> None:
         """Read an HF folder, or a checkpoint of this same model, into the weights tagged `weights`."""
-        if not checkpoint.is_checkpoint(path):
+        if not is_checkpoint(path):
             self.load_hf(path, weights=weights)
             return
-        checkpoint.check_content(Path(path), self.args)
+        check_content(Path(path), self.args)
         with self.copies.filling(weights):
-            checkpoint.load(self, Path(path), weights_only=True)
+            dcp_checkpoint.load(self, Path(path), weights_only=True)
 
     def load_teacher(self, path: str | Path) -> None:
         """Keep the model of `path` under the tag "teacher"; its vocabulary must be the policy's.
 
         `path` is an HF folder, or a checkpoint of a model of the policy's shape."""
-        if checkpoint.is_checkpoint(path):
+        if is_checkpoint(path):
             self.load_model(path, weights="teacher")
             return
         source = loading.empty_model(path)
@@ -369,7 +373,7 @@ class FSDPBackend:
                 f"--opd-teacher-load {path} has {theirs} tokens in its vocabulary, --hf-checkpoint has {own}: a teacher "
                 "scores the policy's own tokens, so both must share one tokenizer; choose a teacher of the same family."
             )
-        if checkpoint.fingerprint(source)["digest"] == checkpoint.fingerprint(self.model.lm)["digest"]:
+        if dcp_checkpoint.fingerprint(source)["digest"] == dcp_checkpoint.fingerprint(self.model.lm)["digest"]:
             self.load_hf(path, weights="teacher")
             return
         self.teacher = PackedCausalLM(source).requires_grad_(False)
@@ -432,8 +436,8 @@ class FSDPBackend:
         A critic has a folder of its own in it, and so have copies that move. Returns the manifest beside them."""
         if self.critic is not None:
             self.critic.save(Path(path) / "critic")
-        save_copies(self.args, self.copies, Path(path), lambda folder: checkpoint.save_weights(self, folder))
-        return checkpoint.save(self, Path(path), with_optimizer=not self.args.no_save_optim)
+        save_copies(self.args, self.copies, Path(path), lambda folder: dcp_checkpoint.save_weights(self, folder))
+        return dcp_checkpoint.save(self, Path(path), with_optimizer=not self.args.no_save_optim)
 
     def finish_save(self, *, wait: bool) -> bool:
         """Whether all that `save` was given is on disk; `wait`: until it is."""
@@ -448,8 +452,8 @@ class FSDPBackend:
         """Read a folder written by `save`, also by another number of ranks; with --finetune only its weights."""
         if self.critic is not None:
             load_critic(self.critic, self.args, Path(path))
-        load_copies(self.args, self.copies, Path(path), lambda folder: checkpoint.load_weights(self, folder))
-        return checkpoint.load(self, Path(path), weights_only=self.args.finetune)
+        load_copies(self.args, self.copies, Path(path), lambda folder: dcp_checkpoint.load_weights(self, folder))
+        return dcp_checkpoint.load(self, Path(path), weights_only=self.args.finetune)
 
     def move(self, *, params: str | torch.device | None = None, optimizer: str | torch.device | None = None) -> None:
         """Put parameters and optimizer state on a device; None leaves them where they are. Nothing to do on CPU."""

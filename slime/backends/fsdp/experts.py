@@ -93,13 +93,3 @@ def balance_coefficient(args: Any, lm: nn.Module) -> float:
             "use --context-parallel-size 1, or --router-aux-loss-coef 0."
         )
     return float(asked)
-
-
-def load_metrics(counts: Tensor) -> dict[str, float]:
-    """From counts [layers, experts] over all ranks: the busiest expert against the mean, and the share of idle ones."""
-    share = counts / counts.sum(-1, keepdim=True).clamp(min=1.0) * counts.shape[1]
-    return {
-        "moe_load_max_over_mean": share.max(-1).values.mean().item(),
-        "moe_load_worst_layer": share.max().item(),
-        "moe_idle_experts": (counts == 0).double().mean().item(),
-    }

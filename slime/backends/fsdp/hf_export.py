@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from slime.backends import hf_folder
 from slime.backends.base import Bucket
 from slime.backends.fsdp.lora import merged
+from slime.backends.shared import hf_folder
 
 
 def named_tensors(lm: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from slime.backends import attention
+from slime.backends.attention import packed
 
 # Results that cost a matrix product or an attention pass are kept; the rest is cheap to compute again.
 _KEPT_OPERATORS = (
@@ -38,7 +38,7 @@ def prepare_layers(layers: list[nn.Module], config: Any, *, checkpointing: str, 
     if checkpointing == "none" and not compiled:
         return
     if compiled:
-        attention.prepare(*attention.head_shape(config))
+        packed.prepare(*packed.head_shape(config))
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT)
     functions: dict[type, Callable[..., Any]] = {}
     for layer in layers:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slime.backends.attention import refuse_unsupported, register
+from slime.backends.attention.packed import refuse_unsupported, register
 from slime.backends.fsdp.hf_export import is_converted, named_tensors
 from slime.backends.fsdp.lora import hub_name, is_adapter
 from slime.utils.fp8 import SCALE_SUFFIX, dequantize_part

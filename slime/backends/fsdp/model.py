@@ -10,8 +10,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from slime.algorithms.distillation import full_reverse_kl
 from slime.algorithms.logprobs import chunked_log_probs
+from slime.backends.attention.context_parallel import StreamShare
 from slime.backends.base import HeadFunction, MicroBatch
-from slime.backends.context_parallel import StreamShare
 from slime.backends.fsdp.layers import decoder_layers
 
 

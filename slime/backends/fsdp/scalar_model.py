@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from slime.backends.attention.context_parallel import StreamShare
 from slime.backends.base import MicroBatch
-from slime.backends.context_parallel import StreamShare
 from slime.backends.fsdp.model import run_decoder
-from slime.backends.scalar_head import HEAD, draw_head
+from slime.backends.shared.scalar_head import HEAD, draw_head
 
 
 class PackedScalarLM(nn.Module):

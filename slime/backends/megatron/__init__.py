@@ -30,12 +30,12 @@ def create_backend(
 
         cpu_shims.install()
     # After the shims: megatron-core asks for the device while it is imported.
-    from slime.backends.megatron import without_engine
+    from slime.backends.megatron import without_transformer_engine
     from slime.backends.megatron.backend import MegatronBackend
-    from slime.backends.megatron.checkpoint import check_same_decoder
-    from slime.backends.roles import critic_settings, needs_critic, needs_reference
+    from slime.backends.megatron.dist_checkpoint import check_same_decoder
+    from slime.backends.shared.roles import critic_settings, needs_critic, needs_reference
 
-    without_engine.install()
+    without_transformer_engine.install()
     place = {"rank": rank, "world_size": world_size, "device": device, "total_steps": total_steps}
     backend = MegatronBackend(args, **place, random_weights=random_weights)
     if needs_reference(args):

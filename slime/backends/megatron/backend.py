@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from torch import Tensor
 
-from slime.backends import hf_folder
+from slime.algorithms.expert_balance import load_metrics
 from slime.backends.base import (
     Bucket,
     Denominators,
@@ -29,10 +29,7 @@ from slime.backends.base import (
     TokenOutputs,
     has_update,
 )
-from slime.backends.checkpoint_errors import plain_errors
-from slime.backends.fsdp.checkpoint import check_content, is_checkpoint
-from slime.backends.fsdp.experts import load_metrics
-from slime.backends.megatron import checkpoint, hooks
+from slime.backends.megatron import dist_checkpoint, hooks
 from slime.backends.megatron import optimizer as optimizer_module
 from slime.backends.megatron.builder import build_chunks, wrap_for_training
 from slime.backends.megatron.compiled import compile_layers, should_compile
@@ -59,10 +56,13 @@ from slime.backends.megatron.teacher import FrozenModel, output_matrix_of
 from slime.backends.megatron.trainable import freeze
 from slime.backends.megatron.vocab_parallel import VocabSlice
 from slime.backends.megatron.weights import HubWeights
-from slime.backends.microbatch import split_by_sample
-from slime.backends.optimizer import learning_rate, set_rate
-from slime.backends.roles import load_copies, load_critic, save_copies
-from slime.backends.weight_copies import LIVE, WeightCopies
+from slime.backends.shared import hf_folder
+from slime.backends.shared.checkpoint_errors import plain_errors
+from slime.backends.shared.microbatch import split_by_sample
+from slime.backends.shared.optimizer import learning_rate, set_rate
+from slime.backends.shared.roles import load_copies, load_critic, save_copies
+from slime.backends.shared.trainer_folder import check_content, is_checkpoint
+from slime.backends.shared.weight_copies import LIVE, WeightCopies
 from slime.batch.flops import ModelShape, total_forward_flops
 from slime.utils import accelerator
 
@@ -361,8 +361,8 @@ class MegatronBackend:
         check_content(Path(path), self.args)
         self._settle()
         with self._keep_live(weights):
-            checkpoint.check_model(self, Path(path))
-            checkpoint.load_weights(self, Path(path) / checkpoint.STATE)
+            dist_checkpoint.check_model(self, Path(path))
+            dist_checkpoint.load_weights(self, Path(path) / dist_checkpoint.STATE)
             self.copies.copy(LIVE, weights)
 
     def load_teacher(self, path: str | Path) -> None:
@@ -439,8 +439,8 @@ class MegatronBackend:
         self._settle()
         if self.critic is not None:
             self.critic.save(Path(path) / "critic")
-        save_copies(self.args, self.copies, Path(path), lambda folder: checkpoint.save_weights(self, folder))
-        return checkpoint.save(self, Path(path), with_optimizer=not self.args.no_save_optim)
+        save_copies(self.args, self.copies, Path(path), lambda folder: dist_checkpoint.save_weights(self, folder))
+        return dist_checkpoint.save(self, Path(path), with_optimizer=not self.args.no_save_optim)
 
     def finish_save(self, *, wait: bool) -> bool:
         """Whether all that `save` was given is on disk; `wait`: until it is."""
@@ -454,8 +454,8 @@ class MegatronBackend:
         self._settle()
         if self.critic is not None:
             load_critic(self.critic, self.args, Path(path))
-        load_copies(self.args, self.copies, Path(path), lambda folder: checkpoint.load_weights(self, folder))
-        return checkpoint.load(self, Path(path), weights_only=self.args.finetune)
+        load_copies(self.args, self.copies, Path(path), lambda folder: dist_checkpoint.load_weights(self, folder))
+        return dist_checkpoint.load(self, Path(path), weights_only=self.args.finetune)
 
     def move(self, *, params: str | torch.device | None = None, optimizer: str | torch.device | None = None) -> None:
         """Put parameters and optimizer state on a device; None leaves them where they are. Nothing to do on CPU."""

@@ -16,10 +16,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from slime.backends.megatron.families import family_of
-from slime.backends.megatron.heads import heads_spec
 from slime.backends.megatron.hooks import provide_model
-from slime.backends.megatron.layers import PackedCoreAttention, block_spec
+from slime.backends.megatron.layer_specs import block_spec
+from slime.backends.megatron.layers import PackedCoreAttention
 from slime.backends.megatron.model import PackedGPTModel, ScalarHead
+from slime.backends.megatron.mtp import heads_spec
 
 # Which dimension of a module's weight is cut over tensor-parallel ranks.
 _CUT = ((ColumnParallelLinear, 0), (VocabParallelEmbedding, 0), (RowParallelLinear, 1))

@@ -22,8 +22,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
-from slime.backends import attention
-from slime.backends.attention import PackedDocuments, packed_attention
+from slime.backends.attention import packed
+from slime.backends.attention.packed import PackedDocuments, packed_attention
 from slime.backends.megatron.layers import PackedCoreAttention, RMSNorm, rotate
 from slime.backends.megatron.stream import PackedStream
 
@@ -44,7 +44,7 @@ def should_compile(args: Any, config: TransformerConfig, device: torch.device) -
 def compile_layers(chunks: Sequence[nn.Module], config: TransformerConfig, device: torch.device) -> int:
     """Replace the forward of every plain dense layer; all share one compiled function. Returns how many there are."""
     if device.type == "cuda":
-        attention.prepare(config.num_attention_heads // config.num_query_groups, config.kv_channels)
+        packed.prepare(config.num_attention_heads // config.num_query_groups, config.kv_channels)
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT)
     compiled = torch.compile(dense_layer, dynamic=True)
 

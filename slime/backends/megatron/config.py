@@ -14,12 +14,12 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from slime.arguments.megatron import MODEL_FACTS
-from slime.backends.attention import refuse_unsupported
+from slime.arguments.passthrough.megatron import MODEL_FACTS
+from slime.backends.attention.packed import refuse_unsupported
 from slime.backends.megatron.families import family_of
 from slime.backends.megatron.families.base import Dims
 from slime.backends.megatron.families.mimo import register_config
-from slime.backends.megatron.latent import LatentConfig
+from slime.backends.megatron.mla import LatentConfig
 
 # Fields of TransformerConfig that change what a layer computes and that none of these models uses: our attention and norms do not
 # read some of them, and would leave them without effect.

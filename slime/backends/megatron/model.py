@@ -12,9 +12,9 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from slime.backends.attention.context_parallel import place_tokens
 from slime.backends.base import HeadFunction, MicroBatch, TokenOutputs
-from slime.backends.context_parallel import place_tokens
-from slime.backends.megatron.heads import also_train, heads_loss
+from slime.backends.megatron.mtp import also_train, heads_loss
 from slime.backends.megatron.stream import PackedStream
 from slime.backends.megatron.vocab_parallel import VocabSlice, gather_vocab, vocab_parallel_log_probs
 

@@ -13,7 +13,7 @@ from slime.backends.base import Layout, MicroBatch, TokenOutputs
 from slime.backends.megatron.model import ModelCall
 from slime.backends.megatron.routing import RoutingPlan, build_routes, check_engine_choices
 from slime.backends.megatron.stream import PackedStream, build_stream
-from slime.backends.microbatch import build_micro_batch
+from slime.backends.shared.microbatch import build_micro_batch
 
 LossOf = Callable[[TokenOutputs, MicroBatch], Tensor]
 _OWN_CHOICE = RoutingPlan()

@@ -13,9 +13,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor, nn
 
 from slime.algorithms.nucleus import Nucleus
-from slime.backends.attention import PackedDocuments
+from slime.backends.attention.context_parallel import ZigzagPlan, chunk_multiple
+from slime.backends.attention.packed import PackedDocuments
 from slime.backends.base import MicroBatch
-from slime.backends.context_parallel import ZigzagPlan, chunk_multiple
 
 
 @dataclass

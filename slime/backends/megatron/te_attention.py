@@ -17,10 +17,10 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from slime.backends.attention import PackedDocuments
+from slime.backends.attention.packed import PackedDocuments
 from slime.backends.megatron.compiled import should_compile
-from slime.backends.megatron.latent import LatentCoreAttention
 from slime.backends.megatron.layers import PackedCoreAttention
+from slime.backends.megatron.mla import LatentCoreAttention
 from slime.backends.megatron.stream import PackedStream
 
 logger = logging.getLogger(__name__)

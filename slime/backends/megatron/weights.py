@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from slime.backends.base import Bucket
 from slime.backends.megatron.families.base import Dims, Family, Rule, to_hub, to_local
-from slime.backends.scalar_head import HEAD, draw_head
+from slime.backends.shared.scalar_head import HEAD, draw_head
 
 _SHOWN = 8
 SCALAR_HEAD = Rule("output_layer.weight", (HEAD,), "replicated")

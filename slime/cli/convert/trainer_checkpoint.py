@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slime.backends.fsdp.checkpoint import MANIFEST, is_checkpoint
 from slime.backends.megatron.families import mimo
+from slime.backends.shared.trainer_folder import MANIFEST, is_checkpoint
 from slime.cli.settings import default_settings
 from slime.cluster.checkpoint import write_checkpoint
 from slime.utils.process_groups import stay_on_loopback

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from slime.arguments.sglang import need_python
+from slime.arguments.passthrough.sglang import need_python
 from slime.cli.verify_model.reference import token_values
 from slime.engines.server import Command, EngineServer, LaunchPlan, embedded_command
 from slime.engines.sglang.command import SGLangOptions, sglang_command

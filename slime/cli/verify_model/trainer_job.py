@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from slime.backends.fsdp.layers import decoder_layers
-from slime.backends.microbatch import build_micro_batch
+from slime.backends.shared.microbatch import build_micro_batch
 from slime.cli.settings import default_settings
 from slime.cli.verify_model import capture, reference
 from slime.cli.verify_model.cases import DENOMINATORS, LEARNING_RATE, Outcome, documents, linear_loss, take

@@ -12,7 +12,7 @@ from typing import Any
 
 from aiohttp import web
 
-from slime.arguments.trained_sampling import refusal
+from slime.arguments.groups.trained_sampling import refusal
 from slime.engines.embedded.adapter import AdaptedWeights, AdapterConfig
 from slime.engines.embedded.engine import Engine
 from slime.engines.embedded.loop import EngineLoop

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from slime.algorithms.rewards import combine_rewards
-from slime.arguments.algorithm_rules import WEIGHTED_REWARD_KEY
+from slime.arguments.groups.algorithm_rules import WEIGHTED_REWARD_KEY
 from slime.utils.errors import RunStopped
 from slime.utils.types import RewardFailure, Sample, invalid, is_score
 

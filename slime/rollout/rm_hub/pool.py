@@ -26,7 +26,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from slime.arguments.rewards import RewardFlags
+from slime.arguments.groups.rewards import RewardFlags
 from slime.utils.processes import thread_environment
 from slime.utils.reward_failure import infra_error, invalid, too_large
 

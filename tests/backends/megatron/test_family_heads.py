@@ -29,10 +29,10 @@ def train_heads(rank: int, world_size: int, cases: dict[str, tuple[str, dict]]) 
 
     from slime.backends.base import Denominators, Loss
     from slime.backends.megatron import create_backend
-    from slime.backends.microbatch import build_micro_batches
-    from slime.backends.update import run_update
+    from slime.backends.shared.microbatch import build_micro_batches
     from slime.batch.convert import samples_to_batch
     from slime.batch.schedule import split_for_ranks
+    from slime.step.update import run_update
 
     results = {}
     for name, (model, settings) in cases.items():

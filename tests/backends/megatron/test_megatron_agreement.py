@@ -21,9 +21,9 @@ TWO = {
 def compare(rank: int, world_size: int, model: str, cases: dict) -> dict:
     """Per case: what one rollout on samples with random engine log-probs tells, and how it ends with a threshold."""
     from slime.backends import fsdp, megatron
-    from slime.backends.update import run_update
     from slime.batch.convert import samples_to_batch
     from slime.batch.schedule import split_for_ranks
+    from slime.step.update import run_update
     from slime.utils.errors import RunStopped
 
     results = {}

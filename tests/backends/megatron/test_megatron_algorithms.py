@@ -80,9 +80,9 @@ def samples_for(settings):
 
 
 def train_case(rank, world_size, models, settings, create):
-    from slime.backends.update import run_update
     from slime.batch.convert import samples_to_batch
     from slime.batch.schedule import split_for_ranks
+    from slime.step.update import run_update
 
     settings = dict(settings)
     model = models[settings.pop("model", "qwen3")]
@@ -228,9 +228,9 @@ def test_patterns_and_critics_that_do_not_fit_are_refused(folder, models):
 def step_without_tokens(rank, world_size, models):
     """Under Adam with decay: a step, one in which no token trains, another. How far the weights moved in each."""
     from slime.backends.megatron import create_backend
-    from slime.backends.update import run_update
     from slime.batch.convert import samples_to_batch
     from slime.batch.schedule import split_for_ranks
+    from slime.step.update import run_update
 
     warm = dict(lr=1e-2, weight_decay=0.5, lr_decay_style="linear", lr_decay_iters=8, global_batch_size=None)
     found = {}

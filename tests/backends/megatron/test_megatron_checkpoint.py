@@ -93,7 +93,7 @@ def test_stage_that_trains_nothing_does_not_lose_adams_step(folder, model, tmp_p
 
 def other_parameters_train(rank, world_size, model, folder):
     """Saved where one layer trains; then read where all do, and in the form that older checkpoints have."""
-    from slime.backends.megatron import checkpoint, create_backend
+    from slime.backends.megatron import create_backend, dist_checkpoint
 
     def build(**changes):
         args = megatron_args(model, optimizer="adam", distopt=True, **changes)
@@ -107,15 +107,15 @@ def other_parameters_train(rank, world_size, model, folder):
     except ValueError as error:
         refused = str(error)
     build(no_load_optim=True).load(folder + "/layer")
-    stacked = {name: value for name, value in checkpoint.METADATA.items() if name != "non_homogeneous_layers"}
-    now, checkpoint.METADATA = checkpoint.METADATA, stacked
+    stacked = {name: value for name, value in dist_checkpoint.METADATA.items() if name != "non_homogeneous_layers"}
+    now, dist_checkpoint.METADATA = dist_checkpoint.METADATA, stacked
     whole = build()
     with torch.no_grad():
         for chunk in whole.model:
             for parameter in chunk.parameters():
                 parameter.mul_(1.5)
     whole.save(folder + "/stacked")
-    checkpoint.METADATA = now
+    dist_checkpoint.METADATA = now
     again = build()
     again.load(folder + "/stacked")
     expected, found = exported(whole), exported(again)
@@ -158,8 +158,8 @@ def kept_versions(rank, world_size, model, other, folder):
     """Whether a resumed trainer, under another layout, holds the weights of earlier pushes."""
     from pathlib import Path
 
-    from slime.backends.kept_versions import KeptVersions
     from slime.backends.megatron import create_backend
+    from slime.backends.shared.old_policy import KeptVersions
 
     def backend_of(**layout):
         args = megatron_args(model, distopt=True, keep_old_actor=True, **layout)

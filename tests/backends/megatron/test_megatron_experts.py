@@ -47,9 +47,9 @@ def routed_samples():
 
 
 def train_case(rank, world_size, model, settings, create):
-    from slime.backends.update import run_update
     from slime.batch.convert import samples_to_batch
     from slime.batch.schedule import split_for_ranks
+    from slime.step.update import run_update
 
     args = megatron_args(model, **(BASE | settings))
     backend = create(args, rank=rank, world_size=world_size, device="cpu")
@@ -131,7 +131,7 @@ def balance_by_hand(rank, world_size, model):
 
     from slime.backends.base import Denominators, Loss
     from slime.backends.megatron import create_backend
-    from slime.backends.microbatch import build_micro_batches
+    from slime.backends.shared.microbatch import build_micro_batches
     from slime.batch.convert import samples_to_batch
 
     args = megatron_args(model, **(BASE | LOSSES), clip_grad=0.0)
@@ -176,7 +176,7 @@ def test_balance_losses_are_the_formulas(folder, model):
 
 def bad_choices(rank, world_size, model):
     from slime.backends.megatron import create_backend
-    from slime.backends.microbatch import build_micro_batches
+    from slime.backends.shared.microbatch import build_micro_batches
     from slime.batch.convert import samples_to_batch
 
     args = megatron_args(model, **(BASE | ENGINE))

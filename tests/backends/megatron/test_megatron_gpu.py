@@ -10,9 +10,9 @@ from megatron_helpers import exported, make_family, megatron_args
 from trainer_helpers import meeting_point, random_samples
 
 from slime.backends import fsdp, megatron
-from slime.backends.update import run_update
 from slime.batch.convert import samples_to_batch
 from slime.batch.schedule import split_for_ranks
+from slime.step.update import run_update
 
 pytestmark = pytest.mark.gpu
 DEVICE, BACKEND = "cuda:0", "nccl"

@@ -14,8 +14,8 @@ from megatron_helpers import in_processes, make_family, megatron_args
 
 from slime.backends.megatron import te_attention
 from slime.backends.megatron.config import read_hf_config, transformer_config
-from slime.backends.megatron.latent import LatentCoreAttention
 from slime.backends.megatron.layers import PackedCoreAttention
+from slime.backends.megatron.mla import LatentCoreAttention
 
 pytestmark = pytest.mark.megatron
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -190,9 +190,9 @@ def _whole_model(rank, world_size, model, fake_name):
     from trainer_helpers import random_samples
 
     from slime.backends.megatron import create_backend
-    from slime.backends.update import run_update
     from slime.batch.convert import samples_to_batch
     from slime.batch.schedule import split_for_ranks
+    from slime.step.update import run_update
 
     te_attention.why_unfit = lambda *facts: None
     fake = globals()[fake_name]

@@ -156,7 +156,7 @@ def biases(rank, world_size, model, other, folder):
     from safetensors.torch import load_file, save_file
 
     from slime.backends.megatron import create_backend
-    from slime.backends.microbatch import build_micro_batches
+    from slime.backends.shared.microbatch import build_micro_batches
     from slime.batch.convert import samples_to_batch
 
     backend = create_backend(megatron_args(model), rank=rank, world_size=world_size, device="cpu")

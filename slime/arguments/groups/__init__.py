@@ -1,0 +1,1 @@
+"""The flags, a group per subject, and the rules about them."""

@@ -1,0 +1,42 @@
+"""Flags about prompts: where they are, what their columns mean, and how many make up one rollout."""
+
+from dataclasses import dataclass
+
+from slime.arguments.core.flag import flag
+
+DEFAULT_DATA_SOURCE = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
+
+
+@dataclass(frozen=True)
+class DataFlags:
+    """Data."""
+
+    prompt_data: str | list[str] | None = flag(
+        None,
+        "jsonl or parquet file, with an optional row range: data.jsonl@[0:100]; several are joined",
+        metavar="FILE",
+    )
+    rollout_batch_size: int | None = flag(None, "prompts per rollout (required)", ge=1)
+    n_samples_per_prompt: int = flag(1, "responses per prompt", ge=1)
+    num_rollout: int | None = flag(None, "rollouts to run", ge=0)
+    num_epoch: int | None = flag(None, "passes over the prompts, instead of --num-rollout", ge=1)
+    start_rollout_id: int | None = flag(None, "first rollout id; default: after the loaded checkpoint", ge=0)
+    rollout_shuffle: bool = flag(False, "shuffle prompts in each epoch")
+    rollout_seed: int = flag(42, "seed of the shuffle and of per-request sampling seeds", ge=0)
+    input_key: str = flag("input", "column of the prompt (text or messages)", metavar="KEY")
+    label_key: str | None = flag(None, "column of the label", metavar="KEY")
+    metadata_key: str = flag("metadata", "column of the metadata", metavar="KEY")
+    tool_key: str = flag("tools", "column of the tools", metavar="KEY")
+    multimodal_keys: dict | None = flag(None, 'columns of media, as JSON: {"image": "images"}', metavar="JSON")
+    apply_chat_template: bool = flag(False, "render prompts with the tokenizer's chat template")
+    apply_chat_template_kwargs: dict = flag({}, "extra arguments of the chat template, as JSON", metavar="JSON")
+    loss_mask_type: str = flag(
+        "qwen", "chat family of SFT loss masks", choices=("qwen", "qwen3", "qwen3_5", "distill_qwen")
+    )
+    data_source_path: str = flag(DEFAULT_DATA_SOURCE, "class that hands out prompts", metavar="PATH")
+    rollout_global_dataset: bool = flag(
+        True, "no shared dataset: the rollout function brings its own prompts", off="--disable-rollout-global-dataset"
+    )
+    custom_convert_samples_to_train_data_path: str | None = flag(
+        None, "function that turns samples into train data", metavar="PATH"
+    )

@@ -1,0 +1,26 @@
+"""Flags about metrics: which trackers receive them and which extra ones are computed."""
+
+from dataclasses import dataclass
+
+from slime.arguments.core.flag import flag
+
+
+@dataclass(frozen=True)
+class TrackingFlags:
+    """Logging (metrics.jsonl is always written)."""
+
+    use_tensorboard: bool = flag(False, "write TensorBoard events")
+    tb_project_name: str | None = flag(None, "TensorBoard project folder", metavar="NAME")
+    tb_experiment_name: str | None = flag(None, "TensorBoard experiment folder; default: the time", metavar="NAME")
+    use_wandb: bool = flag(False, "send metrics to Weights & Biases")
+    wandb_mode: str | None = flag(None, "W&B mode", choices=("online", "offline", "disabled"))
+    wandb_dir: str | None = flag(None, "W&B folder", metavar="DIR")
+    wandb_key: str | None = flag(None, "W&B key; better: `wandb login`", secret=True, metavar="KEY")
+    wandb_host: str | None = flag(None, "W&B server", metavar="URL")
+    wandb_team: str | None = flag(None, "W&B team", metavar="NAME")
+    wandb_group: str | None = flag(None, "W&B group", metavar="NAME")
+    wandb_project: str | None = flag(None, "W&B project", metavar="NAME")
+    wandb_run_id: str | None = flag(None, "W&B run to continue", metavar="ID")
+    wandb_random_suffix: bool = flag(True, "no random suffix on the W&B group", off="--disable-wandb-random-suffix")
+    log_passrate: bool = flag(False, "pass@k")
+    log_reward_category: str | None = flag(None, "count rewards by this entry of a dict reward", metavar="KEY")

@@ -1,0 +1,127 @@
+"""How trained tokens may be drawn: the one rule, for the run's flags and for what a generate function asks an engine.
+
+The trainer takes log-probs of the policy at --rollout-temperature: over the ids that an engine tells it kept for a token
+(top-p, top-k and min-p cut the vocabulary), else over the whole vocabulary, and so does the engine. What else bends the
+distribution leaves no trace in these numbers, so it can only be refused where it is asked for.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from slime.arguments.core.draft import Draft
+from slime.arguments.groups.objectives import SUPERVISED_LOSSES
+
+# What bends the distribution -> the value that does not.
+NEUTRAL: dict[str, float] = {
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "min_new_tokens": 0,
+    "repetition_penalty": 1.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+}
+GREEDY_BELOW = 1e-6  # temperatures at which engines draw greedily; that of slime.wire.protocol
+# Filters whose outcome an engine may tell: the ids that each token was drawn from.
+TOLD_BY_NUCLEUS = ("top_p", "top_k", "min_p")
+# Fields that allow some texts, or favour some tokens.
+CONSTRAINTS = ("regex", "json_schema", "ebnf", "structural_tag", "logit_bias", "custom_logit_processor")
+
+
+def engines_tell_nucleus(args: Any) -> bool:
+    """Whether the run's engines can say which ids they drew a token from."""
+    return args.rollout_engine == "embedded" and not args.rollout_external_engine_addrs
+
+
+def is_cut(params: Mapping[str, Any], vocab_size: int | None = None) -> bool:
+    """Whether sampling parameters leave tokens out that an engine may tell of."""
+    return any(not _is_neutral(name, params.get(name), vocab_size) for name in TOLD_BY_NUCLEUS)
+
+
+def replays_nucleus(args: Any) -> bool:
+    """Whether by its flags a run trains on tokens that come with the ids they were drawn from."""
+    cut = is_cut({"top_p": args.rollout_top_p, "top_k": args.rollout_top_k})
+    return cut and not args.allow_sampling_mismatch and args.loss_type not in SUPERVISED_LOSSES
+
+
+def refusal(
+    params: Mapping[str, Any],
+    *,
+    spelling: Callable[[str], str] = str,
+    vocab_size: int | None = None,
+    nucleus_told: bool = False,
+    to_be_told: str = "",
+) -> str | None:
+    """Why tokens that are drawn with `params` must not be trained on; None: they may.
+
+    `spelling` is how a user writes a name. `nucleus_told`: the engine says which ids each token was drawn from; else
+    `to_be_told` may name a way to make it.
+    """
+    temperature = params.get("temperature")
+    if (isinstance(temperature, (int, float)) and 0 <= temperature < GREEDY_BELOW) or params.get("top_k") == 1:
+        name = "top_k" if params.get("top_k") == 1 else "temperature"
+        return f"{spelling(name)} is {params[name]}: greedy decoding is not a policy RL can improve. {_accept(name)}"
+    for name in NEUTRAL:
+        if _is_neutral(name, params.get(name), vocab_size) or (nucleus_told and name in TOLD_BY_NUCLEUS):
+            continue
+        told = name in TOLD_BY_NUCLEUS
+        untold, way = (" unless it is told which tokens were kept", to_be_told) if told else ("", "")
+        return (
+            f"{spelling(name)} is {params[name]}: the engine then samples from a truncated distribution whose log-probs the "
+            f"trainer does not compute{untold}, so importance ratios are wrong. {_accept(name, way)}"
+        )
+    for name in CONSTRAINTS:
+        if params.get(name):
+            return (
+                f"{spelling(name)} is set: the engine then samples from a constrained distribution whose log-probs the trainer "
+                f"does not compute, so importance ratios are wrong. {_accept(name)}"
+            )
+    return None
+
+
+def _is_neutral(name: str, value: Any, vocab_size: int | None) -> bool:
+    if name == "top_k" and isinstance(value, int):
+        return value < 0 or (vocab_size is not None and value >= vocab_size)
+    return value is None or value == NEUTRAL[name]
+
+
+def _accept(name: str, other_way: str = "") -> str:
+    use = {"temperature": "Use a value > 0"}.get(name) or (
+        f"Use {NEUTRAL[name]:g}" if name in NEUTRAL else "Remove it"
+    )
+    return f"{use}, {f'{other_way}, ' if other_way else ''}or accept the mismatch with --allow-sampling-mismatch."
+
+
+def trained_sampling(draft: Draft) -> None:
+    """The rule for --rollout-top-p and --rollout-top-k, once the engine is chosen."""
+    if draft.allow_sampling_mismatch or draft.debug_train_only or draft.debug_rollout_only:
+        return
+    params = {"top_p": draft.rollout_top_p, "top_k": draft.rollout_top_k}
+    why = refusal(
+        params,
+        spelling=lambda name: f"--rollout-{name.replace('_', '-')}",
+        nucleus_told=engines_tell_nucleus(draft),
+        to_be_told=_other_engine(draft),
+    )
+    if why is not None:
+        raise ValueError(why)
+    if not is_cut(params):
+        return
+    name = "top_p" if draft.rollout_top_p < 1 else "top_k"
+    given = f"--rollout-{name.replace('_', '-')} is {params[name]:g}"
+    if draft.loss_type in SUPERVISED_LOSSES:
+        raise ValueError(
+            f"{given} with --loss-type {draft.loss_type}: a supervised loss is that of the model as it is; use "
+            f"{NEUTRAL[name]:g} (evaluation has --eval-top-p and --eval-top-k)."
+        )
+    if draft.use_opd and draft.opd_type == "engine":
+        raise ValueError(
+            f"{given} with --opd-type engine: a teacher's engine scores tokens over its whole vocabulary, the policy over the "
+            f"tokens that were kept, and the two do not compare. {_accept(name, 'use --opd-type trainer')}"
+        )
+
+
+def _other_engine(draft: Draft) -> str:
+    external = bool(draft.rollout_external_engine_addrs)
+    silent = "external engines do not tell" if external else f"{draft.rollout_engine} does not tell"
+    return f"use --rollout-engine embedded, which tells ({silent})"

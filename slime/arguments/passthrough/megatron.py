@@ -1,0 +1,240 @@
+"""Flags of the Megatron trainer: the familiar ones declared here, all other fields of megatron-core's configuration passed on.
+
+The package has no command line of its own. Its configuration dataclasses are read from their source, which takes
+milliseconds where importing them takes seconds.
+"""
+
+import ast
+import functools
+import importlib.util
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime.arguments.core.flag import flag
+
+CONFIG_FILES = (
+    "model_parallel_config.py",
+    "transformer/transformer_config.py",
+    "optimizer/optimizer_config.py",
+    "distributed/distributed_data_parallel_config.py",
+)
+CONFIG_CLASSES = ("ModelParallelConfig", "TransformerConfig", "OptimizerConfig", "DistributedDataParallelConfig")
+
+# Spellings of Megatron's own command line whose field has another name, with the value that a bare switch means.
+SPELLINGS: dict[str, tuple[str, Any]] = {
+    "--norm-epsilon": ("layernorm_epsilon", None),
+    "--swiglu": ("gated_linear_unit", True),
+    "--disable-bias-linear": ("add_bias_linear", False),
+    "--accumulate-allreduce-grads-in-fp32": ("grad_reduce_in_fp32", True),
+    "--num-experts": ("num_moe_experts", None),
+    "--decoder-first-pipeline-num-layers": ("num_layers_in_first_pipeline_stage", None),
+    "--decoder-last-pipeline-num-layers": ("num_layers_in_last_pipeline_stage", None),
+}
+
+
+@dataclass(frozen=True)
+class MegatronFlags:
+    """Megatron trainer."""
+
+    pipeline_model_parallel_size: int = flag(1, "pipeline stages that the layers are spread over", ge=1)
+    virtual_pipeline_model_parallel_size: int | None = flag(
+        None,
+        "chunks of layers per pipeline stage; default: one",
+        ge=2,
+        alias="--num-virtual-stages-per-pipeline-rank",
+    )
+    expert_model_parallel_size: int = flag(1, "ranks that share the experts of every layer", ge=1)
+    expert_tensor_parallel_size: int = flag(1, "ranks that share every matrix of an expert", ge=1)
+    sequence_parallel: bool = flag(False, "tensor-parallel ranks also share the tokens between matrix products")
+    recompute_method: str | None = flag(
+        None,
+        "how layers are chosen with --recompute-granularity full; default: uniform",
+        choices=("uniform", "block"),
+    )
+    recompute_num_layers: int | None = flag(None, "layers per recomputed unit; default: 1", ge=1)
+    recompute_modules: list[str] | None = flag(
+        None, "parts of a layer that --recompute-granularity selective computes again; default: core_attn"
+    )
+    use_distributed_optimizer: bool = flag(
+        True, "shard Adam's moments over data-parallel ranks", off="--no-use-distributed-optimizer"
+    )
+    overlap_grad_reduce: bool = flag(False, "reduce gradients while the backward pass goes on")
+    overlap_param_gather: bool = flag(False, "gather updated parameters while the next forward pass goes on")
+    moe_token_dispatcher_type: str = flag(
+        "alltoall", "how tokens travel to their experts", choices=("alltoall", "allgather", "flex")
+    )
+    attention_backend: str = flag(
+        "auto",
+        "local: slime's attention; flash, fused, unfused: a kernel of TransformerEngine's; auto: TransformerEngine's where it "
+        "is installed, agrees with slime's in a trial, and layers are not compiled",
+        choices=("auto", "local", "flash", "fused", "unfused"),
+    )
+    use_routing_replay: bool = flag(
+        False, "training passes send tokens to the experts that the pass of the old policy chose"
+    )
+    use_rollout_routing_replay: bool = flag(
+        False, "passes of the policy send tokens to the experts that the engine chose while it sampled"
+    )
+    enable_mtp_training: bool = flag(
+        False, "train the checkpoint's heads that predict further tokens, beside the policy and without touching it"
+    )
+    mtp_loss_scaling_factor: float = flag(0.2, "weight of the loss of those heads", gt=0)
+    custom_megatron_init_path: str | None = flag(
+        None, "function called on every rank when its process groups stand", metavar="PATH"
+    )
+    custom_megatron_before_log_prob_hook_path: str | None = flag(
+        None, "function called before each pass that records log-probs", metavar="PATH"
+    )
+    custom_megatron_before_train_step_hook_path: str | None = flag(
+        None, "function called before each optimizer step of the policy", metavar="PATH"
+    )
+    custom_model_provider_path: str | None = flag(
+        None, "function that builds the model of a pipeline stage", metavar="PATH"
+    )
+    megatron_config: dict | None = flag(
+        None, "further fields of megatron-core's configuration; each is also a flag of its own", metavar="JSON"
+    )
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field of a configuration dataclass: `kind` is bool, int, float, str, or list of such (many)."""
+
+    name: str
+    kind: type
+    many: bool
+
+
+# Of Megatron's own command line, fields of none of its dataclasses: they describe the model, and are held against its HF config.
+MODEL_FACTS = {
+    "--" + name.replace("_", "-"): Field(name, kind, False)
+    for name, kind in {
+        "vocab_size": int,
+        "max_position_embeddings": int,
+        "rotary_base": float,
+        "rotary_percent": float,
+        "position_embedding_type": str,
+        "use_rotary_position_embeddings": bool,
+        "group_query_attention": bool,
+        "untie_embeddings_and_output_weights": bool,
+    }.items()
+}
+
+
+@functools.cache
+def megatron_fields() -> dict[str, Field]:
+    """`--moe-aux-loss-coeff` -> its field, for every field that a word can set; empty where megatron-core is missing."""
+    found = importlib.util.find_spec("megatron")
+    fields: dict[str, Field] = {}
+    for root in (found.submodule_search_locations if found else []) or []:
+        for file in CONFIG_FILES:
+            path = Path(root) / "core" / file
+            if path.is_file():
+                fields |= _fields_of_file(path)
+    return fields and fields | MODEL_FACTS
+
+
+def _fields_of_file(path: Path) -> dict[str, Field]:
+    fields = {}
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef) and node.name in CONFIG_CLASSES:
+            for entry in node.body:
+                if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name):
+                    kind, many = _kind(ast.unparse(entry.annotation))
+                    if kind is not None:
+                        name = entry.target.id
+                        fields["--" + name.replace("_", "-")] = Field(name, kind, many)
+    return fields
+
+
+def _kind(annotation: str) -> tuple[type | None, bool]:
+    """`Optional[List[str]]` -> (str, True); what no word can express (a function, a dtype) -> (None, False)."""
+    text = annotation.removeprefix("Optional[").lower()
+    if "callable" in text or "dtype" in text:
+        return None, False
+    for prefix in ("list[", "tuple["):
+        if text.startswith(prefix):
+            return _kind(text[len(prefix) :])[0], True
+    for prefix, kind in (("bool", bool), ("int", int), ("float", float), ("str", str), ("literal", str)):
+        if text.startswith(prefix) or text.startswith("union[" + prefix):
+            return kind, False
+    return None, False
+
+
+def split_megatron_flags(argv: list[str], ours: set[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """Takes Megatron's flags that are not slime's own out of a command line: (the rest, option -> its words)."""
+    rest: list[str] = []
+    found: dict[str, list[str]] = {}
+    current: list[str] | None = None
+    for word in argv:
+        option, equals, value = word.partition("=")
+        if word.startswith("--"):
+            current = None
+            spelling = option.replace("_", "-")
+            if spelling not in ours and is_megatron_flag(spelling):
+                current = found[spelling] = [value] if equals else []
+                continue
+        (rest if current is None else current).append(word)
+    return rest, found
+
+
+def is_megatron_flag(option: str) -> bool:
+    return option in SPELLINGS or _positive(option) in megatron_fields()
+
+
+def _positive(option: str) -> str:
+    """`--no-moe-permute-fusion` -> `--moe-permute-fusion`."""
+    return "--" + option.removeprefix("--no-") if option.startswith("--no-") else option
+
+
+def read_megatron_flags(found: dict[str, list[str]]) -> dict[str, Any]:
+    """Field name -> value, for the words that `split_megatron_flags` found."""
+    values = {}
+    for option, words in found.items():
+        spelled, bare = SPELLINGS.get(option, (None, None))
+        known = megatron_fields()
+        entry = known["--" + spelled.replace("_", "-")] if spelled else known[_positive(option)]
+        values[entry.name] = _read(entry, option, words, bare)
+    return values
+
+
+def _read(entry: Field, option: str, words: list[str], bare: Any) -> Any:
+    if entry.kind is bool:
+        if words:
+            raise ValueError(f"{option} is a switch and takes no value, but {words[0]!r} follows it.")
+        return bare if bare is not None else option not in SPELLINGS and not option.startswith("--no-")
+    if not words or (len(words) > 1 and not entry.many):
+        raise ValueError(f"{option} takes {'values' if entry.many else 'one value'}, found {len(words)}.")
+    if entry.name == "moe_layer_freq" and words[0].startswith("["):
+        return _read_pattern(option, words[0])
+    try:
+        read = [int(word) if entry.kind is int else entry.kind(word) for word in words]
+    except ValueError:
+        raise ValueError(f"{option} is {' '.join(words)!r}: megatron-core expects {entry.kind.__name__}.") from None
+    return read if entry.many else read[0]
+
+
+def _read_pattern(option: str, text: str) -> list[int]:
+    """Megatron's way to write which layers have experts: `[0]*3+[1]*58`."""
+    pattern: list[int] = []
+    for part in text.replace(" ", "").split("+"):
+        found = re.fullmatch(r"\[([01](?:,[01])*)\](?:\*(\d+))?", part)
+        if found is None:
+            raise ValueError(f"{option} is {text!r}: write a number, or a list of 0 and 1 such as [0]*3+[1]*58.")
+        pattern += [int(layer) for layer in found[1].split(",")] * int(found[2] or 1)
+    return pattern
+
+
+def read_megatron_value(key: str, value: Any, path: str) -> dict[str, Any]:
+    """One key of a YAML file that is a field of Megatron's; YAML already knows its type."""
+    option = "--" + key.replace("_", "-")
+    spelled, bare = SPELLINGS.get(option, (None, None))
+    if spelled is not None:
+        return {spelled: bare if value is True and bare is not None else value}
+    entry = megatron_fields()[option]
+    if entry.kind is bool and not isinstance(value, bool):
+        raise ValueError(f"{path}: {key} is {json.dumps(value)}, expected true or false.")
+    return {entry.name: value}

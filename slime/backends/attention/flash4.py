@@ -1,0 +1,63 @@
+"""Packed attention by FlashAttention-4, where the package `flash-attn-4` is installed: all documents in one call.
+
+The fastest way on Hopper and Blackwell GPUs. Its public function hides the pass back inside autograd, which compiled layers
+cannot look into, so the two functions below it are called here. They may change with a release: `attention.prepare` tries the
+operator against plain attention before anything relies on it.
+"""
+
+import functools
+import importlib.util
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from slime.backends.attention.operator import NotInstalled, packed_operator
+
+
+@functools.cache
+def _interface() -> ModuleType:
+    if importlib.util.find_spec("flash_attn") is None:
+        raise NotInstalled("flash-attn-4")
+    from flash_attn.cute import interface  # optional, and slow to import
+
+    return interface
+
+
+def _documents(cu_seqlens: Tensor, bounds: Tensor) -> dict[str, Tensor | int]:
+    longest = int(bounds.diff().max())
+    return dict(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=longest, max_seqlen_k=longest)
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, bounds: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    options = _documents(cu_seqlens, bounds)
+    out, sums, *_ = _interface()._flash_attn_fwd(
+        query, key, value, softmax_scale=scale, causal=True, return_lse=True, **options
+    )
+    return out, sums
+
+
+def _backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    cu_seqlens: Tensor,
+    bounds: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad, query, key, value = (x.contiguous() for x in (grad, query, key, value))
+    options = _documents(cu_seqlens, bounds) | {"deterministic": torch.are_deterministic_algorithms_enabled()}
+    grads = _interface()._flash_attn_bwd(
+        query, key, value, out, grad, sums, softmax_scale=scale, causal=True, **options
+    )
+    return grads[0], grads[1], grads[2]
+
+
+# One sum per head and token.
+attend = packed_operator("flash4_attention", _forward, _backward, lambda query, _bounds: query.shape[1::-1])

@@ -1,0 +1,290 @@
+"""The one attention function of training: causal attention within each document of a packed stream.
+
+It is registered with transformers under the name `slime_packed`; models are called with `documents=PackedDocuments(...)`
+and pass it through to here. On CUDA with 16-bit tensors the first of `flash4`, `long_attention` and torch's variable-length
+attention does the work that computes right in a trial. Elsewhere documents of similar length are gathered into one batch, padded
+on the right: under a causal mask no real token sees the padding, so no mask tensor is needed.
+
+Not covered, and refused by name: sliding windows, attention sinks, soft-capped scores, dropout, non-causal layers.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slime.backends.attention import flash4, long_documents
+from slime.backends.attention.operator import Operator
+from slime.backends.attention.trial import first_right
+
+ATTENTION_NAME = "slime_packed"
+
+# Gathering pays as long as few padded tokens are computed: a group spans lengths from n - 8 (or 7/8 n) to n.
+_PAD_TOKENS = 8
+_PAD_SHARE = 8
+_GROUP_TOKENS = 1 << 16
+_UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "sinks", "position_bias")
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentGroup:
+    """Documents computed as one batch: `gather` [n, longest] stream positions (padding repeats a real one)."""
+
+    gather: Tensor
+    scatter: Tensor  # [tokens of the group] row of the flattened [n * longest] result that belongs to each
+    targets: Tensor  # [tokens of the group] stream positions, in the order of `scatter`
+
+
+@dataclass(slots=True)
+class PackedDocuments:
+    """Boundaries of the documents in a packed stream: `cu_seqlens` [D + 1] int32, starting at 0."""
+
+    cu_seqlens: Tensor
+    lengths: tuple[int, ...]
+    # At least the longest document. A power of two, because compiled layers are specialised to its value.
+    bound: int = 0
+    bounds: Tensor | None = None  # cu_seqlens as the host reads them: int64, on the CPU
+    _groups: list[DocumentGroup] | None = field(default=None, repr=False)
+    _order: Tensor | None = field(default=None, repr=False)
+
+    @classmethod
+    def from_lengths(cls, lengths: list[int] | tuple[int, ...]) -> "PackedDocuments":
+        cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+        cu_seqlens[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
+        bound = 1 << (max(lengths) - 1).bit_length()
+        return cls(cu_seqlens, tuple(lengths), bound, bounds=cu_seqlens.long())
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        return packed_attention(query, key, value, self, scale=scale)
+
+    def to(self, device: torch.device) -> "PackedDocuments":
+        if self.cu_seqlens.device == device:
+            return self
+        return PackedDocuments(self.cu_seqlens.to(device, non_blocking=True), self.lengths, self.bound, self.bounds)
+
+    def groups(self) -> tuple[list[DocumentGroup], Tensor]:
+        """The document groups, and for each stream position the row of their concatenated results. Built once."""
+        if self._groups is None:
+            self._groups = _group_documents(self.lengths, self.cu_seqlens.device)
+            targets = torch.cat([group.targets for group in self._groups])
+            self._order = torch.empty_like(targets)
+            self._order[targets] = torch.arange(len(targets), device=targets.device)
+        return self._groups, self._order
+
+
+def _group_documents(lengths: tuple[int, ...], device: torch.device) -> list[DocumentGroup]:
+    starts = torch.tensor((0, *lengths)).cumsum(0)[:-1]
+    sizes = torch.tensor(lengths)
+    by_length = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    groups: list[DocumentGroup] = []
+    begin = 0
+    while begin < len(by_length):
+        longest = lengths[by_length[begin]]
+        floor = longest - max(_PAD_TOKENS, longest // _PAD_SHARE)
+        limit = begin + max(1, _GROUP_TOKENS // max(longest, 1))
+        end = begin + 1
+        while end < min(len(by_length), limit) and lengths[by_length[end]] >= floor:
+            end += 1
+        members = torch.tensor(by_length[begin:end])
+        column = torch.arange(longest)
+        real = column < sizes[members, None]
+        positions = starts[members, None] + torch.where(real, column, 0)
+        groups.append(
+            DocumentGroup(positions.to(device), real.flatten().nonzero()[:, 0].to(device), positions[real].to(device))
+        )
+        begin = end
+    return groups
+
+
+def packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, *, scale: float | None = None
+) -> Tensor:
+    """Causal attention within documents. query [T, H, D], key and value [T, G, D] with H a multiple of G -> [T, H, D]."""
+    if (operator := operator_for(query, key, value)) is not None:
+        chosen = query.shape[-1] ** -0.5 if scale is None else scale
+        return operator(query, key, value, documents.cu_seqlens, documents.bounds, chosen)[0]
+    if (attend := varlen_for(query)) is not None:
+        bound = documents.bound
+        return attend(query, key, value, documents.cu_seqlens, documents.cu_seqlens, bound, bound, scale)
+    groups, order = documents.groups()
+    if len(documents.lengths) == 1:
+        return _causal(query[None], key[None], value[None], scale)[0]
+    results = []
+    for group in groups:
+        batch, longest = group.gather.shape
+        index = group.gather.flatten()
+        parts = [x.index_select(0, index).view(batch, longest, *x.shape[1:]) for x in (query, key, value)]
+        results.append(_causal(*parts, scale).flatten(0, 1).index_select(0, group.scatter))
+    return torch.cat(results).index_select(0, order)
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    """[B, L, H, D] attention with a causal mask."""
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    repeat = query.shape[1] // key.shape[1]
+    if repeat > 1:
+        key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale).transpose(1, 2)
+
+
+# Operators for packed attention on CUDA, the fastest first; which of them runs for query heads per key head and width of a head;
+# and torch's variable-length attention. `prepare` fills in the latter two: plain data, which compiled code can read.
+OPERATORS: dict[str, Operator] = {
+    "FlashAttention-4": flash4.attend,
+    "cuDNN for long documents": long_documents.attend,
+}
+_CHOSEN: dict[tuple[int, int], Operator | None] = {}
+_VARLEN: list[Callable[..., Tensor] | None] = []
+
+
+def operator_for(query: Tensor, key: Tensor, value: Tensor) -> Operator | None:
+    if not _fits_kernels(query) or value.shape[-1] != query.shape[-1]:
+        return None
+    shape = (query.shape[1] // key.shape[1], query.shape[2])
+    if shape not in _CHOSEN and not torch.compiler.is_compiling():
+        prepare(*shape)
+    return _CHOSEN.get(shape)
+
+
+def varlen_for(query: Tensor) -> Callable[..., Tensor] | None:
+    """torch's variable-length attention where it can take `query`: 16-bit tensors on CUDA."""
+    if not _fits_kernels(query):
+        return None
+    if not _VARLEN:
+        _VARLEN.append(_varlen_attention())
+    return _VARLEN[0]
+
+
+def _fits_kernels(query: Tensor) -> bool:
+    return query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
+
+
+def prepare(ratio: int, width: int) -> None:
+    """Find out how to attend with `ratio` query heads per key head of this width. Called outside of compiled code."""
+    if not torch.cuda.is_available():
+        return  # documents are gathered into batches
+    if not _VARLEN:
+        _VARLEN.append(_varlen_attention())
+    if (ratio, width) not in _CHOSEN:
+        with torch.enable_grad():
+            _CHOSEN[ratio, width] = first_right(OPERATORS, ratio, width, torch.device("cuda"))
+
+
+def chosen_name(ratio: int, width: int) -> str:
+    """The operator that `prepare` chose for heads of this shape, for reports."""
+    chosen = _CHOSEN.get((ratio, width))
+    return next((name for name, operator in OPERATORS.items() if operator is chosen), "torch's own")
+
+
+def head_shape(config: Any) -> tuple[int, int]:
+    """(query heads per key head, width of a head) of a transformers config."""
+    values = config.get_text_config().to_dict()
+    heads = values["num_attention_heads"]
+    width = values.get("head_dim") or values["hidden_size"] // heads
+    return heads // (values.get("num_key_value_heads") or heads), width
+
+
+@functools.cache
+def _varlen_attention() -> Callable[..., Tensor] | None:
+    """torch's causal variable-length attention behind one signature, or None where this torch has none."""
+    try:
+        # Not in every torch that we support.
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    accepted = inspect.signature(varlen_attn).parameters
+    # How a causal mask is asked for, and whether grouped queries and a scale are understood, differs by release.
+    options = {"window_size": (-1, 0)} if "window_size" in accepted else {"is_causal": True}
+    scaled = "scale" in accepted
+    if "enable_gqa" in accepted:
+        options["enable_gqa"] = True
+
+    def attend(query, key, value, cu_query, cu_key, longest_query, longest_key, scale, *, repeat=True):
+        if repeat and key.shape[1] != query.shape[1]:
+            times = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
+        chosen = dict(options)
+        if scale is not None and scaled:
+            chosen["scale"] = scale
+        elif scale is not None:
+            query = query * (scale * query.shape[-1] ** 0.5)
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+        return varlen_attn(query, key, value, cu_query, cu_key, longest_query, longest_key, **chosen)
+
+    return functools.partial(attend, repeat=not _takes_groups(attend))
+
+
+def _takes_groups(attend: Callable[..., Tensor]) -> bool:
+    """Whether fewer key heads than query heads are understood, in both passes: tried on a few tokens."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    parts = [
+        torch.randn(16, heads, 64, device="cuda", dtype=torch.bfloat16, generator=generator).requires_grad_()
+        for heads in (4, 2, 2)
+    ]
+    cu = torch.tensor([0, 16], dtype=torch.int32, device="cuda")
+    results = []
+    for repeat in (True, False):
+        try:
+            out = attend(*parts, cu, cu, 16, 16, None, repeat=repeat)
+            results.append((out, *torch.autograd.grad(out.float().square().sum(), parts)))
+        except (RuntimeError, ValueError, TypeError):
+            return False
+    return all(torch.allclose(a, b, rtol=0.05, atol=0.05) for a, b in zip(*results, strict=True))
+
+
+def transformers_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    documents: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls: query [1, H, T, D], key and value [1, G, T, D] -> ([1, T, H, D], None).
+
+    `documents` knows which tokens see each other: PackedDocuments, or this rank's part of them under context parallelism.
+    """
+    assert documents is not None, "models on slime_packed attention are called with documents=PackedDocuments(...)"
+    for name in _UNSUPPORTED:
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{type(module).__name__} uses {name}: packed training does not support it yet.")
+    if dropout:
+        raise ValueError(f"{type(module).__name__} uses attention dropout {dropout}: set attention_dropout to 0.")
+    query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    return documents.attend(query, key, value, scaling).unsqueeze(0), None
+
+
+def register() -> str:
+    """Make the function known to transformers and return the name to load models with."""
+    # transformers is slow to import, and the packed layout is useful without it.
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION_NAME, transformers_attention)
+    return ATTENTION_NAME
+
+
+def refuse_unsupported(config: Any) -> None:
+    """Raise, naming the feature, for a model whose attention or output layer this trainer would compute wrongly."""
+    values = config.get_text_config().to_dict()
+    kind = values.get("model_type")
+    layer_types = set(values.get("layer_types") or ()) - {"full_attention"}
+    if layer_types:
+        raise ValueError(
+            f"{kind} has {', '.join(sorted(layer_types))} layers: packed training supports full attention only."
+        )
+    for name in ("attn_logit_softcapping", "final_logit_softcapping", "logits_scaling", "logit_scale"):
+        if values.get(name) not in (None, 1, 1.0):
+            raise ValueError(f"{kind} sets {name}={values[name]}: packed training does not support it yet.")

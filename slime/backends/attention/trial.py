@@ -1,0 +1,69 @@
+"""Does a packed attention kernel compute what plain attention does, on this machine? Tried before anything relies on it.
+
+Fast kernels depend on the release of torch or of a package and on the device, and some have been wrong in one pass only: a trial
+costs a second, a wrong gradient costs a run.
+"""
+
+import logging
+
+import torch
+from torch import Tensor
+
+from slime.backends.attention.operator import NotInstalled, Operator
+
+logger = logging.getLogger(__name__)
+
+# Documents shorter and longer than what kernels treat apart, the long one amid others.
+_LENGTHS = (40, 1100, 24, 1)
+_HEADS = 32  # at least: few heads make a document of 1,100 tokens a short one
+_TOLERANCE = 0.02  # of the norm: 16-bit rounding is a tenth of it, a wrong mask or scale many times as much
+
+
+def first_right(operators: dict[str, Operator], ratio: int, width: int, device: torch.device) -> Operator | None:
+    """The first operator that agrees with plain attention for `ratio` query heads per key head of this width, or None."""
+    for name, operator in operators.items():
+        reason = why_wrong(operator, ratio, width, device)
+        if reason is None:
+            logger.info("attention of %d wide heads: %s", width, name)
+            return operator
+        if reason:
+            logger.warning("attention of %d wide heads: %s is not used, because %s", width, name, reason)
+    return None
+
+
+def why_wrong(operator: Operator, ratio: int, width: int, device: torch.device) -> str | None:
+    """None where both passes agree; an empty reason where the operator needs a package that is not installed."""
+    parts = _inputs(ratio, width, device)
+    bounds = torch.tensor([0, *_LENGTHS]).cumsum(0)
+    scale = 1.5 * width**-0.5  # not the usual one: an operator that passes over it must be seen
+    try:
+        out, _ = operator(*parts, bounds.to(device, torch.int32), bounds, scale)
+        found = [out, *torch.autograd.grad(out.float().square().sum(), parts)]
+    except NotInstalled:
+        return ""
+    except Exception as error:  # whatever a package raises on a shape or device it cannot take is the reason
+        return f"it failed on a small batch ({type(error).__name__}: {error})"
+    plain = torch.cat([_plain(*pieces, scale) for pieces in zip(*(x.split(_LENGTHS) for x in parts), strict=True)])
+    expected = [plain, *torch.autograd.grad(plain.float().square().sum(), parts)]
+    for what, a, b in zip(
+        ("output", "query gradient", "key gradient", "value gradient"), found, expected, strict=True
+    ):
+        apart = ((a - b).float().norm() / b.float().norm()).item()
+        if not apart < _TOLERANCE:
+            return f"its {what} is off by {apart:.2g} of the norm on a small batch"
+    return None
+
+
+def _inputs(ratio: int, width: int, device: torch.device) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    groups = -(-_HEADS // ratio)
+    shapes = [(sum(_LENGTHS), heads, width) for heads in (ratio * groups, groups, groups)]
+    return [torch.randn(shape, generator=generator).to(device, torch.bfloat16).requires_grad_() for shape in shapes]
+
+
+def _plain(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    query, key, value = (x.float().transpose(0, 1) for x in (query, key, value))
+    key, value = (x.repeat_interleave(query.shape[0] // x.shape[0], dim=0) for x in (key, value))
+    mask = torch.ones(query.shape[1], query.shape[1], dtype=torch.bool, device=query.device).tril()
+    scores = (query @ key.transpose(1, 2) * scale).masked_fill(~mask, float("-inf"))
+    return (scores.softmax(-1) @ value).transpose(0, 1).bfloat16()

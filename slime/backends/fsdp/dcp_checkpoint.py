@@ -1,0 +1,154 @@
+"""Trainer checkpoints by torch.distributed.checkpoint: exact resume, also on another number of ranks.
+
+A folder holds the sharded weights and optimizer moments, `trainer.json` (format version, architecture fingerprint, schedule
+position) and `rng_<rank>.pt`. The caller makes the folder appear atomically.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from slime.backends.fsdp import loading
+from slime.backends.fsdp.lora import hub_name, is_adapter
+from slime.backends.shared.checkpoint_errors import plain_errors, unreadable_named
+from slime.backends.shared.optimizer import init_state
+from slime.backends.shared.trainer_folder import (
+    FORMAT_VERSION,
+    MANIFEST,
+    check_optimizer,
+    load_random_state,
+    random_state,
+    read_manifest,
+)
+
+
+def fingerprint(lm: nn.Module, *, adapters: bool = True) -> dict[str, Any]:
+    """What must agree for weights to be exchangeable: the model type, and name and shape of every parameter."""
+    parameters = [(name, p) for name, p in lm.named_parameters() if adapters or not is_adapter(name)]
+    shapes = {name if adapters else hub_name(name): list(parameter.shape) for name, parameter in parameters}
+    digest = hashlib.sha256(json.dumps([lm.config.model_type, shapes], sort_keys=True).encode()).hexdigest()
+    return {"model_type": lm.config.model_type, "shapes": shapes, "digest": digest}
+
+
+def save(backend: Any, path: Path, *, with_optimizer: bool) -> dict[str, Any]:
+    path.mkdir(parents=True, exist_ok=True)
+    init_state(backend.optimizer)
+    _write(backend, path, _state(backend, with_optimizer))
+    torch.save(random_state(), path / f"rng_{backend.rank}.pt")
+    manifest = {
+        "format_version": FORMAT_VERSION,
+        "model": fingerprint(backend.model.lm),
+        "optimizer": backend.args.optimizer if with_optimizer else None,
+        "step": backend.step,
+        "world_size": backend.layout.dp_size,
+    }
+    if backend.rank == 0:
+        (path / MANIFEST).write_text(json.dumps(manifest))
+    dist.barrier()
+    return manifest
+
+
+def _write(backend: Any, path: Path, state: dict[str, Any]) -> None:
+    if not backend.args.async_save:
+        with plain_errors():
+            dcp.save(state, checkpoint_id=path)
+        return
+    if backend.save_group is None:
+        # A group of its own: the background's messages must not mix with those of training.
+        backend.save_group = dist.new_group(backend="gloo")
+    # What is in host memory already would be written as it is then, not as it is now.
+    copied = {name: value.detach().clone() if value.device.type == "cpu" else value for name, value in state.items()}
+    backend.pending_save = dcp.async_save(copied, checkpoint_id=path, process_group=backend.save_group)
+
+
+def load(backend: Any, path: Path, *, weights_only: bool) -> dict[str, Any]:
+    manifest = read_manifest(path)
+    check_same_model(manifest["model"], fingerprint(backend.model.lm), path)
+    with_optimizer = not (weights_only or backend.args.no_load_optim)
+    if with_optimizer:
+        check_optimizer(manifest, backend.args.optimizer, path)
+        init_state(backend.optimizer)
+    with unreadable_named(path):
+        dcp.load(_state(backend, with_optimizer=with_optimizer), checkpoint_id=path)
+    if weights_only:
+        return manifest
+    backend.step = manifest["step"]
+    if not backend.args.no_load_rng:
+        load_random_state(path / f"rng_{backend.rank}.pt", backend.rank)
+    return manifest
+
+
+def check_same_model(saved: dict[str, Any], own: dict[str, Any], path: Path) -> None:
+    """One ValueError that names what differs."""
+    if saved["digest"] == own["digest"]:
+        return
+    differences = []
+    if saved["model_type"] != own["model_type"]:
+        differences.append(f"model type {saved['model_type']} instead of {own['model_type']}")
+    for name in sorted(saved["shapes"].keys() | own["shapes"].keys()):
+        there, here = saved["shapes"].get(name), own["shapes"].get(name)
+        if there != here:
+            differences.append(f"{name} is {there or 'absent'} there and {here or 'absent'} here")
+    more = f" and {len(differences) - 4} more" if len(differences) > 4 else ""
+    raise ValueError(
+        f"checkpoint {path} is of another model than --hf-checkpoint: {'; '.join(differences[:4])}{more}. Use the checkpoint "
+        "of this model, or the --hf-checkpoint that it was trained from."
+    )
+
+
+def check_same_decoder(lm: nn.Module, own: nn.Module, flag: str, path: str) -> None:
+    """A model that reads the policy's tokens beside it has its shape, whatever its head."""
+    heads = (lm.get_output_embeddings(), own.get_output_embeddings())
+    shapes = [
+        {n: list(p.shape) for n, p in model.named_parameters() if p is not head.weight}
+        for model, head in zip((lm, own), heads, strict=True)
+    ]
+    # A tied output matrix is the input embedding, which both have.
+    names = sorted(name for name in shapes[0].keys() & shapes[1].keys() if shapes[0][name] != shapes[1][name])
+    differences = [f"{name} is {shapes[0][name]} there and {shapes[1][name]} here" for name in names]
+    for key in ("model_type", "num_hidden_layers"):
+        there, here = (getattr(model.config, key) for model in (lm, own))
+        if there != here:
+            differences.append(f"{key} is {there} there and {here} here")
+    if differences:
+        raise ValueError(
+            f"{flag} {path} is of another size or family than --hf-checkpoint ({differences[0]}): it must have the same decoder; leave "
+            f"{flag} out to start from --hf-checkpoint."
+        )
+
+
+def save_weights(backend: Any, path: Path) -> None:
+    """Only the weights that the live model holds now."""
+    with plain_errors():
+        dcp.save(_state(backend, with_optimizer=False), checkpoint_id=path)
+
+
+def load_weights(backend: Any, path: Path) -> None:
+    with unreadable_named(path):
+        dcp.load(_state(backend, with_optimizer=False), checkpoint_id=path)
+
+
+def _state(backend: Any, with_optimizer: bool) -> dict[str, Any]:
+    """Live tensors by name; reading a checkpoint writes into them in place."""
+    # With adapters the model itself is that of --hf-checkpoint, and stays there.
+    trained_only = bool(backend.args.lora_rank)
+    parameters = backend.model.lm.named_parameters()
+    names = {parameter: name for name, parameter in parameters if parameter.requires_grad or not trained_only}
+    state: dict[str, Any] = {f"model.{name}": parameter.data for parameter, name in names.items()}
+    if with_optimizer:
+        for parameter, name in names.items():
+            for key, value in backend.optimizer.state.get(parameter, {}).items():
+                state[f"optimizer.{name}.{key}"] = value
+    return state
+
+
+def load_hf_weights(model: nn.Module, path: str | Path) -> None:
+    """Read the weights of the HF folder `path` into the sharded model; another architecture is a ValueError."""
+    check_same_model(fingerprint(loading.empty_model(path)), fingerprint(model.lm, adapters=False), Path(path))
+    loading.fill(model.lm, path)

@@ -1,0 +1,202 @@
+"""Trainer checkpoints by megatron-core's distributed format (torch_dist): resume under any other layout.
+
+A folder holds `dist/` (weights and, with --optimizer adam, moments), `trainer.json` (format version, architecture, schedule
+position) and `rng_<rank>.pt`. The caller makes the folder appear atomically.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+
+from slime.backends.megatron import checkpoint_fixes, optimizer_fixes
+from slime.backends.shared.checkpoint_errors import plain_errors, unreadable_named
+from slime.backends.shared.trainer_folder import (
+    FORMAT_VERSION,
+    MANIFEST,
+    check_optimizer,
+    load_random_state,
+    random_state,
+    read_manifest,
+)
+
+BACKEND = "megatron"
+STATE = "dist"  # the folder of weights and moments in a checkpoint
+# Moments are written whole per parameter, so that any other sizes can read them; the default kind cannot be written.
+# Each layer has tensors of its own: stacked over layers they could not be written where some layers are frozen and have no moments.
+# Given away as copies: Megatron adds the process groups of the day to it.
+METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "chained_optim_avoid_prefix": True,
+    "non_homogeneous_layers": True,
+}
+_ARCHITECTURE = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "ffn_hidden_size",
+    "num_moe_experts",
+    "mtp_num_layers",
+)
+
+
+def fingerprint(backend: Any) -> dict[str, Any]:
+    """What must agree for weights to be exchangeable."""
+    sizes = {name: getattr(backend.config, name) for name in _ARCHITECTURE}
+    return {"model_type": backend.hf_config.model_type, "vocab_size": backend.hf_config.vocab_size, **sizes}
+
+
+def check_same_decoder(critic: Any, actor: Any) -> None:
+    """A critic reads the policy's tokens beside it: it has its shape, whatever its head."""
+    own, theirs = fingerprint(actor), fingerprint(critic)
+    wrong = [f"{name} is {theirs[name]} there and {own[name]} here" for name in own if own[name] != theirs[name]]
+    if wrong:
+        raise ValueError(
+            f"--critic-load {critic.args.hf_checkpoint} is of another size or family than --hf-checkpoint ({wrong[0]}): it "
+            "must have the same decoder; leave --critic-load out to start from --hf-checkpoint."
+        )
+
+
+def save(backend: Any, path: Path, *, with_optimizer: bool) -> dict[str, Any]:
+    path.mkdir(parents=True, exist_ok=True)
+    _write(backend, path / STATE, with_optimizer=with_optimizer and backend.args.optimizer == "adam")
+    torch.save(random_state(), path / f"rng_{backend.rank}.pt")
+    manifest = {
+        "format_version": FORMAT_VERSION,
+        "backend": BACKEND,
+        "model": fingerprint(backend),
+        "optimizer": backend.args.optimizer if with_optimizer else None,
+        "distributed_optimizer": backend.optimizer_config.use_distributed_optimizer,
+        "step": backend.step,
+        "adam_step": optimizer_fixes.adam_step(backend.optimizer),
+    }
+    if backend.rank == 0:
+        (path / MANIFEST).write_text(json.dumps(manifest))
+    dist.barrier()
+    return manifest
+
+
+def save_weights(backend: Any, path: Path) -> None:
+    """The live weights alone."""
+    _write(backend, path, with_optimizer=False)
+
+
+def _write(backend: Any, path: Path, *, with_optimizer: bool) -> None:
+    # Megatron refuses a folder that holds anything.
+    path.mkdir(parents=True, exist_ok=True)
+    state = _model_state(backend, METADATA)
+    if with_optimizer:
+        optimizer_fixes.install()
+        optimizer_fixes.create_moments(backend.optimizer)
+        state["optimizer"] = backend.optimizer.sharded_state_dict(state, metadata=dict(METADATA))
+    checkpoint_fixes.own_results_server()
+    background = backend.args.async_save
+    with plain_errors():
+        request = dist_checkpointing.save(
+            state, str(path), content_metadata=dict(METADATA), async_sharded_save=background
+        )
+    if background:
+        backend.saves.schedule_async_request(request)
+
+
+def load(backend: Any, path: Path, *, weights_only: bool) -> dict[str, Any]:
+    manifest = check_model(backend, path)
+    with_optimizer = not (weights_only or backend.args.no_load_optim)
+    if with_optimizer:
+        check_optimizer(manifest, backend.args.optimizer, path)
+    with_optimizer = with_optimizer and backend.args.optimizer == "adam"
+    if with_optimizer and manifest["distributed_optimizer"] != backend.optimizer_config.use_distributed_optimizer:
+        raise ValueError(
+            f"checkpoint {path} was saved {'with' if manifest['distributed_optimizer'] else 'without'} "
+            "--use-distributed-optimizer: resume in the same way, or load it with --finetune (weights only)."
+        )
+    _read(backend, path / STATE, with_optimizer=with_optimizer)
+    if weights_only:
+        return manifest
+    backend.step = manifest["step"]
+    if not backend.args.no_load_rng:
+        load_random_state(path / f"rng_{backend.rank}.pt", backend.rank)
+    return manifest
+
+
+def load_weights(backend: Any, path: Path) -> None:
+    """Into the live model, leaving the optimizer alone: the caller copies them elsewhere and restores the model."""
+    _read(backend, path, with_optimizer=False, reload=False)
+
+
+def _read(backend: Any, path: Path, *, with_optimizer: bool, reload: bool = True) -> None:
+    # As it was written: older checkpoints hold tensors that are stacked over layers.
+    with unreadable_named(path):
+        metadata = dist_checkpointing.load_content_metadata(str(path))
+    state = _model_state(backend, metadata)
+    if with_optimizer:
+        optimizer_fixes.install()
+        optimizer_fixes.create_moments(backend.optimizer)
+        state["optimizer"] = backend.optimizer.sharded_state_dict(state, is_loading=True, metadata=dict(metadata))
+        sharded = backend.optimizer_config.use_distributed_optimizer
+        common = checkpoint_fixes.common_parts(state["optimizer"], backend.optimizer) if sharded else []
+        _check_moments(state["optimizer"], path)
+    with unreadable_named(path):
+        loaded = dist_checkpointing.load(state, str(path))
+    for index, chunk in enumerate(backend.model):
+        chunk.module.load_state_dict(loaded[_key(backend, index)], strict=True)
+    if with_optimizer:
+        moments, step = loaded["optimizer"], read_manifest(path.parent)["adam_step"]
+        if sharded:
+            moments = checkpoint_fixes.with_common_parts(moments, common, step=step)
+        else:
+            moments = checkpoint_fixes.with_own_groups(moments, backend.optimizer, step=step)
+        backend.optimizer.load_state_dict(moments)
+        optimizer_fixes.unshare_steps(backend.optimizer)
+    elif reload:
+        backend.optimizer.reload_model_params()
+
+
+def _check_moments(state: dict[str, Any], path: Path) -> None:
+    """Every parameter that trains now must have trained when the checkpoint was written; all ranks refuse together."""
+    with unreadable_named(path):
+        written = dist_checkpointing.load_tensors_metadata(str(path))
+    wanted = {part.key for part in nested_values(extract_sharded_tensors_and_factories(state)[0])}
+    everywhere: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everywhere, sorted(wanted - set(written)))
+    missing = sorted({key for keys in everywhere for key in keys})
+    if missing:
+        raise ValueError(
+            f"checkpoint {path.parent} has no Adam state for {len(missing)} tensors that train now, the first is {missing[0]}: "
+            "resume with the --freeze-params-name-list or --only-train-params-name-list that it was saved with, or start Adam anew "
+            "with --no-load-optim."
+        )
+
+
+def _key(backend: Any, index: int) -> str:
+    return f"model{index}" if len(backend.model) > 1 else "model"
+
+
+def _model_state(backend: Any, metadata: dict[str, Any]) -> dict[str, Any]:
+    return {
+        _key(backend, index): chunk.module.sharded_state_dict(metadata=dict(metadata))
+        for index, chunk in enumerate(backend.model)
+    }
+
+
+def check_model(backend: Any, path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint whose weights fit this model."""
+    manifest = read_manifest(path)
+    if manifest.get("backend") != BACKEND:
+        raise ValueError(
+            f"checkpoint {path} was written by --train-backend {manifest.get('backend', 'fsdp')}: load it there, or start "
+            "from a Hugging Face folder that it wrote (--save-hf)."
+        )
+    own = fingerprint(backend)
+    wrong = [f"{name} is {manifest['model'].get(name)} there and {own[name]} here" for name in own]
+    wrong = [text for text, name in zip(wrong, own, strict=True) if manifest["model"].get(name) != own[name]]
+    if wrong:
+        raise ValueError(f"checkpoint {path} is of another model than --hf-checkpoint: {'; '.join(wrong)}.")
+    return manifest

@@ -1,0 +1,114 @@
+"""Writes a folder that `from_pretrained` reads, from a stream of weight buckets; it appears whole or not at all."""
+
+import itertools
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from slime.backends.base import Bucket
+from slime.backends.shared.mtp_heads import unbuilt_heads
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+)
+
+
+def save(
+    buckets: Iterator[Bucket], path: Path, source: str, dtype: torch.dtype, rank: int, *, scalar: bool = False
+) -> None:
+    """Write config, generation config, tokenizer and safetensors next to `path`, then rename. Rank 0 writes.
+
+    `source` is the HF model the weights were trained from; all ranks walk through `buckets`. With `scalar` the weights are
+    those of a sequence classification with one label: a reward model.
+    """
+    # Heavy import, only needed where a model is saved.
+    from transformers import AutoConfig, GenerationConfig
+
+    temporary = path.with_name(path.name + ".tmp")
+    if rank == 0:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    files: list[dict[str, int]] = []
+    for bucket in buckets:
+        if rank == 0:
+            files.append(_write_bucket(temporary / f"part-{len(files)}", bucket))
+    if rank == 0:
+        config = AutoConfig.from_pretrained(source)
+        if not scalar and (heads := unbuilt_heads(source, config, (name for file in files for name in file), dtype)):
+            files.append(_write_bucket(temporary / f"part-{len(files)}", heads))
+        _name_files(temporary, files)
+        config.dtype = dtype
+        # What is written here is not quantised, whatever the source is.
+        config.__dict__.pop("quantization_config", None)
+        if scalar:
+            config.num_labels = 1
+            config.architectures = [
+                n.replace("ForCausalLM", "ForSequenceClassification") for n in config.architectures
+            ]
+        config.save_pretrained(temporary)
+        if (Path(source) / "generation_config.json").is_file() or not Path(source).is_dir():
+            GenerationConfig.from_pretrained(source).save_pretrained(temporary)
+        _copy_tokenizer(source, temporary)
+        _replace(temporary, path)
+    dist.barrier()
+
+
+def _write_bucket(file: Path, bucket: Bucket) -> dict[str, int]:
+    from safetensors.torch import save_file  # with transformers, only needed here
+
+    tensors = {name: tensor.cpu() for name, tensor in bucket}
+    save_file(tensors, file, metadata={"format": "pt"})
+    return {name: tensor.nbytes for name, tensor in tensors.items()}
+
+
+def _name_files(folder: Path, files: list[dict[str, int]]) -> None:
+    """One file is model.safetensors; several get numbers and an index."""
+    if len(files) == 1:
+        (folder / "part-0").rename(folder / "model.safetensors")
+        return
+    weight_map = {}
+    for i, sizes in enumerate(files):
+        name = f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
+        (folder / f"part-{i}").rename(folder / name)
+        weight_map.update(dict.fromkeys(sizes, name))
+    total = sum(sum(sizes.values()) for sizes in files)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def _copy_tokenizer(source: str, folder: Path) -> None:
+    if Path(source).is_dir():
+        for name in TOKENIZER_FILES:
+            if (Path(source) / name).is_file():
+                shutil.copyfile(Path(source) / name, folder / name)
+        return
+    # A hub id: transformers finds the files in its cache.
+    from transformers import AutoTokenizer
+
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+
+
+def _replace(new: Path, path: Path) -> None:
+    """Rename `new` to `path`; an older folder there is moved aside first, to a name that nobody has, and removed after."""
+    if not path.exists():
+        new.rename(path)
+        return
+    old = next(name for i in itertools.count(1) if not (name := path.with_name(f"{path.name}.old-{i}")).exists())
+    path.rename(old)
+    new.rename(path)
+    shutil.rmtree(old, ignore_errors=True)

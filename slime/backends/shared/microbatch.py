@@ -1,0 +1,104 @@
+"""Builds packed micro-batches from a rank's batch: concatenation and index arithmetic, no loop over tokens."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from slime.algorithms.nucleus import Nucleus
+from slime.backends.attention.packed import PackedDocuments
+from slime.backends.base import MicroBatch
+from slime.utils.types import RolloutBatch
+
+
+def build_micro_batch(
+    batch: RolloutBatch, positions: Sequence[int], token_keys: Sequence[str] = (), *, replay: bool = False
+) -> MicroBatch:
+    """The samples at `positions` as one packed stream; `token_keys` name per-token lists of the batch to carry along.
+
+    `replay`: with the experts that the engine chose. The ids that it drew tokens from come along wherever they were recorded.
+
+    No positions: a two-token stream whose one target has mask 0, so that a rank without samples runs the same passes.
+    """
+    if not positions:
+        return _empty_micro_batch(token_keys)
+    tokens = [batch["tokens"][p] for p in positions]
+    lengths = [len(t) for t in tokens]
+    response_lengths = [batch["response_lengths"][p] for p in positions]
+    input_ids = torch.cat(tokens)
+    sizes, responses = torch.tensor(lengths), torch.tensor(response_lengths)
+    starts = sizes.cumsum(0) - sizes
+    logit_positions = _ranges(starts + sizes - responses - 1, responses)
+    return MicroBatch(
+        input_ids=input_ids[None],
+        position_ids=_ranges(torch.zeros_like(sizes), sizes)[None],
+        documents=PackedDocuments.from_lengths(lengths),
+        logit_positions=logit_positions,
+        targets=input_ids[logit_positions + 1],
+        segments=torch.repeat_interleave(torch.arange(len(positions)), responses),
+        loss_mask=torch.cat([batch["loss_masks"][p] for p in positions]).float(),
+        rollout_mask_sums=torch.tensor([batch["rollout_mask_sums"][p] for p in positions], dtype=torch.float32),
+        positions=tuple(positions),
+        response_lengths=tuple(response_lengths),
+        tokens={key: torch.cat([batch[key][p] for p in positions]).float() for key in token_keys},
+        routed_experts=_routed_experts(batch, positions) if replay and "routed_experts" in batch else None,
+        nucleus=_nucleus(batch, positions) if "rollout_top_p_token_ids" in batch else None,
+    )
+
+
+def build_micro_batches(
+    batch: RolloutBatch,
+    micro_batches: Sequence[Sequence[int]],
+    token_keys: Sequence[str] = (),
+    *,
+    replay: bool = False,
+) -> list[MicroBatch]:
+    return [build_micro_batch(batch, positions, token_keys, replay=replay) for positions in micro_batches]
+
+
+def _nucleus(batch: RolloutBatch, positions: Sequence[int]) -> Nucleus:
+    lists = ([batch[f"rollout_top_p_token_{kind}"][p] for p in positions] for kind in ("ids", "offsets"))
+    return Nucleus.of(*lists)
+
+
+def _routed_experts(batch: RolloutBatch, positions: Sequence[int]) -> Tensor:
+    """[T, layers, topk]: an engine never runs a sample's last token, which gets -1."""
+    parts = []
+    for position in positions:
+        routed = batch["routed_experts"][position].to(torch.int32)
+        if len(routed) != len(batch["tokens"][position]) - 1:
+            raise ValueError(
+                f"sample {batch['sample_indices'][position]} has experts of {len(routed)} tokens for "
+                f"{len(batch['tokens'][position])} tokens: an engine records all but the last."
+            )
+        parts += [routed, torch.full((1, *routed.shape[1:]), -1, dtype=torch.int32)]
+    return torch.cat(parts)
+
+
+def split_by_sample(values: Tensor, micro_batch: MicroBatch) -> list[Tensor]:
+    """Flat per-token values [R] -> one tensor [R_i] per sample of the micro-batch."""
+    return list(torch.split(values, micro_batch.response_lengths))
+
+
+def _ranges(starts: Tensor, counts: Tensor) -> Tensor:
+    """Concatenation of arange(start, start + count) for each pair."""
+    total = int(counts.sum())
+    offsets = counts.cumsum(0) - counts
+    return torch.arange(total) + torch.repeat_interleave(starts - offsets, counts)
+
+
+def _empty_micro_batch(token_keys: Sequence[str]) -> MicroBatch:
+    zero = torch.zeros(1, dtype=torch.int64)
+    return MicroBatch(
+        input_ids=torch.zeros(1, 2, dtype=torch.int64),
+        position_ids=torch.arange(2)[None],
+        documents=PackedDocuments.from_lengths([2]),
+        logit_positions=zero,
+        targets=zero,
+        segments=zero,
+        loss_mask=torch.zeros(1),
+        rollout_mask_sums=torch.zeros(1),
+        positions=(),
+        response_lengths=(1,),
+        tokens={key: torch.zeros(1) for key in token_keys},
+    )

@@ -1,0 +1,82 @@
+"""The weights of the last two pushes, so that ratios can be taken against the ones that sampled a batch."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slime.backends.base import TrainBackend
+from slime.backends.shared.checkpoint_errors import unreadable_named
+from slime.utils.types import RolloutBatch
+
+logger = logging.getLogger(__name__)
+
+TAGS = NEWEST, BEFORE = "rollout", "old"  # of the copies
+FILE = "kept_versions.json"
+
+
+class KeptVersions:
+    """One per rank. An asynchronous run trains on samples of an older push; which one stands on the samples."""
+
+    def __init__(self, backend: TrainBackend) -> None:
+        self._backend = backend
+        self._numbers: dict[str, int] = {}
+
+    def note_push(self, number: int) -> None:
+        """Engines got the live weights as version `number`."""
+        if NEWEST in self._numbers:
+            self._backend.copy_weights(NEWEST, BEFORE)
+            self._numbers[BEFORE] = self._numbers[NEWEST]
+        self._backend.copy_weights("actor", NEWEST)
+        self._numbers[NEWEST] = number
+
+    def save(self, path: Path) -> None:
+        """Which versions the copies in the checkpoint `path` are. One rank calls it; the backend saves the copies."""
+        (path / FILE).write_text(json.dumps(self._numbers))
+
+    def load(self, path: Path) -> None:
+        """Go on with what `save` wrote, after the backend has loaded the copies."""
+        if not (path / FILE).is_file():
+            logger.warning(
+                "--keep-old-actor: checkpoint %s holds no weights of earlier pushes (it was saved without the flag): samples "
+                "that it left unfinished or untrained cannot be trained on, and stop the run.",
+                path,
+            )
+            return
+        with unreadable_named(path / FILE):
+            self._numbers = json.loads((path / FILE).read_text())
+        for tag, number in self._numbers.items():
+            if not self._backend.has_weights(tag):
+                raise ValueError(
+                    f"checkpoint {path} says that it keeps the weights of push {number}, but its folder {tag} is missing: "
+                    f"restore it, or remove {FILE} to go on without them."
+                )
+
+    def tag_of(self, batch: RolloutBatch, current: int | None) -> str:
+        """The tag of the weights that sampled the batch; "actor" where they are the live ones (version `current`)."""
+        if "versions" not in batch:
+            raise ValueError(
+                "--keep-old-actor: the samples do not say which weights made them; use an engine that does."
+            )
+        sums = torch.zeros(2, dtype=torch.float64)
+        for versions, mask in zip(batch["versions"], batch["loss_masks"], strict=True):
+            chosen = versions[(mask != 0) & (versions >= 0)].double()
+            sums += torch.stack([chosen.sum(), torch.tensor(float(len(chosen)))])
+        total, count = self._backend.sum_over_ranks(sums).tolist()
+        # Of a batch that spans versions, the one in the middle: the others are as far from it as they can be.
+        number = round(total / max(count, 1.0))
+        if number == current:
+            return "actor"
+        for tag, kept in self._numbers.items():
+            if kept == number:
+                return tag
+        raise ValueError(
+            f"--keep-old-actor keeps the weights of the last two pushes ({sorted(self._numbers.values())}), but the batch was "
+            f"sampled by version {number}; push weights more rarely (--update-weights-interval), or use --use-rollout-logprobs."
+        )
+
+
+def keep_versions(args: Any, backend: TrainBackend) -> KeptVersions | None:
+    return KeptVersions(backend) if args.keep_old_actor else None

@@ -1,0 +1,85 @@
+"""Which models stand beside the actor in a run, and the settings of the one that trains too."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from slime.arguments.groups.objectives import SUPERVISED_LOSSES
+from slime.backends.shared import old_policy
+from slime.backends.shared.weight_copies import WeightCopies
+from slime.catalog.estimators import ESTIMATORS
+
+logger = logging.getLogger(__name__)
+
+
+def needs_reference(args: Any) -> bool:
+    """Whether some term of the run compares the policy with a reference."""
+    if args.loss_type == "dpo_loss":
+        return True
+    return args.loss_type not in SUPERVISED_LOSSES and (args.use_kl_loss or args.kl_coef != 0)
+
+
+def has_advantages(args: Any) -> bool:
+    """Whether rewards become advantages."""
+    return args.compute_advantages_and_returns and args.loss_type not in SUPERVISED_LOSSES
+
+
+def needs_critic(args: Any) -> bool:
+    return has_advantages(args) and ESTIMATORS[args.advantage_estimator].needs_values
+
+
+def critic_settings(args: Any) -> SimpleNamespace:
+    """`args` as the critic's model, optimizer and schedule read them."""
+    changes = {
+        "hf_checkpoint": args.critic_load or args.hf_checkpoint,
+        "lr": args.lr if args.critic_lr is None else args.critic_lr,
+        "min_lr": args.critic_min_lr,
+        "lr_decay_style": args.critic_lr_decay_style,
+        "lr_warmup_iters": args.critic_lr_warmup_iters,
+        "clip_grad": args.critic_clip_grad,
+        # Copies of older weights are the policy's.
+        "ref_update_interval": None,
+        "keep_old_actor": False,
+    }
+    return SimpleNamespace(**(vars(args) | changes))
+
+
+def load_critic(critic: Any, args: Any, path: Path) -> None:
+    """The critic that was saved beside the actor in the folder `path`; only --finetune may do without."""
+    if (path / "critic").is_dir():
+        critic.load(path / "critic")
+    elif args.finetune:
+        logger.warning("checkpoint %s has no critic: it starts from %s.", path, critic.args.hf_checkpoint)
+    else:
+        raise ValueError(
+            f"checkpoint {path} has no critic, but --advantage-estimator {args.advantage_estimator} trains one: resume with the "
+            "estimator it was saved with, or take only its weights with --finetune."
+        )
+
+
+def moving_copies(args: Any) -> tuple[str, ...]:
+    """Tags of the copies that change as the run goes on, so that a checkpoint must hold them beside the live weights."""
+    reference = ("ref",) if args.ref_update_interval else ()
+    return (*reference, *(old_policy.TAGS if args.keep_old_actor else ()))
+
+
+def save_copies(args: Any, copies: WeightCopies, path: Path, write: Callable[[Path], None]) -> None:
+    """Each into a folder of its own in the checkpoint `path`; `write` saves the weights that the live model holds then."""
+    for tag in moving_copies(args):
+        if tag in copies:
+            with copies.active(tag):
+                write(path / tag)
+
+
+def load_copies(args: Any, copies: WeightCopies, path: Path, read: Callable[[Path], None]) -> None:
+    """What `save_copies` wrote; `read` puts the weights of a folder into the live model. --finetune starts copies anew."""
+    if args.finetune:
+        return
+    for tag in moving_copies(args):
+        if (path / tag).is_dir():
+            with copies.filling(tag):
+                read(path / tag)
+        elif tag in copies:
+            logger.warning("checkpoint %s has no weights %r: they stay those that the run starts with.", path, tag)

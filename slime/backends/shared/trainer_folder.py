@@ -1,0 +1,84 @@
+"""What the checkpoint folders of both trainers have in common: `trainer.json` and the random state of each rank."""
+
+import json
+import logging
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from slime.backends.shared.checkpoint_errors import unreadable_named
+from slime.utils.step_folders import check_trainer_folder
+
+logger = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1
+MANIFEST = "trainer.json"
+
+
+def is_checkpoint(path: str | Path) -> bool:
+    """Whether a trainer saved `path`; else it is an HF folder or a hub id."""
+    return (Path(path) / MANIFEST).is_file()
+
+
+def check_content(path: Path, args: Any) -> None:
+    """Before a checkpoint is read as a model beside the policy: its files are what was written, each rank reads its share."""
+    if not args.no_load_verify:
+        check_trainer_folder(path, share=(dist.get_rank(), dist.get_world_size()))
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """What `trainer.json` says; a folder that is no trainer checkpoint or of another format is a ValueError."""
+    file = path / MANIFEST
+    if not file.is_file():
+        raise ValueError(f"{path} is no trainer checkpoint: {MANIFEST} is missing.")
+    with unreadable_named(file):
+        manifest = json.loads(file.read_text())
+        version = manifest["format_version"]
+    if version != FORMAT_VERSION:
+        raise ValueError(f"{path} has checkpoint format {version}, this version reads {FORMAT_VERSION}.")
+    return manifest
+
+
+def check_optimizer(manifest: dict[str, Any], optimizer: str, path: Path) -> None:
+    """ValueError where the saved moments are missing, or of another optimizer."""
+    if manifest["optimizer"] is None:
+        raise ValueError(
+            f"checkpoint {path} was saved without optimizer state: go on with --no-load-optim, or take only its weights "
+            "with --finetune."
+        )
+    if manifest["optimizer"] != optimizer:
+        raise ValueError(
+            f"checkpoint {path} holds the state of --optimizer {manifest['optimizer']}, this run uses {optimizer}: use the "
+            "same, or load it with --finetune (weights only)."
+        )
+
+
+def random_state() -> dict[str, Any]:
+    """The random generators of this rank: torch, its CUDA device, numpy and Python."""
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],
+        "python": list(random.getstate()),
+    }
+
+
+def load_random_state(file: Path, rank: int) -> None:
+    """Set this rank's random generators to what `random_state` returned when the file was saved."""
+    if not file.is_file():
+        logger.warning("rank %d was not part of the saved run: its random state starts from the seed.", rank)
+        return
+    with unreadable_named(file):
+        state = torch.load(file, weights_only=True)
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))

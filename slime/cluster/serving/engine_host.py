@@ -1,0 +1,104 @@
+"""An engine of ours wherever it runs: the object that owns its process lives on the machine of its devices.
+
+That object is an `EngineServer`, placed by the runtime: in this process, or in an actor on another machine. It chooses
+the port, writes and reads the log and ends the process there; only answers travel. An engine ends with its owner.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+from slime.engines.server import EngineServer, LaunchPlan, MachineLost, Serving
+from slime.runtime.base import CONTROL, Future, Handle, Runtime, WorkerDied, WorkerSpec
+from slime.utils import http_utils, waits
+from slime.utils.vital_signs import Signs
+from slime.wire.protocol import EngineInfo
+
+_ANSWER_DEADLINE_S = 120.0
+_SIGNS_DEADLINE_S = 5.0
+
+
+class HostedEngine:
+    """Stands in a fleet for an engine. `own`: places an owner for the given port (0: any); asked again when one is lost."""
+
+    def __init__(self, plan: LaunchPlan, own: Callable[[int], Handle]):
+        self.plan, self._own = plan, own
+        self._owner = own(0)  # now, so that all come up beside each other
+        self._ready: Future | None = None
+        self._end: Future | None = None  # done when the process is, or its owner
+        self._serving = Serving(plan.host, 0)
+
+    @property
+    def url(self) -> str:
+        return self._serving.url
+
+    @property
+    def pid(self) -> int | None:
+        return self._serving.pid
+
+    @property
+    def bootstrap_port(self) -> int | None:
+        return self._serving.bootstrap_port
+
+    def transports(self, info: EngineInfo) -> tuple[str, ...]:
+        """Shared memory reaches no other machine than that of the trainer's first rank."""
+        reach = self.plan.beside_trainer
+        return tuple(name for name in info.transports if reach or not name.endswith("shared_memory"))
+
+    def launch(self) -> None:
+        if self._end is not None and self._owner_is_lost():
+            self._owner.kill()  # one that only keeps silent still has the engine, and its port
+            self._owner = self._own(self._serving.port)
+        try:
+            self._owner.call("launch").result(_ANSWER_DEADLINE_S)
+        except WorkerDied as error:
+            raise MachineLost(f"the machine of {self.plan.name} ({self.plan.host}) is lost: {error}") from error
+        # In the order of the lane: the second begins when the first has ended.
+        self._ready, self._end = self._owner.call("wait_serving"), self._owner.call("wait_end")
+
+    def wait_ready(self) -> str:
+        assert self._ready is not None, "wait_ready before launch"
+        self._serving = self._ready.result()  # its own deadline runs where the process does
+        http_utils.authorize(self.url, self.plan.token)
+        return self.url
+
+    def alive(self) -> bool:
+        return self._end is not None and not self._end.done()
+
+    def signs(self) -> Signs | None:
+        try:
+            return self._owner.call("signs", lane=CONTROL).result(_SIGNS_DEADLINE_S)
+        except (WorkerDied, waits.WaitTimeout):
+            return None
+
+    def describe_end(self) -> str:
+        if self._end is None:
+            return "was never started"
+        try:
+            return self._end.result(_ANSWER_DEADLINE_S)
+        except WorkerDied as error:
+            return f"went with the process that owned it: {error}"
+
+    def _owner_is_lost(self) -> bool:
+        try:
+            self._owner.call("is_there", lane=CONTROL).result(_ANSWER_DEADLINE_S)
+        except WorkerDied:
+            return True
+        return False
+
+    def kill(self) -> None:
+        with contextlib.suppress(WorkerDied):
+            self._owner.call("kill", lane=CONTROL).result(_ANSWER_DEADLINE_S)
+            if self._end is not None:
+                self._end.result(_ANSWER_DEADLINE_S)
+
+    def stop(self) -> None:
+        with contextlib.suppress(WorkerDied, waits.WaitTimeout):
+            self._owner.call("stop", lane=CONTROL).result(_ANSWER_DEADLINE_S)
+        self._owner.kill()
+
+
+def host_engine(runtime: Runtime, plan: LaunchPlan, spec: WorkerSpec) -> HostedEngine:
+    """An engine whose owner the runtime places as `spec` says."""
+    return HostedEngine(plan, lambda port: runtime.spawn(EngineServer, plan, port, spec=spec))

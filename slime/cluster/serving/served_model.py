@@ -1,0 +1,129 @@
+"""One served model: its engines, the fleet that keeps them alive, and the addresses before them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from slime.arguments import Args
+from slime.arguments.groups.topology import ServedModel
+from slime.cluster.run import Run
+from slime.cluster.serving.engine_host import host_engine
+from slime.cluster.serving.engine_plan import plan_engines
+from slime.cluster.serving.front import Front, Rotations
+from slime.engines.external import ExternalServer, discover, read_address
+from slime.engines.fleet import EngineFleet, Server, WatchPolicy
+from slime.engines.topology import place_engines, plan_router
+from slime.runtime.base import Runtime, WorkerSpec
+from slime.runtime.placement import Placement, Slot
+
+
+class ModelService:
+    """Engines of one model and what stands before them. `on_join`: brings an engine that was started again up to date.
+
+    `num_reserved`: the last so many engines are in the fleet, and behind an address of their own.
+    """
+
+    def __init__(
+        self,
+        args: Args,
+        model: ServedModel,
+        servers: Sequence[Server],
+        on_join: Callable[[str], None],
+        num_reserved: int = 0,
+    ):
+        self.model = model
+        self.fleet = EngineFleet(servers, _watch_policy(args), on_join)
+        plan = plan_router(model, args.rollout_router)
+        name = "router" if model is args.engine_topology.policy else f"{model.name}-router"
+        shared, reserved = servers[: len(servers) - num_reserved], servers[len(servers) - num_reserved :]
+        self._front = Front(args, plan, shared, name)
+        self._reserved = Front(args, plan, reserved, f"reserved-{name}") if reserved else None
+
+    @property
+    def _fronts(self) -> list[Front]:
+        return [self._front, *([self._reserved] if self._reserved is not None else [])]
+
+    @property
+    def failures(self) -> list:
+        """Futures of which any ends the run."""
+        return [self.fleet.failure, *(failure for front in self._fronts for failure in front.failures)]
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Of the engines that are not reserved."""
+        return tuple(server.url for server in self._front.servers)
+
+    def start_routers(self, run_: Run, port: int | None) -> tuple[int, int | None]:
+        """What requests go to: the port, and that of the reserved engines. `port`: the one that was asked for."""
+        self.fleet.follow(Rotations(self._fronts))
+        first = self._front.start(run_, port)
+        return first, self._reserved.start(run_, None) if self._reserved is not None else None
+
+    def close(self) -> None:
+        for front in self._fronts:
+            front.close()
+        self.fleet.stop()
+        for front in self._fronts:
+            front.close_last()
+
+
+def make_servers(args: Args, run_: Run, slots: tuple[Slot, ...], runtime: Runtime) -> dict[str, list[Server]]:
+    """The engines of each model, not yet started; external ones are asked who they are."""
+    if not slots:
+        return {}
+    if args.rollout_external_engine_addrs:
+        for address in args.rollout_external_engine_addrs:
+            run_.engine_token.use_for(read_address(address))
+        engines = discover(args.rollout_external_engine_addrs, args.hf_checkpoint)
+        if args.rollout_router != "sglang" and any(engine.worker_type != "regular" for engine in engines):
+            raise ValueError(
+                "--rollout-external-engine-addrs names prefill or decode engines, which need SGLang's router; "
+                "use --rollout-router sglang."
+            )
+        if args.eval_num_engines and any(engine.worker_type != "regular" for engine in engines):
+            raise ValueError(
+                "--eval-num-engines with prefill and decode engines: they work in pairs behind one router; remove it."
+            )
+        patience_s = args.engine_start_timeout_s
+        return {args.engine_topology.policy.name: [ExternalServer(engine, patience_s) for engine in engines]}
+    servers: dict[str, list[Server]] = {}
+    plans = plan_engines(args, run_, slots)
+    for place, plan, slot in zip(place_engines(args.engine_topology), plans, slots, strict=True):
+        spec = WorkerSpec(plan.name, slot=slot, near_driver=True)
+        servers.setdefault(place.model, []).append(host_engine(runtime, plan, spec))
+    return servers
+
+
+def _policy_slots(args: Args, slots: tuple[Slot, ...]) -> tuple[Slot, ...]:
+    """Of the engines that get the trainer's weights."""
+    if args.rollout_external_engine_addrs or not slots:
+        return slots
+    name = args.engine_topology.policy.name
+    places = place_engines(args.engine_topology)
+    return tuple(slot for place, slot in zip(places, slots, strict=True) if place.model == name)
+
+
+def ranks_on_engines(args: Args, placement: Placement) -> tuple[tuple[int, ...], ...]:
+    """For each engine that gets the trainer's weights: the trainer ranks on its devices, in their order."""
+    rank_on = {gpu: slot.index for slot in placement.trainer for gpu in slot.gpus}
+    engines = _policy_slots(args, placement.engines)
+    return tuple(tuple(rank_on[gpu] for gpu in slot.gpus if gpu in rank_on) for slot in engines)
+
+
+def trains_on_every_gpu(args: Args, placement: Placement) -> bool:
+    """Whether each GPU of an engine that gets weights has a trainer rank on it, which can hand them over in its memory."""
+    training = {gpu for slot in placement.trainer for gpu in slot.gpus}
+    return all(training.issuperset(slot.gpus) for slot in _policy_slots(args, placement.engines))
+
+
+def _watch_policy(args: Args) -> WatchPolicy:
+    return WatchPolicy(
+        restart_limit=args.engine_restart_limit,
+        restart_window_s=args.engine_restart_window_s,
+        silence_limit_s=args.engine_silence_timeout_s or None,
+        probe_interval_s=args.rollout_health_check_interval if args.use_fault_tolerance else None,
+        probe_timeout_s=args.rollout_health_check_timeout,
+        probe_first_wait_s=args.rollout_health_check_first_wait,
+        probe_failures=args.rollout_health_check_failures,
+        no_engine_timeout_s=args.no_engine_timeout_s,
+    )

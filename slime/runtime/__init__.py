@@ -1,0 +1,17 @@
+"""Where objects run: child processes of this machine or Ray actors, behind the same handles; and which devices each gets."""
+
+from pathlib import Path
+
+from slime.arguments import Args
+from slime.runtime.base import Runtime
+
+
+def create_runtime(args: Args, run_dir: Path, shm_prefix: str) -> Runtime:
+    """The runtime that `--runtime` names."""
+    if args.runtime == "ray":
+        from slime.runtime.on_ray import RayRuntime  # ray is not installed everywhere
+
+        return RayRuntime(args, run_dir, args.worker_silence_timeout_s)
+    from slime.runtime.local import LocalRuntime
+
+    return LocalRuntime(run_dir, shm_prefix, args.worker_silence_timeout_s)

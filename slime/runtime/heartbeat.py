@@ -1,0 +1,117 @@
+"""Heartbeats of workers: a call may take as long as it needs, but a process that gives no sign of life is told by name.
+
+Each worker has a thread that answers for it beside its work, so a long step is no silence. A stopped process, and one that
+hangs with Python's lock held, is: it is warned of, and after the limit its calls fail with what is known of the cause.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import threading
+import time
+from typing import Protocol
+
+from slime.runtime.base import WorkerDied
+from slime.runtime.worker import BEAT_S
+from slime.utils.vital_signs import Signs, SilenceClock
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_LIMIT_S = 60.0
+_FIRST_WARNING = 0.25  # of the limit; then at twice the silence each time
+
+
+class WorkerSilent(WorkerDied):
+    """A process of the run is there and gives no sign of life."""
+
+
+class Beating(Protocol):
+    """A worker as the watch sees it."""
+
+    @property
+    def title(self) -> str:
+        """Its name, and its process where that is known."""
+
+    def has_ended(self) -> bool:
+        """Nobody needs to watch it any more."""
+
+    def heard(self) -> bool:
+        """Whether it gave a sign of life since the last question."""
+
+    def signs(self) -> Signs | None:
+        """What the system says of its process; None: it cannot be seen from here."""
+
+    def fail(self, error: WorkerSilent | None) -> None:
+        """Its calls, those under way and later ones, end with this error; None: it answers again."""
+
+
+class _Watched:
+    def __init__(self, worker: Beating, limit_s: float, failure: concurrent.futures.Future):
+        self.worker, self._limit_s, self._failure = worker, limit_s, failure
+        self._clock = SilenceClock(limit_s, 3 * BEAT_S)
+        self._next_warning_s = limit_s * _FIRST_WARNING
+        self._failed = False
+
+    def look(self, elapsed_s: float) -> None:
+        if self.worker.heard():
+            self._hear()
+            return
+        self._clock.miss(elapsed_s, self.worker.signs())
+        if self._clock.is_overdue and not self._failed:
+            self._failed = True
+            error = WorkerSilent(f"{self._told()} (--worker-silence-timeout-s {self._limit_s:g})")
+            logger.error("%s", error)
+            self.worker.fail(error)
+            if not self._failure.done():
+                self._failure.set_exception(error)
+        elif self._clock.silent_s >= self._next_warning_s:
+            self._next_warning_s *= 2
+            logger.warning("%s", self._told())
+
+    def _hear(self) -> None:
+        if self._clock.silent_s >= self._limit_s * _FIRST_WARNING:
+            logger.warning("%s answers again after %.0f s", self.worker.title, self._clock.silent_s)
+        if self._failed:
+            self._failed = False
+            self.worker.fail(None)
+        self._clock.hear()
+        self._next_warning_s = self._limit_s * _FIRST_WARNING
+
+    def _told(self) -> str:
+        return f"{self.worker.title} has not answered for {self._clock.silent_s:.0f} s: {self._clock.describe()}"
+
+
+class HeartbeatWatch:
+    """One thread for all workers of a runtime. `limit_s` 0: nobody is watched. `failure` gets the first silence over the limit."""
+
+    def __init__(self, limit_s: float = DEFAULT_LIMIT_S):
+        self._limit_s = limit_s
+        self.failure: concurrent.futures.Future = concurrent.futures.Future()
+        self._watched: list[_Watched] = []
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def add(self, worker: Beating) -> None:
+        if not self._limit_s:
+            return
+        with self._lock:
+            self._watched.append(_Watched(worker, self._limit_s, self.failure))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
+                self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _run(self) -> None:
+        last = time.monotonic()
+        while not self._closed.wait(BEAT_S):
+            now = time.monotonic()
+            elapsed_s, last = now - last, now
+            with self._lock:
+                self._watched = [one for one in self._watched if not one.worker.has_ended()]
+                watched = list(self._watched)
+            for one in watched:
+                one.look(elapsed_s)

@@ -1,0 +1,256 @@
+"""The local runtime: child processes of this one, joined by sockets; nothing is left when the driver ends."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import itertools
+import os
+import pickle
+import queue
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from slime.runtime.base import CONTROL, WORK, Handle, WorkerDied, WorkerSpec
+from slime.runtime.heartbeat import DEFAULT_LIMIT_S, HeartbeatWatch, WorkerSilent
+from slime.runtime.placement import Placement
+from slime.runtime.worker import BEAT, encode_call
+from slime.utils import shm, tensor_pickle, waits
+from slime.utils.processes import import_environment, stop_process
+from slime.utils.vital_signs import Signs, signs_of
+
+_LOG_TAIL_LINES = 20
+
+
+class LocalFuture:
+    """A `concurrent.futures.Future` whose timeout is a named error."""
+
+    def __init__(self, inner: concurrent.futures.Future, name: str):
+        self._inner, self._name = inner, name
+
+    def done(self) -> bool:
+        return self._inner.done()
+
+    def result(self, deadline_s: float | None = None) -> Any:
+        with waits.waiting(self._name, owner="driver", deadline_s=deadline_s):
+            try:
+                return self._inner.result(deadline_s)
+            except concurrent.futures.TimeoutError:
+                if self._inner.done():
+                    raise  # the call itself raised a TimeoutError
+                raise waits.WaitTimeout(f"{self._name}: not done after {deadline_s} s") from None
+
+
+class _Lane:
+    """A daemon thread that runs calls one after another: a call that never ends cannot keep the driver alive."""
+
+    def __init__(self, name: str):
+        self._calls: queue.SimpleQueue = queue.SimpleQueue()
+        threading.Thread(target=self._serve, name=name, daemon=True).start()
+
+    def submit(self, call: Callable[[], Any]) -> concurrent.futures.Future:
+        future: concurrent.futures.Future = concurrent.futures.Future()
+        self._calls.put((call, future))
+        return future
+
+    def _serve(self) -> None:
+        while True:
+            call, future = self._calls.get()
+            try:
+                future.set_result(call())
+            except BaseException as error:  # whatever was raised belongs to the caller
+                future.set_exception(error)
+
+
+class InProcessHandle:
+    """An object in the driver's process; each lane is a thread."""
+
+    def __init__(self, cls: type, args: tuple, spec: WorkerSpec):
+        self.name = spec.name
+        self._lanes = {lane: _Lane(f"{spec.name}-{lane}") for lane in (WORK, CONTROL)}
+        self._target = self._lanes[WORK].submit(lambda: cls(*args))
+
+    def call(self, method: str, *args: Any, lane: str = WORK) -> LocalFuture:
+        invoke = self._lanes[lane].submit(lambda: getattr(self._target.result(), method)(*args))
+        return LocalFuture(invoke, f"{self.name}.{method}")
+
+    def kill(self) -> None:
+        """Nothing to end: the threads are daemons of this process."""
+
+
+class ProcessHandle:
+    """An object in a child process."""
+
+    def __init__(self, cls: type, args: tuple, spec: WorkerSpec, log_path: Path, shm_prefix: str):
+        self.name, self.log_path = spec.name, log_path
+        self._ids = itertools.count()
+        self._pending: dict[int, concurrent.futures.Future] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+        self._heard = False  # set by every frame, reset by the watch
+        self._silence: WorkerSilent | None = None  # set by the watch
+        self._process, self._connection = _start_worker(spec, log_path, shm_prefix)
+        threading.Thread(target=self._read, name=f"{self.name}-answers", daemon=True).start()
+        self.call("__init__", f"{cls.__module__}.{cls.__qualname__}", *args)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def call(self, method: str, *args: Any, lane: str = WORK) -> LocalFuture:
+        future: concurrent.futures.Future = concurrent.futures.Future()
+        call_id = next(self._ids)
+        frame = encode_call(lane, call_id, method, args)
+        with self._lock:
+            if self._closed:
+                future.set_exception(self._death())
+            elif self._silence is not None:
+                future.set_exception(self._silence)
+            else:
+                self._pending[call_id] = future
+                # A broken socket is the reader's business: it sees the end and fails every pending call.
+                with contextlib.suppress(OSError):
+                    self._connection.send_bytes(frame)
+        return LocalFuture(future, f"{self.name}.{method}")
+
+    def _read(self) -> None:
+        while True:
+            try:
+                frame = self._connection.recv_bytes()
+            except (EOFError, OSError):
+                self._process.wait()
+                with self._lock:
+                    self._closed = True
+                    pending, self._pending = list(self._pending.values()), {}
+                for future in pending:
+                    future.set_exception(self._death())
+                return
+            if frame != BEAT:
+                self._take_answer(frame)
+            self._heard = True
+
+    def _take_answer(self, frame: bytes) -> None:
+        call_id, ok, value = pickle.loads(frame)
+        with self._lock:
+            future = self._pending.pop(call_id, None)
+        if future is None:
+            return  # given up: its worker was silent for too long
+        if ok:
+            future.set_result(value)
+        else:
+            future.set_exception(value)
+
+    def _death(self) -> WorkerDied:
+        code = self._process.poll()
+        how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with code {code}"
+        return WorkerDied(f"{self.name} {how}; last lines of {self.log_path}:\n{tail(self.log_path)}")
+
+    def kill(self) -> None:
+        stop_process(self._process, grace_s=0.0)
+
+    # ---- what the watch over heartbeats asks ---------------------------------------------------------------------
+
+    @property
+    def title(self) -> str:
+        return f"{self.name} (pid {self.pid})"
+
+    def has_ended(self) -> bool:
+        return self._closed
+
+    def heard(self) -> bool:
+        heard, self._heard = self._heard, False
+        return heard
+
+    def signs(self) -> Signs | None:
+        return signs_of([self.pid])
+
+    def fail(self, error: WorkerSilent | None) -> None:
+        with self._lock:
+            self._silence = error
+            pending = list(self._pending.values()) if error is not None else []
+            if error is not None:
+                self._pending = {}
+        for future in pending:
+            future.set_exception(error)
+
+
+def _start_worker(spec: WorkerSpec, log_path: Path, shm_prefix: str) -> tuple[subprocess.Popen, Connection]:
+    ours, theirs = socket.socketpair()
+    devices = spec.slot.env if spec.slot is not None else {}
+    env = {**os.environ, **spec.env, **devices, **import_environment()}
+    command = [sys.executable, "-P", "-m", "slime.runtime.worker"]
+    command += ["--fd", str(theirs.fileno()), "--shm-prefix", shm_prefix]
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    with open(log_path, "ab") as log:
+        process = subprocess.Popen(
+            command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[theirs.fileno()]
+        )
+    theirs.close()
+    return process, Connection(ours.detach())
+
+
+def tail(path: Path, lines: int = _LOG_TAIL_LINES) -> str:
+    """The last lines of a log file."""
+    if not path.exists():
+        return "(no log)"
+    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentRef:
+    """A pickled value in shared memory."""
+
+    segment: str
+
+    def load(self) -> Any:
+        return pickle.loads(shm.open_segment(self.segment).buffer.numpy().data)
+
+
+class LocalRuntime:
+    """Spawns child processes and owns their end."""
+
+    num_machines = 1
+
+    def __init__(self, run_dir: Path, shm_prefix: str, silence_limit_s: float = DEFAULT_LIMIT_S):
+        self._run_dir, self._shm_prefix = run_dir, shm_prefix
+        self._handles: list[Handle] = []
+        self._heartbeats = HeartbeatWatch(silence_limit_s)
+
+    def claim(self, placement: Placement) -> Placement:
+        """What is visible is ours."""
+        return placement
+
+    @property
+    def failure(self) -> concurrent.futures.Future:
+        return self._heartbeats.failure
+
+    def spawn(self, cls: type, *args: Any, spec: WorkerSpec) -> Handle:
+        if spec.near_driver:
+            handle: Handle = InProcessHandle(cls, args, spec)
+        else:
+            handle = ProcessHandle(cls, args, spec, self._run_dir / "logs" / f"{spec.name}.log", self._shm_prefix)
+            self._heartbeats.add(handle)
+        self._handles.append(handle)
+        return handle
+
+    def put(self, value: Any) -> SegmentRef:
+        data = tensor_pickle.dumps(value)
+        segment = shm.create_segment(len(data), self._shm_prefix)
+        segment.buffer.numpy()[:] = memoryview(data)
+        return SegmentRef(segment.name)
+
+    def drop(self, ref: SegmentRef) -> None:
+        shm.open_segment(ref.segment).unlink()
+
+    def close(self) -> None:
+        self._heartbeats.close()
+        handles, self._handles = self._handles, []
+        for handle in reversed(handles):
+            handle.kill()

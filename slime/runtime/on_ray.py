@@ -1,0 +1,274 @@
+"""The Ray runtime: the same objects in Ray actors; the only module that imports ray."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.exceptions
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from slime.arguments import Args
+from slime.runtime.base import CONTROL, WORK, Handle, WorkerDied, WorkerSpec
+from slime.runtime.heartbeat import DEFAULT_LIMIT_S, HeartbeatWatch, WorkerSilent
+from slime.runtime.placement import LOOPBACK, Machine, Placement
+from slime.runtime.worker import BEAT_S
+from slime.utils import waits
+from slime.utils.errors import RunStopped
+from slime.utils.processes import import_environment
+from slime.utils.vital_signs import Signs, signs_of
+
+_CLAIM_DEADLINE_S = 120.0
+_PULSE = "pulse"
+_DEATHS = (
+    ray.exceptions.RayActorError,
+    ray.exceptions.ActorUnschedulableError,
+    ray.exceptions.OutOfMemoryError,
+    ray.exceptions.WorkerCrashedError,
+)
+
+
+class _Actor:
+    """Holds the object; a concurrency group per lane, and one for its heartbeat."""
+
+    def __init__(self, cls: type, args: tuple):
+        self._target = cls(*args)
+
+    @ray.method(concurrency_group=WORK)
+    def work(self, method: str, args: tuple) -> Any:
+        return getattr(self._target, method)(*args)
+
+    @ray.method(concurrency_group=CONTROL)
+    def control(self, method: str, args: tuple) -> Any:
+        return getattr(self._target, method)(*args)
+
+    @ray.method(concurrency_group=_PULSE)
+    def pulse(self) -> tuple[str, int]:
+        """Where it lives: node and process."""
+        return ray.get_runtime_context().get_node_id(), os.getpid()
+
+
+class RayFuture:
+    """An object ref whose errors are those of the other runtime. `silence`: why the actor is given up; None: it lives."""
+
+    def __init__(self, ref: Any, name: str, silence: Callable[[], WorkerSilent | None]):
+        self._ref, self._name, self._silence = ref, name, silence
+
+    def done(self) -> bool:
+        return bool(ray.wait([self._ref], timeout=0)[0]) or self._silence() is not None
+
+    def result(self, deadline_s: float | None = None) -> Any:
+        with waits.waiting(self._name, owner="driver", deadline_s=deadline_s) as wait:
+            while not ray.wait([self._ref], timeout=_slice_of(wait))[0]:
+                silence = self._silence()
+                if silence is not None:
+                    raise silence
+                if deadline_s is not None and wait.age_s >= deadline_s:
+                    raise waits.WaitTimeout(f"{self._name}: not done after {deadline_s} s")
+            return self._answer()
+
+    def _answer(self) -> Any:
+        try:
+            return ray.get(self._ref)
+        except _DEATHS as error:
+            raise WorkerDied(f"{self._name}: {error}") from error
+        except ray.exceptions.RayTaskError as error:
+            cause = error.cause if isinstance(error.cause, Exception) else error
+            cause.add_note(f"in {self._name}:\n{error}")
+            raise cause from None
+
+
+def _slice_of(wait: waits.Wait) -> float:
+    """How long to wait before the next look at the actor's heartbeat."""
+    return BEAT_S if wait.deadline_s is None else min(BEAT_S, max(0.0, wait.deadline_s - wait.age_s))
+
+
+class RayHandle:
+    """An actor on the node with that id."""
+
+    def __init__(self, cls: type, args: tuple, spec: WorkerSpec, node_id: str):
+        self.name = spec.name
+        devices = spec.slot.env if spec.slot is not None else {}
+        actor_class = ray.remote(concurrency_groups={WORK: 1, CONTROL: 1, _PULSE: 1})(_Actor)
+        options = actor_class.options(
+            num_cpus=0,
+            num_gpus=0,  # placement names the devices; Ray's own bookkeeping would hide shared ones
+            max_restarts=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+            runtime_env={"env_vars": {**spec.env, **devices, **import_environment()}},
+        )
+        self._actor = options.remote(cls, args)
+        self._node: str | None = None  # where it was found; None: it has not answered yet
+        self._pid = 0
+        self._question: Any = None  # the heartbeat that is under way
+        self._ended = False
+        self._silence: WorkerSilent | None = None  # set by the watch
+
+    def call(self, method: str, *args: Any, lane: str = WORK) -> RayFuture:
+        remote = getattr(self._actor, lane)
+        return RayFuture(remote.remote(method, args), f"{self.name}.{method}", lambda: self._silence)
+
+    def kill(self) -> None:
+        self._ended = True
+        ray.kill(self._actor)
+
+    # ---- what the watch over heartbeats asks ---------------------------------------------------------------------
+
+    @property
+    def title(self) -> str:
+        return f"{self.name} (pid {self._pid} on node {self._node})"
+
+    def has_ended(self) -> bool:
+        return self._ended
+
+    def heard(self) -> bool:
+        """Until its first answer it is placed and made, which takes what it takes."""
+        if self._question is None:
+            self._question = self._actor.pulse.remote()
+        if not ray.wait([self._question], timeout=0)[0]:
+            return self._node is None
+        try:
+            self._node, self._pid = ray.get(self._question)
+        except ray.exceptions.RayError:  # it died, as those who wait for it are told
+            self._ended = True
+        self._question = None
+        return True
+
+    def signs(self) -> Signs | None:
+        here = self._node == ray.get_runtime_context().get_node_id()
+        return signs_of([self._pid]) if here else None
+
+    def fail(self, error: WorkerSilent | None) -> None:
+        self._silence = error
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectRef:
+    """A value in Ray's object store; wrapped in a list so that Ray does not resolve it on the way."""
+
+    inner: tuple
+
+    def load(self) -> Any:
+        return ray.get(self.inner[0])
+
+
+class RayRuntime:
+    """Spawns actors in the cluster that `RAY_ADDRESS` names, or in one started for this run.
+
+    GPUs are held by a placement group with a bundle per machine. Actors then take a place on a bundle's node and name
+    its devices themselves, so that engines and ranks may share them.
+    """
+
+    def __init__(self, args: Args, run_dir: Path, silence_limit_s: float = DEFAULT_LIMIT_S):
+        self._owns_ray = not ray.is_initialized()
+        self._silence_limit_s = silence_limit_s
+        self._heartbeats = HeartbeatWatch(silence_limit_s)
+        self._handles: list[Handle] = []
+        if self._owns_ray:
+            ray.init(include_dashboard=False, log_to_driver=False, logging_level="warning")
+        self._driver_node: str = ray.get_runtime_context().get_node_id()
+        self._nodes: list[str] = [self._driver_node]  # of each machine of the plan
+        self._group: PlacementGroup | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """An actor that spawns others owns them, and neither Ray nor the devices."""
+        return {**self.__dict__, "_owns_ray": False, "_handles": [], "_group": None, "_heartbeats": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _heartbeats=HeartbeatWatch(state["_silence_limit_s"]))
+
+    @property
+    def num_machines(self) -> int:
+        return len(_addresses())
+
+    def claim(self, placement: Placement) -> Placement:
+        needs = placement.gpus_of_machines
+        machines = self._claim_gpus(needs) if any(needs) else self._take_nodes(len(needs))
+        return placement.on(machines)
+
+    def _take_nodes(self, number: int) -> list[Machine]:
+        """The driver's own first; CPU machines hold as much as they are given."""
+        self._nodes = sorted(_addresses(), key=lambda node: (node != self._driver_node, node))[:number]
+        return self._machines([()] * number)
+
+    def _claim_gpus(self, needs: tuple[int, ...]) -> list[Machine]:
+        needs = tuple(max(1, needed) for needed in needs)  # a machine on which engines leave all GPUs free is held too
+        have = sorted((int(node["Resources"].get("GPU", 0)) for node in _alive_nodes()), reverse=True)
+        if any(there < needed for there, needed in zip(have, sorted(needs, reverse=True), strict=False)):
+            raise ValueError(
+                f"the plan needs machines with {_listed(needs)} GPUs, and those of the Ray cluster have {_listed(have)}: "
+                "lower --actor-num-gpus-per-node or --rollout-num-gpus, or start Ray on more machines"
+            )
+        self._group = placement_group([{"GPU": needed} for needed in needs], strategy="STRICT_SPREAD")
+        if not self._group.wait(_CLAIM_DEADLINE_S):
+            raise RunStopped(
+                f"the Ray cluster gave no machines with {_listed(needs)} GPUs within {_CLAIM_DEADLINE_S:.0f} s: other "
+                "jobs hold them (`ray status` says who)"
+            )
+        looks = [_look_around(self._group, bundle, needed) for bundle, needed in enumerate(needs)]
+        found = ray.get(looks, timeout=_CLAIM_DEADLINE_S)
+        self._nodes = [node for node, _ in found]
+        return self._machines([gpu_ids for _, gpu_ids in found])
+
+    def _machines(self, gpu_ids: list[tuple[int, ...]]) -> list[Machine]:
+        """Loopback is enough where all is on the driver's machine."""
+        addresses = _addresses()
+        alone = set(self._nodes) == {self._driver_node}
+        hosts = [LOOPBACK if alone else addresses[node] for node in self._nodes]
+        return [Machine(*machine) for machine in zip(hosts, gpu_ids, strict=True)]
+
+    @property
+    def failure(self) -> concurrent.futures.Future:
+        return self._heartbeats.failure
+
+    def spawn(self, cls: type, *args: Any, spec: WorkerSpec) -> Handle:
+        node = self._driver_node if spec.slot is None else self._nodes[spec.slot.machine]
+        handle = RayHandle(cls, args, spec, node)
+        self._heartbeats.add(handle)
+        self._handles.append(handle)
+        return handle
+
+    def put(self, value: Any) -> ObjectRef:
+        return ObjectRef((ray.put(value),))
+
+    def drop(self, ref: ObjectRef) -> None:
+        del ref  # the object store frees a value with its last reference
+
+    def close(self) -> None:
+        self._heartbeats.close()
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.kill()
+        group, self._group = self._group, None
+        if group is not None:
+            remove_placement_group(group)
+        if self._owns_ray and ray.is_initialized():
+            ray.shutdown()
+
+
+def _alive_nodes() -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def _addresses() -> dict[str, str]:
+    return {node["NodeID"]: node["NodeManagerAddress"] for node in _alive_nodes()}
+
+
+def _look_around(group: PlacementGroup, bundle: int, num_gpus: int) -> Any:
+    """Ray alone knows where a bundle lies and which devices it holds, and tells only those who ask for all of them."""
+    place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+    return ray.remote(_node_and_gpus).options(num_cpus=0, num_gpus=num_gpus, scheduling_strategy=place).remote()
+
+
+def _node_and_gpus() -> tuple[str, tuple[int, ...]]:
+    return ray.get_runtime_context().get_node_id(), tuple(sorted(int(gpu) for gpu in ray.get_gpu_ids()))
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))

@@ -1,0 +1,284 @@
+"""Whether engine and trainer hold one policy: their log-probs of the same tokens, by how old the weights behind a token are.
+
+Tokens that the trainer's own version sampled are *fresh* and must agree; those of older versions differ by what was learnt
+since. A token that names no version is taken as fresh: the rollout stage names one for every token of a run with engines.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.arguments.groups.algorithm import LOGPROB_DIFF_THRESHOLDS
+from slime.arguments.groups.off_policy import CORRECTIONS
+from slime.backends.base import TrainBackend
+from slime.step.difference_trend import DifferenceTrend
+from slime.step.hints import Hints
+from slime.utils.errors import RunStopped
+from slime.utils.types import RolloutBatch
+
+# Lags of versions that are told apart; the last stands for itself and all above.
+LAGS = 5
+SHOWN_TOKENS = 5
+# Rounding scatters to both sides; a mean difference above the first with more than the second to one side is something else.
+ONE_SIDED_FROM = 0.02
+ONE_SIDED_SHARE = 0.5
+ONE_SIDED_TOKENS = 256  # of fewer it may be chance
+
+LogProbs = Mapping[int, Tensor]  # position in the rank's batch -> [R_i] of the trainer, on the CPU
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Sums over the trained tokens of one optimizer step on all ranks; `lag` counts weight versions.
+
+    Example: `Difference(version=7, counts=tensor([90., 10., 0., 0., 0.]), totals=tensor([0.9, 0.5, 0., 0., 0.]), ...)`: 90
+    fresh tokens differ by 0.01 on average, 10 of version 6 by 0.05.
+    """
+
+    version: int  # of the trainer
+    counts: Tensor  # [LAGS] tokens
+    totals: Tensor  # [LAGS] absolute differences
+    lags: float  # sum of lags, none cut off at LAGS
+    signed: float  # trainer - engine, of fresh tokens
+    shifted: tuple[
+        float, float
+    ]  # mean absolute difference of fresh tokens to the engine's log-prob of the token before, after
+
+    @property
+    def num_fresh(self) -> int:
+        return int(self.counts[0])
+
+    @property
+    def num_stale(self) -> int:
+        return int(self.counts[1:].sum())
+
+    @property
+    def fresh(self) -> float:
+        """Mean absolute difference of fresh tokens."""
+        return (self.totals[0] / self.counts[0].clamp(min=1.0)).item()
+
+    @property
+    def stale(self) -> float:
+        return (self.totals[1:].sum() / self.counts[1:].sum().clamp(min=1.0)).item()
+
+    @property
+    def mean_lag(self) -> float:
+        """Of the tokens that are not fresh."""
+        return self.lags / max(self.num_stale, 1)
+
+    def metrics(self) -> dict[str, float]:
+        metrics = {}
+        for lag in range(LAGS):
+            if self.counts[lag] > 0:
+                name = f"lag_{lag}" + ("_or_more" if lag == LAGS - 1 else "")
+                metrics[f"train/staleness/{name}"] = (self.counts[lag] / self.counts.sum()).item()
+                metrics[f"train/logprob_abs_diff/{name}"] = (self.totals[lag] / self.counts[lag]).item()
+        return metrics
+
+
+class Agreement:
+    """The checks of one rank over a whole run. Sums are over all ranks, so that all come to the same conclusion."""
+
+    def __init__(self) -> None:
+        self.hints = Hints()
+        self._trend = DifferenceTrend()
+
+    def check(
+        self, backend: TrainBackend, args: Any, batch: RolloutBatch, log_probs: LogProbs | None, version: int | None
+    ) -> dict[str, float]:
+        """Compare the trainer's `log_probs`, computed under the weights that engines know as `version`, with the engine's.
+
+        `log_probs` None: a loss of the user's own made them and kept them to itself. `version` None: no engine knows the weights.
+        Stops the run where fresh tokens differ by more than the threshold, warns about all else; returns metrics.
+        """
+        why_not = _cannot_run(batch, log_probs, version)
+        if why_not is not None:
+            if args.logprob_diff_threshold != 0:
+                self.hints.tell(
+                    "agreement cannot run",
+                    f"log-probs of engine and trainer are not compared in this run (--logprob-diff-threshold): {why_not}",
+                )
+            return {}
+        difference = measure(backend, batch, log_probs, version)
+        threshold = threshold_of(backend, args)
+        if threshold:
+            self._judge_fresh(args, batch, log_probs, difference, threshold)
+            self._judge_stale(difference, threshold)
+            self._judge_trend(args, difference, threshold)
+        self._judge_correction(args, difference)
+        return difference.metrics()
+
+    def _judge_fresh(
+        self, args: Any, batch: RolloutBatch, log_probs: LogProbs, difference: Difference, threshold: float
+    ) -> None:
+        if not difference.num_fresh:
+            return
+        cause = _likely_cause(args, difference)
+        if difference.fresh > threshold:
+            raise RunStopped(_apart(batch, log_probs, difference, threshold, cause or _fp8_remedy(args)))
+        if cause and difference.num_fresh >= ONE_SIDED_TOKENS:
+            self.hints.tell(
+                "one-sided difference",
+                f"log-probs of engine and trainer differ by {difference.fresh:.3g} on average over {difference.num_fresh} "
+                f"tokens of version {difference.version}, below --logprob-diff-threshold {threshold:g}, but not as rounding "
+                f"does.{cause}",
+            )
+
+    def _judge_stale(self, difference: Difference, threshold: float) -> None:
+        if difference.num_stale and difference.stale > threshold:
+            self.hints.tell(
+                "stale tokens apart",
+                f"log-probs of engine and trainer differ by {difference.stale:.3g} on average over {difference.num_stale} "
+                f"tokens that older weights sampled ({difference.mean_lag:.1f} versions behind {difference.version}), more than "
+                f"--logprob-diff-threshold {threshold:g}: the policy has moved far since, or engines and trainer compute "
+                "differently. A smaller --lr, more frequent pushes or a smaller --max-weight-staleness bring them together.",
+            )
+
+    def _judge_trend(self, args: Any, difference: Difference, threshold: float) -> None:
+        drift = self._trend.note(difference.version, difference.fresh, difference.num_fresh, threshold)
+        if drift is None:
+            return
+        self.hints.tell(
+            "difference grows",
+            f"log-probs of engine and trainer lie {drift.now:.3g} apart on fresh tokens, {drift.num_pushes} weight pushes after "
+            f"they lay {drift.first:.3g} apart: a difference that grows with the pushes is a policy that the engines do not "
+            f"have, and samples of it teach less and less.{_fp8_remedy(args)} --check-weight-update-equal compares every tensor "
+            "of the engines after each push.",
+        )
+
+    def _judge_correction(self, args: Any, difference: Difference) -> None:
+        if not difference.num_stale or args.loss_type != "policy_loss" or any(getattr(args, c) for c in CORRECTIONS):
+            return
+        share = difference.num_stale / (difference.num_stale + difference.num_fresh)
+        self.hints.tell(
+            "stale tokens as on-policy",
+            f"{share:.0%} of the trained tokens were sampled by older weights ({difference.mean_lag:.1f} versions behind on "
+            f"average, log-probs {difference.stale:.3g} apart) and are trained as if the current weights had sampled them. "
+            "--use-tis weights each token by the ratio of the two policies; docs/algorithms.md lists the other corrections.",
+        )
+
+
+def _cannot_run(batch: RolloutBatch, log_probs: LogProbs | None, version: int | None) -> str | None:
+    """Why there is nothing to compare; None: there is. The same on all ranks."""
+    if "rollout_log_probs" not in batch:
+        return "the samples have no rollout_log_probs; ask the engine for them (return_logprob) and set one for each response token."
+    if version is None:
+        return "no engines got the trainer's weights (--debug-train-only, or replayed samples)."
+    if log_probs is None:
+        return "--loss-type custom_loss has no pass of ours before it (it has one where advantages are computed)."
+    return None
+
+
+def threshold_of(backend: TrainBackend, args: Any) -> float:
+    """--logprob-diff-threshold, or what the precision of both sides allows. An engine follows the trainer unless told otherwise."""
+    if args.logprob_diff_threshold is not None:
+        return args.logprob_diff_threshold
+    alike = backend.compute_dtype == torch.float32 and args.embedded_dtype != "bfloat16"
+    return LOGPROB_DIFF_THRESHOLDS["float32" if alike else "bfloat16"]
+
+
+def measure(backend: TrainBackend, batch: RolloutBatch, log_probs: LogProbs, version: int) -> Difference:
+    """A collective: every rank calls it, also one without samples."""
+    by_lag = torch.zeros(2, LAGS, dtype=torch.float64)
+    others = torch.zeros(6, dtype=torch.float64)  # lags, signed, then count and total to the token before and after
+    for trainer, engine, mask, lag in _by_sample(batch, log_probs, version):
+        gap = trainer - engine
+        bucket = lag.clamp(max=LAGS - 1)[mask]
+        by_lag[0].index_add_(0, bucket, torch.ones_like(gap[mask]))
+        by_lag[1].index_add_(0, bucket, gap[mask].abs())
+        fresh = mask & (lag == 0)
+        others[0] += lag[mask].sum()
+        others[1] += gap[fresh].sum()
+        pairs = fresh[1:] & fresh[:-1]
+        others[2] += pairs.sum()
+        others[3] += (trainer[1:] - engine[:-1])[pairs].abs().sum()
+        others[4] += pairs.sum()
+        others[5] += (trainer[:-1] - engine[1:])[pairs].abs().sum()
+    summed = backend.sum_over_ranks(torch.cat([by_lag.flatten(), others])).cpu()
+    counts, totals, others = summed.split([LAGS, LAGS, 6])
+    lags, signed, count, before, _, after = others.tolist()
+    return Difference(version, counts, totals, lags, signed, (before / max(count, 1.0), after / max(count, 1.0)))
+
+
+def _by_sample(
+    batch: RolloutBatch, log_probs: LogProbs, version: int
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """(trainer's log-probs, engine's, whether trained, lag), each [R_i]."""
+    for position, trainer in log_probs.items():
+        engine = batch["rollout_log_probs"][position].double()
+        mask = batch["loss_masks"][position] != 0
+        yield trainer.double(), engine, mask, _lags(batch, position, version)
+
+
+def _lags(batch: RolloutBatch, position: int, version: int) -> Tensor:
+    """[R_i] versions behind the trainer's; 0 where a token names none."""
+    if "versions" not in batch:
+        return torch.zeros(batch["response_lengths"][position], dtype=torch.long)
+    versions = batch["versions"][position].long()
+    return torch.where(versions >= 0, (version - versions).clamp(min=0), 0)
+
+
+def _likely_cause(args: Any, difference: Difference) -> str:
+    """A sentence about a difference that is no rounding, with a blank before it; empty: nothing points anywhere."""
+    if difference.fresh < ONE_SIDED_FROM:
+        return ""
+    before, after = difference.shifted
+    if min(before, after) < difference.fresh * ONE_SIDED_SHARE:
+        near, where = (before, "before") if before < after else (after, "after")
+        return (
+            f" The engine's log-prob of the token {where} is nearer ({near:.3g}): they are shifted by one. rollout_log_probs[t] "
+            "belongs to response token t."
+        )
+    bias = difference.signed / max(difference.num_fresh, 1)
+    if abs(bias) > difference.fresh * ONE_SIDED_SHARE:
+        return (
+            f" The trainer's are {'higher' if bias > 0 else 'lower'} by {abs(bias):.3g} on average: were the samples drawn at "
+            f"another temperature than --rollout-temperature {args.rollout_temperature:g}?"
+        )
+    return ""
+
+
+def _fp8_remedy(args: Any) -> str:
+    """A sentence with a blank before it, where engines in FP8 may have missed small updates; else empty."""
+    if args.fp8_rounding != "nearest":
+        return ""
+    return (
+        " Engines in FP8 miss updates that are smaller than half a step of FP8 where the trainer started from FP8 weights: use "
+        "--fp8-rounding stochastic, or a 16-bit --hf-checkpoint with --rollout-quantization fp8."
+    )
+
+
+def _apart(batch: RolloutBatch, log_probs: LogProbs, difference: Difference, threshold: float, cause: str) -> str:
+    lines = [
+        _describe(batch, position, t, log_probs[position][t].item())
+        for _, position, t in _worst(batch, log_probs, difference.version)
+    ]
+    return (
+        f"log-probs of engine and trainer differ by {difference.fresh:.4g} on average over {difference.num_fresh} tokens of "
+        f"version {difference.version} (--logprob-diff-threshold {threshold:g}): they hold different weights or compute "
+        f"differently.{cause} Largest differences on this rank:\n" + "\n".join(lines)
+    )
+
+
+def _worst(batch: RolloutBatch, log_probs: LogProbs, version: int) -> list[tuple[float, int, int]]:
+    """(difference, position in the batch, response position) of the fresh tokens that are farthest apart."""
+    found = []
+    for position, (trainer, engine, mask, lag) in zip(log_probs, _by_sample(batch, log_probs, version), strict=True):
+        gaps = torch.where(mask & (lag == 0), (trainer - engine).abs(), -1.0)
+        found += [
+            (gap.item(), position, int(t)) for gap, t in zip(*gaps.topk(min(SHOWN_TOKENS, len(gaps))), strict=True)
+        ]
+    return [entry for entry in sorted(found, reverse=True)[:SHOWN_TOKENS] if entry[0] >= 0]
+
+
+def _describe(batch: RolloutBatch, position: int, t: int, trainer: float) -> str:
+    prompt = len(batch["tokens"][position]) - batch["response_lengths"][position]
+    version = int(batch["versions"][position][t]) if "versions" in batch else -1
+    return (
+        f"  sample {batch['sample_indices'][position]}, response position {t}: token {batch['tokens'][position][prompt + t]} "
+        f"of {f'version {version}' if version >= 0 else 'a version that was not recorded'}, engine "
+        f"{batch['rollout_log_probs'][position][t]:.4f}, trainer {trainer:.4f}"
+    )

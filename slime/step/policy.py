@@ -1,0 +1,268 @@
+"""The policy loss of a micro-batch: ratios, off-policy correction, entropy and KL terms, and what is reported of them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.algorithms.kl import compute_approx_kl
+from slime.algorithms.off_policy import (
+    TokenLayout,
+    importance_ratios,
+    importance_weights,
+    mismatch_metrics,
+    opsm_keep,
+    rejection,
+    weight_moments,
+)
+from slime.algorithms.policy_loss import PolicyInputs, PolicyOptions, PolicyTerms, compute_policy_terms
+from slime.algorithms.ratios import beyond_bound, exp_ratio
+from slime.algorithms.reduce import Reducer, reduction_weights, weighted_sum
+from slime.backends.base import TOKENS_LEFT, Metrics, MicroBatch, TokenOutputs, TrainBackend
+from slime.backends.shared.microbatch import split_by_sample
+from slime.step.watch import TokenWatch
+from slime.utils.misc import load_function
+from slime.utils.plugin_errors import plugin_call
+from slime.utils.types import RolloutBatch
+
+TokenMetrics = dict[str, Tensor]  # each [R], to be averaged over trained tokens
+LossFn = Callable[[TokenOutputs, MicroBatch], tuple[Tensor, Metrics]]
+
+
+@dataclass(frozen=True)
+class Corrected:
+    """Per token: the policy loss after weights and rejection, and what a plug-in leaves of the token in all terms."""
+
+    loss: Tensor  # [R]
+    metrics: TokenMetrics
+    mask: Tensor | None = None  # [R] times the loss mask, for policy, KL and entropy terms; None: all of it
+
+
+def policy_loss(args: Any, watch: TokenWatch | None = None) -> LossFn:
+    """The loss function of --loss-type policy_loss; `watch` sees the per-token terms of each micro-batch."""
+    options = PolicyOptions(
+        eps_clip=args.eps_clip,
+        eps_clip_high=args.eps_clip if args.eps_clip_high is None else args.eps_clip_high,
+        eps_clip_c=args.eps_clip_c,
+        sapo_tau_pos=args.sapo_tau_pos,
+        sapo_tau_neg=args.sapo_tau_neg,
+        kl_cov_coef=args.kl_cov_coef,
+        dppo_delta=args.dppo_delta,
+    )
+
+    def loss_fn(out: TokenOutputs, mb: MicroBatch) -> tuple[Tensor, Metrics]:
+        inputs = _inputs(out, mb)
+        terms, token_metrics = _policy_terms(args, inputs, options)
+        corrected = _correct(args, terms, inputs, mb)
+        token_metrics |= corrected.metrics
+        reduce, mean = loss_reducer(args, mb, corrected.mask), mean_reducer(args, mb)
+        pg_loss = _pg_reducer(args, mb, reduce, corrected.mask)(corrected.loss)
+        loss = pg_loss
+        if args.entropy_coef:
+            loss = loss - args.entropy_coef * reduce(out.entropy)
+        sums = {"pg_loss": pg_loss}
+        watched = _watched(inputs) | {"pg_loss": corrected.loss, "ppo_kl": terms.ppo_kl, "entropy": out.entropy}
+        if args.use_kl_loss:
+            watched["kl"] = _reference_kl(args, inputs, mb)
+            kl = reduce(watched["kl"])
+            loss = loss + args.kl_loss_coef * kl
+            sums["kl_loss"] = kl
+        token_metrics |= {
+            "entropy_loss": out.entropy,
+            "pg_clipfrac": terms.clipped,
+            "ppo_kl": terms.ppo_kl,
+            "ppo_kl_abs": terms.ppo_kl.abs(),
+            "ois": exp_ratio(-terms.ppo_kl),
+            "ratio_bounded": beyond_bound(terms.ppo_kl),
+        }
+        if watch is not None:
+            watch.record(mb, watched)
+        sums |= {name: mean(values.detach()) for name, values in token_metrics.items()}
+        sums["_counted"] = mean(torch.ones_like(terms.ppo_kl.detach()))
+        left_out = (terms.loss != 0) & (corrected.loss == 0)
+        sums[TOKENS_LEFT] = ((mb.loss_mask != 0) & ~left_out).sum().to(pg_loss.dtype)
+        sums["loss"] = loss
+        return loss, {name: value.detach() for name, value in sums.items()}
+
+    return loss_fn
+
+
+def _watched(inputs: PolicyInputs) -> TokenMetrics:
+    return {name: getattr(inputs, name) for name in ("log_probs", "old_log_probs", "advantages")}
+
+
+def loss_reducer(args: Any, mb: MicroBatch, mask: Tensor | None = None) -> Reducer:
+    """Flat per-token values -> the sum that --loss-reduction asks for.
+
+    `mask` [R] leaves tokens out of that sum; what it is divided by counts all trained tokens, as without it.
+    """
+    weights = reduction_weights(
+        args.loss_reduction, mb.loss_mask, mb.segments, mb.rollout_mask_sums, constant=args.loss_denominator
+    )
+    weights = weights if mask is None else weights * mask
+    return lambda values: weighted_sum(values, weights)
+
+
+def mean_reducer(args: Any, mb: MicroBatch) -> Reducer:
+    """As `loss_reducer`, but always a mean over the step: a constant denominator would shift what is reported."""
+    reduction = "rollout_mean" if args.loss_reduction == "constant" else args.loss_reduction
+    weights = reduction_weights(reduction, mb.loss_mask, mb.segments, mb.rollout_mask_sums)
+    return lambda values: weighted_sum(values, weights)
+
+
+def _pg_reducer(args: Any, mb: MicroBatch, default: Reducer, mask: Tensor | None) -> Reducer:
+    """The reducer of the policy-gradient term alone, which a plug-in may replace."""
+    if not args.custom_pg_loss_reducer_function_path or not mb.positions:
+        return default
+    path = args.custom_pg_loss_reducer_function_path
+    masks = split_by_sample(mb.loss_mask if mask is None else mb.loss_mask * mask, mb)
+    with plugin_call("--custom-pg-loss-reducer-function-path", path):
+        return load_function(path)(
+            list(mb.documents.lengths), list(mb.response_lengths), masks, args.calculate_per_token_loss
+        )
+
+
+def _trained(mb: MicroBatch, key: str, log_probs: Tensor) -> Tensor:
+    """Recorded values of trained tokens; elsewhere the current log-prob, so that no ratio there can overflow."""
+    if key not in mb.tokens:
+        return log_probs.detach()
+    return torch.where(mb.loss_mask != 0, mb.tokens[key], log_probs.detach())
+
+
+def _inputs(out: TokenOutputs, mb: MicroBatch) -> PolicyInputs:
+    return PolicyInputs(
+        log_probs=out.log_probs,
+        # Without recorded old log-probs this is the first and only step on its policy: the ratio is exactly 1.
+        old_log_probs=_trained(mb, "old_log_probs", out.log_probs),
+        advantages=mb.tokens["advantages"],
+        mask=mb.loss_mask,
+        segments=mb.segments,
+        num_samples=mb.num_samples,
+        selected=mb.tokens.get("selected"),
+    )
+
+
+def _policy_terms(args: Any, inputs: PolicyInputs, options: PolicyOptions) -> tuple[PolicyTerms, TokenMetrics]:
+    if args.custom_policy_loss_function_path is None:
+        return compute_policy_terms(args.policy_loss_type, inputs, options), {}
+    path = args.custom_policy_loss_function_path
+    with plugin_call("--custom-policy-loss-function-path", path):
+        loss, metrics = load_function(path)(args, inputs)
+    if loss.shape != inputs.log_probs.shape:
+        raise ValueError(
+            f"--custom-policy-loss-function-path {args.custom_policy_loss_function_path} returned a loss of shape "
+            f"{tuple(loss.shape)} for {len(inputs.log_probs)} response tokens: return one value per token."
+        )
+    ppo_kl = inputs.old_log_probs - inputs.log_probs
+    return PolicyTerms(loss, torch.zeros_like(ppo_kl), ppo_kl), dict(metrics)
+
+
+def _correct(args: Any, terms: PolicyTerms, inputs: PolicyInputs, mb: MicroBatch) -> Corrected:
+    """Weights and rejection, and metrics about the distance to the engine's policy."""
+    loss, metrics, mask = terms.loss, {}, None
+    if args.use_opsm:
+        keep = opsm_keep(
+            inputs.old_log_probs - inputs.log_probs,
+            inputs.advantages,
+            inputs.mask,
+            inputs.segments,
+            inputs.num_samples,
+            delta=args.opsm_delta,
+        )
+        loss, metrics["opsm_clipfrac"] = loss * keep, 1.0 - keep
+    if "rollout_log_probs" not in mb.tokens:
+        return Corrected(loss, metrics)
+    behaviour = _trained(mb, "rollout_log_probs", inputs.log_probs)
+    proximal = _trained(mb, "log_probs", inputs.log_probs)
+    layout = TokenLayout(inputs.mask, inputs.segments, inputs.num_samples)
+    ratio = importance_ratios(proximal - behaviour, layout, "token")
+    metrics |= {
+        "train_rollout_logprob_abs_diff": (proximal - behaviour).abs(),
+        # Three means from which the effective sample size of the whole step follows.
+        "_ratio": ratio,
+        "_ratio_square": ratio.square(),
+        "_ratio_count": torch.ones_like(ratio),
+    }
+    if args.custom_tis_function_path and (args.use_tis or args.get_mismatch_metrics):
+        custom = _custom_tis(args, loss, proximal, behaviour, mb)
+        if args.use_tis:
+            loss, mask = custom.loss, custom.mask
+        metrics |= custom.metrics
+    elif args.use_tis:
+        correction = importance_weights(
+            proximal - behaviour,
+            layout,
+            level=args.tis_level,
+            mode=args.tis_mode,
+            low=args.tis_clip_low,
+            high=args.tis_clip,
+        )
+        weights = correction.weights * mb.tokens["tis_scale"] if "tis_scale" in mb.tokens else correction.weights
+        loss, metrics = loss * weights, metrics | correction.metrics | {"tis_weight": weights}
+    if args.use_rs:
+        correction = rejection(
+            proximal - behaviour,
+            layout,
+            level=args.rs_level,
+            low=args.rs_lower,
+            high=args.rs_upper,
+            veto=args.rs_veto,
+        )
+        loss = torch.where(correction.keep != 0, loss, torch.zeros_like(loss))
+        metrics |= correction.metrics
+    if args.get_mismatch_metrics:
+        metrics = mismatch_metrics(proximal, behaviour, layout) | metrics  # a plug-in's own numbers win
+    return Corrected(loss, metrics, mask)
+
+
+def tis_scale(args: Any, backend: TrainBackend, batch: RolloutBatch, positions: Sequence[int]) -> list[Tensor]:
+    """1 / mean weight over the step whose samples of this rank are at `positions`: for each sample of the batch [R_i]."""
+    moments = torch.zeros(2, dtype=torch.float64)
+    if positions:
+        ratio = torch.cat([batch["log_probs"][p] - batch["rollout_log_probs"][p] for p in positions])
+        lengths = torch.tensor([batch["response_lengths"][p] for p in positions])
+        segments = torch.arange(len(positions)).repeat_interleave(lengths)
+        layout = TokenLayout(torch.cat([batch["loss_masks"][p] for p in positions]), segments, len(positions))
+        ratio = torch.where(layout.mask != 0, ratio, torch.zeros_like(ratio))
+        correction = importance_weights(
+            ratio, layout, level=args.tis_level, mode=args.tis_mode, low=args.tis_clip_low, high=args.tis_clip
+        )
+        moments = weight_moments(correction.weights, layout, args.tis_level)
+    total, count = backend.sum_over_ranks(moments).tolist()
+    scale = count / total if total > 0 else 1.0
+    return [torch.full((length,), scale) for length in batch["response_lengths"]]
+
+
+def _custom_tis(args: Any, loss: Tensor, proximal: Tensor, behaviour: Tensor, mb: MicroBatch) -> Corrected:
+    """A plug-in's weights; the masks it returns leave tokens out of every term's numerator, never of its denominator."""
+    path = args.custom_tis_function_path
+    with plugin_call("--custom-tis-function-path", path):
+        corrected, masks, metrics = load_function(path)(
+            args=args,
+            pg_loss=loss,
+            train_log_probs=split_by_sample(proximal, mb),
+            rollout_log_probs=split_by_sample(behaviour, mb),
+            loss_masks=split_by_sample(mb.loss_mask, mb),
+            total_lengths=list(mb.documents.lengths),
+            response_lengths=list(mb.response_lengths),
+        )
+    masks = list(masks)
+    lengths = tuple(len(mask) if mask.ndim == 1 else -1 for mask in masks)
+    if corrected.shape != loss.shape or lengths != mb.response_lengths:
+        raise ValueError(
+            f"--custom-tis-function-path {args.custom_tis_function_path} returned a loss of shape {tuple(corrected.shape)} and masks "
+            f"of {[tuple(mask.shape) for mask in masks]} for responses of {list(mb.response_lengths)} tokens: return one loss per "
+            "token, flat, and one mask per sample with a value per token."
+        )
+    # What it leaves of each trained token; it cannot add tokens that do not train.
+    mask = torch.where(mb.loss_mask != 0, torch.cat(masks).to(loss) / mb.loss_mask, torch.zeros_like(loss))
+    return Corrected(torch.where(mask != 0, corrected, torch.zeros_like(corrected)), dict(metrics), mask)
+
+
+def _reference_kl(args: Any, inputs: PolicyInputs, mb: MicroBatch) -> Tensor:
+    """Per token; unbiased by the token's own ratio, whatever ratio the policy loss goes by."""
+    ratio = exp_ratio(inputs.log_probs - inputs.old_log_probs) if args.use_unbiased_kl else None
+    reference = _trained(mb, "ref_log_probs", inputs.log_probs)
+    return compute_approx_kl(inputs.log_probs, reference, args.kl_loss_type, ratio)

@@ -1,0 +1,106 @@
+"""The losses over pairs, as the backend runs them: DPO on a policy, Bradley-Terry on a scalar head.
+
+The two answers of a pair share a rollout id, and the schedule keeps them in one micro-batch. Rewards say which is which:
+the preferred answer has the larger one.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.algorithms.preference import compute_bradley_terry_loss, compute_dpo_loss
+from slime.algorithms.reduce import segment_sum
+from slime.backends.base import Loss, Metrics, MicroBatch, TokenOutputs
+from slime.step.watch import TokenWatch
+from slime.utils.types import RolloutBatch
+
+PairFunction = Callable[[TokenOutputs, MicroBatch, Tensor, Tensor], tuple[Tensor, Metrics]]
+
+
+def build_dpo_loss(args: Any, batch: RolloutBatch, watch: TokenWatch) -> Loss:
+    """Needs `ref_log_probs` among the micro-batch's tokens."""
+
+    def pair_loss(out: TokenOutputs, mb: MicroBatch, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Metrics]:
+        watch.record(mb, {"log_probs": out.log_probs, "ref_log_probs": mb.tokens["ref_log_probs"]})
+        policy = segment_sum(out.log_probs * mb.loss_mask, mb.segments, mb.num_samples)
+        reference = segment_sum(mb.tokens["ref_log_probs"] * mb.loss_mask, mb.segments, mb.num_samples)
+        loss, good, bad = compute_dpo_loss(
+            policy[chosen],
+            policy[rejected],
+            reference[chosen],
+            reference[rejected],
+            args.dpo_beta,
+            args.dpo_label_smoothing,
+        )
+        metrics = _pair_metrics(loss, good, bad)
+        return loss.sum(), metrics | {
+            "chosen_log_probs": policy[chosen].sum(),
+            "rejected_log_probs": policy[rejected].sum(),
+        }
+
+    return Loss(_over_pairs(batch, pair_loss))
+
+
+def build_reward_model_loss(batch: RolloutBatch, watch: TokenWatch) -> Loss:
+    """A pair may bring a margin: the smallest difference of scores that is enough, in its train metadata."""
+    metadata = batch.get("metadata")
+
+    def margin_of(position: int) -> float:
+        return float((metadata[position] or {}).get("margin") or 0.0) if metadata is not None else 0.0
+
+    def pair_loss(out: TokenOutputs, mb: MicroBatch, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Metrics]:
+        watch.record(mb, {"values": out.values})
+        # The score of an answer is the head's output at its last token.
+        last = torch.tensor(mb.response_lengths, device=out.values.device).cumsum(0) - 1
+        scores = out.values[last]
+        margins = torch.tensor([margin_of(mb.positions[i]) for i in chosen.tolist()]).to(scores)
+        loss = compute_bradley_terry_loss(scores[chosen], scores[rejected], margins)
+        return loss.sum(), _pair_metrics(loss, scores[chosen].detach(), scores[rejected].detach())
+
+    return Loss(_over_pairs(batch, pair_loss), masked=False)
+
+
+def _pair_metrics(loss: Tensor, chosen: Tensor, rejected: Tensor) -> Metrics:
+    return {
+        "loss": loss.sum(),
+        "accuracy": (chosen > rejected).to(chosen.dtype).sum(),
+        "margin": (chosen - rejected).sum(),
+        "chosen_rewards": chosen.sum(),
+        "rejected_rewards": rejected.sum(),
+    }
+
+
+def _over_pairs(
+    batch: RolloutBatch, pair_loss: PairFunction
+) -> Callable[[TokenOutputs, MicroBatch], tuple[Tensor, Metrics]]:
+    def loss_fn(out: TokenOutputs, mb: MicroBatch) -> tuple[Tensor, Metrics]:
+        chosen, rejected = find_pairs(batch, mb.positions)
+        device = mb.loss_mask.device
+        loss, metrics = pair_loss(out, mb, chosen.to(device), rejected.to(device))
+        # A micro-batch of weight zero has no pair; the loss must still reach the parameters, so that ranks reduce alike.
+        outputs = out.values if out.values is not None else out.log_probs
+        return loss + 0.0 * outputs.sum(), {name: value.detach() for name, value in metrics.items()}
+
+    return loss_fn
+
+
+def find_pairs(batch: RolloutBatch, positions: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Places in the micro-batch of the preferred and of the rejected answers [P], pair by pair."""
+    members: dict[int, list[int]] = {}
+    for place, position in enumerate(positions):
+        members.setdefault(batch["rollout_ids"][position], []).append(place)
+    chosen, rejected = [], []
+    for rollout_id, places in members.items():
+        rewards = [batch["raw_reward"][positions[place]] for place in places]
+        if len(places) != 2 or rewards[0] == rewards[1]:
+            raise ValueError(
+                f"the samples with rollout id {rollout_id} are no pair (rewards {rewards}): a preference loss needs two "
+                "answers with one rollout_id, the preferred one with the larger reward; use --rollout-function-path "
+                "slime.rollout.preference_rollout.generate_rollout."
+            )
+        best = 0 if rewards[0] > rewards[1] else 1
+        chosen.append(places[best])
+        rejected.append(places[1 - best])
+    return torch.tensor(chosen, dtype=torch.int64), torch.tensor(rejected, dtype=torch.int64)

@@ -1,0 +1,112 @@
+"""What is watched while a step trains: per-token terms, for the checks of a run and for the report of a broken step."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.backends.base import MicroBatch, NonFiniteStepError, StepStats, TrainBackend
+from slime.backends.shared.microbatch import split_by_sample
+from slime.utils.errors import RunStopped
+from slime.utils.types import RolloutBatch
+
+ON_POLICY_LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-3}
+
+
+class TokenWatch:
+    """Per-token terms of the micro-batches of one optimizer step, detached and left where they were computed."""
+
+    def __init__(self) -> None:
+        self._records: list[tuple[MicroBatch, dict[str, Tensor]]] = []
+
+    def record(self, mb: MicroBatch, terms: dict[str, Tensor]) -> None:
+        """Remember terms [R] of the micro-batch's response tokens."""
+        self._records.append((mb, {name: value.detach() for name, value in terms.items()}))
+
+    def by_sample(self) -> dict[int, dict[str, Tensor]]:
+        """Position in the rank's batch -> its terms, each [R_i] on the CPU."""
+        samples: dict[int, dict[str, Tensor]] = {}
+        for mb, terms in self._records:
+            for name, values in terms.items():
+                # zip stops at once for a micro-batch of weight zero: it has no positions.
+                for position, part in zip(mb.positions, split_by_sample(values.cpu(), mb), strict=False):
+                    samples.setdefault(position, {})[name] = part
+        return samples
+
+    def log_probs(self) -> dict[int, Tensor]:
+        """Position in the rank's batch -> the trainer's log-probs [R_i] on the CPU."""
+        return {position: terms["log_probs"] for position, terms in self.by_sample().items()}
+
+
+def check_on_policy(backend: TrainBackend, stats: StepStats, num_tokens: float) -> None:
+    """The first step of a rollout starts where its old log-probs were recorded, so every ratio is 1."""
+    counted = stats.metrics["_counted"]
+    if not counted:
+        return
+    metrics = {name: stats.metrics[name] / counted for name in ("ppo_kl", "ppo_kl_abs", "ois")}
+    limit = ON_POLICY_LIMITS.get(backend.compute_dtype, 1e-3)
+    name = "ppo_kl_abs"
+    if backend.compute_dtype != torch.float32:
+        # Such passes may differ token by token in their last bits: only the mean must vanish, as far as its tokens tell.
+        name = "ppo_kl"
+        limit += 3.0 * metrics["ppo_kl_abs"] / math.sqrt(max(num_tokens, 1.0))
+    if abs(metrics[name]) > limit or abs(metrics["ois"] - 1.0) > 10 * limit:
+        raise RunStopped(
+            f"the first optimizer step on new samples has {name} {metrics[name]:.3g} and a mean ratio of "
+            f"{metrics['ois']:.6f}, but the policy has not changed since its log-probs were recorded (limit "
+            f"{limit:g}). The two passes disagree: dropout, another precision, or kernels that depend on the batch. "
+            "--skip-on-policy-check trains on regardless."
+        )
+
+
+def save_nonfinite(
+    backend: TrainBackend,
+    args: Any,
+    name: str,
+    batch: RolloutBatch,
+    positions: list[int],
+    watch: TokenWatch,
+    error: NonFiniteStepError,
+) -> str:
+    """Save the samples that broke a step with their terms; returns a sentence that names them and the file.
+
+    `name` is that of the step, in the file's name; `positions` are the step's samples in the batch. When no rank watched a
+    term that is not finite (the gradient overflowed later, or the loss is a user's own) each rank saves all its samples.
+    """
+    samples = {position: {} for position in positions} | watch.by_sample()
+    broken = {
+        position: [
+            name for name, values in terms.items() if not _trained_finite(values, batch["loss_masks"][position])
+        ]
+        for position, terms in samples.items()
+    }
+    broken = {position: names for position, names in broken.items() if names}
+    folder = Path(args.run_dir) / "nonfinite"
+    anywhere = int(backend.sum_over_ranks(torch.tensor([len(broken)], dtype=torch.float64)))
+    if anywhere and not broken:
+        return f"{anywhere} samples of other ranks have such terms; these ranks saved them in {folder}."
+    chosen = broken or {position: [] for position in samples}
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}_rank_{backend.layout.dp_rank}.pt"
+    rows = [
+        {
+            "sample_index": batch["sample_indices"][p],
+            "nonfinite": names,
+            "tokens": batch["tokens"][p],
+            "loss_mask": batch["loss_masks"][p],
+            "reward": batch["rewards"][p],
+            "terms": samples[p],
+        }
+        for p, names in chosen.items()
+    ]
+    torch.save({"step": name, "error": str(error), "samples": rows}, path)
+    if not broken:
+        return f"No per-token term that is watched is at fault; the {len(rows)} samples of this rank are in {path}."
+    named = ", ".join(f"{row['sample_index']} ({', '.join(row['nonfinite'])})" for row in rows[:8])
+    return f"Samples with such terms: {named}{' ...' if len(rows) > 8 else ''}; saved in {path}."
+
+
+def _trained_finite(values: Tensor, mask: Tensor) -> bool:
+    return math.isfinite(values[mask != 0].double().sum().item())

@@ -1,0 +1,429 @@
+"""A checkpoint folder beside an engine, brought from version to version by what a trainer publishes.
+
+    state.json                   which folder is the current version; replaced in one rename
+    weights-<version>/           a checkpoint that an engine loads from disk
+    incoming.tmp/                the version on its way; worthless until it is renamed
+
+A new version is written beside the current one, verified tensor by tensor, synced and renamed; then state.json names
+it. Whatever ends the process meanwhile, the current version is untouched. Several processes may share a copy.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from slime.utils import waits
+from slime.weight_sync.delta.codec import DeltaError, apply, checksum_function, worker_pool
+from slime.weight_sync.delta.publication import (
+    INDEX,
+    MANIFEST,
+    Entry,
+    Index,
+    Manifest,
+    Source,
+    TensorRecord,
+    folder_name,
+    is_at_least,
+    read_index,
+    replace_text,
+    sync_path,
+)
+from slime.weight_sync.disk import room_for
+
+logger = logging.getLogger(__name__)
+
+_STATE, _STAGING, _LOCK = "state.json", "incoming.tmp", "lock"
+_LOOK_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """How to get to a version: a start, and deltas in order. `full` None: from the version that is held."""
+
+    full: Entry | None
+    deltas: tuple[Entry, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in (*((self.full,) if self.full else ()), *self.deltas))
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What `bring_to` did. `route`: "held" (nothing to do), "delta" or "full"; `nbytes`: of published files it read."""
+
+    version: str
+    folder: Path
+    route: str
+    num_deltas: int
+    nbytes: int
+    seconds: float
+
+
+class _Broken(DeltaError):
+    """A published folder that does not lead where it says, unless what it was applied to is to blame.
+
+    `surely`: it is the folder itself; a file is missing or cut.
+    """
+
+    def __init__(self, entry: Entry, why: object, *, surely: bool = False):
+        super().__init__(f"{entry.folder}: {why}")
+        self.entry, self.surely = entry, surely
+
+
+def find_route(index: Index, held: str | None, target: str, without: Sequence[str] = ()) -> Route | None:
+    """From what is held if that is less to read, else from the newest full copy on the way. None: there is none."""
+    usable = [entry for entry in index.entries if entry.folder not in without]
+    fulls = {entry.version: entry for entry in usable if entry.base is None}
+    deltas = {entry.version: entry for entry in usable if entry.base is not None}
+    found: list[Route] = []
+    version, chain = target, ()
+    while True:
+        if version == held:
+            found.append(Route(None, chain))
+        if version in fulls:
+            found.append(Route(fulls[version], chain))
+        step = deltas.get(version)
+        if step is None or step in chain:
+            return min(found, key=lambda route: route.nbytes, default=None)
+        version, chain = step.base, (step, *chain)
+
+
+@dataclass(slots=True)
+class _Attempts:
+    """What one call has found out so far."""
+
+    broken: list[str] = field(default_factory=list)  # folders of published versions that did not apply
+    why: list[str] = field(default_factory=list)
+    held_is_wrong: bool = False  # the copy here may be the one to blame: go on from a full one
+    asked_full: bool = False
+
+
+class LocalCopy:
+    """One folder on this machine."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+
+    @property
+    def version(self) -> str | None:
+        state = self._state()
+        return state["version"] if state else None
+
+    def _state(self) -> dict[str, str] | None:
+        try:
+            state = json.loads((self._folder / _STATE).read_text())
+            return state if (self._folder / state["folder"]).is_dir() else None
+        except (FileNotFoundError, ValueError, KeyError):
+            return None
+
+    def bring_to(
+        self, source: Source, version: str | None = None, *, exact: bool = False, deadline_s: float = 600.0
+    ) -> Arrival:
+        """At least `version` (None: the newest), or exactly it; waits for it to be published until the deadline.
+
+        A delta that does not apply (damaged, another base) is left aside and a full copy taken; where there is none
+        the trainer is asked for one.
+        """
+        started = time.monotonic()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._refuse_strange_weights()
+        with self._locked(deadline_s):
+            attempts = _Attempts()
+            what = f"weights {version or 'newest'} from {source}"
+            with waits.waiting(what, owner=str(self._folder), deadline_s=deadline_s) as wait:
+                while True:
+                    arrival = self._attempt(source, version, exact, attempts, started)
+                    if arrival is not None:
+                        return arrival
+                    if wait.age_s > deadline_s:
+                        raise DeltaError(self._no_way(source, version, attempts))
+                    time.sleep(_LOOK_S)
+
+    def _attempt(
+        self, source: Source, version: str | None, exact: bool, attempts: _Attempts, started: float
+    ) -> Arrival | None:
+        """None: not yet."""
+        index = read_index(source)
+        target = _target(index, version, exact)
+        state = self._state()
+        if target is None:
+            return None
+        if state is not None and state["version"] == target:
+            return Arrival(target, self._folder / state["folder"], "held", 0, 0, time.monotonic() - started)
+        held = state["version"] if state and not attempts.held_is_wrong else None
+        route = find_route(index, held, target, attempts.broken)
+        if route is None:
+            if not attempts.asked_full:
+                logger.warning("no way to weights %s: the trainer is asked for a full copy", target)
+                source.want_full()
+                attempts.asked_full = True
+            return None
+        try:
+            folder = self._follow(route, source, target, state)
+        except _Broken as error:
+            self._learn(route, error, attempts)
+            return None
+        kind = "delta" if route.full is None else "full"
+        return Arrival(target, folder, kind, len(route.deltas), route.nbytes, time.monotonic() - started)
+
+    def _learn(self, route: Route, error: _Broken, attempts: _Attempts) -> None:
+        """The copy here may be what is wrong: it is left aside first. What fails on a full copy too is broken itself."""
+        logger.warning("weights do not apply: %s", error)
+        attempts.why.append(str(error))
+        if route.full is None and not error.surely:
+            attempts.held_is_wrong = True
+        else:
+            attempts.broken.append(error.entry.folder)
+
+    def _no_way(self, source: Source, version: str | None, attempts: _Attempts) -> str:
+        try:
+            latest = read_index(source).latest
+        except DeltaError as error:
+            latest = f"unknown, as {error}"
+        why = f" What was tried: {'; '.join(attempts.why)}." if attempts.why else ""
+        return (
+            f"no way from weights {self.version} in {self._folder} to {version or 'the newest'}: {source} publishes "
+            f"up to {latest}.{why} The copy here is unchanged."
+        )
+
+    # ---- one route -----------------------------------------------------------------------------------------------
+
+    def _follow(self, route: Route, source: Source, target: str, state: Mapping[str, str] | None) -> Path:
+        staging = self._folder / _STAGING
+        self._tidy(keep=state["folder"] if state else None)
+        (staging / "new").mkdir(parents=True)
+        (staging / "fetched").mkdir()
+        held = route.full is None and state is not None
+        try:
+            with room_for(f"weights {target}", self._folder, "--update-weight-local-checkpoint-dir"):
+                base = self._folder / state["folder"] if held else self._fetch_full(route.full, source, staging)
+                steps = _Steps.read(route, source, state["version"] if held else None, staging / "fetched")
+                with _closing(steps), worker_pool() as pool:
+                    _rewrite(base, staging / "new", steps, pool, link=held)
+                return self._switch(staging / "new", target)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
+    def _fetch_full(self, entry: Entry, source: Source, staging: Path) -> Path:
+        """A folder with links to, or copies of, the files of a full version."""
+        manifest = _read_manifest(entry, source)
+        base = staging / "base"
+        base.mkdir()
+        for file, nbytes in manifest.files.items():
+            path = _fetch(entry, source, file, nbytes, staging / "fetched")
+            (base / file).symlink_to(path.resolve())
+        return base
+
+    def _switch(self, made: Path, version: str) -> Path:
+        target = self._folder / folder_name("weights", version)
+        shutil.rmtree(target, ignore_errors=True)  # of an earlier life whose state was forgotten
+        sync_path(made)
+        made.rename(target)
+        sync_path(self._folder)
+        replace_text(self._folder / _STATE, json.dumps({"version": version, "folder": target.name}))
+        return target
+
+    def _refuse_strange_weights(self) -> None:
+        """Folders called `weights-...` are removed one by one here, so they must be ours."""
+        strange = next(self._folder.glob("weights-*"), None)
+        if strange is not None and not (self._folder / _LOCK).exists():
+            raise DeltaError(f"{self._folder} holds {strange.name}, which is no copy of ours; give an empty folder.")
+
+    def _tidy(self, keep: str | None) -> None:
+        """Before a new version: the one before the current is loaded by nobody any more."""
+        for path in self._folder.iterdir():
+            if path.name == _STAGING or (path.name.startswith("weights-") and path.name != keep):
+                shutil.rmtree(path, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def _locked(self, deadline_s: float) -> Iterator[None]:
+        with open(self._folder / _LOCK, "w") as file:
+            waits.until(lambda: _try_lock(file.fileno()), f"the copy of weights in {self._folder}", deadline_s)
+            yield  # closing the file gives the lock back
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _target(index: Index, version: str | None, exact: bool) -> str | None:
+    """The version to go to; None: it is not published yet."""
+    if exact and version is not None:
+        return version if any(entry.version == version for entry in index.entries) else None
+    latest = index.latest
+    if latest is None or (version is not None and not is_at_least(latest, version)):
+        return None
+    return latest
+
+
+# ---- bytes -------------------------------------------------------------------------------------------------------
+
+
+def _read_manifest(entry: Entry, source: Source) -> Manifest:
+    try:
+        manifest = Manifest.from_json(source.read(entry.folder, MANIFEST))
+    except (DeltaError, FileNotFoundError) as error:
+        raise _Broken(entry, error, surely=True) from error
+    if (manifest.version, manifest.base) != (entry.version, entry.base):
+        raise _Broken(
+            entry,
+            f"made from {manifest.base} to {manifest.version}, where {INDEX} says from {entry.base} to {entry.version}",
+            surely=True,
+        )
+    return manifest
+
+
+def _fetch(entry: Entry, source: Source, file: str, nbytes: int, scratch: Path) -> Path:
+    try:
+        return source.path_of(entry.folder, file, nbytes, scratch)
+    except (DeltaError, FileNotFoundError) as error:  # damaged, or tidied up by the trainer meanwhile
+        raise _Broken(entry, error, surely=True) from error
+
+
+@dataclass(slots=True)
+class _Step:
+    """One delta, its payload files open."""
+
+    entry: Entry
+    manifest: Manifest
+    tensors: dict[str, TensorRecord]
+    files: dict[str, int]  # name -> file descriptor
+
+    def change(self, name: str, data: np.ndarray) -> None:
+        record = self.tensors[name]
+        if record.size:
+            payload = os.pread(self.files[record.file], record.size, record.offset)
+            apply(payload, data, record.itemsize, self.manifest.encoding)
+
+
+@dataclass(slots=True)
+class _Steps:
+    """The deltas of a route, and the manifest of the version they end in."""
+
+    deltas: list[_Step]
+    last: Manifest
+    last_entry: Entry
+
+    @classmethod
+    def read(cls, route: Route, source: Source, held: str | None, scratch: Path) -> _Steps:
+        """`held`: the version the deltas begin from, or None with a full copy."""
+        steps, version = cls([], None, None), held
+        if route.full is not None:
+            steps.last, steps.last_entry = _read_manifest(route.full, source), route.full
+            version = route.full.version
+        for entry in route.deltas:
+            manifest = _read_manifest(entry, source)
+            if manifest.base != version:
+                raise _Broken(entry, f"made for weights {manifest.base}, and these are {version}")
+            step = _Step(entry, manifest, {record.name: record for record in manifest.tensors}, {})
+            steps.deltas.append(step)
+            for file, nbytes in manifest.files.items():
+                step.files[file] = os.open(_fetch(entry, source, file, nbytes, scratch), os.O_RDONLY)
+            version, steps.last, steps.last_entry = manifest.version, manifest, entry
+        return steps
+
+    def changes(self, name: str) -> bool:
+        return any(step.tensors[name].size for step in self.deltas if name in step.tensors)
+
+
+@contextlib.contextmanager
+def _closing(steps: _Steps) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for step in steps.deltas:
+            for fd in step.files.values():
+                os.close(fd)
+
+
+def _rewrite(
+    base: Path, target: Path, steps: _Steps, pool: concurrent.futures.ThreadPoolExecutor, *, link: bool
+) -> None:
+    """Every file of `base` into `target`, changed by the deltas, each tensor verified. `link`: unchanged files are shared."""
+    finals = {record.name: record for record in steps.last.tensors}
+    seen: set[str] = set()
+    for path in sorted(base.iterdir()):
+        if path.suffix != ".safetensors":
+            shutil.copyfile(path, target / path.name)
+            sync_path(target / path.name)
+            continue
+        header, regions = read_header(path)
+        unknown = [name for name in regions if name not in finals]
+        if unknown:
+            raise _Broken(steps.last_entry, f"made for other weights: it does not know {unknown[0]}")
+        seen |= set(regions)
+        build = _builder(path, regions, steps, finals)
+        if link and not any(steps.changes(name) for name in regions):
+            for _ in pool.map(build, regions):
+                pass  # verified all the same: the copy on this disk is what an engine will load
+            os.link(path, target / path.name)
+            continue
+        with open(target / path.name, "wb") as out:
+            out.write(header)
+            for data in pool.map(build, regions):
+                out.write(data)
+            out.flush()
+            os.fsync(out.fileno())
+    missing = sorted(set(finals) - seen)
+    if missing:
+        raise _Broken(steps.last_entry, f"made for other weights: there is no {missing[0]} here")
+
+
+def _builder(path: Path, regions: Mapping[str, tuple[int, int]], steps: _Steps, finals: Mapping[str, TensorRecord]):
+    """name -> the tensor's bytes in the last version."""
+    checksum = checksum_function(steps.last.checksum)
+
+    def build(name: str) -> np.ndarray:
+        start, nbytes = regions[name]
+        final = finals[name]
+        if nbytes != final.nbytes:
+            raise _Broken(
+                steps.last_entry, f"made for other weights: {name} has {nbytes} bytes here, not {final.nbytes}"
+            )
+        data = np.fromfile(path, np.uint8, nbytes, offset=start)
+        for step in steps.deltas:
+            try:
+                step.change(name, data)
+            except (DeltaError, KeyError, OSError) as error:
+                raise _Broken(step.entry, f"tensor {name}: {error}") from error
+            wanted = step.tensors[name].checksum
+            if step is not steps.deltas[-1] and checksum_function(step.manifest.checksum)(data) != wanted:
+                raise _Broken(step.entry, f"tensor {name} has another checksum than the trainer's")
+        if checksum(data) != final.checksum:
+            raise _Broken(steps.last_entry, f"tensor {name} has another checksum than the trainer's")
+        return data
+
+    return build
+
+
+def read_header(path: Path) -> tuple[bytes, dict[str, tuple[int, int]]]:
+    """A safetensors file: the bytes before the data, and name -> (offset in the file, bytes), in the order they lie."""
+    with open(path, "rb") as file:
+        prefix = file.read(8)
+        length = int.from_bytes(prefix, "little")
+        if length > path.stat().st_size:
+            raise DeltaError(f"{path.name} is not a safetensors file")
+        text = file.read(length)
+    try:
+        table = {name: row["data_offsets"] for name, row in json.loads(text).items() if name != "__metadata__"}
+    except (ValueError, KeyError, TypeError) as error:
+        raise DeltaError(f"{path.name} is not a safetensors file ({error})") from error
+    places = sorted((start, end, name) for name, (start, end) in table.items())
+    return prefix + text, {name: (8 + length + start, end - start) for start, end, name in places}

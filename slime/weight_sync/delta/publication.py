@@ -1,0 +1,253 @@
+"""A folder in which a trainer publishes versions of its weights, and how whoever keeps a copy reads it.
+
+    published.json               what there is, oldest first; replaced in one rename
+    full-<version>/              a checkpoint folder: safetensors files, config, tokenizer, and weights.json
+    delta-<version>/             changed bytes: delta-00001.bin, ... and weights.json
+    full.wanted                  left by a reader that no route leads to the version it needs; the trainer answers
+
+Every folder appears whole, by a rename. weights.json lists *all* tensors of the version with their checksums, also
+those that a delta leaves alone: who follows a delta verifies the whole copy.
+
+A reader needs only the folder or plain HTTP: nothing is pickled, nothing is executed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from slime.arguments.groups.engine import CHECKSUMS, ENCODINGS
+from slime.weight_sync.delta.codec import DeltaError
+
+INDEX, MANIFEST, WANTED = "published.json", "weights.json", "full.wanted"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_HTTP_TIMEOUT_S = 60.0
+_CHUNK = 1 << 20
+
+
+def version_key(version: str) -> tuple[str, int]:
+    """`"3f2a:7"` -> `("3f2a", 7)`."""
+    run, _, number = version.rpartition(":")
+    if not number.isdigit():
+        raise ValueError(f"{version!r} is not a version of weights; they look like 3f2a:7")
+    return run, int(number)
+
+
+def is_at_least(held: str, wanted: str) -> bool:
+    """Whether a version of the same run is as new; one of another run never is."""
+    (held_run, held_number), (run, number) = version_key(held), version_key(wanted)
+    return held_run == run and held_number >= number
+
+
+def folder_name(kind: str, version: str) -> str:
+    return f"{kind}-{version.replace(':', '-')}"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One published folder. `base` None: a full checkpoint; otherwise what the delta must be applied to."""
+
+    version: str
+    base: str | None
+    folder: str
+    nbytes: int  # of its files
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """What is published, oldest first."""
+
+    entries: tuple[Entry, ...] = ()
+
+    @property
+    def latest(self) -> str | None:
+        return self.entries[-1].version if self.entries else None
+
+    def to_json(self) -> str:
+        return json.dumps({"entries": [asdict(entry) for entry in self.entries]}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: bytes | str) -> Index:
+        try:
+            entries = tuple(Entry(**row) for row in json.loads(text)["entries"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise DeltaError(f"{INDEX} is damaged ({type(error).__name__}: {error})") from error
+        for entry in entries:
+            check_name(entry.folder)
+        return cls(entries)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRecord:
+    """One tensor of a version.
+
+    `checksum` is that of all its bytes in this version. `size` bytes of payload lie at `offset` of `file`; 0: it is
+    the same as in the base. In a full checkpoint the bytes are in the safetensors files, and `file` is empty.
+    """
+
+    name: str
+    nbytes: int
+    itemsize: int
+    checksum: str
+    file: str = ""
+    offset: int = 0
+    size: int = 0
+    num_changed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """weights.json of one published folder. `files`: name -> bytes, of everything beside it."""
+
+    version: str
+    base: str | None
+    encoding: str
+    checksum: str
+    files: Mapping[str, int]
+    tensors: tuple[TensorRecord, ...]
+
+    def to_json(self) -> str:
+        return json.dumps({**asdict(self), "files": dict(self.files)})
+
+    @classmethod
+    def from_json(cls, text: bytes | str) -> Manifest:
+        try:
+            data = json.loads(text)
+            tensors = tuple(TensorRecord(**row) for row in data.pop("tensors"))
+            made = cls(tensors=tensors, **data)
+            for file in made.files:
+                check_name(file)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DeltaError(f"{MANIFEST} is damaged ({type(error).__name__}: {error})") from error
+        if made.encoding not in ENCODINGS or made.checksum not in CHECKSUMS:
+            raise DeltaError(
+                f"{MANIFEST} says {made.encoding!r} and {made.checksum!r}, which this version cannot read"
+            )
+        return made
+
+
+def check_name(name: str) -> None:
+    """Names come from other machines, and become paths here."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise DeltaError(f"{name!r} is no name of a published file or folder")
+
+
+# ---- durable writes ----------------------------------------------------------------------------------------------
+
+
+def sync_path(path: Path) -> None:
+    """What was written to a file, or renamed in a folder, survives a power cut."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Readers see the old text or the new one, never a part."""
+    beside = path.with_name(path.name + ".tmp")
+    beside.write_text(text, encoding="utf-8")
+    sync_path(beside)
+    beside.rename(path)
+    sync_path(path.parent)
+
+
+# ---- readers -----------------------------------------------------------------------------------------------------
+
+
+class Source(Protocol):
+    """Where published weights come from. FileNotFoundError: it is not there, or no longer."""
+
+    def read(self, folder: str, file: str) -> bytes: ...
+
+    def path_of(self, folder: str, file: str, nbytes: int, scratch: Path) -> Path:
+        """A file that can be opened here; it may be fetched into `scratch`."""
+        ...
+
+    def want_full(self) -> None:
+        """Ask the trainer for a full copy of its newest version."""
+        ...
+
+
+def open_source(where: str) -> Source:
+    """A folder, or http://host:port of a publisher."""
+    return HttpSource(where) if where.startswith(("http://", "https://")) else FolderSource(Path(where))
+
+
+def read_index(source: Source) -> Index:
+    """Empty where nothing is published yet."""
+    try:
+        return Index.from_json(source.read("", INDEX))
+    except FileNotFoundError:
+        return Index()
+
+
+class FolderSource:
+    """A folder that the trainer writes and this machine sees."""
+
+    def __init__(self, root: Path):
+        self._root = root
+
+    def read(self, folder: str, file: str) -> bytes:
+        return (self._root / folder / file).read_bytes()
+
+    def path_of(self, folder: str, file: str, nbytes: int, scratch: Path) -> Path:
+        path = self._root / folder / file
+        _check_size(path, nbytes)
+        return path
+
+    def want_full(self) -> None:
+        (self._root / WANTED).touch()
+
+    def __str__(self) -> str:
+        return str(self._root)
+
+
+class HttpSource:
+    """A publisher on another machine (`slime weight-publisher`)."""
+
+    def __init__(self, url: str):
+        self._url = url.rstrip("/")
+
+    def read(self, folder: str, file: str) -> bytes:
+        with self._open(folder, file) as response:
+            return response.read()
+
+    def path_of(self, folder: str, file: str, nbytes: int, scratch: Path) -> Path:
+        target = scratch / f"{folder}.{file}"
+        with self._open(folder, file) as response, open(target, "wb") as out:
+            shutil.copyfileobj(response, out, _CHUNK)
+        _check_size(target, nbytes)  # a connection that ends early looks like the end of the file
+        return target
+
+    def want_full(self) -> None:
+        request = urllib.request.Request(f"{self._url}/want_full", data=b"{}", method="POST")
+        with urllib.request.urlopen(request, timeout=_HTTP_TIMEOUT_S):
+            pass
+
+    def _open(self, folder: str, file: str) -> Any:
+        url = "/".join(part for part in (self._url, folder, file) if part)
+        try:
+            return urllib.request.urlopen(url, timeout=_HTTP_TIMEOUT_S)
+        except urllib.error.HTTPError as error:
+            if error.code == 404:
+                raise FileNotFoundError(f"{url} is not published") from error
+            raise
+
+    def __str__(self) -> str:
+        return self._url
+
+
+def _check_size(path: Path, nbytes: int) -> None:
+    held = path.stat().st_size
+    if held != nbytes:
+        raise DeltaError(f"{path.name} has {held} bytes, and {nbytes} were published")

@@ -1,0 +1,351 @@
+"""Only what changed: a full copy once, then the changed bytes of each version, in a folder that copies are kept from.
+
+The trainer remembers the bytes it published last (one copy of the model in host memory) and compares. A copy of the
+weights beside the engines follows (`local_copy.py`), and the engines load from it; they need no patch. Engines on other
+machines have an agent of their own (`weight_agent.py`), which is asked for the version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from slime.weight_sync.base import NamedTensors, Parcel, SenderOptions, Transport
+from slime.weight_sync.delta.codec import check_installed, checksum_function, encode, worker_pool
+from slime.weight_sync.delta.local_copy import LocalCopy
+from slime.weight_sync.delta.publication import (
+    INDEX,
+    MANIFEST,
+    WANTED,
+    Entry,
+    FolderSource,
+    Index,
+    Manifest,
+    TensorRecord,
+    folder_name,
+    replace_text,
+    sync_path,
+)
+from slime.weight_sync.delta.weight_agent import ask_agent
+from slime.weight_sync.disk import compare_with_folder, copy_config, room_for, save_tensors
+from slime.weight_sync.verify import reload_and_compare
+from slime.wire.control import EngineControl, Receipt
+from slime.wire.protocol import EngineInfo
+
+logger = logging.getLogger(__name__)
+
+_MAX_CHAIN = 32  # deltas after a full copy; a late engine follows them all
+_SHARD_BYTES = 1 << 30
+_LOOK_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """Where a version can be had. `agents`: engine address -> agent; the other engines load from `local`."""
+
+    folder: Path
+    local: Path
+    agents: Mapping[str, str]
+
+
+class DeltaSender:
+    """Publishes a full copy first, deltas after it, and a full copy again where the deltas outgrow it or one is asked for.
+
+    Full copies after the first are written beside training, from the remembered bytes.
+    """
+
+    def __init__(self, options: SenderOptions):
+        assert options.delta is not None, "a run that sends deltas says how"
+        check_installed(options.delta.checksum)
+        self._options, self._delta, self._folder = options, options.delta, options.folder
+        self._checksum = checksum_function(options.delta.checksum)
+        self._known: dict[str, torch.Tensor] = {}  # the bytes of `_version`, or of the version that is being sent
+        self._sums: dict[str, str] = {}
+        self._version: str | None = None  # None: nothing is published, or a push is under way
+        self._base: str | None = None
+        self._records: list[TensorRecord] = []
+        self._index: list[Entry] = []
+        self._state = threading.Lock()  # guards all of the above between the caller and the thread of full copies
+        self._pool = worker_pool()
+        self._closing = threading.Event()
+        self._background: threading.Thread | None = None
+
+    @property
+    def _staging(self) -> Path:
+        return self._folder / "delta.tmp"
+
+    # ---- a push --------------------------------------------------------------------------------------------------
+
+    def send(self, bucket: NamedTensors) -> None:
+        with self._pushing("weights"):
+            if not self._records:
+                self._begin()
+            news = [(name, tensor.detach().to("cpu", copy=True).contiguous()) for name, tensor in bucket]
+            if self._base is not None and any(not self._is_same_kind(name, new) for name, new in news):
+                logger.warning("the model has other tensors than before: a full copy is published")
+                self._base = None
+            file = f"delta-{len({record.file for record in self._records}) + 1:05d}.bin"
+            with open(self._staging / file, "wb") as out:
+                for record, payload in self._pool.map(lambda item: self._encode(*item), news):
+                    self._records.append(_placed(record, file, out.tell(), payload))
+                    out.write(payload)
+                out.flush()
+                os.fsync(out.fileno())
+            self._known.update(news)
+
+    def _begin(self) -> None:
+        self._base, self._version = self._version, None
+        shutil.rmtree(self._staging, ignore_errors=True)
+        self._staging.mkdir(parents=True)
+
+    def _is_same_kind(self, name: str, new: torch.Tensor) -> bool:
+        old = self._known.get(name)
+        return old is not None and old.dtype == new.dtype and old.shape == new.shape
+
+    def _encode(self, name: str, new: torch.Tensor) -> tuple[TensorRecord, bytes]:
+        data, itemsize = _bytes_of(new), new.element_size()
+        num_changed, payload = 0, b""
+        if self._base is not None:
+            num_changed, payload = encode(_bytes_of(self._known[name]), data, itemsize, self._delta.encoding)
+        same = self._base is not None and not payload
+        checksum = self._sums[name] if same else self._checksum(data)
+        self._sums[name] = checksum
+        return TensorRecord(name, data.size, itemsize, checksum, num_changed=num_changed), payload
+
+    def finish(self, version: str) -> Parcel:
+        with self._pushing(f"weights {version}"):
+            records, self._records = self._records, []
+            sent = {record.name for record in records}
+            if self._base is not None and sent != set(self._known):
+                self._base = None
+            self._known = {name: tensor for name, tensor in self._known.items() if name in sent}
+            if self._base is None:
+                entry = self._write_full(version, dict(self._known), dict(self._sums), self._staging)
+            else:
+                entry = self._write_delta(version, records)
+            self._version = version
+            self._publish(entry)
+            self._start_background()
+        nbytes = sum(record.nbytes for record in records)
+        num_elements = sum(record.nbytes // record.itemsize for record in records)
+        metrics = {"perf/update_weights_wire_bytes": entry.nbytes}
+        if entry.base is not None:
+            metrics["perf/update_weights_density"] = sum(r.num_changed for r in records) / max(1, num_elements)
+        published = Published(self._folder, self._delta.local, self._delta.agents)
+        written = self._folder / entry.folder
+        return Parcel(version, DELTA.name, len(records), nbytes, None, published, metrics, written)
+
+    @contextlib.contextmanager
+    def _pushing(self, what: str) -> Iterator[None]:
+        """After any failure the next push is a full one: what was remembered is half old and half new."""
+        try:
+            with self._state, room_for(what, self._folder, "--update-weight-disk-dir"):
+                yield
+        except BaseException:
+            self._version, self._base, self._records = None, None, []
+            shutil.rmtree(self._staging, ignore_errors=True)
+            raise
+
+    # ---- what is published ---------------------------------------------------------------------------------------
+
+    def _write_delta(self, version: str, records: list[TensorRecord]) -> Entry:
+        for file in [path for path in self._staging.iterdir() if not path.stat().st_size]:
+            file.unlink()  # of a bucket in which nothing changed
+        return self._rename(self._staging, "delta", version, self._base, records)
+
+    def _write_full(
+        self, version: str, tensors: dict[str, torch.Tensor], sums: dict[str, str], staging: Path
+    ) -> Entry:
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        weight_map: dict[str, str] = {}
+        for i, shard in enumerate(_shards(tensors), 1):
+            file = f"model-{i:05d}.safetensors"
+            save_tensors(shard, staging / file)
+            weight_map.update(dict.fromkeys(shard, file))
+        total = sum(t.numel() * t.element_size() for t in tensors.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (staging / "model.safetensors.index.json").write_text(json.dumps(index))
+        copy_config(self._options, staging)
+        for path in staging.iterdir():
+            sync_path(path)
+        records = [
+            TensorRecord(name, t.numel() * t.element_size(), t.element_size(), sums[name])
+            for name, t in tensors.items()
+        ]
+        return self._rename(staging, "full", version, None, records)
+
+    def _rename(self, staging: Path, kind: str, version: str, base: str | None, records: list[TensorRecord]) -> Entry:
+        files = {path.name: path.stat().st_size for path in sorted(staging.iterdir())}
+        manifest = Manifest(version, base, self._delta.encoding, self._delta.checksum, files, tuple(records))
+        replace_text(staging / MANIFEST, manifest.to_json())
+        target = self._folder / folder_name(kind, version)
+        again = 1
+        while target.exists():
+            again += 1
+            target = self._folder / f"{folder_name(kind, version)}-{again}"
+        staging.rename(target)
+        return Entry(version, base, target.name, sum(files.values()) + (target / MANIFEST).stat().st_size)
+
+    def _publish(self, entry: Entry) -> None:
+        """A full copy that comes late goes to its place in the order. What it makes superfluous is removed afterwards."""
+        if not self._index:
+            self._clear_old_run()
+            self._options.after_writing(self._folder)
+        later = [i for i, other in enumerate(self._index) if other.base == entry.version]
+        self._index.insert(later[0] if later else len(self._index), entry)
+        gone = [] if self._options.keep_files else self._superfluous()
+        self._index = [other for other in self._index if other not in gone]
+        replace_text(self._folder / INDEX, Index(tuple(self._index)).to_json())
+        for old in gone:
+            shutil.rmtree(self._folder / old.folder, ignore_errors=True)
+
+    def _superfluous(self) -> list[Entry]:
+        """What nobody needs who goes to the newest version or to the one before it.
+
+        Of the versions up to the full copy they start from, only the step to it stays: for those one version behind.
+        """
+        fulls = [i for i, entry in enumerate(self._index) if entry.base is None and entry.version != self._version]
+        if not fulls:
+            return []
+        start = self._index[fulls[-1]]
+        before = self._index[: fulls[-1]]
+        return [entry for entry in before if entry.base is None or entry.version != start.version]
+
+    def _clear_old_run(self) -> None:
+        """What a run that ended badly has published in the same folder."""
+        file = self._folder / INDEX
+        if file.exists() and not self._options.keep_files:
+            with contextlib.suppress(RuntimeError):  # damaged: then it leads nobody anywhere either
+                for entry in Index.from_json(file.read_bytes()).entries:
+                    if entry.version.rpartition(":")[0] != str(self._version).rpartition(":")[0]:
+                        shutil.rmtree(self._folder / entry.folder, ignore_errors=True)
+
+    # ---- full copies beside training -----------------------------------------------------------------------------
+
+    def _start_background(self) -> None:
+        if self._background is None:
+            self._background = threading.Thread(target=self._look_after, name="full-copies", daemon=True)
+            self._background.start()
+
+    def _look_after(self) -> None:
+        while not self._closing.wait(_LOOK_S):
+            wanted = self._folder / WANTED
+            if wanted.exists() or self._deltas_outgrow():
+                try:
+                    if self._write_full_late():
+                        wanted.unlink(missing_ok=True)
+                except Exception:  # the run goes on with deltas; the next look tries again
+                    logger.exception("a full copy of the weights could not be written to %s", self._folder)
+                    self._closing.wait(10.0)
+
+    def _deltas_outgrow(self) -> bool:
+        with self._state:
+            if self._version is None:
+                return False
+            newest = max(i for i, entry in enumerate(self._index) if entry.base is None)
+            chain = self._index[newest + 1 :]
+            return len(chain) >= _MAX_CHAIN or sum(e.nbytes for e in chain) > self._index[newest].nbytes
+
+    def _write_full_late(self) -> bool:
+        """False: not now, a push is under way. A copy that is there already is written again: its reader found it broken."""
+        with self._state:
+            if self._version is None:
+                return False
+            version, tensors, sums = self._version, dict(self._known), dict(self._sums)
+        entry = self._write_full(version, tensors, sums, self._folder / "full.tmp")
+        self._options.after_writing(self._folder / entry.folder)
+        with self._state:
+            self._publish(entry)
+        return True
+
+    def close(self) -> None:
+        self._closing.set()
+        if self._background is not None:
+            self._background.join()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        shutil.rmtree(self._staging, ignore_errors=True)
+        if not self._options.keep_files:
+            (self._folder / INDEX).unlink(missing_ok=True)
+            for entry in self._index:
+                shutil.rmtree(self._folder / entry.folder, ignore_errors=True)
+        if self._delta.remove_local:
+            shutil.rmtree(self._delta.local, ignore_errors=True)
+
+
+def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.reshape(-1).view(torch.uint8).numpy()
+
+
+def _placed(record: TensorRecord, file: str, offset: int, payload: bytes) -> TensorRecord:
+    size = len(payload)
+    return TensorRecord(
+        record.name, record.nbytes, record.itemsize, record.checksum, file, offset, size, record.num_changed
+    )
+
+
+def _shards(tensors: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        nbytes = tensor.numel() * tensor.element_size()
+        if size and size + nbytes > _SHARD_BYTES:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += nbytes
+    return shards
+
+
+# ---- the engines' side -------------------------------------------------------------------------------------------
+
+
+async def prepare(parcel: Parcel, control: EngineControl) -> None:
+    """The copy beside the engine is brought to the version while the engine still generates."""
+    place: Published = parcel.payload
+    agent = place.agents.get(control.url)
+    if agent is not None:
+        await ask_agent(agent, parcel.version, load=False)
+    else:
+        await _local_folder(place, parcel.version)
+
+
+async def deliver(parcel: Parcel, control: EngineControl, info: EngineInfo) -> Receipt:
+    place: Published = parcel.payload
+    agent = place.agents.get(control.url)
+    if agent is not None:
+        await ask_agent(agent, parcel.version, load=True)
+    else:
+        folder = await _local_folder(place, parcel.version)
+        await control.update_from_disk(str(folder), parcel.version)
+    return Receipt(await control.version(), None, None, None)
+
+
+async def compare(parcel: Parcel, control: EngineControl, info: EngineInfo, shm_prefix: str) -> list[str]:
+    """Against the copy, of which every tensor was checked against the trainer's checksum."""
+    place: Published = parcel.payload
+    agent = place.agents.get(control.url)
+    if agent is not None:
+        answer = await ask_agent(agent, parcel.version, load=False)
+        return await reload_and_compare(control, Path(answer["folder"]), parcel.version)
+    folder = await _local_folder(place, parcel.version)
+    return await compare_with_folder(folder, parcel.version, control, info, shm_prefix)
+
+
+async def _local_folder(place: Published, version: str) -> Path:
+    copy, source = LocalCopy(place.local), FolderSource(place.folder)
+    return (await asyncio.to_thread(copy.bring_to, source, version, exact=True)).folder
+
+
+DELTA = Transport("delta", "disk", "disk", DeltaSender, deliver, compare, prepare=prepare, mode="delta")

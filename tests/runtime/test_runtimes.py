@@ -1,0 +1,218 @@
+"""One conformance suite for every runtime: handles, lanes, failures, references, and an end that leaves nothing."""
+
+import concurrent.futures
+import os
+import signal
+import threading
+import time
+
+import psutil
+import pytest
+
+from slime.runtime.base import CONTROL, Guarded, WorkerDied, WorkerSpec, fetch, gather
+from slime.runtime.heartbeat import WorkerSilent
+from slime.runtime.local import LocalFuture, LocalRuntime
+from slime.runtime.placement import Slot
+from slime.utils import shm, waits
+
+
+class Target:
+    """Lives in a worker."""
+
+    def __init__(self, base):
+        self.base = base
+        self.event = threading.Event()
+
+    def add(self, x):
+        return self.base + x
+
+    def pid(self):
+        return os.getpid()
+
+    def env(self, name):
+        return os.environ.get(name)
+
+    def fail(self):
+        raise ValueError("--flag 3: too small")
+
+    def wait(self):
+        self.event.wait(300)
+        return "woken"
+
+    def wake(self):
+        self.event.set()
+
+    def total(self, ref):
+        return sum(fetch(ref))
+
+    def spin(self, seconds):
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            pass
+        return "spun"
+
+    def die(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Unreadable:
+    """Can be sent, and not received."""
+
+    def __reduce__(self):
+        return _refuse, (os.getpid(),)
+
+
+def _refuse(sender):
+    if os.getpid() != sender:
+        raise ValueError("unreadable here")
+
+
+LIMIT_S = 2.0
+
+
+def make_runtime(kind, folder, prefix, *limit_s):
+    if kind == "local":
+        return LocalRuntime(folder, prefix, *limit_s)
+    return pytest.importorskip("slime.runtime.on_ray").RayRuntime(None, folder, *limit_s)
+
+
+@pytest.fixture(scope="module")
+def watched(request, runtime, tmp_path_factory):
+    """Of the same kind as `runtime`, with less patience."""
+    kind = "local" if isinstance(runtime, LocalRuntime) else "ray"
+    made = make_runtime(kind, tmp_path_factory.mktemp("run"), shm.make_prefix(), LIMIT_S)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module", params=["local", "ray"])
+def runtime(request, tmp_path_factory):
+    prefix = shm.make_prefix()
+    made = make_runtime(request.param, tmp_path_factory.mktemp("run"), prefix)
+    yield made
+    made.close()
+    made.close()
+    assert shm.list_segments(prefix) == []
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["apart", "near"])
+def handle(request, runtime):
+    return runtime.spawn(Target, 10, spec=WorkerSpec(f"target-{request.param}", near_driver=request.param))
+
+
+def test_a_file_in_the_working_folder_does_not_shadow_what_a_worker_imports(tmp_path, monkeypatch):
+    (tmp_path / "queue.py").write_text("raise SystemExit('the stranger ran')\n")
+    monkeypatch.chdir(tmp_path)
+    prefix = shm.make_prefix()
+    runtime = LocalRuntime(tmp_path / "run", prefix)
+    try:
+        assert runtime.spawn(Target, 10, spec=WorkerSpec("target")).call("add", 5).result(60) == 15
+    finally:
+        runtime.close()
+
+
+def test_a_call_returns_its_value(handle):
+    assert handle.call("add", 5).result(60) == 15
+
+
+def test_an_exception_keeps_its_type_and_message(handle):
+    with pytest.raises(ValueError, match="--flag 3: too small"):
+        handle.call("fail").result(60)
+
+
+def test_the_control_lane_does_not_queue_behind_work(handle):
+    waiting = handle.call("wait")
+    handle.call("wake", lane=CONTROL).result(60)
+    assert waiting.result(60) == "woken"
+
+
+def test_an_overdue_call_is_a_named_error(runtime):
+    slow = runtime.spawn(Target, 0, spec=WorkerSpec("slow"))
+    assert slow.call("add", 1).result(60) == 1
+    with pytest.raises(waits.WaitTimeout, match=r"slow\.wait: not done after 0\.2"):
+        slow.call("wait").result(0.2)
+    slow.kill()
+
+
+def test_references_reach_workers(runtime, handle):
+    ref = runtime.put(list(range(100)))
+    assert handle.call("total", ref).result(60) == 4950
+    runtime.drop(ref)
+
+
+def test_a_dead_worker_fails_its_calls_with_the_cause(runtime):
+    doomed = runtime.spawn(Target, 0, spec=WorkerSpec("doomed"))
+    doomed.call("add", 1).result(60)
+    with pytest.raises(WorkerDied, match="doomed"):
+        doomed.call("die").result(60)
+    with pytest.raises(WorkerDied):
+        doomed.call("add", 1).result(60)
+
+
+def test_a_stopped_worker_is_told_and_answers_again_when_it_goes_on(watched, caplog):
+    sleeper = watched.spawn(Target, 10, spec=WorkerSpec("sleeper"))
+    pid = sleeper.call("pid").result(60)
+    caplog.clear()
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(
+        WorkerSilent, match=rf"sleeper \(pid {pid}.*\) has not answered for \d+ s: .*stopped .*--worker-silence"
+    ):
+        gather([sleeper.call("add", 1), sleeper.call("wake", lane=CONTROL)], 120)
+    with pytest.raises(WorkerDied):
+        sleeper.call("add", 1).result(60)
+    assert f"sleeper (pid {pid}" in caplog.text  # warned of before the limit
+    os.kill(pid, signal.SIGCONT)
+    waits.until(lambda: "answers again" in caplog.text, "the next heartbeat", 60)
+    assert sleeper.call("add", 1).result(60) == 11
+
+
+def test_a_wait_for_something_else_ends_with_a_silent_worker():
+    work, failure = concurrent.futures.Future(), concurrent.futures.Future()
+    waiting = Guarded(LocalFuture(work, "rollout.generate"), failure)
+    with pytest.raises(waits.WaitTimeout, match=r"rollout\.generate: not done"):
+        waiting.result(0.01)
+    assert not waiting.done()
+    failure.set_exception(WorkerSilent("trainer-1 (pid 7) has not answered for 60 s"))
+    assert waiting.done()
+    with pytest.raises(WorkerSilent, match="trainer-1"):
+        waiting.result()
+    work.set_result(5)
+    assert Guarded(LocalFuture(work, "rollout.generate"), concurrent.futures.Future()).result() == 5
+
+
+def test_a_long_call_is_no_silence(watched):
+    busy = watched.spawn(Target, 10, spec=WorkerSpec("busy"))
+    assert busy.call("spin", 3 * LIMIT_S).result(120) == "spun"
+
+
+def test_arguments_that_a_worker_cannot_read_fail_their_call_alone(runtime):
+    worker = runtime.spawn(Target, 10, spec=WorkerSpec("reader"))
+    assert worker.call("add", 1).result(60) == 11
+    with pytest.raises(Exception, match="unreadable here"):
+        worker.call("add", Unreadable()).result(60)
+    assert worker.call("add", 1).result(60) == 11
+
+
+def test_the_first_failure_ends_a_gather_although_others_wait(runtime):
+    blocked = runtime.spawn(Target, 0, spec=WorkerSpec("blocked"))
+    failing = runtime.spawn(Target, 0, spec=WorkerSpec("failing"))
+    waiting = blocked.call("wait")
+    with pytest.raises(ValueError, match="too small"):
+        gather([waiting, failing.call("fail")], 200)
+    assert not waiting.done()
+    blocked.kill()
+    failing.kill()
+
+
+def test_environment_and_slot_reach_the_worker(runtime):
+    spec = WorkerSpec("env", slot=Slot(0, (3, 4)), env={"OMP_NUM_THREADS": "1"})
+    worker = runtime.spawn(Target, 0, spec=spec)
+    assert worker.call("env", "OMP_NUM_THREADS").result(60) == "1"
+    assert worker.call("env", "CUDA_VISIBLE_DEVICES").result(60) == "3,4"
+
+
+def test_closing_ends_every_process(tmp_path):
+    runtime = LocalRuntime(tmp_path, shm.make_prefix())
+    pids = [runtime.spawn(Target, 0, spec=WorkerSpec(f"w{i}")).call("pid").result(60) for i in range(2)]
+    runtime.close()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
