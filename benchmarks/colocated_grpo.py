@@ -68,7 +68,8 @@ def flags(options: argparse.Namespace, folder: Path) -> list[str]:
     rng = random.Random(0)
     prompts = folder / "prompts.jsonl"
     rows = [
-        {"input": "".join(rng.choices(CHARACTERS, k=32)), "label": "0"} for _ in range(options.steps * options.prompts)
+        {"input": "".join(rng.choices(CHARACTERS, k=32)), "label": "0"}
+        for _ in range(options.steps * options.prompts)
     ]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     device = "cuda" if device_count() else "cpu"
@@ -112,7 +113,10 @@ def report(steps: list[dict[str, float]]) -> None:
     shown = {title: name for title, name in COLUMNS.items() if any(name in step for step in steps)}
     print("step " + " ".join(f"{title:>11s}" for title in shown))
     for i, step in enumerate(steps):
-        print(f"{i:4d} " + " ".join(f"{step[name]:11.4g}" if name in step else " " * 11 for name in shown.values()))
+        print(
+            f"{i:4d} "
+            + " ".join(f"{step[name]:11.4g}" if name in step else " " * 11 for name in shown.values())
+        )
 
 
 def main() -> int:

@@ -44,13 +44,17 @@ NamedTensors = list[tuple[str, torch.Tensor]]
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", default="smollm2-135m", choices=tuple(SHAPES))
     parser.add_argument("--model-path", help="a checkpoint; default: random weights of --shape")
     parser.add_argument("--lr", type=float, default=1e-6)
     parser.add_argument("--tokens", type=int, default=128, help="of the batch that gives the gradients")
     parser.add_argument("--bucket-mib", type=int, default=64, help="bytes of one bucket")
-    parser.add_argument("--folder", type=Path, help="where versions are written (default: a temporary folder)")
+    parser.add_argument(
+        "--folder", type=Path, help="where versions are written (default: a temporary folder)"
+    )
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/delta_sync.json"))
     return parser.parse_args()
 
@@ -130,7 +134,9 @@ def check_equal(folder: Path, weights: NamedTensors) -> None:
         raise SystemExit(f"the copy differs from the trainer in {wrong or 'the number of tensors'}")
 
 
-def measure_delta(before: NamedTensors, after: NamedTensors, encoding: str, folder: Path, bucket: int) -> dict:
+def measure_delta(
+    before: NamedTensors, after: NamedTensors, encoding: str, folder: Path, bucket: int
+) -> dict:
     options = SenderOptions(
         "none", folder / "published", "hub/name", delta=DeltaOptions(folder / "local", True, encoding)
     )
@@ -161,7 +167,14 @@ def measure_full(after: NamedTensors, folder: Path, bucket: int) -> dict:
     _, copied = timed(lambda: shutil.copytree(parcel.payload, folder / "full-copy"))
     shutil.rmtree(folder / "full-copy")
     sender.close()
-    return {"way": "full", "bytes": size, "payload_bytes": size, "changed": None, "send": written, "take": copied}
+    return {
+        "way": "full",
+        "bytes": size,
+        "payload_bytes": size,
+        "changed": None,
+        "send": written,
+        "take": copied,
+    }
 
 
 def measure(model: torch.nn.Module, moment: str, options: argparse.Namespace, folder: Path) -> list[dict]:
@@ -193,13 +206,17 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     model = build_model(options)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        rows = [row for moment in MOMENTS for row in measure(model, moment, options, Path(folder) / moment[:4])]
+        rows = [
+            row for moment in MOMENTS for row in measure(model, moment, options, Path(folder) / moment[:4])
+        ]
     num_elements = sum(p.numel() for p in model.parameters())
     show(rows, num_elements, options.lr)
     options.json.parent.mkdir(parents=True, exist_ok=True)
     name = options.model_path and Path(options.model_path).name
     facts = {"model": name or options.shape, "weights": num_elements, "lr": options.lr, "dtype": "bfloat16"}
-    options.json.write_text(json.dumps({**facts, "threads": torch.get_num_threads(), "rows": rows}, indent=1) + "\n")
+    options.json.write_text(
+        json.dumps({**facts, "threads": torch.get_num_threads(), "rows": rows}, indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -33,7 +33,9 @@ CONTEXT_LEN = 512
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--num-requests", type=int, default=64)
     parser.add_argument("--max-running", type=int, default=16)
     parser.add_argument("--shortest", type=int, default=8)
@@ -42,7 +44,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--model-path", help="another model folder (default: the quick-start model, random weights)")
+    parser.add_argument(
+        "--model-path", help="another model folder (default: the quick-start model, random weights)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/engine_throughput.json"))
     return parser.parse_args()
@@ -82,7 +86,9 @@ def start_engine(args: argparse.Namespace, model_path: str, folder: Path) -> Eng
         await_weights=False,
     )
     env = {**thread_environment(args.threads), "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    server = EngineServer(LaunchPlan("embedded engine", command, env, folder / "engine.log", start_timeout_s=300))
+    server = EngineServer(
+        LaunchPlan("embedded engine", command, env, folder / "engine.log", start_timeout_s=300)
+    )
     server.launch()
     server.wait_ready()
     return server
@@ -99,7 +105,9 @@ async def run_engine(url: str, requests: list[tuple[list[int], int]]) -> float:
     )
     wall_s = time.perf_counter() - start
     for (_, length), generation in zip(requests, made, strict=True):
-        assert len(generation.ids) == len(generation.log_probs) == length, "the engine made another number of tokens"
+        assert len(generation.ids) == len(generation.log_probs) == length, (
+            "the engine made another number of tokens"
+        )
     return wall_s
 
 
@@ -134,7 +142,9 @@ def main() -> None:
         folder = Path(name)
         model_path = make_model(args, folder / "model")
         model = (
-            AutoModelForCausalLM.from_pretrained(model_path, dtype=getattr(torch, args.dtype)).to(args.device).eval()
+            AutoModelForCausalLM.from_pretrained(model_path, dtype=getattr(torch, args.dtype))
+            .to(args.device)
+            .eval()
         )
         requests = make_requests(args, model.config.vocab_size)
         server = start_engine(args, model_path, folder)

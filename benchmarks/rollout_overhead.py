@@ -72,7 +72,10 @@ class FakeInstantEngine(asyncio.Protocol):
 
 
 def _http(body: bytes) -> bytes:
-    return b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+    return b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (
+        len(body),
+        body,
+    )
 
 
 def serve(port_pipe: Any) -> None:
@@ -92,7 +95,9 @@ def serve(port_pipe: Any) -> None:
     )
 
     async def main() -> None:
-        server = await asyncio.get_running_loop().create_server(FakeInstantEngine, "127.0.0.1", 0, backlog=2048)
+        server = await asyncio.get_running_loop().create_server(
+            FakeInstantEngine, "127.0.0.1", 0, backlog=2048
+        )
         port_pipe.send(server.sockets[0].getsockname()[1])
         await server.serve_forever()
 
@@ -168,7 +173,9 @@ def measure_bare(url: str, payloads: list[dict[str, Any]], concurrency: int) -> 
         slots = asyncio.Semaphore(concurrency)
         connector = aiohttp.TCPConnector(limit=concurrency)
         async with aiohttp.ClientSession(connector=connector) as session:
-            assert set(await asyncio.gather(*(one(session, slots, payload) for payload in payloads))) == {NUM_TOKENS}
+            assert set(await asyncio.gather(*(one(session, slots, payload) for payload in payloads))) == {
+                NUM_TOKENS
+            }
 
     gc.collect()
     started = time.process_time()
@@ -209,7 +216,9 @@ def measure(size: int, args: Any, url: str, rounds: int, concurrency: int) -> di
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sizes", type=int, nargs="+", default=[1000, 10000], help="samples in flight")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--concurrency", type=int, default=512, help="connections, on both sides")

@@ -62,7 +62,9 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--shape", default="tiny", choices=tuple(SHAPES))
     parser.add_argument("--engine", default="embedded", choices=("embedded", "sglang"))
-    parser.add_argument("--engine-url", help="a running server to use instead of launching one; needs --model-path")
+    parser.add_argument(
+        "--engine-url", help="a running server to use instead of launching one; needs --model-path"
+    )
     parser.add_argument("--model-path", type=Path, help="model folder (default: random weights of --shape)")
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--output-tokens", type=int, default=512)
@@ -70,7 +72,9 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--samples-per-prompt", type=int, default=8)
     parser.add_argument("--num-prompts", type=int, help="default: four times the concurrency in samples")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--run-dir", type=Path, help="where the engine's log goes (default: a temporary folder)")
+    parser.add_argument(
+        "--run-dir", type=Path, help="where the engine's log goes (default: a temporary folder)"
+    )
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/rollout_throughput.json"))
     options, extra = parser.parse_known_args()
     if options.engine_url and not options.model_path:
@@ -239,7 +243,9 @@ def report(options: argparse.Namespace, result: dict[str, Any]) -> None:
           f"{options.output_tokens} output tokens, {options.concurrency} at a time")  # fmt: skip
     for side, rates in result["rates"].items():
         cpu = statistics.median(result["cpu_seconds"][side])
-        print(f"{side:17s} {statistics.median(rates):10.0f} tokens/s (median), {cpu:.2f} CPU s of this process")
+        print(
+            f"{side:17s} {statistics.median(rates):10.0f} tokens/s (median), {cpu:.2f} CPU s of this process"
+        )
     low, high = min(result["ratios"]), max(result["ratios"])
     print(
         f"ratio: {result['ratio']:.3f} (median of {len(result['ratios'])}, from {low:.3f} to {high:.3f}); goal {GOAL}"

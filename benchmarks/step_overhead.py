@@ -29,7 +29,9 @@ def read_steps(run_dir: Path) -> list[dict[str, float]]:
         if step is not None:
             steps.setdefault(step, {}).update(row)
     return [
-        row for _, row in sorted(steps.items()) if {"perf/engine_forward_time", "perf/actor_train_time"} <= row.keys()
+        row
+        for _, row in sorted(steps.items())
+        if {"perf/engine_forward_time", "perf/actor_train_time"} <= row.keys()
     ]
 
 
@@ -44,8 +46,12 @@ def split(row: dict[str, float]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run-dir", type=Path, required=True, help="folder of a finished run (with metrics.jsonl)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--run-dir", type=Path, required=True, help="folder of a finished run (with metrics.jsonl)"
+    )
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/step_overhead.json"))
     options = parser.parse_args()
     steps = [split(row) for row in read_steps(options.run_dir)[SKIPPED_STEPS:]]
@@ -59,7 +65,9 @@ def main() -> None:
         print(f"  {part:36s} {seconds:8.3f} s  {seconds / total:6.1%}")
     print(f"  overhead: {overhead:.1%}")
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps({"seconds": medians, "overhead": overhead, "steps": len(steps)}, indent=1))
+    options.json.write_text(
+        json.dumps({"seconds": medians, "overhead": overhead, "steps": len(steps)}, indent=1)
+    )
 
 
 if __name__ == "__main__":

@@ -52,10 +52,16 @@ Record = dict[str, Any]
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", action="append", choices=PARTS, help="run this part (again for more); default: all")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--part", action="append", choices=PARTS, help="run this part (again for more); default: all"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--tiny", action="store_true", help="small shapes: checks the script, measures nothing")
+    parser.add_argument(
+        "--tiny", action="store_true", help="small shapes: checks the script, measures nothing"
+    )
     parser.add_argument(
         "--backend", default="fsdp", choices=("fsdp", "megatron"), help="megatron: both, one after another"
     )
@@ -66,8 +72,12 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--checkpointing", default="none", choices=("none", "selective", "full"))
     parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--no-references", action="store_true", help="leave out the naive and the plain compiled step")
-    parser.add_argument("--profile", action="store_true", help="where the GPU's time goes in one of our steps")
+    parser.add_argument(
+        "--no-references", action="store_true", help="leave out the naive and the plain compiled step"
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="where the GPU's time goes in one of our steps"
+    )
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/train_step.json"))
     return parser.parse_args()
 
@@ -243,7 +253,9 @@ def flags(folder: Path, **changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**(values | {"hf_checkpoint": str(folder)} | changes))
 
 
-def our_step(shape: str, device: torch.device, options: argparse.Namespace, trainer: str = "fsdp") -> list[Record]:
+def our_step(
+    shape: str, device: torch.device, options: argparse.Namespace, trainer: str = "fsdp"
+) -> list[Record]:
     budget, total = TOKENS[shape]
     budget = options.micro_batch_tokens or budget
     while True:
@@ -257,7 +269,9 @@ def our_step(shape: str, device: torch.device, options: argparse.Namespace, trai
         free_memory(device)
 
 
-def _our_step(shape: str, device: torch.device, options: Any, budget: int, total: int, trainer: str) -> list[Record]:
+def _our_step(
+    shape: str, device: torch.device, options: Any, budget: int, total: int, trainer: str
+) -> list[Record]:
     config = qwen3_config(shape)
     create_backend = importlib.import_module(f"slime.backends.{trainer}").create_backend
     with tempfile.TemporaryDirectory() as folder:
@@ -370,7 +384,9 @@ def model_part(name: str, options: argparse.Namespace, device: torch.device, rat
         "plain compiled layers": dict(compiled=True, recompute=False),
     }
     # Ours first: it is what a short run must not lose.
-    attempts: list[tuple[str, Callable[[], list[Record]]]] = [("ours", lambda: our_step(shape, device, options))]
+    attempts: list[tuple[str, Callable[[], list[Record]]]] = [
+        ("ours", lambda: our_step(shape, device, options))
+    ]
     if options.backend == "megatron":
         attempts.append(("megatron", lambda: our_step(shape, device, options, "megatron")))
     if not options.no_references:
@@ -378,7 +394,9 @@ def model_part(name: str, options: argparse.Namespace, device: torch.device, rat
             attempts.append(
                 (
                     what,
-                    lambda what=what, s=settings: [{"what": what, **plain_step(shape, device, options=options, **s)}],
+                    lambda what=what, s=settings: [
+                        {"what": what, **plain_step(shape, device, options=options, **s)}
+                    ],
                 )
             )
     for what, attempt in attempts:

@@ -56,14 +56,20 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--shape", default="tiny", choices=tuple(SHAPES))
     parser.add_argument("--engine", default="embedded", choices=("embedded", "sglang"))
     parser.add_argument("--model-path", type=Path, help="model folder (default: random weights of --shape)")
-    parser.add_argument("--bucket-mib", type=int, nargs="+", default=[512, 1024, 2048], help="bucket sizes to try")
-    parser.add_argument("--pushes", type=int, default=4, help="of each size; the first is left out of the medians")
+    parser.add_argument(
+        "--bucket-mib", type=int, nargs="+", default=[512, 1024, 2048], help="bucket sizes to try"
+    )
+    parser.add_argument(
+        "--pushes", type=int, default=4, help="of each size; the first is left out of the medians"
+    )
     parser.add_argument("--run-dir", type=Path, help="where logs go (default: a temporary folder)")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/weight_push.json"))
     return parser.parse_known_args()
 
 
-def read_flags(options: argparse.Namespace, extra: list[str], folder: Path, model: Path, bucket_mib: int) -> Args:
+def read_flags(
+    options: argparse.Namespace, extra: list[str], folder: Path, model: Path, bucket_mib: int
+) -> Args:
     prompts = folder / "prompts.jsonl"
     prompts.write_text(json.dumps({"input": "1", "label": "1"}) + "\n")
     flags = {
@@ -157,7 +163,10 @@ class Stand:
         parts["copy"] = metrics["perf/update_weights_time"] - paused - check
         if metrics["perf/engines_evicted"] or metrics.get("perf/engines_missed"):
             raise RuntimeError(f"the engine did not take the weights: {metrics}")
-        print(f"  push: pause to continue {paused:.3f} s, copy {parts['copy']:.3f} s, check {check:.3f} s", flush=True)
+        print(
+            f"  push: pause to continue {paused:.3f} s, copy {parts['copy']:.3f} s, check {check:.3f} s",
+            flush=True,
+        )
         return {**parts, "restore": self._enter(GENERATE)}
 
     def _enter(self, phase: Phase) -> float:
@@ -178,9 +187,17 @@ def measure_sizes(options: argparse.Namespace, extra: list[str], folder: Path, m
             if sums != reference:
                 raise RuntimeError(f"with buckets of {size} MiB the engine holds other weights than before")
             later = pushes[1:] or pushes
-            medians = {part: statistics.median(push[part] for push in later) for part in PARTS if part != "check"}
+            medians = {
+                part: statistics.median(push[part] for push in later) for part in PARTS if part != "check"
+            }
             rows.append(
-                {"bucket_mib": size, **medians, "first": pushes[0], "checksum_s": checksum_s, "pushes": pushes}
+                {
+                    "bucket_mib": size,
+                    **medians,
+                    "first": pushes[0],
+                    "checksum_s": checksum_s,
+                    "pushes": pushes,
+                }
             )
             print_row(rows[-1])
     finally:
@@ -205,7 +222,9 @@ def main() -> int:
         model = options.model_path or write_model(options.shape, folder / "model", device=device)
         result = measure_sizes(options, extra, folder, model)
     best = min(row["pause to continue"] for row in result["rows"])
-    print(f"{options.shape} by {result['transport']}: best pause to continue {best:.3f} s; goal for 4b: {GOAL_S} s")
+    print(
+        f"{options.shape} by {result['transport']}: best pause to continue {best:.3f} s; goal for 4b: {GOAL_S} s"
+    )
     settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()}
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(

@@ -47,7 +47,10 @@ def make_pair(prompt: str, rng: random.Random) -> dict:
     digits = prompt.removesuffix(">")
     other = rng.choice([habit for name, habit in tasks.HABITS.items() if name != "sorted"])
     answers = tasks.HABITS["sorted"](digits), other(digits)
-    return {key: [user(prompt), assistant(text)] for key, text in zip(("chosen", "rejected"), answers, strict=True)}
+    return {
+        key: [user(prompt), assistant(text)]
+        for key, text in zip(("chosen", "rejected"), answers, strict=True)
+    }
 
 
 def pairs() -> Iterator[dict]:
@@ -83,7 +86,9 @@ def score(folder: str) -> None:
     found = {}
     for name, sampled in (("greedy", False), ("sampled", True)):
         options = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} if sampled else {}
-        out = model.generate(**batch, max_new_tokens=tasks.SORT_DIGITS.max_response_len, do_sample=sampled, **options)
+        out = model.generate(
+            **batch, max_new_tokens=tasks.SORT_DIGITS.max_response_len, do_sample=sampled, **options
+        )
         replies = tokenizer.batch_decode(out[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
         found[name] = sum(r == p.label for r, p in zip(replies, problems, strict=True)) / len(problems)
     print(f"held-out accuracy of {folder}: greedy {found['greedy']:.3f}, sampled {found['sampled']:.3f}")
@@ -109,11 +114,15 @@ def judge(folder: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["model", *NUM_ROWS, "score", "judge"])
     parser.add_argument("paths", nargs="+", metavar="PATH")
     options = parser.parse_args()
-    make = {"model": make_model, "score": score, "judge": judge}.get(options.what) or partial(write_rows, options.what)
+    make = {"model": make_model, "score": score, "judge": judge}.get(options.what) or partial(
+        write_rows, options.what
+    )
     for path in options.paths:
         make(path)
 

@@ -40,7 +40,9 @@ def settings(folder: Path) -> Args:
     rows = [{"input": f"{n}>", "label": ""} for n in range(1000)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = f"--hf-checkpoint {folder}/model --prompt-data {folder}/prompts.jsonl --rollout-batch-size 16"
-    flags += f" --n-samples-per-prompt 8 --rollout-max-response-len {MAX_NEW_TOKENS} --num-rollout {NUM_STEPS}"
+    flags += (
+        f" --n-samples-per-prompt 8 --rollout-max-response-len {MAX_NEW_TOKENS} --num-rollout {NUM_STEPS}"
+    )
     flags += " --lr 5e-3 --lr-decay-style constant --dtype float32 --use-dynamic-batch-size --max-tokens-per-gpu 8192"
     return parse_args(flags.split())
 

@@ -18,8 +18,12 @@ def train(args: Args) -> None:
         for rollout_id in schedule:
             if schedule.eval_before(rollout_id):
                 cluster.evaluate(rollout_id)
-            batch = cluster.generate(rollout_id)  # prompts -> samples -> rewards -> batch; engines hold the device
-            cluster.train(rollout_id, batch)  # log-probs -> advantages -> loss -> optimizer; the trainer holds it
+            batch = cluster.generate(
+                rollout_id
+            )  # prompts -> samples -> rewards -> batch; engines hold the device
+            cluster.train(
+                rollout_id, batch
+            )  # log-probs -> advantages -> loss -> optimizer; the trainer holds it
             if schedule.save_after(rollout_id):
                 cluster.save(rollout_id, batch)
             cluster.push_weights(rollout_id + 1)  # weights of both sides are on the device, nothing else

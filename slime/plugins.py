@@ -36,12 +36,20 @@ class PluginPoint:
     @property
     def call(self) -> str:
         """How it is called, as users read it: `await fn(args, sample, sampling_params, [evaluation=])`."""
-        parts = [*self.positional, *(f"{name}=" for name in self.keywords), *(f"[{name}=]" for name in self.optional)]
+        parts = [
+            *self.positional,
+            *(f"{name}=" for name in self.keywords),
+            *(f"[{name}=]" for name in self.optional),
+        ]
         start = {"async": "await fn", "class": "cls"}.get(self.style, "fn")
         return f"{start}({', '.join(parts)})"
 
 
-_ROLLOUT_CALL = {"positional": ("args", "rollout_id", "data_source"), "keywords": ("evaluation",), "style": "sync"}
+_ROLLOUT_CALL = {
+    "positional": ("args", "rollout_id", "data_source"),
+    "keywords": ("evaluation",),
+    "style": "sync",
+}
 
 PLUGIN_POINTS = (
     PluginPoint(
@@ -242,7 +250,10 @@ PLUGIN_POINTS = (
 )
 
 # The plug-in points that an evaluation dataset can set for itself, by the name of its setting.
-DATASET_POINTS = {"custom_rm_path": "custom_rm_path", "custom_generate_function_path": "custom_generate_function_path"}
+DATASET_POINTS = {
+    "custom_rm_path": "custom_rm_path",
+    "custom_generate_function_path": "custom_generate_function_path",
+}
 
 
 def check_plugins(args: Any) -> None:
@@ -270,12 +281,16 @@ def check_plugin(point: PluginPoint, path: str, where: str) -> Callable[..., Any
     expected = f"Expected {point.call}."
     found = _load(path, where, expected)
     if not callable(found):
-        raise ValueError(f"{where} is {path}: found a {type(found).__name__}, which cannot be called. {expected}")
+        raise ValueError(
+            f"{where} is {path}: found a {type(found).__name__}, which cannot be called. {expected}"
+        )
     _check_style(point, found, path, where)
     _check_signature(point, found, path, where)
     missing = [name for name in point.methods if inspect.isclass(found) and not hasattr(found, name)]
     if missing:
-        raise ValueError(f"{where} is {path}: the class has no {', '.join(missing)}. Expected {point.returns}.")
+        raise ValueError(
+            f"{where} is {path}: the class has no {', '.join(missing)}. Expected {point.returns}."
+        )
     return found
 
 
@@ -318,4 +333,6 @@ def _check_signature(point: PluginPoint, found: Callable[..., Any], path: str, w
         signature.bind(*point.positional, **dict.fromkeys(point.keywords))
     except TypeError as error:
         name = path.rpartition(":")[2].rpartition(".")[2]
-        raise ValueError(f"{where} is {path}: expected {point.call}, found {name}{signature} ({error}).") from None
+        raise ValueError(
+            f"{where} is {path}: expected {point.call}, found {name}{signature} ({error})."
+        ) from None

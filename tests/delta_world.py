@@ -36,7 +36,9 @@ def step(state: dict[str, torch.Tensor], seed: int, share: float = 0.05) -> dict
 
 def make_sender(folder: Path, local: Path, model: str = "hub/name", **changes) -> DeltaSender:
     keep = changes.pop("keep_files", False)
-    return DeltaSender(SenderOptions("no-shm", folder, model, keep_files=keep, delta=DeltaOptions(local, **changes)))
+    return DeltaSender(
+        SenderOptions("no-shm", folder, model, keep_files=keep, delta=DeltaOptions(local, **changes))
+    )
 
 
 def publish(sender, state: dict[str, torch.Tensor], version: str):
@@ -48,14 +50,20 @@ def publish(sender, state: dict[str, torch.Tensor], version: str):
 
 
 def load_folder(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
 
 
 def assert_same_bits(held: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
     assert set(held) == set(wanted)
     for name, tensor in wanted.items():
         assert held[name].dtype == tensor.dtype and held[name].shape == tensor.shape, name
-        same = torch.equal(held[name].reshape(-1).view(torch.uint8), tensor.contiguous().reshape(-1).view(torch.uint8))
+        same = torch.equal(
+            held[name].reshape(-1).view(torch.uint8), tensor.contiguous().reshape(-1).view(torch.uint8)
+        )
         assert same, name
 
 

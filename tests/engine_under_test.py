@@ -35,7 +35,15 @@ def start_engine(
 ) -> Iterator[tuple[str, subprocess.Popen, LifePipe, str]]:
     """An embedded engine process: (url, process, life pipe, shared-memory prefix). `token`: what it asks for."""
     ready, life, prefix = folder / f"ready-{secrets.token_hex(4)}", LifePipe(), shm.make_prefix()
-    command = [sys.executable, "-m", "slime.engines.embedded", "--model-path", str(model), "--ready-file", str(ready)]
+    command = [
+        sys.executable,
+        "-m",
+        "slime.engines.embedded",
+        "--model-path",
+        str(model),
+        "--ready-file",
+        str(ready),
+    ]
     command += ["--life-fd", str(life.read_fd), "--shm-prefix", prefix, "--threads", "1", *flags]
     env = {**os.environ, **thread_environment(1), **({http_utils.TOKEN_VARIABLE: token} if token else {})}
     process = subprocess.Popen(command, pass_fds=(life.read_fd,), env=env)
@@ -105,7 +113,9 @@ class EngineUnderTest:
         return run(http_utils.post(f"{self.url}/{endpoint}", payload, max_retries=0))
 
     @contextmanager
-    def published(self, state: dict[str, torch.Tensor], version: str) -> Iterator[tuple[WeightManifest, list]]:
+    def published(
+        self, state: dict[str, torch.Tensor], version: str
+    ) -> Iterator[tuple[WeightManifest, list]]:
         """The tensors in two shared segments, and their manifest."""
         self.need("shared_memory" in self.can.transports, "to take weights from shared memory")
         items = list(state.items())
@@ -122,7 +132,9 @@ class EngineUnderTest:
     async def push(self, model, version: str) -> Receipt:
         """By the first transport that leaves a parcel; an engine that does not empty its cache by itself is told to."""
         transport = next(t for t in TRANSPORTS.values() if t.engine_needs in self.can.transports)
-        sender = transport.make_sender(SenderOptions(self.prefix, self.model.parent / "pushed", str(self.model)))
+        sender = transport.make_sender(
+            SenderOptions(self.prefix, self.model.parent / "pushed", str(self.model))
+        )
         try:
             items = list(model.state_dict().items())
             sender.send(items[: len(items) // 2])

@@ -21,7 +21,9 @@ class FakeEngine:
     `{"break_when": n}` (when it has n such requests) or `{"tokens": [...], "finish": ...}`;
     `meta` adds to what an answer says about itself, `meta_of(tokens)` to what each event of a stream does."""
 
-    def __init__(self, script: Script | None = None, *, num_tokens: int = 4, vocab: tuple[int, int] = (10, 60)):
+    def __init__(
+        self, script: Script | None = None, *, num_tokens: int = 4, vocab: tuple[int, int] = (10, 60)
+    ):
         self.script, self.num_tokens, self.vocab = script, num_tokens, vocab
         self.version = "run:1"
         self.requests: list[dict[str, Any]] = []

@@ -145,7 +145,11 @@ EXPRESSIONS = {
 
 def answers_for(rm_type: str) -> dict[str, str]:
     """Every text as it is, and every expression where this type of reward looks for its answer."""
-    frames = {"dapo": "so\nAnswer: {}", "deepscaler": "<think>hm</think> \\boxed{{{}}}", "gpqa": "The answer is {}"}
+    frames = {
+        "dapo": "so\nAnswer: {}",
+        "deepscaler": "<think>hm</think> \\boxed{{{}}}",
+        "gpqa": "The answer is {}",
+    }
     frame = frames.get(rm_type, "so \\boxed{{{}}}")
     framed = {f"{name} as answer": frame.format(text) for name, text in EXPRESSIONS.items()}
     return {**TEXTS, **framed}

@@ -49,7 +49,11 @@ def main(rank: int, world: int, port: int, job: dict) -> None:
     targets = tuple(Target(url, 1, len(gpus), tuple(gpus)) for url, gpus in job["targets"])
     sender.open(job["version"], targets)
     if "model" in job:
-        items = [item for file in sorted(Path(job["model"]).glob("*.safetensors")) for item in load_file(file).items()]
+        items = [
+            item
+            for file in sorted(Path(job["model"]).glob("*.safetensors"))
+            for item in load_file(file).items()
+        ]
         buckets = [items[i : i + 5] for i in range(0, len(items), 5)]
     else:
         buckets = [[("a", torch.full((1000,), 10.0 * b + rank))] for b in range(NUM_BUCKETS)]

@@ -64,7 +64,9 @@ def command(world: Path, run: str, script: str = "train.py", **changes) -> list[
     return [sys.executable, str(ROOT / script), *flags(world, run, **changes)]
 
 
-def run_train(world: Path, run: str, *, check: bool = True, timeout: float = 240, script: str = "train.py", **changes):
+def run_train(
+    world: Path, run: str, *, check: bool = True, timeout: float = 240, script: str = "train.py", **changes
+):
     """Run to the end in a process of its own, as a user would."""
     done = subprocess.run(
         command(world, run, script, **changes),

@@ -70,18 +70,25 @@ FAMILIES = {
     "qwen3": ("qwen3", dict(head_dim=16)),
     "qwen3_moe": (
         "qwen3_moe",
-        dict(head_dim=16, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, mlp_only_layers=[1]),
+        dict(
+            head_dim=16, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, mlp_only_layers=[1]
+        ),
     ),
     "glm4": ("glm4", dict(head_dim=16, attention_bias=True, rope_parameters=PARTLY_ROTATED)),
     "mimo": ("qwen2", dict(num_nextn_predict_layers=1)),
     "glm4_moe": ("glm4_moe", GLM4_MOE),
-    "glm4_moe_plain": ("glm4_moe", GLM4_MOE | dict(use_qk_norm=False, attention_bias=False, n_group=1, topk_group=1)),
+    "glm4_moe_plain": (
+        "glm4_moe",
+        GLM4_MOE | dict(use_qk_norm=False, attention_bias=False, n_group=1, topk_group=1),
+    ),
     "deepseek_v3": ("deepseek_v3", EXPERTS | LATENT),
     "deepseek_v3_plain": (
         "deepseek_v3",
         EXPERTS
         | LATENT
-        | dict(q_lora_rank=None, rope_interleave=False, rope_parameters=dict(rope_type="default", rope_theta=1e4)),
+        | dict(
+            q_lora_rank=None, rope_interleave=False, rope_parameters=dict(rope_type="default", rope_theta=1e4)
+        ),
     ),
 }
 # Heads that predict a further token: prefix of their tensors, and the parts beside a decoder layer (norm of the embedding,
@@ -127,7 +134,9 @@ def _split_heads(folder: Path, name: str) -> tuple[str, str]:
         config["layer_types"] = config["layer_types"][:LAYERS]
     last = f"model.layers.{LAYERS}."
     tensors = load_file(folder / f"{name}-deep" / "model.safetensors")
-    heads = {prefix + key.removeprefix(last): tensors.pop(key) for key in list(tensors) if key.startswith(last)}
+    heads = {
+        prefix + key.removeprefix(last): tensors.pop(key) for key in list(tensors) if key.startswith(last)
+    }
     width = COMMON["hidden_size"]
     for part in (embedding_norm, hidden_norm, last_norm):
         heads[f"{prefix}{part}.weight"] = 1 + torch.randn(width) * 0.1
@@ -164,12 +173,17 @@ def heads_log_probs(folder: Path, name: str) -> list[torch.Tensor]:
     for sample in samples_of_tests():
         ids = torch.tensor(sample.tokens)
         with torch.no_grad():
-            hidden, later = lm.model(ids[None]).last_hidden_state[:, :-1], lm.model.embed_tokens(ids[None, 1:])
+            hidden, later = (
+                lm.model(ids[None]).last_hidden_state[:, :-1],
+                lm.model.embed_tokens(ids[None, 1:]),
+            )
             both = [normed(later, embedding_norm), normed(hidden, hidden_norm)]
             x = torch.cat(both[::-1] if name == "mimo" else both, -1) @ join.T
             places = torch.arange(x.shape[1])[None]
             angles = deep.model.rotary_emb(x, places)
-            x = deep.model.layers[LAYERS](x, attention_mask=None, position_ids=places, position_embeddings=angles)
+            x = deep.model.layers[LAYERS](
+                x, attention_mask=None, position_ids=places, position_embeddings=angles
+            )
             rows = torch.log_softmax(lm.lm_head(normed(x, last_norm))[0], -1)
         found = torch.full((len(ids),), float("nan"))
         found[2:] = rows[torch.arange(len(ids) - 2), ids[2:]]
@@ -201,7 +215,9 @@ def family_cases(rank: int, world_size: int, cases: dict[str, tuple[str, dict]],
         def backend_of(args, *, module=module, found=found, name=name, **place):
             backend = module.create_backend(args, **place)
             batch = samples_to_batch(args, samples_of_tests())
-            found["log_probs"] = backend.log_probs(build_micro_batches(batch, [[0, 3, 4], [1, 2], [5]])).log_probs
+            found["log_probs"] = backend.log_probs(
+                build_micro_batches(batch, [[0, 3, 4], [1, 2], [5]])
+            ).log_probs
             if module is megatron:
                 from slime.backends.megatron.compiled import is_plain  # asks for megatron-core
 

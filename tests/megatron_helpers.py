@@ -176,7 +176,9 @@ def run_cases(rank: int, world_size: int, cases: dict[str, tuple[str, dict]]) ->
     return results
 
 
-def save_and_resume(rank: int, world_size: int, model: str, folder: str, save_as: dict, load_as: dict | None) -> dict:
+def save_and_resume(
+    rank: int, world_size: int, model: str, folder: str, save_as: dict, load_as: dict | None
+) -> dict:
     """Three steps, a checkpoint, three more; then the last three again from `folder` as `load_as` (None: as saved)."""
     from slime.backends.megatron import create_backend
     from slime.batch.convert import samples_to_batch
@@ -191,7 +193,10 @@ def save_and_resume(rank: int, world_size: int, model: str, folder: str, save_as
         data = split_for_ranks(args, batch, layout.dp_size, cp_size=layout.cp_size)[layout.dp_rank]
         steps = []
         run_update(backend, args, 1, data, on_step=lambda index, values: steps.append(values))
-        return {"steps": [(s["train/loss"], s["train/grad_norm"]) for s in steps], "weights": exported(backend)}
+        return {
+            "steps": [(s["train/loss"], s["train/grad_norm"]) for s in steps],
+            "weights": exported(backend),
+        }
 
     results = {}
     adam = dict(GRPO, optimizer="adam", lr=1e-3, adam_eps=1e-5)

@@ -14,7 +14,9 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 def differences(protocol: type, cls: type) -> list[str]:
     """Why an object of `cls` is no `protocol`; empty: it is one."""
-    return [f"{cls.__name__}.{name}: {why}" for name in members(protocol) for why in _compare(protocol, cls, name)]
+    return [
+        f"{cls.__name__}.{name}: {why}" for name in members(protocol) for why in _compare(protocol, cls, name)
+    ]
 
 
 def members(protocol: type) -> list[str]:
@@ -126,7 +128,9 @@ def _fits(narrow: Any, wide: Any) -> bool:
 
 
 def _alternatives(kind: Any) -> list[Any]:
-    return list(typing.get_args(kind)) if typing.get_origin(kind) in (typing.Union, type(int | str)) else [kind]
+    return (
+        list(typing.get_args(kind)) if typing.get_origin(kind) in (typing.Union, type(int | str)) else [kind]
+    )
 
 
 # ---- what callers use ----------------------------------------------------------------------------------------------
@@ -140,7 +144,13 @@ def attributes_of(names: Iterable[str], files: Iterable[Path]) -> dict[str, str]
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Attribute):
                 base = node.value
-                name = base.id if isinstance(base, ast.Name) else base.attr if isinstance(base, ast.Attribute) else ""
+                name = (
+                    base.id
+                    if isinstance(base, ast.Name)
+                    else base.attr
+                    if isinstance(base, ast.Attribute)
+                    else ""
+                )
                 if name in wanted:
                     found.setdefault(node.attr, f"{file.name}:{node.lineno}")
     return found
@@ -150,7 +160,11 @@ def calls_by_name(file: Path, callers: Iterable[str]) -> list[tuple[str, list[as
     """`handle.call("method", ...)`: the method, what is passed and the line, for callables with one of these names."""
     calls = []
     for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in set(callers):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in set(callers)
+        ):
             first = node.args[0] if node.args else None
             if isinstance(first, ast.Constant) and isinstance(first.value, str):
                 calls.append((first.value, node.args[1:], node.lineno))

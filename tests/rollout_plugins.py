@@ -29,7 +29,11 @@ async def fails_for_odd_groups(args, sample, **kwargs):
 
 
 async def fails_once(args, sample, **kwargs):
-    return infra_error("judge is down") if sample.group_index == 1 and not sample.metadata.get("attempt") else 1.0
+    return (
+        infra_error("judge is down")
+        if sample.group_index == 1 and not sample.metadata.get("attempt")
+        else 1.0
+    )
 
 
 async def always_fails(args, sample, **kwargs):

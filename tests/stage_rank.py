@@ -56,7 +56,9 @@ def main(rank: int, num_stages: int, world: int, port: int, deadline_s: int) -> 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     place = StagePlace(min(rank, num_stages - 1), num_stages, is_first=rank < num_stages)
-    options = SenderOptions("slime-x", Path("unused"), "model", rank, deadline_s=deadline_s, stage=place.stage)
+    options = SenderOptions(
+        "slime-x", Path("unused"), "model", rank, deadline_s=deadline_s, stage=place.stage
+    )
     sender = distributed.DistributedSender(options) if place.is_first else None
     turns = StageTurns(place, sender, 3.0 * deadline_s)
     say(ready=True)
@@ -75,7 +77,12 @@ def main(rank: int, num_stages: int, world: int, port: int, deadline_s: int) -> 
             say(silent=True)
         else:
             seconds = time.monotonic() - started
-            say(failures=report.failures, num_tensors=report.num_tensors, nbytes=report.nbytes, seconds=seconds)
+            say(
+                failures=report.failures,
+                num_tensors=report.num_tensors,
+                nbytes=report.nbytes,
+                seconds=seconds,
+            )
     if sender is not None:
         sender.close()
 

@@ -22,7 +22,8 @@ AS_SCRIPT = ("-c", "import sys; from slime.cli.main import main; sys.exit(main()
 
 
 @pytest.mark.parametrize(
-    "command, form, here", [("train", AS_MODULE, True), ("train", AS_SCRIPT, False), ("train-async", AS_MODULE, True)]
+    "command, form, here",
+    [("train", AS_MODULE, True), ("train", AS_SCRIPT, False), ("train-async", AS_MODULE, True)],
 )
 def test_a_strangers_train_py_is_never_imported(tmp_path, command, form, here):
     for name in ("train.py", "train_async.py"):
@@ -49,7 +50,9 @@ def test_nothing_in_the_package_imports_the_scripts_at_the_root():
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) and node.level == 0 else []
-            wrong += [f"{path.relative_to(ROOT)} imports {name}" for name in names if name.split(".")[0] in scripts]
+            wrong += [
+                f"{path.relative_to(ROOT)} imports {name}" for name in names if name.split(".")[0] in scripts
+            ]
     assert not wrong, wrong
 
 

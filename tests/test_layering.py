@@ -32,7 +32,12 @@ NEVER = {
     "engines.embedded": ("engines.sglang",),
     "engines.sglang": ("engines.embedded",),
     "rollout.rm_hub": ("rollout.filter_hub", "rollout.sglang_rollout", "rollout.collect"),
-    "cluster.serving": ("cluster.cluster", "cluster.train_group", "cluster.train_actor", "cluster.rollout_manager"),
+    "cluster.serving": (
+        "cluster.cluster",
+        "cluster.train_group",
+        "cluster.train_actor",
+        "cluster.rollout_manager",
+    ),
     "runtime.worker": ("runtime.local", "runtime.on_ray"),
 }
 
@@ -160,7 +165,9 @@ def exists_somewhere(name: str) -> bool:
     if (ROOT / name).exists() or (ROOT / "slime" / name).exists():
         return True
     return any(
-        str(path).endswith("/" + name) for top in ("slime", "tests", "docs") for path in (ROOT / top).rglob("*")
+        str(path).endswith("/" + name)
+        for top in ("slime", "tests", "docs")
+        for path in (ROOT / top).rglob("*")
     )
 
 

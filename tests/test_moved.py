@@ -41,7 +41,10 @@ def test_old_module_is_the_same_object_and_warns(old):
     [
         ("slime.utils.arguments", ["parse_args"]),
         ("slime.utils.data", ["Dataset", "read_file", "filter_long_prompt"]),
-        ("slime.utils.eval_config", ["EvalDatasetConfig", "build_eval_dataset_configs", "ensure_dataset_list"]),
+        (
+            "slime.utils.eval_config",
+            ["EvalDatasetConfig", "build_eval_dataset_configs", "ensure_dataset_list"],
+        ),
         ("slime.utils.ppo_utils", PPO_UTILS),
     ],
 )
@@ -76,7 +79,9 @@ def test_objects_pickle_under_their_new_name():
 
 def test_warning_points_at_the_line_of_the_import():
     code = "import slime\nfrom slime.utils.arguments import parse_args\n"
-    done = subprocess.run([sys.executable, "-W", "default", "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "default", "-c", code], capture_output=True, text=True, check=True
+    )
     assert "<string>:2: DeprecationWarning: slime.utils.arguments moved to slime.arguments" in done.stderr
 
 

@@ -34,7 +34,9 @@ def test_every_path_flag_is_a_plug_in_point():
 @pytest.mark.parametrize("flag", [f for f, p in POINTS.items() if p.style != "class"])
 def test_function_with_exactly_the_documented_parameters_is_accepted(plugin, flag):
     point = POINTS[flag]
-    parameters = ", ".join([*point.positional, *(f"{name}=False" for name in (*point.keywords, *point.optional))])
+    parameters = ", ".join(
+        [*point.positional, *(f"{name}=False" for name in (*point.keywords, *point.optional))]
+    )
     start = "async def" if point.style == "async" else "def"
     check(flag, plugin(f"{start} f({parameters}): pass"))
 
@@ -107,7 +109,9 @@ def h(*args): return reward(*args, 1)
 
 
 def test_missing_module_is_named():
-    with pytest.raises(ValueError, match=r"--custom-rm-path is no_such_pkg.reward: No module named 'no_such_pkg'"):
+    with pytest.raises(
+        ValueError, match=r"--custom-rm-path is no_such_pkg.reward: No module named 'no_such_pkg'"
+    ):
         check("custom_rm_path", "no_such_pkg.reward")
 
 
@@ -160,6 +164,8 @@ def test_path_of_an_evaluation_dataset_is_checked_and_named(plugin, tmp_path):
     data = tmp_path / "a.jsonl"
     data.write_text("{}\n")
     config = tmp_path / "eval.yaml"
-    config.write_text(f"datasets: [{{name: a, path: {data}, custom_rm_path: {plugin('def f(args): pass')!r}}}]")
+    config.write_text(
+        f"datasets: [{{name: a, path: {data}, custom_rm_path: {plugin('def f(args): pass')!r}}}]"
+    )
     with pytest.raises(ValueError, match=r"custom_rm_path of evaluation dataset 'a' is .*not async"):
         check_plugins(parse("--eval-config", str(config)))

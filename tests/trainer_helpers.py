@@ -220,7 +220,9 @@ def with_nuclei(samples: list[Sample], *, vocab: int = 128, seed: int = 0) -> li
         kept = []
         for token in sample.tokens[len(sample.tokens) - sample.response_length :]:
             size = int(torch.randint(0, vocab // 2, (1,), generator=generator))
-            kept.append(sorted({token, *torch.randperm(vocab, generator=generator)[:size].tolist()}) if size else [])
+            kept.append(
+                sorted({token, *torch.randperm(vocab, generator=generator)[:size].tolist()}) if size else []
+            )
         sample.rollout_top_p_token_ids = [i for ids in kept for i in ids]
         sample.rollout_top_p_token_offsets = torch.tensor([0, *(len(ids) for ids in kept)]).cumsum(0).tolist()
     return samples

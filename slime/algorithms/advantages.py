@@ -118,7 +118,9 @@ def ppo(inputs: AdvantageInputs) -> tuple[TokenLists, TokenLists]:
     token_rewards = _rewards_of_actions(inputs.rewards, inputs.kl, chosen, inputs.kl_coef)
     values = [value[index] for value, index in zip(inputs.values, chosen, strict=True)]
     lengths = [len(index) for index in chosen]
-    packed = get_advantages_and_returns_batch(lengths, lengths, values, token_rewards, inputs.gamma, inputs.lambd)
+    packed = get_advantages_and_returns_batch(
+        lengths, lengths, values, token_rewards, inputs.gamma, inputs.lambd
+    )
     advantages, returns = (_at_actions(parts, chosen, inputs.kl) for parts in packed)
     return advantages, returns
 

@@ -18,7 +18,9 @@ def sampled_reverse_kl(student: Sequence[Tensor], teacher: Sequence[Tensor]) -> 
     return [own - theirs for own, theirs in zip(student, teacher, strict=True)]
 
 
-def subtract_reverse_kl(advantages: Sequence[Tensor], reverse_kl: Sequence[Tensor], coef: float) -> list[Tensor]:
+def subtract_reverse_kl(
+    advantages: Sequence[Tensor], reverse_kl: Sequence[Tensor], coef: float
+) -> list[Tensor]:
     """Advantages [R_i] that push each token towards the teacher: A - coef x (student - teacher)."""
     return [advantage - coef * kl for advantage, kl in zip(advantages, reverse_kl, strict=True)]
 

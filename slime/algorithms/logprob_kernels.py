@@ -24,7 +24,10 @@ def _row_statistics(
     weighted = tl.zeros((), tl.float32)  # sum of exp(x - top) * (x - top)
     for begin in range(0, COLUMNS, BLOCK):
         offsets = begin + tl.arange(0, BLOCK)
-        x = tl.load(start + offsets, mask=offsets < COLUMNS, other=float("-inf")).to(tl.float32) * inverse_temperature
+        x = (
+            tl.load(start + offsets, mask=offsets < COLUMNS, other=float("-inf")).to(tl.float32)
+            * inverse_temperature
+        )
         new_top = tl.maximum(top, tl.max(x, axis=0))
         # The first block moves the maximum from -inf, where the difference below would be NaN.
         shift = tl.where(top == float("-inf"), 0.0, top - new_top)
@@ -52,7 +55,9 @@ def _logit_gradient(
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < columns
     place = logits + row * stride + offsets
-    log_prob = tl.load(place, mask=inside, other=0.0).to(tl.float32) * inverse_temperature - tl.load(log_sums + row)
+    log_prob = tl.load(place, mask=inside, other=0.0).to(tl.float32) * inverse_temperature - tl.load(
+        log_sums + row
+    )
     prob = tl.exp(log_prob)
     g = tl.load(grad_chosen + row)
     target = tl.load(targets + row) - first
@@ -64,7 +69,12 @@ def _logit_gradient(
 
 
 def row_statistics(
-    logits: Tensor, targets: Tensor, temperature: float, log_sums: Tensor, chosen: Tensor, entropy: Tensor | None
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float,
+    log_sums: Tensor,
+    chosen: Tensor,
+    entropy: Tensor | None,
 ) -> None:
     """Fills log-sum-exp, log-prob of the target and (if given) entropy, each [rows] fp32, from logits [rows, vocabulary]."""
     rows, columns = logits.shape

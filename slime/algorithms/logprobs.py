@@ -146,7 +146,11 @@ class _ChunkedLogProbs(torch.autograd.Function):
             grad_log_probs = torch.zeros_like(log_sums)
         kernels = _kernels_for(hidden)
         gradient = kernels.logit_gradient_ if kernels is not None else _gradient
-        grads = grad_log_probs.contiguous(), entropy, None if grad_entropy is None else grad_entropy.contiguous()
+        grads = (
+            grad_log_probs.contiguous(),
+            entropy,
+            None if grad_entropy is None else grad_entropy.contiguous(),
+        )
         if ctx.kept is not None:
             logits, ctx.kept = ctx.kept, None
             grad = gradient(logits, targets, 0, ctx.temperature, log_sums, *grads)
@@ -191,8 +195,14 @@ def chunked_log_probs(
         zero = hidden.sum(-1).to(_compute_dtype(hidden.dtype)) + 0.0 * weight[0, 0]
         return zero, zero if with_entropy else None
     size = hidden.shape[0] * weight.shape[0] * hidden.element_size()
-    keep = size <= memory_gib * 2**30 and torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    return _ChunkedLogProbs.apply(hidden, weight, targets, float(temperature), chunk_size, with_entropy, keep, nucleus)
+    keep = (
+        size <= memory_gib * 2**30
+        and torch.is_grad_enabled()
+        and (hidden.requires_grad or weight.requires_grad)
+    )
+    return _ChunkedLogProbs.apply(
+        hidden, weight, targets, float(temperature), chunk_size, with_entropy, keep, nucleus
+    )
 
 
 def calculate_log_probs_and_entropy(

@@ -66,6 +66,8 @@ class Nucleus:
             inside = (token >= first) & (token < first + columns)
             # What stands outside of these columns goes to the entry behind them: no size depends on the data.
             keep.index_fill_(0, torch.where(inside, row * columns + token - first, rows * columns), True)
-        is_cut = torch.zeros(rows, dtype=torch.bool, device=logits.device).index_fill_(0, self.row_of.long(), True)
+        is_cut = torch.zeros(rows, dtype=torch.bool, device=logits.device).index_fill_(
+            0, self.row_of.long(), True
+        )
         keep = keep[:-1].view(rows, columns).logical_or_(~is_cut[:, None])
         return logits.masked_fill_(keep.logical_not_(), IMPOSSIBLE)

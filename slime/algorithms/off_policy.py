@@ -114,7 +114,9 @@ def rejection(
     if veto is not None:
         token_ratio = importance_ratios(log_ratio, layout, "token")
         fatal = ((token_ratio < veto) & (layout.mask != 0)).to(ratio.dtype)
-        vetoed = (segment_sum(fatal, layout.segments, layout.num_samples) > 0)[layout.segments].to(ratio.dtype)
+        vetoed = (segment_sum(fatal, layout.segments, layout.num_samples) > 0)[layout.segments].to(
+            ratio.dtype
+        )
         metrics["rs_vetoed"] = vetoed
         keep = keep * (1.0 - vetoed)
     return Correction(torch.ones_like(ratio), keep, metrics)
@@ -128,7 +130,9 @@ def opsm_keep(
     return 1.0 - ((advantages < 0) & drifted).to(ppo_kl.dtype)
 
 
-def mismatch_metrics(train_log_probs: Tensor, rollout_log_probs: Tensor, layout: TokenLayout) -> dict[str, Tensor]:
+def mismatch_metrics(
+    train_log_probs: Tensor, rollout_log_probs: Tensor, layout: TokenLayout
+) -> dict[str, Tensor]:
     """[R] each: how far the trainer's policy is from the engine's, from several sides.
 
     `mis_kl` and `mis_k3_kl` estimate KL(behaviour || proximal); `mis_chi2_*` are ratio^2 - 1 of token and sequence, whose
@@ -138,7 +142,9 @@ def mismatch_metrics(train_log_probs: Tensor, rollout_log_probs: Tensor, layout:
     log_ratio = bound_log_ratio(train - rollout)
     token, sequence = (importance_ratios(log_ratio, layout, level) for level in ("token", "sequence"))
     perplexity = {
-        name: exp_ratio(-segment_mean(values, layout.mask, layout.segments, layout.num_samples))[layout.segments]
+        name: exp_ratio(-segment_mean(values, layout.mask, layout.segments, layout.num_samples))[
+            layout.segments
+        ]
         for name, values in (("mis_training_ppl", train), ("mis_rollout_ppl", rollout))
     }
     return {

@@ -27,7 +27,9 @@ class PolicyInputs:
     mask: Tensor  # [R] 0/1
     segments: Tensor  # [R] which sample a token belongs to
     num_samples: int
-    selected: Tensor | None = None  # [R] 0/1 tokens of extreme covariance; None: the loss does not ask for them
+    selected: Tensor | None = (
+        None  # [R] 0/1 tokens of extreme covariance; None: the loss does not ask for them
+    )
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,9 @@ def kl_cov(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
     return PolicyTerms(loss, selected, ppo_kl)
 
 
-def _divergence_mask(x: PolicyInputs, o: PolicyOptions, divergence: Callable[[Tensor, Tensor], Tensor]) -> PolicyTerms:
+def _divergence_mask(
+    x: PolicyInputs, o: PolicyOptions, divergence: Callable[[Tensor, Tensor], Tensor]
+) -> PolicyTerms:
     """No clip of the ratio; a token gives no gradient once its probability moved too far, if the step moves it farther."""
     ppo_kl = x.old_log_probs - x.log_probs
     ratio = exp_ratio(-ppo_kl)
@@ -213,7 +217,9 @@ def compute_opsm_mask(
     Reads `args.opsm_delta`.
     """
     kept, masked_shares = [], []
-    for new, old, advantage, mask in zip(full_log_probs, full_old_log_probs, advantages, loss_masks, strict=True):
+    for new, old, advantage, mask in zip(
+        full_log_probs, full_old_log_probs, advantages, loss_masks, strict=True
+    ):
         total = mask.sum().clamp(min=1)
         drifted = ((old - new) * mask).sum() / total > args.opsm_delta
         masked = ((advantage < 0) & drifted).to(new.dtype)

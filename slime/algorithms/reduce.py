@@ -27,7 +27,12 @@ def token_weights(mask: Tensor, segments: Tensor, rollout_mask_sums: Tensor, *, 
 
 
 def reduction_weights(
-    reduction: str, mask: Tensor, segments: Tensor, rollout_mask_sums: Tensor, *, constant: float | None = None
+    reduction: str,
+    mask: Tensor,
+    segments: Tensor,
+    rollout_mask_sums: Tensor,
+    *,
+    constant: float | None = None,
 ) -> Tensor:
     """Weight of each flat token under a row of `catalog.policy_losses.REDUCTIONS`; the step's count named there divides the sum of all."""
     if reduction == "rollout_mean":
@@ -56,7 +61,9 @@ def segment_sum(values: Tensor, segments: Tensor, num_segments: int) -> Tensor:
 def segment_mean(values: Tensor, mask: Tensor, segments: Tensor, num_segments: int) -> Tensor:
     """[S] masked means of the flat values of each sample; a sample with an empty mask has mean 0."""
     mask = mask.to(values.dtype)
-    totals = segment_sum(torch.where(mask != 0, values * mask, torch.zeros_like(values)), segments, num_segments)
+    totals = segment_sum(
+        torch.where(mask != 0, values * mask, torch.zeros_like(values)), segments, num_segments
+    )
     return totals / segment_sum(mask, segments, num_segments).clamp(min=1.0)
 
 

@@ -57,6 +57,8 @@ def all_specs() -> dict[str, FlagSpec]:
     for group in GROUPS:
         for spec in specs_of(group):
             if spec.name in specs:
-                raise AssertionError(f"--{spec.name} is declared twice: {specs[spec.name].group} and {spec.group}")
+                raise AssertionError(
+                    f"--{spec.name} is declared twice: {specs[spec.name].group} and {spec.group}"
+                )
             specs[spec.name] = spec
     return specs

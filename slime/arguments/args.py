@@ -95,7 +95,9 @@ class Args(
         """A copy with other values. Rules are not run again: give every value that the change implies."""
         unknown = sorted(set(changes) - set(vars(self)))
         if unknown:
-            raise ValueError(f"args has no {', '.join(unknown)}: replace() changes flags, it does not invent them")
+            raise ValueError(
+                f"args has no {', '.join(unknown)}: replace() changes flags, it does not invent them"
+            )
         sources = self.sources | dict.fromkeys(changes, "derived: replaced in code")
         return Args(self.to_dict() | changes, sources, self._warnings)
 
@@ -117,6 +119,8 @@ class Args(
 
     def __repr__(self) -> str:
         changed = (
-            f"{k}={v!r}" for k, v in self.to_dict(hide_secrets=True).items() if self._sources.get(k) != "default"
+            f"{k}={v!r}"
+            for k, v in self.to_dict(hide_secrets=True).items()
+            if self._sources.get(k) != "default"
         )
         return f"Args({', '.join(changed)})"

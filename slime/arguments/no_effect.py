@@ -32,7 +32,9 @@ def _losses_by_flags() -> dict[tuple[str, ...], tuple[str, ...]]:
 NO_EFFECT = (
     NoEffect(
         ("router_python", "sglang_router_request_timeout_secs"),
-        lambda d: d.rollout_router == "sglang" or d.router_options or d.prefill_num_servers or d.sglang_config,
+        lambda d: (
+            d.rollout_router == "sglang" or d.router_options or d.prefill_num_servers or d.sglang_config
+        ),
         "the built-in balancer does not read it; use --rollout-router sglang",
     ),
     NoEffect(
@@ -97,13 +99,17 @@ NO_EFFECT = (
     ),
     NoEffect(
         ("eps_clip_c",),
-        lambda d: POLICY_LOSSES[d.policy_loss_type].dual_clips or d.custom_policy_loss_function_path is not None,
+        lambda d: (
+            POLICY_LOSSES[d.policy_loss_type].dual_clips or d.custom_policy_loss_function_path is not None
+        ),
         "this --policy-loss-type has no dual clip; remove it",
     ),
     *(
         NoEffect(
             flags,
-            lambda d, types=types: d.policy_loss_type in types or d.custom_policy_loss_function_path is not None,
+            lambda d, types=types: (
+                d.policy_loss_type in types or d.custom_policy_loss_function_path is not None
+            ),
             f"only --policy-loss-type {' or '.join(types)} reads it; use that",
         )
         for flags, types in _losses_by_flags().items()
@@ -138,7 +144,9 @@ NO_EFFECT = (
     ),
     NoEffect(
         ("gamma",),
-        lambda d: ESTIMATORS[d.advantage_estimator].uses_gamma or d.custom_advantage_function_path is not None,
+        lambda d: (
+            ESTIMATORS[d.advantage_estimator].uses_gamma or d.custom_advantage_function_path is not None
+        ),
         "this --advantage-estimator discounts nothing; remove it",
     ),
     NoEffect(
@@ -200,7 +208,13 @@ NO_EFFECT = (
     ),
     NoEffect(
         (
-            *("advantage_estimator", "custom_advantage_function_path", "normalize_advantages", "kl_coef", "gamma"),
+            *(
+                "advantage_estimator",
+                "custom_advantage_function_path",
+                "normalize_advantages",
+                "kl_coef",
+                "gamma",
+            ),
             *("lambd", "rewards_normalization", "grpo_std_normalization", "overlong_buffer_len"),
         ),
         lambda d: d.compute_advantages_and_returns,
@@ -364,7 +378,9 @@ NO_EFFECT_BESIDE = (
     ),
     NoEffect(
         ("weight_copies",),
-        lambda d: d.loss_type == "dpo_loss" or d.use_kl_loss or d.kl_coef != 0 or d.keep_old_actor or d.use_opd,
+        lambda d: (
+            d.loss_type == "dpo_loss" or d.use_kl_loss or d.kl_coef != 0 or d.keep_old_actor or d.use_opd
+        ),
         "no weights beside the policy's are kept without a KL, --keep-old-actor or --use-opd; remove it",
     ),
     NoEffect(

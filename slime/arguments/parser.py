@@ -25,7 +25,13 @@ from slime.arguments.passthrough.megatron import (
 )
 from slime.arguments.passthrough.router import PREFIX as ROUTER_PREFIX
 from slime.arguments.passthrough.router import split_router_flags
-from slime.arguments.passthrough.sglang import PREFIX, need_python, read_server_flags, split_server_flags, yaml_words
+from slime.arguments.passthrough.sglang import (
+    PREFIX,
+    need_python,
+    read_server_flags,
+    split_server_flags,
+    yaml_words,
+)
 from slime.arguments.rules import apply_rules
 from slime.arguments.show import render_config, render_help
 
@@ -96,12 +102,16 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         message = re.sub(r"^argument (--[\w-]+)[^:]*: ('.*?': )", r"\1 is \2", message)
         message = re.sub(
-            r"^argument (--[\w-]+)[^:]*: ignored explicit argument", r"\1 is a switch and takes no value:", message
+            r"^argument (--[\w-]+)[^:]*: ignored explicit argument",
+            r"\1 is a switch and takes no value:",
+            message,
         )
         raise ValueError(message.removeprefix("argument "))
 
     def format_help(self) -> str:
-        return render_help(self.prog, [a for a in self._actions if a.dest != "help" and a.dest not in all_specs()])
+        return render_help(
+            self.prog, [a for a in self._actions if a.dest != "help" and a.dest not in all_specs()]
+        )
 
 
 def build_parser(
@@ -175,9 +185,7 @@ def _explain_unknown(words: list[str], argv: list[str], options: list[str]) -> s
     if not flags:
         before = argv[: argv.index(words[0])][-1:]
         if before and before[0] in options:
-            return (
-                f"unexpected {words[0]!r} after {before[0]}, which takes no value (the --no- form turns a switch off)."
-            )
+            return f"unexpected {words[0]!r} after {before[0]}, which takes no value (the --no- form turns a switch off)."
         return f"unexpected {words[0]!r}: every setting is a flag that starts with --."
     return "\n".join(_explain_unknown_flag(flag, options) for flag in flags)
 
@@ -204,7 +212,9 @@ def _apply_server_flags(draft: Draft, found: dict[str, list[str]]) -> None:
         if near or is_unbuilt(option.removeprefix("--").replace("_", "-")):
             raise ValueError(_explain_unknown_flag(option, near))
     if draft.rollout_engine == "embedded":
-        raise ValueError(f"{first} is set, but --rollout-engine embedded starts no SGLang; remove one of them.")
+        raise ValueError(
+            f"{first} is set, but --rollout-engine embedded starts no SGLang; remove one of them."
+        )
     values, words = read_server_flags(found, need_python(draft.sglang_python, first))
     for name, value in values.items():
         draft.set(name, value, COMMAND_LINE)

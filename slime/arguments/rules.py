@@ -52,7 +52,9 @@ def debug_modes(draft: Draft) -> None:
         draft.derive("debug_train_only", True, "replayed dumps (load_debug_rollout_data) need no engines")
     if draft.debug_rollout_only and draft.debug_train_only:
         why = (
-            "--load-debug-rollout-data implies --debug-train-only" if draft.load_debug_rollout_data else "both are set"
+            "--load-debug-rollout-data implies --debug-train-only"
+            if draft.load_debug_rollout_data
+            else "both are set"
         )
         raise ValueError(
             f"--debug-rollout-only and --debug-train-only leave nothing to run ({why}); keep one of them."
@@ -61,7 +63,9 @@ def debug_modes(draft: Draft) -> None:
 
 def needed_flags(draft: Draft) -> None:
     if draft.rollout_batch_size is None:
-        raise ValueError("--rollout-batch-size is required: how many prompts make one rollout, for example 32.")
+        raise ValueError(
+            "--rollout-batch-size is required: how many prompts make one rollout, for example 32."
+        )
     own_rollout = draft.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION
     if draft.hf_checkpoint is None and not (draft.debug_rollout_only and own_rollout):
         raise ValueError(
@@ -106,7 +110,9 @@ def context_length(draft: Draft) -> None:
     if limit is not None:
         draft_len = draft.rollout_max_prompt_len
         if draft_len is None:
-            draft.derive("rollout_max_prompt_len", limit - 1, "rollout_max_context_len - 1, room for one token")
+            draft.derive(
+                "rollout_max_prompt_len", limit - 1, "rollout_max_context_len - 1, room for one token"
+            )
         elif draft_len > limit - 1:
             raise ValueError(
                 f"--rollout-max-prompt-len is {draft_len}, but --rollout-max-context-len is {limit}: a prompt must "
@@ -146,7 +152,11 @@ def loss(draft: Draft) -> None:
     if draft.loss_type == "custom_loss" and draft.custom_loss_function_path is None:
         raise ValueError("--loss-type custom_loss needs --custom-loss-function-path.")
     brings_advantages = draft.rollout_data_postprocess_path or draft.custom_convert_samples_to_train_data_path
-    if draft.loss_type == "policy_loss" and not draft.compute_advantages_and_returns and not brings_advantages:
+    if (
+        draft.loss_type == "policy_loss"
+        and not draft.compute_advantages_and_returns
+        and not brings_advantages
+    ):
         raise ValueError(
             "--disable-compute-advantages-and-returns leaves --loss-type policy_loss without advantages; remove it, or set them "
             "in --rollout-data-postprocess-path."
@@ -166,14 +176,18 @@ def micro_batches(draft: Draft) -> None:
             "--use-dynamic-batch-size needs --max-tokens-per-gpu: how many tokens fit in one forward and backward pass."
         )
     if draft.balance_by_flops and not draft.use_dynamic_batch_size:
-        raise ValueError("--balance-by-flops balances token-filled micro-batches; it needs --use-dynamic-batch-size.")
+        raise ValueError(
+            "--balance-by-flops balances token-filled micro-batches; it needs --use-dynamic-batch-size."
+        )
     if draft.balance_by_flops and not draft.balance_data:
         draft.derive("balance_data", True, "balance_by_flops")
 
 
 def learning_rate(draft: Draft) -> None:
     if draft.min_lr > draft.lr:
-        raise ValueError(f"--min-lr is {draft.min_lr:g}, more than --lr {draft.lr:g}: a decay goes down; use less.")
+        raise ValueError(
+            f"--min-lr is {draft.min_lr:g}, more than --lr {draft.lr:g}: a decay goes down; use less."
+        )
     if draft.lr_decay_iters is None and draft.num_rollout:
         steps = draft.num_rollout * draft.num_steps_per_rollout
         draft.derive("lr_decay_iters", steps, "optimizer steps of the whole run")
@@ -210,7 +224,12 @@ def evaluation(draft: Draft) -> None:
         )
 
 
-_CHECKPOINT_FOLDERS = {"no_load_optim": "load", "no_load_rng": "load", "async_save": "save", "keep_last_n": "save"}
+_CHECKPOINT_FOLDERS = {
+    "no_load_optim": "load",
+    "no_load_rng": "load",
+    "async_save": "save",
+    "keep_last_n": "save",
+}
 
 
 def checkpoints(draft: Draft) -> None:
@@ -220,7 +239,9 @@ def checkpoints(draft: Draft) -> None:
         )
     for name, needs in _CHECKPOINT_FOLDERS.items():
         if draft.was_given(name) and getattr(draft, name) and getattr(draft, needs) is None:
-            raise ValueError(f"--{name.replace('_', '-')} does nothing without --{needs}; add it or remove the flag.")
+            raise ValueError(
+                f"--{name.replace('_', '-')} does nothing without --{needs}; add it or remove the flag."
+            )
     if draft.no_load_verify and not (draft.load or draft.ref_load or draft.opd_teacher_load):
         raise ValueError("--no-load-verify does nothing without --load; add it or remove the flag.")
     for name in ("save_hf", "save_debug_rollout_data", "load_debug_rollout_data"):
@@ -237,7 +258,9 @@ def _check_template(flag: str, template: str) -> None:
             f"{flag} is {template}: not a template ({error}); write {{rollout_id}} where the number goes."
         ) from None
     if first == second:
-        raise ValueError(f"{flag} is {template}: every rollout would use the same path; put {{rollout_id}} in it.")
+        raise ValueError(
+            f"{flag} is {template}: every rollout would use the same path; put {{rollout_id}} in it."
+        )
 
 
 def engine_choice(draft: Draft) -> None:
@@ -248,7 +271,11 @@ def engine_choice(draft: Draft) -> None:
             else ("embedded", "needs nothing")
         )
         draft.derive("rollout_engine", engine, why)
-    if draft.rollout_engine == "sglang" and not draft.debug_train_only and not draft.rollout_external_engine_addrs:
+    if (
+        draft.rollout_engine == "sglang"
+        and not draft.debug_train_only
+        and not draft.rollout_external_engine_addrs
+    ):
         python = need_python(draft.sglang_python, "--rollout-engine sglang")
         if draft.sglang_python is None:
             draft.derive("sglang_python", python, "where SGLang is installed")
@@ -279,7 +306,9 @@ def run_folder(draft: Draft) -> None:
         model = Path(draft.hf_checkpoint).name if draft.hf_checkpoint else "run"
         base = f"runs/{model or 'run'}-{draft.seed}"
         folder = choose_run_folder(base, resumption_of(draft.load, draft.ckpt_step, draft.finetune))
-        draft.derive("run_dir", folder, "runs/<model>-<seed>" if folder == base else f"{base} is that of another run")
+        draft.derive(
+            "run_dir", folder, "runs/<model>-<seed>" if folder == base else f"{base} is that of another run"
+        )
 
 
 RULES: tuple[Rule, ...] = (

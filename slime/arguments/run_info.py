@@ -28,7 +28,9 @@ class RunInfo:
     max_context_len: int | None = None
     num_layers: int | None = None  # of the policy; None: no engines, or its config does not say
     moe_router_topk: int | None = None  # experts per token; None: it has no experts
-    model_routers: dict[str, tuple[str, int]] = field(default_factory=dict)  # by model; the policy's is also above
+    model_routers: dict[str, tuple[str, int]] = field(
+        default_factory=dict
+    )  # by model; the policy's is also above
 
 
 def plugin_args(args: Args, run_info: RunInfo) -> argparse.Namespace:

@@ -39,7 +39,11 @@ def _entry(left: str, help: str, width: int) -> list[str]:
     wrapped = textwrap.wrap(help, max(width - COLUMN, 20)) or [""]
     head = f"  {left}"
     # Many choices make one long word, which can only be broken at its commas.
-    heads = textwrap.wrap(head.replace(",", ", "), width, subsequent_indent=" " * 6) if len(head) > width else [head]
+    heads = (
+        textwrap.wrap(head.replace(",", ", "), width, subsequent_indent=" " * 6)
+        if len(head) > width
+        else [head]
+    )
     first = [f"{head:<{COLUMN}}{wrapped[0]}"] if len(head) < COLUMN else [*heads, " " * COLUMN + wrapped[0]]
     return first + [" " * COLUMN + line for line in wrapped[1:]]
 

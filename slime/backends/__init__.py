@@ -8,7 +8,10 @@ from slime.backends.base import TrainBackend
 from slime.utils.misc import load_function
 
 # Paths, not imports: a backend may need packages that are not installed where another one runs.
-BACKENDS = {"fsdp": "slime.backends.fsdp.create_backend", "megatron": "slime.backends.megatron.create_backend"}
+BACKENDS = {
+    "fsdp": "slime.backends.fsdp.create_backend",
+    "megatron": "slime.backends.megatron.create_backend",
+}
 
 
 def create_backend(args: Any, *, rank: int, world_size: int, device: torch.device) -> TrainBackend:

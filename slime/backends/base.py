@@ -53,7 +53,9 @@ class MicroBatch:
     rollout_mask_sums: Tensor  # [S] fp32
     positions: tuple[int, ...]  # of the samples in the rank's batch; empty: a micro-batch of weight zero
     response_lengths: tuple[int, ...]  # [S]
-    tokens: dict[str, Tensor] = field(default_factory=dict)  # further values per response token [R]: advantages, ...
+    tokens: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # further values per response token [R]: advantages, ...
     routed_experts: Tensor | None = (
         None  # [T, layers, topk] int32 of the engine; -1: none recorded; None: not replayed
     )
@@ -71,7 +73,9 @@ class MicroBatch:
         routed = None if self.routed_experts is None else self.routed_experts.to(device, non_blocking=True)
         nucleus = None if self.nucleus is None else self.nucleus.to(device)
         documents = self.documents.to(device)
-        return replace(self, **moved, documents=documents, tokens=tokens, routed_experts=routed, nucleus=nucleus)
+        return replace(
+            self, **moved, documents=documents, tokens=tokens, routed_experts=routed, nucleus=nucleus
+        )
 
 
 _TENSOR_FIELDS = (
@@ -92,7 +96,9 @@ class TokenOutputs:
     log_probs: Tensor  # [R] fp32, over the micro-batch's nucleus where it has one
     entropy: Tensor | None = None  # [R] fp32, likewise; None: not asked for
     values: Tensor | None = None  # [R] fp32; None: no critic
-    logits: Tensor | None = None  # [1, T, V] fp32, not divided by the temperature; only for a loss that asks for them
+    logits: Tensor | None = (
+        None  # [1, T, V] fp32, not divided by the temperature; only for a loss that asks for them
+    )
     extra: Tensor | None = None  # [R, ...] what `Loss.at_head` returned
 
 

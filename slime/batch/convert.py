@@ -60,7 +60,9 @@ def fill_rollout_ids(samples: Sequence[Sample]) -> list[int]:
     return ids
 
 
-def post_process_rewards(args: Any, samples: Sequence[Sample], rollout_ids: Sequence[int]) -> tuple[list, list]:
+def post_process_rewards(
+    args: Any, samples: Sequence[Sample], rollout_ids: Sequence[int]
+) -> tuple[list, list]:
     """(raw rewards, rewards that become advantages): the custom hook, or shaping and the estimator's baseline."""
     if args.custom_reward_post_process_path:
         return _custom_rewards(args.custom_reward_post_process_path, args, samples)
@@ -81,7 +83,9 @@ def post_process_rewards(args: Any, samples: Sequence[Sample], rollout_ids: Sequ
         rewards,
         [sample.group_index for sample in samples],
         rollout_ids,
-        baseline="mean_std" if estimator.scale_rewards and args.grpo_std_normalization else estimator.baseline,
+        baseline="mean_std"
+        if estimator.scale_rewards and args.grpo_std_normalization
+        else estimator.baseline,
         lengths=[float(_loss_mask(sample).sum()) for sample in samples],
         greedy_rewards=[sample.metadata.get(GREEDY_REWARD_KEY) for sample in samples],
     )
@@ -93,10 +97,14 @@ def _custom_rewards(path: str, args: Any, samples: Sequence[Sample]) -> tuple[li
     with plugin_call(option, path, lambda: subject):
         made = load_function(path)(args, samples)
         if not isinstance(made, (tuple, list)) or len(made) != 2:
-            wrong_return(option, path, f"returned {type(made).__name__}; return (raw_rewards, rewards).", subject)
+            wrong_return(
+                option, path, f"returned {type(made).__name__}; return (raw_rewards, rewards).", subject
+            )
         raw, rewards = list(made[0]), [float(reward) for reward in made[1]]
     if not len(raw) == len(rewards) == len(samples):
-        complaint = f"returned {len(raw)} raw rewards and {len(rewards)} rewards; return one of each per sample."
+        complaint = (
+            f"returned {len(raw)} raw rewards and {len(rewards)} rewards; return one of each per sample."
+        )
         wrong_return(option, path, complaint, subject)
     return raw, rewards
 
@@ -214,7 +222,9 @@ def _fill_versions(batch: RolloutBatch, engine_version: str) -> None:
         return
     unknown = [torch.full((length,), -1, dtype=torch.int32) for length in batch["response_lengths"]]
     pairs = zip(batch.get("versions", unknown), batch["loss_masks"], strict=True)
-    batch["versions"] = [torch.where((versions < 0) & (mask != 0), number, versions) for versions, mask in pairs]
+    batch["versions"] = [
+        torch.where((versions < 0) & (mask != 0), number, versions) for versions, mask in pairs
+    ]
 
 
 def _complete(batch: dict[str, Any]) -> RolloutBatch:
@@ -227,7 +237,9 @@ def _complete(batch: dict[str, Any]) -> RolloutBatch:
     num_samples = len(batch["tokens"])
     batch["tokens"] = [torch.as_tensor(tokens, dtype=torch.int64) for tokens in batch["tokens"]]
     default_masks = [torch.ones(length, dtype=torch.int32) for length in batch["response_lengths"]]
-    batch["loss_masks"] = [torch.as_tensor(m, dtype=torch.int32) for m in batch.get("loss_masks", default_masks)]
+    batch["loss_masks"] = [
+        torch.as_tensor(m, dtype=torch.int32) for m in batch.get("loss_masks", default_masks)
+    ]
     for key in ("rollout_log_probs", "teacher_log_probs"):
         if key in batch:
             batch[key] = [torch.as_tensor(values, dtype=torch.float32) for values in batch[key]]

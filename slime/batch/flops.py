@@ -9,9 +9,7 @@ from typing import Any
 class ModelShape:
     """The sizes that decide the cost of a decoder-only model."""
 
-    matrices: (
-        int  # elements of all matrices that one token passes through: chosen experts only, output matrix included
-    )
+    matrices: int  # elements of all matrices that one token passes through: chosen experts only, output matrix included
     attention: int  # layers x heads x (width of keys + width of values): operations per pair of tokens, counted causal
 
     @classmethod
@@ -19,7 +17,9 @@ class ModelShape:
         """Reads a transformers config; fields that a family lacks fall back to what that family implies."""
         text = config.get_text_config()
         layers, hidden = text.num_hidden_layers, text.hidden_size
-        projections, widths = _latent_attention(text) if _read(text, "kv_lora_rank") else _plain_attention(text)
+        projections, widths = (
+            _latent_attention(text) if _read(text, "kv_lora_rank") else _plain_attention(text)
+        )
         # Gate, up and down.
         feed_forward = 3 * hidden * sum(_feed_forward_widths(text))
         matrices = layers * projections + feed_forward + hidden * text.vocab_size
@@ -44,7 +44,9 @@ def _latent_attention(text: Any) -> tuple[int, int]:
     key = text.qk_nope_head_dim + text.qk_rope_head_dim
     query_rank = _read(text, "q_lora_rank")
     queries = query_rank * (hidden + heads * key) if query_rank else hidden * heads * key
-    keys_values = hidden * (rank + text.qk_rope_head_dim) + rank * heads * (text.qk_nope_head_dim + text.v_head_dim)
+    keys_values = hidden * (rank + text.qk_rope_head_dim) + rank * heads * (
+        text.qk_nope_head_dim + text.v_head_dim
+    )
     return queries + keys_values + heads * text.v_head_dim * hidden, key + text.v_head_dim
 
 

@@ -135,10 +135,16 @@ def _split_step(
     return [bins + [[] for _ in range(count - len(bins))] for bins in as_positions]
 
 
-def _even_bins(bins: list[list[int]], costs: Sequence[float], sizes: Sequence[int], cap: int) -> list[list[int]]:
+def _even_bins(
+    bins: list[list[int]], costs: Sequence[float], sizes: Sequence[int], cap: int
+) -> list[list[int]]:
     """The same units in as many bins of nearly equal cost, where those stay within `cap` tokens; else `bins`."""
     units = [unit for members in bins for unit in members]
-    even = [[units[i] for i in part] for part in balance([costs[unit] for unit in units], len(bins))] if bins else []
+    even = (
+        [[units[i] for i in part] for part in balance([costs[unit] for unit in units], len(bins))]
+        if bins
+        else []
+    )
     fits = all(len(part) == 1 or sum(sizes[unit] for unit in part) <= cap for part in even)
     return even if fits and all(even) else bins
 
@@ -184,7 +190,9 @@ def split_for_ranks(
 ) -> list[RankData]:
     """Each data-parallel rank's own samples and steps."""
     lengths = [len(tokens) for tokens in batch["tokens"]]
-    schedule = build_schedule(args, lengths, batch["rollout_ids"], dp_size=dp_size, cp_size=cp_size, cost=cost)
+    schedule = build_schedule(
+        args, lengths, batch["rollout_ids"], dp_size=dp_size, cp_size=cp_size, cost=cost
+    )
     mask_totals = [float(mask.sum()) for mask in batch["loss_masks"]]
     shares = []
     for rank in range(dp_size):

@@ -15,7 +15,9 @@ def check_reward(sample: Sample, value: Any) -> float:
     """The reward as a float, or an error that names the sample: only a finite number may be trained on."""
     if is_score(value):
         return float(value)
-    failure = f" ({sample.reward_failure.kind}: {sample.reward_failure.reason})" if sample.reward_failure else ""
+    failure = (
+        f" ({sample.reward_failure.kind}: {sample.reward_failure.reason})" if sample.reward_failure else ""
+    )
     hint = " It is a dict: choose its key with --reward-key." if isinstance(value, dict) else ""
     raise ValueError(
         f"the reward of sample {sample.index} (group {sample.group_index}) is {value!r}{failure}: only a finite number can "
@@ -68,7 +70,9 @@ def validate_batch(batch: RolloutBatch, *, source: str = "the train data") -> No
 
 def _check_position(batch: RolloutBatch, position: int, source: str) -> None:
     length = batch["response_lengths"][position]
-    name = f"sample {batch['sample_indices'][position] if 'sample_indices' in batch else position} of {source}"
+    name = (
+        f"sample {batch['sample_indices'][position] if 'sample_indices' in batch else position} of {source}"
+    )
     total = len(batch["tokens"][position])
     if not 0 <= length <= total - 1:
         raise ValueError(
@@ -76,7 +80,9 @@ def _check_position(batch: RolloutBatch, position: int, source: str) -> None:
         )
     for key in PER_TOKEN_KEYS:
         if key in batch and len(batch[key][position]) != length:
-            raise ValueError(f"{key} has {len(batch[key][position])} entries for {length} response tokens in {name}.")
+            raise ValueError(
+                f"{key} has {len(batch[key][position])} entries for {length} response tokens in {name}."
+            )
     mask = batch["loss_masks"][position]
     if not ((mask == 0) | (mask == 1)).all():
         raise ValueError(f"loss_masks of {name} holds other values than 0 and 1: a token is trained or not.")
@@ -85,7 +91,9 @@ def _check_position(batch: RolloutBatch, position: int, source: str) -> None:
             f"the reward of {name} is {batch['rewards'][position]}: only a finite number can be trained on."
         )
     if "rollout_log_probs" in batch and not batch["rollout_log_probs"][position].isfinite().all():
-        raise ValueError(f"rollout_log_probs of {name} holds NaN or inf: the engine returned a broken log-prob.")
+        raise ValueError(
+            f"rollout_log_probs of {name} holds NaN or inf: the engine returned a broken log-prob."
+        )
     if "rollout_top_p_token_ids" in batch:
         pair = batch["rollout_top_p_token_ids"][position], batch["rollout_top_p_token_offsets"][position]
         wrong = top_p.wrong_with(*pair, batch["tokens"][position][total - length :].tolist())

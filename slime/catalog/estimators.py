@@ -39,7 +39,9 @@ ESTIMATORS: dict[str, Estimator] = {
     "remax": Estimator(f"{_ADVANTAGES}.grpo", baseline="greedy"),
     "opo": Estimator(f"{_ADVANTAGES}.grpo", baseline="length_weighted"),
     "maxrl": Estimator(f"{_ADVANTAGES}.grpo", baseline="success_rate"),
-    "reinforce_plus_plus": Estimator(f"{_ADVANTAGES}.reinforce_plus_plus", uses_kl_in_reward=True, uses_gamma=True),
+    "reinforce_plus_plus": Estimator(
+        f"{_ADVANTAGES}.reinforce_plus_plus", uses_kl_in_reward=True, uses_gamma=True
+    ),
     "reinforce_plus_plus_baseline": Estimator(
         f"{_ADVANTAGES}.reinforce_plus_plus_baseline", baseline="mean", uses_kl_in_reward=True
     ),

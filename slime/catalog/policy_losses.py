@@ -13,7 +13,9 @@ class PolicyLoss:
     clips: bool = False  # reads --eps-clip and --eps-clip-high
     dual_clips: bool = False  # reads --eps-clip-c
     ratio_per_sample: bool = False  # defined as a mean over samples
-    selects_by_covariance: bool = False  # needs the log-probs of the whole optimizer step before its first pass
+    selects_by_covariance: bool = (
+        False  # needs the log-probs of the whole optimizer step before its first pass
+    )
     flags: tuple[str, ...] = ()  # that this loss reads, beyond those above
 
 
@@ -30,7 +32,9 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
         selects_by_covariance=True,
         flags=("clip_cov_ratio", "clip_cov_low", "clip_cov_high"),
     ),
-    "kl_cov": PolicyLoss(f"{_LOSSES}.kl_cov", selects_by_covariance=True, flags=("kl_cov_ratio", "kl_cov_coef")),
+    "kl_cov": PolicyLoss(
+        f"{_LOSSES}.kl_cov", selects_by_covariance=True, flags=("kl_cov_ratio", "kl_cov_coef")
+    ),
     "dppo_tv": PolicyLoss(f"{_LOSSES}.dppo_tv", flags=("dppo_delta",)),
     "dppo_kl": PolicyLoss(f"{_LOSSES}.dppo_kl", flags=("dppo_delta",)),
 }

@@ -13,7 +13,9 @@ GENERATED = "<!-- Written by `slime docs`; edit the declarations in slime/, not 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="slime docs", description=__doc__.partition(":")[2].strip())
-    parser.add_argument("folder", nargs="?", type=Path, default=Path("docs"), metavar="DIR", help="where to [docs]")
+    parser.add_argument(
+        "folder", nargs="?", type=Path, default=Path("docs"), metavar="DIR", help="where to [docs]"
+    )
     folder = parser.parse_args(argv).folder
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in pages().items():
@@ -40,7 +42,9 @@ def flags_page() -> str:
         if spec.group != group:
             group = spec.group
             lines += ["", f"## {group}", "", "| flag | type | default | meaning |", "|---|---|---|---|"]
-        lines.append(f"| `{spec.option}` | {_type_text(spec)} | {_default_text(spec)} | {_cell(spec.info.help)} |")
+        lines.append(
+            f"| `{spec.option}` | {_type_text(spec)} | {_default_text(spec)} | {_cell(spec.info.help)} |"
+        )
     return "\n".join(lines) + "\n"
 
 

@@ -36,15 +36,22 @@ COMMANDS = {
         "slime.cli.plan", "show which engine would run on which GPUs, and what a trainer layout would cost"
     ),
     "weight-agent": Command(
-        "slime.cli.weight_agent", "keep a copy of the weights beside an engine, and have it load what is asked for"
+        "slime.cli.weight_agent",
+        "keep a copy of the weights beside an engine, and have it load what is asked for",
     ),
-    "weight-publisher": Command("slime.cli.weight_publisher", "serve published weights to agents on other machines"),
-    "convert": Command("slime.cli.convert", "weights between Hugging Face folders, trainer checkpoints and FP8"),
+    "weight-publisher": Command(
+        "slime.cli.weight_publisher", "serve published weights to agents on other machines"
+    ),
+    "convert": Command(
+        "slime.cli.convert", "weights between Hugging Face folders, trainer checkpoints and FP8"
+    ),
     "verify-model": Command(
         "slime.cli.verify_model",
         "hold every trainer and layout against transformers on a small model of your architecture",
     ),
-    "docs": Command("slime.cli.docs", "write docs/flags.md and docs/plugins.md from the declarations", hidden=True),
+    "docs": Command(
+        "slime.cli.docs", "write docs/flags.md and docs/plugins.md from the declarations", hidden=True
+    ),
 }
 
 
@@ -72,7 +79,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def render_help() -> str:
-    lines = ["usage: slime <command> [flags]", "", "LLM post-training by reinforcement learning.", "", "commands:"]
+    lines = [
+        "usage: slime <command> [flags]",
+        "",
+        "LLM post-training by reinforcement learning.",
+        "",
+        "commands:",
+    ]
     lines += [f"  {name:<16} {command.help}" for name, command in COMMANDS.items() if not command.hidden]
     return "\n".join([*lines, "", "`slime <command> --help` shows the flags of a command."])
 

@@ -46,8 +46,12 @@ def bubble_share(layers: list[int], chunks: int, micro_batches: int) -> float:
     Example: two stages of one layer each and 4 micro-batches take 10 units, of which each stage works 8 -> 0.2.
     """
     stages = len(layers)
-    pending = [stage_order(s, stages, chunks, run_count(stages, chunks, micro_batches)) for s in range(stages)]
-    done: dict[tuple[str, int, int], float] = {}  # kind, place of the chunk in the whole model, micro-batch -> its end
+    pending = [
+        stage_order(s, stages, chunks, run_count(stages, chunks, micro_batches)) for s in range(stages)
+    ]
+    done: dict[
+        tuple[str, int, int], float
+    ] = {}  # kind, place of the chunk in the whole model, micro-batch -> its end
     free, position = [0.0] * stages, [0] * stages
     while any(position[s] < len(pending[s]) for s in range(stages)):
         for stage, units in enumerate(pending):

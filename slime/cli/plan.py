@@ -42,14 +42,22 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--topology", "--sglang-config", metavar="FILE", help="the file of --sglang-config")
     parser.add_argument("--hf-checkpoint", metavar="MODEL", help="model of entries without a model_path")
     parser.add_argument(
-        "--rollout-num-gpus", type=int, help="GPUs of all engines; with --topology: what the file must add up to"
+        "--rollout-num-gpus",
+        type=int,
+        help="GPUs of all engines; with --topology: what the file must add up to",
     )
-    parser.add_argument("--rollout-num-gpus-per-engine", type=int, default=1, help="where the file does not say [1]")
+    parser.add_argument(
+        "--rollout-num-gpus-per-engine", type=int, default=1, help="where the file does not say [1]"
+    )
     parser.add_argument("--prefill-num-servers", type=int, help="as in `slime train`, instead of a file")
     parser.add_argument("--num-gpus-per-node", type=int, default=8, help="GPUs of one machine [8]")
     parser.add_argument("--first-gpu", type=int, default=0, help="GPUs before the engines', which train [0]")
-    parser.add_argument("--rollout-router", choices=("builtin", "sglang"), default="builtin", help="[builtin]")
-    _add_trainer(parser.add_argument_group("a Megatron trainer; shown where --actor-num-gpus-per-node is given"))
+    parser.add_argument(
+        "--rollout-router", choices=("builtin", "sglang"), default="builtin", help="[builtin]"
+    )
+    _add_trainer(
+        parser.add_argument_group("a Megatron trainer; shown where --actor-num-gpus-per-node is given")
+    )
     parser.add_argument("--cpu", action="store_true", help="plan for a machine without GPUs")
     parser.add_argument("--json", action="store_true", help="for programs")
     return parser
@@ -68,14 +76,25 @@ def _add_trainer(group: argparse._ArgumentGroup) -> None:
     ):
         group.add_argument(f"--{name}-parallel-size", type=_count, default=1, help="[1]")
     for name in ("first", "last"):
-        group.add_argument(f"--num-layers-in-{name}-pipeline-stage", type=_count, help="[as many as the others]")
+        group.add_argument(
+            f"--num-layers-in-{name}-pipeline-stage", type=_count, help="[as many as the others]"
+        )
     group.add_argument("--sequence-parallel", action="store_true")
-    group.add_argument("--no-use-distributed-optimizer", action="store_true", help="whole moments on every rank")
-    group.add_argument("--num-micro-batches", type=_count, default=8, help="of one rank in one optimizer step [8]")
-    group.add_argument("--max-tokens-per-gpu", type=_count, default=8192, help="of one micro-batch and rank [8192]")
+    group.add_argument(
+        "--no-use-distributed-optimizer", action="store_true", help="whole moments on every rank"
+    )
+    group.add_argument(
+        "--num-micro-batches", type=_count, default=8, help="of one rank in one optimizer step [8]"
+    )
+    group.add_argument(
+        "--max-tokens-per-gpu", type=_count, default=8192, help="of one micro-batch and rank [8192]"
+    )
     group.add_argument("--activation-checkpointing", choices=("none", "full"), default="none", help="[none]")
     group.add_argument(
-        "--moe-load-max-over-mean", type=float, default=2.0, help="load of the busiest expert, as runs log it [2.0]"
+        "--moe-load-max-over-mean",
+        type=float,
+        default=2.0,
+        help="load of the busiest expert, as runs log it [2.0]",
     )
 
 
@@ -113,7 +132,9 @@ def _trainer(options: argparse.Namespace) -> TrainerPlan | None:
 def _topology(options: argparse.Namespace) -> Topology:
     if options.topology:
         if options.prefill_num_servers:
-            raise ValueError("--topology and --prefill-num-servers both say which engines serve; keep one of them.")
+            raise ValueError(
+                "--topology and --prefill-num-servers both say which engines serve; keep one of them."
+            )
         topology = read_topology(options.topology, options.hf_checkpoint, options.rollout_num_gpus_per_engine)
         if options.rollout_num_gpus not in (None, topology.num_gpus):
             raise ValueError(
@@ -127,14 +148,18 @@ def _topology(options: argparse.Namespace) -> Topology:
         )
     size = (options.hf_checkpoint, options.rollout_num_gpus, options.rollout_num_gpus_per_engine)
     return (
-        prefill_topology(*size, options.prefill_num_servers) if options.prefill_num_servers else plain_topology(*size)
+        prefill_topology(*size, options.prefill_num_servers)
+        if options.prefill_num_servers
+        else plain_topology(*size)
     )
 
 
 def _server_words(topology: Topology, place: EnginePlace, cpu: bool) -> list[str]:
     model = next(model for model in topology.models if model.name == place.model)
     dtype = "float32" if cpu else "bfloat16"
-    chosen = SGLangOptions("python", model.model_path, cpu, dtype, place.num_gpus, 1234, False, extra=place.words)
+    chosen = SGLangOptions(
+        "python", model.model_path, cpu, dtype, place.num_gpus, 1234, False, extra=place.words
+    )
     return server_words(chosen)
 
 
@@ -148,7 +173,10 @@ def _as_text(topology: Topology, places: tuple[EnginePlace, ...], options: argpa
 
 
 def _as_json(
-    topology: Topology, places: tuple[EnginePlace, ...], trainer: TrainerPlan | None, options: argparse.Namespace
+    topology: Topology,
+    places: tuple[EnginePlace, ...],
+    trainer: TrainerPlan | None,
+    options: argparse.Namespace,
 ) -> str:
     engines = [{**asdict(place), "command": _server_words(topology, place, options.cpu)} for place in places]
     routers = [asdict(plan_router(model, options.rollout_router)) for model in topology.models]

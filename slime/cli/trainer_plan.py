@@ -112,14 +112,20 @@ def _check(model: dict[str, Any], sizes: Sizes) -> None:
             "a divisor of that."
         )
     if sizes.vpp > 1 and sizes.pp == 1:
-        raise ValueError("--virtual-pipeline-model-parallel-size needs --pipeline-model-parallel-size of at least 2.")
+        raise ValueError(
+            "--virtual-pipeline-model-parallel-size needs --pipeline-model-parallel-size of at least 2."
+        )
     experts = number_of_experts(model)
     if sizes.sequence_parallel and sizes.tp == 1:
         raise ValueError("--sequence-parallel needs --tensor-model-parallel-size of at least 2.")
     if experts and sizes.tp > 1 and not sizes.sequence_parallel:
-        raise ValueError("a mixture of experts with --tensor-model-parallel-size above 1 needs --sequence-parallel.")
+        raise ValueError(
+            "a mixture of experts with --tensor-model-parallel-size above 1 needs --sequence-parallel."
+        )
     if sizes.ep > 1 and (not experts or experts % sizes.ep):
-        raise ValueError(f"--expert-model-parallel-size is {sizes.ep}, but the model has {experts or 'no'} experts.")
+        raise ValueError(
+            f"--expert-model-parallel-size is {sizes.ep}, but the model has {experts or 'no'} experts."
+        )
     if sizes.ranks % (sizes.etp * sizes.ep * sizes.pp):
         raise ValueError(
             f"{sizes.ranks} trainer ranks are not a multiple of expert-tensor {sizes.etp} x expert {sizes.ep} x "
@@ -149,13 +155,17 @@ def read_model(path: str) -> dict[str, Any]:
     """The config.json of a folder; the text part of a model that has several."""
     file = Path(path) / "config.json"
     if not file.is_file():
-        raise ValueError(f"--hf-checkpoint {path}: no config.json there; a trainer is planned from a model's folder.")
+        raise ValueError(
+            f"--hf-checkpoint {path}: no config.json there; a trainer is planned from a model's folder."
+        )
     values = json.loads(file.read_text())
     return values | values.get("text_config", {})
 
 
 def number_of_experts(model: dict[str, Any]) -> int:
-    return next((model[n] for n in ("num_experts", "n_routed_experts", "num_local_experts") if model.get(n)), 0)
+    return next(
+        (model[n] for n in ("num_experts", "n_routed_experts", "num_local_experts") if model.get(n)), 0
+    )
 
 
 def has_experts(model: dict[str, Any], layer: int) -> bool:
@@ -183,7 +193,9 @@ def _attention_parameters(model: dict[str, Any]) -> Parameters:
         return Parameters(cut=hidden * (query + key_value) + query * hidden)
     heads, low, rope = model["num_attention_heads"], model["kv_lora_rank"], model["qk_rope_head_dim"]
     down = hidden * (low + rope)
-    up = low * heads * (model["qk_nope_head_dim"] + model["v_head_dim"]) + heads * model["v_head_dim"] * hidden
+    up = (
+        low * heads * (model["qk_nope_head_dim"] + model["v_head_dim"]) + heads * model["v_head_dim"] * hidden
+    )
     rank = model.get("q_lora_rank")
     down, up = (down + hidden * rank, up + rank * query) if rank else (down, up + hidden * query)
     return Parameters(cut=up, whole=down)
@@ -302,12 +314,18 @@ def render(plan: TrainerPlan) -> str:
     s = plan.sizes
     shape = f"tp {s.tp}, pp {s.pp}" + (f" x {s.vpp} chunks" if s.vpp > 1 else "") + f", cp {s.cp}, dp {s.dp}"
     lines = [f"trainer: {plan.parameters / 1e9:.2f}B parameters on {s.ranks} ranks ({shape}, ep {s.ep})"]
-    lines.append("  stage  parameters   weights  gradients  optimizer  activations    total (GiB per rank, estimated)")
+    lines.append(
+        "  stage  parameters   weights  gradients  optimizer  activations    total (GiB per rank, estimated)"
+    )
     for m in plan.stages:
         cells = (m.weights, m.gradients, m.optimizer, m.activations, m.total)
-        shown = "".join(f"{value / GIB:>{width}.1f}" for value, width in zip(cells, (10, 11, 11, 13, 9), strict=True))
+        shown = "".join(
+            f"{value / GIB:>{width}.1f}" for value, width in zip(cells, (10, 11, 11, 13, 9), strict=True)
+        )
         lines.append(f"  {m.stage:>5}{m.parameters / 1e9:>11.2f}B{shown}")
-    lines.append(f"  pipeline bubble: {100 * plan.bubble:.1f}% of a step of {plan.micro_batches} micro-batches")
+    lines.append(
+        f"  pipeline bubble: {100 * plan.bubble:.1f}% of a step of {plan.micro_batches} micro-batches"
+    )
     if plan.expert_imbalance is not None:
         lines.append(f"  busiest expert-parallel rank: {plan.expert_imbalance:.2f} times the mean work")
     return "\n".join(lines)

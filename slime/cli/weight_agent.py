@@ -31,7 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="slime weight-agent", description=__doc__.partition(":")[2].strip())
-    parser.add_argument("--engine", required=True, metavar="HOST:PORT", help="the engine beside which it runs")
+    parser.add_argument(
+        "--engine", required=True, metavar="HOST:PORT", help="the engine beside which it runs"
+    )
     parser.add_argument(
         "--source",
         required=True,
@@ -40,6 +42,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--local-checkpoint-dir", required=True, metavar="DIR", help="where the copy is kept")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on [127.0.0.1]")
-    parser.add_argument("--port", type=int, required=True, help="port to listen on; 0: any free one, which it prints")
+    parser.add_argument(
+        "--port", type=int, required=True, help="port to listen on; 0: any free one, which it prints"
+    )
     parser.add_argument("--wait-s", type=float, default=600.0, help="longest wait for a version [600]")
     return parser

@@ -38,7 +38,9 @@ logger = logging.getLogger(__name__)
 
 ROLLOUT, IN_FLIGHT = "rollout.pt", "in_flight.pt"
 _DRIVER_FILES = (MANIFEST, ROLLOUT, IN_FLIGHT)
-_RANK = re.compile(r"(?:^|/)(?:__|rng_)(\d+)[_.][^/]*$")  # of the rank that wrote a file: __3_0.distcp, rng_3.pt
+_RANK = re.compile(
+    r"(?:^|/)(?:__|rng_)(\d+)[_.][^/]*$"
+)  # of the rank that wrote a file: __3_0.distcp, rng_3.pt
 
 
 def rollout_state(checkpoint: StepFolder) -> dict[str, Any] | None:
@@ -92,7 +94,9 @@ class StagedCheckpoint:
 
         Wherever it is interrupted, every folder that looks like a checkpoint is a whole one.
         """
-        own = record_files(self.staging, [n for n in _DRIVER_FILES if (self.staging / n).is_file()], sync=True)
+        own = record_files(
+            self.staging, [n for n in _DRIVER_FILES if (self.staging / n).is_file()], sync=True
+        )
         manifest = replace(self.manifest, files={**files, **own})
         (self.staging / MANIFEST).write_text(manifest.to_json())
         sync_path(self.staging / MANIFEST)

@@ -90,7 +90,9 @@ class Cluster:
 
     def __enter__(self) -> Cluster:
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, _raise_interrupt)  # a polite end closes everything in order, like Ctrl-C
+            signal.signal(
+                signal.SIGTERM, _raise_interrupt
+            )  # a polite end closes everything in order, like Ctrl-C
         return self
 
     def __exit__(
@@ -100,7 +102,9 @@ class Cluster:
         if kind is None:
             steps += [lambda: self._finish_save(wait=True), self._trainer.close]
         elif self._staged is not None:
-            logger.warning("the checkpoint of rollout %d was not complete when the run ended", self._staged.rollout_id)
+            logger.warning(
+                "the checkpoint of rollout %d was not complete when the run ended", self._staged.rollout_id
+            )
         if self._rollout is not None:
             steps.append(self._rollout.close)
         steps += [
@@ -156,7 +160,9 @@ class Cluster:
         if self._checkpoint is None or self._args.no_load_verify:
             return
         if self._checkpoint.manifest.files is None:
-            logger.warning("%s has no checksums (an older slime wrote it): loaded as it is", self._checkpoint.path)
+            logger.warning(
+                "%s has no checksums (an older slime wrote it): loaded as it is", self._checkpoint.path
+            )
         started = time.monotonic()
         self._checkpoint = resolve_load(
             self._args.load,
@@ -180,9 +186,7 @@ class Cluster:
 
     def _describe_start(self, rollout_is_up: bool) -> str:
         engines = len(self._placement.engines)
-        return (
-            f"{self._trainer.describe_start()}, {engines} engine(s) {'serve' if rollout_is_up else 'are not up yet'}"
-        )
+        return f"{self._trainer.describe_start()}, {engines} engine(s) {'serve' if rollout_is_up else 'are not up yet'}"
 
     def _open_push(self, facts: RolloutFacts, num_done: int) -> None:
         args = self._args
@@ -193,7 +197,9 @@ class Cluster:
         if args.lora_sync == "adapter":
             transport = choose_adapter_transport(facts.transports)
         else:
-            transport = choose_transport(args.update_weight_transport, facts.transports, site, args.update_weight_mode)
+            transport = choose_transport(
+                args.update_weight_transport, facts.transports, site, args.update_weight_mode
+            )
         logger.info("weights travel by %s", transport.name)
         self._trainer.open_sender(transport.name, facts.engine_urls)
         stages = (self._trainer, self._rollout, self._residency)
@@ -224,7 +230,11 @@ class Cluster:
         generated: Generated = future.result()
         waited = {"perf/train_wait_time": time.monotonic() - started}
         logger.info("rollout %d: %s", rollout_id, _headline(generated.metrics, _ROLLOUT_HEADLINE))
-        self._log({**generated.metrics, **waited, "rollout/num_samples": generated.num_samples}, "rollout", rollout_id)
+        self._log(
+            {**generated.metrics, **waited, "rollout/num_samples": generated.num_samples},
+            "rollout",
+            rollout_id,
+        )
         return generated
 
     def train(self, rollout_id: int, generated: Generated) -> None:
@@ -264,11 +274,15 @@ class Cluster:
         self._finish_save(wait=True)
         with self._naming_disk_errors(rollout_id):
             manifest = Manifest(rollout_id, self._run.run_id, self._push.num_pushes if self._push else 0)
-            self._staged = stage_checkpoint(self._args.save, manifest, self._trainer.save, self._checkpoint_bytes)
+            self._staged = stage_checkpoint(
+                self._args.save, manifest, self._trainer.save, self._checkpoint_bytes
+            )
             save_plain(generated.cursor, self._staged.staging / ROLLOUT)
             waiting = time.monotonic()
             write_in_flight(self._staged.staging, rollout_id + 1, in_flight)
-            started += time.monotonic() - waiting  # the wait is for generation, which the loop would wait for anyway
+            started += (
+                time.monotonic() - waiting
+            )  # the wait is for generation, which the loop would wait for anyway
             if generated.cursor is None:
                 self._rollout.save_data_source(rollout_id)
             self._save_hf_inside(self._staged)
@@ -326,7 +340,12 @@ class Cluster:
         self._tracker.log(metrics, f"{stage}/step", step)
 
 
-_ROLLOUT_HEADLINE = ("rollout/raw_reward", "rollout/response_len/mean", "rollout/truncated_ratio", "perf/rollout_time")
+_ROLLOUT_HEADLINE = (
+    "rollout/raw_reward",
+    "rollout/response_len/mean",
+    "rollout/truncated_ratio",
+    "perf/rollout_time",
+)
 _TRAIN_HEADLINE = (
     "train/loss",
     "train/critic-value_loss",

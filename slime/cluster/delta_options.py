@@ -18,7 +18,8 @@ def delta_options(args: Args, run: Run) -> DeltaOptions | None:
     agents = [read_address(address, "--weight-agent-addrs") for address in args.weight_agent_addrs or ()]
     return DeltaOptions(
         local=Path(args.update_weight_local_checkpoint_dir or run.run_dir / "local-weights"),
-        remove_local=args.update_weight_local_checkpoint_dir is None and not args.update_weight_disk_keep_files,
+        remove_local=args.update_weight_local_checkpoint_dir is None
+        and not args.update_weight_disk_keep_files,
         encoding=args.update_weight_delta_encoding,
         checksum=args.update_weight_delta_checksum,
         agents=dict(zip(engines, agents, strict=False)),  # no agents at all: engines read this machine's disk

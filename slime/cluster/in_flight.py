@@ -28,7 +28,9 @@ def write_in_flight(folder: Path, rollout_id: int, future: Future | None) -> Non
         return
     try:
         generated: Generated = future.result()
-    except Exception as error:  # raised where the loop asks for the batch; what was trained before is still saved
+    except (
+        Exception
+    ) as error:  # raised where the loop asks for the batch; what was trained before is still saved
         logger.warning("rollout %d failed (%s): the checkpoint is written without it", rollout_id, error)
         return
     data = {"rollout_id": rollout_id, **{f.name: getattr(generated, f.name) for f in fields(generated)}}
@@ -56,13 +58,16 @@ def read_in_flight(checkpoint: StepFolder) -> Generated | None:
     return Generated(**data)
 
 
-def tell_differences(args: Args, checkpoint: StepFolder, batch: Generated | None, *, overlapped: bool) -> None:
+def tell_differences(
+    args: Args, checkpoint: StepFolder, batch: Generated | None, *, overlapped: bool
+) -> None:
     """One line for each way in which this resumed run is not the uninterrupted one, said before it goes on."""
     done = checkpoint.manifest.rollout_id
     if not overlapped:
         if batch is not None:
             _tell(
-                "rollout %d was in flight in the asynchronous loop and is made anew here, with newer weights", done + 1
+                "rollout %d was in flight in the asynchronous loop and is made anew here, with newer weights",
+                done + 1,
             )
         return
     if batch is None:

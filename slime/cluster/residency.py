@@ -93,7 +93,8 @@ class Residency:
                 self._note_peak(_OFFLOAD)
         if self._offload_train:
             self._trainer.move(
-                params="cpu" if phase is GENERATE else "device", optimizer="device" if phase is TRAIN else "cpu"
+                params="cpu" if phase is GENERATE else "device",
+                optimizer="device" if phase is TRAIN else "cpu",
             )
         if self._offload_rollout:
             self._restore(_ENGINE_HOLDS[phase] - self._held)

@@ -80,7 +80,9 @@ class RolloutManager:
         self._weights.watch(self._fleet)
         models = {model.name: model for model in args.engine_topology.models}
         # Beside the policy, with the weights they were loaded with: teachers, reward models.
-        self._frozen = [ModelService(args, models[name], found, _stays_as_it_is) for name, found in servers.items()]
+        self._frozen = [
+            ModelService(args, models[name], found, _stays_as_it_is) for name, found in servers.items()
+        ]
         for service in self._services:
             service.fleet.launch()
 
@@ -135,14 +137,21 @@ class RolloutManager:
             self._info,
             router_ip="127.0.0.1",
             router_port=port,
-            model_routers={self._policy.model.name: ("127.0.0.1", port), **reserved, **self._connect_frozen()},
+            model_routers={
+                self._policy.model.name: ("127.0.0.1", port),
+                **reserved,
+                **self._connect_frozen(),
+            },
             engine_urls=self._policy.urls,
             num_engines=len(self._policy.urls),
             **_model_facts(self._args.hf_checkpoint, infos),
         )
         return tuple(
             set.intersection(
-                *(set(server.transports(info)) for server, info in zip(self._fleet.servers, infos, strict=True))
+                *(
+                    set(server.transports(info))
+                    for server, info in zip(self._fleet.servers, infos, strict=True)
+                )
             )
         )
 
@@ -185,7 +194,9 @@ class RolloutManager:
         if template is not None:
             subsample = self._args.load_debug_rollout_data_subsample
             return RolloutFnTrainOutput(samples=load_rollout_dump(template, rollout_id, subsample=subsample))
-        call = functools.partial(call_rollout_fn, self._rollout_fn, self._plugin_args, rollout_id, self._data_source)
+        call = functools.partial(
+            call_rollout_fn, self._rollout_fn, self._plugin_args, rollout_id, self._data_source
+        )
         if self._args.rollout_function_path.startswith("slime.rollout."):
             return call(evaluation=False)
         path = self._args.rollout_function_path
@@ -219,7 +230,9 @@ class RolloutManager:
             )
 
     def _cursor(self, rollout_id: int) -> dict[str, Any] | None:
-        state_dict = getattr(self._data_source, "state_dict", None)  # a user's data source may keep its own state
+        state_dict = getattr(
+            self._data_source, "state_dict", None
+        )  # a user's data source may keep its own state
         return state_dict() if state_dict is not None else None
 
     def save_data_source(self, rollout_id: int) -> None:
@@ -234,7 +247,10 @@ class RolloutManager:
             with plugin_call("--custom-rollout-log-function-path", path, lambda: f"rollout {rollout_id}"):
                 if load_function(path)(rollout_id, self._plugin_args, samples, extra, rollout_time):
                     return {}
-        return {**rollout_metrics(self._plugin_args, samples, rollout_time, current_version=self._version), **extra}
+        return {
+            **rollout_metrics(self._plugin_args, samples, rollout_time, current_version=self._version),
+            **extra,
+        }
 
     # ---- evaluation ----------------------------------------------------------------------------------------------
 
@@ -246,14 +262,18 @@ class RolloutManager:
         self._write_eval(rollout_id, output)
         path = self._args.custom_eval_rollout_log_function_path
         if path:
-            with plugin_call("--custom-eval-rollout-log-function-path", path, lambda: f"evaluation {rollout_id}"):
+            with plugin_call(
+                "--custom-eval-rollout-log-function-path", path, lambda: f"evaluation {rollout_id}"
+            ):
                 if load_function(path)(rollout_id, self._plugin_args, output.data, output.metrics or {}):
                     return {}
         return {**eval_metrics(self._plugin_args, output.data), **(output.metrics or {})}
 
     def _evaluate(self, rollout_id: int) -> RolloutFnEvalOutput:
         path = self._args.eval_function_path or self._args.rollout_function_path
-        call = functools.partial(call_rollout_fn, self._eval_fn, self._plugin_args, rollout_id, self._data_source)
+        call = functools.partial(
+            call_rollout_fn, self._eval_fn, self._plugin_args, rollout_id, self._data_source
+        )
         with not_trained():
             if path.startswith("slime.rollout."):
                 return call(evaluation=True)
@@ -266,9 +286,13 @@ class RolloutManager:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "w") as file:
             for dataset, result in output.data.items():
-                for sample, reward in zip(flatten_samples(result["samples"]), result["rewards"], strict=False):
+                for sample, reward in zip(
+                    flatten_samples(result["samples"]), result["rewards"], strict=False
+                ):
                     row = {"dataset": dataset, "prompt": sample.prompt, "response": sample.response}
-                    file.write(json.dumps({**row, "label": sample.label, "reward": reward}, default=str) + "\n")
+                    file.write(
+                        json.dumps({**row, "label": sample.label, "reward": reward}, default=str) + "\n"
+                    )
 
     # ---- engines -------------------------------------------------------------------------------------------------
 

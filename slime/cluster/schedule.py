@@ -29,7 +29,9 @@ class Schedule:
         return rollout_id + 1 < self.num_rollout
 
     def eval_before(self, rollout_id: int) -> bool:
-        return self.args.eval_interval is not None and rollout_id == 0 and not self.args.skip_eval_before_train
+        return (
+            self.args.eval_interval is not None and rollout_id == 0 and not self.args.skip_eval_before_train
+        )
 
     def eval_after(self, rollout_id: int) -> bool:
         return should_run_periodic_action(rollout_id, self.args.eval_interval, self.num_rollout_per_epoch)

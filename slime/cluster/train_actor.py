@@ -60,12 +60,16 @@ class TrainActor:
         configure_logger()
         self._args, self._run = args, run
         # Functions of the user's may change their copy. Engines start beside the trainer, so their addresses are not known here.
-        self._plugin_args = plugin_args(args, RunInfo(run.run_id, str(run.run_dir), num_rollout=args.num_rollout))
+        self._plugin_args = plugin_args(
+            args, RunInfo(run.run_id, str(run.run_dir), num_rollout=args.num_rollout)
+        )
         self._rank, self._world_size = rank, world_size
         self._store: dist.Store | None = None
         self._sender: Sender | None = None
         self._live_sender: LiveSender | None = None
-        self._turns: StageTurns | None = None  # None: what is sent live, if anything, goes from every rank at once
+        self._turns: StageTurns | None = (
+            None  # None: what is sent live, if anything, goes from every rank at once
+        )
         self._saved_in = Path()  # the folder of the last checkpoint; set by `save`
         self._recording: concurrent.futures.Future | None = None  # of its checksums
         self._version: int | None = None  # of the current weights; None: engines never got any
@@ -85,7 +89,9 @@ class TrainActor:
         timeout = datetime.timedelta(minutes=self._args.distributed_timeout_minutes)
         if self._store is None:
             self._store = dist.TCPStore(self._run.host, store_port, self._world_size, is_master=False)
-        device = torch.device(accelerator.device_type(), 0) if accelerator.device_count() else torch.device("cpu")
+        device = (
+            torch.device(accelerator.device_type(), 0) if accelerator.device_count() else torch.device("cpu")
+        )
         self._device = device
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -96,7 +102,9 @@ class TrainActor:
             world_size=self._world_size,
             timeout=timeout,
         )
-        self._backend = create_backend(self._args, rank=self._rank, world_size=self._world_size, device=device)
+        self._backend = create_backend(
+            self._args, rank=self._rank, world_size=self._world_size, device=device
+        )
         self._kept = keep_versions(self._args, self._backend)
         if checkpoint is not None:
             self._backend.load(checkpoint)
@@ -115,7 +123,9 @@ class TrainActor:
         live = LIVE_TRANSPORTS.get(transport)
         self._content = (live or TRANSPORTS[transport]).content
         self._post_write = self._load_post_write(engine_urls)
-        self._quantization = served_config(self._policy_path) if self._args.rollout_quantization == "fp8" else None
+        self._quantization = (
+            served_config(self._policy_path) if self._args.rollout_quantization == "fp8" else None
+        )
         self._fp8 = engine_format(self._policy_path, self._quantization)
         self._dither_seed = self._args.seed if self._args.fp8_rounding == "stochastic" else None
         if live is not None:
@@ -130,7 +140,9 @@ class TrainActor:
             self._live_sender = live.make_sender(self._sender_options())
         if not live.every_rank:
             place = StagePlace(layout.pp_rank, layout.pp_size, layout.is_first_of_stage)
-            self._turns = StageTurns(place, self._live_sender, self._args.update_weight_timeout_s + _SENDER_SLACK_S)
+            self._turns = StageTurns(
+                place, self._live_sender, self._args.update_weight_timeout_s + _SENDER_SLACK_S
+            )
 
     def _load_post_write(self, engine_urls: tuple[str, ...]) -> PostWrite | None:
         path = self._args.custom_update_weight_post_write_path
@@ -176,7 +188,9 @@ class TrainActor:
             agreement=self._agreement,
         )
         if self._version is not None:
-            self._version += 1  # the weights have moved on, whether or not they are pushed before the next batch
+            self._version += (
+                1  # the weights have moved on, whether or not they are pushed before the next batch
+            )
         rollout_metrics = {k: v for k, v in metrics.items() if not k.startswith("train/")}
         return TrainReport(rollout_metrics, steps, self._agreement.hints.take())
 
@@ -218,7 +232,9 @@ class TrainActor:
         """In FP8 where the engines' checkpoint is. Engines other than ours would take a NaN without a word."""
         broken = first_non_finite(bucket)
         if broken is not None:
-            raise WeightsNotFinite(f"{broken} has values that are not finite numbers: these weights are not pushed.")
+            raise WeightsNotFinite(
+                f"{broken} has values that are not finite numbers: these weights are not pushed."
+            )
         if self._fp8 is None or self._content == "adapter":
             return bucket
         return list(quantize_named(bucket, self._fp8, self._dither_seed))
@@ -239,7 +255,9 @@ class TrainActor:
             return None
         if self._recording is None:
             names = files_of_rank(self._saved_in, self._rank, self._world_size)
-            self._recording = in_background(lambda: record_files(self._saved_in, names, sync=True), "checksums")
+            self._recording = in_background(
+                lambda: record_files(self._saved_in, names, sync=True), "checksums"
+            )
         return self._recording.result() if wait or self._recording.done() else None
 
     def save_hf(self, path: Path) -> None:

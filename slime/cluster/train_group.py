@@ -32,7 +32,12 @@ class TrainGroup:
         env = {**thread_environment(self._threads(slots)), **network_environment(run.host)}
         self._ranks: list[Handle] = [
             runtime.spawn(
-                TrainActor, args, run, rank, len(slots), spec=WorkerSpec(name=f"trainer-{rank}", slot=slot, env=env)
+                TrainActor,
+                args,
+                run,
+                rank,
+                len(slots),
+                spec=WorkerSpec(name=f"trainer-{rank}", slot=slot, env=env),
             )
             for rank, slot in enumerate(slots)
         ]
@@ -86,7 +91,9 @@ class TrainGroup:
 
     def send_live(self, version: str, dtype: str | None, targets: tuple[Target, ...]) -> LiveReport:
         """One report for all ranks: each that sends tells of the whole model, sent to engines of its own or in turns to all."""
-        reports = [report for report in self._call("send_live", version, dtype, targets) if report is not None]
+        reports = [
+            report for report in self._call("send_live", version, dtype, targets) if report is not None
+        ]
         failures = {url: why for report in reports for url, why in report.failures.items()}
         return LiveReport(reports[0].num_tensors, reports[0].nbytes, failures)
 
@@ -104,9 +111,13 @@ class TrainGroup:
         """Files of a checkpoint that are not what was written. Ranks share them, and read them while engines start."""
         by_size = sorted(files, key=lambda name: files[name].num_bytes, reverse=True)
         shares = [
-            {name: files[name] for name in by_size[rank :: len(self._ranks)]} for rank in range(len(self._ranks))
+            {name: files[name] for name in by_size[rank :: len(self._ranks)]}
+            for rank in range(len(self._ranks))
         ]
-        calls = [handle.call("find_damage", folder, share) for handle, share in zip(self._ranks, shares, strict=True)]
+        calls = [
+            handle.call("find_damage", folder, share)
+            for handle, share in zip(self._ranks, shares, strict=True)
+        ]
         return [damage for found in gather(calls) for damage in found]
 
     def save_hf(self, path: Path) -> None:

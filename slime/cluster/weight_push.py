@@ -26,7 +26,9 @@ class Receiving(Protocol):
 
     def begin_live(self) -> tuple[Target, ...]: ...
 
-    def finish_live(self, version: str, targets: tuple[Target, ...], report: LiveReport) -> dict[str, float]: ...
+    def finish_live(
+        self, version: str, targets: tuple[Target, ...], report: LiveReport
+    ) -> dict[str, float]: ...
 
 
 class WeightPush:

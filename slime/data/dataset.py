@@ -24,7 +24,12 @@ def epoch_order(seed: int, epoch: int, size: int) -> list[int]:
 
 
 def filter_long_prompt(
-    samples: Sequence[Sample], tokenizer, processor=None, max_length: int | None = None, *, batch_size: int = 1024
+    samples: Sequence[Sample],
+    tokenizer,
+    processor=None,
+    max_length: int | None = None,
+    *,
+    batch_size: int = 1024,
 ) -> list[Sample]:
     """Samples whose prompt has at most `max_length` tokens, in order. Message lists are rendered first."""
     if max_length is None:
@@ -33,7 +38,9 @@ def filter_long_prompt(
     for start in range(0, len(samples), batch_size):
         batch = samples[start : start + batch_size]
         kept.extend(
-            s for s, n in zip(batch, prompt_lengths(batch, tokenizer, processor), strict=True) if n <= max_length
+            s
+            for s, n in zip(batch, prompt_lengths(batch, tokenizer, processor), strict=True)
+            if n <= max_length
         )
     return kept
 
@@ -143,7 +150,11 @@ class Dataset:
             )
         if len(kept) < len(read):
             logger.info(
-                "%s: %d of %d prompts are at most %s tokens long", _show(path), len(kept), len(read), max_length
+                "%s: %d of %d prompts are at most %s tokens long",
+                _show(path),
+                len(kept),
+                len(read),
+                max_length,
             )
         self.origin_samples = kept
         self.num_filtered = len(read) - len(kept)

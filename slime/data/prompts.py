@@ -66,7 +66,9 @@ def _check_conversation(label: Any, key: str, where: object) -> None:
     check_messages(label, what)
 
 
-def row_to_sample(row: dict, fmt: PromptFormat, tokenizer=None, processor=None, *, where: object = "row") -> Sample:
+def row_to_sample(
+    row: dict, fmt: PromptFormat, tokenizer=None, processor=None, *, where: object = "row"
+) -> Sample:
     """One row -> one PENDING sample without index; `where` names the row in error messages."""
     prompt, label, metadata, tools = _read_fields(row, fmt, where)
     if tools is not None:
@@ -77,7 +79,9 @@ def row_to_sample(row: dict, fmt: PromptFormat, tokenizer=None, processor=None, 
         prompt = fill_media(prompt, row, fmt.multimodal_keys, where=where)
     multimodal_inputs = _media_inputs(prompt, processor, where) if processor and fmt.multimodal_keys else None
     if fmt.apply_chat_template:
-        prompt = render_prompt(prompt, tokenizer, tools=tools, kwargs=fmt.apply_chat_template_kwargs, where=where)
+        prompt = render_prompt(
+            prompt, tokenizer, tools=tools, kwargs=fmt.apply_chat_template_kwargs, where=where
+        )
     return Sample(
         prompt=prompt,
         label=label,
@@ -88,7 +92,12 @@ def row_to_sample(row: dict, fmt: PromptFormat, tokenizer=None, processor=None, 
 
 
 def render_prompt(
-    messages: list[dict], tokenizer, *, tools=None, kwargs: Mapping[str, Any] | None = None, where: object = "row"
+    messages: list[dict],
+    tokenizer,
+    *,
+    tools=None,
+    kwargs: Mapping[str, Any] | None = None,
+    where: object = "row",
 ) -> str:
     """Messages -> the text the model sees, up to where its answer begins."""
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
@@ -113,13 +122,17 @@ def render_prompt(
     return text
 
 
-def fill_media(messages: list[dict], row: dict, keys: Mapping[str, str], *, where: object = "row") -> list[dict]:
+def fill_media(
+    messages: list[dict], row: dict, keys: Mapping[str, str], *, where: object = "row"
+) -> list[dict]:
     """Replace `<image>`-like placeholders in message texts by the row's media, in order; counts must match."""
     queues, types = {}, {}
     for name, column in keys.items():
         kind = MultimodalTypes.get(name)
         if kind is None:
-            raise ValueError(f"--multimodal-keys names {name!r}; known are {[t.name for t in MultimodalTypes.all()]}.")
+            raise ValueError(
+                f"--multimodal-keys names {name!r}; known are {[t.name for t in MultimodalTypes.all()]}."
+            )
         items = row.get(column)
         if items is None:
             continue
@@ -178,7 +191,9 @@ def _read_metadata(row: dict, key: str | None, where: object) -> dict:
         return {}
     value = _parse_json(value, key, where)
     if not isinstance(value, dict):
-        raise ValueError(f"{where}: {key!r} (--metadata-key) must be an object, found {type(value).__name__}.")
+        raise ValueError(
+            f"{where}: {key!r} (--metadata-key) must be an object, found {type(value).__name__}."
+        )
     return dict(value)
 
 
@@ -190,7 +205,9 @@ def _read_tools(row: dict, key: str | None, where: object) -> list | None:
     if hasattr(value, "tolist"):
         value = value.tolist()
     if not isinstance(value, list):
-        raise ValueError(f"{where}: {key!r} (--tool-key) must be a list of tools, found {type(value).__name__}.")
+        raise ValueError(
+            f"{where}: {key!r} (--tool-key) must be a list of tools, found {type(value).__name__}."
+        )
     return value or None
 
 

@@ -87,7 +87,9 @@ def _read_jsonl(path: Path) -> PlacedRows:
         for number, line in enumerate(_lines(path, file), start=1):
             place = Place(str(path), "line", number)
             _check_encoding(place, line)
-            text = line.strip().lstrip("\ufeff")  # a file that was joined from several has byte order marks inside
+            text = line.strip().lstrip(
+                "\ufeff"
+            )  # a file that was joined from several has byte order marks inside
             if text:
                 yield place, _parse_line(place, text)
 
@@ -170,5 +172,7 @@ def _batch_rows(path: Path, before: int, batch: Any) -> list[Row]:
             try:
                 batch.slice(i, 1).to_pylist()
             except ValueError as error:  # UnicodeDecodeError is one
-                raise ValueError(f"{path}, row {before + i + 1}: a value cannot be read ({error}).") from error
+                raise ValueError(
+                    f"{path}, row {before + i + 1}: a value cannot be read ({error})."
+                ) from error
         raise

@@ -41,9 +41,13 @@ def check_prompt(prompt: Any, key: str, use: PromptUse, *, rendered: bool, where
 
 def _check_text_prompt(prompt: str, what: str, use: PromptUse) -> None:
     if use is PromptUse.CONVERSATION:
-        raise ValueError(f"{what} is text; supervised training needs the whole conversation: messages as {_EXAMPLE}.")
+        raise ValueError(
+            f"{what} is text; supervised training needs the whole conversation: messages as {_EXAMPLE}."
+        )
     if use is not PromptUse.OWN_CODE and not prompt.strip():
-        raise ValueError(f"{what} is {'empty' if not prompt else 'only white space'}; write text or drop the row.")
+        raise ValueError(
+            f"{what} is {'empty' if not prompt else 'only white space'}; write text or drop the row."
+        )
     check_encodable(prompt, what)
 
 
@@ -60,7 +64,9 @@ def _check_message(message: Any, what: str) -> None:
     if not isinstance(message, dict):
         raise ValueError(f"{what} is {_show(message)}; messages look like {_EXAMPLE}.")
     if not isinstance(message.get("role"), str) or not message["role"]:
-        found = f"has role {message['role']!r}" if "role" in message else f"has no role, only {sorted(message)}"
+        found = (
+            f"has role {message['role']!r}" if "role" in message else f"has no role, only {sorted(message)}"
+        )
         raise ValueError(f"{what} {found}; messages look like {_EXAMPLE}.")
     what += f" ({message['role']})"
     content = message.get("content")
@@ -115,9 +121,13 @@ def check_label(label: Any, key: str, rm_type: str | None, where: object) -> Non
     if kind not in _COMPARING:
         return
     if label is None or label == "" or label == []:
-        raise ValueError(f"{what} is {_show(label)}, and --rm-type {rm_type} compares with it; write the answer.")
+        raise ValueError(
+            f"{what} is {_show(label)}, and --rm-type {rm_type} compares with it; write the answer."
+        )
     if isinstance(label, dict) or (isinstance(label, list) and not _COMPARING[kind]):
-        raise ValueError(f"{what} is {_show(label)}; --rm-type {rm_type} compares with one answer: text or a number.")
+        raise ValueError(
+            f"{what} is {_show(label)}; --rm-type {rm_type} compares with one answer: text or a number."
+        )
 
 
 def _show(value: Any) -> str:

@@ -13,14 +13,18 @@ def parse_json(text: str) -> Any:
     try:
         value = json.loads(text, object_pairs_hook=_unique_keys)
     except json.JSONDecodeError as error:
-        raise ValueError(f"not valid JSON ({error.msg} at column {error.colno}{_near(text, error.pos)})") from None
+        raise ValueError(
+            f"not valid JSON ({error.msg} at column {error.colno}{_near(text, error.pos)})"
+        ) from None
     except RecursionError:
         raise ValueError(_too_deep()) from None
     except _DuplicateKey as error:
         raise ValueError(f"key {error.key!r} stands twice in one object; keep one of them") from None
     except ValueError:  # the only other one: Python refuses to convert so many digits
         digits = sys.get_int_max_str_digits()
-        raise ValueError(f"a whole number has more than {digits} digits; write it as text, in quotes") from None
+        raise ValueError(
+            f"a whole number has more than {digits} digits; write it as text, in quotes"
+        ) from None
     # Brackets are counted first: nearly no text has so many, and looking at every value takes longer than parsing.
     if text.count("[") + text.count("{") > MAX_DEPTH and _is_deeper_than(value, MAX_DEPTH):
         raise ValueError(_too_deep())

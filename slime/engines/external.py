@@ -52,7 +52,12 @@ def read_address(address: str, flag: str = _FLAG) -> str:
         port = parts.port
     except ValueError as error:
         raise ValueError(f"{flag}: {address!r} is no address ({error}); write host:port.") from None
-    if parts.scheme not in ("http", "https") or not parts.hostname or port is None or parts.path not in ("", "/"):
+    if (
+        parts.scheme not in ("http", "https")
+        or not parts.hostname
+        or port is None
+        or parts.path not in ("", "/")
+    ):
         raise ValueError(
             f"{flag}: {address!r} is no address of a server; write host:port, for example 10.0.0.5:30000."
         )
@@ -85,14 +90,20 @@ def _ask(url: str) -> EngineInfo:
     except (http_utils.HttpError, waits.WaitTimeout, TimeoutError) as error:
         status = error.status if isinstance(error, http_utils.HttpError) else 0
         if status:
-            raise ValueError(f"{_FLAG}: {url} answers, but not as an engine ({error}); correct the address.") from None
-        raise ValueError(f"{_FLAG}: no engine answers at {url} ({error}); start it, or correct the address.") from None
+            raise ValueError(
+                f"{_FLAG}: {url} answers, but not as an engine ({error}); correct the address."
+            ) from None
+        raise ValueError(
+            f"{_FLAG}: no engine answers at {url} ({error}); start it, or correct the address."
+        ) from None
     except (TypeError, AttributeError, KeyError, ValueError) as error:
         raise ValueError(
             f"{_FLAG}: {url} answers, but what it says is not an engine's server info ({error}); correct the address."
         ) from None
     if not info.model_path:
-        raise ValueError(f"{_FLAG}: {url} answers, but names no model; it is not an engine. Correct the address.")
+        raise ValueError(
+            f"{_FLAG}: {url} answers, but names no model; it is not an engine. Correct the address."
+        )
     return info
 
 
@@ -105,7 +116,10 @@ def _read_config(model: str | None) -> dict[str, Any]:
 def _check_model(engine: ExternalEngine, ours: Mapping[str, Any], hf_checkpoint: str | None) -> None:
     """As far as the engine says, or as far as its folder can be read from here."""
     info = engine.info
-    theirs = {**_read_config(info.model_path), **{k: info.raw[k] for k in _CONFIG_KEYS if info.raw.get(k) is not None}}
+    theirs = {
+        **_read_config(info.model_path),
+        **{k: info.raw[k] for k in _CONFIG_KEYS if info.raw.get(k) is not None},
+    }
     if info.vocab_size is not None:
         theirs["vocab_size"] = info.vocab_size
     for key in _CONFIG_KEYS:

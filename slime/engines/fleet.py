@@ -286,13 +286,17 @@ class EngineFleet:
             return
         timeout_s = self._policy.probe_timeout_s
         places = [place for place in range(len(self._servers)) if self._serves(place)]
-        answers = run(_gather([EngineControl(self._servers[place].url).healthy(timeout_s) for place in places]))
+        answers = run(
+            _gather([EngineControl(self._servers[place].url).healthy(timeout_s) for place in places])
+        )
         for place, healthy in zip(places, answers, strict=True):
             self._failed_probes[place] = 0 if healthy else self._failed_probes[place] + 1
             if self._failed_probes[place] >= self._policy.probe_failures:
                 self._failed_probes[place] = 0
                 self.evict(self._servers[place].url, TimeoutError(f"no token within {timeout_s} s"))
-        self._check_versions([self._servers[place].url for place, well in zip(places, answers, strict=True) if well])
+        self._check_versions(
+            [self._servers[place].url for place, well in zip(places, answers, strict=True) if well]
+        )
         self._last_probe = time.monotonic()
 
     def _check_versions(self, urls: list[str]) -> None:

@@ -155,7 +155,9 @@ class PrefixCacheMiddleware:
         if text is None:
             return await forward(request)
         known, prompt = await self._prompt(text)
-        rest = {key: value for key, value in request.payload.items() if key not in ("text", "messages", "tools")}
+        rest = {
+            key: value for key, value in request.payload.items() if key not in ("text", "messages", "tools")
+        }
         ids = [i for piece in prompt.line() for i in piece.ids]
         sent = {**rest, "input_ids": ids, "return_logprob": True}
         answer = await forward(RouterRequest(request.path, sent, request.headers))
@@ -214,7 +216,9 @@ class PrefixCacheMiddleware:
             {
                 "tokens": [i for piece in line for i in piece.ids],
                 "loss_mask": mask,
-                "rollout_log_probs": [x for piece in line for x in (piece.log_probs or [0.0] * len(piece.ids))],
+                "rollout_log_probs": [
+                    x for piece in line for x in (piece.log_probs or [0.0] * len(piece.ids))
+                ],
                 "weight_versions": [v for piece in line for v in (piece.versions or [None] * len(piece.ids))],
                 "response_length": len(mask) - first,
                 "known_tokens": known,

@@ -60,11 +60,15 @@ class PulseWatch:
         with asyncio.Runner() as runner:
             while not self._stopping.is_set():
                 asked = time.monotonic()
-                answered = runner.run(self._ask([p for p in range(len(self._patients)) if self._is_watched(p)]))
+                answered = runner.run(
+                    self._ask([p for p in range(len(self._patients)) if self._is_watched(p)])
+                )
                 now = time.monotonic()
                 self._judge(answered, now - last)
                 last = now
-                self._stopping.wait(max(0.0, self._pause_s - (now - asked)))  # silence has taken its time already
+                self._stopping.wait(
+                    max(0.0, self._pause_s - (now - asked))
+                )  # silence has taken its time already
 
     async def _ask(self, places: list[int]) -> dict[int, bool]:
         urls = [self._patients[place].url for place in places]

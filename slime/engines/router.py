@@ -36,7 +36,14 @@ ENDPOINTS = frozenset(
         "generate",
         *("v1/completions", "v1/chat/completions", "v1/responses", "v1/messages", "v1/messages/count_tokens"),
         *("v1/embeddings", "v1/rerank", "v1/score", "v1/classify", "encode", "classify"),
-        *("v1/tokenize", "v1/detokenize", "tokenize", "detokenize", "parse_function_call", "separate_reasoning"),
+        *(
+            "v1/tokenize",
+            "v1/detokenize",
+            "tokenize",
+            "detokenize",
+            "parse_function_call",
+            "separate_reasoning",
+        ),
     )
 )
 _MAX_BODY_BYTES = 256 * 1024**2
@@ -45,7 +52,9 @@ _ALL_REFUSED_PAUSE_S = 0.2
 _DYING_PAUSE_S = 1.0  # an engine on its way out may take a connection for a moment
 _LAST_WORDS_S = 0.05
 _RETURN_PATIENCE_S = 30.0  # of requests that were in company when their engine broke
-_HOP_HEADERS = frozenset({"host", "content-length", "connection", "transfer-encoding", "keep-alive", "expect"})
+_HOP_HEADERS = frozenset(
+    {"host", "content-length", "connection", "transfer-encoding", "keep-alive", "expect"}
+)
 # This engine is down. A generation has no side effect, so it may be sent again; where to is the question.
 _BROKEN = (TimeoutError, aiohttp.ClientConnectionError, aiohttp.ClientPayloadError)
 _NOT_REACHED = aiohttp.ClientConnectorError  # it saw nothing of the request
@@ -92,7 +101,9 @@ class Balancer:
         self, urls: Sequence[str], *, no_engine_timeout_s: float = 0.0, middlewares: Sequence[Middleware] = ()
     ):
         self._running: dict[str, set[asyncio.Task]] = {url: set() for url in urls}
-        self._num_broken: Counter[str] = Counter()  # requests under which an engine broke, in its present life
+        self._num_broken: Counter[str] = (
+            Counter()
+        )  # requests under which an engine broke, in its present life
         self._session_home: OrderedDict[str, str] = OrderedDict()
         self._no_engine_timeout_s = no_engine_timeout_s
         self._middlewares = tuple(middlewares)
@@ -155,7 +166,9 @@ class Balancer:
         answer = await chain(self._middlewares, self._forward)(RouterRequest(f"/{path}", payload, headers))
         return web.json_response(answer.payload, status=answer.status)
 
-    def _errand(self, path: str, body: bytes, headers: dict[str, str], request: web.Request | None) -> _Errand:
+    def _errand(
+        self, path: str, body: bytes, headers: dict[str, str], request: web.Request | None
+    ) -> _Errand:
         return _Errand(path, body, headers, request, time.monotonic() + self._no_engine_timeout_s)
 
     async def _forward(self, request: RouterRequest) -> RouterAnswer:
@@ -170,7 +183,9 @@ class Balancer:
 
     async def _send_somewhere(self, errand: _Errand) -> _Answer | web.StreamResponse:
         if errand.path not in ENDPOINTS:
-            return _Answer.error(404, f"/{errand.path[:100]} is not forwarded to engines; /generate is, for example")
+            return _Answer.error(
+                404, f"/{errand.path[:100]} is not forwarded to engines; /generate is, for example"
+            )
         session, tried = errand.headers.get(SESSION_HEADER), set()
         failed: _Answer | None = None
         is_suspect = False
@@ -274,7 +289,9 @@ class Balancer:
 
 def _given_up(url: str) -> _Answer:
     """A 4xx: the client must not send it again, for the next engine to break."""
-    message = f"engine {url} broke while it worked on this request, so it is sent to no other; see the engine's log"
+    message = (
+        f"engine {url} broke while it worked on this request, so it is sent to no other; see the engine's log"
+    )
     logger.error("given up on a request: %s", message)
     return _Answer.error(422, message)
 

@@ -203,7 +203,9 @@ class EngineServer:
 
     def _last_words(self) -> str:
         lines = self.plan.log_path.read_text(errors="replace").splitlines()
-        told = [line for line in lines if f"GET {ENGINE_PATH} " not in line]  # some servers log every question
+        told = [
+            line for line in lines if f"GET {ENGINE_PATH} " not in line
+        ]  # some servers log every question
         shown = "\n".join(line[:_LOG_LINE_CHARACTERS] for line in told[-_LOG_TAIL_LINES:])
         return f"last lines of {self.plan.log_path}:\n{shown}"
 

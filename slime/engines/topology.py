@@ -57,7 +57,9 @@ def place_engines(topology: Topology, pool: Sequence[Gpu] = ()) -> tuple[EngineP
                 name = _engine_name(topology, model, sum(place.model == model.name for place in places))
                 machine, gpu_ids = _devices(name, pool[start : start + size], pool) if pool else (0, ())
                 places.append(
-                    EnginePlace(name, model.name, group.worker_type, machine, gpu_ids, size, _group_words(group))
+                    EnginePlace(
+                        name, model.name, group.worker_type, machine, gpu_ids, size, _group_words(group)
+                    )
                 )
             taken += group.num_gpus
     return tuple(places)
@@ -118,7 +120,10 @@ def plan_router(model: ServedModel, kind: str) -> RouterPlan:
 
 
 def render_plan(
-    topology: Topology, places: tuple[EnginePlace, ...], router: str, command_of: Callable[[EnginePlace], list[str]]
+    topology: Topology,
+    places: tuple[EnginePlace, ...],
+    router: str,
+    command_of: Callable[[EnginePlace], list[str]],
 ) -> str:
     """The plan as people read it: a block per model, a line and a command per engine."""
     lines = [f"{topology.num_gpus} GPUs, {len(places)} engines, {len(topology.models)} models"]
@@ -128,8 +133,13 @@ def render_plan(
         lines += ["", f"model {model.name}: {model.model_path}", f"  weights: {weights}"]
         lines += [f"  router: {' '.join([plan.kind, *plan.words])}"]
         for place in (place for place in places if place.model == model.name):
-            where = f"machine {place.machine} GPU {','.join(map(str, place.gpu_ids))}" if place.gpu_ids else "CPU"
-            lines += [f"  {place.name} ({place.worker_type}) on {where}", f"    {shlex.join(command_of(place))}"]
+            where = (
+                f"machine {place.machine} GPU {','.join(map(str, place.gpu_ids))}" if place.gpu_ids else "CPU"
+            )
+            lines += [
+                f"  {place.name} ({place.worker_type}) on {where}",
+                f"    {shlex.join(command_of(place))}",
+            ]
         idle = sum(group.num_gpus for group in model.groups if group.worker_type == "placeholder")
         lines += [f"  placeholder: {idle} GPUs stay free"] if idle else []
     return "\n".join(lines)

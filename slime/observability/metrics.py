@@ -62,7 +62,9 @@ def eval_metrics(args: Any, data: Mapping[str, Mapping[str, Any]]) -> dict[str, 
         metrics.update({f"eval/{name}/{key}": value for key, value in sample_metrics(args, samples).items()})
         if args.log_passrate and len(samples) == len(rewards):
             pairs = zip(samples, rewards, strict=True)
-            by_group = group_by([(s, r) for s, r in pairs if r is not None], key=lambda pair: _group_key(pair[0]))
+            by_group = group_by(
+                [(s, r) for s, r in pairs if r is not None], key=lambda pair: _group_key(pair[0])
+            )
             rates = pass_rates([[reward for _, reward in pairs] for pairs in by_group.values()])
             metrics.update({f"eval/{name}-{key}": value for key, value in rates.items()})
     return metrics
@@ -129,7 +131,9 @@ def distribution(values: Sequence[float]) -> dict[str, float]:
 
 def version_metrics(samples: Sequence[Sample], current_version: str | int | None) -> dict[str, float]:
     """Which weights made the tokens. Staleness: how many versions behind, weighted by tokens, and the worst."""
-    spans = [(version_number(v), end - start) for s in samples for v, start, end in s.version_spans if end > start]
+    spans = [
+        (version_number(v), end - start) for s in samples for v, start, end in s.version_spans if end > start
+    ]
     if not spans:
         spans = [(version_number(v), 1) for s in samples for v in s.weight_versions]
     spans = [(number, weight) for number, weight in spans if number is not None]
@@ -193,7 +197,10 @@ def _perf_metrics(args: Any, samples: Sequence[Sample], rollout_time: float) -> 
     if not samples or rollout_time <= 0:
         return metrics
     num_gpus = max(1, args.rollout_num_gpus or 1)
-    lengths = {"": [s.response_length for s in samples], "effective_": [s.effective_response_length for s in samples]}
+    lengths = {
+        "": [s.response_length for s in samples],
+        "effective_": [s.effective_response_length for s in samples],
+    }
     for kind, values in lengths.items():
         metrics[f"perf/{kind}tokens_per_gpu_per_sec"] = sum(values) / rollout_time / num_gpus
         metrics[f"perf/longest_{kind}sample_tokens_per_sec"] = max(values) / rollout_time
@@ -231,7 +238,11 @@ def _reward_categories(key: str, samples: Sequence[Sample]) -> dict[str, float]:
 
 def _kept_vocabulary(samples: Sequence[Sample]) -> dict[str, float]:
     """Mean number of ids that a token was drawn from, over tokens that come with them."""
-    bounds = [np.asarray(s.rollout_top_p_token_offsets) for s in samples if s.rollout_top_p_token_offsets is not None]
+    bounds = [
+        np.asarray(s.rollout_top_p_token_offsets)
+        for s in samples
+        if s.rollout_top_p_token_offsets is not None
+    ]
     tokens = sum(int(np.count_nonzero(np.diff(b))) for b in bounds)
     return {"top_p_kept_vocab_per_token": sum(int(b[-1]) for b in bounds) / tokens} if tokens else {}
 

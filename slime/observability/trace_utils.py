@@ -30,7 +30,9 @@ _CHILDREN = "_trace_children"
 T = TypeVar("T")
 
 # trace id -> span that is open in this task; tasks inherit it, so a span opened around a gather is the parent inside.
-_open_spans: contextvars.ContextVar[dict[str, str] | None] = contextvars.ContextVar("slime_open_spans", default=None)
+_open_spans: contextvars.ContextVar[dict[str, str] | None] = contextvars.ContextVar(
+    "slime_open_spans", default=None
+)
 
 
 @dataclass
@@ -152,7 +154,9 @@ class trace_span:  # used like a function: with trace_span(sample, "reward_model
         self._open()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         self._close(error)
 
     @_never_raises(lambda: None)

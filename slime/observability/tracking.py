@@ -57,7 +57,9 @@ class Tracker:
         try:
             written = os.write(self._fd, line)
         except OSError as error:
-            raise RunStopped(f"--run-dir {self.path.parent}: metrics cannot be written: {error.strerror}") from error
+            raise RunStopped(
+                f"--run-dir {self.path.parent}: metrics cannot be written: {error.strerror}"
+            ) from error
         if written < len(line):
             raise RunStopped(f"--run-dir {self.path.parent}: metrics cannot be written: the disk is full")
 
@@ -185,7 +187,9 @@ class _WandB:
 
 
 def _args_dict(args: Any) -> dict[str, Any]:
-    fields = vars(args) if hasattr(args, "__dict__") else {name: getattr(args, name) for name in args.__slots__}
+    fields = (
+        vars(args) if hasattr(args, "__dict__") else {name: getattr(args, name) for name in args.__slots__}
+    )
     return {k: v if isinstance(v, (bool, int, float, str, type(None))) else str(v) for k, v in fields.items()}
 
 

@@ -13,7 +13,9 @@ class RolloutFnTrainOutput:
 
     samples: list[list[Sample | list[Sample]]] | list[Sample]
     metrics: dict[str, Any] | None = None
-    cursor: dict[str, Any] | None = None  # state of the data source after this batch; None: ask the data source
+    cursor: dict[str, Any] | None = (
+        None  # state of the data source after this batch; None: ask the data source
+    )
 
 
 @dataclass

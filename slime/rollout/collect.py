@@ -73,7 +73,11 @@ class BatchCollector:
         dynamic_filter: Callable | None,
     ):
         self.args, self.rollout_id, self.data_source = args, rollout_id, data_source
-        self.start_group, self.abort_requests, self.dynamic_filter = start_group, abort_requests, dynamic_filter
+        self.start_group, self.abort_requests, self.dynamic_filter = (
+            start_group,
+            abort_requests,
+            dynamic_filter,
+        )
         self.target = args.rollout_batch_size
         self.kept: list[Group] = []
         self.decided: list[Group] = []  # every group that reached the filter, dropped ones included
@@ -105,7 +109,10 @@ class BatchCollector:
         await self.drain()
 
     def metrics(self) -> dict[str, Any]:
-        return {**self._drops.collect(), **{f"rollout/groups/{name}": n for name, n in sorted(self.counts.items())}}
+        return {
+            **self._drops.collect(),
+            **{f"rollout/groups/{name}": n for name, n in sorted(self.counts.items())},
+        }
 
     # -- issue -------------------------------------------------------------------------------------------------------
 
@@ -116,7 +123,9 @@ class BatchCollector:
 
     def _issue(self) -> None:
         while self._remaining < self.target:
-            groups = take_groups(self.data_source, self.args, self.args.over_sampling_batch_size or self.target)
+            groups = take_groups(
+                self.data_source, self.args, self.args.over_sampling_batch_size or self.target
+            )
             if not groups:
                 raise RunStopped(
                     f"the data source gave no groups: {self._remaining} of --rollout-batch-size {self.target} are there. "
@@ -153,7 +162,9 @@ class BatchCollector:
             return
         self._failed_in_a_row = 0
         group = ticket.task.result()
-        failure = next((s.reward_failure for s in flatten_samples(group) if s.reward_failure is not None), None)
+        failure = next(
+            (s.reward_failure for s in flatten_samples(group) if s.reward_failure is not None), None
+        )
         if failure is not None:
             self._on_reward_failure(ticket, group, failure)
         elif any(s.status is Sample.Status.ABORTED for s in flatten_samples(group)):
@@ -183,7 +194,9 @@ class BatchCollector:
             self.counts["filtered"] += 1
             self._settle([group], "filtered", output.reason)
             if self.counts["filtered"] % (10 * self.target) == 0:
-                logger.warning("rollout %d: %d groups were filtered so far", self.rollout_id, self.counts["filtered"])
+                logger.warning(
+                    "rollout %d: %d groups were filtered so far", self.rollout_id, self.counts["filtered"]
+                )
             return
         self._forget(ticket)
         self.kept.append(group)
@@ -281,7 +294,11 @@ class BatchCollector:
         group = task.result()
         if any(s.reward_failure is not None for s in flatten_samples(group)):
             return begin_again(ticket.origin)
-        if is_scored(group) and not self.args.deterministic_mode and not self.args.mask_offpolicy_in_partial_rollout:
+        if (
+            is_scored(group)
+            and not self.args.deterministic_mode
+            and not self.args.mask_offpolicy_in_partial_rollout
+        ):
             return self._stamp(group)
         return self._resumable(group, ticket.origin) if self._keeps_work else ticket.origin
 
@@ -290,7 +307,9 @@ class BatchCollector:
         if not self.args.partial_rollout or len(group) != len(origin):
             return origin
         pairs = zip(group, origin, strict=True)
-        return self._stamp([old if isinstance(new, list) and not is_finished(new) else new for new, old in pairs])
+        return self._stamp(
+            [old if isinstance(new, list) and not is_finished(new) else new for new, old in pairs]
+        )
 
     def _stamp(self, group: Group) -> Group:
         for sample in flatten_samples(group):

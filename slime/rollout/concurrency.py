@@ -127,7 +127,9 @@ async def read_loads(urls: Sequence[str]) -> EngineLoad | None:
     loads = [load for load in answers if load is not None]
     if not loads:
         return None
-    return EngineLoad(*(sum(getattr(load, name) for load in loads) for name in ("running", "waiting", "retracted")))
+    return EngineLoad(
+        *(sum(getattr(load, name) for load in loads) for name in ("running", "waiting", "retracted"))
+    )
 
 
 async def _read_load(url: str) -> EngineLoad | None:

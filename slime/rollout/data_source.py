@@ -170,7 +170,9 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     def __init__(self, args: Any, journal: Journal | None = None):
         super().__init__(args, journal)
         self.buffer: list[Group] = []
-        self.buffer_filter = pop_first if args.buffer_filter_path is None else load_function(args.buffer_filter_path)
+        self.buffer_filter = (
+            pop_first if args.buffer_filter_path is None else load_function(args.buffer_filter_path)
+        )
 
     def get_samples(self, num_samples: int) -> list[Group]:
         groups = self._take_from_buffer(num_samples)
@@ -184,7 +186,9 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         with plugin_call(option, path, lambda: f"{num_samples} of {len(self.buffer)} groups"):
             groups = list(self.buffer_filter(self.args, None, self.buffer, num_samples))
         if len(groups) > num_samples:
-            wrong_return(option, path, f"returned {len(groups)} groups; at most {num_samples} were asked for.")
+            wrong_return(
+                option, path, f"returned {len(groups)} groups; at most {num_samples} were asked for."
+            )
         self.journal.issued(groups, from_buffer=True)
         return groups
 

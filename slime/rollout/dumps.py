@@ -26,7 +26,9 @@ def save_rollout_dump(path_template: str, rollout_id: int | str, samples: Sequen
     return path
 
 
-def load_rollout_dump(path_template: str, rollout_id: int | str, *, subsample: float | None = None) -> list[Sample]:
+def load_rollout_dump(
+    path_template: str, rollout_id: int | str, *, subsample: float | None = None
+) -> list[Sample]:
     """The samples of a dump, or its first `subsample` share. Files hold data only: code in them is refused."""
     path = dump_path(path_template, rollout_id)
     if not path.exists():

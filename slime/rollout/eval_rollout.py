@@ -33,12 +33,16 @@ async def evaluate(args: Any, run_group: RunGroup) -> RolloutFnEvalOutput:
             metrics[f"eval/{config.name}/reward_failures"] = num_failed
         versions = {version for sample in result["samples"] for version, _, _ in sample.version_spans}
         if len(versions) > 1:
-            logger.warning("evaluation %s went on over a weight push: it is of %s", config.name, sorted(versions))
+            logger.warning(
+                "evaluation %s went on over a weight push: it is of %s", config.name, sorted(versions)
+            )
             metrics[f"eval/{config.name}/weight_versions"] = len(versions)
     return RolloutFnEvalOutput(data=data, metrics=metrics or None)
 
 
-async def _evaluate_dataset(args: Any, config: EvalDatasetConfig, run_group: RunGroup) -> tuple[dict[str, Any], int]:
+async def _evaluate_dataset(
+    args: Any, config: EvalDatasetConfig, run_group: RunGroup
+) -> tuple[dict[str, Any], int]:
     # On this thread, although reading holds up the loop once: fast tokenizers must not be used by two threads.
     groups = make_groups(config, load_eval_dataset(args, config))
     params = eval_sampling_params(args, config)
@@ -53,7 +57,10 @@ async def _evaluate_dataset(args: Any, config: EvalDatasetConfig, run_group: Run
         )
     if len(scored) < len(samples):
         logger.warning(
-            "evaluation %s: %d of %d samples have no score", config.name, len(samples) - len(scored), len(samples)
+            "evaluation %s: %d of %d samples have no score",
+            config.name,
+            len(samples) - len(scored),
+            len(samples),
         )
     key = args.eval_reward_key or args.reward_key
     result = {

@@ -221,9 +221,13 @@ def _check(args: Any, data_source: Any) -> None:
     if args.colocate:
         raise ValueError(f"{name} with --colocate: engines that give up the device cannot go on generating.")
     if args.deterministic_mode:
-        raise ValueError(f"{name} with --deterministic-mode: which weights make a token depends on timing there.")
+        raise ValueError(
+            f"{name} with --deterministic-mode: which weights make a token depends on timing there."
+        )
     if args.partial_rollout:
-        raise ValueError(f"{name} with --partial-rollout: nothing is cut off, so nothing is continued; remove it.")
+        raise ValueError(
+            f"{name} with --partial-rollout: nothing is cut off, so nothing is continued; remove it."
+        )
 
 
 class PoolCollector(BatchCollector):
@@ -253,7 +257,11 @@ class PoolCollector(BatchCollector):
 
     def _decide(self, ticket: Ticket) -> None:
         task = ticket.task
-        if not task.cancelled() and task.exception() is None and self.worker.is_stale(oldest_version(task.result())):
+        if (
+            not task.cancelled()
+            and task.exception() is None
+            and self.worker.is_stale(oldest_version(task.result()))
+        ):
             self._on_stale(ticket)
         else:
             super()._decide(ticket)
@@ -265,7 +273,9 @@ class PoolCollector(BatchCollector):
         attempts = attempt_of(first_sample(ticket.origin)) + 1
         if attempts >= self.args.group_max_attempts:
             logger.warning(
-                "given up: %s was too old for --max-weight-staleness %d times", describe(ticket.origin), attempts
+                "given up: %s was too old for --max-weight-staleness %d times",
+                describe(ticket.origin),
+                attempts,
             )
             self.counts["failed"] += 1
             self._settle([ticket.origin], "failed", "stale")
@@ -335,4 +345,6 @@ def generate_rollout_fully_async(
         return sglang_rollout.generate_rollout(args, rollout_id, data_source, evaluation=True)
     worker, collector = run(_collect(args, rollout_id, data_source))
     sglang_rollout.call_batch_hooks(args, collector.kept, collector.decided, data_source)
-    return RolloutFnTrainOutput(samples=collector.kept, metrics=collector.metrics(), cursor=run(_close(worker)))
+    return RolloutFnTrainOutput(
+        samples=collector.kept, metrics=collector.metrics(), cursor=run(_close(worker))
+    )

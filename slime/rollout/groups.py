@@ -16,7 +16,9 @@ Group: TypeAlias = list[Entry]
 
 FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
 _EXCERPT = 80  # characters of either end
-ATTEMPT_KEY = "attempt"  # in Sample.metadata: how often this sample's generation was thrown away and begun again
+ATTEMPT_KEY = (
+    "attempt"  # in Sample.metadata: how often this sample's generation was thrown away and begun again
+)
 
 
 def first_sample(group: Group) -> Sample:
@@ -49,7 +51,9 @@ def is_finished(entry: Entry) -> bool:
 
 def is_scored(group: Group) -> bool:
     """Finished, and every sample has its reward: the group could be trained on as it is."""
-    return all(is_finished(entry) for entry in group) and all(s.reward is not None for s in flatten_samples(group))
+    return all(is_finished(entry) for entry in group) and all(
+        s.reward is not None for s in flatten_samples(group)
+    )
 
 
 def attempt_of(sample: Sample) -> int:
@@ -91,7 +95,13 @@ def without_response(sample: Sample) -> Sample:
     new = copy_sample(sample)
     if new.response_length:
         new.tokens = new.tokens[: -new.response_length]
-    new.response, new.response_length, new.reward, new.loss_mask, new.rollout_log_probs = "", 0, None, None, None
+    new.response, new.response_length, new.reward, new.loss_mask, new.rollout_log_probs = (
+        "",
+        0,
+        None,
+        None,
+        None,
+    )
     new.rollout_top_p_token_ids = new.rollout_top_p_token_offsets = new.rollout_routed_experts = None
     new.version_spans, new.weight_versions = [], []
     new.status, new.session_id = Sample.Status.PENDING, None

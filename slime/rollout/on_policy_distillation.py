@@ -44,7 +44,9 @@ async def zero_reward(args: Any, sample: Sample, **kwargs: Any) -> float:
     return 0.0
 
 
-def post_process_rewards(args: Any, samples: Sequence[Sample], **kwargs: Any) -> tuple[list[float], list[float]]:
+def post_process_rewards(
+    args: Any, samples: Sequence[Sample], **kwargs: Any
+) -> tuple[list[float], list[float]]:
     """(raw, trained) rewards of 0 for each sample, for recipes that name it as --custom-reward-post-process-path."""
     del args, kwargs
     zeros = [0.0] * len(samples)

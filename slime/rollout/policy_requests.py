@@ -122,7 +122,9 @@ class PolicyRequests:
         """A token id outside the vocabulary takes some engines down, so it must not leave this process."""
         prompts = ids if isinstance(ids, list) and ids and isinstance(ids[0], list) else [ids]
         for prompt in prompts:
-            wrong = wrong_token_id(prompt, self._args.vocab_size) if isinstance(prompt, (list, tuple)) else None
+            wrong = (
+                wrong_token_id(prompt, self._args.vocab_size) if isinstance(prompt, (list, tuple)) else None
+            )
             if wrong is not None:
                 told = f"not sent: input_ids has token id {wrong}, the vocabulary has {self._args.vocab_size} ids"
                 raise http_utils.HttpError(400, told, url)
@@ -151,7 +153,10 @@ class PolicyRequests:
 
     def _generates(self, url: str) -> bool:
         parts = urlsplit(str(url))
-        return parts.path.rstrip("/") in (NATIVE_PATH, *OPENAI_PATHS) and _address(parts.netloc) in self._addresses
+        return (
+            parts.path.rstrip("/") in (NATIVE_PATH, *OPENAI_PATHS)
+            and _address(parts.netloc) in self._addresses
+        )
 
     def _sampling_of(self, url: str, payload: Any) -> list[Mapping[str, Any]]:
         """The sampling parameters of each prompt of a request to the policy; of other requests none."""

@@ -20,10 +20,14 @@ logger = logging.getLogger(__name__)
 Messages = list[dict[str, Any]]
 
 
-def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> RolloutFnTrainOutput:
+def generate_rollout(
+    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+) -> RolloutFnTrainOutput:
     """`--rollout-batch-size` pairs. One that cannot be compared is left out with its reason and replaced."""
     if evaluation:
-        raise ValueError("preference_rollout cannot evaluate: set --eval-function-path, or drop the evaluation flags.")
+        raise ValueError(
+            "preference_rollout cannot evaluate: set --eval-function-path, or drop the evaluation flags."
+        )
     masks = MultiTurnLossMaskGenerator(load_tokenizer(args.hf_checkpoint), tokenizer_type=args.loss_mask_type)
     pairs: list[Group] = []
     skipped: Counter[str] = Counter()

@@ -19,7 +19,11 @@ _EARLY_ROWS = 50_000
 
 def check_prompt_files(args: Any) -> None:
     """Rows that no rollout could use are told before any process starts: of the training data and of evaluations."""
-    if args.prompt_data is not None and args.rollout_global_dataset and args.data_source_path == DEFAULT_DATA_SOURCE:
+    if (
+        args.prompt_data is not None
+        and args.rollout_global_dataset
+        and args.data_source_path == DEFAULT_DATA_SOURCE
+    ):
         check_prompt_file(args.prompt_data, training_format(args), max_rows=_EARLY_ROWS)
     for config in args.eval_datasets:
         check_prompt_file(config.path, evaluation_format(args, config), max_rows=_EARLY_ROWS)
@@ -49,7 +53,9 @@ def evaluation_format(args: Any, config: EvalDatasetConfig) -> PromptFormat:
     function = args.eval_function_path or args.rollout_function_path
     ours = function in _GENERATING
     use = PromptUse.ENGINE if ours and generate in _OWN_GENERATE else PromptUse.OWN_CODE
-    _check_template(use, bool(config.apply_chat_template), config.multimodal_keys, f"evaluation dataset {config.name}")
+    _check_template(
+        use, bool(config.apply_chat_template), config.multimodal_keys, f"evaluation dataset {config.name}"
+    )
     return PromptFormat(
         input_key=config.input_key or "input",
         label_key=config.label_key,

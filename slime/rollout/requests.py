@@ -43,7 +43,10 @@ def sampling_seed(args: Any, sample: Sample) -> int:
 
     The attempt is part of it, since a group that is generated again should not repeat what could not be scored.
     """
-    return mix64(args.rollout_seed, sample.index or 0, sample.response_length, attempt_of(sample)) % (2**31 - 1) + 1
+    return (
+        mix64(args.rollout_seed, sample.index or 0, sample.response_length, attempt_of(sample)) % (2**31 - 1)
+        + 1
+    )
 
 
 def prepare_prompt(sample: Sample, tokenizer: Any, processor: Any = None) -> None:
@@ -69,7 +72,9 @@ def _encode(tokenizer: Any, prompt: str) -> tuple[int, ...]:
     return tuple(tokenizer.encode(prompt, add_special_tokens=False))
 
 
-def token_budget(args: Any, sample: Sample, max_new_tokens: int | None, context_limit: int | None) -> int | None:
+def token_budget(
+    args: Any, sample: Sample, max_new_tokens: int | None, context_limit: int | None
+) -> int | None:
     """How many tokens may still be generated; 0: the sample is full; None: no limit is known on this side.
 
     `context_limit` is the run's own bound on prompt plus response, the engine's is args.max_context_len.
@@ -103,7 +108,9 @@ def check_token_ids(args: Any, sample: Sample) -> None:
 
 def check_answer(args: Any, request: GenerateRequest, answer: Generation) -> None:
     """An answer that no engine in its senses gives must not become training data; it is asked for again."""
-    wrong = _wrong_with(args, request.sampling.max_new_tokens, answer) or _wrong_nucleus(args, request, answer)
+    wrong = _wrong_with(args, request.sampling.max_new_tokens, answer) or _wrong_nucleus(
+        args, request, answer
+    )
     if wrong:
         raise EngineAnswerError(f"the engine's answer to request {request.rid} cannot be right: {wrong}")
 
@@ -151,7 +158,9 @@ def build_request(
         params["min_new_tokens"] = min(params["min_new_tokens"], budget)
     extra: dict[str, Any] = {"return_routed_experts": True} if args.use_rollout_routing_replay else {}
     if sample.multimodal_inputs and sample.multimodal_inputs.get("images"):
-        extra["image_data"] = [encode_image_for_rollout_engine(image) for image in sample.multimodal_inputs["images"]]
+        extra["image_data"] = [
+            encode_image_for_rollout_engine(image) for image in sample.multimodal_inputs["images"]
+        ]
     if args.lora_sync == "adapter":
         extra["lora_path"] = ADAPTER_NAME
     return GenerateRequest(

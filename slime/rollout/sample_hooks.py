@@ -28,9 +28,13 @@ async def apply_rollout_sample_hooks(
         return sample
     if isinstance(sample, list):
         return [
-            await apply_rollout_sample_hooks(args, one, evaluation=evaluation, rollout_id=rollout_id) for one in sample
+            await apply_rollout_sample_hooks(args, one, evaluation=evaluation, rollout_id=rollout_id)
+            for one in sample
         ]
-    context = {"rollout_id": _rollout_id.get() if rollout_id is None else rollout_id, "evaluation": evaluation}
+    context = {
+        "rollout_id": _rollout_id.get() if rollout_id is None else rollout_id,
+        "evaluation": evaluation,
+    }
     for path in args.rollout_sample_hook_path:
         sample = await _call_hook(path, args, sample, context)
     return sample
@@ -50,7 +54,10 @@ async def _call_hook(path: str, args: Any, sample: Sample, context: dict[str, An
         return sample
     if not isinstance(result, Sample):
         wrong_return(
-            _OPTION, path, f"returned {type(result).__name__}; return a Sample or None.", describe_fully(sample)
+            _OPTION,
+            path,
+            f"returned {type(result).__name__}; return a Sample or None.",
+            describe_fully(sample),
         )
     return result
 

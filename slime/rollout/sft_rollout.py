@@ -14,10 +14,14 @@ from slime.utils.types import Sample
 logger = logging.getLogger(__name__)
 
 
-def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> RolloutFnTrainOutput:
+def generate_rollout(
+    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+) -> RolloutFnTrainOutput:
     """A batch of masked conversations. One without a trained token is left out with its reason and replaced."""
     if evaluation:
-        raise ValueError("sft_rollout cannot evaluate: set --eval-function-path, or drop the evaluation flags.")
+        raise ValueError(
+            "sft_rollout cannot evaluate: set --eval-function-path, or drop the evaluation flags."
+        )
     if args.n_samples_per_prompt != 1:
         raise ValueError(
             f"--n-samples-per-prompt is {args.n_samples_per_prompt}: supervised data has one answer, use 1."

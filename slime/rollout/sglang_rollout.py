@@ -122,7 +122,10 @@ class GenerateState(metaclass=_StatePerArgs):
             # Attempts that outlast the wait for an engine: whoever watches the engines ends the run, and knows the cause.
             attempts = max(60, int(self.args.no_engine_timeout_s / _PAUSE_BETWEEN_ATTEMPTS_S))
             held[engines] = EngineClient(
-                url, timeout_s=self.args.generate_timeout_s, max_retries=attempts, max_running=self.max_running
+                url,
+                timeout_s=self.args.generate_timeout_s,
+                max_retries=attempts,
+                max_running=self.max_running,
             )
         return held[engines]
 
@@ -160,7 +163,9 @@ def get_model_url(args: Any, model_name: str = "default", endpoint: str = "/gene
     else:
         ip, port = args.sglang_router_ip, args.sglang_router_port
     if ip is None:
-        raise RuntimeError("no engine serves this run (router address is not set): generation is not possible.")
+        raise RuntimeError(
+            "no engine serves this run (router address is not set): generation is not possible."
+        )
     return f"http://{ip}:{port}{endpoint}"
 
 
@@ -174,7 +179,9 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     prepare_prompt(sample, state.tokenizer, state.processor)
     idle = 0
     while True:
-        budget = token_budget(args, sample, sampling_params.get("max_new_tokens"), state.scope.max_context_len)
+        budget = token_budget(
+            args, sample, sampling_params.get("max_new_tokens"), state.scope.max_context_len
+        )
         if budget == 0:
             sample.status = Sample.Status.TRUNCATED
             return sample
@@ -182,7 +189,11 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         answer = await state.send(request)
         check_answer(args, request, answer)
         sample.append_response_tokens(
-            args, tokens=answer.ids, log_probs=answer.log_probs or [], meta_info=dict(answer.meta), text=answer.text
+            args,
+            tokens=answer.ids,
+            log_probs=answer.log_probs or [],
+            meta_info=dict(answer.meta),
+            text=answer.text,
         )
         if answer.finish != "abort" or state.aborted:
             return sample
@@ -225,7 +236,9 @@ def _mask_earlier_tokens(sample: Entry) -> None:
             one.loss_mask = [0] * one.response_length
 
 
-async def _call_until_ended(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool) -> Entry:
+async def _call_until_ended(
+    args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
+) -> Entry:
     """A generate function of one's own may give up on what a weight push took from the engine.
 
     In training such a group comes back with the next rollout. Evaluation has no next one: the sample begins again.
@@ -244,7 +257,9 @@ async def _call_until_ended(args: Any, sample: Sample, sampling_params: dict[str
     )
 
 
-async def _call_generate(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool) -> Entry:
+async def _call_generate(
+    args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
+) -> Entry:
     path = sample.generate_function_path or args.custom_generate_function_path
     if path is None:
         return await generate(args, sample, sampling_params)
@@ -256,7 +271,11 @@ async def _call_generate(args: Any, sample: Sample, sampling_params: dict[str, A
     ):
         call = function(args, sample, sampling_params, **options)
         result = await loop_watch.run(f"{CUSTOM_GENERATE} {path}", call)
-    made = _check_fan_out(path, sample, result) if isinstance(result, list) else _check_sample(path, sample, result)
+    made = (
+        _check_fan_out(path, sample, result)
+        if isinstance(result, list)
+        else _check_sample(path, sample, result)
+    )
     for one in flatten_samples([made]):
         name_versions(one, requests.versions)
         requests.check_nucleus(one)
@@ -273,7 +292,9 @@ def _check_sample(path: str, source: Sample, result: Any) -> Sample:
 def _check_fan_out(path: str, source: Sample, result: list[Sample]) -> list[Sample]:
     """Siblings belong to one group and share a rollout_id; where the function gave none, the source's index is it."""
     if not result:
-        wrong_return(CUSTOM_GENERATE, path, "returned no sample; return at least one.", describe_fully(source))
+        wrong_return(
+            CUSTOM_GENERATE, path, "returned no sample; return at least one.", describe_fully(source)
+        )
     for sample in result:
         _check_sample(path, source, sample)
         sample.group_index = source.group_index if sample.group_index is None else sample.group_index
@@ -310,12 +331,16 @@ async def generate_and_rm_group(
     else:
         group = await all_or_none(attempts)
     if args.group_rm and not any(s.status is Sample.Status.ABORTED for s in flatten_samples(group)):
-        await _score(args, [s for s in flatten_samples(group) if s.status is not Sample.Status.FAILED], evaluation)
+        await _score(
+            args, [s for s in flatten_samples(group) if s.status is not Sample.Status.FAILED], evaluation
+        )
         share_rewards(group)
     return group
 
 
-async def _generate_with_retries(args: Any, entry: Entry, sampling_params: dict[str, Any], evaluation: bool) -> Entry:
+async def _generate_with_retries(
+    args: Any, entry: Entry, sampling_params: dict[str, Any], evaluation: bool
+) -> Entry:
     """Failures that may pass are tried again from the sample as it was, with the same seed."""
     origin, allowed = copy_group([entry]), args.group_max_attempts
     for attempt in range(1, allowed + 1):

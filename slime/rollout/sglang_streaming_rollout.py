@@ -32,18 +32,24 @@ async def generate_streaming(args: Any, sample: Sample, sampling_params: dict[st
     prepare_prompt(sample, state.tokenizer, state.processor)
     idle = 0
     while True:
-        budget = token_budget(args, sample, sampling_params.get("max_new_tokens"), state.scope.max_context_len)
+        budget = token_budget(
+            args, sample, sampling_params.get("max_new_tokens"), state.scope.max_context_len
+        )
         if budget == 0:
             sample.status = Sample.Status.TRUNCATED
             return sample
         before = sample.response_length
-        error = await _read_onto(args, sample, build_request(args, sample, sampling_params, budget, stream=True))
+        error = await _read_onto(
+            args, sample, build_request(args, sample, sampling_params, budget, stream=True)
+        )
         if state.aborted or sample.status in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED):
             return sample
         idle = 0 if sample.response_length > before else idle + 1
         if idle > MAX_BREAKS:
             raise error or GroupFailed(f"the engine aborted {describe(sample)} {idle} times without a token")
-        logger.info("%s goes on after %d tokens: %s", describe(sample), sample.response_length, error or "paused")
+        logger.info(
+            "%s goes on after %d tokens: %s", describe(sample), sample.response_length, error or "paused"
+        )
         if idle:
             await asyncio.sleep(min(5.0, 0.05 * 2 ** min(idle, 10)))
 
@@ -80,7 +86,10 @@ def _write(args: Any, sample: Sample, event: dict[str, Any] | None) -> None:
 def _read(event: dict[str, Any]) -> Generation:
     try:
         meta = dict(event["meta_info"])
-        meta["finish_reason"] = meta.get("finish_reason") or {"type": "abort", "message": "the stream ended early"}
+        meta["finish_reason"] = meta.get("finish_reason") or {
+            "type": "abort",
+            "message": "the stream ended early",
+        }
         return Generation.from_json({**event, "meta_info": meta})
     except (KeyError, TypeError, ValueError) as error:
         raise EngineAnswerError(f"an event of the engine's stream cannot be right: {error}") from error

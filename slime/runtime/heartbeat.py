@@ -79,7 +79,9 @@ class _Watched:
         self._next_warning_s = self._limit_s * _FIRST_WARNING
 
     def _told(self) -> str:
-        return f"{self.worker.title} has not answered for {self._clock.silent_s:.0f} s: {self._clock.describe()}"
+        return (
+            f"{self.worker.title} has not answered for {self._clock.silent_s:.0f} s: {self._clock.describe()}"
+        )
 
 
 class HeartbeatWatch:

@@ -31,7 +31,9 @@ class Janitor:
     def __init__(self, folder: Path, prefix: str):
         read_fd, self._write_fd = os.pipe()
         command = [sys.executable, "-S", "-E", __file__, str(read_fd), f"{folder}/{prefix}-*"]
-        self._process = subprocess.Popen(command, pass_fds=[read_fd], stdin=subprocess.DEVNULL, start_new_session=True)
+        self._process = subprocess.Popen(
+            command, pass_fds=[read_fd], stdin=subprocess.DEVNULL, start_new_session=True
+        )
         os.close(read_fd)
 
     def dismiss(self) -> None:

@@ -235,7 +235,9 @@ class LocalRuntime:
         if spec.near_driver:
             handle: Handle = InProcessHandle(cls, args, spec)
         else:
-            handle = ProcessHandle(cls, args, spec, self._run_dir / "logs" / f"{spec.name}.log", self._shm_prefix)
+            handle = ProcessHandle(
+                cls, args, spec, self._run_dir / "logs" / f"{spec.name}.log", self._shm_prefix
+            )
             self._heartbeats.add(handle)
         self._handles.append(handle)
         return handle

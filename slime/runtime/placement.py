@@ -66,7 +66,9 @@ class Placement:
 
         def settle(slot: Slot) -> Slot:
             machine = machines[slot.machine]
-            return replace(slot, host=machine.host, gpu_ids=tuple(machine.gpu_ids[gpu] for gpu in slot.gpu_ids))
+            return replace(
+                slot, host=machine.host, gpu_ids=tuple(machine.gpu_ids[gpu] for gpu in slot.gpu_ids)
+            )
 
         return Placement(tuple(map(settle, self.trainer)), tuple(map(settle, self.engines)))
 
@@ -119,7 +121,11 @@ def _engine_gpus(args: Args, training: list[Gpu], wanted: int, machines: tuple[i
     needed = max(len(training), wanted if args.colocate else len(training) + wanted)
     total = num_machines * per_machine
     if needed > total or (training and args.actor_num_gpus_per_node > per_machine):
-        there = f"{total} are visible" if num_machines == 1 else f"{num_machines} machines have {per_machine} each"
+        there = (
+            f"{total} are visible"
+            if num_machines == 1
+            else f"{num_machines} machines have {per_machine} each"
+        )
         raise ValueError(
             f"{len(training)} trainer ranks and {_num_engines(args)} engines on {wanted} GPUs need {needed} GPUs, "
             f"but {there}: lower --actor-num-gpus-per-node or --rollout-num-gpus, or use --colocate"

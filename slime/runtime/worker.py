@@ -30,7 +30,10 @@ class _Worker:
         self._connection = connection
         self._shm_prefix = shm_prefix
         self._write_lock = threading.Lock()
-        self._lanes: dict[str, queue.SimpleQueue] = {"work": queue.SimpleQueue(), "control": queue.SimpleQueue()}
+        self._lanes: dict[str, queue.SimpleQueue] = {
+            "work": queue.SimpleQueue(),
+            "control": queue.SimpleQueue(),
+        }
         self._target: Any = None
 
     def run(self) -> None:

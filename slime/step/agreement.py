@@ -87,7 +87,12 @@ class Agreement:
         self._trend = DifferenceTrend()
 
     def check(
-        self, backend: TrainBackend, args: Any, batch: RolloutBatch, log_probs: LogProbs | None, version: int | None
+        self,
+        backend: TrainBackend,
+        args: Any,
+        batch: RolloutBatch,
+        log_probs: LogProbs | None,
+        version: int | None,
     ) -> dict[str, float]:
         """Compare the trainer's `log_probs`, computed under the weights that engines know as `version`, with the engine's.
 
@@ -150,7 +155,11 @@ class Agreement:
         )
 
     def _judge_correction(self, args: Any, difference: Difference) -> None:
-        if not difference.num_stale or args.loss_type != "policy_loss" or any(getattr(args, c) for c in CORRECTIONS):
+        if (
+            not difference.num_stale
+            or args.loss_type != "policy_loss"
+            or any(getattr(args, c) for c in CORRECTIONS)
+        ):
             return
         share = difference.num_stale / (difference.num_stale + difference.num_fresh)
         self.hints.tell(
@@ -183,7 +192,9 @@ def threshold_of(backend: TrainBackend, args: Any) -> float:
 def measure(backend: TrainBackend, batch: RolloutBatch, log_probs: LogProbs, version: int) -> Difference:
     """A collective: every rank calls it, also one without samples."""
     by_lag = torch.zeros(2, LAGS, dtype=torch.float64)
-    others = torch.zeros(6, dtype=torch.float64)  # lags, signed, then count and total to the token before and after
+    others = torch.zeros(
+        6, dtype=torch.float64
+    )  # lags, signed, then count and total to the token before and after
     for trainer, engine, mask, lag in _by_sample(batch, log_probs, version):
         gap = trainer - engine
         bucket = lag.clamp(max=LAGS - 1)[mask]
@@ -200,7 +211,9 @@ def measure(backend: TrainBackend, batch: RolloutBatch, log_probs: LogProbs, ver
     summed = backend.sum_over_ranks(torch.cat([by_lag.flatten(), others])).cpu()
     counts, totals, others = summed.split([LAGS, LAGS, 6])
     lags, signed, count, before, _, after = others.tolist()
-    return Difference(version, counts, totals, lags, signed, (before / max(count, 1.0), after / max(count, 1.0)))
+    return Difference(
+        version, counts, totals, lags, signed, (before / max(count, 1.0), after / max(count, 1.0))
+    )
 
 
 def _by_sample(
@@ -251,7 +264,9 @@ def _fp8_remedy(args: Any) -> str:
     )
 
 
-def _apart(batch: RolloutBatch, log_probs: LogProbs, difference: Difference, threshold: float, cause: str) -> str:
+def _apart(
+    batch: RolloutBatch, log_probs: LogProbs, difference: Difference, threshold: float, cause: str
+) -> str:
     lines = [
         _describe(batch, position, t, log_probs[position][t].item())
         for _, position, t in _worst(batch, log_probs, difference.version)
@@ -266,10 +281,13 @@ def _apart(batch: RolloutBatch, log_probs: LogProbs, difference: Difference, thr
 def _worst(batch: RolloutBatch, log_probs: LogProbs, version: int) -> list[tuple[float, int, int]]:
     """(difference, position in the batch, response position) of the fresh tokens that are farthest apart."""
     found = []
-    for position, (trainer, engine, mask, lag) in zip(log_probs, _by_sample(batch, log_probs, version), strict=True):
+    for position, (trainer, engine, mask, lag) in zip(
+        log_probs, _by_sample(batch, log_probs, version), strict=True
+    ):
         gaps = torch.where(mask & (lag == 0), (trainer - engine).abs(), -1.0)
         found += [
-            (gap.item(), position, int(t)) for gap, t in zip(*gaps.topk(min(SHOWN_TOKENS, len(gaps))), strict=True)
+            (gap.item(), position, int(t))
+            for gap, t in zip(*gaps.topk(min(SHOWN_TOKENS, len(gaps))), strict=True)
         ]
     return [entry for entry in sorted(found, reverse=True)[:SHOWN_TOKENS] if entry[0] >= 0]
 

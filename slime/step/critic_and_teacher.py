@@ -50,7 +50,13 @@ def explained_variance(backend: TrainBackend, batch: RolloutBatch) -> float:
         chosen = mask != 0
         truth, error = returns[chosen].double(), (returns - values)[chosen].double()
         sums += torch.stack(
-            [torch.tensor(float(len(truth))), truth.sum(), truth.square().sum(), error.sum(), error.square().sum()]
+            [
+                torch.tensor(float(len(truth))),
+                truth.sum(),
+                truth.square().sum(),
+                error.sum(),
+                error.square().sum(),
+            ]
         )
     count, total, squares, errors, error_squares = backend.sum_over_ranks(sums).tolist()
     count = max(count, 1.0)
@@ -62,7 +68,9 @@ def wants_full_kl(args: Any) -> bool:
     return args.use_opd and args.opd_kl == "full"
 
 
-def add_teacher(backend: TrainBackend, args: Any, mbs: list[MicroBatch], batch: RolloutBatch) -> dict[str, float]:
+def add_teacher(
+    backend: TrainBackend, args: Any, mbs: list[MicroBatch], batch: RolloutBatch
+) -> dict[str, float]:
     """Add `teacher_log_probs` (and the hidden states that the full KL needs); returns seconds by pass."""
     if args.opd_type != "trainer":
         if "teacher_log_probs" not in batch:
@@ -85,7 +93,9 @@ def add_reverse_kl(args: Any, batch: RolloutBatch, student: list[Tensor] | None)
     assert student is not None, "distillation needs the policy's log-probs of its samples"
     batch["opd_reverse_kl"] = sampled_reverse_kl(student, batch["teacher_log_probs"])
     if not wants_full_kl(args):
-        batch["advantages"] = subtract_reverse_kl(batch["advantages"], batch["opd_reverse_kl"], args.opd_kl_coef)
+        batch["advantages"] = subtract_reverse_kl(
+            batch["advantages"], batch["opd_reverse_kl"], args.opd_kl_coef
+        )
 
 
 def with_distillation(loss: Loss, backend: TrainBackend, args: Any) -> Loss:

@@ -16,7 +16,9 @@ def build_value_loss(args: Any, watch: TokenWatch) -> Loss:
     def loss_fn(out: TokenOutputs, mb: MicroBatch) -> tuple[Tensor, Metrics]:
         per_token = args.calculate_per_token_loss
         weights = token_weights(mb.loss_mask, mb.segments, mb.rollout_mask_sums, per_token=per_token)
-        errors, clipped = compute_value_loss(out.values, mb.tokens["values"], mb.tokens["returns"], args.value_clip)
+        errors, clipped = compute_value_loss(
+            out.values, mb.tokens["values"], mb.tokens["returns"], args.value_clip
+        )
         watch.record(mb, {"values": out.values, "returns": mb.tokens["returns"], "value_loss": errors})
         loss = weighted_sum(errors, weights)
         metrics = {

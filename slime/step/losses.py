@@ -73,15 +73,22 @@ def _sft_loss(args: Any, watch: TokenWatch) -> Callable[[TokenOutputs, MicroBatc
     return loss_fn
 
 
-def _custom_loss(args: Any, batch: RolloutBatch) -> Callable[[TokenOutputs, MicroBatch], tuple[Tensor, Metrics]]:
+def _custom_loss(
+    args: Any, batch: RolloutBatch
+) -> Callable[[TokenOutputs, MicroBatch], tuple[Tensor, Metrics]]:
     path = args.custom_loss_function_path
 
     def loss_fn(out: TokenOutputs, mb: MicroBatch) -> tuple[Tensor, Metrics]:
         if not mb.positions:
             return out.logits.sum() * 0.0, {}
         with plugin_call("--custom-loss-function-path", path):
-            loss, metrics = load_function(path)(args, micro_batch_dict(batch, mb), out.logits, loss_reducer(args, mb))
-        return loss, {"loss": loss.detach(), **{name: torch.as_tensor(v).detach() for name, v in metrics.items()}}
+            loss, metrics = load_function(path)(
+                args, micro_batch_dict(batch, mb), out.logits, loss_reducer(args, mb)
+            )
+        return loss, {
+            "loss": loss.detach(),
+            **{name: torch.as_tensor(v).detach() for name, v in metrics.items()},
+        }
 
     return loss_fn
 

@@ -63,7 +63,11 @@ def policy_loss(args: Any, watch: TokenWatch | None = None) -> LossFn:
         if args.entropy_coef:
             loss = loss - args.entropy_coef * reduce(out.entropy)
         sums = {"pg_loss": pg_loss}
-        watched = _watched(inputs) | {"pg_loss": corrected.loss, "ppo_kl": terms.ppo_kl, "entropy": out.entropy}
+        watched = _watched(inputs) | {
+            "pg_loss": corrected.loss,
+            "ppo_kl": terms.ppo_kl,
+            "entropy": out.entropy,
+        }
         if args.use_kl_loss:
             watched["kl"] = _reference_kl(args, inputs, mb)
             kl = reduce(watched["kl"])
@@ -144,7 +148,9 @@ def _inputs(out: TokenOutputs, mb: MicroBatch) -> PolicyInputs:
     )
 
 
-def _policy_terms(args: Any, inputs: PolicyInputs, options: PolicyOptions) -> tuple[PolicyTerms, TokenMetrics]:
+def _policy_terms(
+    args: Any, inputs: PolicyInputs, options: PolicyOptions
+) -> tuple[PolicyTerms, TokenMetrics]:
     if args.custom_policy_loss_function_path is None:
         return compute_policy_terms(args.policy_loss_type, inputs, options), {}
     path = args.custom_policy_loss_function_path
@@ -199,7 +205,9 @@ def _correct(args: Any, terms: PolicyTerms, inputs: PolicyInputs, mb: MicroBatch
             low=args.tis_clip_low,
             high=args.tis_clip,
         )
-        weights = correction.weights * mb.tokens["tis_scale"] if "tis_scale" in mb.tokens else correction.weights
+        weights = (
+            correction.weights * mb.tokens["tis_scale"] if "tis_scale" in mb.tokens else correction.weights
+        )
         loss, metrics = loss * weights, metrics | correction.metrics | {"tis_weight": weights}
     if args.use_rs:
         correction = rejection(
@@ -217,7 +225,9 @@ def _correct(args: Any, terms: PolicyTerms, inputs: PolicyInputs, mb: MicroBatch
     return Corrected(loss, metrics, mask)
 
 
-def tis_scale(args: Any, backend: TrainBackend, batch: RolloutBatch, positions: Sequence[int]) -> list[Tensor]:
+def tis_scale(
+    args: Any, backend: TrainBackend, batch: RolloutBatch, positions: Sequence[int]
+) -> list[Tensor]:
     """1 / mean weight over the step whose samples of this rank are at `positions`: for each sample of the batch [R_i]."""
     moments = torch.zeros(2, dtype=torch.float64)
     if positions:

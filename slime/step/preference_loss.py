@@ -22,7 +22,9 @@ PairFunction = Callable[[TokenOutputs, MicroBatch, Tensor, Tensor], tuple[Tensor
 def build_dpo_loss(args: Any, batch: RolloutBatch, watch: TokenWatch) -> Loss:
     """Needs `ref_log_probs` among the micro-batch's tokens."""
 
-    def pair_loss(out: TokenOutputs, mb: MicroBatch, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Metrics]:
+    def pair_loss(
+        out: TokenOutputs, mb: MicroBatch, chosen: Tensor, rejected: Tensor
+    ) -> tuple[Tensor, Metrics]:
         watch.record(mb, {"log_probs": out.log_probs, "ref_log_probs": mb.tokens["ref_log_probs"]})
         policy = segment_sum(out.log_probs * mb.loss_mask, mb.segments, mb.num_samples)
         reference = segment_sum(mb.tokens["ref_log_probs"] * mb.loss_mask, mb.segments, mb.num_samples)
@@ -50,7 +52,9 @@ def build_reward_model_loss(batch: RolloutBatch, watch: TokenWatch) -> Loss:
     def margin_of(position: int) -> float:
         return float((metadata[position] or {}).get("margin") or 0.0) if metadata is not None else 0.0
 
-    def pair_loss(out: TokenOutputs, mb: MicroBatch, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Metrics]:
+    def pair_loss(
+        out: TokenOutputs, mb: MicroBatch, chosen: Tensor, rejected: Tensor
+    ) -> tuple[Tensor, Metrics]:
         watch.record(mb, {"values": out.values})
         # The score of an answer is the head's output at its last token.
         last = torch.tensor(mb.response_lengths, device=out.values.device).cumsum(0) - 1

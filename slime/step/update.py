@@ -69,7 +69,9 @@ def run_update(
     agreement = agreement or Agreement()
     compare = functools.partial(agreement.check, backend, args, batch, version=weight_version)
     # Under the weights that training starts from a pass saw all samples; else the first step sees its own.
-    compared = compare(dict(enumerate(batch["log_probs"]))) if "log_probs" in batch and sampler == "actor" else None
+    compared = (
+        compare(dict(enumerate(batch["log_probs"]))) if "log_probs" in batch and sampler == "actor" else None
+    )
     if has_advantages(args):
         _add_advantages(backend, args, batch)
     if args.rollout_data_postprocess_path:
@@ -106,7 +108,10 @@ def run_update(
 
 
 def _compare_first(
-    args: Any, compare: Callable[[LogProbs | None], dict[str, float]], watch: TokenWatch, metrics: dict[str, float]
+    args: Any,
+    compare: Callable[[LogProbs | None], dict[str, float]],
+    watch: TokenWatch,
+    metrics: dict[str, float],
 ) -> dict[str, float]:
     """Engine against trainer, by what the first step of a rollout saw of its own samples."""
     if args.loss_type not in SAMPLED_LOSSES or "train/nonfinite_steps" in metrics:
@@ -115,7 +120,11 @@ def _compare_first(
 
 
 def _tell_of_empty_step(hints: Hints, rollout_id: int, index: int, step: RankStep) -> None:
-    cause = "no token trains, every one was rejected" if step.num_tokens else "no token trains, every loss mask is 0"
+    cause = (
+        "no token trains, every one was rejected"
+        if step.num_tokens
+        else "no token trains, every loss mask is 0"
+    )
     hints.tell(
         f"empty step: {cause}",
         f"rollout {rollout_id}: optimizer step {index} is not applied, {cause}. Weights, optimizer and learning-rate schedule "
@@ -153,7 +162,9 @@ def _add_passes(
     for flag in ("use_rollout_logprobs", "use_tis", "use_rs", "get_mismatch_metrics"):
         if getattr(args, flag) and "rollout_log_probs" not in batch:
             without = (
-                " Asynchronous runs choose it by default; --no-use-tis trains without." if flag == "use_tis" else ""
+                " Asynchronous runs choose it by default; --no-use-tis trains without."
+                if flag == "use_tis"
+                else ""
             )
             raise ValueError(
                 f"--{flag.replace('_', '-')}: the rollout recorded no log-probs; return them with each sample.{without}"
@@ -232,7 +243,15 @@ def _check_token_lists(args: Any, batch: RolloutBatch) -> None:
 
 def _token_keys(args: Any, batch: RolloutBatch) -> list[str]:
     wanted = (
-        *("advantages", "returns", "log_probs", "ref_log_probs", "rollout_log_probs", "old_log_probs", "selected"),
+        *(
+            "advantages",
+            "returns",
+            "log_probs",
+            "ref_log_probs",
+            "rollout_log_probs",
+            "old_log_probs",
+            "selected",
+        ),
         *("opd_reverse_kl", "teacher_hidden", "tis_scale"),
     )
     return [key for key in wanted if key in batch]
@@ -394,11 +413,14 @@ def _rollout_metrics(backend: TrainBackend, batch: RolloutBatch) -> dict[str, fl
     total = dict(zip(sums, totals, strict=True))
     samples, trained = max(total.pop("samples"), 1.0), total.pop("trained") or 1.0
     return {
-        f"rollout/{key}": value / (trained if key in PER_TOKEN_METRICS else samples) for key, value in total.items()
+        f"rollout/{key}": value / (trained if key in PER_TOKEN_METRICS else samples)
+        for key, value in total.items()
     }
 
 
-def _sum_of_rollout_means(values: Sequence[Tensor], masks: Sequence[Tensor], mask_sums: Sequence[float]) -> float:
+def _sum_of_rollout_means(
+    values: Sequence[Tensor], masks: Sequence[Tensor], mask_sums: Sequence[float]
+) -> float:
     if not values:
         return 0.0
     lengths = torch.tensor([len(mask) for mask in masks])

@@ -78,7 +78,9 @@ def save_nonfinite(
     samples = {position: {} for position in positions} | watch.by_sample()
     broken = {
         position: [
-            name for name, values in terms.items() if not _trained_finite(values, batch["loss_masks"][position])
+            name
+            for name, values in terms.items()
+            if not _trained_finite(values, batch["loss_masks"][position])
         ]
         for position, terms in samples.items()
     }

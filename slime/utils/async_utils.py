@@ -29,7 +29,9 @@ def run(coro: Coroutine[Any, Any, T]) -> T:
     """Run `coro` on the background loop and return its result; the caller's thread blocks."""
     if threading.current_thread() is _thread:
         coro.close()
-        raise RuntimeError("slime.utils.async_utils.run was called on the loop it would wait for: use `await` there")
+        raise RuntimeError(
+            "slime.utils.async_utils.run was called on the loop it would wait for: use `await` there"
+        )
     future = asyncio.run_coroutine_threadsafe(coro, get_loop())
     try:
         return future.result()

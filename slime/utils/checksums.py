@@ -62,7 +62,9 @@ def find_damage(folder: Path, files: Mapping[str, FileRecord], *, read: bool = T
         if isinstance(found, OSError):
             damage.append(f"{name}: it cannot be read ({found.strerror})")
         elif found != files[name].checksum:
-            damage.append(f"{name}: its content has changed (checksum {found} instead of {files[name].checksum})")
+            damage.append(
+                f"{name}: its content has changed (checksum {found} instead of {files[name].checksum})"
+            )
     return damage
 
 

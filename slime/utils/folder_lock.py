@@ -129,4 +129,8 @@ def _is_gone(holder: dict[str, Any]) -> bool:
 
 
 def _describe(holder: dict[str, Any]) -> str:
-    return f"process {holder['pid']} on {holder['host']}" if {"pid", "host"} <= holder.keys() else "another process"
+    return (
+        f"process {holder['pid']} on {holder['host']}"
+        if {"pid", "host"} <= holder.keys()
+        else "another process"
+    )

@@ -18,6 +18,11 @@ def quantization_config(
     block: tuple[int, int], *, scale_fmt: str | None = None, kept: Sequence[str] = ()
 ) -> dict[str, Any]:
     """The entry of that name for e4m3 weights in blocks; `kept`: linear layers that stay as they are."""
-    how = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(block)}
+    how = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": list(block),
+    }
     how |= {"scale_fmt": scale_fmt} if scale_fmt else {}
     return how | ({"modules_to_not_convert": list(kept)} if kept else {})

@@ -27,9 +27,16 @@ _END_S = 1.0  # at exit: for tasks to take note that they are cancelled
 # Shorter than servers keep an idle connection (uvicorn: 5 s), or a call would meet one that is just being closed.
 _KEEPALIVE_S = 2.0
 # Failures of the connection itself: the request may be sent again.
-_RETRYABLE = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError, asyncio.TimeoutError)
+_RETRYABLE = (
+    aiohttp.ClientConnectionError,
+    aiohttp.ClientPayloadError,
+    ConnectionError,
+    asyncio.TimeoutError,
+)
 
-_sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = weakref.WeakKeyDictionary()
+_sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class Observer(Protocol):
@@ -104,7 +111,9 @@ def get_session() -> aiohttp.ClientSession:
     loop = asyncio.get_running_loop()
     session = _sessions.get(loop)
     if session is None or session.closed:
-        connector = aiohttp.TCPConnector(limit=_MAX_CONNECTIONS, limit_per_host=0, keepalive_timeout=_KEEPALIVE_S)
+        connector = aiohttp.TCPConnector(
+            limit=_MAX_CONNECTIONS, limit_per_host=0, keepalive_timeout=_KEEPALIVE_S
+        )
         session = aiohttp.ClientSession(
             connector=connector, timeout=aiohttp.ClientTimeout(total=None), headers={"User-Agent": CLIENT}
         )
@@ -167,7 +176,12 @@ async def get(
 
 
 async def _request(
-    method: str, url: str, payload: Any, max_retries: int, headers: dict[str, str] | None, timeout_s: float | None
+    method: str,
+    url: str,
+    payload: Any,
+    max_retries: int,
+    headers: dict[str, str] | None,
+    timeout_s: float | None,
 ) -> Any:
     attempt = 0
     while True:
@@ -184,7 +198,9 @@ async def _request(
         await asyncio.sleep(min(0.1 * 2 ** min(attempt, 10), _BACKOFF_CAP_S) * random.uniform(0.5, 1.0))
 
 
-async def _once(method: str, url: str, payload: Any, headers: dict[str, str] | None, timeout_s: float | None) -> Any:
+async def _once(
+    method: str, url: str, payload: Any, headers: dict[str, str] | None, timeout_s: float | None
+) -> Any:
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     headers = with_token(url, headers)
     async with get_session().request(method, url, json=payload, headers=headers, timeout=timeout) as response:

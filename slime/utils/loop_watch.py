@@ -98,7 +98,8 @@ class LoopWatch:
                     if seconds > 2 * SLOW_STEP_S and not step.told:
                         step.told = True
                         self._tell(
-                            step, f"has held up the event loop for {seconds:.0f} s so far{_line_of(step.thread)}"
+                            step,
+                            f"has held up the event loop for {seconds:.0f} s so far{_line_of(step.thread)}",
                         )
             with self._lock:
                 if not self._num_calls:

@@ -63,7 +63,9 @@ class MultiTurnLossMaskGenerator:
         text_only = [{**m, "content": _text_of(m.get("content"))} for m in messages]
         _, mask = self.get_loss_mask(text_only, tools)
         if len(mask) > len(input_ids):
-            raise ValueError(f"the text of the conversation has {len(mask)} tokens, input_ids only {len(input_ids)}.")
+            raise ValueError(
+                f"the text of the conversation has {len(mask)} tokens, input_ids only {len(input_ids)}."
+            )
         return list(input_ids), [0] * (len(input_ids) - len(mask)) + mask
 
     def get_text_from_loss_mask(self, token_ids: list[int], loss_mask: list[int]) -> list[str]:
@@ -88,7 +90,9 @@ class MultiTurnLossMaskGenerator:
             if message["role"] != "assistant":
                 continue
             through = self._encode(self._render(messages[: i + 1], tools))
-            before = self._encode(self._render(messages[:i], tools, ask=True)) if i else self._opening(through)
+            before = (
+                self._encode(self._render(messages[:i], tools, ask=True)) if i else self._opening(through)
+            )
             if ids[: len(before)] != before or ids[: len(through)] != through:
                 raise ValueError(
                     f"the chat template rewrites earlier turns (message {i} reads differently once others follow): "
@@ -115,11 +119,15 @@ class MultiTurnLossMaskGenerator:
     def gen_multi_turn_loss_mask_qwen3_5(self, messages: Messages, tools: list | None = None):
         """One rendering, turns found in its text; needs a fast tokenizer, which knows where each token stands."""
         if not self.tokenizer.is_fast:
-            raise ValueError("--loss-mask-type qwen3_5 needs a fast tokenizer (token offsets); use qwen3 instead.")
+            raise ValueError(
+                "--loss-mask-type qwen3_5 needs a fast tokenizer (token offsets); use qwen3 instead."
+            )
         text = self._render(messages, tools)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         spans = [
-            span for span, m in zip(self._find_turns(text, messages), _turns(messages), strict=True) if _is_trained(m)
+            span
+            for span, m in zip(self._find_turns(text, messages), _turns(messages), strict=True)
+            if _is_trained(m)
         ]
         mask = [int(any(a <= start < b for a, b in spans)) for start, _ in encoded["offset_mapping"]]
         return list(encoded["input_ids"]), mask
@@ -166,7 +174,9 @@ class MultiTurnLossMaskGenerator:
         return spans
 
     def _render(self, messages: Messages, tools: list | None, *, ask: bool = False) -> str:
-        return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=ask)
+        return self.tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=ask
+        )
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -212,5 +222,7 @@ def _text_of(content: Any) -> str:
 
 def _without_prefix(text: str, prefix: str) -> str:
     if not text.startswith(prefix):
-        raise ValueError("the chat template does not render a conversation as a continuation of its beginning.")
+        raise ValueError(
+            "the chat template does not render a conversation as a continuation of its beginning."
+        )
     return text[len(prefix) :]

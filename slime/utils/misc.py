@@ -25,11 +25,15 @@ def load_function(path: str) -> Any:
     else:
         module_name, _, name = path.rpartition(".")
         if not module_name:
-            raise ValueError(f"{path!r} is not an import path: write pkg.module.function or path/to/file.py:function")
+            raise ValueError(
+                f"{path!r} is not an import path: write pkg.module.function or path/to/file.py:function"
+            )
         module = importlib.import_module(module_name)
     if not hasattr(module, name):
         public = sorted(n for n in vars(module) if not n.startswith("_") and callable(getattr(module, n)))
-        raise AttributeError(f"{path!r}: module {module.__name__} has no {name!r}; it defines {', '.join(public)}")
+        raise AttributeError(
+            f"{path!r}: module {module.__name__} has no {name!r}; it defines {', '.join(public)}"
+        )
     return getattr(module, name)
 
 
@@ -87,7 +91,10 @@ def group_by(items: Iterable[Any], key: Callable[[Any], Hashable]) -> dict[Hasha
 
 
 def should_run_periodic_action(
-    rollout_id: int, interval: int | None, num_rollout_per_epoch: int | None = None, num_rollout: int | None = None
+    rollout_id: int,
+    interval: int | None,
+    num_rollout_per_epoch: int | None = None,
+    num_rollout: int | None = None,
 ) -> bool:
     """True after every `interval` rollouts, at each epoch's end and, when `num_rollout` is given, after the last."""
     if interval is None:

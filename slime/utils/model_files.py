@@ -8,7 +8,15 @@ from pathlib import Path
 
 HUB_TIMEOUT_S = 10.0
 # One of these is in every folder that holds a tokenizer, whatever its kind; some bring code of their own.
-TOKENIZER_FILES = ("tokenizer*", "tokenization_*.py", "vocab*", "*.model", "*.spm", "*.tiktoken", "tekken.json")
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "tokenization_*.py",
+    "vocab*",
+    "*.model",
+    "*.spm",
+    "*.tiktoken",
+    "tekken.json",
+)
 
 
 def check_model(flag: str, model: str, *, tokenizer: bool = False, whole: bool = True) -> None:
@@ -22,14 +30,18 @@ def check_model(flag: str, model: str, *, tokenizer: bool = False, whole: bool =
         if whole:
             _check_folder(flag, folder, tokenizer)
     elif folder.exists():
-        raise ValueError(f"{flag} is {model}: a file; give the folder that holds config.json and the weights.")
+        raise ValueError(
+            f"{flag} is {model}: a file; give the folder that holds config.json and the weights."
+        )
     else:
         _check_on_hub(flag, model)
 
 
 def _check_folder(flag: str, folder: Path, tokenizer: bool) -> None:
     if not (folder / "config.json").is_file():
-        raise ValueError(f"{flag} is {folder}: no config.json there, so it is not a Hugging Face model folder.")
+        raise ValueError(
+            f"{flag} is {folder}: no config.json there, so it is not a Hugging Face model folder."
+        )
     if tokenizer and not has_tokenizer(folder):
         raise ValueError(
             f"{flag} is {folder}: the folder has no tokenizer (tokenizer.json, tokenizer.model, vocab.json, ...), so no "
@@ -66,7 +78,9 @@ def _ask_hub(model: str) -> str | None:
     except errors.GatedRepoError:
         return f"the hub gives {model} only to those it knows: ask for access there, then `hf auth login`"
     except (errors.RepositoryNotFoundError, errors.EntryNotFoundError, errors.HFValidationError):
-        return f"the hub has no model of that name ({constants.ENDPOINT}; a private one needs `hf auth login`)"
+        return (
+            f"the hub has no model of that name ({constants.ENDPOINT}; a private one needs `hf auth login`)"
+        )
     except errors.HfHubHTTPError:
         return None  # it has troubles of its own, and the libraries know how to wait
     except Exception as error:  # whatever the HTTP library of the day raises without a connection

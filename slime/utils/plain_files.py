@@ -9,7 +9,9 @@ import numpy as np
 import torch
 
 _ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None)})
-_ARRAY_TYPES = "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128"
+_ARRAY_TYPES = (
+    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128"
+)
 
 
 def save_plain(value: Any, path: Path) -> None:
@@ -29,7 +31,9 @@ def load_plain(path: Path) -> Any:
         # Arrays are admitted by the restricted loader only when their parts are named.
         with torch.serialization.safe_globals(_array_globals()):
             return torch.load(path, weights_only=True, map_location="cpu")
-    except Exception as error:  # half a file makes the loader raise anything: EOFError, KeyError, RuntimeError, ...
+    except (
+        Exception
+    ) as error:  # half a file makes the loader raise anything: EOFError, KeyError, RuntimeError, ...
         said = str(error).partition("\n")[0][:200]
         raise ValueError(
             f"{path} cannot be read: it is missing, damaged or not what it should be ({type(error).__name__}: {said})"

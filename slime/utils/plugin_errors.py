@@ -21,7 +21,9 @@ from slime.utils.errors import EngineAnswerError, RunStopped
 from slime.utils.misc import load_function
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_LIBRARIES = tuple(
+    {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
 _OUTSIDE_WORLD = (OSError, TimeoutError, EOFError, MemoryError, EngineAnswerError)
 _NO_SUCH_FILE = (
     FileNotFoundError,
@@ -29,10 +31,28 @@ _NO_SUCH_FILE = (
     IsADirectoryError,
 )  # as fixed as the path that is written there
 _MISTAKES = (
-    *(TypeError, ValueError, LookupError, AttributeError, NameError, ArithmeticError, AssertionError, ImportError),
+    *(
+        TypeError,
+        ValueError,
+        LookupError,
+        AttributeError,
+        NameError,
+        ArithmeticError,
+        AssertionError,
+        ImportError,
+    ),
     *(SyntaxError, NotImplementedError, RecursionError),
 )
-_MODULES_OF_THE_WORLD = {"http", "urllib", "ssl", "socket", "subprocess", "concurrent", "asyncio", "multiprocessing"}
+_MODULES_OF_THE_WORLD = {
+    "http",
+    "urllib",
+    "ssl",
+    "socket",
+    "subprocess",
+    "concurrent",
+    "asyncio",
+    "multiprocessing",
+}
 _MAX_LINE = 160
 
 
@@ -80,7 +100,9 @@ def plugin_call(
 def mistake(option: str, path: str, error: BaseException, subject: str = "") -> str:
     """What a user reads about an exception of their function."""
     kind, text = type(error).__name__, str(error)
-    return _message(f"{option} {path} raised {kind}{': ' if text else ''}{text}", place_of(error, path), subject)
+    return _message(
+        f"{option} {path} raised {kind}{': ' if text else ''}{text}", place_of(error, path), subject
+    )
 
 
 def wrong_return(option: str, path: str, complaint: str, subject: str = "") -> NoReturn:

@@ -23,7 +23,9 @@ def load_tokenizer(
     tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         # What transformers makes of a folder without the files of a tokenizer.
-        raise ValueError(f"{name_or_path} has no tokenizer: its vocabulary is empty, so every prompt would be.")
+        raise ValueError(
+            f"{name_or_path} has no tokenizer: its vocabulary is empty, so every prompt would be."
+        )
     if chat_template_path is not None:
         with open(chat_template_path, encoding="utf-8") as file:
             tokenizer.chat_template = file.read()

@@ -28,7 +28,17 @@ from slime.utils.folder_lock import is_locked
 from slime.utils.step_folders import read_step, same_folder, step_folders
 
 RUN_FILE, METRICS_FILE = "run.json", "metrics.jsonl"
-_PACKAGES = ("slime", "torch", "transformers", "safetensors", "numpy", "ray", "sglang", "megatron-core", "flash-attn")
+_PACKAGES = (
+    "slime",
+    "torch",
+    "transformers",
+    "safetensors",
+    "numpy",
+    "ray",
+    "sglang",
+    "megatron-core",
+    "flash-attn",
+)
 _FINISHED, _LOST = "finished", "lost: the process ended without a word"
 
 
@@ -146,7 +156,9 @@ def read_run(folder: Path) -> RunRecord | None:
         data = json.loads((folder / RUN_FILE).read_bytes())
         earlier = tuple(Start(**entry) for entry in data.pop("earlier"))
         names = {"id", "name"}
-        return RunRecord(data["id"], data["name"], Start(**{k: v for k, v in data.items() if k not in names}), earlier)
+        return RunRecord(
+            data["id"], data["name"], Start(**{k: v for k, v in data.items() if k not in names}), earlier
+        )
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 
@@ -195,4 +207,9 @@ def _versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def _machine() -> dict[str, Any]:
-    return {"host": socket.gethostname(), "platform": platform.platform(), "cpus": os.cpu_count(), "pid": os.getpid()}
+    return {
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "pid": os.getpid(),
+    }

@@ -30,7 +30,9 @@ class Segment:
         self.name = name
         self.nbytes = nbytes
         self._mapping = mapping
-        self.buffer = torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes) if nbytes else torch.empty(0).byte()
+        self.buffer = (
+            torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes) if nbytes else torch.empty(0).byte()
+        )
 
     @property
     def path(self) -> Path:

@@ -44,7 +44,9 @@ class Manifest:
 
     def to_json(self) -> str:
         """With a checksum of its own in it."""
-        files = {name: [record.num_bytes, record.checksum] for name, record in sorted((self.files or {}).items())}
+        files = {
+            name: [record.num_bytes, record.checksum] for name, record in sorted((self.files or {}).items())
+        }
         data = {
             "format_version": FORMAT_VERSION,
             "rollout_id": self.rollout_id,
@@ -114,7 +116,9 @@ def find_step(
     One that is damaged is named, and the one before it is taken, unless the step was chosen: then it is offered.
     Those after `latest` are passed over: they are known to be damaged.
     """
-    steps = {number: path for number, path in step_folders(folder).items() if latest is None or number <= latest}
+    steps = {
+        number: path for number, path in step_folders(folder).items() if latest is None or number <= latest
+    }
     if step is not None and step not in steps:
         found = ", ".join(map(str, sorted(steps))) or "none"
         raise ValueError(f"{flag} is {step}: {folder} has checkpoints of rollouts {found}")

@@ -30,7 +30,9 @@ def to_meta(kept: Sequence[np.ndarray]) -> dict[str, str]:
 
 def from_meta(meta: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
     """(ids, offsets) of an answer, int32; None: it brings neither. ValueError where it brings one of them alone."""
-    found = [next((meta[name] for name in names if meta.get(name) is not None), None) for names in (_IDS, _OFFSETS)]
+    found = [
+        next((meta[name] for name in names if meta.get(name) is not None), None) for names in (_IDS, _OFFSETS)
+    ]
     if found[0] is None and found[1] is None:
         return None
     if found[0] is None or found[1] is None:
@@ -41,7 +43,10 @@ def from_meta(meta: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
 
 def wrong_with(ids: Any, offsets: Any, tokens: Sequence[int], vocab_size: int | None = None) -> str | None:
     """Why these cannot be the ids that `tokens` were drawn from; None: they can."""
-    ids, offsets = np.asarray(ids, dtype=np.int64).reshape(-1), np.asarray(offsets, dtype=np.int64).reshape(-1)
+    ids, offsets = (
+        np.asarray(ids, dtype=np.int64).reshape(-1),
+        np.asarray(offsets, dtype=np.int64).reshape(-1),
+    )
     if len(offsets) != len(tokens) + 1:
         return f"{len(offsets)} top-p offsets for {len(tokens)} tokens, there must be one more"
     counts = np.diff(offsets)
@@ -58,6 +63,7 @@ def wrong_with(ids: Any, offsets: Any, tokens: Sequence[int], vocab_size: int | 
 def joined(ids: Any, offsets: Any, more_ids: Any, more_offsets: Any) -> tuple[Tensor, Tensor]:
     """The ids of some tokens and of those behind them, int32."""
     ids, offsets, more_ids, more_offsets = (
-        torch.as_tensor(part, dtype=torch.int32).reshape(-1) for part in (ids, offsets, more_ids, more_offsets)
+        torch.as_tensor(part, dtype=torch.int32).reshape(-1)
+        for part in (ids, offsets, more_ids, more_offsets)
     )
     return torch.cat([ids, more_ids]), torch.cat([offsets, more_offsets[1:] + offsets[-1]])

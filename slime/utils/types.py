@@ -122,10 +122,16 @@ class Sample:
     reward_failure: RewardFailure | None = None
     loss_mask: list[int] | None = None  # one entry per response token; None: all ones
     weight_versions: list[str] = field(default_factory=list)  # one entry per engine answer, in order
-    version_spans: list[tuple[str, int, int]] = field(default_factory=list)  # (version, start, end) in the response
+    version_spans: list[tuple[str, int, int]] = field(
+        default_factory=list
+    )  # (version, start, end) in the response
     rollout_log_probs: list[float] | None = None
-    rollout_top_p_token_ids: torch.Tensor | list[int] | None = None  # int32, see slime.utils.top_p; None: not recorded
-    rollout_top_p_token_offsets: torch.Tensor | list[int] | None = None  # int32, one more than response tokens
+    rollout_top_p_token_ids: torch.Tensor | list[int] | None = (
+        None  # int32, see slime.utils.top_p; None: not recorded
+    )
+    rollout_top_p_token_offsets: torch.Tensor | list[int] | None = (
+        None  # int32, one more than response tokens
+    )
     rollout_routed_experts: np.ndarray | None = None
     remove_sample: bool = False  # set by a sample filter: stays in the statistics, trains nothing
     teacher_log_probs: list[float] | None = None
@@ -213,9 +219,13 @@ class Sample:
         if log_probs is not None and len(log_probs) != len(new):
             raise ValueError(f"{len(log_probs)} log-probs for {len(new)} new tokens in {self._name()}")
         if trainable and new and log_probs is None:
-            raise ValueError(f"trainable tokens appended to {self._name()} without log-probs: pass the engine's")
+            raise ValueError(
+                f"trainable tokens appended to {self._name()} without log-probs: pass the engine's"
+            )
         if not trainable and log_probs is not None:
-            raise ValueError(f"tokens that are not trained have no log-probs ({self._name()}): drop `log_probs`")
+            raise ValueError(
+                f"tokens that are not trained have no log-probs ({self._name()}): drop `log_probs`"
+            )
         recorded = len(self.rollout_log_probs or ())
         if trainable and new and recorded != self.response_length:
             raise ValueError(
@@ -223,7 +233,9 @@ class Sample:
                 "earlier tokens were added without log-probs, so trainable ones cannot follow"
             )
 
-    def _apply_meta_info(self, args: Any, meta: dict[str, Any], start: int, count: int, terminal: bool) -> None:
+    def _apply_meta_info(
+        self, args: Any, meta: dict[str, Any], start: int, count: int, terminal: bool
+    ) -> None:
         self._merge_routed_experts(args, meta)
         for span in meta.get("weight_versions") or ():
             self.version_spans.append((str(span["version"]), start + span["start"], start + span["end"]))
@@ -257,7 +269,9 @@ class Sample:
             return
         start = meta.get("routed_experts_start_len", 0)
         rows = len(self.tokens) - 1 - start
-        routed = decode_int32_meta_array(meta["routed_experts"]).reshape(rows, args.num_layers, args.moe_router_topk)
+        routed = decode_int32_meta_array(meta["routed_experts"]).reshape(
+            rows, args.num_layers, args.moe_router_topk
+        )
         held = self.rollout_routed_experts
         self.rollout_routed_experts = routed if held is None else np.concatenate([held[:start], routed])
 

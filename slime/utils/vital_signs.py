@@ -108,4 +108,8 @@ class SilenceClock:
             return "its process is stopped (SIGSTOP; SIGCONT lets it go on)"
         if self._signs.held:
             return "its process waits for a disk, or for a debugger"
-        return "its process computes and does not answer" if self._is_busy else "its process does nothing: it hangs"
+        return (
+            "its process computes and does not answer"
+            if self._is_busy
+            else "its process does nothing: it hangs"
+        )

@@ -112,7 +112,9 @@ class SenderOptions:
     quantization: Mapping[str, Any] | None = (
         None  # what the config of those checkpoints must say of FP8; None: as it is
     )
-    adapter_config: Mapping[str, Any] | None = None  # of adapters that are sent alone; None: the model is sent
+    adapter_config: Mapping[str, Any] | None = (
+        None  # of adapters that are sent alone; None: the model is sent
+    )
     keep_files: bool = False  # versions on disk stay after their use
     delta: DeltaOptions | None = None  # None: the run sends no deltas
     # Called with what this sender writes beside the versions of pushes, before readers learn of it.

@@ -46,7 +46,9 @@ class CudaIpcSender:
         if len(target.gpu_ids) > 1 and target.gpu_ids not in self._groups:
             # Texts travel, not tensors: on the host.
             timeout = datetime.timedelta(seconds=self._deadline_s)
-            self._groups[target.gpu_ids] = dist.new_group(list(target.gpu_ids), backend="gloo", timeout=timeout)
+            self._groups[target.gpu_ids] = dist.new_group(
+                list(target.gpu_ids), backend="gloo", timeout=timeout
+            )
 
     def send(self, bucket: NamedTensors) -> None:
         entries, nbytes = plan_bucket(bucket)
@@ -68,7 +70,9 @@ class CudaIpcSender:
         if posts:
             self._pending[slot] = self._pool.submit(self._post, posts)
 
-    def _gather(self, target: Target, flat: torch.Tensor, entries: tuple[TensorEntry, ...]) -> list[str] | None:
+    def _gather(
+        self, target: Target, flat: torch.Tensor, entries: tuple[TensorEntry, ...]
+    ) -> list[str] | None:
         """One text per rank of the engine, in their order; None: another trainer rank sends them."""
         place = target.gpu_ids.index(self._rank)
         text = pack_bucket(flat, entries, reader_device=place)

@@ -61,7 +61,9 @@ class DistributedSender:
         calls = [c.update_from_group(described, self._group_name, self._version) for c in self._controls()]
         told = self._on_all(calls)
         try:
-            handles = [dist.broadcast(t.contiguous(), src=0, group=self._group, async_op=True) for _, t in bucket]
+            handles = [
+                dist.broadcast(t.contiguous(), src=0, group=self._group, async_op=True) for _, t in bucket
+            ]
             for handle in handles:
                 handle.wait()
         except RuntimeError:
@@ -77,7 +79,9 @@ class DistributedSender:
         store = open_store(self._options.host, world_size, timeout)
         calls, offset = [], 1
         for target, control in zip(self._targets, self._controls(), strict=True):
-            join = control.join_group(self._options.host, store.port, offset, world_size, self._group_name, backend)
+            join = control.join_group(
+                self._options.host, store.port, offset, world_size, self._group_name, backend
+            )
             calls.append(join)
             offset += target.num_ranks
         joined = self._on_all(calls)
@@ -92,7 +96,10 @@ class DistributedSender:
     def _give_up(self, error: Exception) -> None:
         """One broken member breaks the group for all: they take the copy on disk, and the group is made anew."""
         own = dict(self._errors)  # before others fail because the group is gone
-        cause = "; ".join(f"engine {url}: {why}" for url, why in own.items()) or f"{type(error).__name__}: {error}"
+        cause = (
+            "; ".join(f"engine {url}: {why}" for url, why in own.items())
+            or f"{type(error).__name__}: {error}"
+        )
         broken = f"the group {self._group_name} broke: {cause}"
         self._failures = {target.url: own.get(target.url, broken) for target in self._targets}
         logger.warning("broadcast of weights %s failed; %s", self._version, broken)

@@ -23,7 +23,9 @@ _WEIGHT = ".weight"
 SERVED_BLOCK = (128, 128)  # what kernels of engines are made for
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|embeddings?|wte|wpe)$")
 # Matrices that no FP8 checkpoint quantises, whatever its config says: they are looked up or decide, they do not transform.
-_NEVER = re.compile(r"(^|\.)(embed_tokens|embeddings?|wte|wpe|lm_head|score|gate|router|shared_expert_gate|eh_proj)$")
+_NEVER = re.compile(
+    r"(^|\.)(embed_tokens|embeddings?|wte|wpe|lm_head|score|gate|router|shared_expert_gate|eh_proj)$"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,9 @@ class Fp8Format:
     excluded: tuple[str, ...] = ()  # modules, as patterns
     included: tuple[str, ...] = ()  # modules that would otherwise not be converted
     powers_of_two: bool = False
-    names: frozenset[str] | None = None  # weights that a checkpoint has in FP8; None: not known, the patterns decide
+    names: frozenset[str] | None = (
+        None  # weights that a checkpoint has in FP8; None: not known, the patterns decide
+    )
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], names: frozenset[str] | None = None) -> Fp8Format:
@@ -81,7 +85,9 @@ class Fp8Format:
         return not _NEVER.search(module) and not any(_matches(pattern, module) for pattern in self.excluded)
 
 
-def quantize_state(named: Iterable[tuple[str, Tensor]], config: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def quantize_state(
+    named: Iterable[tuple[str, Tensor]], config: Mapping[str, Any]
+) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a model as an FP8 checkpoint with this `quantization_config` holds them, in the order they come."""
     return quantize_named(named, Fp8Format.from_config(config))
 

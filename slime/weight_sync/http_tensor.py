@@ -53,7 +53,9 @@ def _read_bucket(bucket: BucketManifest) -> str:
     try:
         flat = segment.buffer[: bucket.nbytes]
         if byte_checksum(flat) != bucket.checksum:
-            raise RuntimeError(f"shared segment {bucket.segment} is not what the trainer wrote: checksum differs")
+            raise RuntimeError(
+                f"shared segment {bucket.segment} is not what the trainer wrote: checksum differs"
+            )
         # A clone: a view would be pickled with the whole segment behind it.
         return pack_bucket(flat.clone(), bucket.tensors)
     finally:

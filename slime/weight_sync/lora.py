@@ -60,10 +60,14 @@ class AdapterTensorSender(AdapterSender):
 
 
 async def deliver_by_memory(parcel: Parcel, control: EngineControl, info: EngineInfo) -> Receipt:
-    return await control.load_adapter_from_shared_memory(ADAPTER_NAME, parcel.payload.manifest, parcel.payload.config)
+    return await control.load_adapter_from_shared_memory(
+        ADAPTER_NAME, parcel.payload.manifest, parcel.payload.config
+    )
 
 
-async def compare_by_memory(parcel: Parcel, control: EngineControl, info: EngineInfo, shm_prefix: str) -> list[str]:
+async def compare_by_memory(
+    parcel: Parcel, control: EngineControl, info: EngineInfo, shm_prefix: str
+) -> list[str]:
     return await control.check_adapter_equal(parcel.payload.manifest)
 
 
@@ -75,12 +79,16 @@ async def deliver_by_tensors(parcel: Parcel, control: EngineControl, info: Engin
     text, checksums = await asyncio.to_thread(_pack, parcel.payload.manifest.buckets[0])
     if ADAPTER_NAME in await control.adapters():
         await control.unload_adapter(ADAPTER_NAME)
-    await control.load_adapter_from_tensors(ADAPTER_NAME, [text] * info.num_ranks, parcel.payload.config, checksums)
+    await control.load_adapter_from_tensors(
+        ADAPTER_NAME, [text] * info.num_ranks, parcel.payload.config, checksums
+    )
     await control.set_version(parcel.version)
     return Receipt(await control.version(), None, None, None)
 
 
-async def compare_by_tensors(parcel: Parcel, control: EngineControl, info: EngineInfo, shm_prefix: str) -> list[str]:
+async def compare_by_tensors(
+    parcel: Parcel, control: EngineControl, info: EngineInfo, shm_prefix: str
+) -> list[str]:
     """The engine compared them as it took them and gives none out; what is left to see is that it still has them."""
     return [] if ADAPTER_NAME in await control.adapters() else [ADAPTER_NAME]
 

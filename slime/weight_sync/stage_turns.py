@@ -49,7 +49,9 @@ class StageTurns:
             first = {p.stage: rank for rank, p in enumerate(places) if p.is_first}
             self._senders = [first[stage] for stage in range(place.num_stages)]
 
-    def send(self, version: str, targets: tuple[Target, ...], buckets: Iterator[NamedTensors]) -> LiveReport | None:
+    def send(
+        self, version: str, targets: tuple[Target, ...], buckets: Iterator[NamedTensors]
+    ) -> LiveReport | None:
         """This rank's part of a push. `buckets`: of its own stage, a collective of that stage's ranks alone.
 
         Ranks that send return the report of all stages, others None.

@@ -20,7 +20,14 @@ LIVE_TRANSPORTS: dict[str, LiveTransport] = {t.name: t for t in (CUDA_IPC, DISTR
 # For "auto", fastest first. Bodies of requests beat a group of gloo on a CPU machine, and lose to NCCL on GPUs. Of two that
 # are equally slow, a folder asks less of the network than a group.
 _ON_CPU: tuple[Transport | LiveTransport, ...] = (SHARED_MEMORY, HTTP_TENSOR, DISK, DISTRIBUTED, DELTA)
-_ON_CUDA: tuple[Transport | LiveTransport, ...] = (SHARED_MEMORY, CUDA_IPC, DISTRIBUTED, DISK, HTTP_TENSOR, DELTA)
+_ON_CUDA: tuple[Transport | LiveTransport, ...] = (
+    SHARED_MEMORY,
+    CUDA_IPC,
+    DISTRIBUTED,
+    DISK,
+    HTTP_TENSOR,
+    DELTA,
+)
 
 
 def choose_transport(
@@ -29,7 +36,9 @@ def choose_transport(
     """The first transport that --update-weight-transport and -mode allow, that every engine takes and that suits the site."""
     offered, site = set(offered), site or Site()
     order = _ON_CUDA if site.cuda else _ON_CPU
-    allowed = [transport for transport in order if transport.mode == mode and wanted in ("auto", transport.choice)]
+    allowed = [
+        transport for transport in order if transport.mode == mode and wanted in ("auto", transport.choice)
+    ]
     taken = [transport for transport in allowed if transport.engine_needs in offered]
     for transport in taken:
         if transport.suits(site):

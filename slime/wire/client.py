@@ -22,16 +22,22 @@ class EngineClient:
     flight from this client: the rest wait here, where they cost neither a socket nor an engine's queue.
     """
 
-    def __init__(self, base_url: str, *, timeout_s: float = 1800.0, max_retries: int = 60, max_running: int = 1024):
+    def __init__(
+        self, base_url: str, *, timeout_s: float = 1800.0, max_retries: int = 60, max_running: int = 1024
+    ):
         self.base_url = base_url.rstrip("/")
         self.timeout_s = timeout_s
         self.max_retries = max_retries
         self._slots = asyncio.Semaphore(max_running)
 
-    async def generate(self, request: GenerateRequest, headers: Mapping[str, str] | None = None) -> Generation:
+    async def generate(
+        self, request: GenerateRequest, headers: Mapping[str, str] | None = None
+    ) -> Generation:
         """One final answer. `request.stream` must be False and `request.sampling.n` 1."""
         if request.stream or request.sampling.n != 1:
-            raise ValueError("EngineClient.generate reads one final answer: use stream=False and sampling.n=1")
+            raise ValueError(
+                "EngineClient.generate reads one final answer: use stream=False and sampling.n=1"
+            )
         answer = await self._post(request.to_json(), self._headers(request, headers), request.rid)
         try:
             return Generation.from_json(answer)
@@ -89,7 +95,9 @@ class EngineClient:
 async def _abort(url: str, rid: str, slots: asyncio.Semaphore) -> None:
     try:
         async with slots:
-            await http_utils.post(f"{url.rstrip('/')}/abort_request", {"rid": rid}, max_retries=0, timeout_s=30.0)
+            await http_utils.post(
+                f"{url.rstrip('/')}/abort_request", {"rid": rid}, max_retries=0, timeout_s=30.0
+            )
     except http_utils.HttpError as error:
         if error.status != 0:
             raise

@@ -54,7 +54,9 @@ class EngineControl:
         await self._post("resume_memory_occupation", {"tags": list(tags)})
 
     async def info(self) -> EngineInfo:
-        return EngineInfo.from_json(await self._get_either("server_info"), await self._get_either("model_info"))
+        return EngineInfo.from_json(
+            await self._get_either("server_info"), await self._get_either("model_info")
+        )
 
     async def version(self) -> str:
         return str((await self._get_either("model_info"))["weight_version"])
@@ -105,7 +107,12 @@ class EngineControl:
     async def update_from_disk(self, path: str, version: str) -> Receipt:
         """Load a checkpoint folder that the worker can read."""
         # The format is said because an engine that was started without weights would make some up again.
-        payload = {"model_path": str(path), "weight_version": version, "flush_cache": True, "load_format": "auto"}
+        payload = {
+            "model_path": str(path),
+            "weight_version": version,
+            "flush_cache": True,
+            "load_format": "auto",
+        }
         return _receipt(await self._post("update_weights_from_disk", payload), version)
 
     async def update_from_shared_memory(self, manifest: WeightManifest) -> Receipt:
@@ -199,7 +206,11 @@ class EngineControl:
         ranks = answer.get("ranks") or answer.get("payload")
         if not ranks:
             raise NoChecksums(f"{self.url}/weights_checker answered {str(answer)[:200]}")
-        return {f"{rank}:{name}": value for rank, one in enumerate(ranks) for name, value in one["checksums"].items()}
+        return {
+            f"{rank}:{name}": value
+            for rank, one in enumerate(ranks)
+            for name, value in one["checksums"].items()
+        }
 
     async def check_equal(self, manifest: WeightManifest) -> list[str]:
         """Names of tensors that differ from the manifest's bytes, or that the manifest does not have."""
@@ -233,7 +244,9 @@ class EngineControl:
 
 def _accepted(answer: dict[str, Any], what: str) -> None:
     if not answer.get("success"):
-        raise RuntimeError(f"the engine refused {what}: {answer.get('message') or answer.get('error_message')}")
+        raise RuntimeError(
+            f"the engine refused {what}: {answer.get('message') or answer.get('error_message')}"
+        )
 
 
 def _receipt(answer: dict[str, Any], version: str) -> Receipt:

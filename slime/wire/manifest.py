@@ -38,7 +38,9 @@ def byte_checksum(data: torch.Tensor) -> int:
     The factors are odd, hence invertible modulo 2^64: a change confined to one word always changes the sum.
     """
     if data.dtype != torch.uint8 or data.dim() != 1:
-        raise ValueError(f"byte_checksum takes a flat uint8 tensor, got {data.dtype} of shape {tuple(data.shape)}")
+        raise ValueError(
+            f"byte_checksum takes a flat uint8 tensor, got {data.dtype} of shape {tuple(data.shape)}"
+        )
     tail = data.numel() % 8
     body = data[: data.numel() - tail]
     if body.storage_offset() % 8 or not body.is_contiguous():
@@ -106,7 +108,9 @@ class TensorEntry:
         name, dtype = _text("a tensor's name", data["name"]), _text("a tensor's dtype", data["dtype"])
         if dtype not in DTYPES:
             raise ValueError(f"tensor {name} has dtype {dtype!r}, expected one of {sorted(DTYPES)}")
-        shape = tuple(_whole(f"the shape of {name}", n) for n in _items(f"the shape of {name}", data["shape"]))
+        shape = tuple(
+            _whole(f"the shape of {name}", n) for n in _items(f"the shape of {name}", data["shape"])
+        )
         entry = cls(name, _whole(f"the offset of {name}", data["offset"]), dtype, shape)
         if entry.offset % DTYPES[dtype].itemsize:
             raise ValueError(f"tensor {name} has offset {entry.offset}: not addressable as {dtype}")
@@ -140,7 +144,9 @@ class BucketManifest:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "BucketManifest":
         segment = _text("a bucket's segment", data["segment"])
-        tensors = tuple(TensorEntry.from_json(entry) for entry in _items(f"tensors of {segment}", data["tensors"]))
+        tensors = tuple(
+            TensorEntry.from_json(entry) for entry in _items(f"tensors of {segment}", data["tensors"])
+        )
         nbytes, checksum = (_whole(f"the {key} of {segment}", data[key]) for key in ("nbytes", "checksum"))
         return cls(segment, nbytes, checksum, tensors)
 
@@ -186,7 +192,9 @@ class WeightManifest:
         try:
             given = _items("buckets", data["buckets"])
             if len(given) > MAX_BUCKETS:
-                raise ValueError(f"{len(given)} buckets in one update: at most {MAX_BUCKETS}; use larger ones.")
+                raise ValueError(
+                    f"{len(given)} buckets in one update: at most {MAX_BUCKETS}; use larger ones."
+                )
             buckets = tuple(BucketManifest.from_json(bucket) for bucket in given)
             if len({bucket.segment for bucket in buckets}) != len(buckets):
                 raise ValueError("one segment is named by two buckets")
@@ -211,7 +219,9 @@ def plan_bucket(tensors: list[tuple[str, torch.Tensor]]) -> tuple[tuple[TensorEn
     return tuple(entries), align(offset)
 
 
-def fill_bucket(segment_name: str, buffer: torch.Tensor, tensors: list[tuple[str, torch.Tensor]]) -> BucketManifest:
+def fill_bucket(
+    segment_name: str, buffer: torch.Tensor, tensors: list[tuple[str, torch.Tensor]]
+) -> BucketManifest:
     """Copy named tensors into a segment's uint8 buffer and describe it; padding bytes are zeroed."""
     entries, nbytes = plan_bucket(tensors)
     buffer = buffer[:nbytes]

@@ -33,7 +33,9 @@ def shown(value: Any) -> str:
 
 def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> float:
     # An integer is finite, and may be too large to become a float.
-    if isinstance(value, bool) or not (isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))):
+    if isinstance(value, bool) or not (
+        isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
+    ):
         raise ValueError(f"{name} must be a finite number, got {shown(value)}")
     if value < low or value > high or (open_low and value == low):
         raise ValueError(f"{name} is {shown(value)}: it must lie in {'(' if open_low else '['}{low}, {high}]")
@@ -89,7 +91,9 @@ def _custom_params(value: Any) -> Mapping[str, Any]:
         raise ValueError(f"custom_params must be an object, got {shown(value)}")
     unknown = sorted(str(name) for name in value if name != top_p.REQUEST_FIELD)
     if unknown:
-        raise ValueError(f"custom_params has unknown field {shown(unknown[0])}, expected {top_p.REQUEST_FIELD}")
+        raise ValueError(
+            f"custom_params has unknown field {shown(unknown[0])}, expected {top_p.REQUEST_FIELD}"
+        )
     return value
 
 
@@ -134,7 +138,9 @@ class SamplingParams:
             "min_new_tokens": _integer("min_new_tokens", self.min_new_tokens, 0),
             "stop": _strings("stop", self.stop),
             "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
-            "repetition_penalty": _number("repetition_penalty", self.repetition_penalty, 0.0, 2.0, open_low=True),
+            "repetition_penalty": _number(
+                "repetition_penalty", self.repetition_penalty, 0.0, 2.0, open_low=True
+            ),
             "frequency_penalty": _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
             "presence_penalty": _number("presence_penalty", self.presence_penalty, -2.0, 2.0),
             "n": _integer("n", self.n, 1),
@@ -172,12 +178,18 @@ class SamplingParams:
         known = {f.name for f in fields(cls)}
         unknown = sorted(set(data) - known)
         if unknown:
-            raise ValueError(f"sampling_params has unknown field `{unknown[0][:64]}`, expected one of {sorted(known)}")
-        return cls(**{k: v for k, v in data.items() if v is not None or k in ("max_new_tokens", "sampling_seed")})
+            raise ValueError(
+                f"sampling_params has unknown field `{unknown[0][:64]}`, expected one of {sorted(known)}"
+            )
+        return cls(
+            **{k: v for k, v in data.items() if v is not None or k in ("max_new_tokens", "sampling_seed")}
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Fields that differ from the defaults, and `temperature` and `max_new_tokens` always."""
-        out: dict[str, Any] = {"custom_params": {top_p.REQUEST_FIELD: True}} if self.return_top_p_token_ids else {}
+        out: dict[str, Any] = (
+            {"custom_params": {top_p.REQUEST_FIELD: True}} if self.return_top_p_token_ids else {}
+        )
         for f in fields(self):
             if f.name == top_p.REQUEST_FIELD:
                 continue
@@ -197,7 +209,9 @@ class GenerateRequest:
     return_logprob: bool = True
     stream: bool = False
     session: str | None = None
-    extra: Mapping[str, Any] = field(default_factory=dict)  # engine-specific top-level fields, e.g. image_data
+    extra: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # engine-specific top-level fields, e.g. image_data
 
     def to_json(self) -> dict[str, Any]:
         out = {
@@ -246,12 +260,16 @@ class Generation:
         """Read one final answer of `/generate`; a list answer (batch, n > 1) is read item by item."""
         meta = data.get("meta_info") if isinstance(data, Mapping) else None
         if not isinstance(meta, Mapping):
-            raise ValueError(f"the engine answered /generate with something that is no generation: {shown(data)}")
+            raise ValueError(
+                f"the engine answered /generate with something that is no generation: {shown(data)}"
+            )
         try:
             return cls._read(data, meta)
         except (KeyError, TypeError, IndexError, OverflowError) as error:
             what = f"{type(error).__name__} {error}"[:200]
-            raise ValueError(f"the answer to request {shown(meta.get('id'))} is no generation: {what}") from error
+            raise ValueError(
+                f"the answer to request {shown(meta.get('id'))} is no generation: {what}"
+            ) from error
 
     @classmethod
     def _read(cls, data: Mapping[str, Any], meta: Mapping[str, Any]) -> "Generation":
@@ -265,7 +283,10 @@ class Generation:
             ids, log_probs = tuple(data["output_ids"]), None
         else:
             # Column by column: an answer has thousands of these, and all of them come at once.
-            ids, log_probs = tuple(map(itemgetter(1), triples)), tuple(map(float, map(itemgetter(0), triples)))
+            ids, log_probs = (
+                tuple(map(itemgetter(1), triples)),
+                tuple(map(float, map(itemgetter(0), triples))),
+            )
             if "output_ids" in data and tuple(data["output_ids"]) != ids:
                 raise ValueError(_disagreement(shown(meta.get("id")), ids, data["output_ids"]))
             if not math.isfinite(sum(log_probs)):
@@ -300,7 +321,9 @@ def _read_spans(meta: Mapping[str, Any], version: str, num_tokens: int) -> tuple
     spans = meta.get("weight_versions")
     if spans is None:
         return (VersionSpan(version, 0, num_tokens),) if num_tokens else ()
-    out = tuple(VersionSpan(str(s["version"]), int(s["start"]), int(s["end"])) for s in spans if s["end"] > s["start"])
+    out = tuple(
+        VersionSpan(str(s["version"]), int(s["start"]), int(s["end"])) for s in spans if s["end"] > s["start"]
+    )
     edges = [0, *(s.end for s in out)]
     if [s.start for s in out] != edges[:-1] or edges[-1] != num_tokens:
         raise ValueError(
@@ -352,7 +375,9 @@ class EngineInfo:
         return self.dialect.memory_saver or bool(self.raw.get("enable_memory_saver"))
 
     @classmethod
-    def from_json(cls, server_info: Mapping[str, Any], model_info: Mapping[str, Any] | None = None) -> "EngineInfo":
+    def from_json(
+        cls, server_info: Mapping[str, Any], model_info: Mapping[str, Any] | None = None
+    ) -> "EngineInfo":
         if not isinstance(server_info, Mapping) or not isinstance(model_info or {}, Mapping):
             raise ValueError(f"the engine describes itself as {shown(server_info)} and {shown(model_info)}")
         merged = {**server_info, **(model_info or {})}

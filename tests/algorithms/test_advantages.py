@@ -61,7 +61,9 @@ def test_a_tool_answer_of_any_length_discounts_nothing(name):
     for tool in (0, 1, 50):
         mask = torch.tensor([1, 1, *[0] * tool, 1])
         zeros = torch.zeros(len(mask), dtype=torch.float64)
-        data = AdvantageInputs(rewards=[2.0], kl=[zeros], loss_masks=[mask], gamma=0.5, lambd=1.0, values=[zeros])
+        data = AdvantageInputs(
+            rewards=[2.0], kl=[zeros], loss_masks=[mask], gamma=0.5, lambd=1.0, values=[zeros]
+        )
         advantages, returns = compute_advantages(name, data)
         assert not advantages[0][mask == 0].any()
         seen.append((advantages[0][mask == 1].tolist(), returns[0][mask == 1].tolist()))
@@ -80,10 +82,14 @@ def test_chunked_gae_equals_the_recursion(length, chunk, gamma, lambd):
     torch.manual_seed(length)
     rewards, values = torch.randn(2, 3, length, dtype=torch.float64)
     expected = vanilla_gae(rewards, values, gamma, lambd)
-    torch.testing.assert_close(chunked_gae(rewards, values, gamma, lambd, chunk), expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        chunked_gae(rewards, values, gamma, lambd, chunk), expected, rtol=1e-10, atol=1e-10
+    )
     no_values = torch.zeros_like(values)
     returns, _ = vanilla_gae(rewards, no_values, gamma, 1.0)
-    torch.testing.assert_close(chunked_discounted_returns(rewards, gamma, chunk), returns, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        chunked_discounted_returns(rewards, gamma, chunk), returns, rtol=1e-10, atol=1e-10
+    )
 
 
 @pytest.mark.parametrize("chunked", [True, False])
@@ -91,7 +97,9 @@ def test_gae_of_a_ragged_batch_is_gae_of_each_response(chunked):
     lengths = [3, 1, 5]
     rewards = [torch.randn(n, dtype=torch.float64) for n in lengths]
     values = [torch.randn(n, dtype=torch.float64) for n in lengths]
-    advantages, returns = get_advantages_and_returns_batch(lengths, lengths, values, rewards, 0.9, 0.8, chunked)
+    advantages, returns = get_advantages_and_returns_batch(
+        lengths, lengths, values, rewards, 0.9, 0.8, chunked
+    )
     for i in range(3):
         expected = vanilla_gae(rewards[i][None], values[i][None], 0.9, 0.8)
         torch.testing.assert_close((advantages[i], returns[i]), (expected[0][0], expected[1][0]))
@@ -100,7 +108,11 @@ def test_gae_of_a_ragged_batch_is_gae_of_each_response(chunked):
 def test_ppo_puts_the_reward_on_the_last_token():
     values = [torch.tensor([0.0, 0.0, 0.0], dtype=torch.float64)]
     data = AdvantageInputs(
-        rewards=[2.0], kl=[torch.zeros(3, dtype=torch.float64)], loss_masks=[torch.ones(3)], gamma=0.5, values=values
+        rewards=[2.0],
+        kl=[torch.zeros(3, dtype=torch.float64)],
+        loss_masks=[torch.ones(3)],
+        gamma=0.5,
+        values=values,
     )
     advantages, _ = compute_advantages("ppo", data)
     assert advantages[0].tolist() == [0.5, 1.0, 2.0]

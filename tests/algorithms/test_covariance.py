@@ -90,7 +90,9 @@ def test_clip_cov_chooses_within_its_bounds_only():
     advantages, log_probs, masks = data(2)
     covariances = torch.cat(token_covariances(advantages, log_probs, masks, alone))
     got = torch.cat(
-        select_clip_cov(advantages, log_probs, masks, ratio=1.0, low=0.0, high=0.5, seeds=range(6), total=alone)
+        select_clip_cov(
+            advantages, log_probs, masks, ratio=1.0, low=0.0, high=0.5, seeds=range(6), total=alone
+        )
     )
     expected = (covariances >= 0) & (covariances <= 0.5) & torch.cat(masks).bool()
     assert torch.equal(got.bool(), expected)

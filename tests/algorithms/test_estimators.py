@@ -46,11 +46,15 @@ def expected_reward(name, rewards, groups, rollouts, lengths, greedy, i):
 
 
 samples = st.lists(
-    st.tuples(st.integers(0, 2), st.integers(0, 3), st.floats(0, 4), st.integers(0, 5)), min_size=1, max_size=10
+    st.tuples(st.integers(0, 2), st.integers(0, 3), st.floats(0, 4), st.integers(0, 5)),
+    min_size=1,
+    max_size=10,
 )
 
 
-@pytest.mark.parametrize("name", ["mean", "mean_std", "leave_one_out", "length_weighted", "success_rate", "greedy"])
+@pytest.mark.parametrize(
+    "name", ["mean", "mean_std", "leave_one_out", "length_weighted", "success_rate", "greedy"]
+)
 @settings(max_examples=25, deadline=None)
 @given(rows=samples)
 def test_baselines_match_the_loop_for_any_groups_and_fan_out(name, rows):
@@ -109,7 +113,9 @@ def loop_advantages(name, reward, kl, mask, values, kl_coef, gamma, lambd):
 @given(lengths=st.lists(st.integers(1, 6), min_size=1, max_size=4), seed=st.integers(0, 1000))
 def test_advantages_match_the_loop(name, dtype, lengths, seed):
     g = torch.Generator().manual_seed(seed)
-    kl, values = ([torch.randn(n, generator=g, dtype=torch.float64).to(dtype) for n in lengths] for _ in range(2))
+    kl, values = (
+        [torch.randn(n, generator=g, dtype=torch.float64).to(dtype) for n in lengths] for _ in range(2)
+    )
     masks = [torch.randint(0, 2, (n,), generator=g) for n in lengths]
     rewards = torch.randn(len(lengths), generator=g, dtype=torch.float64).tolist()
     data = AdvantageInputs(rewards, kl, masks, kl_coef=0.1, gamma=0.9, lambd=0.8, values=values)
@@ -123,7 +129,9 @@ def test_advantages_match_the_loop(name, dtype, lengths, seed):
 
 
 def test_a_sample_without_trained_tokens_gets_no_ppo_advantage():
-    data = AdvantageInputs([5.0], [torch.zeros(2)], [torch.zeros(2)], values=[torch.ones(2)], gamma=1.0, lambd=1.0)
+    data = AdvantageInputs(
+        [5.0], [torch.zeros(2)], [torch.zeros(2)], values=[torch.ones(2)], gamma=1.0, lambd=1.0
+    )
     advantages, returns = compute_advantages("ppo", data)
     assert advantages[0].tolist() == returns[0].tolist() == [0, 0]
 

@@ -30,7 +30,9 @@ def reference(logits: torch.Tensor, chosen: torch.Tensor, lengths: list[int]) ->
 )
 def test_value_and_gradient_are_those_of_a_plain_loop(lengths, num_experts, seed):
     generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(sum(lengths), num_experts, dtype=torch.float64, generator=generator, requires_grad=True)
+    logits = torch.randn(
+        sum(lengths), num_experts, dtype=torch.float64, generator=generator, requires_grad=True
+    )
     chosen = logits.detach().topk(min(2, num_experts)).indices
     documents = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     weights = torch.rand(len(lengths), dtype=torch.float64, generator=generator)
@@ -48,7 +50,9 @@ def test_even_use_costs_the_number_of_choices_and_one_expert_for_all_costs_their
     even = balance_losses(torch.zeros(4, 4), torch.tensor([[0, 1], [2, 3], [0, 1], [2, 3]]), documents, 1)
     alone = torch.tensor([[50.0, 0.0, 0.0, 0.0]] * 4)
     assert even.item() == pytest.approx(2.0)
-    assert balance_losses(alone, torch.zeros(4, 1, dtype=torch.long), documents, 1).item() == pytest.approx(4.0)
+    assert balance_losses(alone, torch.zeros(4, 1, dtype=torch.long), documents, 1).item() == pytest.approx(
+        4.0
+    )
 
 
 def test_one_document_is_what_transformers_computes_for_one_layer():

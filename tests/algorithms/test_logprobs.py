@@ -25,7 +25,9 @@ def inputs(tokens=11, width=5, vocab=17, dtype=torch.float64):
 def test_values_and_gradients_match_log_softmax(chunk_size, temperature, use, memory_gib):
     hidden, weight, targets = inputs()
     coefficients = torch.randn(2, len(targets), dtype=torch.float64)
-    coefficients *= torch.tensor({"log_probs": [1.0, 0.0], "entropy": [0.0, 1.0], "both": [1.0, 1.0]}[use])[:, None]
+    coefficients *= torch.tensor({"log_probs": [1.0, 0.0], "entropy": [0.0, 1.0], "both": [1.0, 1.0]}[use])[
+        :, None
+    ]
 
     def grads(pair):
         terms = [c @ x for c, x in zip(coefficients, pair, strict=True) if c.any()]

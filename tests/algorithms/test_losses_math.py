@@ -59,7 +59,9 @@ def test_ppo_clip_matches_a_loop_over_tokens(lengths, seed, dual):
     expected = torch.stack([loop_ppo(*x, 0.2, 0.3, dual) for x in zip(new, old, advantages, strict=True)])
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
     # Where every token is clipped, the loop's result is made of constants: its gradient is zero, not missing.
-    grads = [torch.autograd.grad(x.sum() + 0.0 * new.sum(), new, retain_graph=True)[0] for x in (got, expected)]
+    grads = [
+        torch.autograd.grad(x.sum() + 0.0 * new.sum(), new, retain_graph=True)[0] for x in (got, expected)
+    ]
     torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-10)
 
 
@@ -89,7 +91,9 @@ def test_gspo_uses_the_masked_mean_of_each_sequence(lengths, seed):
     expected = compute_gspo_kl(new, old, new, masks)
     got = sequence_kl(torch.cat(old) - torch.cat(new), torch.cat(masks), segments_of(lengths), len(lengths))
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
-    first = sum(m * (o - n) for m, o, n in zip(masks[0], old[0], new[0], strict=True)) / max(masks[0].sum(), 1)
+    first = sum(m * (o - n) for m, o, n in zip(masks[0], old[0], new[0], strict=True)) / max(
+        masks[0].sum(), 1
+    )
     torch.testing.assert_close(got[0], first, rtol=1e-10, atol=1e-10)
 
 
@@ -112,7 +116,9 @@ def test_kl_estimators_match_their_formula(kind):
     got = compute_approx_kl(new, base, kind)
     torch.testing.assert_close(got, expected)
     # Where every token is clipped, the loop's result is made of constants: its gradient is zero, not missing.
-    grads = [torch.autograd.grad(x.sum() + 0.0 * new.sum(), new, retain_graph=True)[0] for x in (got, expected)]
+    grads = [
+        torch.autograd.grad(x.sum() + 0.0 * new.sum(), new, retain_graph=True)[0] for x in (got, expected)
+    ]
     torch.testing.assert_close(*grads)
 
 
@@ -145,7 +151,9 @@ def test_kl_estimators_and_their_gradients_stay_finite_on_runaway_tokens(kind, d
         slopes.append(slope)
     got.sum().backward()
     torch.testing.assert_close(got.double(), torch.tensor(values, dtype=torch.float64), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(new.grad.double(), torch.tensor(slopes, dtype=torch.float64), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        new.grad.double(), torch.tensor(slopes, dtype=torch.float64), rtol=1e-5, atol=1e-5
+    )
 
 
 @settings(max_examples=30, deadline=None)
@@ -172,10 +180,14 @@ def test_reducers_sum_over_rollout_means(lengths, seed, per_token):
 def test_each_reduction_matches_its_loop_in_value_and_gradient(reduction, dtype, lengths, seed):
     values, _, _, masks = batch(lengths, seed)
     rollout_of = [i // 2 for i in range(len(lengths))]  # siblings in pairs
-    sums = [float(sum(m.sum() for m, r in zip(masks, rollout_of, strict=True) if r == own)) for own in rollout_of]
+    sums = [
+        float(sum(m.sum() for m, r in zip(masks, rollout_of, strict=True) if r == own)) for own in rollout_of
+    ]
     expected, weights = 0.0, []
     for value, mask, total in zip(values, masks, sums, strict=True):
-        divisor = {"rollout_mean": max(total, 1.0), "sample_mean": max(float(mask.sum()), 1.0)}.get(reduction, 1.0)
+        divisor = {"rollout_mean": max(total, 1.0), "sample_mean": max(float(mask.sum()), 1.0)}.get(
+            reduction, 1.0
+        )
         divisor = 7.0 if reduction == "constant" else divisor
         for x, m in zip(value.tolist(), mask.tolist(), strict=True):
             expected += x * m / divisor

@@ -16,7 +16,9 @@ def ragged(rows, generator, *, open_rows=()):
     targets = torch.randint(0, VOCAB, (rows,), generator=generator)
     kept = []
     for row in range(rows):
-        more = torch.randperm(VOCAB, generator=generator)[: int(torch.randint(0, VOCAB, (1,), generator=generator))]
+        more = torch.randperm(VOCAB, generator=generator)[
+            : int(torch.randint(0, VOCAB, (1,), generator=generator))
+        ]
         kept.append([] if row in open_rows else sorted({*more.tolist(), int(targets[row])}))
     return targets, kept
 
@@ -57,7 +59,9 @@ def test_values_and_gradients_match_a_softmax_over_the_recorded_ids(chunk_size, 
         return torch.autograd.grad(sum(terms), (hidden, weight))
 
     expected = brute_force(hidden, weight, targets, kept, temperature)
-    options = dict(temperature=temperature, chunk_size=chunk_size, memory_gib=memory_gib, nucleus=nucleus_of(kept))
+    options = dict(
+        temperature=temperature, chunk_size=chunk_size, memory_gib=memory_gib, nucleus=nucleus_of(kept)
+    )
     got = chunked_log_probs(hidden, weight, targets, with_entropy=True, **options)
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(grads(got), grads(expected), rtol=1e-10, atol=1e-10)
@@ -69,7 +73,9 @@ def test_a_token_that_had_no_rival_is_certain_and_teaches_nothing():
         hidden, weight, targets, with_entropy=True, nucleus=nucleus_of([[int(t)] for t in targets])
     )
     assert got.tolist() == [0.0] * 3 and entropy.abs().max() == 0.0
-    assert not torch.cat([g.flatten() for g in torch.autograd.grad((got + entropy).sum(), (hidden, weight))]).any()
+    assert not torch.cat(
+        [g.flatten() for g in torch.autograd.grad((got + entropy).sum(), (hidden, weight))]
+    ).any()
 
 
 def test_ids_of_everything_change_nothing():
@@ -77,7 +83,10 @@ def test_ids_of_everything_change_nothing():
     everything = nucleus_of([list(range(VOCAB))] * len(targets))
     plain = chunked_log_probs(hidden, weight, targets, with_entropy=True)
     torch.testing.assert_close(
-        chunked_log_probs(hidden, weight, targets, with_entropy=True, nucleus=everything), plain, rtol=0, atol=0
+        chunked_log_probs(hidden, weight, targets, with_entropy=True, nucleus=everything),
+        plain,
+        rtol=0,
+        atol=0,
     )
 
 
@@ -105,7 +114,9 @@ def test_rows_and_selections_are_those_of_the_whole():
 
     def lists(nucleus):
         ids, bounds = nucleus.ids.tolist(), nucleus.offsets.tolist()
-        assert nucleus.row_of.tolist() == [r for r in range(len(bounds) - 1) for _ in range(bounds[r], bounds[r + 1])]
+        assert nucleus.row_of.tolist() == [
+            r for r in range(len(bounds) - 1) for _ in range(bounds[r], bounds[r + 1])
+        ]
         return [ids[a:b] for a, b in itertools.pairwise(bounds)]
 
     assert lists(whole) == kept

@@ -74,7 +74,9 @@ def test_weights_match_the_loop(level, mode, dtype, lengths, seed):
 def test_rejection_matches_the_loop(level, veto, lengths, seed):
     data = make(lengths, seed)
     expected = []
-    for ratios, tokens, mask in zip(loop_ratios(data, level), loop_ratios(data, "token"), data.masks, strict=True):
+    for ratios, tokens, mask in zip(
+        loop_ratios(data, level), loop_ratios(data, "token"), data.masks, strict=True
+    ):
         vetoed = veto is not None and any(t < veto and m for t, m in zip(tokens, mask, strict=True))
         expected += [float(LOW <= r <= HIGH and not vetoed) for r in ratios]
     log_ratio = data.flat("old") - data.flat("rollout")
@@ -101,7 +103,11 @@ def test_ratios_never_overflow(log_ratios):
     log_ratio = torch.tensor(log_ratios)
     train, rollout = log_ratio.clamp(max=0.0), (-log_ratio).clamp(max=0.0)
     for level in LEVELS:
-        whole = {"token": log_ratios, "sequence": [sum(log_ratios)] * 2, "geometric": [sum(log_ratios) / 2] * 2}[level]
+        whole = {
+            "token": log_ratios,
+            "sequence": [sum(log_ratios)] * 2,
+            "geometric": [sum(log_ratios) / 2] * 2,
+        }[level]
         expected = [math.exp(min(max(x, -20.0), 20.0)) for x in whole]
         assert importance_ratios(log_ratio, layout, level).tolist() == pytest.approx(expected, rel=1e-5)
         for mode in WEIGHT_MODES:
@@ -128,7 +134,9 @@ def test_sequence_mask_matches_the_loop(lengths, seed, delta):
     data = make(lengths, seed)
     expected = []
     for new, old, advantages, mask in zip(data.new, data.old, data.advantages, data.masks, strict=True):
-        drift = sum(float((o - n) * m) for n, o, m in zip(new, old, mask, strict=True)) / max(float(mask.sum()), 1.0)
+        drift = sum(float((o - n) * m) for n, o, m in zip(new, old, mask, strict=True)) / max(
+            float(mask.sum()), 1.0
+        )
         expected += [0.0 if a < 0 and drift > delta else 1.0 for a in advantages.tolist()]
     got = opsm_keep(
         data.flat("old") - data.flat("new"),
@@ -147,7 +155,9 @@ def test_mismatch_metrics_match_the_loop(lengths, seed):
     data = make(lengths, seed)
     got = mismatch_metrics(data.flat("old"), data.flat("rollout"), layout_of(data))
     tokens = torch.tensor([r for sample in loop_ratios(data, "token") for r in sample], dtype=torch.float64)
-    sequences = torch.tensor([r for sample in loop_ratios(data, "sequence") for r in sample], dtype=torch.float64)
+    sequences = torch.tensor(
+        [r for sample in loop_ratios(data, "sequence") for r in sample], dtype=torch.float64
+    )
     close(got["mis_kl"], -torch.log(tokens))
     close(got["mis_k3_kl"], tokens - 1 - torch.log(tokens))
     close(got["mis_chi2_token"], tokens**2 - 1)

@@ -79,7 +79,8 @@ def clip_cov(new, old, adv, mask, sel):
 
 def kl_cov(new, old, adv, mask, sel):
     return [
-        -exp(n - o) * a + (0.4 * torch.abs(n - o) if s else 0.0) for n, o, a, s in zip(new, old, adv, sel, strict=True)
+        -exp(n - o) * a + (0.4 * torch.abs(n - o) if s else 0.0)
+        for n, o, a, s in zip(new, old, adv, sel, strict=True)
     ]
 
 
@@ -228,7 +229,9 @@ def test_masked_tokens_never_move_a_sequence_ratio():
     for name in ("gspo", "gmpo"):
         before = compute_policy_terms(name, inputs(data, torch.float64), OPTIONS).loss
         data.old[0][1] -= 3.0
-        torch.testing.assert_close(compute_policy_terms(name, inputs(data, torch.float64), OPTIONS).loss, before)
+        torch.testing.assert_close(
+            compute_policy_terms(name, inputs(data, torch.float64), OPTIONS).loss, before
+        )
         data.old[0][1] += 3.0
 
 

@@ -14,7 +14,9 @@ def test_groups_follow_their_index_whatever_their_sizes_and_order():
     groups = [7, 2, 7, 2, 2]
     result = normalize_group_rewards(rewards, groups, range(5), divide_by_std=True)
     std7, std2 = statistics.stdev([1.0, 3.0]), statistics.stdev([10.0, 20.0, 30.0])
-    assert result == pytest.approx([-1 / (std7 + 1e-6), -10 / (std2 + 1e-6), 1 / (std7 + 1e-6), 0, 10 / (std2 + 1e-6)])
+    assert result == pytest.approx(
+        [-1 / (std7 + 1e-6), -10 / (std2 + 1e-6), 1 / (std7 + 1e-6), 0, 10 / (std2 + 1e-6)]
+    )
 
 
 def test_without_std_rewards_are_only_centred():
@@ -22,7 +24,11 @@ def test_without_std_rewards_are_only_centred():
 
 
 def test_a_group_of_one_rollout_gets_no_advantage():
-    assert normalize_group_rewards([5.0, 1.0, 2.0], [0, 1, 1], [0, 1, 1], divide_by_std=True) == [0.0, 0.0, 0.0]
+    assert normalize_group_rewards([5.0, 1.0, 2.0], [0, 1, 1], [0, 1, 1], divide_by_std=True) == [
+        0.0,
+        0.0,
+        0.0,
+    ]
 
 
 def test_fan_out_siblings_count_once():

@@ -23,7 +23,11 @@ CUSTOM = {
         ({"loss_reduction": "token_mean"}, "calculate_per_token_loss", True),
         ({"advantage_estimator": "dr_grpo"}, "loss_reduction", "constant"),
         ({"advantage_estimator": "dr_grpo"}, "loss_denominator", 16.0),
-        ({"advantage_estimator": "dr_grpo", "calculate_per_token_loss": True}, "loss_reduction", "token_mean"),
+        (
+            {"advantage_estimator": "dr_grpo", "calculate_per_token_loss": True},
+            "loss_reduction",
+            "token_mean",
+        ),
         ({"loss_reduction": "constant", "loss_denominator": 100}, "loss_denominator", 100.0),
         ({"n_samples_per_prompt": 1, "loss_type": "sft_loss"}, "grpo_std_normalization", False),
         ({"n_samples_per_prompt": 1, "rollout_function_path": "a.b"}, "grpo_std_normalization", False),
@@ -51,7 +55,11 @@ def test_a_value_follows_from_the_others(changes, name, value):
         ({"use_rs": True, "rs_lower": 3.0}, "--rs-lower is 3, above --rs-upper 2"),
         ({"loss_reduction": "sample_mean", "calculate_per_token_loss": True}, "asks for token_mean"),
         (
-            {"loss_reduction": "constant", "rollout_max_response_len": None, "custom_generate_function_path": "a.b"},
+            {
+                "loss_reduction": "constant",
+                "rollout_max_response_len": None,
+                "custom_generate_function_path": "a.b",
+            },
             "give",
         ),
         ({"overlong_buffer_len": 17}, "--overlong-buffer-len is 17, but --rollout-max-response-len is 16"),
@@ -60,7 +68,10 @@ def test_a_value_follows_from_the_others(changes, name, value):
             {"kl_coef": 0.1, "advantage_estimator": "rloo"},
             "rloo never subtracts a KL from the reward; use --use-kl-loss",
         ),
-        ({"disable_compute_advantages_and_returns": True}, "leaves --loss-type policy_loss without advantages"),
+        (
+            {"disable_compute_advantages_and_returns": True},
+            "leaves --loss-type policy_loss without advantages",
+        ),
         (
             {**CUSTOM, "gamma": 0.9, "advantage_estimator": "ppo"},
             "--advantage-estimator is ppo, but --disable-compute",
@@ -103,7 +114,10 @@ def test_a_value_follows_from_the_others(changes, name, value):
             "--kl-loss-type k1: .* use --kl-loss-type k3",
         ),
         *(
-            ({**loss, "loss_reduction": reduction}, f"--loss-reduction is {reduction} .* one ratio per sample")
+            (
+                {**loss, "loss_reduction": reduction},
+                f"--loss-reduction is {reduction} .* one ratio per sample",
+            )
             for loss in (
                 {"advantage_estimator": "gspo"},
                 {"policy_loss_type": "gspo"},
@@ -132,10 +146,19 @@ def test_a_combination_is_refused_with_its_reason(changes, message):
         {"use_kl_loss": True, "kl_loss_coef": 0.01, "kl_loss_type": "low_var_kl"},
         {"use_kl_loss": True, "kl_loss_coef": 0.01, "use_unbiased_kl": True},
         {"kl_coef": 0.01, "advantage_estimator": "ppo"},  # in the reward k1 is the KL itself
-        {"loss_type": "custom_loss", "custom_loss_function_path": "a.b", "use_kl_loss": True, "kl_loss_coef": 0.1},
+        {
+            "loss_type": "custom_loss",
+            "custom_loss_function_path": "a.b",
+            "use_kl_loss": True,
+            "kl_loss_coef": 0.1,
+        },
         {"loss_type": "custom_loss", "custom_loss_function_path": "a.b", "use_kl_loss": True},
         {"policy_loss_type": "gspo", "loss_reduction": "sample_mean"},
-        {"policy_loss_type": "gspo", "loss_reduction": "token_mean", "custom_pg_loss_reducer_function_path": "a.b"},
+        {
+            "policy_loss_type": "gspo",
+            "loss_reduction": "token_mean",
+            "custom_pg_loss_reducer_function_path": "a.b",
+        },
         {"policy_loss_type": "ppo", "loss_reduction": "token_mean"},
         {"loss_type": "sft_loss", "n_samples_per_prompt": 1, "calculate_per_token_loss": True},
     ],

@@ -33,7 +33,9 @@ def is_write(node: ast.AST) -> bool:
     writes_by_name = name in WRITERS or name in ("__setattr__", "__delattr__")
     if writes_by_name:
         return any(names_args(argument) for argument in node.args[:1])
-    is_update = name == "update" and isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Call)
+    is_update = (
+        name == "update" and isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Call)
+    )
     return is_update and names_args(node.func.value)
 
 
@@ -70,6 +72,8 @@ def test_every_way_of_writing_is_noticed(line):
     assert writes(line)
 
 
-@pytest.mark.parametrize("line", ["args = parse()", "x = args.y", "self.args = args", "args[0] = 1", "kwargs.x = 1"])
+@pytest.mark.parametrize(
+    "line", ["args = parse()", "x = args.y", "self.args = args", "args[0] = 1", "kwargs.x = 1"]
+)
 def test_reading_and_binding_are_not_writing(line):
     assert not writes(line)

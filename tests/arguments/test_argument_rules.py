@@ -23,7 +23,10 @@ SGLANG = {"rollout_engine": "sglang", "sglang_python": sys.executable}
         ({"hf_checkpoint": None}, "--hf-checkpoint is required"),
         ({"rollout_global_dataset": True}, "--prompt-data is required"),
         ({"rollout_max_response_len": None}, "--rollout-max-response-len is required"),
-        ({"rollout_temperature": 0}, "--rollout-temperature is 0: greedy decoding is not a policy RL can improve"),
+        (
+            {"rollout_temperature": 0},
+            "--rollout-temperature is 0: greedy decoding is not a policy RL can improve",
+        ),
         ({"rollout_temperature": -1}, "--rollout-temperature is -1"),
         (
             {"rollout_top_p": 0.9, **SGLANG},
@@ -31,7 +34,11 @@ SGLANG = {"rollout_engine": "sglang", "sglang_python": sys.executable}
         ),
         ({"rollout_top_k": 20, **SGLANG}, "--rollout-top-k is 20: .*--rollout-engine embedded, which tells"),
         (
-            {"rollout_top_p": 0.9, "rollout_external_engine_addrs": ["127.0.0.1:1"], "rollout_num_gpus": None},
+            {
+                "rollout_top_p": 0.9,
+                "rollout_external_engine_addrs": ["127.0.0.1:1"],
+                "rollout_num_gpus": None,
+            },
             "--rollout-top-p is 0.9: .*external engines do not tell",
         ),
         ({"rollout_top_k": 1}, "--rollout-top-k is 1: greedy decoding"),
@@ -44,15 +51,24 @@ SGLANG = {"rollout_engine": "sglang", "sglang_python": sys.executable}
             "--rollout-top-p is 0.9 with --opd-type engine: .*--opd-type trainer",
         ),
         ({"rollout_top_k": 0}, "--rollout-top-k is 0"),
-        ({"rollout_max_context_len": 10, "rollout_max_prompt_len": 10}, "--rollout-max-prompt-len is 10.*at most 9"),
-        ({"over_sampling_batch_size": 3}, "--over-sampling-batch-size is 3, less than --rollout-batch-size 4"),
+        (
+            {"rollout_max_context_len": 10, "rollout_max_prompt_len": 10},
+            "--rollout-max-prompt-len is 10.*at most 9",
+        ),
+        (
+            {"over_sampling_batch_size": 3},
+            "--over-sampling-batch-size is 3, less than --rollout-batch-size 4",
+        ),
         ({"num_rollout": None}, "neither --num-rollout nor --num-epoch"),
         ({"num_epoch": 2}, "--num-rollout is 3 and --num-epoch is 2"),
         ({"num_rollout": None, "num_epoch": 2}, "--num-epoch needs the shared dataset"),
         ({"loss_type": "custom_loss"}, "needs --custom-loss-function-path"),
         ({"loss_type": "sft_loss"}, "--n-samples-per-prompt is 2 with --loss-type sft_loss"),
         ({"advantage_estimator": "reinforce_plus_plus"}, "needs --normalize-advantages"),
-        ({"kl_coef": 0.1}, "--kl-coef is 0.1, but grpo never subtracts a KL.*--use-kl-loss --kl-loss-coef 0.1"),
+        (
+            {"kl_coef": 0.1},
+            "--kl-coef is 0.1, but grpo never subtracts a KL.*--use-kl-loss --kl-loss-coef 0.1",
+        ),
         (
             {"kl_coef": 0.1, "kl_loss_coef": 0.1, "use_kl_loss": True},
             "--kl-coef is 0.1 and --kl-loss-coef is 0.1: the KL would count twice",
@@ -64,13 +80,19 @@ SGLANG = {"rollout_engine": "sglang", "sglang_python": sys.executable}
         ({"use_dynamic_batch_size": True}, "--use-dynamic-batch-size needs --max-tokens-per-gpu"),
         ({"balance_by_flops": True}, "--balance-by-flops .* needs --use-dynamic-batch-size"),
         ({"min_lr": 1, "lr_decay_style": "cosine"}, "--min-lr is 1, more than --lr 1e-06"),
-        ({"lr_warmup_iters": 3, "lr_decay_style": "linear"}, "--lr-warmup-iters is 3, but the schedule ends after 3"),
+        (
+            {"lr_warmup_iters": 3, "lr_decay_style": "linear"},
+            "--lr-warmup-iters is 3, but the schedule ends after 3",
+        ),
         ({"rm_type": "mth"}, "--rm-type is 'mth', which is no built-in reward; did you mean math"),
         ({"rm_type": "remote_rm"}, "--rm-type remote_rm needs --rm-url"),
         ({"eval_interval": 5}, "--eval-interval is 5, but there is nothing to evaluate on"),
         ({"save_interval": 5}, "--save-interval is 5, but there is no folder"),
         ({"save_hf": "out"}, "--save-hf is out: every rollout would use the same path"),
-        ({"save_debug_rollout_data": "x{step}.pt"}, "--save-debug-rollout-data is x{step}.pt: not a template"),
+        (
+            {"save_debug_rollout_data": "x{step}.pt"},
+            "--save-debug-rollout-data is x{step}.pt: not a template",
+        ),
         ({"debug_rollout_only": True, "debug_train_only": True}, "leave nothing to run"),
         (
             {"debug_rollout_only": True, "load_debug_rollout_data": "{rollout_id}.pt"},
@@ -79,7 +101,10 @@ SGLANG = {"rollout_engine": "sglang", "sglang_python": sys.executable}
         ({"debug_train_only": True}, "--debug-train-only starts no engines.*--load-debug-rollout-data"),
         ({"actor_num_gpus_per_node": 3}, "--actor-num-gpus-per-node is 3, but --num-gpus-per-node says .* 2"),
         ({"update_weight_transport": "disk"}, "needs --update-weight-disk-dir"),
-        ({"rollout_num_gpus": 3, "rollout_num_gpus_per_engine": 2}, "--rollout-num-gpus is 3, not a multiple"),
+        (
+            {"rollout_num_gpus": 3, "rollout_num_gpus_per_engine": 2},
+            "--rollout-num-gpus is 3, not a multiple",
+        ),
     ],
 )
 def test_combination_is_refused_with_its_reason(changes, message):
@@ -248,7 +273,14 @@ def test_flag_without_effect_is_refused_when_given(name):
     words = []
     if name == "micro_batch_size":
         changes |= {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 64}
-    if name in ("use_kl_loss", "entropy_coef", "eps_clip", "eps_clip_high", "eps_clip_c", "use_rollout_logprobs"):
+    if name in (
+        "use_kl_loss",
+        "entropy_coef",
+        "eps_clip",
+        "eps_clip_high",
+        "eps_clip_c",
+        "use_rollout_logprobs",
+    ):
         changes |= {"loss_type": "sft_loss", "n_samples_per_prompt": 1}
     if name == "eps_clip_c":
         changes |= {name: 3.0}

@@ -3,7 +3,11 @@
 import pytest
 from argument_helpers import parse
 
-from slime.arguments.groups.eval_config import EvalDatasetConfig, build_eval_dataset_configs, ensure_dataset_list
+from slime.arguments.groups.eval_config import (
+    EvalDatasetConfig,
+    build_eval_dataset_configs,
+    ensure_dataset_list,
+)
 
 
 @pytest.fixture
@@ -20,7 +24,9 @@ def write(tmp_path, text):
 
 
 def test_pairs_of_names_and_files_become_datasets(data):
-    args = parse("--eval-prompt-data", "one", data, "two", data, "--eval-temperature", "0", "--label-key", "answer")
+    args = parse(
+        "--eval-prompt-data", "one", data, "two", data, "--eval-temperature", "0", "--label-key", "answer"
+    )
     assert [(d.name, d.path, d.temperature, d.label_key) for d in args.eval_datasets] == [
         ("one", data, 0.0, "answer"),
         ("two", data, 0.0, "answer"),
@@ -54,7 +60,9 @@ eval:
     - {{name: warm, path: {data}}}
 """,
     )
-    cold, warm = parse("--eval-config", config, "--eval-temperature", "0.9", "--eval-top-p", "0.7").eval_datasets
+    cold, warm = parse(
+        "--eval-config", config, "--eval-temperature", "0.9", "--eval-top-p", "0.7"
+    ).eval_datasets
     assert (cold.temperature, warm.temperature) == (0.0, 0.5)
     assert (cold.n_samples_per_eval_prompt, cold.top_p, cold.rm_type, warm.rm_type) == (4, 0.7, "math", None)
 
@@ -67,8 +75,14 @@ def test_datasets_may_be_keyed_by_name_without_a_top_level(tmp_path, data):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("datasets: [{name: a, path: P, temprature: 1}]", "'a': unknown key 'temprature'. Did you mean temperature"),
-        ("defaults: {temprature: 1}\ndatasets: [{name: a, path: P}]", "eval defaults: unknown key 'temprature'"),
+        (
+            "datasets: [{name: a, path: P, temprature: 1}]",
+            "'a': unknown key 'temprature'. Did you mean temperature",
+        ),
+        (
+            "defaults: {temprature: 1}\ndatasets: [{name: a, path: P}]",
+            "eval defaults: unknown key 'temprature'",
+        ),
         (
             "datasets: [{name: a, path: P, app_service: 1}]",
             "app_service is a slime setting that this version does not build",

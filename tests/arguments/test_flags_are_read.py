@@ -46,7 +46,11 @@ def names_read_outside_arguments() -> set[str]:
     for path in files:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-                owner = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
+                owner = (
+                    node.value.attr
+                    if isinstance(node.value, ast.Attribute)
+                    else getattr(node.value, "id", "")
+                )
                 if owner.endswith("args"):
                     names.add(node.attr)
     return names

@@ -60,7 +60,12 @@ def test_this_machine_answers():
     ("units", "stored", "dtype", "why"),
     [
         (OLD, {"dtype": "bfloat16"}, "float32", "this CPU has no amx_bf16, avx512_bf16"),
-        (AMX, {"dtype": "bfloat16"}, "bfloat16", "this CPU has amx_bf16, and the model is stored in bfloat16"),
+        (
+            AMX,
+            {"dtype": "bfloat16"},
+            "bfloat16",
+            "this CPU has amx_bf16, and the model is stored in bfloat16",
+        ),
         (AMX, {"torch_dtype": "float16"}, "bfloat16", "stored in float16"),
         (AMX, {"text_config": {"dtype": "bfloat16"}}, "bfloat16", "stored in bfloat16"),
         (AMX, {"dtype": "float32"}, "float32", "stored in float32"),

@@ -15,7 +15,12 @@ def megatron(*words):
 
 def test_fields_of_its_dataclasses_are_flags():
     args = megatron(
-        "--moe-router-bias-update-rate", "0.01", "--attention-softmax-in-fp32", "--num-layers=4", "--bucket-size", "99"
+        "--moe-router-bias-update-rate",
+        "0.01",
+        "--attention-softmax-in-fp32",
+        "--num-layers=4",
+        "--bucket-size",
+        "99",
     )
     assert args.megatron_config == {
         "moe_router_bias_update_rate": 0.01,
@@ -36,8 +41,12 @@ def test_familiar_spellings_are_known():
 
 
 def test_flags_of_scripts_that_describe_the_model_are_known():
-    words = "--vocab-size 151936 --rotary-base 1e6 --untie-embeddings-and-output-weights --group-query-attention"
-    words += " --position-embedding-type rope --decoder-last-pipeline-num-layers 3 --moe-layer-freq [0]*1+[1]*2"
+    words = (
+        "--vocab-size 151936 --rotary-base 1e6 --untie-embeddings-and-output-weights --group-query-attention"
+    )
+    words += (
+        " --position-embedding-type rope --decoder-last-pipeline-num-layers 3 --moe-layer-freq [0]*1+[1]*2"
+    )
     assert megatron(*words.split()).megatron_config == {
         "vocab_size": 151936,
         "rotary_base": 1e6,
@@ -60,7 +69,10 @@ def test_table_is_read_without_importing_the_package():
         (("--moe-router-bias-update-rat", "0.1"), "did you mean --moe-router-bias-update-rate"),
         (("--moe-router-load-balancing-type", "sinkhorn"), "there are none, aux_loss, seq_aux_loss"),
         (("--use-routing-replay", "--use-rollout-logprobs"), "nothing is recorded"),
-        (("--use-routing-replay", "--loss-type", "custom_loss", "--custom-loss-function-path", "a.b"), "no old"),
+        (
+            ("--use-routing-replay", "--loss-type", "custom_loss", "--custom-loss-function-path", "a.b"),
+            "no old",
+        ),
         (("--num-layers", "four"), "--num-layers is 'four': megatron-core expects int"),
         (("--num-layers",), "takes one value, found 0"),
         (("--moe-layer-freq", "[0]*3+print()"), r"write a number, or a list of 0 and 1"),
@@ -71,7 +83,14 @@ def test_table_is_read_without_importing_the_package():
         (("--mtp-num-layers", "1"), "given without --enable-mtp-training"),
         (("--lora-rank", "4"), "only the FSDP trainer reads it"),
         (
-            ("--loss-type", "custom_loss", "--custom-loss-function-path", "a.b", "--context-parallel-size", "2"),
+            (
+                "--loss-type",
+                "custom_loss",
+                "--custom-loss-function-path",
+                "a.b",
+                "--context-parallel-size",
+                "2",
+            ),
             "needs the logits of whole samples on one rank",
         ),
         (("--megatron-config", '{"lr": 1}'), "give it as --lr"),
@@ -83,7 +102,9 @@ def test_mistakes_are_named(words, message):
 
 
 def test_flag_of_megatron_without_megatron_is_refused():
-    with pytest.raises(ValueError, match="--moe-z-loss-coeff is a flag of Megatron's, but --train-backend is fsdp"):
+    with pytest.raises(
+        ValueError, match="--moe-z-loss-coeff is a flag of Megatron's, but --train-backend is fsdp"
+    ):
         parse("--moe-z-loss-coeff", "0.1")
     with pytest.raises(ValueError, match="only --train-backend megatron reads it"):
         parse("--sequence-parallel")

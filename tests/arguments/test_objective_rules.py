@@ -89,7 +89,10 @@ def test_so_may_a_teacher(tmp_path):
         ),
         (("--ref-ckpt-step", "3"), "--ref-load owner/model holds no checkpoints"),
         (("--opd-teacher-ckpt-step", "3"), "--opd-teacher-load is not set"),
-        (("--ref-load", "FOLDER", "--save", "FOLDER", "--save-interval", "1"), "choose one with --ref-ckpt-step"),
+        (
+            ("--ref-load", "FOLDER", "--save", "FOLDER", "--save-interval", "1"),
+            "choose one with --ref-ckpt-step",
+        ),
         (("--ref-load", "FOLDER", "--train-backend", "megatron"), "that --save-hf wrote"),
     ],
 )

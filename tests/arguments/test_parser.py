@@ -65,7 +65,9 @@ def test_misspelt_declared_flag_with_a_pass_through_prefix_is_still_suggested():
 
 def test_no_declared_flag_is_listed_as_missing():
     declared = {
-        option.removeprefix("--") for spec in all_specs().values() for option in [spec.option, *spec.on_options]
+        option.removeprefix("--")
+        for spec in all_specs().values()
+        for option in [spec.option, *spec.on_options]
     }
     assert not declared & UNBUILT_FLAGS
 
@@ -98,7 +100,15 @@ def test_bad_value_is_named_with_its_flag(words, message):
 
 def test_values_have_their_declared_types():
     args = parse(
-        *("--lr", "1e-5", "--apply-chat-template-kwargs", '{"enable_thinking": false}', "--rollout-stop", "a", "b"),
+        *(
+            "--lr",
+            "1e-5",
+            "--apply-chat-template-kwargs",
+            '{"enable_thinking": false}',
+            "--rollout-stop",
+            "a",
+            "b",
+        ),
         *("--seed=7", "--rollout-stop-token-ids", "1", "2"),
     )
     assert args.lr == 1e-5
@@ -155,7 +165,10 @@ def test_file_keys_may_be_written_like_flags(tmp_path):
             "rollout_batch_sise: 4\n",
             r"run.yaml: unknown key 'rollout_batch_sise'; did you mean 'rollout_batch_size'\?",
         ),
-        ("use_stateless_adam: true\n", "use_stateless_adam is a slime flag that this version does not build yet"),
+        (
+            "use_stateless_adam: true\n",
+            "use_stateless_adam is a slime flag that this version does not build yet",
+        ),
         ("lr: fast\n", "lr in .*run.yaml is 'fast': expected a number"),
         ("seed: [1, 2]\n", "expected one value, found a list"),
         ("colocate: 3\n", "expected true or false"),
@@ -212,7 +225,9 @@ def test_custom_arguments_have_defaults_sources_and_file_keys(tmp_path):
     args = parse_args([*base_argv(), "--config", config], add_custom_arguments=add_tool_flags)
     assert (args.tool_budget, args.tool_server) == (3, "http://here")
     assert (args.sources["tool_budget"], args.sources["tool_server"]) == ("default", f"file {config}")
-    args = parse_args([*base_argv(), "--tool-budget", "5", "--tool-server", "x"], add_custom_arguments=add_tool_flags)
+    args = parse_args(
+        [*base_argv(), "--tool-budget", "5", "--tool-server", "x"], add_custom_arguments=add_tool_flags
+    )
     assert (args.tool_budget, args.sources["tool_budget"]) == (5, "command line")
 
 
@@ -266,7 +281,11 @@ def test_plug_ins_get_a_copy_with_the_facts_of_the_run():
     args = parse()
     info = RunInfo("run", "runs/x", "127.0.0.1", 4000, ("http://127.0.0.1:4001",), 9, 2, 1, 512, 128)
     seen = plugin_args(args, info)
-    assert (seen.sglang_router_ip, seen.sglang_router_port, seen.rollout_num_engines) == ("127.0.0.1", 4000, 1)
+    assert (seen.sglang_router_ip, seen.sglang_router_port, seen.rollout_num_engines) == (
+        "127.0.0.1",
+        4000,
+        1,
+    )
     assert (seen.num_rollout, seen.start_rollout_id, seen.run_dir) == (9, 2, "runs/x")
     assert (seen.engine_urls, seen.vocab_size, seen.max_context_len) == (["http://127.0.0.1:4001"], 512, 128)
     seen.lr = 5.0
@@ -282,7 +301,12 @@ def test_print_config_shows_every_value_and_its_source(capsys, tmp_path):
     shown = capsys.readouterr().out
     assert stop.value.code == 0
     lines = {line.split()[0]: line for line in shown.splitlines() if line and not line.startswith("#")}
-    assert set(lines) == set(all_specs()) | {"eval_datasets", "sglang_options", "router_options", "engine_topology"}
+    assert set(lines) == set(all_specs()) | {
+        "eval_datasets",
+        "sglang_options",
+        "router_options",
+        "engine_topology",
+    }
     assert "0.5" in lines["clip_grad"] and f"file {config}" in lines["clip_grad"]
     assert lines["rollout_batch_size"].split()[1:] == ["4", "command", "line"]
     assert "derived: same as eps_clip" in lines["eps_clip_high"]

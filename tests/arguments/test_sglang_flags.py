@@ -39,10 +39,24 @@ def python(tmp_path, monkeypatch):
 
 
 def test_flags_of_sglang_become_words_of_its_command_line_and_values_of_args(python):
-    words = ["--sglang-mem-fraction-static", "0.5", "--sglang-cuda-graph-bs", "1", "2", "--sglang-sleep-on-idle"]
+    words = [
+        "--sglang-mem-fraction-static",
+        "0.5",
+        "--sglang-cuda-graph-bs",
+        "1",
+        "2",
+        "--sglang-sleep-on-idle",
+    ]
     args = parse(*words, sglang_python=str(python))
     assert args.rollout_engine == "sglang" and "flags of SGLang" in args.sources["rollout_engine"]
-    assert args.sglang_options == ["--mem-fraction-static", "0.5", "--cuda-graph-bs", "1", "2", "--sleep-on-idle"]
+    assert args.sglang_options == [
+        "--mem-fraction-static",
+        "0.5",
+        "--cuda-graph-bs",
+        "1",
+        "2",
+        "--sleep-on-idle",
+    ]
     assert (args.sglang_mem_fraction_static, args.sglang_cuda_graph_bs, args.sglang_sleep_on_idle) == (
         0.5,
         [1, 2],

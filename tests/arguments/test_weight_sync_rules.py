@@ -10,7 +10,9 @@ from argument_helpers import parse
 def installed(monkeypatch):
     """A set of modules that count as installed."""
     modules = {"zstandard", "xxhash", "blake3"}
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: object() if name in modules else None)
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: object() if name in modules else None
+    )
     return modules
 
 

@@ -23,7 +23,9 @@ def small_trial(monkeypatch):
 
 
 def fake_right(query, key, value, cu_seqlens, bounds, scale):
-    return packed_attention(query, key, value, PackedDocuments.from_lengths(bounds.diff().tolist()), scale=scale), None
+    return packed_attention(
+        query, key, value, PackedDocuments.from_lengths(bounds.diff().tolist()), scale=scale
+    ), None
 
 
 def fake_without_scale(query, key, value, cu_seqlens, bounds, scale):
@@ -77,7 +79,9 @@ def plain_backward(
         scores = probs * (inner - (probs * inner).sum(-1, keepdim=True)) * scale
         each = scores @ k, scores.mT @ q, probs.mT @ g
         groups = (1, ratio, ratio)
-        found.append([x.unflatten(0, (-1, n)).sum(1).transpose(0, 1) for x, n in zip(each, groups, strict=True)])
+        found.append(
+            [x.unflatten(0, (-1, n)).sum(1).transpose(0, 1) for x, n in zip(each, groups, strict=True)]
+        )
     return tuple(torch.cat(parts).to(query.dtype) for parts in zip(*found, strict=True))
 
 
@@ -89,7 +93,9 @@ def plain_forward(
 
 
 def test_two_functions_make_an_operator_that_torch_accepts_and_a_trial_finds_right():
-    operator = packed_operator("plain_for_test", plain_forward, plain_backward, lambda query, _: (2, query.shape[0]))
+    operator = packed_operator(
+        "plain_for_test", plain_forward, plain_backward, lambda query, _: (2, query.shape[0])
+    )
     assert why_wrong(operator, 2, 16, CPU) is None
     bounds = torch.tensor([0, 3, 7])
     parts = [torch.randn(7, heads, 16, requires_grad=True) for heads in (4, 2, 2)]

@@ -226,7 +226,9 @@ def samples_for(args):
         sample.rollout_id = i // 2 if pairs else i
         sample.reward = 1.0 - i % 2 if pairs else (0.0, 2.0, 1.0, 0.0, 2.0, 0.0, 1.0, 2.0)[i]
     if not pairs:
-        samples.append(dataclasses.replace(samples[0], index=99, tokens=[*samples[0].tokens[:-1], 7, 8], reward=2.0))
+        samples.append(
+            dataclasses.replace(samples[0], index=99, tokens=[*samples[0].tokens[:-1], 7, 8], reward=2.0)
+        )
         samples[-1].response_length = samples[0].response_length + 1
         samples[-1].rollout_log_probs = [-4.0] * samples[-1].response_length
         samples[-1].loss_mask = None
@@ -252,11 +254,15 @@ def outcome(args):
 
 
 def test_every_algorithm_flag_has_a_value_here():
-    declared = {field.name for group in GROUPS for field in dataclasses.fields(group)} - {"calculate_per_token_loss"}
+    declared = {field.name for group in GROUPS for field in dataclasses.fields(group)} - {
+        "calculate_per_token_loss"
+    }
     assert declared - VALUES.keys() - GUARDS == set()
 
 
-@pytest.mark.parametrize("run", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in RUNS])
+@pytest.mark.parametrize(
+    "run", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in RUNS]
+)
 def test_a_flag_changes_what_is_computed_or_is_refused(folder, run):
     settings = RUNS[run]
     expected = outcome(settings_of(folder, settings))

@@ -58,7 +58,11 @@ def test_adapters_take_the_same_steps_on_any_number_of_ranks(tmp_path):
     model = make_tiny_model(tmp_path / "tiny", hidden=32)
     work(0, 1, meeting_point(), tmp_path, model)
     expected = torch.load(tmp_path / "1.pt")["plain"]
-    moved = [name for name, tensor in expected["adapters"].items() if "lora_B" in name and tensor.abs().max() > 1e-3]
+    moved = [
+        name
+        for name, tensor in expected["adapters"].items()
+        if "lora_B" in name and tensor.abs().max() > 1e-3
+    ]
     assert len(moved) == 14  # seven layers of each of two
     for ranks in (2, 4):
         mp.spawn(work, args=(ranks, meeting_point(), tmp_path, model), nprocs=ranks, join=True)

@@ -16,7 +16,10 @@ TENSOR, FULL = dict(tensor_model_parallel_size=2), dict(activation_checkpointing
 VARIANTS = {
     "one rank": {"plain": {}, "recomputed, other micro-batches": {**FULL, "micro_batch_size": 5}},
     "two ranks": {"data": {}, "tensor": {**TENSOR, **FULL}},
-    "four ranks": {"data x tensor": {**TENSOR, "micro_batch_size": 3}, "offloaded": dict(fsdp_cpu_offload=True)},
+    "four ranks": {
+        "data x tensor": {**TENSOR, "micro_batch_size": 3},
+        "offloaded": dict(fsdp_cpu_offload=True),
+    },
 }
 RANKS = {"one rank": 1, "two ranks": 2, "four ranks": 4}
 
@@ -92,7 +95,11 @@ def test_experts_take_the_same_steps_however_they_are_spread(world, matrix):
     for name, outcome in torch.load(folder / f"{matrix}.pt").items():
         for part in ("weights", "exported"):
             torch.testing.assert_close(
-                outcome[part], reference[part], rtol=1e-5, atol=1e-5, msg=lambda m, n=name, p=part: f"{n} {p}: {m}"
+                outcome[part],
+                reference[part],
+                rtol=1e-5,
+                atol=1e-5,
+                msg=lambda m, n=name, p=part: f"{n} {p}: {m}",
             )
         for key, value in reference["metrics"].items():
             if not key.startswith("perf/"):
@@ -128,12 +135,20 @@ def test_the_balance_loss_moves_the_router_down_its_own_gradient(world, alone):
     batch = samples_to_batch(args, random_samples(3, 3))
     total = 0.0
     for tokens in batch["tokens"]:
-        routes = [logits for logits in lm(tokens[None], output_router_logits=True).router_logits if logits is not None]
+        routes = [
+            logits
+            for logits in lm(tokens[None], output_router_logits=True).router_logits
+            if logits is not None
+        ]
         losses = [load_balancing_loss_func((logits,), 4, 2) for logits in routes]
         total = total + sum(losses) / len(losses) / len(batch["tokens"])
     assert metrics["train/moe_aux_loss"] == pytest.approx(total.item(), rel=1e-5)
     (0.5 * total).backward()
-    for name in ("model.layers.0.mlp.gate.weight", "model.layers.2.mlp.gate.weight", "model.embed_tokens.weight"):
+    for name in (
+        "model.layers.0.mlp.gate.weight",
+        "model.layers.2.mlp.gate.weight",
+        "model.embed_tokens.weight",
+    ):
         gradient = dict(lm.named_parameters())[name].grad
         torch.testing.assert_close(with_loss[name] - without[name], -0.1 * gradient, rtol=1e-3, atol=2e-6)
 
@@ -156,6 +171,8 @@ def test_models_without_routers_and_split_samples_are_refused_with_the_reason(tm
 
 def test_experts_that_cannot_be_shared_out_evenly_are_refused(tmp_path):
     lm = loading.empty_model(make_moe(tmp_path / "odd", experts=3))
-    with pytest.raises(ValueError, match="--tensor-model-parallel-size 2 does not divide the number of experts = 3"):
+    with pytest.raises(
+        ValueError, match="--tensor-model-parallel-size 2 does not divide the number of experts = 3"
+    ):
         tensor_parallel.plan_of(lm, 2)
     assert len(tensor_parallel.plan_of(loading.empty_model(make_moe(tmp_path / "even")), 2)[1]) == 2

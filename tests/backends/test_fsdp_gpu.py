@@ -61,7 +61,9 @@ def test_packed_operators_compute_right(name, ratio, width):
 def test_a_chunk_sees_the_prefix_of_its_document():
     """What context parallelism relies on: with fewer queries than keys the causal mask is aligned at the end."""
     torch.manual_seed(0)
-    query, key, value = (torch.randn(40, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2))
+    query, key, value = (
+        torch.randn(40, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2)
+    )
     cu = torch.tensor([0, 40], dtype=torch.int32, device="cuda")
     cu_query = torch.tensor([0, 10], dtype=torch.int32, device="cuda")
     attend = _varlen_attention()

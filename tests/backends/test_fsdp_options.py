@@ -151,7 +151,9 @@ def test_a_mixture_of_experts_trains_and_tells_its_load(tmp_path):
         assert 0.0 <= metrics["train/moe_idle_experts"] <= 0.5
         outcomes.append((metrics, weights_of(backend)))
     torch.testing.assert_close(outcomes[1][1], outcomes[0][1], rtol=1e-5, atol=1e-5)
-    assert outcomes[0][0]["train/moe_load_worst_layer"] == pytest.approx(outcomes[1][0]["train/moe_load_worst_layer"])
+    assert outcomes[0][0]["train/moe_load_worst_layer"] == pytest.approx(
+        outcomes[1][0]["train/moe_load_worst_layer"]
+    )
 
 
 def test_16_bit_passes_of_one_rank_equal_those_of_sharding(model):
@@ -194,4 +196,6 @@ def test_weights_are_read_by_regions_and_missing_ones_are_named(model, tmp_path)
         save_file(half, tmp_path / f"model-{i}.safetensors", metadata={"format": "pt"})
     index = {name: f"model-{i}.safetensors" for i, half in enumerate(halves) for name in half}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    torch.testing.assert_close(weights_of(backend_of(trainer_args(tmp_path))), weights_of(backend), rtol=0, atol=0)
+    torch.testing.assert_close(
+        weights_of(backend_of(trainer_args(tmp_path))), weights_of(backend), rtol=0, atol=0
+    )

@@ -98,7 +98,9 @@ def work(rank, matrix, address, folder, model):
             "log_probs": found.log_probs + found.entropy,
         }
         backend.save(folder / name)
-        args = settings(model, global_batch_size=15, **changes)  # one step: no pass before it records log-probs
+        args = settings(
+            model, global_batch_size=15, **changes
+        )  # one step: no pass before it records log-probs
         results[name]["next"] = take_steps(backend, args, samples)
         if world_size > 1:
             results[name]["next from one rank"] = next_from(folder / "plain", args, rank, world_size)
@@ -125,7 +127,12 @@ def world(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "matrix",
-    ["one rank", "two ranks", pytest.param("two ranks, more", marks=slow), pytest.param("four ranks", marks=slow)],
+    [
+        "one rank",
+        "two ranks",
+        pytest.param("two ranks, more", marks=slow),
+        pytest.param("four ranks", marks=slow),
+    ],
 )
 def test_every_way_to_spread_a_model_takes_the_same_steps(world, matrix):
     folder, model, reference = world

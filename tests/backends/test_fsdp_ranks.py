@@ -34,9 +34,15 @@ def settings(model, **changes):
 VARIANTS = {
     "rollout means": dict(use_dynamic_batch_size=True, max_tokens_per_gpu=40, global_batch_size=8),
     "token means": dict(micro_batch_size=2, calculate_per_token_loss=True, balance_data=True),
-    "critic": dict(advantage_estimator="ppo", micro_batch_size=4, global_batch_size=8, critic_lr=0.1, lambd=0.9),
-    "teacher": dict(use_opd=True, opd_type="trainer", opd_kl="full", opd_teacher_load="wide", micro_batch_size=4),
-    "weights over the step": dict(use_tis=True, tis_batch_normalize=True, tis_level="sequence", micro_batch_size=2),
+    "critic": dict(
+        advantage_estimator="ppo", micro_batch_size=4, global_batch_size=8, critic_lr=0.1, lambd=0.9
+    ),
+    "teacher": dict(
+        use_opd=True, opd_type="trainer", opd_kl="full", opd_teacher_load="wide", micro_batch_size=4
+    ),
+    "weights over the step": dict(
+        use_tis=True, tis_batch_normalize=True, tis_level="sequence", micro_batch_size=2
+    ),
     "tokens of high covariance": dict(
         policy_loss_type="kl_cov", kl_cov_ratio=0.2, micro_batch_size=4, global_batch_size=8
     ),

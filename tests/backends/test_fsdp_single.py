@@ -63,8 +63,12 @@ def test_log_probs_equal_a_plain_forward_at_the_rollout_temperature(model, tempe
     batch = samples_to_batch(args, samples)
     mbs = build_micro_batches(batch, [[3, 0, 7], [1, 2, 4, 5, 6], [], [11, 10, 9, 8]])
     result = backend_of(args).log_probs(mbs, entropy=True)
-    torch.testing.assert_close(result.log_probs, hf_log_probs(model, samples, temperature), rtol=1e-4, atol=1e-5)
-    assert all(h.min() > 0 and len(h) == s.response_length for h, s in zip(result.entropy, samples, strict=True))
+    torch.testing.assert_close(
+        result.log_probs, hf_log_probs(model, samples, temperature), rtol=1e-4, atol=1e-5
+    )
+    assert all(
+        h.min() > 0 and len(h) == s.response_length for h, s in zip(result.entropy, samples, strict=True)
+    )
 
 
 SPLITS = {
@@ -72,7 +76,9 @@ SPLITS = {
     "five samples each": dict(micro_batch_size=5),
     "all in one stream": dict(use_dynamic_batch_size=True, max_tokens_per_gpu=100000),
     "kept logits": dict(logits_memory_gib=1.0),
-    "by tokens, small chunks": dict(use_dynamic_batch_size=True, max_tokens_per_gpu=64, log_probs_chunk_size=3),
+    "by tokens, small chunks": dict(
+        use_dynamic_batch_size=True, max_tokens_per_gpu=64, log_probs_chunk_size=3
+    ),
 }
 
 
@@ -161,10 +167,16 @@ def test_engine_log_probs_are_compared_and_may_stand_in_for_the_old_policy(model
         train(backend_of(args), args, samples)
 
 
-@pytest.mark.parametrize("estimator", ["gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+@pytest.mark.parametrize(
+    "estimator", ["gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+)
 def test_every_estimator_takes_a_finite_step(model, estimator):
     args = trainer_args(
-        model, advantage_estimator=estimator, normalize_advantages=True, micro_batch_size=8, global_batch_size=8
+        model,
+        advantage_estimator=estimator,
+        normalize_advantages=True,
+        micro_batch_size=8,
+        global_batch_size=8,
     )
     metrics = train(backend_of(args), args, random_samples(4, 4))
     assert metrics["train/grad_norm"] > 0
@@ -172,7 +184,11 @@ def test_every_estimator_takes_a_finite_step(model, estimator):
 
 def test_sft_lowers_its_loss(model):
     args = trainer_args(
-        model, loss_type="sft_loss", calculate_per_token_loss=True, compute_advantages_and_returns=False, lr=3e-3
+        model,
+        loss_type="sft_loss",
+        calculate_per_token_loss=True,
+        compute_advantages_and_returns=False,
+        lr=3e-3,
     )
     backend = backend_of(args)
     samples = random_samples(2, 4)
@@ -181,7 +197,9 @@ def test_sft_lowers_its_loss(model):
 
 
 def test_the_learning_rate_warms_up_and_decays(model):
-    args = trainer_args(model, lr_warmup_iters=2, lr_decay_style="linear", lr_decay_iters=4, lr=1.0, min_lr=0.5)
+    args = trainer_args(
+        model, lr_warmup_iters=2, lr_decay_style="linear", lr_decay_iters=4, lr=1.0, min_lr=0.5
+    )
     from slime.backends.shared.optimizer import learning_rate
 
     assert [learning_rate(args, step, 4) for step in range(6)] == [0.5, 1.0, 1.0, 0.75, 0.5, 0.5]
@@ -242,9 +260,9 @@ def test_hooks_see_and_change_the_train_data(model, tmp_path):
         custom_advantage_function_path=f"{file}:advantages",
         rollout_data_postprocess_path=f"{file}:post",
     )
-    assert train(backend_of(args), args, random_samples(2, 4), rollout_id=7)["rollout/advantages"] == pytest.approx(
-        0.5
-    )
+    assert train(backend_of(args), args, random_samples(2, 4), rollout_id=7)[
+        "rollout/advantages"
+    ] == pytest.approx(0.5)
 
 
 def test_a_custom_reducer_replaces_the_mean_of_the_policy_term_only(model, tmp_path):
@@ -301,7 +319,8 @@ def test_a_checkpoint_of_another_model_is_one_error_that_names_the_difference(mo
     other = make_tiny_model(tmp_path / "other", hidden=32)
     backend = backend_of(trainer_args(other))
     with pytest.raises(
-        ValueError, match=r"another model.*embed_tokens.weight is \[128, 64\] there and \[128, 32\] here|lm_head"
+        ValueError,
+        match=r"another model.*embed_tokens.weight is \[128, 64\] there and \[128, 32\] here|lm_head",
     ):
         backend.load(tmp_path / "ckpt")
     with pytest.raises(ValueError, match="no trainer checkpoint"):
@@ -325,7 +344,9 @@ def test_an_hf_folder_round_trips(tmp_path, tied, bucket):
     (tmp_path / "out" / "stale").write_text("x")
     backend.save_hf(tmp_path / "out")
     lm = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    torch.testing.assert_close(dict(lm.named_parameters()), weights_of(backend), rtol=0, atol=0, check_stride=False)
+    torch.testing.assert_close(
+        dict(lm.named_parameters()), weights_of(backend), rtol=0, atol=0, check_stride=False
+    )
     AutoTokenizer.from_pretrained(tmp_path / "out")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "tiny"]
     assert not (tmp_path / "out" / "stale").exists()

@@ -41,14 +41,17 @@ def test_packed_attention_is_causal_attention_within_each_document(lengths):
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
     direction = torch.randn_like(got)
     grads = [
-        torch.autograd.grad((x * direction).sum(), (query, key, value), retain_graph=True) for x in (got, expected)
+        torch.autograd.grad((x * direction).sum(), (query, key, value), retain_graph=True)
+        for x in (got, expected)
     ]
     torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_context_parallelism_pads_long_tail_lengths_by_less_than_one_percent(size):
-    lengths = torch.exp(6.5 + torch.randn(256, generator=torch.Generator().manual_seed(0))).clamp(16, 8192).long()
+    lengths = (
+        torch.exp(6.5 + torch.randn(256, generator=torch.Generator().manual_seed(0))).clamp(16, 8192).long()
+    )
     multiple = chunk_multiple(size)
     padding = (-lengths % multiple).sum() / lengths.sum()
     assert 0 < padding < 0.01

@@ -50,7 +50,9 @@ def test_samples_without_a_rollout_id_stand_alone():
 
 
 def test_a_removed_sample_trains_nothing_but_stays_in_the_group_mean():
-    batch = samples_to_batch(args(grpo_std_normalization=False), [sample(1.0, remove_sample=True), sample(0.0)])
+    batch = samples_to_batch(
+        args(grpo_std_normalization=False), [sample(1.0, remove_sample=True), sample(0.0)]
+    )
     assert batch["loss_masks"][0].tolist() == [0, 0]
     assert batch["rewards"] == [0.5, -0.5]
 
@@ -96,7 +98,10 @@ def test_metadata_and_shown_rewards_travel():
         (lambda: [sample(1.0, loss_mask=[1, 2])], "loss_mask holds 2 in sample"),
         (lambda: [sample(1.0, loss_mask=[0.5, 1])], "loss_mask holds 0.5"),
         (lambda: [sample(1.0, rollout_log_probs=[0.0])], "rollout_log_probs has 1 entries for 2"),
-        (lambda: [sample(1.0, rollout_log_probs=[0.0, 0.0]), sample(0.0)], "1 of 2 samples have no rollout_log_probs"),
+        (
+            lambda: [sample(1.0, rollout_log_probs=[0.0, 0.0]), sample(0.0)],
+            "1 of 2 samples have no rollout_log_probs",
+        ),
         (lambda: [sample(1.0, rollout_log_probs=[0.0, float("inf")])], "NaN or inf"),
         (lambda: [Sample(tokens=[1, 2], response_length=2, reward=1.0)], "at least one prompt token"),
         (lambda: [sample(1.0, group=None)], "no group_index"),
@@ -113,7 +118,9 @@ def test_custom_reward_post_process_replaces_normalisation(tmp_path, monkeypatch
         "def post(args, samples):\n    return [0] * len(samples), [9.0] * len(samples)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    batch = samples_to_batch(args(custom_reward_post_process_path="h3_hooks.post"), [sample(1.0), sample(0.0)])
+    batch = samples_to_batch(
+        args(custom_reward_post_process_path="h3_hooks.post"), [sample(1.0), sample(0.0)]
+    )
     assert batch["raw_reward"] == [0, 0]
     assert batch["rewards"] == [9.0, 9.0]
     sys.modules.pop("h3_hooks")
@@ -158,7 +165,10 @@ def test_the_estimator_chooses_what_rewards_are_compared_with():
 
 
 def test_remax_compares_with_the_greedy_answer_of_the_metadata():
-    samples = [sample(1.0, metadata={"greedy_reward": 0.25}), sample(0.0, metadata={"greedy_reward": 0.25}, index=1)]
+    samples = [
+        sample(1.0, metadata={"greedy_reward": 0.25}),
+        sample(0.0, metadata={"greedy_reward": 0.25}, index=1),
+    ]
     assert samples_to_batch(args(advantage_estimator="remax"), samples)["rewards"] == [0.75, -0.25]
     with pytest.raises(ValueError, match="greedy_reward"):
         samples_to_batch(args(advantage_estimator="remax"), [sample(1.0)])
@@ -199,5 +209,7 @@ def test_a_mistake_in_the_reward_post_process_is_named_with_its_place(tmp_path, 
 def test_a_mistake_in_the_custom_conversion_is_named_with_its_place(tmp_path):
     file = tmp_path / "convert.py"
     file.write_text("def make(args, samples):\n    return {'tokens': samples[9]}\n")
-    with pytest.raises(PluginError, match=r"IndexError: list index out of range\n  at .*convert.py:2 in make"):
+    with pytest.raises(
+        PluginError, match=r"IndexError: list index out of range\n  at .*convert.py:2 in make"
+    ):
         samples_to_batch(args(custom_convert_samples_to_train_data_path=f"{file}:make"), [sample(1.0)])

@@ -81,7 +81,9 @@ def test_balanced_ranks_have_nearly_equal_work():
     schedule = build_schedule(
         settings_, lengths, list(range(256)), dp_size=8, cost=lambda length: forward_flops(shape, length)
     )
-    work = [sum(forward_flops(shape, lengths[p]) for mb in rank for p in mb) for rank in schedule.steps[0].ranks]
+    work = [
+        sum(forward_flops(shape, lengths[p]) for mb in rank for p in mb) for rank in schedule.steps[0].ranks
+    ]
     assert max(work) / (sum(work) / 8) <= 1.05
 
 

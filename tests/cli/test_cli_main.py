@@ -12,7 +12,9 @@ from slime.cli import train as cli_train
 
 
 def run(*words):
-    return subprocess.run([sys.executable, "-m", "slime", *words], capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-m", "slime", *words], capture_output=True, text=True, timeout=120
+    )
 
 
 def test_help_lists_the_commands(capsys):
@@ -43,7 +45,9 @@ def test_every_command_explains_itself_and_makes_nothing(name, option, capsys, t
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
-def test_every_command_refuses_an_option_that_it_does_not_know_and_makes_nothing(name, capsys, tmp_path, monkeypatch):
+def test_every_command_refuses_an_option_that_it_does_not_know_and_makes_nothing(
+    name, capsys, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stop:
         cli.main([name, "--no-such-option"])
@@ -80,7 +84,9 @@ def test_wrong_plug_in_ends_before_training(capsys, tmp_path):
     reward = tmp_path / "reward.py"
     reward.write_text("def f(args, sample): return 1\n")
     with pytest.raises(SystemExit) as stop:
-        cli_train.main([*base_argv(), "--custom-rm-path", f"{reward}:f"], train=lambda args: pytest.fail("trained"))
+        cli_train.main(
+            [*base_argv(), "--custom-rm-path", f"{reward}:f"], train=lambda args: pytest.fail("trained")
+        )
     assert stop.value.code == 2
     assert "write `async def`" in capsys.readouterr().err
 

@@ -10,7 +10,9 @@ from safetensors.torch import load_file, save_file
 from slime.cli.main import main
 from slime.utils.fp8 import dequantize_blocks
 
-needs_megatron = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
+needs_megatron = pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None, reason="needs megatron-core"
+)
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
 
@@ -36,7 +38,11 @@ def make_model(path, *, shards: str = "1GB", tied: bool = True) -> str:
 
 
 def weights(folder) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
 
 
 def fails(argv: list[str], capsys) -> str:
@@ -49,7 +55,10 @@ def fails(argv: list[str], capsys) -> str:
 def round_trip(tmp_path, backend: str) -> None:
     model = make_model(tmp_path / "model")
     saved, back = str(tmp_path / "dist"), str(tmp_path / "back")
-    assert main(["convert", "hf-to-dist", "--hf-checkpoint", model, "--save", saved, "--train-backend", backend]) == 0
+    assert (
+        main(["convert", "hf-to-dist", "--hf-checkpoint", model, "--save", saved, "--train-backend", backend])
+        == 0
+    )
     assert main(["convert", "dist-to-hf", "--load", saved, "--hf-checkpoint", model, "--save", back]) == 0
     expected, found = weights(tmp_path / "model"), weights(tmp_path / "back")
     assert expected.keys() == found.keys()
@@ -70,7 +79,11 @@ def test_round_trip_through_a_megatron_checkpoint_changes_no_bit(tmp_path):
     import subprocess
     import sys
 
-    model, saved, back = make_model(tmp_path / "model", tied=False), str(tmp_path / "dist"), str(tmp_path / "back")
+    model, saved, back = (
+        make_model(tmp_path / "model", tied=False),
+        str(tmp_path / "dist"),
+        str(tmp_path / "back"),
+    )
     slime = [sys.executable, "-m", "slime", "convert"]
     to_dist = ["hf-to-dist", "--hf-checkpoint", model, "--save", saved, "--train-backend", "megatron"]
     to_hf = ["dist-to-hf", "--load", saved, "--hf-checkpoint", model, "--save", back]
@@ -91,7 +104,11 @@ def test_heads_of_a_type_that_transformers_lacks_come_through_megatron(tmp_path)
     from megatron_families import make_checkpoint
 
     model, _ = make_checkpoint(tmp_path, "mimo")
-    slime, saved, back = [sys.executable, "-m", "slime", "convert"], str(tmp_path / "dist"), str(tmp_path / "back")
+    slime, saved, back = (
+        [sys.executable, "-m", "slime", "convert"],
+        str(tmp_path / "dist"),
+        str(tmp_path / "back"),
+    )
     to_dist = ["hf-to-dist", "--hf-checkpoint", model, "--save", saved, "--train-backend", "megatron"]
     to_hf = ["dist-to-hf", "--load", saved, "--hf-checkpoint", model, "--save", back]
     for words in (to_dist, to_hf):

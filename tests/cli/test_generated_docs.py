@@ -13,7 +13,9 @@ FOLDER = Path(__file__).parents[2] / "docs"
 
 @pytest.mark.parametrize("name", docs.pages())
 def test_page_is_current(name):
-    assert (FOLDER / name).read_text(encoding="utf-8") == docs.pages()[name], "run `slime docs` and commit the result"
+    assert (FOLDER / name).read_text(encoding="utf-8") == docs.pages()[name], (
+        "run `slime docs` and commit the result"
+    )
 
 
 def test_every_flag_and_plug_in_has_a_row():

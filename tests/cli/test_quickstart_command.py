@@ -49,7 +49,14 @@ def test_a_misspelt_flag_is_named_before_anything_is_trained(tmp_path, capsys):
     assert not (tmp_path / "run" / "sft").exists()
 
 
-FINISHED = ("rl/metrics.jsonl", "rl/hf-49/model.safetensors", "data/rl.jsonl", "summary.json", "curve.png", "log.txt")
+FINISHED = (
+    "rl/metrics.jsonl",
+    "rl/hf-49/model.safetensors",
+    "data/rl.jsonl",
+    "summary.json",
+    "curve.png",
+    "log.txt",
+)
 
 
 def write_finished(run_dir):
@@ -105,7 +112,11 @@ def test_every_earlier_quick_start_keeps_a_folder_of_its_own(tmp_path):
         write_finished(tmp_path)
         (tmp_path / "summary.json").write_text(str(i))
         assert set_aside(tmp_path) == tmp_path / "earlier" / str(i)
-    assert [(tmp_path / "earlier" / str(i) / "summary.json").read_text() for i in (1, 2, 3)] == ["1", "2", "3"]
+    assert [(tmp_path / "earlier" / str(i) / "summary.json").read_text() for i in (1, 2, 3)] == [
+        "1",
+        "2",
+        "3",
+    ]
     assert set_aside(tmp_path) is None
 
 

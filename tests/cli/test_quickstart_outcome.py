@@ -42,8 +42,12 @@ def write_lines(path, rows):
 def run_dir(tmp_path):
     write_lines(tmp_path / "metrics.jsonl", RECORDS)
     sampled = answer("312>", "sampled", dataset="heldout_sampled")
-    write_lines(tmp_path / "eval" / "0.jsonl", [answer("213>", "123"), answer("<user>312></user>", "213"), sampled])
-    write_lines(tmp_path / "eval" / "1.jsonl", [answer("213>", "123"), answer("<user>312></user>", "123"), sampled])
+    write_lines(
+        tmp_path / "eval" / "0.jsonl", [answer("213>", "123"), answer("<user>312></user>", "213"), sampled]
+    )
+    write_lines(
+        tmp_path / "eval" / "1.jsonl", [answer("213>", "123"), answer("<user>312></user>", "123"), sampled]
+    )
     return tmp_path
 
 
@@ -61,7 +65,10 @@ def test_the_first_evaluation_is_before_and_the_last_is_after(run_dir):
 
 def test_changed_greedy_answers_are_shown_first_and_without_the_chat_template(run_dir):
     examples = read_outcome(run_dir, QUESTIONS).examples
-    assert [(e.prompt, e.before, e.after) for e in examples] == [("312>", "213", "123"), ("213>", "123", "123")]
+    assert [(e.prompt, e.before, e.after) for e in examples] == [
+        ("312>", "213", "123"),
+        ("213>", "123", "123"),
+    ]
 
 
 def test_a_run_evaluated_once_is_refused(run_dir):
@@ -138,7 +145,10 @@ def test_on_a_terminal_the_line_shows_the_latest_reward(tmp_path):
 def test_a_failing_run_is_not_swallowed_and_leaves_no_thread(tmp_path):
     screen, _ = plain_screen()
     phase = Phase("RL", 2, "x", "x")
-    with pytest.raises(RuntimeError, match="engine died"), screen.following(phase, tmp_path / "metrics.jsonl"):
+    with (
+        pytest.raises(RuntimeError, match="engine died"),
+        screen.following(phase, tmp_path / "metrics.jsonl"),
+    ):
         raise RuntimeError("engine died")
     assert "quickstart-metrics" not in {thread.name for thread in threading.enumerate()}
 

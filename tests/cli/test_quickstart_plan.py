@@ -44,7 +44,9 @@ def test_data_files_hold_what_they_promise(tmp_path):
 
 def test_the_same_seed_writes_the_same_data(tmp_path):
     recipe = RECIPES["tiny"]
-    first, again, other = (files_of(recipe, tmp_path / name, seed=s) for name, s in (("a", 1), ("b", 1), ("c", 2)))
+    first, again, other = (
+        files_of(recipe, tmp_path / name, seed=s) for name, s in (("a", 1), ("b", 1), ("c", 2))
+    )
     assert first.rl.read_bytes() == again.rl.read_bytes() != other.rl.read_bytes()
     assert first.sft.read_bytes() == again.sft.read_bytes() != other.sft.read_bytes()
     assert first.held_out.read_bytes() == other.held_out.read_bytes()
@@ -53,7 +55,9 @@ def test_the_same_seed_writes_the_same_data(tmp_path):
 def test_the_warm_up_flags_parse_and_use_every_sft_row_once(checkpoint, tmp_path):
     recipe = RECIPES["tiny"]
     files = files_of(recipe, tmp_path / "data")
-    args = parse_args(build_sft_argv(recipe, checkpoint=checkpoint, files=files, run_dir=tmp_path / "sft", seed=5))
+    args = parse_args(
+        build_sft_argv(recipe, checkpoint=checkpoint, files=files, run_dir=tmp_path / "sft", seed=5)
+    )
     assert args.num_rollout * args.rollout_batch_size == files.num_sft
     assert args.debug_train_only and args.loss_type == "sft_loss"
 
@@ -61,7 +65,10 @@ def test_the_warm_up_flags_parse_and_use_every_sft_row_once(checkpoint, tmp_path
 @pytest.mark.parametrize("model", RECIPES)
 def test_the_rl_flags_parse_and_evaluate_greedily_and_sampled(model, checkpoint, tmp_path):
     args = rl_args(RECIPES[model], checkpoint, tmp_path)
-    assert {(d.name, d.temperature) for d in args.eval_datasets} == {("heldout_greedy", 0.0), ("heldout_sampled", 1.0)}
+    assert {(d.name, d.temperature) for d in args.eval_datasets} == {
+        ("heldout_greedy", 0.0),
+        ("heldout_sampled", 1.0),
+    }
     assert args.seed == 5
 
 
@@ -76,13 +83,24 @@ def test_every_preset_parses_and_names_only_what_differs_from_grpo(model, checkp
     for estimator, preset in PRESETS.items():
         args = rl_args(RECIPES[model], checkpoint, tmp_path, estimator=estimator)
         assert args.advantage_estimator == estimator
-        names = [word.removeprefix("--").replace("-", "_") for word in preset.flags(model) if word.startswith("--")]
+        names = [
+            word.removeprefix("--").replace("-", "_") for word in preset.flags(model) if word.startswith("--")
+        ]
         assert all(getattr(args, name) != getattr(plain, name) for name in names), preset
         assert all(word in describe(estimator, model) for word in preset.flags(model))
 
 
 def test_the_estimators_that_the_quick_start_page_lists_have_a_preset():
-    listed = {"ppo", "grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "rloo", "dr_grpo"}
+    listed = {
+        "ppo",
+        "grpo",
+        "gspo",
+        "cispo",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+        "rloo",
+        "dr_grpo",
+    }
     page = (Path(__file__).parents[2] / "docs" / "quickstart.md").read_text()
     assert set(PRESETS) == listed
     assert all(f"| `{name}` |" in page for name in listed)
@@ -113,5 +131,15 @@ def test_a_shortened_recipe_still_parses_and_evaluates_at_its_end(checkpoint, tm
 
 
 def test_only_flags_about_the_machine_reach_the_warm_up():
-    extra = ["--lr", "1e-4", "--runtime", "ray", "--partial-rollout", "--dtype=bfloat16", "--rollout-stop", "a", "b"]
+    extra = [
+        "--lr",
+        "1e-4",
+        "--runtime",
+        "ray",
+        "--partial-rollout",
+        "--dtype=bfloat16",
+        "--rollout-stop",
+        "a",
+        "b",
+    ]
     assert machine_flags(extra) == ["--runtime", "ray", "--dtype=bfloat16"]

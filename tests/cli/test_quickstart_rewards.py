@@ -50,7 +50,9 @@ def test_a_reply_whose_last_number_is_wrong_or_missing_earns_nothing(response):
 
 
 def test_the_control_pays_right_and_wrong_answers_alike():
-    coins = [score(rewards.exact_match_control, "123" if i % 2 else "321", "123", index=i) for i in range(1000)]
+    coins = [
+        score(rewards.exact_match_control, "123" if i % 2 else "321", "123", index=i) for i in range(1000)
+    ]
     right, wrong = sum(coins[1::2]) / 500, sum(coins[0::2]) / 500
     assert 0.4 < right < 0.6 and 0.4 < wrong < 0.6  # half the answers are right, so the coin is fair
 

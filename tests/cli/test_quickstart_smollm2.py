@@ -46,6 +46,8 @@ def test_the_built_checkpoint_answers_sensibly():
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert len(tokenizer("12345", add_special_tokens=False)["input_ids"]) == 5
     question = [{"role": "user", "content": "What is the capital of France?"}]
-    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    prompt = tokenizer.apply_chat_template(
+        question, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     reply = model.generate(**prompt, max_new_tokens=12, do_sample=False)[0, prompt["input_ids"].shape[1] :]
     assert tokenizer.decode(reply) == "The capital of France is Paris.<|im_end|>"

@@ -46,7 +46,9 @@ def test_the_live_line_is_not_flooded_by_log_lines(tmp_path, columns, rows):
         assert kind in log
     lines = shown.lines()
     for title, steps, value in (("SFT", "400/400", "loss 0.998"), ("RL", "50/50", "reward 0.980")):
-        [line] = [line for line in lines if line.startswith(title + " ")]  # redrawn in place, not once per step
+        [line] = [
+            line for line in lines if line.startswith(title + " ")
+        ]  # redrawn in place, not once per step
         assert steps in line and value in line, line
         assert "…" not in line, line
     assert "held-out 50.0%" in next(line for line in lines if line.startswith("RL "))

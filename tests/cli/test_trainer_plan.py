@@ -63,7 +63,13 @@ def plan(model: str, ranks: int, *words: str) -> list[str]:
 
 
 def test_dense_layout_has_its_golden_table(folder, capsys):
-    words = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2", "--sequence-parallel"]
+    words = [
+        "--tensor-model-parallel-size",
+        "2",
+        "--pipeline-model-parallel-size",
+        "2",
+        "--sequence-parallel",
+    ]
     assert main(plan(folder(QWEN3_4B), 8, *words)) == 0
     assert capsys.readouterr().out == DENSE
 
@@ -150,9 +156,15 @@ def test_imbalance_is_that_of_drawn_loads():
     ("words", "message"),
     [
         ("--tensor-model-parallel-size 3", "not a multiple of tensor 3"),
-        ("--pipeline-model-parallel-size 8 --virtual-pipeline-model-parallel-size 2", "36 layers cannot be shared"),
+        (
+            "--pipeline-model-parallel-size 8 --virtual-pipeline-model-parallel-size 2",
+            "36 layers cannot be shared",
+        ),
         ("--expert-model-parallel-size 2", "has no experts"),
-        ("--pipeline-model-parallel-size 4 --num-layers-in-first-pipeline-stage 7", "36 layers cannot be shared"),
+        (
+            "--pipeline-model-parallel-size 4 --num-layers-in-first-pipeline-stage 7",
+            "36 layers cannot be shared",
+        ),
         ("--virtual-pipeline-model-parallel-size 2", "needs --pipeline-model-parallel-size"),
         ("--sequence-parallel", "needs --tensor-model-parallel-size"),
         ("--actor-num-nodes 3 --tensor-model-parallel-size 3", "32 attention heads"),

@@ -13,7 +13,9 @@ from slime.cli.verify_model.cases import Outcome
 from slime.cli.verify_model.compare import compare
 from slime.cli.verify_model.layouts import choose_targets, parse_layout
 
-needs_megatron = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
+needs_megatron = pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None, reason="needs megatron-core"
+)
 
 
 def config_folder(path, kind="qwen3", **changes) -> str:
@@ -50,7 +52,12 @@ def test_small_config_of_experts_keeps_a_dense_layer_and_groups(tmp_path):
         )
     )
     small = shrink.shrink(config, layers=2)
-    assert (small.first_k_dense_replace, small.n_routed_experts, small.n_group, small.topk_group) == (1, 8, 2, 1)
+    assert (small.first_k_dense_replace, small.n_routed_experts, small.n_group, small.topk_group) == (
+        1,
+        8,
+        2,
+        1,
+    )
     assert small.kv_lora_rank == 16 and small.qk_rope_head_dim == 8
 
 
@@ -69,7 +76,10 @@ def test_type_that_transformers_lacks_is_refused(tmp_path, capsys):
 
 def mimo_folder(path) -> str:
     folder = config_folder(path, "qwen2", num_nextn_predict_layers=1)
-    values = json.loads((path / "config.json").read_text()) | {"model_type": "mimo", "auto_map": {"AutoConfig": "x.Y"}}
+    values = json.loads((path / "config.json").read_text()) | {
+        "model_type": "mimo",
+        "auto_map": {"AutoConfig": "x.Y"},
+    }
     (path / "config.json").write_text(json.dumps(values))
     return folder
 
@@ -89,7 +99,13 @@ def test_type_that_transformers_computes_under_another_name_is_read(tmp_path, ca
 
 @pytest.mark.parametrize(
     ("text", "experts", "ranks"),
-    [("single", False, 1), ("tp2pp2", False, 4), ("ep2", True, 2), ("tp2ep2", True, 2), ("pp2vpp2", False, 2)],
+    [
+        ("single", False, 1),
+        ("tp2pp2", False, 4),
+        ("ep2", True, 2),
+        ("tp2ep2", True, 2),
+        ("pp2vpp2", False, 2),
+    ],
 )
 def test_layout_names_its_ranks(text, experts, ranks):
     assert parse_layout(text, experts=experts).ranks == ranks
@@ -107,7 +123,10 @@ def test_misspelt_layout_is_refused(text):
 
 
 def test_layouts_without_megatron_are_refused():
-    assert [t.name for t in choose_targets(None, experts=False, megatron=False)] == ["fsdp single", "fsdp dp2"]
+    assert [t.name for t in choose_targets(None, experts=False, megatron=False)] == [
+        "fsdp single",
+        "fsdp dp2",
+    ]
     with pytest.raises(ValueError, match="not installed"):
         choose_targets("tp2", experts=False, megatron=False)
 
@@ -121,7 +140,9 @@ def outcome() -> Outcome:
     def draw(*shape):
         return torch.randn(*shape, generator=generator)
 
-    names = [f"model.layers.{i}.{part}.weight" for i in (0, 1) for part in ("self_attn.q_proj", "mlp.up_proj")]
+    names = [
+        f"model.layers.{i}.{part}.weight" for i in (0, 1) for part in ("self_attn.q_proj", "mlp.up_proj")
+    ]
     before = {name: draw(4, 4) for name in names}
     activations = {(0, i, part): draw(5, 4) for i in (0, 1) for part in ("self_attn", "mlp", "output")}
     after = {name: tensor - 0.05 * draw(4, 4) for name, tensor in before.items()}
@@ -150,7 +171,9 @@ def test_first_diverging_part_of_the_first_diverging_layer_is_named():
     for key in [(0, 1, "mlp"), (0, 1, "output")]:
         found.activations[key] += 0.1
     found.log_probs[0] += 0.1
-    assert compare(outcome(), found, 1e-4).first.startswith("layer 1, mlp (weights model.layers.1.mlp.up_proj.weight)")
+    assert compare(outcome(), found, 1e-4).first.startswith(
+        "layer 1, mlp (weights model.layers.1.mlp.up_proj.weight)"
+    )
 
 
 def test_gradient_that_differs_alone_is_named():
@@ -218,7 +241,9 @@ def test_wrong_family_map_is_found_in_the_mlp_of_the_first_layer(tmp_path, capsy
     model = config_folder(tmp_path / "config")
     assert verify(options(model), tmp_path, before_build=swap_gate_and_up) == 1
     out = capsys.readouterr().out
-    assert "megatron single diverges first at layer 0, mlp (weights model.layers.0.mlp.down_proj.weight" in out
+    assert (
+        "megatron single diverges first at layer 0, mlp (weights model.layers.0.mlp.down_proj.weight" in out
+    )
     assert "fsdp single" in out and "fsdp single diverges" not in out
 
 

@@ -21,7 +21,14 @@ from slime.cluster.checkpoint import (
 from slime.utils.checksums import find_damage, record_files
 from slime.utils.errors import RunStopped
 from slime.utils.plain_files import save_plain
-from slime.utils.step_folders import Manifest, by_content, check_trainer_folder, find_step, read_step, step_folders
+from slime.utils.step_folders import (
+    Manifest,
+    by_content,
+    check_trainer_folder,
+    find_step,
+    read_step,
+    step_folders,
+)
 
 
 def trainer_files(path):
@@ -217,13 +224,17 @@ def test_a_newer_format_is_refused_with_both_numbers_and_the_one_before_is_offer
     path = write(tmp_path, 1).path / "manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **more}))
     version = more["format_version"]
-    with pytest.raises(ValueError, match=f"format {version}, this version of slime reads up to 2.*--ckpt-step 0"):
+    with pytest.raises(
+        ValueError, match=f"format {version}, this version of slime reads up to 2.*--ckpt-step 0"
+    ):
         find_step(tmp_path)
 
 
 def test_a_checkpoint_from_before_checksums_is_read_also_with_keys_that_are_not_known(tmp_path):
     path = write(tmp_path, 1).path / "manifest.json"
-    path.write_text(json.dumps({"format_version": 1, "rollout_id": 1, "run_id": "a", "num_pushes": 2, "more": 5}))
+    path.write_text(
+        json.dumps({"format_version": 1, "rollout_id": 1, "run_id": "a", "num_pushes": 2, "more": 5})
+    )
     found = find_step(tmp_path, damage_of=by_content)
     assert found.manifest == Manifest(1, "a", 2, files=None)
 
@@ -251,7 +262,9 @@ def test_the_trainers_part_is_checked_where_it_is_read_by_itself(tmp_path):
     path = write(tmp_path, 0).path
     check_trainer_folder(path / "trainer")
     flip(path / "trainer" / "__1_0.distcp")
-    with pytest.raises(ValueError, match=r"step_0000000 is damaged: trainer/__1_0.distcp: its content has changed"):
+    with pytest.raises(
+        ValueError, match=r"step_0000000 is damaged: trainer/__1_0.distcp: its content has changed"
+    ):
         check_trainer_folder(path / "trainer")
     found = []
     for rank in range(3):
@@ -293,7 +306,13 @@ def killed_at(point, staged, files):
 
             return call
 
-        for module, name in ((Path, "rename"), (Path, "write_text"), (os, "fsync"), (os, "rmdir"), (os, "unlink")):
+        for module, name in (
+            (Path, "rename"),
+            (Path, "write_text"),
+            (os, "fsync"),
+            (os, "rmdir"),
+            (os, "unlink"),
+        ):
             setattr(module, name, counting(getattr(module, name)))
         try:
             staged.complete(files, keep_last=1)

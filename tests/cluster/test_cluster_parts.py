@@ -68,7 +68,11 @@ EIGHT, OTHER_EIGHT = [f"0:{gpu}" for gpu in range(8)], [f"1:{gpu}" for gpu in ra
     ("changes", "trainer", "engines"),
     [
         # Half of the GPUs train, the other machine generates.
-        ({"actor_num_gpus_per_node": 8, "rollout_num_gpus": 8, "per_engine": 4}, EIGHT, ["1:0,1,2,3", "1:4,5,6,7"]),
+        (
+            {"actor_num_gpus_per_node": 8, "rollout_num_gpus": 8, "per_engine": 4},
+            EIGHT,
+            ["1:0,1,2,3", "1:4,5,6,7"],
+        ),
         # Both machines train, and engines share their GPUs.
         (
             {
@@ -124,16 +128,26 @@ def test_cpu_machines_get_as_many_ranks_as_asked_and_engines_evenly():
 
 
 def test_a_plan_that_two_machines_cannot_hold_is_refused_with_the_flags():
-    with pytest.raises(ValueError, match="--actor-num-nodes is 3, but there are 2 machines; use at most that"):
+    with pytest.raises(
+        ValueError, match="--actor-num-nodes is 3, but there are 2 machines; use at most that"
+    ):
         plan_placement(sizes(actor_num_nodes=3), 8, num_machines=2)
-    with pytest.raises(ValueError, match=r"need 18 GPUs, but 2 machines have 8 each: lower --actor-num-gpus-per-node"):
+    with pytest.raises(
+        ValueError, match=r"need 18 GPUs, but 2 machines have 8 each: lower --actor-num-gpus-per-node"
+    ):
         plan_placement(sizes(rollout_num_gpus=16), 8, num_machines=2)
     with pytest.raises(ValueError, match=r"9 trainer ranks .* but 2 machines have 8 each"):
         plan_placement(sizes(actor_num_gpus_per_node=9, rollout_num_gpus=1), 8, num_machines=2)
 
 
 def schedule(num_rollout=5, start=0, **changes):
-    args = {"eval_interval": 2, "skip_eval_before_train": False, "save_interval": 2, "save": "ckpt", **changes}
+    args = {
+        "eval_interval": 2,
+        "skip_eval_before_train": False,
+        "save_interval": 2,
+        "save": "ckpt",
+        **changes,
+    }
     return Schedule(SimpleNamespace(**args), start, num_rollout, None)
 
 
@@ -241,7 +255,12 @@ def test_a_step_of_the_critic_alone_still_has_a_headline():
 
 
 def test_sizes_of_a_model_that_transformers_does_not_know_are_read_from_its_config(tmp_path):
-    known = {"vocab_size": 77, "num_hidden_layers": 3, "max_position_embeddings": 99, "num_experts_per_tok": 2}
+    known = {
+        "vocab_size": 77,
+        "num_hidden_layers": 3,
+        "max_position_embeddings": 99,
+        "num_experts_per_tok": 2,
+    }
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "not_in_transformers", **known}))
     silent = SimpleNamespace(vocab_size=None, context_len=None)
     smaller = SimpleNamespace(vocab_size=77, context_len=50)

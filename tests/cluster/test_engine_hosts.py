@@ -120,7 +120,9 @@ def test_an_engine_comes_back_on_its_machine_and_all_are_gone_at_the_end(engines
 
 def test_what_an_engine_last_said_comes_from_its_machine(engines):
     engines.mood.write_text("dies")
-    with pytest.raises(EngineStartError, match=r"(?s)engine-0 ended with code 1; last lines of .*folder is empty"):
+    with pytest.raises(
+        EngineStartError, match=r"(?s)engine-0 ended with code 1; last lines of .*folder is empty"
+    ):
         engines.start()
 
 
@@ -161,12 +163,16 @@ def test_engines_of_a_plan_serve_on_the_gpus_of_two_machines(tmp_path, ray_clust
         "rollout_engine": "embedded",
         "engine_threads": 1,
     }
-    args = parse("--debug-rollout-only", runtime="ray", rollout_num_gpus=4, rollout_num_gpus_per_engine=2, **model)
+    args = parse(
+        "--debug-rollout-only", runtime="ray", rollout_num_gpus=4, rollout_num_gpus_per_engine=2, **model
+    )
     runtime = RayRuntime(args, tmp_path)
     placement = runtime.claim(plan_placement(args, 2, runtime.num_machines))
     assert {slot.host for slot in placement.engines} >= {SECOND_HOST}
     assert [slot.gpu_ids for slot in placement.engines] == [(0, 1), (0, 1)]
-    servers = make_servers(args, Run("run", tmp_path, shm.make_prefix()), placement.engines, runtime)["default"]
+    servers = make_servers(args, Run("run", tmp_path, shm.make_prefix()), placement.engines, runtime)[
+        "default"
+    ]
     fleet = EngineFleet(servers, WatchPolicy(3, 600.0), lambda url: None)
     try:
         fleet.launch()
@@ -175,7 +181,9 @@ def test_engines_of_a_plan_serve_on_the_gpus_of_two_machines(tmp_path, ray_clust
         assert [node_of(pid) for pid in fleet.pids] == [slot.host for slot in placement.engines]
         devices = [psutil.Process(pid).environ()["CUDA_VISIBLE_DEVICES"] for pid in fleet.pids]
         assert devices == ["0,1", "0,1"]
-        assert {server.plan.beside_trainer for server in servers} == {False}, "no trainer: nobody shares memory"
+        assert {server.plan.beside_trainer for server in servers} == {False}, (
+            "no trainer: nobody shares memory"
+        )
     finally:
         pids = fleet.pids
         fleet.stop()
@@ -219,7 +227,9 @@ def test_more_gpus_than_the_cluster_has_are_refused_with_the_numbers(tmp_path, r
 
     runtime = RayRuntime(None, tmp_path)
     plan = Placement((), (Slot(0, (0,)), Slot(1, (0, 1, 2), machine=1)))
-    with pytest.raises(ValueError, match="needs machines with 1, 3 GPUs, and those of the Ray cluster have 2, 2"):
+    with pytest.raises(
+        ValueError, match="needs machines with 1, 3 GPUs, and those of the Ray cluster have 2, 2"
+    ):
         runtime.claim(plan)
     runtime.close()
 

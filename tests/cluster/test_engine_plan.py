@@ -29,7 +29,9 @@ def plan_of(tmp_path, slot, run=None, **changes):
         "use_rollout_routing_replay": False,
         "rollout_quantization": "none",
     }
-    [plan] = plan_engines(SimpleNamespace(**{**base, **changes}), run or Run("id", tmp_path, "slime-x"), (slot,))
+    [plan] = plan_engines(
+        SimpleNamespace(**{**base, **changes}), run or Run("id", tmp_path, "slime-x"), (slot,)
+    )
     return plan
 
 
@@ -76,14 +78,18 @@ def test_engines_that_other_machines_reach_ask_for_the_token_of_the_run(tmp_path
     run = Run("id", tmp_path, "slime-x")
     here, there = (plan_of(tmp_path, Slot(0, host=host), run) for host in ("127.0.0.1", "10.0.0.5"))
     assert here.token is None and len(there.token) > 20
-    assert there.token not in str(there.command(0, Path("ready"), 3)) + str(there.env) + repr(there) + repr(run)
+    assert there.token not in str(there.command(0, Path("ready"), 3)) + str(there.env) + repr(there) + repr(
+        run
+    )
     assert Run("id", tmp_path, "slime-x").engine_token.at("10.0.0.5") != there.token, "a new one for each run"
 
 
 def test_a_token_of_the_environment_is_for_all_engines(tmp_path, monkeypatch):
     monkeypatch.setenv("SLIME_ENGINE_TOKEN", "given")
     run = Run("id", tmp_path, "slime-x")
-    assert [plan_of(tmp_path, Slot(0, host=host), run).token for host in ("127.0.0.1", "10.0.0.5")] == ["given"] * 2
+    assert [plan_of(tmp_path, Slot(0, host=host), run).token for host in ("127.0.0.1", "10.0.0.5")] == [
+        "given"
+    ] * 2
     run.engine_token.use_for("http://127.0.0.1:1/generate")
     assert http_utils.token_of("http://127.0.0.1:1/model_info") == "given"
     assert http_utils.token_of("http://127.0.0.1:2/") is None

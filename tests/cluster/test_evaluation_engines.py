@@ -93,5 +93,7 @@ def test_at_least_one_engine_is_left_for_training(tmp_path):
     data.write_text(json.dumps({"input": "a", "label": "a"}) + "\n")
     shared = {"eval_interval": 1, "eval_prompt_data": ["held", str(data)]}
     assert parse(**shared, rollout_num_gpus=2, eval_num_engines=1).eval_num_engines == 1
-    with pytest.raises(ValueError, match=r"--eval-num-engines is 2, but the policy has 2 engines: at least one must"):
+    with pytest.raises(
+        ValueError, match=r"--eval-num-engines is 2, but the policy has 2 engines: at least one must"
+    ):
         parse(**shared, rollout_num_gpus=2, eval_num_engines=2)

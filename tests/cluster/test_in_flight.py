@@ -74,12 +74,24 @@ def test_a_batch_of_another_rollout_is_refused(tmp_path):
         ({}, None, False, None),
         ({}, None, True, "rollout 5 is made with weights one version newer"),
         ({}, GENERATED, False, "rollout 5 was in flight in the asynchronous loop and is made anew here"),
-        ({"update_weights_interval": 2}, GENERATED, True, "between two weight pushes (--update-weights-interval 2)"),
+        (
+            {"update_weights_interval": 2},
+            GENERATED,
+            True,
+            "between two weight pushes (--update-weights-interval 2)",
+        ),
         ({"update_weights_interval": 5}, GENERATED, True, None),
-        ({"rollout_function_path": "a.b.generate_rollout_fully_async"}, GENERATED, True, "groups that were in flight"),
+        (
+            {"rollout_function_path": "a.b.generate_rollout_fully_async"},
+            GENERATED,
+            True,
+            "groups that were in flight",
+        ),
     ],
 )
 def test_what_a_resume_cannot_repeat_is_said(tmp_path, caplog, changes, batch, overlapped, told):
-    args = SimpleNamespace(**{"update_weights_interval": 1, "rollout_function_path": "x.generate_rollout", **changes})
+    args = SimpleNamespace(
+        **{"update_weights_interval": 1, "rollout_function_path": "x.generate_rollout", **changes}
+    )
     tell_differences(args, StepFolder(tmp_path, Manifest(4, "run", 5)), batch, overlapped=overlapped)
     assert told in caplog.text if told else caplog.text == ""

@@ -41,7 +41,9 @@ def test_a_folder_that_is_not_there_yet_is_made_and_nothing_stays_in_it(tmp_path
 
 def test_a_file_in_place_of_the_folder_is_told(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"--save .*file cannot be written: a file of that name is in its place"):
+    with pytest.raises(
+        ValueError, match=r"--save .*file cannot be written: a file of that name is in its place"
+    ):
         open_save_folder(saving(tmp_path / "file"))
     with pytest.raises(ValueError, match=r"--save .*below cannot be written: a part of its path is a file"):
         open_save_folder(saving(tmp_path / "file" / "below"))
@@ -67,7 +69,9 @@ def test_a_disk_that_is_too_small_for_one_checkpoint_is_told_with_the_numbers(tm
     (tmp_path / "model" / "model.safetensors").write_bytes(bytes(1 << 20))
     with mounted(tmp_path / "disk", "size=2m") as disk:
         args = saving(disk, hf_checkpoint=str(tmp_path / "model"))
-        with pytest.raises(ValueError, match="has 2 MiB free, and a checkpoint of this model takes at least 3 MiB"):
+        with pytest.raises(
+            ValueError, match="has 2 MiB free, and a checkpoint of this model takes at least 3 MiB"
+        ):
             open_save_folder(args)
         args.no_save_optim = True
         open_save_folder(args).release()
@@ -97,7 +101,9 @@ def test_a_file_size_limit_is_told(tmp_path):
 
 def test_a_new_run_does_not_write_into_the_checkpoints_of_another(tmp_path):
     (tmp_path / "step_0000007").mkdir()
-    with pytest.raises(ValueError, match=r"holds checkpoints of an earlier run .*rollouts 7.*--load .*another folder"):
+    with pytest.raises(
+        ValueError, match=r"holds checkpoints of an earlier run .*rollouts 7.*--load .*another folder"
+    ):
         open_save_folder(saving(tmp_path))
     with pytest.raises(ValueError, match="go on with it without --finetune"):
         open_save_folder(saving(tmp_path, load=str(tmp_path), finetune=True))
@@ -129,7 +135,9 @@ def test_a_second_run_is_refused_and_a_killed_one_leaves_no_lock(tmp_path):
 
 def test_what_a_killed_run_left_behind_is_waited_for(tmp_path):
     """A child that was forked while the lock was held holds it too, until it sees that its parent is gone."""
-    code = HOLD.replace('print("held"', "import os\nif os.fork() == 0: time.sleep(4); os._exit(0)\nprint('held'")
+    code = HOLD.replace(
+        'print("held"', "import os\nif os.fork() == 0: time.sleep(4); os._exit(0)\nprint('held'"
+    )
     holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert holder.stdout.readline() == "held\n"
     holder.kill()
@@ -201,7 +209,8 @@ def test_an_error_without_a_reason_on_a_full_disk_is_the_full_disk(tmp_path):
         (disk / "step_0000003").mkdir()
         with (
             pytest.raises(
-                RunStopped, match=r"checkpoint of rollout 4 .*the disk is full.*complete one is that of rollout 3"
+                RunStopped,
+                match=r"checkpoint of rollout 4 .*the disk is full.*complete one is that of rollout 3",
             ),
             naming_disk_errors("--save", disk, 4),
         ):

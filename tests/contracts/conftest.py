@@ -21,7 +21,9 @@ TOKEN = "a-secret-of-this-suite"  # the engines that are started here ask for it
 
 
 def pytest_addoption(parser):
-    parser.addoption("--engine-url", help="run the engine conformance suite against this running server as well")
+    parser.addoption(
+        "--engine-url", help="run the engine conformance suite against this running server as well"
+    )
     parser.addoption("--engine-model", help="the model folder that --engine-url serves")
     parser.addoption("--engine-device", default="cpu", help="where the embedded engine of the suite runs")
 
@@ -35,7 +37,9 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("models") / "old", vocab=VOCAB, context=CONTEXT, init_std=0.2)
+    return make_tiny_model(
+        tmp_path_factory.mktemp("models") / "old", vocab=VOCAB, context=CONTEXT, init_std=0.2
+    )
 
 
 @pytest.fixture(scope="session")
@@ -82,8 +86,13 @@ def sglang_pair(tiny_folder, tmp_path_factory) -> Iterator[tuple[EngineFleet, En
     extra = ("--max-running-requests", "8", "--max-total-tokens", "8192")
     options = SGLangOptions(python, str(tiny_folder), True, "float32", 1, 0, False, extra=extra)
     command, env = sglang_command(options), thread_environment(1)
-    plans = [LaunchPlan(f"engine-{i}", command, env, logs / f"engine-{i}.log", 900.0, token=TOKEN) for i in range(2)]
-    args = SimpleNamespace(check_weight_update_equal=False, weight_checksum_interval=1, update_weight_timeout_s=60.0)
+    plans = [
+        LaunchPlan(f"engine-{i}", command, env, logs / f"engine-{i}.log", 900.0, token=TOKEN)
+        for i in range(2)
+    ]
+    args = SimpleNamespace(
+        check_weight_update_equal=False, weight_checksum_interval=1, update_weight_timeout_s=60.0
+    )
     weights = EngineWeights(args, shm.make_prefix(), ((), ()))
     servers = [EngineServer(plan) for plan in plans]
     fleet = EngineFleet(servers, WatchPolicy(8, 3600.0), weights.bring_up_to_date)

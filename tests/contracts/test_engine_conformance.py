@@ -27,11 +27,15 @@ LONG_PROMPT = [(7 * i + i * i) % 96 + 4 for i in range(300)]
 def test_log_probs_are_those_of_the_temperature_scaled_forward_pass(engine, old_model, temperature):
     made = engine.generate(PROMPT, temperature=temperature, max_new_tokens=40, ignore_eos=True)
     assert len(made.ids) == len(made.log_probs) == 40
-    assert largest_difference(made.log_probs, plain_log_probs(old_model, PROMPT, made.ids, temperature)) < 1e-4
+    assert (
+        largest_difference(made.log_probs, plain_log_probs(old_model, PROMPT, made.ids, temperature)) < 1e-4
+    )
 
 
 def test_log_probs_under_filters_are_still_those_of_the_full_distribution(engine, old_model):
-    made = engine.generate(PROMPT, temperature=0.8, top_p=0.7, top_k=9, min_p=0.05, max_new_tokens=40, ignore_eos=True)
+    made = engine.generate(
+        PROMPT, temperature=0.8, top_p=0.7, top_k=9, min_p=0.05, max_new_tokens=40, ignore_eos=True
+    )
     assert largest_difference(made.log_probs, plain_log_probs(old_model, PROMPT, made.ids, 0.8)) < 1e-4
 
 
@@ -78,7 +82,10 @@ def test_greedy_takes_the_most_likely_token(engine, old_model):
 @pytest.mark.parametrize("filter_", [{"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}])
 def test_a_filter_that_leaves_one_token_is_greedy(engine, filter_):
     greedy = engine.generate(PROMPT, temperature=0.0, max_new_tokens=20, ignore_eos=True)
-    assert engine.generate(PROMPT, temperature=1.0, max_new_tokens=20, ignore_eos=True, **filter_).ids == greedy.ids
+    assert (
+        engine.generate(PROMPT, temperature=1.0, max_new_tokens=20, ignore_eos=True, **filter_).ids
+        == greedy.ids
+    )
 
 
 def test_top_k_draws_only_from_the_best(engine, old_model):
@@ -97,7 +104,9 @@ def test_the_same_seed_gives_the_same_tokens_alone_and_among_others(engine):
 
     async def crowd():
         others = [
-            engine.agenerate([5 + i] * (i + 3), temperature=0.5 + i / 10, max_new_tokens=30 + i, ignore_eos=True)
+            engine.agenerate(
+                [5 + i] * (i + 3), temperature=0.5 + i / 10, max_new_tokens=30 + i, ignore_eos=True
+            )
             for i in range(7)
         ]
         results = await asyncio.gather(
@@ -164,7 +173,9 @@ def test_a_stop_token_ends_the_answer_and_stays_in_its_ids(engine):
 def test_a_stop_string_ends_the_answer_and_leaves_the_text(engine):
     free = engine.generate(PROMPT, temperature=0.0, max_new_tokens=40, ignore_eos=True)
     stop = free.text[10:13]
-    made = engine.generate(PROMPT, temperature=0.0, max_new_tokens=40, ignore_eos=True, stop=(stop, "never there"))
+    made = engine.generate(
+        PROMPT, temperature=0.0, max_new_tokens=40, ignore_eos=True, stop=(stop, "never there")
+    )
     assert made.finish == "stop" and made.finish_detail["matched"] == stop
     assert made.text == free.text[: free.text.index(stop)]
     assert made.ids == free.ids[: len(made.ids)] and len(made.ids) < 40
@@ -271,7 +282,10 @@ def test_a_repeated_prompt_is_taken_from_the_prefix_cache(engine, old_model):
 
 def test_loads_count_running_and_waiting(engine):
     async def look():
-        tasks = [asyncio.create_task(engine.agenerate(PROMPT, max_new_tokens=300, ignore_eos=True)) for _ in range(11)]
+        tasks = [
+            asyncio.create_task(engine.agenerate(PROMPT, max_new_tokens=300, ignore_eos=True))
+            for _ in range(11)
+        ]
         await engine.running(tokens=40)
         load = await engine.control.load()
         await engine.control.abort()
@@ -294,8 +308,12 @@ def test_an_aborted_request_answers_all_it_made_and_its_blocks_come_back(engine,
     free = engine.known_counter("kv_blocks_free")
 
     async def abort():
-        task = asyncio.create_task(engine.agenerate(PROMPT, rid="victim", max_new_tokens=450, ignore_eos=True))
-        other = asyncio.create_task(engine.agenerate(PROMPT, rid="other", max_new_tokens=120, ignore_eos=True))
+        task = asyncio.create_task(
+            engine.agenerate(PROMPT, rid="victim", max_new_tokens=450, ignore_eos=True)
+        )
+        other = asyncio.create_task(
+            engine.agenerate(PROMPT, rid="other", max_new_tokens=120, ignore_eos=True)
+        )
         await engine.running(tokens=80)
         await engine.client.cancel([engine.url], ["victim", "unknown"])
         return await task, await other
@@ -309,7 +327,10 @@ def test_an_aborted_request_answers_all_it_made_and_its_blocks_come_back(engine,
 
 def test_abort_all_ends_waiting_requests_too(engine):
     async def abort():
-        tasks = [asyncio.create_task(engine.agenerate(PROMPT, max_new_tokens=450, ignore_eos=True)) for _ in range(10)]
+        tasks = [
+            asyncio.create_task(engine.agenerate(PROMPT, max_new_tokens=450, ignore_eos=True))
+            for _ in range(10)
+        ]
         await engine.running(tokens=20)
         await engine.control.abort()
         return await asyncio.gather(*tasks)
@@ -322,7 +343,9 @@ def test_a_request_whose_connection_broke_is_sent_again_under_its_id(engine, old
     """The engine may not have noticed yet, and still work on the first one: the same sample, and no mistake of ours."""
 
     async def scenario():
-        first = asyncio.create_task(engine.agenerate(PROMPT, rid="again", max_new_tokens=400, ignore_eos=True))
+        first = asyncio.create_task(
+            engine.agenerate(PROMPT, rid="again", max_new_tokens=400, ignore_eos=True)
+        )
         await engine.running(tokens=5)
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
@@ -355,7 +378,9 @@ def test_a_paused_request_freezes_and_then_ends_as_if_nothing_had_been(engine, m
     whole = engine.generate(PROMPT, temperature=0.0, max_new_tokens=150, ignore_eos=True)
 
     async def pause():
-        task = asyncio.create_task(engine.agenerate(PROMPT, temperature=0.0, max_new_tokens=150, ignore_eos=True))
+        task = asyncio.create_task(
+            engine.agenerate(PROMPT, temperature=0.0, max_new_tokens=150, ignore_eos=True)
+        )
         await engine.running(tokens=10)
         await engine.control.pause(mode)
         before = (await engine.control.info()).raw
@@ -405,7 +430,9 @@ def test_after_a_push_a_cached_prompt_is_computed_with_the_new_weights(engine, n
 
 
 def test_requests_in_flight_during_a_push_carry_version_spans(engine, old_model, new_model):
-    engine.need(engine.can.has_spans and engine.can.dialect.flush_while_running, "a push under running requests")
+    engine.need(
+        engine.can.has_spans and engine.can.dialect.flush_while_running, "a push under running requests"
+    )
 
     async def push():
         task = asyncio.create_task(engine.agenerate(PROMPT, max_new_tokens=300, ignore_eos=True))
@@ -418,7 +445,9 @@ def test_requests_in_flight_during_a_push_carry_version_spans(engine, old_model,
     assert (first.version, first.start, second.version, second.end) == ("default", 0, "run:1", 300)
     assert first.end == second.start and 10 <= first.end < 300
     old_part = made.ids[: first.end]
-    assert largest_difference(made.log_probs[: first.end], plain_log_probs(old_model, PROMPT, old_part)) < 1e-4
+    assert (
+        largest_difference(made.log_probs[: first.end], plain_log_probs(old_model, PROMPT, old_part)) < 1e-4
+    )
     # what a request that crossed the push has cached is of mixed weights: nobody may reuse it
     again = engine.generate([*PROMPT, *made.ids[:100]], max_new_tokens=20, ignore_eos=True)
     expected = plain_log_probs(new_model, [*PROMPT, *made.ids[:100]], again.ids)
@@ -468,7 +497,9 @@ def changed_state(model, **changes):
     return {**model.state_dict(), **changes}
 
 
-@pytest.mark.parametrize("fault", ["unknown name", "missing name", "wrong shape", "missing segment", "missing bucket"])
+@pytest.mark.parametrize(
+    "fault", ["unknown name", "missing name", "wrong shape", "missing segment", "missing bucket"]
+)
 def test_a_push_that_does_not_fit_the_model_is_refused_whole(engine, old_model, new_model, fault):
     state = dict(new_model.state_dict())
     name = "model.layers.1.mlp.up_proj.weight"
@@ -511,7 +542,10 @@ def test_check_equal_names_exactly_the_tensors_that_differ(engine, old_model):
     state["model.norm.weight"][3] += 1e-3
     del state["model.layers.0.mlp.up_proj.weight"]
     with engine.published(state, "x") as (manifest, _):
-        assert run(engine.control.check_equal(manifest)) == ["model.norm.weight", "model.layers.0.mlp.up_proj.weight"]
+        assert run(engine.control.check_equal(manifest)) == [
+            "model.norm.weight",
+            "model.layers.0.mlp.up_proj.weight",
+        ]
 
 
 def test_the_engine_s_own_checksums_change_with_the_weights(engine, new_model):
@@ -552,7 +586,9 @@ def test_a_request_in_flight_survives_release_and_resume(engine):
     whole = engine.generate(PROMPT, sampling_seed=2, max_new_tokens=200, ignore_eos=True)
 
     async def release():
-        task = asyncio.create_task(engine.agenerate(PROMPT, sampling_seed=2, max_new_tokens=200, ignore_eos=True))
+        task = asyncio.create_task(
+            engine.agenerate(PROMPT, sampling_seed=2, max_new_tokens=200, ignore_eos=True)
+        )
         await engine.running(tokens=10)
         await engine.control.release(["kv_cache"])
         await engine.control.restore(["kv_cache"])
@@ -570,7 +606,10 @@ def test_health_probes_answer_also_while_paused(engine):
 
 def test_a_busy_engine_answers_health_probes_before_its_queue_is_empty(engine):
     async def probe():
-        tasks = [asyncio.create_task(engine.agenerate(PROMPT, max_new_tokens=450, ignore_eos=True)) for _ in range(20)]
+        tasks = [
+            asyncio.create_task(engine.agenerate(PROMPT, max_new_tokens=450, ignore_eos=True))
+            for _ in range(20)
+        ]
         await engine.running(tokens=20)
         healthy = await engine.control.healthy()
         unfinished = sum(not task.done() for task in tasks)
@@ -604,7 +643,10 @@ BAD_REQUESTS = {
     "bad temperature": ({"input_ids": [5], "sampling_params": {"temperature": "hot"}}, "temperature"),
     "negative temperature": ({"input_ids": [5], "sampling_params": {"temperature": -0.1}}, "temperature"),
     "bad top_p": ({"input_ids": [5], "sampling_params": {"top_p": 1.1}}, "top_p"),
-    "unknown custom parameter": ({"input_ids": [5], "sampling_params": {"custom_params": {"mask": 1}}}, "mask"),
+    "unknown custom parameter": (
+        {"input_ids": [5], "sampling_params": {"custom_params": {"mask": 1}}},
+        "mask",
+    ),
     "custom parameter of wrong type": (
         {"input_ids": [5], "sampling_params": {"custom_params": {"return_top_p_token_ids": 1}}},
         "return_top_p_token_ids",

@@ -46,7 +46,9 @@ def embedded_fleet(tiny_folder, tmp_path_factory) -> Iterator[tuple[EngineFleet,
     log = tmp_path_factory.mktemp("embedded") / "engine.log"
     server = EngineServer(LaunchPlan("engine", command, thread_environment(1), log, 120.0))
     weights = EngineWeights(
-        SimpleNamespace(check_weight_update_equal=False, weight_checksum_interval=1, update_weight_timeout_s=60.0),
+        SimpleNamespace(
+            check_weight_update_equal=False, weight_checksum_interval=1, update_weight_timeout_s=60.0
+        ),
         prefix,
         ((),),
     )
@@ -63,7 +65,9 @@ def embedded_fleet(tiny_folder, tmp_path_factory) -> Iterator[tuple[EngineFleet,
 
 @pytest.fixture(params=["embedded", pytest.param("sglang", marks=pytest.mark.sglang)])
 def served(request, tiny_folder):
-    fleet, weights = request.getfixturevalue({"embedded": "embedded_fleet", "sglang": "sglang_pair"}[request.param])
+    fleet, weights = request.getfixturevalue(
+        {"embedded": "embedded_fleet", "sglang": "sglang_pair"}[request.param]
+    )
     reset_breaker()
     yield fleet, weights, {"embedded": "shared_memory", "sglang": "http_tensor"}[request.param]
     weights._members.clear()
@@ -94,7 +98,9 @@ def wait_for_requests(balancer: Balancer, evaluation: threading.Thread, count: i
         assert time.monotonic() < deadline, "the requests did not reach the balancer"
         time.sleep(0.005)
     begun = time.monotonic() + 2
-    while time.monotonic() < begun and not all(run(EngineControl(url).load())[0] for url in balancer._running):
+    while time.monotonic() < begun and not all(
+        run(EngineControl(url).load())[0] for url in balancer._running
+    ):
         time.sleep(0.005)
     time.sleep(0.1)
 
@@ -136,7 +142,14 @@ def test_evaluation_goes_on_over_aborts_and_pushes_of_training(
     (fleet, weights, transport), (balancer, port) = served, front
     if not spans:
         stop_reporting_versions(weights, fleet.urls)
-    over = ("--rollout-batch-size", "2", "--over-sampling-batch-size", "6", "--rollout-max-response-len", "60")
+    over = (
+        "--rollout-batch-size",
+        "2",
+        "--over-sampling-batch-size",
+        "6",
+        "--rollout-max-response-len",
+        "60",
+    )
     args = arguments(tmp_path, port, fleet.urls, *evaluation_flags(tmp_path), *over)
     sender = TRANSPORTS[transport].make_sender(
         SenderOptions(weights._shm_prefix, tmp_path / "weights", str(tiny_folder))
@@ -165,7 +178,9 @@ def test_evaluation_goes_on_over_aborts_and_pushes_of_training(
             version: plain_log_probs(model, prompt, ids, TEMPERATURE)
             for model, version in ((old_model, "default"), (new_model, "run:1"), (old_model, "run:2"))
         }
-        expected = [by_model[version][i] for version, start, end in sample.version_spans for i in range(start, end)]
+        expected = [
+            by_model[version][i] for version, start, end in sample.version_spans for i in range(start, end)
+        ]
         assert largest_difference(sample.rollout_log_probs, expected) < 1e-4 / TEMPERATURE
     versions = {version for s in held["samples"] for version, _, _ in s.version_spans}
     assert "default" in versions and "run:1" in versions

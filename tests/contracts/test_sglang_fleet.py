@@ -74,7 +74,9 @@ def assert_all_hold(engines, model, folder, version: str) -> None:
 
 
 @pytest.mark.parametrize("transport", ["http_tensor", "disk"])
-def test_a_parcel_brings_both_servers_to_the_trainer_s_weights(servers, options, new_model, new_folder, transport):
+def test_a_parcel_brings_both_servers_to_the_trainer_s_weights(
+    servers, options, new_model, new_folder, transport
+):
     _, weights, engines = servers
     sender, parcel = make_parcel(transport, options, new_model, f"run:{transport}")
     metrics = weights.receive(parcel)
@@ -145,7 +147,9 @@ def test_two_stages_with_a_group_each_bring_both_servers_to_the_trainer_s_weight
             ranks.tell(1, {})
         answer, other = ranks.hear_all()
         assert answer["failures"] == other["failures"] and len(targets) == 2
-        weights.finish_live(version, targets, LiveReport(answer["num_tensors"], answer["nbytes"], answer["failures"]))
+        weights.finish_live(
+            version, targets, LiveReport(answer["num_tensors"], answer["nbytes"], answer["failures"])
+        )
         sender, parcel = make_parcel("disk", options, model, version)
         weights.receive(parcel)
         until(lambda: all(map(fleet.is_alive, fleet.urls)), "both servers", 600.0)
@@ -170,7 +174,9 @@ def test_requests_in_flight_go_on_with_the_new_weights_and_say_which_token_is_wh
     sender, parcel = make_parcel("http_tensor", options, new_model, "run:1")
 
     async def start():
-        tasks = [asyncio.create_task(e.agenerate(PROMPT, max_new_tokens=400, ignore_eos=True)) for e in engines]
+        tasks = [
+            asyncio.create_task(e.agenerate(PROMPT, max_new_tokens=400, ignore_eos=True)) for e in engines
+        ]
         await engines[0].running(tokens=10)
         return tasks
 
@@ -283,7 +289,10 @@ def test_a_server_killed_under_load_loses_no_sample_and_comes_back_with_the_curr
     psutil.Process(fleet.pids[1]).children()[0].kill()
     thread.join(300)
     samples = flatten_samples(results[0].samples)
-    assert len(samples) == 32 and {s.status for s in samples} <= {Sample.Status.COMPLETED, Sample.Status.TRUNCATED}
+    assert len(samples) == 32 and {s.status for s in samples} <= {
+        Sample.Status.COMPLETED,
+        Sample.Status.TRUNCATED,
+    }
     assert all(s.tokens[-1] == END or s.response_length == LENGTH for s in samples)
     assert {version for s in samples for version, _, _ in s.version_spans} == {"run:7"}
     assert_conserved(source)
@@ -320,7 +329,12 @@ def test_the_real_router_killed_under_load_loses_no_sample(servers, tmp_path):
     fleet, _, _ = servers
     router = make_router(fleet, tmp_path)
     try:
-        flags = ("--rollout-max-response-len", "480", "--custom-generate-function-path", "rollout_plugins.never_ends")
+        flags = (
+            "--rollout-max-response-len",
+            "480",
+            "--custom-generate-function-path",
+            "rollout_plugins.never_ends",
+        )
         args = rollout_args(tmp_path, router.start(), fleet.urls, *flags)
         source = make_source(args)
         thread, results = in_thread(lambda: generate_rollout(args, 0, source))
@@ -329,7 +343,9 @@ def test_the_real_router_killed_under_load_loses_no_sample(servers, tmp_path):
         thread.join(300)
         assert results, "the rollout failed"
         samples = flatten_samples(results[0].samples)
-        assert len(samples) == 8 and all(s.response_length == 480 == len(s.rollout_log_probs) for s in samples)
+        assert len(samples) == 8 and all(
+            s.response_length == 480 == len(s.rollout_log_probs) for s in samples
+        )
         assert router.num_restarts == 1
         assert_conserved(source)
     finally:

@@ -36,7 +36,9 @@ def server(tiny_folder, tmp_path_factory) -> Iterator[EngineUnderTest]:
         server.stop()
 
 
-def test_each_share_reads_what_the_trainer_rank_on_its_device_has_packed(server, tiny_folder, new_folder, new_model):
+def test_each_share_reads_what_the_trainer_rank_on_its_device_has_packed(
+    server, tiny_folder, new_folder, new_model
+):
     """As over CUDA IPC, but with the bytes themselves in place of handles: there is no device here to map."""
     run(server.control.pause("retract"))
     run(server.control.flush())
@@ -55,7 +57,10 @@ def test_each_share_reads_what_the_trainer_rank_on_its_device_has_packed(server,
 
 @pytest.mark.parametrize("name", ["http_tensor", "disk"])
 def test_a_push_reaches_both_shares(server, tiny_folder, new_folder, new_model, tmp_path, name):
-    options, transport = SenderOptions(shm.make_prefix(), tmp_path / "weights", str(tiny_folder)), TRANSPORTS[name]
+    options, transport = (
+        SenderOptions(shm.make_prefix(), tmp_path / "weights", str(tiny_folder)),
+        TRANSPORTS[name],
+    )
     sender = transport.make_sender(options)
     items = list(new_model.state_dict().items())
     for bucket in (items[: len(items) // 2], items[len(items) // 2 :]):

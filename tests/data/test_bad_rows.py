@@ -136,7 +136,9 @@ def test_files_that_are_no_text_say_what_they_are(tmp_path):
 def test_one_giant_line_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(reader, "_MAX_LINE_CHARACTERS", 100)
     path = third_line(tmp_path, json.dumps({"input": "a" * 1000, "label": 1}))
-    with pytest.raises(ValueError, match=r"line 3: longer than 100 characters; write one JSON object per line"):
+    with pytest.raises(
+        ValueError, match=r"line 3: longer than 100 characters; write one JSON object per line"
+    ):
         load(path)
 
 
@@ -145,7 +147,9 @@ def test_what_is_no_file_is_never_opened(tmp_path):
     with pytest.raises(ValueError, match=r"pipe\.jsonl: it is a pipe"):
         load(tmp_path / "pipe.jsonl")
     (tmp_path / "folder.jsonl").mkdir()
-    with pytest.raises(ValueError, match=r"folder\.jsonl: it is a folder; name a \.jsonl or \.parquet file in it"):
+    with pytest.raises(
+        ValueError, match=r"folder\.jsonl: it is a folder; name a \.jsonl or \.parquet file in it"
+    ):
         load(tmp_path / "folder.jsonl")
     for name, hint in (
         ("a.jsonl.gz", "unpack it first"),
@@ -162,13 +166,17 @@ def test_a_role_that_the_template_drops_is_told(tmp_path):
     tokenizer = make_tiny_tokenizer()
     path = third_line(tmp_path, json.dumps({"input": [USER, {"role": "usr", "content": "more"}], "label": 1}))
     load(path, tokenizer=tokenizer, apply_chat_template=True)  # this template writes any role
-    tokenizer.chat_template = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    )
     with pytest.raises(
         ValueError, match=r"line 3: the chat template drops message 1, whose role 'usr' it does not know"
     ):
         load(path, tokenizer=tokenizer, apply_chat_template=True)
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(ValueError, match=r"line 1: the chat template of the tokenizer refuses .*roles must alternate"):
+    with pytest.raises(
+        ValueError, match=r"line 1: the chat template of the tokenizer refuses .*roles must alternate"
+    ):
         load(path, tokenizer=tokenizer, apply_chat_template=True)
 
 
@@ -200,7 +208,8 @@ def parquet_of(tmp_path, columns):
 def test_a_bad_parquet_row_is_named_alike(tmp_path, prompts, cause):
     path = parquet_of(tmp_path, {"input": prompts, "label": ["1"] * 3})
     with pytest.raises(
-        ValueError, match=rf"data\.parquet, row [13]: .*'input' \(--input-key\).*{cause.partition(': .*')[2] or cause}"
+        ValueError,
+        match=rf"data\.parquet, row [13]: .*'input' \(--input-key\).*{cause.partition(': .*')[2] or cause}",
     ):
         load(path)
 
@@ -250,7 +259,9 @@ def test_a_generate_function_of_the_users_may_have_prompts_of_its_own(tmp_path):
     assert [s.prompt for s in RolloutDataSource(args).dataset.origin_samples] == [7, "", None, [1]]
 
 
-@pytest.mark.parametrize(("rm_type", "label"), [("math", None), ("boxed_math", ""), ("dapo", ["1"]), ("f1", {"a": 1})])
+@pytest.mark.parametrize(
+    ("rm_type", "label"), [("math", None), ("boxed_math", ""), ("dapo", ["1"]), ("f1", {"a": 1})]
+)
 def test_a_label_that_a_built_in_reward_cannot_compare_with_is_told(tmp_path, rm_type, label):
     rows = [{"input": "a", "label": "1"}, {"input": "a", "label": label}]
     told = told_before_start(run_args(tmp_path, rows, "--rm-type", rm_type))
@@ -273,8 +284,15 @@ def test_evaluation_data_are_looked_at_before_the_start(tmp_path):
 
 
 def test_supervised_data_are_conversations(tmp_path):
-    sft = ("--rollout-function-path", "slime.rollout.sft_rollout.generate_rollout", "--n-samples-per-prompt", "1")
-    assert "is text; supervised" in told_before_start(run_args(tmp_path, [{"input": "a", "label": "1"}], *sft))
+    sft = (
+        "--rollout-function-path",
+        "slime.rollout.sft_rollout.generate_rollout",
+        "--n-samples-per-prompt",
+        "1",
+    )
+    assert "is text; supervised" in told_before_start(
+        run_args(tmp_path, [{"input": "a", "label": "1"}], *sft)
+    )
     rows = [{"input": [USER], "label": "1"}]
     assert "drop the flag" in told_before_start(run_args(tmp_path, rows, *sft, "--apply-chat-template"))
     check_prompt_files(run_args(tmp_path, rows, *sft))

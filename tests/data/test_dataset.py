@@ -22,7 +22,11 @@ def test_the_order_is_the_same_in_another_process():
     code = "from slime.data.dataset import epoch_order; print(epoch_order(7, 2, 20))"
     outputs = {
         subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": seed}
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={"PYTHONHASHSEED": seed},
         ).stdout
         for seed in ("1", "2")
     }
@@ -49,7 +53,9 @@ def test_without_shuffle_the_order_is_that_of_the_file(tmp_path):
 
 
 def test_long_prompts_are_left_out_in_order():
-    samples = [Sample(prompt="x" * n) for n in (3, 9, 1, 4)] + [Sample(prompt=[{"role": "user", "content": "y" * 50}])]
+    samples = [Sample(prompt="x" * n) for n in (3, 9, 1, 4)] + [
+        Sample(prompt=[{"role": "user", "content": "y" * 50}])
+    ]
     kept = filter_long_prompt(samples, make_tiny_tokenizer(), None, 4, batch_size=2)
     assert [s.prompt for s in kept] == ["xxx", "x", "xxxx"]
 

@@ -14,7 +14,9 @@ def test_label_metadata_and_tools_are_read_also_from_json_text():
 
 
 def test_a_missing_column_names_the_flag_and_the_columns():
-    with pytest.raises(ValueError, match=r"f\.jsonl, row 2: no column 'q' \(--input-key\); the row has \['a'\]"):
+    with pytest.raises(
+        ValueError, match=r"f\.jsonl, row 2: no column 'q' \(--input-key\); the row has \['a'\]"
+    ):
         row_to_sample({"a": 1}, PromptFormat(input_key="q"), where="f.jsonl, row 2")
     with pytest.raises(ValueError, match="--label-key"):
         row_to_sample({"input": "x"}, PromptFormat(label_key="label"))
@@ -54,7 +56,9 @@ def test_messages_stay_messages_without_a_template():
 
 def test_media_replace_their_placeholders_in_order():
     messages = [{"role": "user", "content": "a<image>b<image>"}]
-    filled = fill_media(messages, {"images": ["one.png", {"type": "image", "image": "two.png"}]}, {"image": "images"})
+    filled = fill_media(
+        messages, {"images": ["one.png", {"type": "image", "image": "two.png"}]}, {"image": "images"}
+    )
     assert filled[0]["content"] == [
         {"type": "text", "text": "a"},
         {"type": "image", "image": "one.png"},

@@ -51,4 +51,6 @@ def test_the_synchronous_loop_says_that_it_makes_the_batch_anew(world):
         world, "by-train", load=world / "ckpt", ckpt_step=SAVED, num_rollout=SAVED + 2, global_batch_size=8
     )
     assert f"rollout {SAVED + 1} was in flight in the asynchronous loop and is made anew here" in ended.stderr
-    assert list(series(world, "by-train", "rollout/raw_reward")) == [SAVED + 1], "no prompts are skipped, none twice"
+    assert list(series(world, "by-train", "rollout/raw_reward")) == [SAVED + 1], (
+        "no prompts are skipped, none twice"
+    )

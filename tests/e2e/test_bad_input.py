@@ -197,7 +197,9 @@ def test_a_folder_that_is_no_model_is_told(world, end):
 def test_a_reward_that_raises_is_retried_then_stops_the_run_with_cause_and_count(world, end):
     ended = end(
         "raises",
-        **rollout_only(custom_rm_path=f"{world}/bad_plugins.py:raises", reward_failure_limit=3, reward_retries=1),
+        **rollout_only(
+            custom_rm_path=f"{world}/bad_plugins.py:raises", reward_failure_limit=3, reward_retries=1
+        ),
         save=world / "raises-ckpt",
         save_interval=1,
     )
@@ -217,9 +219,14 @@ def test_a_reward_that_raises_is_retried_then_stops_the_run_with_cause_and_count
 
 def test_a_reward_of_nan_never_becomes_a_number(world, end):
     ended = end(
-        "nan", **rollout_only(custom_rm_path=f"{world}/bad_plugins.py:nan", reward_failure_limit=2, reward_retries=0)
+        "nan",
+        **rollout_only(
+            custom_rm_path=f"{world}/bad_plugins.py:nan", reward_failure_limit=2, reward_retries=0
+        ),
     )
-    assert_one_message(ended, "reward is nan, not a finite number", f"{world}/bad_plugins.py:", "sample 0", code=1)
+    assert_one_message(
+        ended, "reward is nan, not a finite number", f"{world}/bad_plugins.py:", "sample 0", code=1
+    )
 
 
 def test_a_prompt_longer_than_the_context_is_told(world, end):
@@ -230,14 +237,18 @@ def test_a_prompt_longer_than_the_context_is_told(world, end):
 
 
 def test_a_mistake_in_a_generate_function_stops_the_run_at_the_first_with_its_line(world, end):
-    ended = end("generate", **rollout_only(custom_generate_function_path=f"{world}/bad_plugins.py:generate_raises"))
+    ended = end(
+        "generate", **rollout_only(custom_generate_function_path=f"{world}/bad_plugins.py:generate_raises")
+    )
     place = f"{world}/bad_plugins.py:{line_of('no such environment')} in generate_raises"
     assert_one_message(ended, "KeyError: 'no such environment'", place, "(group ", code=1)
     assert "attempt" not in ended.err
 
 
 def test_a_data_source_that_runs_dry_stops_the_run(world, end):
-    ended = end("dry", **rollout_only(rollout_batch_size=4, data_source_path=f"{world}/bad_plugins.py:TooFew"))
+    ended = end(
+        "dry", **rollout_only(rollout_batch_size=4, data_source_path=f"{world}/bad_plugins.py:TooFew")
+    )
     assert_one_message(ended, "data source gave no groups", "--rollout-batch-size 4", code=1)
 
 
@@ -265,7 +276,11 @@ def neighbours(world):
     second = start_train(world, "second", num_rollout=100_000)
     try:
         deadline = time.monotonic() + 200
-        while not series(world, "second", "train/loss") and second.poll() is None and time.monotonic() < deadline:
+        while (
+            not series(world, "second", "train/loss")
+            and second.poll() is None
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.05)
         second.send_signal(signal.SIGINT)
         yield first.wait(100), second.wait(30)
@@ -291,6 +306,10 @@ def test_a_checkpoint_of_another_model_is_told(world, neighbours, end):
     other = make_tiny_model(world / "other", hidden=32)
     ended = end("other-model", hf_checkpoint=other, load=world / "ckpt", save=world / "ckpt", num_rollout=2)
     assert_one_message(
-        ended, str(world / "ckpt" / "step_0000000"), "another model than --hf-checkpoint", "[128, 64]", "[128, 32]"
+        ended,
+        str(world / "ckpt" / "step_0000000"),
+        "another model than --hf-checkpoint",
+        "[128, 64]",
+        "[128, 32]",
     )
     assert sorted(p.name for p in (world / "ckpt").iterdir()) == ["step_0000000"]

@@ -31,5 +31,7 @@ def test_a_benchmark_writes_its_results(name, flags, tmp_path):
     command = [sys.executable, f"benchmarks/{name}.py", *flags.split(), "--json", str(results)]
     env = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
-    assert done.returncode in (0, 1) and "Traceback" not in done.stdout + done.stderr, done.stdout + done.stderr
+    assert done.returncode in (0, 1) and "Traceback" not in done.stdout + done.stderr, (
+        done.stdout + done.stderr
+    )
     assert json.loads(results.read_text())

@@ -22,12 +22,18 @@ TRAINERS = [
 def world(tmp_path_factory):
     """A live run of three rollouts, recorded; what follows replays it without engines."""
     folder = make_world(tmp_path_factory.mktemp("checkpoints"))
-    run_train(folder, "live", num_rollout=LAST + 1, save_debug_rollout_data=f"{folder}/dump/{{rollout_id}}.pt")
+    run_train(
+        folder, "live", num_rollout=LAST + 1, save_debug_rollout_data=f"{folder}/dump/{{rollout_id}}.pt"
+    )
     return folder
 
 
 def replay(world, run, **changes):
-    values = {"load_debug_rollout_data": f"{world}/dump/{{rollout_id}}.pt", "num_rollout": LAST + 1, "timeout": 400}
+    values = {
+        "load_debug_rollout_data": f"{world}/dump/{{rollout_id}}.pt",
+        "num_rollout": LAST + 1,
+        "timeout": 400,
+    }
     return run_train(world, run, **{**values, **changes})
 
 
@@ -73,7 +79,8 @@ def test_a_disk_that_fills_up_in_mid_write_is_named_and_the_run_fails(world, tra
         ended = replay(world, name, check=False, num_rollout=1, **flags)
         assert ended.returncode == 1, ended.stderr[-3000:]
         assert (
-            "the checkpoint of rollout 0 was not written: the disk is full (No space left on device)" in ended.stderr
+            "the checkpoint of rollout 0 was not written: the disk is full (No space left on device)"
+            in ended.stderr
         )
         assert list((disk / "ckpt").iterdir()) == [], "what there was of it gave its room back"
     assert json.loads((world / name / "run.json").read_text())["exit"].startswith("RunStopped: --save")
@@ -88,14 +95,19 @@ def test_a_second_run_in_the_same_folders_is_refused_while_the_first_one_runs_an
         assert second.returncode == 2 and f"is in use by process {first.pid} on" in second.stderr
         assert not (world / "two").exists()
         second = run_train(world, "one", check=False)
-        assert second.returncode == 2 and f"--run-dir {world}/one is in use by process {first.pid}" in second.stderr
+        assert (
+            second.returncode == 2
+            and f"--run-dir {world}/one is in use by process {first.pid}" in second.stderr
+        )
     finally:
         first.kill()
         first.wait()
     before = (world / "one" / "metrics.jsonl").read_bytes()
     new = run_train(world, "one", check=False)
     assert new.returncode == 2 and f"--run-dir {world}/one belongs to run" in new.stderr
-    assert (world / "one" / "metrics.jsonl").read_bytes() == before and not (world / "one" / "error.txt").exists()
+    assert (world / "one" / "metrics.jsonl").read_bytes() == before and not (
+        world / "one" / "error.txt"
+    ).exists()
     new = run_train(world, "three", check=False, save=folders["save"])
     assert new.returncode == 2 and "holds checkpoints of an earlier run" in new.stderr
     done = find_step(folders["save"]).manifest.rollout_id

@@ -100,7 +100,11 @@ def test_every_rank_hears_of_a_checkpoint_before_engines_read_it_and_a_refusal_e
         assert [row["held"].rpartition(":")[2] for row in notes(world, rank)] == ["default", "1"]
         assert all("model.safetensors.index.json" in row["files"] for row in notes(world, rank))
     done = run_train(
-        world, "no", check=False, custom_update_weight_post_write_path=f"{world}/post_write.py:refuse", **shared
+        world,
+        "no",
+        check=False,
+        custom_update_weight_post_write_path=f"{world}/post_write.py:refuse",
+        **shared,
     )
     assert done.returncode == 1
     assert "--custom-update-weight-post-write-path raised on rank" in done.stderr
@@ -122,7 +126,15 @@ def running(words: list[str], **options):
 @pytest.mark.slow
 def test_an_engine_that_somebody_else_runs_gets_deltas_through_its_agent(world):
     published, read_write = world / "published", os.pipe()
-    engine = ["slime.engines.embedded", "--model-path", str(world / "model"), "--port", "0", "--host", "127.0.0.1"]
+    engine = [
+        "slime.engines.embedded",
+        "--model-path",
+        str(world / "model"),
+        "--port",
+        "0",
+        "--host",
+        "127.0.0.1",
+    ]
     engine += ["--ready-file", str(world / "ready"), "--life-fd", str(read_write[0]), "--device", "cpu"]
     engine += ["--dtype", "float32", "--threads", "1", "--shm-prefix", "external"]
     with running(engine, pass_fds=[read_write[0]]) as process:

@@ -14,7 +14,9 @@ PUSH = dict(update_weight_transport="distributed", check_weight_update_equal=Tru
 
 def check(world, run: str, num_rollout: int) -> None:
     differences = series(world, run, "train/train_rollout_logprob_abs_diff")
-    assert len(differences) == num_rollout and max(differences.values()) < 1e-3, "engine and trainer hold the same"
+    assert len(differences) == num_rollout and max(differences.values()) < 1e-3, (
+        "engine and trainer hold the same"
+    )
     assert sum(series(world, run, "perf/engines_missed").values()) == 0
     assert sum(series(world, run, "perf/engines_evicted").values()) == 0
 

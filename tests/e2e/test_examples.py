@@ -14,7 +14,8 @@ NUMBER = re.compile(r"(?:greedy|ranked right by \S+:) ([01]\.\d+)")
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name, before, after", [("sft", 0.1, 0.8), ("dpo", 0.6, 0.7), ("opd", 0.6, 0.62), ("reward_model", 0.7, 0.9)]
+    "name, before, after",
+    [("sft", 0.1, 0.8), ("dpo", 0.6, 0.7), ("opd", 0.6, 0.62), ("reward_model", 0.7, 0.9)],
 )
 def test_an_example_learns(tmp_path, name, before, after):
     done = subprocess.run(

@@ -58,13 +58,20 @@ def all_gone(processes: list[psutil.Process], seconds: float = 10.0) -> bool:
 
 def dumped(world, name, rollouts):
     return [
-        [(s.index, s.group_index, tuple(s.tokens)) for s in load_rollout_dump(f"{world}/{name}/{{rollout_id}}.pt", i)]
+        [
+            (s.index, s.group_index, tuple(s.tokens))
+            for s in load_rollout_dump(f"{world}/{name}/{{rollout_id}}.pt", i)
+        ]
         for i in range(rollouts)
     ]
 
 
 def test_an_engine_killed_in_mid_run_is_replaced_and_no_sample_is_lost_or_doubled(world):
-    settings = {"custom_rm_path": f"{world}/slow.py:reward", "num_rollout": 4, "rollout_max_response_len": 200}
+    settings = {
+        "custom_rm_path": f"{world}/slow.py:reward",
+        "num_rollout": 4,
+        "rollout_max_response_len": 200,
+    }
     run_train(world, "calm", **settings, save_debug_rollout_data=f"{world}/calm-dump/{{rollout_id}}.pt")
     process = start_train(
         world, "killed", **settings, save_debug_rollout_data=f"{world}/killed-dump/{{rollout_id}}.pt"
@@ -98,7 +105,11 @@ def test_a_stopped_engine_is_replaced_and_the_run_goes_on(world):
 
 
 def test_a_stopped_trainer_rank_ends_the_run_by_name(world):
-    settings = {"custom_rm_path": f"{world}/slow.py:reward", "num_rollout": 1000, "worker_silence_timeout_s": 8}
+    settings = {
+        "custom_rm_path": f"{world}/slow.py:reward",
+        "num_rollout": 1000,
+        "worker_silence_timeout_s": 8,
+    }
     process = start_train(world, "frozen", **settings)
     driver = psutil.Process(process.pid)
     wait_for(lambda: series(world, "frozen", "train/loss"), process)

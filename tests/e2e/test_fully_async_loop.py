@@ -17,7 +17,13 @@ ASYNC = {
 def test_the_pool_stays_within_its_bound_and_a_resumed_run_loses_and_repeats_nothing(tmp_path):
     world = make_world(tmp_path)
     dump = f"{world}/dump_{{rollout_id}}.pt"
-    common = {**ASYNC, "save": world / "ckpt", "save_interval": 2, "save_debug_rollout_data": dump, "timeout": 400}
+    common = {
+        **ASYNC,
+        "save": world / "ckpt",
+        "save_interval": 2,
+        "save_debug_rollout_data": dump,
+        "timeout": 400,
+    }
     run_train(world, "first", num_rollout=4, **common)
     run_train(world, "second", num_rollout=6, load=world / "ckpt", **common)
     for run in ("first", "second"):

@@ -17,9 +17,16 @@ def test_a_killed_run_with_kept_versions_ends_as_one_that_was_not(tmp_path):
     run_train(world, "live", **common, save_debug_rollout_data=dump)
     run_train(world, "whole", **common, load_debug_rollout_data=dump)
     # Samples of the push before: without its weights the ratios could not be what they are.
-    assert sum(abs(value) > 1e-4 for value in series(world, "whole", "train/ppo_kl").values()) >= NUM_ROLLOUT - 2
+    assert (
+        sum(abs(value) > 1e-4 for value in series(world, "whole", "train/ppo_kl").values()) >= NUM_ROLLOUT - 2
+    )
 
-    saved = {"load_debug_rollout_data": dump, "save": world / "ckpt", "load": world / "ckpt", "save_interval": 1}
+    saved = {
+        "load_debug_rollout_data": dump,
+        "save": world / "ckpt",
+        "load": world / "ckpt",
+        "save_interval": 1,
+    }
     for after in (3, 8):
         process = start_train(world, "killed", **common, **saved)
         while len(series(world, "killed", "train/loss")) < after:
@@ -30,4 +37,6 @@ def test_a_killed_run_with_kept_versions_ends_as_one_that_was_not(tmp_path):
     run_train(world, "killed", **common, **saved)
     for metric in COMPARED:
         assert series(world, "killed", metric) == series(world, "whole", metric), metric  # bit for bit
-        assert series(world, "whole", metric) == pytest.approx(series(world, "live", metric), abs=1e-5), metric
+        assert series(world, "whole", metric) == pytest.approx(series(world, "live", metric), abs=1e-5), (
+            metric
+        )

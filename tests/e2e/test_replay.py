@@ -79,4 +79,7 @@ def test_rollout_only_records_without_training(world):
     )
     assert (world / "only" / "1.pt").exists()
     assert series(world, "rollout-only", "train/loss") == {}
-    assert json.loads((world / "rollout-only" / "run.json").read_text())["settings"]["seed"]["source"] == "default"
+    assert (
+        json.loads((world / "rollout-only" / "run.json").read_text())["settings"]["seed"]["source"]
+        == "default"
+    )

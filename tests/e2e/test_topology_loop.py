@@ -44,7 +44,15 @@ def test_a_frozen_model_beside_the_policy_is_asked_by_its_name_and_never_pushed_
 @pytest.mark.slow
 def test_engines_that_already_run_are_used_and_left_running(world):
     read_end, write_end = os.pipe()
-    command = [sys.executable, "-m", "slime.engines.embedded", "--model-path", str(world / "model"), "--port", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "slime.engines.embedded",
+        "--model-path",
+        str(world / "model"),
+        "--port",
+        "0",
+    ]
     command += ["--host", "127.0.0.1", "--ready-file", str(world / "ready"), "--life-fd", str(read_end)]
     command += ["--device", "cpu", "--dtype", "float32", "--threads", "1", "--shm-prefix", "external"]
     engine = subprocess.Popen(command, pass_fds=[read_end], cwd=ROOT)
@@ -56,7 +64,9 @@ def test_engines_that_already_run_are_used_and_left_running(world):
         run_train(world, "run", num_rollout=2, rollout_external_engine_addrs=[address])
         assert len(series(world, "run", "rollout/raw_reward")) == 2
         assert engine.poll() is None
-        wrong = run_train(world, "wrong", num_rollout=2, rollout_external_engine_addrs=["127.0.0.1:9"], check=False)
+        wrong = run_train(
+            world, "wrong", num_rollout=2, rollout_external_engine_addrs=["127.0.0.1:9"], check=False
+        )
         assert wrong.returncode == 2 and "no engine answers at http://127.0.0.1:9" in wrong.stderr
     finally:
         engine.kill()

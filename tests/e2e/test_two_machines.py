@@ -38,7 +38,9 @@ def test_ranks_and_engines_of_two_machines_learn_like_those_of_one(tmp_path, add
     assert f"weights travel by {transport}" in done.stderr
     urls = (world / "urls").read_text().split()
     assert len(urls) == 2 and [SECOND_HOST in url for url in urls] == [False, True]
-    assert [row["rollout/weight_version"] for row in metrics(world, "two") if "rollout/weight_version" in row][-1] == 3
+    assert [
+        row["rollout/weight_version"] for row in metrics(world, "two") if "rollout/weight_version" in row
+    ][-1] == 3
     for name in ("train/loss", "train/grad_norm"):
         one, two = series(world, "one", name), series(world, "two", name)
         assert two == {step: pytest.approx(value, abs=1e-4, rel=1e-3) for step, value in one.items()}, name

@@ -76,7 +76,9 @@ def test_prefill_engines_bring_their_bootstrap_port(serve, model):
     assert (engine.worker_type, engine.bootstrap_port) == ("prefill", 8998)
 
 
-@pytest.mark.parametrize("address", ["10.0.0.5", "host:port", "ftp://a:1", "http://a:1/generate", ":80", "a:70000"])
+@pytest.mark.parametrize(
+    "address", ["10.0.0.5", "host:port", "ftp://a:1", "http://a:1/generate", ":80", "a:70000"]
+)
 def test_what_is_no_address_is_refused(address):
     with pytest.raises(ValueError, match=r"--rollout-external-engine-addrs: .* write host:port"):
         read_address(address)
@@ -84,7 +86,9 @@ def test_what_is_no_address_is_refused(address):
 
 def test_nobody_at_an_address_is_one_error_that_names_it(model):
     port = find_available_port()
-    with pytest.raises(ValueError, match=rf"no engine answers at http://127\.0\.0\.1:{port} .*start it, or correct"):
+    with pytest.raises(
+        ValueError, match=rf"no engine answers at http://127\.0\.0\.1:{port} .*start it, or correct"
+    ):
         discover([f"127.0.0.1:{port}"], model)
 
 
@@ -137,7 +141,9 @@ def test_engines_of_different_versions_are_refused(serve, model):
         discover([f"127.0.0.1:{port}" for port in ports], model)
 
 
-def test_an_external_engine_that_goes_and_returns_is_brought_up_to_date_and_never_ended(serve, model, monkeypatch):
+def test_an_external_engine_that_goes_and_returns_is_brought_up_to_date_and_never_ended(
+    serve, model, monkeypatch
+):
     monkeypatch.setattr(external, "_LOOK_INTERVAL_S", 0.05)
     engine = serve()
     joined: list[str] = []

@@ -82,7 +82,9 @@ def eventually(condition, seconds: float = 20.0) -> None:
 def test_engines_report_the_ports_they_bound(make):
     fleet = make(size=2)
     urls = fleet.start()
-    assert len(set(urls)) == 2 and all(url.startswith("http://127.0.0.1:") and not url.endswith(":0") for url in urls)
+    assert len(set(urls)) == 2 and all(
+        url.startswith("http://127.0.0.1:") and not url.endswith(":0") for url in urls
+    )
 
 
 def test_a_dead_engine_comes_back_on_its_port_and_is_brought_up_to_date(make):
@@ -132,7 +134,9 @@ def test_an_engine_that_is_stopped_while_it_starts_is_told(make, monkeypatch):
     fleet.set_mood("silent")
     fleet.fleet.launch()
     os.kill(fleet.servers[0].pid, signal.SIGSTOP)
-    with pytest.raises(EngineStartError, match=r"engine-0 \(pid \d+\) was stopped \(SIGSTOP\) while it started"):
+    with pytest.raises(
+        EngineStartError, match=r"engine-0 \(pid \d+\) was stopped \(SIGSTOP\) while it started"
+    ):
         fleet.fleet.wait_ready()
 
 
@@ -142,7 +146,9 @@ def test_more_deaths_than_the_limit_end_the_run_with_the_cause(make):
     fleet.kill()
     eventually(lambda: fleet.fleet.num_restarts == 1)
     fleet.kill()
-    with pytest.raises(EnginesKeepDying, match=r"died 2 times within 600 s \(--engine-restart-limit 1\).*signal 9"):
+    with pytest.raises(
+        EnginesKeepDying, match=r"died 2 times within 600 s \(--engine-restart-limit 1\).*signal 9"
+    ):
         fleet.fleet.failure.result(20)
 
 
@@ -176,7 +182,9 @@ def test_an_engine_that_cannot_start_again_counts_as_dying(make):
 def test_an_engine_that_dies_before_it_serves_is_told_with_its_last_words(make):
     fleet = make()
     fleet.set_mood("dies")
-    with pytest.raises(EngineStartError, match=r"(?s)engine-0 ended with code 1; .*the model folder is empty"):
+    with pytest.raises(
+        EngineStartError, match=r"(?s)engine-0 ended with code 1; .*the model folder is empty"
+    ):
         fleet.start()
 
 
@@ -310,7 +318,8 @@ def test_no_engine_left_for_too_long_ends_the_run_with_the_cause(make):
     fleet.kill(0)
     fleet.kill(1)
     with pytest.raises(
-        NoEngineLeft, match=r"(?s)no engine was left for 0\.5 s \(--no-engine-timeout-s\).*engine-\d was killed"
+        NoEngineLeft,
+        match=r"(?s)no engine was left for 0\.5 s \(--no-engine-timeout-s\).*engine-\d was killed",
     ):
         fleet.fleet.failure.result(20)
 

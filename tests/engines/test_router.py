@@ -117,7 +117,11 @@ def test_a_sick_engine_does_not_draw_requests_that_another_can_serve():
 
 def test_when_every_engine_fails_the_last_error_is_the_answer():
     engines = FakeEngine(lambda *_: 500), FakeEngine(lambda *_: 503)
-    with engines[0] as one, engines[1] as two, balanced([one.url, two.url], no_engine_timeout_s=30.0) as (url, _):
+    with (
+        engines[0] as one,
+        engines[1] as two,
+        balanced([one.url, two.url], no_engine_timeout_s=30.0) as (url, _),
+    ):
         with pytest.raises(http_utils.HttpError, match="scripted 503"):
             run(post(url))
         assert len(one.requests) == len(two.requests) == 1
@@ -209,7 +213,10 @@ def test_the_wait_for_an_engine_ends():
 
 
 def test_a_port_that_is_taken_is_named():
-    with socket.create_server(("127.0.0.1", 0)) as thief, pytest.raises(ValueError, match="--sglang-router-port is"):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as thief,
+        pytest.raises(ValueError, match="--sglang-router-port is"),
+    ):
         run(Balancer([]).start(port=thief.getsockname()[1]))
 
 
@@ -273,10 +280,34 @@ def test_an_engine_that_cannot_be_reached_is_no_reason_to_give_up():
 
 CONTROL = (
     *("pause_generation", "continue_generation", "release_memory_occupation", "resume_memory_occupation"),
-    *("update_weights_from_disk", "update_weights_from_shared_memory", "update_weights_from_tensor", "flush_cache"),
-    *("init_weights_update_group", "update_weight_version", "weights_checker", "abort_request", "start_profile"),
-    *("set_internal_state", "load_lora_adapter", "freeze_gc", "shutdown", "", "generate/", "//pause_generation"),
-    *("generate/../pause_generation", "generate%2f..%2fpause_generation", "v1/../pause_generation", "GENERATE"),
+    *(
+        "update_weights_from_disk",
+        "update_weights_from_shared_memory",
+        "update_weights_from_tensor",
+        "flush_cache",
+    ),
+    *(
+        "init_weights_update_group",
+        "update_weight_version",
+        "weights_checker",
+        "abort_request",
+        "start_profile",
+    ),
+    *(
+        "set_internal_state",
+        "load_lora_adapter",
+        "freeze_gc",
+        "shutdown",
+        "",
+        "generate/",
+        "//pause_generation",
+    ),
+    *(
+        "generate/../pause_generation",
+        "generate%2f..%2fpause_generation",
+        "v1/../pause_generation",
+        "GENERATE",
+    ),
 )
 
 
@@ -291,7 +322,10 @@ def test_only_what_generates_is_forwarded(middlewares):
         async with http_utils.get_session().post(target, json={"mode": "abort"}) as answer:
             return answer.status
 
-    with FakeEngine() as engine, balanced([engine.url], middlewares=[Passes() for _ in middlewares]) as (url, _):
+    with (
+        FakeEngine() as engine,
+        balanced([engine.url], middlewares=[Passes() for _ in middlewares]) as (url, _),
+    ):
         statuses = {path: run(call(url, path)) for path in CONTROL}
         assert statuses == dict.fromkeys(CONTROL, 404)
         assert engine.paths == [] and run(post(url))["output_ids"]
@@ -333,7 +367,9 @@ class Shout:
     async def handle(self, request, forward):
         payload = {**request.payload, "input_ids": [*request.payload["input_ids"], self.word]}
         answer = await forward(RouterRequest(request.path, payload, request.headers))
-        return RouterAnswer(answer.status, {**answer.payload, "words": [*answer.payload.get("words", []), self.word]})
+        return RouterAnswer(
+            answer.status, {**answer.payload, "words": [*answer.payload.get("words", []), self.word]}
+        )
 
 
 def test_middlewares_see_requests_from_the_outside_in_and_answers_back():
@@ -358,7 +394,9 @@ def test_a_middleware_that_fails_is_named_and_nothing_is_repeated():
 def test_sglang_s_router_names_a_port_that_is_taken_and_starts_nothing(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as thief:
         port = thief.getsockname()[1]
-        plan = LaunchPlan("router", router_command("/no/python", "round_robin"), {}, tmp_path / "router.log", 5.0)
+        plan = LaunchPlan(
+            "router", router_command("/no/python", "round_robin"), {}, tmp_path / "router.log", 5.0
+        )
         with pytest.raises(ValueError, match=f"--sglang-router-port is {port}: another program has it"):
             SGLangRouter(plan, port=port).start()
     assert not (tmp_path / "router.log").exists()

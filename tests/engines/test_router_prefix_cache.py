@@ -98,7 +98,8 @@ def test_a_second_turn_sends_the_ids_of_the_first_one(served, stop, stop_ids):
     url, engine, tokenizer = served
     first = ask(url, text="hi ", sampling_params={"max_new_tokens": 8})
     assert (
-        engine.requests[0]["input_ids"] == first["prompt_ids"] == [104, 105, 32] and "text" not in engine.requests[0]
+        engine.requests[0]["input_ids"] == first["prompt_ids"] == [104, 105, 32]
+        and "text" not in engine.requests[0]
     )
     assert tokenizer("hi abc", add_special_tokens=False)["input_ids"] == [
         104,

@@ -37,7 +37,9 @@ class RegisteredEngine(FakeEngine):
         return site._server.sockets[0].getsockname()[1]
 
     async def _describe(self, request: web.Request) -> web.Response:
-        return web.json_response({"model_path": "org/model", "served_model_name": "org/model", "version": "0.5.23"})
+        return web.json_response(
+            {"model_path": "org/model", "served_model_name": "org/model", "version": "0.5.23"}
+        )
 
 
 @pytest.fixture(scope="module")
@@ -47,20 +49,26 @@ def python() -> str:
     return need_router_python(None, "this test")
 
 
-def server(engine: FakeEngine, worker_type: str = "regular", bootstrap_port: int | None = None) -> SimpleNamespace:
+def server(
+    engine: FakeEngine, worker_type: str = "regular", bootstrap_port: int | None = None
+) -> SimpleNamespace:
     return SimpleNamespace(
         url=engine.url, plan=SimpleNamespace(worker_type=worker_type), bootstrap_port=bootstrap_port
     )
 
 
 def make_router(python: str, folder, policy: str, *words: str) -> SGLangRouter:
-    return SGLangRouter(LaunchPlan("router", router_command(python, policy, words), {}, folder / "router.log", 120.0))
+    return SGLangRouter(
+        LaunchPlan("router", router_command(python, policy, words), {}, folder / "router.log", 120.0)
+    )
 
 
 def ask(router: SGLangRouter, session: str | None = None):
     headers = {SESSION_HEADER: session} if session else None
     payload = {**PAYLOAD, "rid": session}
-    return run(http_utils.post(f"{router.url}/generate", payload, max_retries=20, headers=headers, timeout_s=60))
+    return run(
+        http_utils.post(f"{router.url}/generate", payload, max_retries=20, headers=headers, timeout_s=60)
+    )
 
 
 def known(router: SGLangRouter) -> set[str]:
@@ -129,7 +137,9 @@ def test_prefill_and_decode_engines_are_registered_as_such_and_both_get_the_requ
             router.enroll(server(decode, "decode"))
             router.start()
             listed = run(http_utils.get(f"{router.url}/workers"))["workers"]
-            kinds = {worker["url"]: (worker["worker_type"], worker.get("bootstrap_port")) for worker in listed}
+            kinds = {
+                worker["url"]: (worker["worker_type"], worker.get("bootstrap_port")) for worker in listed
+            }
             assert kinds[prefill.url] == ("prefill", 8998) and kinds[decode.url][0] == "decode"
             assert ask(router)["output_ids"]
             assert len(prefill.requests) == len(decode.requests) == 1

@@ -108,7 +108,10 @@ def test_the_model_of_the_checkpoint_learns_and_another_does_not(write):
             "sglang: [{name: a, server_group: []}]",
             r"sglang\[0\]: unknown key 'server_group'; did you mean 'server_groups'",
         ),
-        ("sglang: [{name: a, server_groups: [{}]}]", r"server_groups\[0\]\.num_gpus is None; write a whole number"),
+        (
+            "sglang: [{name: a, server_groups: [{}]}]",
+            r"server_groups\[0\]\.num_gpus is None; write a whole number",
+        ),
         ("sglang: [{name: a, server_groups: [{num_gpus: true}]}]", r"num_gpus is True"),
         (
             "sglang: [{name: a, server_groups: [{num_gpus: 3, num_gpus_per_engine: 2}]}]",
@@ -122,7 +125,10 @@ def test_the_model_of_the_checkpoint_learns_and_another_does_not(write):
             "sglang: [{name: a, server_groups: [{num_gpus: 1, worker_type: encoder}]}]",
             r"encoder, which this version does",
         ),
-        ("sglang: [{name: a, server_groups: [{num_gpus: 1, worker_type: prefill}]}]", r"\(a\) has no decode group"),
+        (
+            "sglang: [{name: a, server_groups: [{num_gpus: 1, worker_type: prefill}]}]",
+            r"\(a\) has no decode group",
+        ),
         (
             "sglang: [{name: a, server_groups: [{num_gpus: 1}, {num_gpus: 1, worker_type: decode}]}]",
             r"\(a\) mixes regular groups with decode",
@@ -144,7 +150,10 @@ def test_the_model_of_the_checkpoint_learns_and_another_does_not(write):
             "sglang: [{name: a, model_path: x, server_groups: [{num_gpus: 1, overrides: {model_path: y}}]}]",
             r"sglang\[0\] names several model paths \(x, y\)",
         ),
-        ("sglang: [{name: a, update_weights: maybe, server_groups: [{num_gpus: 1}]}]", r"update_weights is 'maybe'"),
+        (
+            "sglang: [{name: a, update_weights: maybe, server_groups: [{num_gpus: 1}]}]",
+            r"update_weights is 'maybe'",
+        ),
     ],
 )
 def test_each_mistake_names_the_key_the_value_and_the_fix(write, text, message):
@@ -181,7 +190,9 @@ def test_one_engine_alone_needs_no_router():
 
 
 def test_overrides_become_words_and_a_false_switch_is_left_out():
-    words = override_words({"mem_fraction_static": 0.5, "enable_metrics": True, "x": False, "lora_paths": ["a", "b"]})
+    words = override_words(
+        {"mem_fraction_static": 0.5, "enable_metrics": True, "x": False, "lora_paths": ["a", "b"]}
+    )
     assert words == ("--mem-fraction-static", "0.5", "--enable-metrics", "--lora-paths", "a", "b")
 
 
@@ -202,14 +213,17 @@ def test_a_run_refuses_a_topology_in_which_nothing_learns(write):
 def test_overrides_need_an_engine_that_knows_them(write):
     path = write("sglang: [{name: a, server_groups: [{num_gpus: 1, overrides: {page_size: 4}}]}]")
     with pytest.raises(
-        ValueError, match="'a' of the topology has prefill groups or overrides, which --rollout-engine embedded"
+        ValueError,
+        match="'a' of the topology has prefill groups or overrides, which --rollout-engine embedded",
     ):
         parse("--sglang-config", path, "--rollout-engine", "embedded")
 
 
 def test_two_sources_of_engines_are_refused(write):
     path = write("sglang: [{name: a, server_groups: [{num_gpus: 1}]}]")
-    with pytest.raises(ValueError, match="--sglang-config and --prefill-num-servers both say which engines serve"):
+    with pytest.raises(
+        ValueError, match="--sglang-config and --prefill-num-servers both say which engines serve"
+    ):
         parse("--sglang-config", path, "--prefill-num-servers", "1")
 
 
@@ -227,14 +241,20 @@ def test_engines_of_a_topology_get_the_gpus_after_the_trainers(write):
     )
     args = parse("--sglang-config", path, "--rollout-engine", "embedded", rollout_num_gpus=None)
     assert [slot.gpu_ids for slot in plan_placement(args, 8).engines] == [(1,), (2,), (3,)]
-    with pytest.raises(ValueError, match="1 trainer ranks and 3 engines on 3 GPUs need 4 GPUs, but 2 are visible"):
+    with pytest.raises(
+        ValueError, match="1 trainer ranks and 3 engines on 3 GPUs need 4 GPUs, but 2 are visible"
+    ):
         plan_placement(args, 2)
 
 
 def test_a_flag_of_the_router_needs_engines_that_it_can_talk_to():
-    with pytest.raises(ValueError, match=r"--router-policy means SGLang's router, .* use --rollout-engine sglang"):
+    with pytest.raises(
+        ValueError, match=r"--router-policy means SGLang's router, .* use --rollout-engine sglang"
+    ):
         parse("--router-policy", "manual")
-    with pytest.raises(ValueError, match="--rollout-router builtin is set, but --router-policy needs SGLang's router"):
+    with pytest.raises(
+        ValueError, match="--rollout-router builtin is set, but --router-policy needs SGLang's router"
+    ):
         parse("--router-policy", "manual", "--rollout-router", "builtin")
 
 

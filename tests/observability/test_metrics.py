@@ -72,7 +72,9 @@ def test_rollout_metrics_of_a_hand_checked_batch():
 
 
 def test_ppo_reports_no_zero_std_and_passrate_is_on_request():
-    metrics = rollout_metrics(make_args(advantage_estimator="ppo", log_passrate=True), [sample(0, 1), sample(0, 0)], 1)
+    metrics = rollout_metrics(
+        make_args(advantage_estimator="ppo", log_passrate=True), [sample(0, 1), sample(0, 0)], 1
+    )
     assert not any("zero_std" in key for key in metrics)
     assert (metrics["passrate/pass@1"], metrics["passrate/pass@2"]) == (0.5, 1.0)
 

@@ -36,7 +36,12 @@ def test_span_writes_a_start_and_an_end_in_the_documented_format():
     assert end["attrs"] == {"finish_reason": "stop", "prompt_tokens": 5}
     assert start["span_id"] == end["span_id"] and "parent_span_id" not in start
     for event in (start, end):
-        assert (event["name"], event["sample_id"], event["group_id"], event["attempt"]) == ("sglang_generate", 3, 1, 0)
+        assert (event["name"], event["sample_id"], event["group_id"], event["attempt"]) == (
+            "sglang_generate",
+            3,
+            1,
+            0,
+        )
         assert event["trace_id"] == sample.trace["trace_id"]
     assert start["ts"] <= end["ts"]
     json.dumps(sample.trace)
@@ -182,7 +187,9 @@ def test_engine_meta_becomes_attributes_with_stages_as_child_spans():
         "prefill_forward_duration": 0.25,
     }
     attrs = build_sglang_meta_trace_attrs(meta)
-    assert attrs["request_id"] == "rid-1" and attrs["finish_reason"] == "length" and attrs["cached_tokens"] == 2
+    assert (
+        attrs["request_id"] == "rid-1" and attrs["finish_reason"] == "length" and attrs["cached_tokens"] == 2
+    )
     sample = Sample(index=0)
     with trace_span(sample, "sglang_generate") as span:
         span.update(attrs)

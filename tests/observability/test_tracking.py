@@ -112,7 +112,10 @@ def test_finished_tracker_refuses_more_and_may_be_finished_again(tmp_path):
 
 @pytest.mark.parametrize(
     "flag, module, command",
-    [("use_wandb", "wandb", "slime[wandb]"), ("use_tensorboard", "torch.utils.tensorboard", "slime[tensorboard]")],
+    [
+        ("use_wandb", "wandb", "slime[wandb]"),
+        ("use_tensorboard", "torch.utils.tensorboard", "slime[tensorboard]"),
+    ],
 )
 def test_missing_package_is_an_error_with_the_install_command(tmp_path, monkeypatch, flag, module, command):
     monkeypatch.setitem(sys.modules, module, None)

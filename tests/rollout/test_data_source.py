@@ -59,7 +59,9 @@ def test_the_buffer_goes_out_before_the_dataset(tmp_path):
 
 
 def test_a_buffer_filter_decides_what_leaves_the_buffer(tmp_path):
-    source = make_source(make_args(tmp_path, None, "--buffer-filter-path", "rollout_plugins.newest_first", prompts=8))
+    source = make_source(
+        make_args(tmp_path, None, "--buffer-filter-path", "rollout_plugins.newest_first", prompts=8)
+    )
     source.add_samples(source.get_samples(3))
     assert prompts_of(source.get_samples(2)) == ["q2", "q1"]
 
@@ -95,7 +97,10 @@ def fill(source):
     for sample in groups[1]:
         sample.status, sample.reward = Sample.Status.COMPLETED, 0.5
     groups[2][0].reward_failure = RewardFailure("invalid", "no answer")
-    groups[3][1] = [Sample(index=7, group_index=3, rollout_id=7), Sample(index=7, group_index=3, rollout_id=7)]
+    groups[3][1] = [
+        Sample(index=7, group_index=3, rollout_id=7),
+        Sample(index=7, group_index=3, rollout_id=7),
+    ]
     source.add_samples(groups[:4])
     source.settle(groups[4:], "trained")
     source.update_metadata({"level": 3})
@@ -147,7 +152,9 @@ def test_the_order_of_prompts_is_the_same_in_another_process(tmp_path):
         "print(json.dumps([group[0].prompt for group in source.get_samples(25)]))"
     )
     environment = {"PYTHONPATH": ".:tests", "PYTHONHASHSEED": "3", "OMP_NUM_THREADS": "1"}
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    other = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+    )
     assert json.loads(other.stdout.splitlines()[-1]) == prompts_of(make_source(args).get_samples(25))
 
 
@@ -159,6 +166,7 @@ class BrokenSource:
 def test_a_mistake_in_a_user_s_own_source_is_named_with_its_place():
     args = SimpleNamespace(data_source_path=f"{__file__}:BrokenSource")
     with pytest.raises(
-        PluginError, match=rf"--data-source-path .* raised KeyError: 'gold'\n  at {__file__}:\d+ in get_samples"
+        PluginError,
+        match=rf"--data-source-path .* raised KeyError: 'gold'\n  at {__file__}:\d+ in get_samples",
     ):
         take_groups(BrokenSource(), args, 3)

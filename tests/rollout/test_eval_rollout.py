@@ -25,7 +25,12 @@ def two_datasets(folder):
             "defaults": {"max_response_len": 6},
             "datasets": [
                 {"name": "one", "path": str(one), "n_samples_per_eval_prompt": 2, "temperature": 0.5},
-                {"name": "two", "path": str(two), "custom_rm_path": "rollout_plugins.fixed_reward", "top_k": 1},
+                {
+                    "name": "two",
+                    "path": str(two),
+                    "custom_rm_path": "rollout_plugins.fixed_reward",
+                    "top_k": 1,
+                },
             ],
         }
     }
@@ -52,10 +57,16 @@ def test_two_datasets_have_their_own_rewards_and_sampling(tmp_path):
 
 def test_a_dataset_may_have_its_own_generate_function(tmp_path):
     data = write_prompts(tmp_path / "one.jsonl", 2)
-    entry = {"name": "one", "path": str(data), "custom_generate_function_path": "rollout_plugins.wants_evaluation"}
+    entry = {
+        "name": "one",
+        "path": str(data),
+        "custom_generate_function_path": "rollout_plugins.wants_evaluation",
+    }
     (tmp_path / "eval.yaml").write_text(json.dumps({"datasets": [entry]}))
     with FakeEngine() as engine:
-        args = make_args(tmp_path, engine, "--eval-config", str(tmp_path / "eval.yaml"), "--eval-interval", "1")
+        args = make_args(
+            tmp_path, engine, "--eval-config", str(tmp_path / "eval.yaml"), "--eval-interval", "1"
+        )
         generate_rollout(args, 0, None, evaluation=True)
     assert engine.requests == []
     assert [evaluation for evaluation, _ in rollout_plugins.calls["wants_evaluation"]] == [True, True]
@@ -76,7 +87,9 @@ def test_an_evaluation_without_any_score_is_an_error(tmp_path):
     with FakeEngine() as engine:
         flags = ("--eval-prompt-data", "one", str(data), "--eval-interval", "1", "--reward-retries", "0")
         args = make_args(tmp_path, engine, *flags, "--custom-rm-path", "rollout_plugins.always_fails")
-        with pytest.raises(RuntimeError, match=r"evaluation one: none of 2 samples has a score.*judge is down"):
+        with pytest.raises(
+            RuntimeError, match=r"evaluation one: none of 2 samples has a score.*judge is down"
+        ):
             generate_rollout(args, 0, None, evaluation=True)
 
 
@@ -91,7 +104,9 @@ def test_an_abort_of_training_does_not_touch_evaluation(tmp_path):
         flags = ("--eval-prompt-data", "one", str(data), "--eval-interval", "1", "--eval-temperature", "0.5")
         args = make_args(tmp_path, engine, *flags, "--over-sampling-batch-size", "8")
         result = []
-        thread = threading.Thread(target=lambda: result.append(generate_rollout(args, 0, None, evaluation=True)))
+        thread = threading.Thread(
+            target=lambda: result.append(generate_rollout(args, 0, None, evaluation=True))
+        )
         thread.start()
         while len(engine.requests) < 6:
             pass
@@ -105,10 +120,16 @@ def test_an_abort_of_training_does_not_touch_evaluation(tmp_path):
 
 def test_a_sample_that_a_generate_function_gave_up_on_begins_again(tmp_path):
     data = write_prompts(tmp_path / "one.jsonl", 3)
-    entry = {"name": "one", "path": str(data), "custom_generate_function_path": "rollout_plugins.gives_up_twice"}
+    entry = {
+        "name": "one",
+        "path": str(data),
+        "custom_generate_function_path": "rollout_plugins.gives_up_twice",
+    }
     (tmp_path / "eval.yaml").write_text(json.dumps({"datasets": [entry]}))
     with FakeEngine() as engine:
-        args = make_args(tmp_path, engine, "--eval-config", str(tmp_path / "eval.yaml"), "--eval-interval", "1")
+        args = make_args(
+            tmp_path, engine, "--eval-config", str(tmp_path / "eval.yaml"), "--eval-interval", "1"
+        )
         output = generate_rollout(args, 0, None, evaluation=True)
     samples = output.data["one"]["samples"]
     assert [(s.status.value, s.response_length, s.reward) for s in samples] == [("completed", 1, 20.0)] * 3

@@ -133,7 +133,9 @@ def test_the_cursor_holds_finished_groups_as_finished_and_those_in_flight_as_pro
         source = make_source(args)
         first = rollout(args, source)
         wait_until(lambda: len(engine.requests) == 16 and engine.running == 4)
-        cursor = fully_async_rollout._workers[id(source)]._cursor()  # as the end of a rollout would take it now
+        cursor = fully_async_rollout._workers[
+            id(source)
+        ]._cursor()  # as the end of a rollout would take it now
         stop_pool(source)
     resumed = make_source(args)
     resumed.load_state_dict(cursor)
@@ -173,7 +175,15 @@ def test_evaluation_goes_beside_the_pool(tmp_path):
         return {"hold": True} if number >= 8 and payload["sampling_params"]["temperature"] == 1.0 else None
 
     with FakeEngine(hold_training) as engine:
-        flags = "--eval-prompt-data", "small", str(eval_file), "--eval-temperature", "0.5", "--eval-interval", "1"
+        flags = (
+            "--eval-prompt-data",
+            "small",
+            str(eval_file),
+            "--eval-temperature",
+            "0.5",
+            "--eval-interval",
+            "1",
+        )
         args = make_args(tmp_path, engine, *flags, num_rollout=9)
         source = make_source(args)
         rollout(args, source)

@@ -38,7 +38,9 @@ async def ask(answer, sample):
 
 
 def scored(payload, shift=0):
-    entries = [[None if i == 0 else -0.5 * i, token + shift, None] for i, token in enumerate(payload["input_ids"])]
+    entries = [
+        [None if i == 0 else -0.5 * i, token + shift, None] for i, token in enumerate(payload["input_ids"])
+    ]
     return {"meta_info": {"input_token_logprobs": entries}}
 
 
@@ -53,7 +55,10 @@ def test_the_teachers_log_probs_of_the_response_are_kept_and_the_reward_is_zero(
 @pytest.mark.parametrize(
     "answer, reason",
     [
-        (lambda payload: scored({"input_ids": payload["input_ids"][1:]}), "3 input_token_logprobs for 4 tokens"),
+        (
+            lambda payload: scored({"input_ids": payload["input_ids"][1:]}),
+            "3 input_token_logprobs for 4 tokens",
+        ),
         (lambda payload: scored(payload, shift=1), "share the policy's tokenizer"),
         (lambda payload: {}, "0 input_token_logprobs"),
     ],

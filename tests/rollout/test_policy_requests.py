@@ -152,7 +152,9 @@ def test_engines_that_cannot_tell_refuse_what_a_function_cuts(tmp_path):
     args = make_args(tmp_path)
     args.rollout_engine = "sglang"
     for params in ({"top_p": 0.9}, {"top_p": 0.9, **ASK}):
-        with pytest.raises(SamplingRefused, match=r"'top_p'\] is 0\.9: .*--rollout-engine embedded, which tells"):
+        with pytest.raises(
+            SamplingRefused, match=r"'top_p'\] is 0\.9: .*--rollout-engine embedded, which tells"
+        ):
             build_request(args, Sample(index=0, tokens=[5]), params, 8)
 
 
@@ -254,7 +256,9 @@ def test_only_trained_tokens_without_a_version_get_the_oldest_that_answered():
 def test_not_trained_ends_with_its_block(tmp_path):
     args, sample = make_args(tmp_path), Sample(index=0, tokens=[5])
     with not_trained():
-        assert not build_request(args, sample, {"top_p": 0.5, "temperature": 0}, 4).sampling.return_top_p_token_ids
+        assert not build_request(
+            args, sample, {"top_p": 0.5, "temperature": 0}, 4
+        ).sampling.return_top_p_token_ids
     with pytest.raises(SamplingRefused):
         build_request(args, sample, {"top_p": 0.5, "temperature": 0}, 4)
 

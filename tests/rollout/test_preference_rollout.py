@@ -38,7 +38,9 @@ def test_a_row_becomes_two_answers_of_one_rollout(tmp_path):
     [[[good, bad]], [[other, _]]] = generate_rollout(args, 0, source).samples
     tokenizer = make_tiny_tokenizer()
     for sample, text in ((good, "4<|im_end|>\n"), (bad, "five<|im_end|>\n")):
-        trained = [t for t, m in zip(sample.tokens[-sample.response_length :], sample.loss_mask, strict=True) if m]
+        trained = [
+            t for t, m in zip(sample.tokens[-sample.response_length :], sample.loss_mask, strict=True) if m
+        ]
         assert tokenizer.decode(trained) == text
     assert (good.reward, bad.reward) == (1.0, 0.0)
     assert good.rollout_id == bad.rollout_id != other.rollout_id

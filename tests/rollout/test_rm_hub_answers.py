@@ -79,12 +79,15 @@ def _fresh():
 def test_a_right_answer_is_right_with_every_family_s_end_tokens(rm_type, response, label, metadata, score):
     args = make_args(rm_type=rm_type)
     samples = [
-        Sample(index=i, response=response + end, label=label, metadata=metadata) for i, end in enumerate(["", *ENDS])
+        Sample(index=i, response=response + end, label=label, metadata=metadata)
+        for i, end in enumerate(["", *ENDS])
     ]
     values = asyncio.run(batched_async_rm(args, samples))
     scores = [value["score"] if isinstance(value, dict) else value for value in values]
     assert dict(zip(["", *ENDS], scores, strict=True)) == dict.fromkeys(["", *ENDS], score)
-    assert [sample.response for sample in samples] == [response + end for end in ["", *ENDS]]  # it is the user's
+    assert [sample.response for sample in samples] == [
+        response + end for end in ["", *ENDS]
+    ]  # it is the user's
 
 
 def test_the_coin_and_the_judge_see_the_answer_without_its_end(monkeypatch):
@@ -154,7 +157,9 @@ def test_the_author_of_a_reward_is_told_once_that_responses_end_in_a_token(tmp_p
     with FakeEngine() as engine:
         args = make_run_args(tmp_path, engine, *flags)
         output = generate_rollout(args, 0, make_source(args))
-    assert {sample.response for sample in flatten_samples(output.samples)} == {"42<|im_end|>"}  # it stays as it is
+    assert {sample.response for sample in flatten_samples(output.samples)} == {
+        "42<|im_end|>"
+    }  # it stays as it is
     [record] = [record for record in caplog.records if "sample.response ends in" in record.getMessage()]
     assert record.levelno == logging.WARNING
     for part in ("'<|im_end|>'", f"{path}:f", "slime.rollout.rm_hub.answer_text(args, sample)"):

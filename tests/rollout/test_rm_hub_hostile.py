@@ -22,7 +22,12 @@ TICKS_PER_S = 100
 LABELS = {"gpqa": "C", "f1": "the cat", "ifbench": None, "deepscaler": r"\frac{x}{2}+1"}
 ARGUMENTS = {
     **{"keywords": ["cat"], "forbidden_words": ["cat"], "keyword": "cat", "letter": "z", "first_word": "and"},
-    **{"postscript_marker": "P.S.", "section_spliter": "Section", "prompt_to_repeat": "say", "end_phrase": "end"},
+    **{
+        "postscript_marker": "P.S.",
+        "section_spliter": "Section",
+        "prompt_to_repeat": "say",
+        "end_phrase": "end",
+    },
 }
 
 
@@ -59,7 +64,9 @@ def make_args(rm_type):
 
 def make_sample(rm_type, response):
     metadata = instructions() if rm_type == "ifbench" else {}
-    return Sample(index=0, response=response, label=LABELS.get(rm_type.removeprefix("boxed_"), "3"), metadata=metadata)
+    return Sample(
+        index=0, response=response, label=LABELS.get(rm_type.removeprefix("boxed_"), "3"), metadata=metadata
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +102,9 @@ async def cpu_of_each(args, samples):
     return used
 
 
-@pytest.mark.parametrize("rm_type", ["math", "deepscaler", "dapo", "boxed_dapo", "f1", "gpqa", "ifbench", "random"])
+@pytest.mark.parametrize(
+    "rm_type", ["math", "deepscaler", "dapo", "boxed_dapo", "f1", "gpqa", "ifbench", "random"]
+)
 def test_every_hostile_answer_gets_a_score_in_little_time(rm_type):
     args = make_args(rm_type)
     samples = {name: make_sample(rm_type, response) for name, response in answers_for(rm_type).items()}
@@ -103,7 +112,9 @@ def test_every_hostile_answer_gets_a_score_in_little_time(rm_type):
     used = asyncio.run(cpu_of_each(args, samples))
     assert {name: round(cpu, 2) for name, cpu in used.items() if cpu > CPU_LIMIT_S} == {}
     assert [name for name, sample in samples.items() if sample.reward is None] == []
-    killed = [name for name, sample in samples.items() if "timeout" in sample.metadata.get(NOT_COMPARED_KEY, "")]
+    killed = [
+        name for name, sample in samples.items() if "timeout" in sample.metadata.get(NOT_COMPARED_KEY, "")
+    ]
     assert killed == []
     right = [name for name, sample in samples.items() if value_of(sample) == 1 and rm_type != "random"]
     assert right == []

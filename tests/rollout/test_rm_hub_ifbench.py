@@ -14,8 +14,18 @@ CASES = [
     ("keywords:frequency", {"keyword": "cat", "frequency": 2, "relation": "less than"}, "cat", "cat cat"),
     ("keywords:forbidden_words", {"forbidden_words": ["cat"]}, "concatenate", "the Cat"),
     ("keywords:letter_frequency", {"letter": "z", "let_frequency": 2, "let_relation": "at least"}, "zZ", "z"),
-    ("length_constraints:number_sentences", {"num_sentences": 2, "relation": "at least"}, "One. Two!", "One, 1.5 m."),
-    ("length_constraints:number_words", {"num_words": 3, "relation": "less than"}, "don't go", "one two three"),
+    (
+        "length_constraints:number_sentences",
+        {"num_sentences": 2, "relation": "at least"},
+        "One. Two!",
+        "One, 1.5 m.",
+    ),
+    (
+        "length_constraints:number_words",
+        {"num_words": 3, "relation": "less than"},
+        "don't go",
+        "one two three",
+    ),
     ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "one\n***\ntwo", "one\n\ntwo"),
     (
         "length_constraints:nth_paragraph_first_word",
@@ -83,9 +93,13 @@ def test_instructions_may_come_as_the_json_text_of_the_label():
 
 
 def test_unknown_instruction_is_invalid_and_named_with_the_nearest():
-    failure = compute_ifbench_reward("x", None, {"instruction_id_list": ["punctuation:no_coma"], "kwargs": [{}]})
+    failure = compute_ifbench_reward(
+        "x", None, {"instruction_id_list": ["punctuation:no_coma"], "kwargs": [{}]}
+    )
     assert failure.kind == "invalid"
-    assert "punctuation:no_coma'" in failure.reason and "nearest known: punctuation:no_comma" in failure.reason
+    assert (
+        "punctuation:no_coma'" in failure.reason and "nearest known: punctuation:no_comma" in failure.reason
+    )
 
 
 @pytest.mark.parametrize(
@@ -94,7 +108,10 @@ def test_unknown_instruction_is_invalid_and_named_with_the_nearest():
         {},
         {"instruction_id_list": ["startend:quotation"], "kwargs": [{}, {}]},
         {"instruction_id_list": ["startend:end_checker"], "kwargs": [{}]},
-        {"instruction_id_list": ["keywords:frequency"], "kwargs": [{"keyword": "a", "frequency": 1, "relation": "~"}]},
+        {
+            "instruction_id_list": ["keywords:frequency"],
+            "kwargs": [{"keyword": "a", "frequency": 1, "relation": "~"}],
+        },
     ],
 )
 def test_malformed_instructions_are_invalid_never_zero(metadata):

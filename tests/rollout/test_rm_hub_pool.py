@@ -47,7 +47,11 @@ def wait_until(condition, seconds=10.0):
 
 def test_value_comes_back_and_the_worker_is_reused(pool):
     async def main():
-        return [await pool.check("operator:add", 2, 3), await pool.check("os:getpid"), await pool.check("os:getpid")]
+        return [
+            await pool.check("operator:add", 2, 3),
+            await pool.check("os:getpid"),
+            await pool.check("os:getpid"),
+        ]
 
     total, first, second = asyncio.run(main())
     assert total == 5

@@ -50,7 +50,9 @@ def make_args(**overrides):
 
 def reward(rm_type, response, label=None, **metadata):
     return asyncio.run(
-        async_rm(make_args(rm_type=rm_type), Sample(index=7, response=response, label=label, metadata=metadata))
+        async_rm(
+            make_args(rm_type=rm_type), Sample(index=7, response=response, label=label, metadata=metadata)
+        )
     )
 
 
@@ -279,7 +281,9 @@ def test_gpqa_finds_the_chosen_letter(response, score):
     assert compute_gpqa_reward(response, "C", {"choices": CHOICES}) == score
 
 
-@pytest.mark.parametrize("label, metadata", [(2, {}), ("Earth", {}), ("(c)", {}), (None, {"correct_letter": "C"})])
+@pytest.mark.parametrize(
+    "label, metadata", [(2, {}), ("Earth", {}), ("(c)", {}), (None, {"correct_letter": "C"})]
+)
 def test_gpqa_reference_may_be_letter_index_or_text(label, metadata):
     assert compute_gpqa_reward("Answer: C", label, {"choices": CHOICES, **metadata}) == 1.0
     assert compute_gpqa_reward("Answer: D", label, {"choices": CHOICES, **metadata}) == 0.0
@@ -313,6 +317,12 @@ def test_sample_without_any_reward_is_an_error_with_the_flags():
 
 
 def test_random_reward_is_a_fair_reproducible_coin():
-    tosses = [asyncio.run(async_rm(make_args(rm_type="random"), Sample(index=i, response="same"))) for i in range(200)]
-    again = [asyncio.run(async_rm(make_args(rm_type="random"), Sample(index=i, response="same"))) for i in range(200)]
+    tosses = [
+        asyncio.run(async_rm(make_args(rm_type="random"), Sample(index=i, response="same")))
+        for i in range(200)
+    ]
+    again = [
+        asyncio.run(async_rm(make_args(rm_type="random"), Sample(index=i, response="same")))
+        for i in range(200)
+    ]
     assert tosses == again and set(tosses) == {0, 1} and 60 < sum(tosses) < 140

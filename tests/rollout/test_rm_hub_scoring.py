@@ -214,7 +214,10 @@ def test_dict_without_reward_key_is_a_configuration_error_unless_a_hook_chooses(
 
 # Custom rewards
 def test_single_signature_holds_for_fan_out_lists():
-    samples = [Sample(index=0, response="a"), [Sample(index=1, response="bb"), Sample(index=2, response="ccc")]]
+    samples = [
+        Sample(index=0, response="a"),
+        [Sample(index=1, response="bb"), Sample(index=2, response="ccc")],
+    ]
     asyncio.run(score_samples(make_args(custom_rm_path=here("length_reward")), samples))
     assert [samples[0].reward, samples[1][0].reward, samples[1][1].reward] == [1.0, 2.0, 3.0]
 
@@ -273,7 +276,10 @@ def test_group_reward_that_is_not_one_number_per_sample_stops_the_run(name, comp
 
 def test_batched_rm_keeps_the_single_signature_without_group_rm():
     samples = [Sample(index=0, response="a"), Sample(index=1, response="bb")]
-    assert asyncio.run(batched_async_rm(make_args(custom_rm_path=here("length_reward")), samples)) == [1.0, 2.0]
+    assert asyncio.run(batched_async_rm(make_args(custom_rm_path=here("length_reward")), samples)) == [
+        1.0,
+        2.0,
+    ]
 
 
 # Failures
@@ -296,7 +302,8 @@ def test_a_mistake_in_a_reward_stops_the_run_at_the_first_with_file_line_and_sam
 
 
 @pytest.mark.parametrize(
-    "value", [None, "1.0", float("nan"), float("inf"), [1.0], {"acc": 1.0}, {"score": None}, {"score": "1"}, object()]
+    "value",
+    [None, "1.0", float("nan"), float("inf"), [1.0], {"acc": 1.0}, {"score": None}, {"score": "1"}, object()],
 )
 def test_a_reward_that_is_no_score_stops_the_run_at_the_first(value):
     calls = calls_of(here("given_reward"))
@@ -304,7 +311,12 @@ def test_a_reward_that_is_no_score_stops_the_run_at_the_first(value):
     with pytest.raises(PluginError) as caught:
         score(args, Sample(index=5, prompt="how many?"))
     assert len(calls) == 1
-    for part in ("returned no score", f"{__file__}:{given_reward.__code__.co_firstlineno}", "sample 5", "'how many?'"):
+    for part in (
+        "returned no score",
+        f"{__file__}:{given_reward.__code__.co_firstlineno}",
+        "sample 5",
+        "'how many?'",
+    ):
         assert part in str(caught.value)
 
 
@@ -395,7 +407,13 @@ def test_breaker_names_kind_reason_count_sample_and_flag():
     score(args, Sample(index=0), Sample(index=1))
     with pytest.raises(RewardFailuresExceeded) as caught:
         score(args, Sample(index=9, group_index=4))
-    for part in ("3 sample(s)", "sample 9 (group 4)", "infra_error", "no such judge", "--reward-failure-limit 3"):
+    for part in (
+        "3 sample(s)",
+        "sample 9 (group 4)",
+        "infra_error",
+        "no such judge",
+        "--reward-failure-limit 3",
+    ):
         assert part in str(caught.value)
 
 
@@ -407,7 +425,9 @@ def test_success_starts_the_breaker_count_anew():
 
 
 def test_stop_action_ends_the_run_at_the_first_failure():
-    args = make_args(custom_rm_path=here("unreachable_reward"), reward_retries=0, reward_failure_action="stop")
+    args = make_args(
+        custom_rm_path=here("unreachable_reward"), reward_retries=0, reward_failure_action="stop"
+    )
     with pytest.raises(RewardFailuresExceeded, match="--reward-failure-action stop"):
         score(args, Sample(index=0))
 

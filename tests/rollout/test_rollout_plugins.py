@@ -30,7 +30,9 @@ def rollout(folder, *flags):
 
 
 def test_a_custom_generate_gets_its_own_sampling_parameters_and_evaluation(tmp_path):
-    output, source, engine = rollout(tmp_path, "--custom-generate-function-path", "rollout_plugins.wants_evaluation")
+    output, source, engine = rollout(
+        tmp_path, "--custom-generate-function-path", "rollout_plugins.wants_evaluation"
+    )
     assert engine.requests == []
     assert all(s.tokens == [5, 6, 7] and s.reward == 7.0 for s in flatten_samples(output.samples))
     for evaluation, params in rollout_plugins.calls["wants_evaluation"]:
@@ -57,7 +59,9 @@ def test_a_generate_function_that_returns_nothing_is_named(tmp_path):
 
 def test_fan_out_siblings_share_a_rollout_id_and_are_rewarded_one_by_one(tmp_path):
     flags = ("--custom-generate-function-path", "rollout_plugins.fan_out")
-    output, source, _ = rollout(tmp_path, *flags, "--dynamic-sampling-filter-path", "rollout_plugins.drop_every_third")
+    output, source, _ = rollout(
+        tmp_path, *flags, "--dynamic-sampling-filter-path", "rollout_plugins.drop_every_third"
+    )
     assert [[len(entry) for entry in group] for group in output.samples] == [[2, 2]] * 4
     for group in output.samples:
         for siblings in group:
@@ -116,7 +120,11 @@ def test_a_hook_that_returns_something_else_is_named(tmp_path):
 
 def test_the_sample_filter_and_the_all_samples_hook_see_the_rollout(tmp_path):
     flags = ("--rollout-sample-filter-path", "rollout_plugins.remove_first", "--dynamic-sampling-filter-path")
-    flags += ("rollout_plugins.drop_every_third", "--rollout-all-samples-process-path", "rollout_plugins.see_all")
+    flags += (
+        "rollout_plugins.drop_every_third",
+        "--rollout-all-samples-process-path",
+        "rollout_plugins.see_all",
+    )
     output, source, _ = rollout(tmp_path, *flags)
     assert output.samples[0][0].remove_sample and not output.samples[1][0].remove_sample
     [(groups, given_source)] = rollout_plugins.calls["see_all"]
@@ -169,7 +177,9 @@ def test_the_model_url_is_that_of_the_router(tmp_path):
 
 def test_bare_results_of_a_rollout_function_are_wrapped():
     assert call_rollout_fn(lambda *a, evaluation: [[1]], evaluation=False) == RolloutFnTrainOutput([[1]])
-    assert call_rollout_fn(lambda *a, evaluation: {"x": {}}, evaluation=True) == RolloutFnEvalOutput({"x": {}})
+    assert call_rollout_fn(lambda *a, evaluation: {"x": {}}, evaluation=True) == RolloutFnEvalOutput(
+        {"x": {}}
+    )
     with pytest.raises(TypeError, match="returned NoneType with evaluation=False"):
         call_rollout_fn(lambda *a, evaluation: None, evaluation=False)
 

@@ -34,7 +34,10 @@ def test_a_batch_holds_tokens_and_masks_of_the_responses(tmp_path):
     trained = [t for t, m in zip(long.tokens[-long.response_length :], long.loss_mask, strict=True) if m]
     assert tokenizer.decode(trained) == "4<|im_end|>\nyes<|im_end|>\n"
     assert long.loss_mask[0] == 1 and len(long.loss_mask) == long.response_length
-    assert tokenizer.decode(short.tokens) == "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
+    assert (
+        tokenizer.decode(short.tokens)
+        == "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
+    )
     assert short.response_length == 3 and short.reward == 0
     assert_conserved(source)
 

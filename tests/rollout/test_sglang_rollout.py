@@ -63,7 +63,9 @@ def test_concurrency_is_capped(tmp_path):
 
 def test_filtered_groups_are_counted_and_replaced(tmp_path):
     with FakeEngine() as engine:
-        args = make_args(tmp_path, engine, "--dynamic-sampling-filter-path", "rollout_plugins.drop_every_third")
+        args = make_args(
+            tmp_path, engine, "--dynamic-sampling-filter-path", "rollout_plugins.drop_every_third"
+        )
         source = make_source(args)
         output = rollout(args, source)
     assert len(output.samples) == 4
@@ -146,7 +148,12 @@ def test_partial_rollout_continues_what_was_aborted(tmp_path):
 
 def test_earlier_tokens_can_be_masked(tmp_path):
     with FakeEngine(hold_late) as engine:
-        flags = ("--over-sampling-batch-size", "8", "--partial-rollout", "--mask-offpolicy-in-partial-rollout")
+        flags = (
+            "--over-sampling-batch-size",
+            "8",
+            "--partial-rollout",
+            "--mask-offpolicy-in-partial-rollout",
+        )
         args = make_args(tmp_path, engine, *flags)
         source = make_source(args)
         rollout(args, source)
@@ -169,8 +176,15 @@ def test_an_abort_that_is_not_ours_is_continued_from_what_was_made(tmp_path):
 def test_deterministic_batches_do_not_depend_on_timing(tmp_path):
     batches = []
     for slow in (0, 1):
-        with FakeEngine(lambda payload, number, slow=slow: {"delay_s": 0.1 if number % 2 == slow else 0}) as engine:
-            flags = ("--over-sampling-batch-size", "6", "--deterministic-mode", "--dynamic-sampling-filter-path")
+        with FakeEngine(
+            lambda payload, number, slow=slow: {"delay_s": 0.1 if number % 2 == slow else 0}
+        ) as engine:
+            flags = (
+                "--over-sampling-batch-size",
+                "6",
+                "--deterministic-mode",
+                "--dynamic-sampling-filter-path",
+            )
             args = make_args(tmp_path, engine, *flags, "rollout_plugins.drop_every_third")
             source = make_source(args)
             outputs = [rollout(args, source, i) for i in range(2)]
@@ -221,7 +235,9 @@ STREAMING = "slime.rollout.sglang_streaming_rollout.generate_streaming"
 )
 def test_an_impossible_answer_is_asked_for_again_and_never_trained_on(tmp_path, caplog, complaint, generate):
     with FakeEngine(lambda payload, number: IMPOSSIBLE[complaint] if number == 0 else None) as engine:
-        args = make_args(tmp_path, engine, *(("--custom-generate-function-path", generate) if generate else ()))
+        args = make_args(
+            tmp_path, engine, *(("--custom-generate-function-path", generate) if generate else ())
+        )
         source = make_source(args)
         samples = flatten_samples(generate_rollout(args, 0, source).samples)
     assert complaint in caplog.text
@@ -273,12 +289,16 @@ def test_the_response_is_clamped_to_the_context(tmp_path):
         args = make_args(tmp_path, engine, "--rollout-max-context-len", "5")
         output = rollout(args, make_source(args))
     assert {r["sampling_params"]["max_new_tokens"] for r in engine.requests} == {3}
-    assert all(s.status is Sample.Status.TRUNCATED and len(s.tokens) == 5 for s in flatten_samples(output.samples))
+    assert all(
+        s.status is Sample.Status.TRUNCATED and len(s.tokens) == 5 for s in flatten_samples(output.samples)
+    )
 
 
 def test_a_failed_reward_is_generated_again_with_another_seed(tmp_path):
     with FakeEngine() as engine:
-        args = make_args(tmp_path, engine, "--custom-rm-path", "rollout_plugins.fails_once", "--reward-retries", "0")
+        args = make_args(
+            tmp_path, engine, "--custom-rm-path", "rollout_plugins.fails_once", "--reward-retries", "0"
+        )
         source = make_source(args)
         output = rollout(args, source)
     seeds = [r["sampling_params"]["sampling_seed"] for r in engine.requests]
@@ -293,7 +313,9 @@ def test_a_reward_that_fails_for_ever_stops_the_run_with_the_cause(tmp_path):
         flags = ("--custom-rm-path", "rollout_plugins.fails_for_odd_groups", "--reward-retries", "0")
         args = make_args(tmp_path, engine, *flags)
         source = make_source(args)
-        with pytest.raises(GroupFailed, match=r"is invalid: odd; 3 attempts were made.*--reward-failure-action drop"):
+        with pytest.raises(
+            GroupFailed, match=r"is invalid: odd; 3 attempts were made.*--reward-failure-action drop"
+        ):
             for rollout_id in range(5):  # its attempts may be spread over rollouts
                 rollout(args, source, rollout_id)
     assert_conserved(source)

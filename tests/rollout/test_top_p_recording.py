@@ -93,7 +93,9 @@ def recorded_sample(tmp_path):
     for sample in group:
         sample.tokens = [1, 2]
         sample.append_response_tokens(
-            tokens=[9, 8], log_probs=[0.0, 0.0], meta_info=to_meta([np.array(kept_of(9)), np.array(kept_of(8))])
+            tokens=[9, 8],
+            log_probs=[0.0, 0.0],
+            meta_info=to_meta([np.array(kept_of(9)), np.array(kept_of(8))]),
         )
         sample.reward = float(sample.index)
     return source, group
@@ -124,7 +126,9 @@ def test_copies_are_independent_and_a_fresh_start_has_none(tmp_path):
 def test_a_sample_that_trains_without_it_is_refused_and_one_that_does_not_train_is_filled(tmp_path):
     source, group = recorded_sample(tmp_path)
     group[0].rollout_top_p_token_ids = group[0].rollout_top_p_token_offsets = None
-    with pytest.raises(ValueError, match=r"sample 0 \(group 0\) does not carry .*--rollout-top-p 0.9.*custom_params"):
+    with pytest.raises(
+        ValueError, match=r"sample 0 \(group 0\) does not carry .*--rollout-top-p 0.9.*custom_params"
+    ):
         samples_to_batch(source.args, group)
     group[0].remove_sample = True
     batch = samples_to_batch(source.args, group)

@@ -20,7 +20,9 @@ time.sleep(60)
 def test_segments_go_when_the_driver_is_killed(tmp_path):
     (tmp_path / "mine-1").touch()
     (tmp_path / "other-1").touch()
-    driver = subprocess.Popen([sys.executable, "-c", DRIVER, str(tmp_path), "mine"], stdout=subprocess.PIPE, text=True)
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, str(tmp_path), "mine"], stdout=subprocess.PIPE, text=True
+    )
     assert driver.stdout.readline() == "ready\n"
     driver.kill()
     driver.wait()

@@ -155,7 +155,8 @@ def test_a_stopped_worker_is_told_and_answers_again_when_it_goes_on(watched, cap
     caplog.clear()
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(
-        WorkerSilent, match=rf"sleeper \(pid {pid}.*\) has not answered for \d+ s: .*stopped .*--worker-silence"
+        WorkerSilent,
+        match=rf"sleeper \(pid {pid}.*\) has not answered for \d+ s: .*stopped .*--worker-silence",
     ):
         gather([sleeper.call("add", 1), sleeper.call("wake", lane=CONTROL)], 120)
     with pytest.raises(WorkerDied):

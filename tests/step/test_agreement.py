@@ -68,19 +68,25 @@ def shift(sample):
     sample.rollout_log_probs = [0.0, *sample.rollout_log_probs[:-1]]
 
 
-@pytest.mark.parametrize(("mistake", "steps"), [("temperature", 1), ("temperature", 2), ("shift", 1), ("zeros", 1)])
+@pytest.mark.parametrize(
+    ("mistake", "steps"), [("temperature", 1), ("temperature", 2), ("shift", 1), ("zeros", 1)]
+)
 def test_samples_made_by_hand_are_checked_as_fresh(model, mistake, steps):
     """No versions: as a generate function leaves them that posts to /generate and sets the fields itself."""
     args = trainer_args(model, global_batch_size=8 // steps)
     backend = backend_of(args)
-    sampler = backend_of(trainer_args(model, rollout_temperature=0.5)) if mistake == "temperature" else backend
+    sampler = (
+        backend_of(trainer_args(model, rollout_temperature=0.5)) if mistake == "temperature" else backend
+    )
     samples = engine_samples(sampler, args)
     for sample in samples:
         if mistake == "shift":
             shift(sample)
         elif mistake == "zeros":
             sample.rollout_log_probs = [0.0] * sample.response_length
-    with pytest.raises(RunStopped, match=r"(?s)engine and trainer differ by .* of a version that was not recorded"):
+    with pytest.raises(
+        RunStopped, match=r"(?s)engine and trainer differ by .* of a version that was not recorded"
+    ):
         train(backend, args, samples, weight_version=3)
 
 
@@ -132,7 +138,9 @@ def test_a_check_that_cannot_run_says_so_once(model, caplog):
         sample.rollout_log_probs = None
     agreement = Agreement()
     for _ in range(2):
-        assert "train/staleness/lag_0" not in train(backend, args, samples, weight_version=3, agreement=agreement)
+        assert "train/staleness/lag_0" not in train(
+            backend, args, samples, weight_version=3, agreement=agreement
+        )
     (hint,) = agreement.hints.take()
     assert "the samples have no rollout_log_probs" in hint and "return_logprob" in hint
     assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"].count(hint) == 1
@@ -149,7 +157,9 @@ def test_older_tokens_beyond_the_threshold_warn_and_name_the_correction(model):
     for _ in range(2):
         train(backend, args, stale, weight_version=3, agreement=agreement)
     apart, hint = agreement.hints.take()
-    assert "older weights sampled (2.0 versions behind 3)" in apart and "--logprob-diff-threshold 0.02" in apart
+    assert (
+        "older weights sampled (2.0 versions behind 3)" in apart and "--logprob-diff-threshold 0.02" in apart
+    )
     assert "100% of the trained tokens" in hint and "2.0 versions behind" in hint and "--use-tis" in hint
 
 
@@ -168,7 +178,8 @@ def many(backend, args):
 
 
 @pytest.mark.parametrize(
-    ("mistake", "told"), [("temperature", "another temperature"), ("shift", "shifted by one"), ("rounding", None)]
+    ("mistake", "told"),
+    [("temperature", "another temperature"), ("shift", "shifted by one"), ("rounding", None)],
 )
 def test_a_difference_below_the_threshold_that_is_no_rounding_is_told(model, backend, mistake, told):
     """With 16 bits the threshold is wide: what leans to one side, or fits the neighbour, is told below it."""
@@ -227,7 +238,9 @@ def test_samples_of_a_custom_loss_are_compared_where_a_pass_saw_them(model, tmp_
     own = dict(loss_type="custom_loss", custom_loss_function_path=f"{file}:loss")
     args = trainer_args(model, **own)
     backend = backend_of(args)
-    assert train(backend, args, engine_samples(backend, args), weight_version=3)["train/staleness/lag_0"] == 1.0
+    assert (
+        train(backend, args, engine_samples(backend, args), weight_version=3)["train/staleness/lag_0"] == 1.0
+    )
     with pytest.raises(RunStopped, match="engine and trainer differ"):
         train(backend, args, engine_samples(backend, args, noise=1.0), weight_version=3)
     args = trainer_args(model, **own, compute_advantages_and_returns=False)

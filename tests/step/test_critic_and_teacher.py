@@ -168,11 +168,17 @@ def test_a_broken_step_of_the_critic_names_its_samples_and_may_be_skipped(model,
         "    data['returns'] = [k.clone() for k in data['kl']]\n"
         "    data['returns'][2][-1] = float('inf')\n"
     )
-    changes = {"custom_advantage_function_path": f"{file}:advantages", "run_dir": str(tmp_path), "micro_batch_size": 8}
+    changes = {
+        "custom_advantage_function_path": f"{file}:advantages",
+        "run_dir": str(tmp_path),
+        "micro_batch_size": 8,
+    }
     samples = random_samples(1, 4)
     samples[2].loss_mask = [1] * samples[2].response_length
     args = ppo_args(model, **changes)
-    with pytest.raises(NonFiniteStepError, match=r"Samples with such terms: 2 \(returns, value_loss\); saved in "):
+    with pytest.raises(
+        NonFiniteStepError, match=r"Samples with such terms: 2 \(returns, value_loss\); saved in "
+    ):
         train(backend_of(args), args, samples)
     assert (tmp_path / "nonfinite" / "rollout_0_step_0_critic_rank_0.pt").is_file()
     args = ppo_args(model, **changes, nonfinite_action="skip")
@@ -214,7 +220,9 @@ def test_a_checkpoint_without_critic_is_refused_unless_only_weights_are_taken(mo
 
 def test_a_critic_of_another_size_is_refused(model, tmp_path):
     other = make_tiny_model(tmp_path / "other", hidden=32)
-    with pytest.raises(ValueError, match=r"--critic-load .* another size.*\[128, 32\] there and \[128, 64\] here"):
+    with pytest.raises(
+        ValueError, match=r"--critic-load .* another size.*\[128, 32\] there and \[128, 64\] here"
+    ):
         backend_of(ppo_args(model, critic_load=str(other)))
     deeper = make_tiny_model(tmp_path / "deeper", layers=3)
     with pytest.raises(ValueError, match=r"--critic-load .* another size"):
@@ -271,7 +279,9 @@ def test_a_reward_model_step_equals_the_obvious_computation_with_autograd(model)
     loss.backward()
     assert metrics["train/loss"] == pytest.approx(loss.item(), rel=1e-5)
     after = weights_of(backend)
-    torch.testing.assert_close(before["lm_head.weight"] - after["lm_head.weight"], head.grad, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(
+        before["lm_head.weight"] - after["lm_head.weight"], head.grad, rtol=1e-3, atol=1e-5
+    )
     for name, parameter in lm.base_model.named_parameters():
         moved = before[f"model.{name}"] - after[f"model.{name}"]
         torch.testing.assert_close(moved, parameter.grad, rtol=1e-3, atol=1e-5)
@@ -368,7 +378,9 @@ def test_the_sampled_reverse_kl_shapes_the_advantages(model, which, request):
 @pytest.mark.parametrize("which", ["teacher", "wide_teacher"])
 def test_the_full_reverse_kl_is_a_loss_of_its_own(model, which, request):
     path = request.getfixturevalue(which)
-    args = opd_args(model, path, opd_kl="full", opd_kl_coef=0.5, micro_batch_size=3, log_probs_chunk_size=4, **SGD)
+    args = opd_args(
+        model, path, opd_kl="full", opd_kl_coef=0.5, micro_batch_size=3, log_probs_chunk_size=4, **SGD
+    )
     samples = random_samples(2, 4)
     for sample in samples:
         sample.reward = 0.0
@@ -398,7 +410,9 @@ def test_distillation_does_not_depend_on_packing(model, teacher, kind):
         outcomes.append((metrics, weights_of(backend)))
     for metrics, weights in outcomes[1:]:
         torch.testing.assert_close(weights, outcomes[0][1], rtol=1e-5, atol=1e-5)
-        assert metrics["train/opd_reverse_kl"] == pytest.approx(outcomes[0][0]["train/opd_reverse_kl"], rel=1e-5)
+        assert metrics["train/opd_reverse_kl"] == pytest.approx(
+            outcomes[0][0]["train/opd_reverse_kl"], rel=1e-5
+        )
 
 
 def test_a_teacher_with_another_vocabulary_is_refused(model, tmp_path):
@@ -420,13 +434,16 @@ def test_log_probs_of_a_served_teacher_must_be_on_the_samples(model):
 def test_the_chunked_full_kl_equals_the_obvious_one_in_float64():
     generator = torch.Generator().manual_seed(0)
     hidden, weight, theirs, matrix = (
-        torch.randn(shape, generator=generator, dtype=torch.float64) for shape in [(7, 5), (11, 5), (7, 3), (11, 3)]
+        torch.randn(shape, generator=generator, dtype=torch.float64)
+        for shape in [(7, 5), (11, 5), (7, 3), (11, 3)]
     )
     leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     got = full_reverse_kl(*leaves, theirs, matrix, temperature=0.7, chunk_size=3)
     plain = hidden.requires_grad_(), weight.requires_grad_()
     own = torch.log_softmax(hidden @ weight.T / 0.7, -1)
-    want = F.kl_div(torch.log_softmax(theirs @ matrix.T / 0.7, -1), own, reduction="none", log_target=True).sum(-1)
+    want = F.kl_div(
+        torch.log_softmax(theirs @ matrix.T / 0.7, -1), own, reduction="none", log_target=True
+    ).sum(-1)
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
     factors = torch.arange(7, dtype=torch.float64)
     torch.testing.assert_close(
@@ -469,7 +486,12 @@ def test_the_reference_and_the_teacher_may_be_checkpoints_of_the_same_model(mode
     train(saved, plain, random_samples(2, 4))
     saved.save(tmp_path / "ckpt")
     args = trainer_args(
-        model, use_kl_loss=True, ref_load=str(tmp_path / "ckpt"), use_opd=True, opd_type="trainer", opd_kl="sampled"
+        model,
+        use_kl_loss=True,
+        ref_load=str(tmp_path / "ckpt"),
+        use_opd=True,
+        opd_type="trainer",
+        opd_kl="sampled",
     )
     args.opd_teacher_load = str(tmp_path / "ckpt")
     backend = backend_of(args)
@@ -500,7 +522,9 @@ def step_on_version(backend, args, kept, version, current=None):
 
 
 def kept_args(model, **changes):
-    return trainer_args(model, keep_old_actor=True, lr=1e-2, micro_batch_size=8, logprob_diff_threshold=0, **changes)
+    return trainer_args(
+        model, keep_old_actor=True, lr=1e-2, micro_batch_size=8, logprob_diff_threshold=0, **changes
+    )
 
 
 def test_old_log_probs_come_from_the_version_that_sampled_the_batch(model):

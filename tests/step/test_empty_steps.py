@@ -101,7 +101,10 @@ REJECTED = {
 @pytest.mark.parametrize("name", REJECTED)
 def test_a_step_whose_tokens_are_all_rejected_leaves_everything_as_it_was(model, tmp_path, name, caplog):
     (tmp_path / "own.py").write_text(REJECT_ALL)
-    changes = {k: str(v).replace("OWN", f"{tmp_path}/own.py") if "path" in k else v for k, v in REJECTED[name].items()}
+    changes = {
+        k: str(v).replace("OWN", f"{tmp_path}/own.py") if "path" in k else v
+        for k, v in REJECTED[name].items()
+    }
     plain = trainer_args(model, **WARM)
     backend = backend_of(plain)
     train(backend, plain, random_samples(2, 4))

@@ -6,7 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from tiny_model import make_tiny_model
-from trainer_helpers import backend_of, engine_samples, init_process_group, random_samples, train, trainer_args
+from trainer_helpers import (
+    backend_of,
+    engine_samples,
+    init_process_group,
+    random_samples,
+    train,
+    trainer_args,
+)
 
 from slime.backends.base import NonFiniteStepError
 from slime.backends.fsdp.model import gather_full
@@ -48,7 +55,11 @@ CORRECTIONS = {
 
 @pytest.mark.parametrize("setting", [*POLICY_LOSSES, *CORRECTIONS])
 def test_two_steps_do_not_depend_on_micro_batches(model, setting):
-    changes = CORRECTIONS.get(setting) or {"policy_loss_type": setting, "clip_cov_ratio": 0.1, "clip_cov_low": 0.0}
+    changes = CORRECTIONS.get(setting) or {
+        "policy_loss_type": setting,
+        "clip_cov_ratio": 0.1,
+        "clip_cov_low": 0.0,
+    }
     changes |= {"optimizer": "sgd", "lr": 0.3, "clip_grad": 0.0, "global_batch_size": 4, "kl_cov_ratio": 0.1}
     outcomes = []
     for packing in ({"micro_batch_size": 1}, {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 64}):
@@ -62,7 +73,9 @@ def test_two_steps_do_not_depend_on_micro_batches(model, setting):
 
 
 def test_a_constant_denominator_divides_every_token_alike(model):
-    args = trainer_args(model, advantage_estimator="dr_grpo", loss_reduction="constant", loss_denominator=10.0)
+    args = trainer_args(
+        model, advantage_estimator="dr_grpo", loss_reduction="constant", loss_denominator=10.0
+    )
     samples = random_samples(2, 4)
     metrics = train(backend_of(args), args, samples)
     rewards = samples_to_batch(args, samples)["rewards"]
@@ -92,7 +105,9 @@ def test_weights_effective_sample_size_and_difference_are_those_of_the_obvious_c
     means = {"ratio": 0.0, "square": 0.0, "difference": 0.0, "clipped": 0.0}
     for sample, train_log_probs in zip(noisy, exact, strict=True):
         logs = [
-            t - r for t, r, m in zip(train_log_probs, sample.rollout_log_probs, sample.loss_mask, strict=True) if m
+            t - r
+            for t, r, m in zip(train_log_probs, sample.rollout_log_probs, sample.loss_mask, strict=True)
+            if m
         ]
         ratios = [math.exp(x) for x in logs]
         share = 1 / len(logs) / len(noisy)
@@ -201,8 +216,12 @@ def test_masks_of_a_plug_in_leave_tokens_out_of_policy_kl_and_entropy_but_not_of
     file = tmp_path / "rejecting.py"
     file.write_text(REJECTING)
     other = make_tiny_model(tmp_path / "other", seed=5)
-    changes = dict(ref_load=str(other), use_kl_loss=True, kl_loss_type="k3", kl_loss_coef=0.3, entropy_coef=0.2)
-    changes |= dict(loss_reduction=reduction, loss_denominator=9.0, optimizer="sgd", lr=0.1, micro_batch_size=3)
+    changes = dict(
+        ref_load=str(other), use_kl_loss=True, kl_loss_type="k3", kl_loss_coef=0.3, entropy_coef=0.2
+    )
+    changes |= dict(
+        loss_reduction=reduction, loss_denominator=9.0, optimizer="sgd", lr=0.1, micro_batch_size=3
+    )
     custom = dict(use_tis=True, custom_tis_function_path=f"{file}:first_of_each")
     args = trainer_args(model, **changes, **custom)
     backend = backend_of(args)
@@ -248,7 +267,9 @@ def test_masks_of_a_plug_in_reach_a_custom_reducer_and_cannot_add_tokens(model, 
 
 
 def test_the_built_in_rejection_leaves_kl_and_entropy_alone(model, tmp_path):
-    changes = dict(ref_load=str(make_tiny_model(tmp_path / "other", seed=5)), use_kl_loss=True, kl_loss_type="k3")
+    changes = dict(
+        ref_load=str(make_tiny_model(tmp_path / "other", seed=5)), use_kl_loss=True, kl_loss_type="k3"
+    )
     losses = []
     for rejected in ({}, {"use_rs": True, "rs_upper": 1.01, "rs_lower": 0.99}):
         args = trainer_args(model, **changes, **rejected)
@@ -273,7 +294,9 @@ def test_every_kl_loss_that_is_accepted_pulls_towards_its_own_reference(model, t
         assert torch.equal(*weights) == (kind == "k1")
 
 
-@pytest.mark.parametrize(("kind", "engine"), [("ppo", -150.0), ("gspo", -1e30), ("sapo", -150.0), ("gmpo", -150.0)])
+@pytest.mark.parametrize(
+    ("kind", "engine"), [("ppo", -150.0), ("gspo", -1e30), ("sapo", -150.0), ("gmpo", -150.0)]
+)
 def test_a_runaway_token_does_not_end_the_run(model, kind, engine):
     """It became e^100 times as likely and was a mistake: a ratio that is infinite in fp32."""
     args = trainer_args(
@@ -317,7 +340,9 @@ def test_a_broken_step_names_and_saves_its_samples_and_may_be_skipped(model, tmp
     changes = {"custom_advantage_function_path": f"{file}:advantages", "run_dir": str(tmp_path)}
     samples = random_samples(1, 4)
     args = trainer_args(model, **changes)
-    with pytest.raises(NonFiniteStepError, match=r"Samples with such terms: 1 \(advantages, pg_loss\); saved in "):
+    with pytest.raises(
+        NonFiniteStepError, match=r"Samples with such terms: 1 \(advantages, pg_loss\); saved in "
+    ):
         train(backend_of(args), args, samples)
     saved = torch.load(tmp_path / "nonfinite" / "rollout_0_step_0_rank_0.pt", weights_only=True)
     assert [row["sample_index"] for row in saved["samples"]] == [1]
@@ -352,7 +377,9 @@ def test_a_broken_supervised_step_names_the_sample_with_the_broken_log_prob(mode
     samples[3].tokens[0] = 101  # only this sample reads the broken row of the input matrix
     with torch.no_grad():
         backend.model.lm.get_input_embeddings().weight[101] = float("nan")
-    assert not backend.model.lm.config.tie_word_embeddings, "the broken row would also be in the output matrix"
+    assert not backend.model.lm.config.tie_word_embeddings, (
+        "the broken row would also be in the output matrix"
+    )
     with pytest.raises(NonFiniteStepError, match=r"Samples with such terms: 3 \(log_probs\)"):
         train(backend, args, samples)
 

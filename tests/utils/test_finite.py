@@ -34,7 +34,9 @@ def test_integers_empty_tensors_and_eight_bits_are_no_trouble():
     assert is_finite(torch.tensor([5])) and is_finite(torch.empty(0)) and is_finite(eight)
     assert first_non_finite([]) is None
     assert (
-        first_non_finite([("a", torch.tensor([5])), ("b", torch.empty(0)), ("c", eight), ("d", torch.ones(()))])
+        first_non_finite(
+            [("a", torch.tensor([5])), ("b", torch.empty(0)), ("c", eight), ("d", torch.ones(()))]
+        )
         is None
     )
     assert first_non_finite([("a", torch.tensor([float("nan")]).to(torch.float8_e4m3fn))]) == "a"

@@ -49,7 +49,9 @@ def hub(monkeypatch):
 def endpoint(monkeypatch, port):
     base = f"http://127.0.0.1:{port}"
     monkeypatch.setattr(constants, "ENDPOINT", base)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", base + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", base + "/{repo_id}/resolve/{revision}/{filename}"
+    )
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
 
 

@@ -11,7 +11,10 @@ from slime.utils.tensor_pickle import dumps
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool, torch.float32, torch.bfloat16])
 def test_tensors_come_back_equal_and_writable(dtype):
-    batch = {"x": [torch.arange(6).reshape(2, 3).to(dtype), torch.zeros(0, dtype=dtype)], "n": [1, None, "text"]}
+    batch = {
+        "x": [torch.arange(6).reshape(2, 3).to(dtype), torch.zeros(0, dtype=dtype)],
+        "n": [1, None, "text"],
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         again = pickle.loads(dumps(batch))

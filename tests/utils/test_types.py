@@ -34,7 +34,8 @@ def test_policy_and_tool_tokens_stay_aligned():
 
 
 @pytest.mark.parametrize(
-    "finish, status", [("stop", "COMPLETED"), ("length", "TRUNCATED"), ("abort", "ABORTED"), (None, "PENDING")]
+    "finish, status",
+    [("stop", "COMPLETED"), ("length", "TRUNCATED"), ("abort", "ABORTED"), (None, "PENDING")],
 )
 def test_finish_reason_sets_the_status(finish, status):
     sample = Sample()
@@ -46,7 +47,9 @@ def test_spans_of_the_engine_are_shifted_to_the_response():
     sample = Sample(tokens=[1])
     sample.append_response_tokens(tokens=[1, 1], log_probs=[0, 0], meta_info=answer())
     spans = [{"version": "r:1", "start": 0, "end": 1}, {"version": "r:2", "start": 1, "end": 3}]
-    sample.append_response_tokens(tokens=[1, 1, 1], log_probs=[0, 0, 0], meta_info=answer(weight_versions=spans))
+    sample.append_response_tokens(
+        tokens=[1, 1, 1], log_probs=[0, 0, 0], meta_info=answer(weight_versions=spans)
+    )
     assert sample.version_spans == [("r:1", 0, 2), ("r:1", 2, 3), ("r:2", 3, 5)]
 
 
@@ -74,7 +77,9 @@ def test_trainable_tokens_cannot_follow_tokens_without_log_probs():
 def test_top_p_spans_are_merged():
     sample = Sample()
     sample.append_response_tokens(
-        tokens=[1, 2], log_probs=[0, 0], meta_info={"top_p_token_ids": [1, 9, 2], "top_p_token_offsets": [0, 2, 3]}
+        tokens=[1, 2],
+        log_probs=[0, 0],
+        meta_info={"top_p_token_ids": [1, 9, 2], "top_p_token_offsets": [0, 2, 3]},
     )
     sample.append_response_tokens(tokens=[7], trainable=False)
     sample.append_response_tokens(
@@ -107,7 +112,10 @@ def test_lists_that_a_plug_in_put_in_are_continued():
     "meta, message",
     [
         ({"top_p_token_ids": [3]}, "belong together"),
-        ({"top_p_token_ids": [3, 4], "top_p_token_offsets": [0, 1]}, "do not run from 0 to the number of ids, 2"),
+        (
+            {"top_p_token_ids": [3, 4], "top_p_token_offsets": [0, 1]},
+            "do not run from 0 to the number of ids, 2",
+        ),
         ({"top_p_token_ids": [3], "top_p_token_offsets": [0, 1, 1]}, "3 top-p offsets for 1 tokens"),
         ({"top_p_token_ids": [4], "top_p_token_offsets": [0, 1]}, "token 3 at 0 is not among its top-p ids"),
         ({"top_p_token_ids": [-3, 3], "top_p_token_offsets": [0, 2]}, "top-p id -3"),

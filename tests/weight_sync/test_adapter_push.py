@@ -162,7 +162,9 @@ def test_the_engine_says_what_the_trainer_says_after_each_push_of_adapters(engin
 
 
 @pytest.mark.slow
-def test_an_engine_that_was_killed_comes_back_with_the_model_and_the_current_adapters(engines, trainer, sender):
+def test_an_engine_that_was_killed_comes_back_with_the_model_and_the_current_adapters(
+    engines, trainer, sender
+):
     (fleet, weights, _), backend = engines, trainer[0]
     train(trainer)
     weights.receive(make_parcel(sender, backend, "run:7"))
@@ -214,7 +216,9 @@ def test_whole_weights_after_adapters_leave_none_of_them(engines, trainer, sende
     weights.receive(make_parcel(sender, trainer[0], "run:12"))
     held = run(control.checksums())
     assert {name: held[name] for name in plain} == plain  # the model itself is as it was
-    assert held.keys() - plain.keys() == {name for bucket in trainer[0].export_adapter() for name, _ in bucket}
+    assert held.keys() - plain.keys() == {
+        name for bucket in trainer[0].export_adapter() for name, _ in bucket
+    }
 
 
 def test_a_parcel_that_was_changed_on_the_way_is_not_taken(engines, trainer, sender):

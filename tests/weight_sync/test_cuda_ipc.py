@@ -69,7 +69,9 @@ def prefix():
     shm.unlink_prefix(made)
 
 
-def test_an_engine_of_two_gpus_gets_a_handle_of_each_gpu_and_no_buffer_changes_before_it_answered(engine, prefix):
+def test_an_engine_of_two_gpus_gets_a_handle_of_each_gpu_and_no_buffer_changes_before_it_answered(
+    engine, prefix
+):
     engine, url = engine
     job = {"targets": [(url, [0, 1])], "version": "run:1", "segments": prefix}
     reports = push_from_ranks(2, job)
@@ -93,11 +95,22 @@ def test_a_handle_names_the_device_by_the_number_that_its_reader_gives_it():
     assert seen_by_reader(arguments, 3) == (*arguments[:6], 3, *arguments[7:])
 
 
-@pytest.mark.parametrize(("engines", "served"), [(((0, 1), (2, 3)), True), (((0, 1), (2, 4)), False), (((),), True)])
+@pytest.mark.parametrize(
+    ("engines", "served"), [(((0, 1), (2, 3)), True), (((0, 1), (2, 4)), False), (((),), True)]
+)
 def test_handles_are_used_where_every_gpu_of_an_engine_has_a_trainer_rank(tmp_path, engines, served):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]})
+    )
     (tmp_path / "p.jsonl").write_text('{"input": "a"}\n')
-    words = ["--hf-checkpoint", str(tmp_path), "--prompt-data", str(tmp_path / "p.jsonl"), "--num-rollout", "1"]
+    words = [
+        "--hf-checkpoint",
+        str(tmp_path),
+        "--prompt-data",
+        str(tmp_path / "p.jsonl"),
+        "--num-rollout",
+        "1",
+    ]
     words += [
         "--rollout-batch-size",
         "1",

@@ -141,7 +141,9 @@ def test_deltas_that_outgrow_the_full_copy_lead_to_a_new_one_and_old_files_go(pl
             path.name for path in folder.iterdir() if path.is_dir()
         }
 
-    until(shows_what_there_is, "the index to name every folder", 10.0)  # a copy may be on its way beside training
+    until(
+        shows_what_there_is, "the index to name every folder", 10.0
+    )  # a copy may be on its way beside training
     assert_same_bits(load_folder(copy.bring_to(source, "run:11", exact=True).folder), state)
 
 
@@ -152,7 +154,9 @@ def test_a_full_copy_beside_training_is_told_before_readers_learn_of_it(tmp_path
         known = {e.folder for e in index_of(folder).entries} if (folder / INDEX).exists() else set()
         told.append((written.name, written.name in known))
 
-    options = SenderOptions("no-shm", folder, "hub/name", delta=DeltaOptions(tmp_path / "l"), after_writing=tell)
+    options = SenderOptions(
+        "no-shm", folder, "hub/name", delta=DeltaOptions(tmp_path / "l"), after_writing=tell
+    )
     sender = DeltaSender(options)
     state = small_state()
     for i in range(1, 4):
@@ -225,7 +229,9 @@ def test_damage_anywhere_is_an_error_that_names_the_file_and_leaves_the_copy_alo
         file.write_bytes(file.read_bytes()[:-3])
     else:
         (folder / "published.json").write_text("{}")
-    with pytest.raises(DeltaError, match=r"delta-run-2: (weights.json is damaged|.*bytes)|published.json is damaged"):
+    with pytest.raises(
+        DeltaError, match=r"delta-run-2: (weights.json is damaged|.*bytes)|published.json is damaged"
+    ):
         copy.bring_to(source, "run:2", exact=True, deadline_s=0.3)
     assert copy.version == "run:1"
     assert_same_bits(load_folder(copy._folder / "weights-run-1"), state)
@@ -260,7 +266,9 @@ def test_a_delta_that_was_made_from_another_version_than_the_list_says_is_refuse
     file.write_text(json.dumps({**json.loads(file.read_text()), "base": "run:0"}))
     sender._closing.set()
     sender._background.join()
-    with pytest.raises(DeltaError, match=r"made from run:0 to run:2, where published.json says from run:1 to run:2"):
+    with pytest.raises(
+        DeltaError, match=r"made from run:0 to run:2, where published.json says from run:1 to run:2"
+    ):
         copy.bring_to(source, "run:2", exact=True, deadline_s=0.3)
     assert copy.version == "run:1"
 
@@ -304,7 +312,9 @@ def test_a_full_disk_at_the_trainer_stops_with_the_folder_and_loses_no_version(p
     small_files(resource.RLIM_INFINITY)
     assert [entry.version for entry in index_of(folder).entries] == ["run:1"]
     assert_same_bits(load_folder(copy.bring_to(source).folder), state)
-    publish(sender, state := step(state, 2), "run:2")  # with room again: in full, as half of a version was remembered
+    publish(
+        sender, state := step(state, 2), "run:2"
+    )  # with room again: in full, as half of a version was remembered
     assert index_of(folder).entries[-1].base is None
     assert_same_bits(load_folder(copy.bring_to(source).folder), state)
 

@@ -114,5 +114,7 @@ def test_a_missing_package_is_one_clear_error(monkeypatch):
         ValueError, match=r"zstandard is not installed; pip install 'slime\[delta\]', or use --update-"
     ):
         check_installed("adler32")
-    with pytest.raises(ValueError, match=r"--update-weight-delta-checksum xxh3-128 needs .* or use .* adler32"):
+    with pytest.raises(
+        ValueError, match=r"--update-weight-delta-checksum xxh3-128 needs .* or use .* adler32"
+    ):
         checksum_function("xxh3-128")

@@ -12,7 +12,12 @@ from slime.utils.fp8 import FP8, LARGEST, dequantize_blocks, dequantize_part, qu
 from slime.weight_sync.fp8 import Fp8Format, checkpoint_format, quantize_named, quantize_state, served_config
 
 BLOCK = (128, 128)
-CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+CONFIG = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
 
 
 def reference(weight: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
@@ -124,7 +129,10 @@ def test_names_dtypes_and_shapes_are_those_of_fp8_checkpoints(checkpoint):
 
 
 def test_modules_that_the_config_excludes_stay_as_they_are():
-    config = {**CONFIG, "modules_to_not_convert": ["model.layers.1", "o_proj", r"model\.layers\.\d+\.mlp\.up_proj"]}
+    config = {
+        **CONFIG,
+        "modules_to_not_convert": ["model.layers.1", "o_proj", r"model\.layers\.\d+\.mlp\.up_proj"],
+    }
     how = Fp8Format.from_config(config)
     matrix = torch.zeros(4, 4)
     converted = {
@@ -145,7 +153,9 @@ def test_the_names_in_a_checkpoint_win_over_patterns(tmp_path):
         "model.layers.0.mlp.odd.weight": torch.randn(8, 8),
         "model.layers.0.mlp.up_proj.weight": torch.randn(8, 8),
     }
-    held = dict(quantize_named([("model.layers.0.mlp.odd.weight", plain["model.layers.0.mlp.odd.weight"])], how))
+    held = dict(
+        quantize_named([("model.layers.0.mlp.odd.weight", plain["model.layers.0.mlp.odd.weight"])], how)
+    )
     save_file({**plain, **held}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": CONFIG}))
     found = checkpoint_format(tmp_path)

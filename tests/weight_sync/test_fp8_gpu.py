@@ -14,9 +14,9 @@ pytestmark = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gpu_writes_the_same_bytes_as_the_cpu(dtype):
     generator = torch.Generator().manual_seed(0)
-    weight = (torch.randn(1000, 700, generator=generator) * torch.randn(1000, 700, generator=generator).exp()).to(
-        dtype
-    )
+    weight = (
+        torch.randn(1000, 700, generator=generator) * torch.randn(1000, 700, generator=generator).exp()
+    ).to(dtype)
     values, scale = quantize_blocks(weight, (128, 128))
     on_gpu, scale_on_gpu = quantize_blocks(weight.cuda(), (128, 128))
     assert torch.equal(scale_on_gpu.cpu(), scale)

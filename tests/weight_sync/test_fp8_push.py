@@ -120,7 +120,9 @@ def test_an_untrained_model_leaves_as_the_bytes_of_its_checkpoint(backend, model
             torch.testing.assert_close(tensor, held[name], rtol=1e-6, atol=0)
 
 
-def test_the_engine_serves_and_takes_fp8_and_says_what_it_stands_for(engine, backend, model, plain, meant, tmp_path):
+def test_the_engine_serves_and_takes_fp8_and_says_what_it_stands_for(
+    engine, backend, model, plain, meant, tmp_path
+):
     control, prefix = engine
     reference = load_model(plain)
     reference.load_state_dict(meant, strict=False)
@@ -180,7 +182,9 @@ def test_an_engine_of_a_16_bit_checkpoint_takes_fp8_where_it_is_told_to(plain, t
 
 
 def test_the_copy_of_a_16_bit_checkpoint_in_fp8_says_so(plain, tmp_path):
-    sender = TRANSPORTS["disk"].make_sender(SenderOptions("slime-x", tmp_path, str(plain), quantization=CONFIG))
+    sender = TRANSPORTS["disk"].make_sender(
+        SenderOptions("slime-x", tmp_path, str(plain), quantization=CONFIG)
+    )
     sender.send(list(quantize_state(load_file(plain / "model.safetensors").items(), CONFIG)))
     folder = sender.finish("run:1").payload
     assert checkpoint_format(folder).block == (32, 16)

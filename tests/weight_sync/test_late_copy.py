@@ -77,7 +77,9 @@ def test_who_asks_hears_the_cause_at_once_and_may_ask_again(sender, faulty):
 def test_a_full_disk_ends_the_wait_with_the_folder_s_name(sender, faulty, tmp_path):
     parcel = publish(sender)
     faulty.error = errno.ENOSPC
-    with pytest.raises(RunStopped, match=rf"no room for weights in {tmp_path}/weights .*--update-weight-disk-dir"):
+    with pytest.raises(
+        RunStopped, match=rf"no room for weights in {tmp_path}/weights .*--update-weight-disk-dir"
+    ):
         run(until_written(parcel.payload))
 
 
@@ -145,7 +147,9 @@ def member(monkeypatch):
     fleet.stop()
 
 
-def test_an_engine_that_gets_no_copy_is_evicted_and_the_cause_is_behind_the_end(member, sender, faulty, caplog):
+def test_an_engine_that_gets_no_copy_is_evicted_and_the_cause_is_behind_the_end(
+    member, sender, faulty, caplog
+):
     fleet, weights, server = member
     faulty.error = errno.EIO
     assert weights.receive(publish(sender))["perf/engines_evicted"] == 1
@@ -179,7 +183,9 @@ def test_no_room_for_a_restarted_engine_ends_the_run_at_once(member, sender, fau
     assert "no room for weights" in str(fleet.failure.exception()) and server.kills == 0
 
 
-def test_an_engine_that_does_not_answer_within_the_deadline_is_evicted_by_name(member, tmp_path, caplog, monkeypatch):
+def test_an_engine_that_does_not_answer_within_the_deadline_is_evicted_by_name(
+    member, tmp_path, caplog, monkeypatch
+):
     _, weights, server = member
 
     async def silent(request):
@@ -199,7 +205,12 @@ def test_an_engine_that_does_not_answer_within_the_deadline_is_evicted_by_name(m
     weights._args.update_weight_timeout_s = 0.3
     (tmp_path / "parcel").mkdir()
     started = time.monotonic()
-    assert weights.receive(Parcel("run:1", "disk", 1, 4, None, tmp_path / "parcel"))["perf/engines_evicted"] == 1
+    assert (
+        weights.receive(Parcel("run:1", "disk", 1, 4, None, tmp_path / "parcel"))["perf/engines_evicted"] == 1
+    )
     assert time.monotonic() - started < 10 and server.kills == 1
-    assert "engine-0 is evicted" in caplog.text and "update_weights_from_disk: not done after 0.3 s" in caplog.text
+    assert (
+        "engine-0 is evicted" in caplog.text
+        and "update_weights_from_disk: not done after 0.3 s" in caplog.text
+    )
     run(runner.cleanup())

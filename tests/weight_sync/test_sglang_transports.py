@@ -60,7 +60,9 @@ def test_a_bucket_in_sglang_s_format_is_read_back_bit_by_bit():
     buffer = torch.zeros(plan_bucket(tensors)[1], dtype=torch.uint8)
     bucket = fill_bucket("slime-x", buffer, tensors)
     read = read_bucket(pack_bucket(buffer, bucket.tensors))
-    assert all(torch.equal(read[name], tensor) and read[name].dtype == tensor.dtype for name, tensor in tensors)
+    assert all(
+        torch.equal(read[name], tensor) and read[name].dtype == tensor.dtype for name, tensor in tensors
+    )
 
 
 @pytest.mark.parametrize(
@@ -124,7 +126,9 @@ def live_push(sender, targets, version, buckets):
     return sender.finish()
 
 
-def test_buffers_in_turn_never_mix_buckets_and_only_the_engine_on_the_rank_s_device_is_served(receiver, tmp_path):
+def test_buffers_in_turn_never_mix_buckets_and_only_the_engine_on_the_rank_s_device_is_served(
+    receiver, tmp_path
+):
     url, received = receiver
     sender = LIVE_TRANSPORTS["cuda_ipc"].make_sender(SenderOptions("slime-x", tmp_path, "model", rank=1))
     targets = (Target("http://127.0.0.1:9", 1, 1, (0,)), Target(url, 2, 1, (1,)))

@@ -49,13 +49,16 @@ def served(models, tmp_path_factory):
     )
     logs = tmp_path_factory.mktemp("logs")
     plans = [
-        LaunchPlan(f"engine-{i}", command, thread_environment(1), logs / f"engine-{i}.log", 120.0) for i in range(2)
+        LaunchPlan(f"engine-{i}", command, thread_environment(1), logs / f"engine-{i}.log", 120.0)
+        for i in range(2)
     ]
     args = SimpleNamespace(
         check_weight_update_equal=False, weight_checksum_interval=1, update_weight_timeout_s=DEADLINE_S
     )
     weights = EngineWeights(args, prefix, ((), ()))
-    fleet = EngineFleet([EngineServer(plan) for plan in plans], WatchPolicy(8, 3600.0), weights.bring_up_to_date)
+    fleet = EngineFleet(
+        [EngineServer(plan) for plan in plans], WatchPolicy(8, 3600.0), weights.bring_up_to_date
+    )
     weights.watch(fleet)
     fleet.launch()
     try:
@@ -90,7 +93,9 @@ def test_a_sender_that_hangs_is_named_by_those_who_wait_for_its_turn(models):
         ranks.begin((), "run:1", models[0], stop_at=[0, 0])
         assert ranks.hear(0) == {"stopped": True}
         told = ranks.hear(1)["error"]
-        assert "trainer rank 0, which sends the weights of stage 0, did not finish its turn within 6 s" in told
+        assert (
+            "trainer rank 0, which sends the weights of stage 0, did not finish its turn within 6 s" in told
+        )
     finally:
         ranks.stop()
 
@@ -118,10 +123,14 @@ class OneStage:
     """A trainer without a pipeline, in this process: it needs no other ranks, and no default group."""
 
     def __init__(self):
-        self.sender = DISTRIBUTED.make_sender(SenderOptions("slime-x", Path("unused"), "model", deadline_s=DEADLINE_S))
+        self.sender = DISTRIBUTED.make_sender(
+            SenderOptions("slime-x", Path("unused"), "model", deadline_s=DEADLINE_S)
+        )
 
     def push(self, targets, version: str, model: Path) -> list[dict]:
-        report = StageTurns(StagePlace(), self.sender).send(version, targets, buckets({"model": model}, StagePlace()))
+        report = StageTurns(StagePlace(), self.sender).send(
+            version, targets, buckets({"model": model}, StagePlace())
+        )
         return [{"failures": report.failures, "num_tensors": report.num_tensors, "nbytes": report.nbytes}]
 
 
@@ -145,7 +154,9 @@ def test_engines_hold_after_a_push_by_stages_what_a_push_by_disk_gives(
         ranks.sender.close()
 
 
-def test_no_stage_begins_before_the_one_before_it_is_done_and_engines_serve_no_mixture(served, models, two_stages):
+def test_no_stage_begins_before_the_one_before_it_is_done_and_engines_serve_no_mixture(
+    served, models, two_stages
+):
     fleet, weights = served
     before = run(EngineControl(fleet.urls[0]).version())
     targets = weights.begin_live()
@@ -178,8 +189,14 @@ def test_an_engine_that_dies_between_stages_is_named_and_evicted_and_joins_both_
     assert failures == answers[1]["failures"], "all stages hear of it"
     assert "slime-pp_1" in failures[fleet.urls[0]] and fleet.urls[1] in failures[fleet.urls[0]]
     finish(served, "run:40", targets, answers[0], models[2])
-    until(lambda: fleet.num_restarts == restarts + 1 and fleet.is_alive(fleet.urls[1]), "the engine to return", 60.0)
-    assert held(fleet) == [("run:40", expected[2])] * 2, "the survivor took the copy, and the new one caught up"
+    until(
+        lambda: fleet.num_restarts == restarts + 1 and fleet.is_alive(fleet.urls[1]),
+        "the engine to return",
+        60.0,
+    )
+    assert held(fleet) == [("run:40", expected[2])] * 2, (
+        "the survivor took the copy, and the new one caught up"
+    )
     targets = weights.begin_live()
     answers = two_stages.push(targets, "run:41", models[1])
     assert answers[0]["failures"] == {} and len(targets) == 2
@@ -202,7 +219,11 @@ def test_an_engine_that_hangs_in_a_bucket_is_named_within_the_deadline_and_evict
     # The other one may have waited for it inside the broadcast, and is then named too; the copy tells them apart.
     assert "not done after 10.0 s" in answers[0]["failures"][fleet.urls[1]]
     assert finish(served, "run:45", targets, answers[0], models[2])["perf/engines_evicted"] == 1
-    until(lambda: fleet.num_restarts == restarts + 1 and fleet.is_alive(fleet.urls[1]), "the engine to return", 60.0)
+    until(
+        lambda: fleet.num_restarts == restarts + 1 and fleet.is_alive(fleet.urls[1]),
+        "the engine to return",
+        60.0,
+    )
     assert held(fleet) == [("run:45", expected[2])] * 2
 
 

@@ -106,7 +106,9 @@ def test_an_engine_with_other_weights_is_caught_by_its_receipt(sender, transport
     old = send(sender, state, "run:4")
     receipt = run(transport.deliver(old, control, info))
     new = send(sender, changed(state, 1.0), "run:5")
-    with pytest.raises(RuntimeError, match=r"holds other weights than were pushed: version run:5 sent but run:4 held"):
+    with pytest.raises(
+        RuntimeError, match=r"holds other weights than were pushed: version run:5 sent but run:4 held"
+    ):
         check_receipt(new, receipt, control.url)
 
 
@@ -121,7 +123,9 @@ def test_a_checksum_that_differs_is_caught_although_the_version_agrees(engine, m
     sender.close()
 
 
-def test_an_engine_that_comes_late_takes_the_parcel_while_the_next_is_written(transport, sender, engine, state):
+def test_an_engine_that_comes_late_takes_the_parcel_while_the_next_is_written(
+    transport, sender, engine, state
+):
     control, info, prefix = engine
     current = send(sender, changed(state, 0.5), "run:7")
     items = list(changed(state, 2.0).items())
@@ -192,7 +196,10 @@ def test_the_disk_shows_no_half_written_version_and_the_next_sender_clears_it(pr
     sender = TRANSPORTS["disk"].make_sender(options(prefix, folder))
     parcel = send(sender, {"b": torch.ones(1), "c": torch.ones(1)}, "run:1")
     assert [p.name for p in folder.iterdir()] == ["weights-run-1"]
-    assert sorted(name for file in parcel.payload.glob("*.safetensors") for name in load_file(file)) == ["b", "c"]
+    assert sorted(name for file in parcel.payload.glob("*.safetensors") for name in load_file(file)) == [
+        "b",
+        "c",
+    ]
     sender.close()
 
 
@@ -227,6 +234,7 @@ def test_a_transport_that_the_engines_do_not_take_is_refused_by_flag():
     ):
         choose_transport("tensor", ["disk"])
     with pytest.raises(
-        ValueError, match=r"--update-weight-transport auto needs engines that take .*; these take smoke_signals"
+        ValueError,
+        match=r"--update-weight-transport auto needs engines that take .*; these take smoke_signals",
     ):
         choose_transport("auto", ["smoke_signals"])

@@ -187,7 +187,12 @@ def test_a_publisher_shows_published_files_and_nothing_else(sender, tmp_path):
     with serving(publisher_app(tmp_path / "p")) as url:
         assert b"pub:1" in urllib.request.urlopen(f"{url}/published.json").read()
         assert urllib.request.urlopen(f"{url}/full-pub-1/weights.json").read()
-        for path in ("secret/file", "full-pub-1/../../outside", "full-pub-1/..%2F..%2Foutside", "full-pub-1/.hidden"):
+        for path in (
+            "secret/file",
+            "full-pub-1/../../outside",
+            "full-pub-1/..%2F..%2Foutside",
+            "full-pub-1/.hidden",
+        ):
             with pytest.raises(urllib.error.HTTPError, match="404"):
                 urllib.request.urlopen(f"{url}/{path}")
 

@@ -63,7 +63,9 @@ def test_an_unfinished_answer_is_an_error():
 
 
 def test_sampling_params_survive_json():
-    sampling = SamplingParams(temperature=0.7, top_p=0.9, stop=("a", "b"), stop_token_ids=(3,), sampling_seed=5)
+    sampling = SamplingParams(
+        temperature=0.7, top_p=0.9, stop=("a", "b"), stop_token_ids=(3,), sampling_seed=5
+    )
     assert SamplingParams.from_json(sampling.to_json()) == sampling
 
 

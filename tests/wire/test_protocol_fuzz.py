@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from slime.wire.manifest import WeightManifest
 from slime.wire.protocol import EngineInfo, Generation, SamplingParams, wrong_token_id
 
-numbers = st.one_of(st.integers(), st.floats(), st.sampled_from([2**31, 2**63, -(2**63) - 1, 10**400, 1e-320, True]))
+numbers = st.one_of(
+    st.integers(), st.floats(), st.sampled_from([2**31, 2**63, -(2**63) - 1, 10**400, 1e-320, True])
+)
 scalars = st.one_of(st.none(), st.booleans(), numbers, st.text(max_size=10))
 anything = st.recursive(
     scalars,
@@ -20,7 +22,9 @@ anything = st.recursive(
 
 def objects(**plausible):
     """Objects with these fields, each as it should be, or anything, or missing."""
-    return st.fixed_dictionaries({}, optional={name: st.one_of(value, anything) for name, value in plausible.items()})
+    return st.fixed_dictionaries(
+        {}, optional={name: st.one_of(value, anything) for name, value in plausible.items()}
+    )
 
 
 def read(cls, data, *more):
@@ -58,7 +62,9 @@ def test_sampling_params_that_are_read_are_written_and_read_the_same(data):
 
 
 triples = st.lists(st.tuples(st.floats(-9, 0), st.integers(0, 99), st.none()).map(list), max_size=3)
-spans = st.lists(objects(version=st.text(max_size=3), start=st.integers(0, 3), end=st.integers(0, 3)), max_size=2)
+spans = st.lists(
+    objects(version=st.text(max_size=3), start=st.integers(0, 3), end=st.integers(0, 3)), max_size=2
+)
 generations = objects(
     text=st.text(max_size=5),
     output_ids=st.lists(st.integers(0, 99), max_size=3),

@@ -18,7 +18,9 @@ class FlagInfo:
     le: float | None = None
     lt: float | None = None
     metavar: str | None = None
-    off: str | None = None  # the spelling that turns a default-on switch off: `--disable-rewards-normalization`
+    off: str | None = (
+        None  # the spelling that turns a default-on switch off: `--disable-rewards-normalization`
+    )
     alias: str | None = None
     repeatable: bool = False  # `--hook a --hook b` collects both
     secret: bool = False  # never printed
@@ -81,7 +83,9 @@ def specs_of(group_class: type) -> list[FlagSpec]:
         has_factory = declared.default_factory is not dataclasses.MISSING
         default = declared.default_factory() if has_factory else declared.default
         title = group_class.__doc__.splitlines()[0].rstrip(".")
-        specs.append(FlagSpec(declared.name, title, kind, many, one_or_many, default, declared.metadata["flag"]))
+        specs.append(
+            FlagSpec(declared.name, title, kind, many, one_or_many, default, declared.metadata["flag"])
+        )
     return specs
 
 
@@ -111,7 +115,9 @@ def convert(spec: FlagSpec, value: Any) -> Any:
         value = str(value)
         if spec.info.choices and value not in spec.info.choices:
             if value in spec.info.not_built:
-                raise ValueError(f"this version does not build it yet; choose from {', '.join(spec.info.choices)}")
+                raise ValueError(
+                    f"this version does not build it yet; choose from {', '.join(spec.info.choices)}"
+                )
             raise ValueError(f"choose from {', '.join(spec.info.choices)}")
         return value
     return _to_number(spec, value)

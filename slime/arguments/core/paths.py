@@ -35,7 +35,9 @@ def check_paths_exist(draft: Draft) -> None:
 
 def _split_files(word: str) -> list[str]:
     """Several files may be written as one word with commas; a comma in the name of an existing file is just that."""
-    return [word] if _without_rows(word).exists() else [part.strip() for part in word.split(",") if part.strip()]
+    return (
+        [word] if _without_rows(word).exists() else [part.strip() for part in word.split(",") if part.strip()]
+    )
 
 
 def _without_rows(path: str) -> Path:
@@ -55,7 +57,9 @@ def _check_model(flag: str, model: str | None) -> None:
     path = Path(model).expanduser()
     if path.exists():
         if path.is_dir() and not any(path.iterdir()):
-            raise ValueError(f"{flag} is {model}: the folder is empty; it should hold config.json and weights.")
+            raise ValueError(
+                f"{flag} is {model}: the folder is empty; it should hold config.json and weights."
+            )
         return
     if not HUB_ID.match(model):
         raise ValueError(f"{flag} is {model}: there is no such folder (and a hub id looks like owner/name).")

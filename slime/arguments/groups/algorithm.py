@@ -18,9 +18,13 @@ class AlgorithmFlags:
     loss_type: str = flag("policy_loss", "what is minimised", choices=LOSS_TYPES)
     custom_loss_function_path: str | None = flag(None, "the loss of --loss-type custom_loss", metavar="PATH")
     advantage_estimator: str = flag("grpo", "how rewards become advantages", choices=tuple(ESTIMATORS))
-    custom_advantage_function_path: str | None = flag(None, "function that computes advantages", metavar="PATH")
+    custom_advantage_function_path: str | None = flag(
+        None, "function that computes advantages", metavar="PATH"
+    )
     policy_loss_type: str | None = flag(
-        None, "how advantages become a loss; default: the estimator's own, else ppo", choices=tuple(POLICY_LOSSES)
+        None,
+        "how advantages become a loss; default: the estimator's own, else ppo",
+        choices=tuple(POLICY_LOSSES),
     )
     custom_policy_loss_function_path: str | None = flag(
         None, "function in place of --policy-loss-type", metavar="PATH"
@@ -40,7 +44,9 @@ class AlgorithmFlags:
         True, "no advantages (SFT, custom losses)", off="--disable-compute-advantages-and-returns"
     )
     normalize_advantages: bool = flag(False, "whiten advantages over the trained tokens of the whole rollout")
-    rewards_normalization: bool = flag(True, "do not centre rewards in a group", off="--disable-rewards-normalization")
+    rewards_normalization: bool = flag(
+        True, "do not centre rewards in a group", off="--disable-rewards-normalization"
+    )
     grpo_std_normalization: bool = flag(
         True, "do not divide by the group's standard deviation", off="--disable-grpo-std-normalization"
     )
@@ -69,7 +75,9 @@ class AlgorithmFlags:
     use_unbiased_kl: bool = flag(False, "weight the KL estimate by the policy ratio")
     use_rollout_logprobs: bool = flag(False, "take the engine's log-probs as those of the old policy")
     use_rollout_entropy: bool = flag(False, "measure entropy in the log-prob pass")
-    skip_on_policy_check: bool = flag(False, "do not check that the first step of a rollout starts at ratio 1")
+    skip_on_policy_check: bool = flag(
+        False, "do not check that the first step of a rollout starts at ratio 1"
+    )
     logprob_diff_threshold: float | None = flag(
         None,
         "mean difference between the log-probs of engine and trainer that stops the run; 0: never; default: 0.02 "

@@ -33,7 +33,9 @@ def loss_reduction(draft: Draft) -> None:
             )
         draft.derive("loss_reduction", "token_mean", "calculate_per_token_loss")
     if draft.loss_reduction is None:
-        default = ESTIMATORS[draft.advantage_estimator].reduction if draft.loss_type == "policy_loss" else None
+        default = (
+            ESTIMATORS[draft.advantage_estimator].reduction if draft.loss_type == "policy_loss" else None
+        )
         because = f"the reduction of {draft.advantage_estimator}" if default else "the default"
         draft.derive("loss_reduction", default or "rollout_mean", because)
     if draft.loss_reduction == "token_mean":
@@ -44,13 +46,19 @@ def loss_reduction(draft: Draft) -> None:
             raise ValueError(
                 "--loss-reduction constant divides by --loss-denominator, or by --rollout-max-response-len; give one of them."
             )
-        draft.derive("loss_denominator", float(draft.rollout_max_response_len), "same as rollout_max_response_len")
+        draft.derive(
+            "loss_denominator", float(draft.rollout_max_response_len), "same as rollout_max_response_len"
+        )
 
 
 def _sequence_ratios(draft: Draft) -> None:
     """A loss with one ratio per sample is defined as a mean over samples; summed over tokens, long samples would count more."""
     replaced = draft.custom_policy_loss_function_path or draft.custom_pg_loss_reducer_function_path
-    if draft.loss_type != "policy_loss" or replaced or not POLICY_LOSSES[draft.policy_loss_type].ratio_per_sample:
+    if (
+        draft.loss_type != "policy_loss"
+        or replaced
+        or not POLICY_LOSSES[draft.policy_loss_type].ratio_per_sample
+    ):
         return
     if REDUCTIONS[draft.loss_reduction].by_length:
         spelling = " (--calculate-per-token-loss)" if draft.was_given("calculate_per_token_loss") else ""
@@ -80,7 +88,11 @@ def group_normalisation(draft: Draft) -> None:
 
 def _compares_in_groups(draft: Draft) -> bool:
     """Whether rewards become advantages by comparison within groups of --n-samples-per-prompt answers."""
-    by_reward = draft.loss_type not in SUPERVISED_LOSSES and draft.compute_advantages_and_returns and not draft.use_opd
+    by_reward = (
+        draft.loss_type not in SUPERVISED_LOSSES
+        and draft.compute_advantages_and_returns
+        and not draft.use_opd
+    )
     replaced = draft.custom_reward_post_process_path or draft.custom_advantage_function_path
     own_groups = draft.rollout_function_path not in GROUPING_ROLLOUTS or draft.load_debug_rollout_data
     if not by_reward or replaced or own_groups or draft.debug_rollout_only:
@@ -95,7 +107,11 @@ def reference_model(draft: Draft) -> None:
             "reward and in the loss; keep one of them."
         )
     own_estimator = draft.custom_advantage_function_path is not None  # it may read rollout_data["kl"]
-    if draft.kl_coef != 0 and not ESTIMATORS[draft.advantage_estimator].uses_kl_in_reward and not own_estimator:
+    if (
+        draft.kl_coef != 0
+        and not ESTIMATORS[draft.advantage_estimator].uses_kl_in_reward
+        and not own_estimator
+    ):
         raise ValueError(
             f"--kl-coef is {draft.kl_coef:g}, but {draft.advantage_estimator} never subtracts a KL from the reward; use "
             f"--use-kl-loss --kl-loss-coef {draft.kl_coef:g}."
@@ -163,7 +179,11 @@ def _check_weights(draft: Draft) -> None:
         raise ValueError(
             f"--reward-key is {draft.reward_key} and --reward-weights is set: one entry or a sum of entries counts; keep one."
         )
-    bad = [name for name, weight in draft.reward_weights.items() if isinstance(weight, bool) or not _is_number(weight)]
+    bad = [
+        name
+        for name, weight in draft.reward_weights.items()
+        if isinstance(weight, bool) or not _is_number(weight)
+    ]
     if bad or not draft.reward_weights:
         raise ValueError(
             f"--reward-weights is {draft.reward_weights}: expected a number for each entry of the reward."

@@ -25,7 +25,9 @@ def derive_batch(draft: Draft) -> None:
     else:
         _check_steps(draft, total)
         draft.derive(
-            "global_batch_size", total // draft.num_steps_per_rollout, "samples of a rollout / num_steps_per_rollout"
+            "global_batch_size",
+            total // draft.num_steps_per_rollout,
+            "samples of a rollout / num_steps_per_rollout",
         )
 
 

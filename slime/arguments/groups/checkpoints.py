@@ -19,13 +19,20 @@ class CheckpointFlags:
     no_load_optim: bool = flag(False, "leave the optimizer's state in --load alone: moments start from zero")
     no_load_rng: bool = flag(False, "leave the random state in --load alone: it starts from --seed")
     no_load_verify: bool = flag(
-        False, "do not read the files of --load to compare them with their checksums; sizes are compared all the same"
+        False,
+        "do not read the files of --load to compare them with their checksums; sizes are compared all the same",
     )
-    async_save: bool = flag(False, "checkpoints are written while training goes on; the next one and the end wait")
+    async_save: bool = flag(
+        False, "checkpoints are written while training goes on; the next one and the end wait"
+    )
     keep_last_n: int | None = flag(None, "how many checkpoints of --save stay; default: all", ge=1)
-    no_save_optim: bool = flag(False, "leave the optimizer out of checkpoints; they then load with --finetune only")
+    no_save_optim: bool = flag(
+        False, "leave the optimizer out of checkpoints; they then load with --finetune only"
+    )
     save_hf: str | None = flag(None, "also write a Hugging Face folder: hf/{rollout_id}", metavar="TEMPLATE")
     ref_load: str | None = flag(
-        None, "reference model for the KL, or a folder of checkpoints; default: --hf-checkpoint", metavar="MODEL"
+        None,
+        "reference model for the KL, or a folder of checkpoints; default: --hf-checkpoint",
+        metavar="MODEL",
     )
     ref_ckpt_step: int | None = flag(None, "which checkpoint of --ref-load; default: the latest", ge=0)

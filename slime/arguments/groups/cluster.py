@@ -10,8 +10,12 @@ class ClusterFlags:
     """Cluster (on a machine without GPUs, "gpus" means ranks)."""
 
     actor_num_nodes: int = flag(1, "machines that train", ge=1)
-    actor_num_gpus_per_node: int | None = flag(None, "GPUs that train on each machine; default: those visible", ge=0)
-    rollout_num_gpus: int | None = flag(None, "GPUs that generate, all machines together; default: those left", ge=0)
+    actor_num_gpus_per_node: int | None = flag(
+        None, "GPUs that train on each machine; default: those visible", ge=0
+    )
+    rollout_num_gpus: int | None = flag(
+        None, "GPUs that generate, all machines together; default: those left", ge=0
+    )
     rollout_num_gpus_per_engine: int = flag(1, "GPUs of one engine", ge=1)
     num_gpus_per_node: int | None = flag(None, "GPUs of one machine; default: those visible", ge=1)
     colocate: bool = flag(False, "trainer and engines share the same GPUs, in turns")
@@ -28,5 +32,7 @@ class ClusterFlags:
         "gets 12 times as much; its work may take as long as it needs; 0: never",
         ge=0,
     )
-    trainer_threads: int | None = flag(None, "CPU threads of each trainer rank; default: a share of the cores", ge=1)
+    trainer_threads: int | None = flag(
+        None, "CPU threads of each trainer rank; default: a share of the cores", ge=1
+    )
     engine_threads: int | None = flag(None, "CPU threads of each engine; default: a share of the cores", ge=1)

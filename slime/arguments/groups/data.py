@@ -27,15 +27,21 @@ class DataFlags:
     label_key: str | None = flag(None, "column of the label", metavar="KEY")
     metadata_key: str = flag("metadata", "column of the metadata", metavar="KEY")
     tool_key: str = flag("tools", "column of the tools", metavar="KEY")
-    multimodal_keys: dict | None = flag(None, 'columns of media, as JSON: {"image": "images"}', metavar="JSON")
+    multimodal_keys: dict | None = flag(
+        None, 'columns of media, as JSON: {"image": "images"}', metavar="JSON"
+    )
     apply_chat_template: bool = flag(False, "render prompts with the tokenizer's chat template")
-    apply_chat_template_kwargs: dict = flag({}, "extra arguments of the chat template, as JSON", metavar="JSON")
+    apply_chat_template_kwargs: dict = flag(
+        {}, "extra arguments of the chat template, as JSON", metavar="JSON"
+    )
     loss_mask_type: str = flag(
         "qwen", "chat family of SFT loss masks", choices=("qwen", "qwen3", "qwen3_5", "distill_qwen")
     )
     data_source_path: str = flag(DEFAULT_DATA_SOURCE, "class that hands out prompts", metavar="PATH")
     rollout_global_dataset: bool = flag(
-        True, "no shared dataset: the rollout function brings its own prompts", off="--disable-rollout-global-dataset"
+        True,
+        "no shared dataset: the rollout function brings its own prompts",
+        off="--disable-rollout-global-dataset",
     )
     custom_convert_samples_to_train_data_path: str | None = flag(
         None, "function that turns samples into train data", metavar="PATH"

@@ -19,19 +19,27 @@ class EngineFlags:
         choices=("auto", "embedded", "sglang"),
     )
     sglang_python: str | None = flag(
-        None, "interpreter that has SGLang; default: .venv-sglang of `make sglang-env`, else this one", metavar="PATH"
+        None,
+        "interpreter that has SGLang; default: .venv-sglang of `make sglang-env`, else this one",
+        metavar="PATH",
     )
     sglang_server_concurrency: int = flag(512, "requests in flight per engine", ge=1)
-    embedded_device: str = flag("auto", "device of the embedded engine: auto, cpu, cuda or cuda:N", metavar="DEVICE")
+    embedded_device: str = flag(
+        "auto", "device of the embedded engine: auto, cpu, cuda or cuda:N", metavar="DEVICE"
+    )
     embedded_dtype: str = flag(
-        "auto", "precision of the embedded engine; auto: that of the trainer", choices=("auto", "float32", "bfloat16")
+        "auto",
+        "precision of the embedded engine; auto: that of the trainer",
+        choices=("auto", "float32", "bfloat16"),
     )
     embedded_max_running_requests: int = flag(
         256,
         "requests decoded together; 1 computes each alone and keeps no prefixes, as --deterministic-mode does",
         ge=1,
     )
-    embedded_max_total_tokens: int | None = flag(None, "tokens of KV cache; default: from the memory at hand", ge=1)
+    embedded_max_total_tokens: int | None = flag(
+        None, "tokens of KV cache; default: from the memory at hand", ge=1
+    )
     engine_start_timeout_s: float = flag(300.0, "longest wait for an engine to serve", gt=0)
     generate_timeout_s: float = flag(1800.0, "longest wait for one generation", gt=0)
     engine_restart_limit: int = flag(3, "engine deaths within the window that stop the run", ge=0)
@@ -46,7 +54,9 @@ class EngineFlags:
     rollout_health_check_interval: float = flag(30.0, "seconds between probes", gt=0)
     rollout_health_check_timeout: float = flag(30.0, "seconds until a probe counts as failed", gt=0)
     rollout_health_check_first_wait: float = flag(0.0, "seconds before the first probe", ge=0)
-    rollout_health_check_failures: int = flag(1, "failed probes in a row after which an engine is replaced", ge=1)
+    rollout_health_check_failures: int = flag(
+        1, "failed probes in a row after which an engine is replaced", ge=1
+    )
 
 
 @dataclass(frozen=True)
@@ -66,13 +76,17 @@ class WeightSyncFlags:
         choices=("full", "delta"),
     )
     update_weight_delta_encoding: str = flag(
-        "xor", "what a delta holds of a changed element: old xor new (smaller), or the new one", choices=ENCODINGS
+        "xor",
+        "what a delta holds of a changed element: old xor new (smaller), or the new one",
+        choices=ENCODINGS,
     )
     update_weight_delta_checksum: str = flag(
         "xxh3-128", "checksum of every tensor, verified before an engine loads it", choices=CHECKSUMS
     )
     update_weight_local_checkpoint_dir: str | None = flag(
-        None, "where the copy beside the engines is kept, for delta; default: in the run's folder", metavar="DIR"
+        None,
+        "where the copy beside the engines is kept, for delta; default: in the run's folder",
+        metavar="DIR",
     )
     weight_agent_addrs: list[str] | None = flag(
         None,
@@ -83,7 +97,9 @@ class WeightSyncFlags:
     update_weight_disk_dir: str | None = flag(
         None, "folder shared with the engines, for disk; for delta also with agents", metavar="DIR"
     )
-    update_weight_disk_keep_files: bool = flag(False, "versions of the weights on disk stay, also after the run")
+    update_weight_disk_keep_files: bool = flag(
+        False, "versions of the weights on disk stay, also after the run"
+    )
     custom_update_weight_post_write_path: str | None = flag(
         None,
         "function called on every trainer rank between writing a version and the engines' reading it",
@@ -108,7 +124,11 @@ class WeightSyncFlags:
         gt=0,
     )
     update_weight_buffer_size: int = flag(512 * 1024**2, "bytes per bucket of weights", ge=1)
-    check_weight_update_equal: bool = flag(False, "compare every tensor of the engines with the trainer after a push")
+    check_weight_update_equal: bool = flag(
+        False, "compare every tensor of the engines with the trainer after a push"
+    )
     weight_checksum_interval: int = flag(
-        0, "pushes between comparisons of the engines' own checksums over all engines; 0: only the first push", ge=0
+        0,
+        "pushes between comparisons of the engines' own checksums over all engines; 0: only the first push",
+        ge=0,
     )

@@ -82,7 +82,9 @@ class EvalDatasetConfig:
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"{where}: top_p is {self.top_p}; use a value in (0, 1].")
         if not isinstance(self.metadata_overrides, dict):
-            raise ValueError(f"{where}: metadata_overrides must be a mapping, not {self.metadata_overrides!r}.")
+            raise ValueError(
+                f"{where}: metadata_overrides must be a mapping, not {self.metadata_overrides!r}."
+            )
 
     @property
     def cache_key(self) -> tuple[Any, ...]:
@@ -112,19 +114,25 @@ def ensure_dataset_list(config: Any) -> list[dict[str, Any]]:
     if isinstance(config, (list, tuple)):
         for entry in config:
             if not isinstance(entry, dict):
-                raise ValueError(f"an evaluation dataset must be a mapping with name and path, not {entry!r}.")
+                raise ValueError(
+                    f"an evaluation dataset must be a mapping with name and path, not {entry!r}."
+                )
         return [dict(entry) for entry in config]
     raise ValueError(f"datasets must be a list or a mapping, not {type(config).__name__}.")
 
 
-def build_eval_dataset_configs(args: Any, raw_config: Any, defaults: dict[str, Any]) -> list[EvalDatasetConfig]:
+def build_eval_dataset_configs(
+    args: Any, raw_config: Any, defaults: dict[str, Any]
+) -> list[EvalDatasetConfig]:
     """Resolve every dataset: its own entry, else the defaults of the file, else the flags."""
     _refuse_unknown_keys(defaults, "eval defaults", not_here=("name", "path"))
     configs = [_build_one(args, entry, defaults) for entry in ensure_dataset_list(raw_config)]
     names = [config.name for config in configs]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"two evaluation datasets are called {name!r}: their metrics would overwrite each other.")
+            raise ValueError(
+                f"two evaluation datasets are called {name!r}: their metrics would overwrite each other."
+            )
     return configs
 
 
@@ -138,14 +146,18 @@ def _build_one(args: Any, entry: dict[str, Any], defaults: dict[str, Any]) -> Ev
     for name, flags in FALLBACK_FLAGS.items():
         if values.get(name) is None:
             values[name] = next((v for v in (getattr(args, flag) for flag in flags) if v is not None), None)
-    return EvalDatasetConfig(**{k: v for k, v in values.items() if v is not None or k != "metadata_overrides"})
+    return EvalDatasetConfig(
+        **{k: v for k, v in values.items() if v is not None or k != "metadata_overrides"}
+    )
 
 
 def _refuse_unknown_keys(entry: dict[str, Any], where: str, not_here: tuple[str, ...] = ()) -> None:
     known = [f.name for f in dataclasses.fields(EvalDatasetConfig) if f.name not in not_here]
     for key in entry:
         if key in UNBUILT_KEYS:
-            raise ValueError(f"{where}: {key} is a slime setting that this version does not build yet; remove it.")
+            raise ValueError(
+                f"{where}: {key} is a slime setting that this version does not build yet; remove it."
+            )
         if key not in known:
             near = get_close_matches(str(key), known, n=1)
             hint = f" Did you mean {near[0]}?" if near else f" Known keys: {', '.join(known)}."

@@ -12,7 +12,9 @@ def resolve_eval_datasets(draft: Draft) -> None:
         entries, defaults = _read_eval_config(draft.eval_config)
         because = "eval_config"
         if draft.was_given("eval_prompt_data"):
-            raise ValueError("--eval-config and --eval-prompt-data both name evaluation datasets; keep one of them.")
+            raise ValueError(
+                "--eval-config and --eval-prompt-data both name evaluation datasets; keep one of them."
+            )
     else:
         entries, defaults = _pair_names_and_files(draft.eval_prompt_data or []), {}
         because = "eval_prompt_data"
@@ -31,7 +33,9 @@ def _read_eval_config(path: str) -> tuple[Any, dict[str, Any]]:
     content = content.get("eval", content)
     unknown = sorted(set(content) - {"defaults", "datasets"})
     if unknown:
-        raise ValueError(f"--eval-config {path}: unknown key {unknown[0]!r}; a file has `defaults` and `datasets`.")
+        raise ValueError(
+            f"--eval-config {path}: unknown key {unknown[0]!r}; a file has `defaults` and `datasets`."
+        )
     if not content.get("datasets"):
         raise ValueError(f"--eval-config {path}: no `datasets`; list at least one with a name and a path.")
     return content["datasets"], content.get("defaults") or {}

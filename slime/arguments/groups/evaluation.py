@@ -10,8 +10,12 @@ class EvaluationFlags:
     """Evaluation (unset values follow those of the rollout)."""
 
     eval_interval: int | None = flag(None, "rollouts between evaluations", ge=1)
-    eval_prompt_data: list[str] | None = flag(None, "datasets as: name file name file ...", metavar="NAME_FILE")
-    eval_config: str | None = flag(None, "YAML of datasets, each with its own reward and sampling", metavar="FILE")
+    eval_prompt_data: list[str] | None = flag(
+        None, "datasets as: name file name file ...", metavar="NAME_FILE"
+    )
+    eval_config: str | None = flag(
+        None, "YAML of datasets, each with its own reward and sampling", metavar="FILE"
+    )
     eval_function_path: str | None = flag(
         None, "function that evaluates; default: the rollout function", metavar="PATH"
     )

@@ -24,7 +24,9 @@ def engine_precision(draft: Draft) -> None:
         return
     on_grid = bool(draft.hf_checkpoint and block_size_of(draft.hf_checkpoint))
     if draft.fp8_rounding == "auto":
-        rounding, why = ("stochastic", "holds FP8 weights") if on_grid else ("nearest", "holds 16-bit weights")
+        rounding, why = (
+            ("stochastic", "holds FP8 weights") if on_grid else ("nearest", "holds 16-bit weights")
+        )
         draft.derive("fp8_rounding", rounding, f"hf_checkpoint {why}")
     if on_grid:
         draft.warn(_about_an_fp8_start(draft.hf_checkpoint, draft.fp8_rounding))
@@ -59,9 +61,13 @@ def _from_16_bit(draft: Draft, from_folder: bool) -> None:
     if draft.debug_rollout_only or draft.debug_train_only:
         raise ValueError(f"{flag}: a run with only one stage pushes nothing to engines; remove it.")
     if draft.lora_sync == "adapter":
-        raise ValueError(f"{flag} with --lora-sync adapter: the model itself is never pushed; use --lora-sync merged.")
+        raise ValueError(
+            f"{flag} with --lora-sync adapter: the model itself is never pushed; use --lora-sync merged."
+        )
     own = {"--" + word for group in draft.engine_topology.policy.groups for word in group.overrides}
     given = {word.split("=")[0] for word in draft.sglang_options} | {word.replace("_", "-") for word in own}
     taken = [word for word in _SET_FOR_FP8 if word in given]
     if taken:
-        raise ValueError(f"{flag} sets SGLang's {taken[0]} itself; remove --sglang-{taken[0].removeprefix('--')}.")
+        raise ValueError(
+            f"{flag} sets SGLang's {taken[0]} itself; remove --sglang-{taken[0].removeprefix('--')}."
+        )

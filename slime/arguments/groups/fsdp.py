@@ -20,10 +20,13 @@ class FSDPFlags:
         "where it sets output_router_logits, else none",
         ge=0,
     )
-    lora_rank: int = flag(0, "train low-rank adapters of this rank instead of the model; 0: train the model", ge=0)
+    lora_rank: int = flag(
+        0, "train low-rank adapters of this rank instead of the model; 0: train the model", ge=0
+    )
     lora_alpha: float = flag(32.0, "scale of the adapters: their product is multiplied by alpha / rank", gt=0)
     lora_target_modules: list[str] = flag(
-        ["all-linear"], "names of the layers that get an adapter, or all-linear for every one but the output layer"
+        ["all-linear"],
+        "names of the layers that get an adapter, or all-linear for every one but the output layer",
     )
     lora_sync: str = flag(
         "merged",

@@ -36,7 +36,9 @@ def _tell_of_missing_gpus(draft: Draft, gpus: int) -> None:
 
 def _tell_of_nothing_to_share(draft: Draft) -> None:
     sharing = ("colocate", "offload", "offload_train", "offload_rollout")
-    given = ["--" + name.replace("_", "-") for name in sharing if draft.was_given(name) and getattr(draft, name)]
+    given = [
+        "--" + name.replace("_", "-") for name in sharing if draft.was_given(name) and getattr(draft, name)
+    ]
     if given:
         draft.warn(
             f"{', '.join(given)}: this machine shows no GPU to share; trainer and engines are processes beside each other "

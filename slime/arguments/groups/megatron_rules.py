@@ -12,13 +12,20 @@ OWNED = {
     **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), "--dtype decides it"),
     **dict.fromkeys(("fp8", "fp4"), "this version trains in 32 or 16 bit"),
     **dict.fromkeys(
-        ("calculate_per_token_loss", "variable_seq_lengths", "perform_initialization", "use_cpu_initialization"),
+        (
+            "calculate_per_token_loss",
+            "variable_seq_lengths",
+            "perform_initialization",
+            "use_cpu_initialization",
+        ),
         "slime decides it",
     ),
     "moe_router_fusion": "it needs a part of TransformerEngine that this version does not use",
     "moe_enable_routing_replay": "use --use-routing-replay or --use-rollout-routing-replay",
     "moe_grouped_gemm": "it needs a part of TransformerEngine that this version does not use",
-    **dict.fromkeys(("decoupled_lr", "decoupled_min_lr"), "all parameters have one rate, --lr and its schedule"),
+    **dict.fromkeys(
+        ("decoupled_lr", "decoupled_min_lr"), "all parameters have one rate, --lr and its schedule"
+    ),
     **dict.fromkeys(
         ("optimizer_cpu_offload", "use_precision_aware_optimizer"),
         "it needs TransformerEngine's Adam, and this version steps with torch's",
@@ -36,7 +43,9 @@ def megatron_trainer(draft: Draft) -> None:
     if draft.train_backend != "megatron":
         for spec in specs_of(MegatronFlags):
             if draft.was_given(spec.name) and getattr(draft, spec.name) != spec.default:
-                raise ValueError(f"{spec.option} is set, but only --train-backend megatron reads it; remove it.")
+                raise ValueError(
+                    f"{spec.option} is set, but only --train-backend megatron reads it; remove it."
+                )
         return
     if importlib.util.find_spec("megatron") is None:
         raise ValueError("--train-backend megatron needs megatron-core: pip install 'slime[megatron]'.")
@@ -64,7 +73,9 @@ def _experts(draft: Draft) -> None:
     for name in ("use_routing_replay", "use_rollout_routing_replay"):
         if getattr(draft, name) and draft.loss_type != "policy_loss":
             option = "--" + name.replace("_", "-")
-            raise ValueError(f"{option}: --loss-type {draft.loss_type} has no old policy to follow; remove it.")
+            raise ValueError(
+                f"{option}: --loss-type {draft.loss_type} has no old policy to follow; remove it."
+            )
     if draft.use_routing_replay and draft.use_rollout_logprobs and not draft.use_rollout_routing_replay:
         raise ValueError(
             "--use-routing-replay with --use-rollout-logprobs: no pass of the old policy runs, so nothing is recorded; use "

@@ -16,11 +16,15 @@ OPD_TYPE_ALIASES = {"sglang": "engine", "megatron": "trainer"}
 class KeptPolicyFlags:
     """Kept policies."""
 
-    ref_update_interval: int | None = flag(None, "rollouts after which the reference becomes the policy again", ge=1)
+    ref_update_interval: int | None = flag(
+        None, "rollouts after which the reference becomes the policy again", ge=1
+    )
     keep_old_actor: bool = flag(
         False, "ratios against the weights that sampled the batch, kept since their push (asynchronous runs)"
     )
-    reset_optimizer_states: bool = flag(False, "forget the optimizer's moments before each rollout's training")
+    reset_optimizer_states: bool = flag(
+        False, "forget the optimizer's moments before each rollout's training"
+    )
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,9 @@ class CriticFlags:
     """Critic."""
 
     critic_load: str | None = flag(
-        None, "model the critic starts from (a causal LM or a reward model); default: --hf-checkpoint", metavar="MODEL"
+        None,
+        "model the critic starts from (a causal LM or a reward model); default: --hf-checkpoint",
+        metavar="MODEL",
     )
     critic_lr: float | None = flag(None, "learning rate of the critic; default: --lr", ge=0)
     critic_min_lr: float = flag(0.0, "learning rate of the critic at the end of its decay", ge=0)
@@ -62,7 +68,9 @@ class DistillationFlags:
         "the teacher that the trainer holds, or a folder of checkpoints of a model like the policy",
         metavar="MODEL",
     )
-    opd_teacher_ckpt_step: int | None = flag(None, "which checkpoint of --opd-teacher-load; default: the latest", ge=0)
+    opd_teacher_ckpt_step: int | None = flag(
+        None, "which checkpoint of --opd-teacher-load; default: the latest", ge=0
+    )
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,9 @@ class OffPolicyFlags:
     )
     tis_clip: float = flag(2.0, "upper bound of that weight", gt=0)
     tis_clip_low: float = flag(0.0, "lower bound of that weight", ge=0)
-    tis_level: str = flag("token", "whose ratio: of the token, or of its sequence as product or mean", choices=LEVELS)
+    tis_level: str = flag(
+        "token", "whose ratio: of the token, or of its sequence as product or mean", choices=LEVELS
+    )
     tis_mode: str = flag(
         "clip",
         "outside the bounds: clip to both, truncate to the upper, or mask to 0 (IcePop)",

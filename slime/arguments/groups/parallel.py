@@ -19,8 +19,12 @@ class ParallelFlags:
         alias="--recompute-granularity",
     )
     only_train_params_name_list: list[str] | None = flag(
-        None, "regular expressions: only parameters whose name one of them matches are trained", metavar="REGEX"
+        None,
+        "regular expressions: only parameters whose name one of them matches are trained",
+        metavar="REGEX",
     )
     freeze_params_name_list: list[str] | None = flag(
-        None, "regular expressions: parameters whose name one of them matches are not trained", metavar="REGEX"
+        None,
+        "regular expressions: parameters whose name one of them matches are not trained",
+        metavar="REGEX",
     )

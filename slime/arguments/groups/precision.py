@@ -60,7 +60,8 @@ def stored_dtype(model: str | None) -> str | None:
     config = _read_config(model) if model else {}
     parts = [config, config.get("text_config") or {}]
     return next(
-        (part[key] for part in parts for key in ("dtype", "torch_dtype") if isinstance(part.get(key), str)), None
+        (part[key] for part in parts for key in ("dtype", "torch_dtype") if isinstance(part.get(key), str)),
+        None,
     )
 
 

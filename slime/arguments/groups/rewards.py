@@ -12,7 +12,9 @@ RM_TYPES = ("math", "dapo", "deepscaler", "f1", "gpqa", "ifbench", "remote_rm", 
 class RewardFlags:
     """Rewards."""
 
-    rm_type: str | None = flag(None, f"built-in reward: {', '.join(RM_TYPES)} (also boxed_<name>)", metavar="NAME")
+    rm_type: str | None = flag(
+        None, f"built-in reward: {', '.join(RM_TYPES)} (also boxed_<name>)", metavar="NAME"
+    )
     custom_rm_path: str | None = flag(None, "your own reward function", metavar="PATH")
     group_rm: bool = flag(False, "the reward function scores a whole group at a time")
     rm_url: str | None = flag(None, "server of the remote_rm reward", metavar="URL")

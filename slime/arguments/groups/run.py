@@ -9,7 +9,9 @@ from slime.arguments.core.flag import flag
 class RunFlags:
     """Run."""
 
-    config: str | None = flag(None, "YAML file of flags (keys are flag names); the command line wins", metavar="FILE")
+    config: str | None = flag(
+        None, "YAML file of flags (keys are flag names); the command line wins", metavar="FILE"
+    )
     print_config: bool = flag(False, "print every value and where it came from, then exit")
     run_dir: str | None = flag(
         None,

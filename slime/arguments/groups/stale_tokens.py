@@ -17,7 +17,9 @@ def correct_stale_tokens(draft: Draft) -> None:
         return
     if any(getattr(draft, name) for name in (*CORRECTIONS, "custom_tis_function_path")):
         return
-    draft.derive("use_tis", True, f"{reason} trains on tokens of older weights (--no-use-tis: as if they were fresh)")
+    draft.derive(
+        "use_tis", True, f"{reason} trains on tokens of older weights (--no-use-tis: as if they were fresh)"
+    )
 
 
 def for_asynchronous_loop(args: Args) -> Args:

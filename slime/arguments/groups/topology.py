@@ -23,7 +23,9 @@ class TopologyFlags:
         None, "engines that only prefill; the other engines only decode (needs SGLang and its router)", ge=1
     )
     rollout_external_engine_addrs: list[str] | None = flag(
-        None, "host:port of engines that already run; they are used and never started or stopped", metavar="ADDR"
+        None,
+        "host:port of engines that already run; they are used and never started or stopped",
+        metavar="ADDR",
     )
     rollout_router: str = flag(
         "builtin",
@@ -36,12 +38,20 @@ class TopologyFlags:
         "interpreter that has sglang-router; default: .venv-router of `make sglang-env`, else this one",
         metavar="PATH",
     )
-    sglang_router_port: int | None = flag(None, "port of the policy's router; default: any free one", ge=1, le=65535)
-    sglang_router_request_timeout_secs: int = flag(14400, "SGLang's router gives a request up after this", ge=1)
-    router_middleware_paths: list[str] = flag(
-        [], "classes that see each request and answer at the built-in balancer, outermost first", metavar="PATH"
+    sglang_router_port: int | None = flag(
+        None, "port of the policy's router; default: any free one", ge=1, le=65535
     )
-    no_engine_timeout_s: float = flag(600.0, "a run without any engine left waits this long for one, then stops", gt=0)
+    sglang_router_request_timeout_secs: int = flag(
+        14400, "SGLang's router gives a request up after this", ge=1
+    )
+    router_middleware_paths: list[str] = flag(
+        [],
+        "classes that see each request and answer at the built-in balancer, outermost first",
+        metavar="PATH",
+    )
+    no_engine_timeout_s: float = flag(
+        600.0, "a run without any engine left waits this long for one, then stops", gt=0
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +112,9 @@ def plain_topology(model_path: str | None, num_gpus: int, num_gpus_per_engine: i
     return Topology((ServedModel("default", model_path, True, (group,)),))
 
 
-def prefill_topology(model_path: str | None, num_gpus: int, num_gpus_per_engine: int, num_prefill: int) -> Topology:
+def prefill_topology(
+    model_path: str | None, num_gpus: int, num_gpus_per_engine: int, num_prefill: int
+) -> Topology:
     """What `--prefill-num-servers` stands for."""
     num_engines = num_gpus // num_gpus_per_engine
     if num_prefill >= num_engines:
@@ -111,7 +123,9 @@ def prefill_topology(model_path: str | None, num_gpus: int, num_gpus_per_engine:
             f"--rollout-num-gpus-per-engine {num_gpus_per_engine}): at least one must decode; use less."
         )
     sizes = {"prefill": num_prefill, "decode": num_engines - num_prefill}
-    groups = tuple(ServerGroup(kind, n * num_gpus_per_engine, num_gpus_per_engine) for kind, n in sizes.items())
+    groups = tuple(
+        ServerGroup(kind, n * num_gpus_per_engine, num_gpus_per_engine) for kind, n in sizes.items()
+    )
     return Topology((ServedModel("default", model_path, True, groups),))
 
 
@@ -121,7 +135,9 @@ def read_topology(path: str, hf_checkpoint: str | None, num_gpus_per_engine: int
     _refuse_unknown(content, ("sglang",), f"--sglang-config {path}")
     rows = content.get("sglang")
     if not isinstance(rows, list) or not rows:
-        raise ValueError(f"--sglang-config {path}: `sglang` is {rows!r}; write a list of models, at least one.")
+        raise ValueError(
+            f"--sglang-config {path}: `sglang` is {rows!r}; write a list of models, at least one."
+        )
     models = tuple(
         _read_model(row, f"--sglang-config {path}: sglang[{i}]", hf_checkpoint, num_gpus_per_engine)
         for i, row in enumerate(rows)
@@ -173,14 +189,18 @@ def _read_group(row: Any, where: str, default_size: int) -> ServerGroup:
     overrides = row.get("overrides") or {}
     if not isinstance(overrides, dict):
         raise ValueError(f"{where}.overrides is {overrides!r}; write `server_flag: value`, one per line.")
-    return ServerGroup(kind, num_gpus, size, {str(key).replace("-", "_"): value for key, value in overrides.items()})
+    return ServerGroup(
+        kind, num_gpus, size, {str(key).replace("-", "_"): value for key, value in overrides.items()}
+    )
 
 
 def _one_path(given: str | None, paths: dict[str, Any], where: str) -> str | None:
     """A model has one path; groups may repeat it in their overrides."""
     found = {str(path) for path in [given, *paths.values()] if path is not None}
     if len(found) > 1:
-        raise ValueError(f"{where} names several model paths ({', '.join(sorted(found))}); write two models instead.")
+        raise ValueError(
+            f"{where} names several model paths ({', '.join(sorted(found))}); write two models instead."
+        )
     return found.pop() if found else None
 
 
@@ -202,7 +222,9 @@ def _check_models(models: tuple[ServedModel, ...], path: str) -> None:
     names = [model.name for model in models]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ValueError(f"--sglang-config {path}: two models are called {twice[0]!r}; give each its own name.")
+        raise ValueError(
+            f"--sglang-config {path}: two models are called {twice[0]!r}; give each its own name."
+        )
     learning = [model.name for model in models if model.update_weights]
     if len(learning) > 1:
         raise ValueError(

@@ -31,10 +31,15 @@ def topology_source(draft: Draft) -> None:
 
 
 def _external(draft: Draft) -> None:
-    for name, why in (("rollout_num_gpus", "they bring their own GPUs"), ("colocate", "they share no GPU with us")):
+    for name, why in (
+        ("rollout_num_gpus", "they bring their own GPUs"),
+        ("colocate", "they share no GPU with us"),
+    ):
         if draft.was_given(name) and getattr(draft, name):
             option = "--" + name.replace("_", "-")
-            raise ValueError(f"{option} is set beside --rollout-external-engine-addrs, but {why}; remove one of them.")
+            raise ValueError(
+                f"{option} is set beside --rollout-external-engine-addrs, but {why}; remove one of them."
+            )
     draft.derive("rollout_num_gpus", 0, "external engines bring their own")
 
 
@@ -42,7 +47,9 @@ def topology(draft: Draft) -> None:
     """After the sizes: `args.engine_topology`, whatever said it."""
     size = (draft.hf_checkpoint, draft.rollout_num_gpus, draft.rollout_num_gpus_per_engine)
     if draft.prefill_num_servers:
-        draft.derive("engine_topology", prefill_topology(*size, draft.prefill_num_servers), "prefill_num_servers")
+        draft.derive(
+            "engine_topology", prefill_topology(*size, draft.prefill_num_servers), "prefill_num_servers"
+        )
     elif not draft.sglang_config:
         draft.derive("engine_topology", plain_topology(*size), "one model, all engines alike")
     _check_engine_kind(draft, draft.engine_topology)

@@ -11,7 +11,9 @@ class TrackingFlags:
 
     use_tensorboard: bool = flag(False, "write TensorBoard events")
     tb_project_name: str | None = flag(None, "TensorBoard project folder", metavar="NAME")
-    tb_experiment_name: str | None = flag(None, "TensorBoard experiment folder; default: the time", metavar="NAME")
+    tb_experiment_name: str | None = flag(
+        None, "TensorBoard experiment folder; default: the time", metavar="NAME"
+    )
     use_wandb: bool = flag(False, "send metrics to Weights & Biases")
     wandb_mode: str | None = flag(None, "W&B mode", choices=("online", "offline", "disabled"))
     wandb_dir: str | None = flag(None, "W&B folder", metavar="DIR")
@@ -21,6 +23,10 @@ class TrackingFlags:
     wandb_group: str | None = flag(None, "W&B group", metavar="NAME")
     wandb_project: str | None = flag(None, "W&B project", metavar="NAME")
     wandb_run_id: str | None = flag(None, "W&B run to continue", metavar="ID")
-    wandb_random_suffix: bool = flag(True, "no random suffix on the W&B group", off="--disable-wandb-random-suffix")
+    wandb_random_suffix: bool = flag(
+        True, "no random suffix on the W&B group", off="--disable-wandb-random-suffix"
+    )
     log_passrate: bool = flag(False, "pass@k")
-    log_reward_category: str | None = flag(None, "count rewards by this entry of a dict reward", metavar="KEY")
+    log_reward_category: str | None = flag(
+        None, "count rewards by this entry of a dict reward", metavar="KEY"
+    )

@@ -58,7 +58,9 @@ def refusal(
     `to_be_told` may name a way to make it.
     """
     temperature = params.get("temperature")
-    if (isinstance(temperature, (int, float)) and 0 <= temperature < GREEDY_BELOW) or params.get("top_k") == 1:
+    if (isinstance(temperature, (int, float)) and 0 <= temperature < GREEDY_BELOW) or params.get(
+        "top_k"
+    ) == 1:
         name = "top_k" if params.get("top_k") == 1 else "temperature"
         return f"{spelling(name)} is {params[name]}: greedy decoding is not a policy RL can improve. {_accept(name)}"
     for name in NEUTRAL:

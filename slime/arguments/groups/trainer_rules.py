@@ -20,7 +20,9 @@ def trainable_parameters(draft: Draft) -> None:
 def _adapters_alone(draft: Draft) -> None:
     """Requests must name the adapters, and the engines must be able to take them."""
     if draft.debug_rollout_only or draft.debug_train_only:
-        raise ValueError("--lora-sync adapter: a run with only one stage pushes nothing to engines; remove it.")
+        raise ValueError(
+            "--lora-sync adapter: a run with only one stage pushes nothing to engines; remove it."
+        )
     if draft.update_weight_transport not in ("auto", "tensor"):
         raise ValueError(
             f"--lora-sync adapter with --update-weight-transport {draft.update_weight_transport}: adapters alone go in "
@@ -36,7 +38,11 @@ def _adapters_alone(draft: Draft) -> None:
             "alone do not bring it back; use --lora-sync merged."
         )
     functions = ("custom_generate_function_path", "rollout_function_path", "eval_function_path")
-    own = [name for name in functions if not (getattr(draft, name) or "slime.rollout.").startswith("slime.rollout.")]
+    own = [
+        name
+        for name in functions
+        if not (getattr(draft, name) or "slime.rollout.").startswith("slime.rollout.")
+    ]
     if own and draft.rollout_engine == "sglang":
         flag = "--" + own[0].replace("_", "-")
         raise ValueError(
@@ -75,4 +81,6 @@ def _whole_logits(draft: Draft) -> None:
     if draft.use_opd and draft.opd_kl == "full":
         raise ValueError(f"--opd-kl full {reason}.")
     if draft.loss_type == "rm_loss" and draft.train_backend == "fsdp":
-        raise ValueError("--loss-type rm_loss reads the last token of whole samples; use --context-parallel-size 1.")
+        raise ValueError(
+            "--loss-type rm_loss reads the last token of whole samples; use --context-parallel-size 1."
+        )

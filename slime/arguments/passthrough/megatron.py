@@ -21,7 +21,12 @@ CONFIG_FILES = (
     "optimizer/optimizer_config.py",
     "distributed/distributed_data_parallel_config.py",
 )
-CONFIG_CLASSES = ("ModelParallelConfig", "TransformerConfig", "OptimizerConfig", "DistributedDataParallelConfig")
+CONFIG_CLASSES = (
+    "ModelParallelConfig",
+    "TransformerConfig",
+    "OptimizerConfig",
+    "DistributedDataParallelConfig",
+)
 
 # Spellings of Megatron's own command line whose field has another name, with the value that a bare switch means.
 SPELLINGS: dict[str, tuple[str, Any]] = {
@@ -48,7 +53,9 @@ class MegatronFlags:
     )
     expert_model_parallel_size: int = flag(1, "ranks that share the experts of every layer", ge=1)
     expert_tensor_parallel_size: int = flag(1, "ranks that share every matrix of an expert", ge=1)
-    sequence_parallel: bool = flag(False, "tensor-parallel ranks also share the tokens between matrix products")
+    sequence_parallel: bool = flag(
+        False, "tensor-parallel ranks also share the tokens between matrix products"
+    )
     recompute_method: str | None = flag(
         None,
         "how layers are chosen with --recompute-granularity full; default: uniform",
@@ -79,7 +86,8 @@ class MegatronFlags:
         False, "passes of the policy send tokens to the experts that the engine chose while it sampled"
     )
     enable_mtp_training: bool = flag(
-        False, "train the checkpoint's heads that predict further tokens, beside the policy and without touching it"
+        False,
+        "train the checkpoint's heads that predict further tokens, beside the policy and without touching it",
     )
     mtp_loss_scaling_factor: float = flag(0.2, "weight of the loss of those heads", gt=0)
     custom_megatron_init_path: str | None = flag(
@@ -95,7 +103,9 @@ class MegatronFlags:
         None, "function that builds the model of a pipeline stage", metavar="PATH"
     )
     megatron_config: dict | None = flag(
-        None, "further fields of megatron-core's configuration; each is also a flag of its own", metavar="JSON"
+        None,
+        "further fields of megatron-core's configuration; each is also a flag of its own",
+        metavar="JSON",
     )
 
 
@@ -213,7 +223,9 @@ def _read(entry: Field, option: str, words: list[str], bare: Any) -> Any:
     try:
         read = [int(word) if entry.kind is int else entry.kind(word) for word in words]
     except ValueError:
-        raise ValueError(f"{option} is {' '.join(words)!r}: megatron-core expects {entry.kind.__name__}.") from None
+        raise ValueError(
+            f"{option} is {' '.join(words)!r}: megatron-core expects {entry.kind.__name__}."
+        ) from None
     return read if entry.many else read[0]
 
 
@@ -223,7 +235,9 @@ def _read_pattern(option: str, text: str) -> list[int]:
     for part in text.replace(" ", "").split("+"):
         found = re.fullmatch(r"\[([01](?:,[01])*)\](?:\*(\d+))?", part)
         if found is None:
-            raise ValueError(f"{option} is {text!r}: write a number, or a list of 0 and 1 such as [0]*3+[1]*58.")
+            raise ValueError(
+                f"{option} is {text!r}: write a number, or a list of 0 and 1 such as [0]*3+[1]*58."
+            )
         pattern += [int(layer) for layer in found[1].split(",")] * int(found[2] or 1)
     return pattern
 

@@ -50,7 +50,9 @@ def router_flags(python: str) -> dict[str, ServerFlag]:
     """Every option of the router that `python` has."""
     done = subprocess.run([python, "-c", _ASK], capture_output=True, text=True, timeout=_ASK_TIMEOUT_S)
     if done.returncode:
-        raise ValueError(f"--router-python is {python}: it has no sglang-router ({done.stderr.strip()[-300:]}).")
+        raise ValueError(
+            f"--router-python is {python}: it has no sglang-router ({done.stderr.strip()[-300:]})."
+        )
     return read_flag_rows(json.loads(done.stdout.splitlines()[-1]))
 
 

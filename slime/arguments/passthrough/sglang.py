@@ -140,14 +140,19 @@ def _installed_version(python: str) -> str:
     code = "import importlib.metadata as m; print(m.version('sglang'))"
     done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60)
     if done.returncode:
-        raise ValueError(f"--sglang-python is {python}: it has no SGLang ({done.stderr.strip().splitlines()[-1]}).")
+        raise ValueError(
+            f"--sglang-python is {python}: it has no SGLang ({done.stderr.strip().splitlines()[-1]})."
+        )
     return done.stdout.strip()
 
 
 def _ask(python: str) -> dict[str, Any]:
     device = [] if visible_gpus() else ["--device", "cpu"]
     done = subprocess.run(
-        [python, "-P", str(_LAUNCH), "--print-flags", *device], capture_output=True, text=True, timeout=_ASK_TIMEOUT_S
+        [python, "-P", str(_LAUNCH), "--print-flags", *device],
+        capture_output=True,
+        text=True,
+        timeout=_ASK_TIMEOUT_S,
     )
     for line in done.stdout.splitlines():
         if line.startswith(_TABLE_MARK):

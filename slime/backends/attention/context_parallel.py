@@ -29,7 +29,9 @@ def zigzag_positions(lengths: tuple[int, ...], size: int, rank: int) -> Tensor:
     """
     positions, start = [], 0
     for length in lengths:
-        assert length % chunk_multiple(size) == 0, f"document of {length} tokens is not cut evenly over {size} ranks"
+        assert length % chunk_multiple(size) == 0, (
+            f"document of {length} tokens is not cut evenly over {size} ranks"
+        )
         if size == 1:
             positions.append(torch.arange(start, start + length))
         else:
@@ -144,7 +146,11 @@ def zigzag_attention(
         value = _GatherRows.apply(value, group).index_select(0, plan.order)
     if (attend := packed.varlen_for(query)) is not None:
         # Queries of a chunk are the last tokens of the prefix that they see: so a causal mask is aligned there.
-        key, value, bound = key.index_select(0, plan.seen), value.index_select(0, plan.seen), plan.documents.bound
+        key, value, bound = (
+            key.index_select(0, plan.seen),
+            value.index_select(0, plan.seen),
+            plan.documents.bound,
+        )
         return attend(query, key, value, plan.cu_query, plan.cu_key, bound, bound, scale)
     results, row, start = [], 0, 0
     for length in plan.documents.lengths:
@@ -227,7 +233,9 @@ class StreamShare:
         own = plan.local
         documents = SharedDocuments(plan, group)
         nucleus = None if mb.nucleus is None else mb.nucleus.select(places)
-        return cls(input_ids[own][None], position_ids[own][None], documents, rows[places], places, real[own], nucleus)
+        return cls(
+            input_ids[own][None], position_ids[own][None], documents, rows[places], places, real[own], nucleus
+        )
 
     def to(self, device: torch.device) -> "StreamShare":
         names = ("input_ids", "position_ids", "rows", "places", "real")

@@ -112,7 +112,9 @@ def _forward(
     for part in _parts(ends, query.shape[1]):
         if part.rounded:
             inputs = (_extended(x, part) for x in (query, key, value))
-            result, sums, *_ = _aten._scaled_dot_product_cudnn_attention(*inputs, None, True, 0.0, True, scale=scale)
+            result, sums, *_ = _aten._scaled_dot_product_cudnn_attention(
+                *inputs, None, True, 0.0, True, scale=scale
+            )
             _put(out, part, result)
         else:
             rows = slice(part.start, part.end)

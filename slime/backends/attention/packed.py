@@ -69,7 +69,9 @@ class PackedDocuments:
     def to(self, device: torch.device) -> "PackedDocuments":
         if self.cu_seqlens.device == device:
             return self
-        return PackedDocuments(self.cu_seqlens.to(device, non_blocking=True), self.lengths, self.bound, self.bounds)
+        return PackedDocuments(
+            self.cu_seqlens.to(device, non_blocking=True), self.lengths, self.bound, self.bounds
+        )
 
     def groups(self) -> tuple[list[DocumentGroup], Tensor]:
         """The document groups, and for each stream position the row of their concatenated results. Built once."""
@@ -99,7 +101,9 @@ def _group_documents(lengths: tuple[int, ...], device: torch.device) -> list[Doc
         real = column < sizes[members, None]
         positions = starts[members, None] + torch.where(real, column, 0)
         groups.append(
-            DocumentGroup(positions.to(device), real.flatten().nonzero()[:, 0].to(device), positions[real].to(device))
+            DocumentGroup(
+                positions.to(device), real.flatten().nonzero()[:, 0].to(device), positions[real].to(device)
+            )
         )
         begin = end
     return groups
@@ -257,12 +261,16 @@ def transformers_attention(
 
     `documents` knows which tokens see each other: PackedDocuments, or this rank's part of them under context parallelism.
     """
-    assert documents is not None, "models on slime_packed attention are called with documents=PackedDocuments(...)"
+    assert documents is not None, (
+        "models on slime_packed attention are called with documents=PackedDocuments(...)"
+    )
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise ValueError(f"{type(module).__name__} uses {name}: packed training does not support it yet.")
     if dropout:
-        raise ValueError(f"{type(module).__name__} uses attention dropout {dropout}: set attention_dropout to 0.")
+        raise ValueError(
+            f"{type(module).__name__} uses attention dropout {dropout}: set attention_dropout to 0."
+        )
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     return documents.attend(query, key, value, scaling).unsqueeze(0), None
 

@@ -19,7 +19,9 @@ _HEADS = 32  # at least: few heads make a document of 1,100 tokens a short one
 _TOLERANCE = 0.02  # of the norm: 16-bit rounding is a tenth of it, a wrong mask or scale many times as much
 
 
-def first_right(operators: dict[str, Operator], ratio: int, width: int, device: torch.device) -> Operator | None:
+def first_right(
+    operators: dict[str, Operator], ratio: int, width: int, device: torch.device
+) -> Operator | None:
     """The first operator that agrees with plain attention for `ratio` query heads per key head of this width, or None."""
     for name, operator in operators.items():
         reason = why_wrong(operator, ratio, width, device)
@@ -43,7 +45,9 @@ def why_wrong(operator: Operator, ratio: int, width: int, device: torch.device) 
         return ""
     except Exception as error:  # whatever a package raises on a shape or device it cannot take is the reason
         return f"it failed on a small batch ({type(error).__name__}: {error})"
-    plain = torch.cat([_plain(*pieces, scale) for pieces in zip(*(x.split(_LENGTHS) for x in parts), strict=True)])
+    plain = torch.cat(
+        [_plain(*pieces, scale) for pieces in zip(*(x.split(_LENGTHS) for x in parts), strict=True)]
+    )
     expected = [plain, *torch.autograd.grad(plain.float().square().sum(), parts)]
     for what, a, b in zip(
         ("output", "query gradient", "key gradient", "value gradient"), found, expected, strict=True
@@ -58,7 +62,10 @@ def _inputs(ratio: int, width: int, device: torch.device) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     groups = -(-_HEADS // ratio)
     shapes = [(sum(_LENGTHS), heads, width) for heads in (ratio * groups, groups, groups)]
-    return [torch.randn(shape, generator=generator).to(device, torch.bfloat16).requires_grad_() for shape in shapes]
+    return [
+        torch.randn(shape, generator=generator).to(device, torch.bfloat16).requires_grad_()
+        for shape in shapes
+    ]
 
 
 def _plain(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

@@ -68,7 +68,12 @@ def create_backend(
     learning rate decays when --lr-decay-iters is not given. `random_weights`: only the config is read, as speed tests do.
     """
     assert dist.is_initialized(), "torch.distributed must be initialised before a trainer is created"
-    place = {"rank": rank, "world_size": world_size, "device": torch.device(device), "total_steps": total_steps}
+    place = {
+        "rank": rank,
+        "world_size": world_size,
+        "device": torch.device(device),
+        "total_steps": total_steps,
+    }
     backend = FSDPBackend(args, **place, random_weights=random_weights)
     if needs_reference(args):
         backend.load_model(args.ref_load or args.hf_checkpoint, weights="ref")
@@ -101,8 +106,12 @@ class FSDPBackend:
         random_weights: bool = False,
     ) -> None:
         self.args = args
-        self.critic: FSDPBackend | None = None  # set by create_backend: a second model and optimizer on the same ranks
-        self.teacher: PackedCausalLM | None = None  # a teacher of another shape; one of the same is a tagged copy
+        self.critic: FSDPBackend | None = (
+            None  # set by create_backend: a second model and optimizer on the same ranks
+        )
+        self.teacher: PackedCausalLM | None = (
+            None  # a teacher of another shape; one of the same is a tagged copy
+        )
         self.rank = rank
         self.mesh = Mesh.build(args, rank, world_size, device.type)
         self.layout = self.mesh.layout
@@ -131,7 +140,9 @@ class FSDPBackend:
         A rank that is alone with its model needs no sharding; in 16 bit it computes on a copy, which is returned."""
         args, layers = self.args, decoder_layers(model.lm)
         known = loading.known_values(model.lm)
-        prepare_layers(layers, model.lm.config, checkpointing=args.activation_checkpointing, compiled=self._compiles())
+        prepare_layers(
+            layers, model.lm.config, checkpointing=args.activation_checkpointing, compiled=self._compiles()
+        )
         if self.mesh.tensor is not None:
             tensor_parallel.apply(model.lm, self.mesh.tensor)
         alone = dist.get_world_size() == 1 and not args.fsdp_cpu_offload
@@ -144,7 +155,9 @@ class FSDPBackend:
         else:
             loading.fill(model.lm, path, known)
         model.eval()
-        return WorkingCopy(model, self.compute_dtype) if alone and self.compute_dtype != torch.float32 else None
+        return (
+            WorkingCopy(model, self.compute_dtype) if alone and self.compute_dtype != torch.float32 else None
+        )
 
     def _compiles(self) -> bool:
         """By default on GPUs, for layers of some width. Routing to experts has shapes that depend on data, and cut matrices are DTensors: not these."""
@@ -154,7 +167,9 @@ class FSDPBackend:
         experts = hasattr(config, "num_experts") or hasattr(config, "num_local_experts")
         alone = self.mesh.tensor is None and self.mesh.context_group is None
         # A minute of compiling pays only where a layer keeps the GPU busy.
-        return self.device.type == "cuda" and alone and not experts and config.hidden_size >= _COMPILE_FROM_WIDTH
+        return (
+            self.device.type == "cuda" and alone and not experts and config.hidden_size >= _COMPILE_FROM_WIDTH
+        )
 
     # -- passes ------------------------------------------------------------------------------------------------------
 
@@ -178,7 +193,9 @@ class FSDPBackend:
         found = dict(self.critic._passes(mbs, LIVE)["values"])
         return [found[p] for p in sorted(found)]
 
-    def _passes(self, mbs: list[MicroBatch], weights: str, **options: Any) -> dict[str, list[tuple[int, Tensor]]]:
+    def _passes(
+        self, mbs: list[MicroBatch], weights: str, **options: Any
+    ) -> dict[str, list[tuple[int, Tensor]]]:
         """(position, [R_i, ...]) of every sample for each kind of output, from passes without gradients."""
         found: dict[str, list[tuple[int, Tensor]]] = {}
         with self._holding(weights) as model, torch.no_grad():
@@ -373,7 +390,10 @@ class FSDPBackend:
                 f"--opd-teacher-load {path} has {theirs} tokens in its vocabulary, --hf-checkpoint has {own}: a teacher "
                 "scores the policy's own tokens, so both must share one tokenizer; choose a teacher of the same family."
             )
-        if dcp_checkpoint.fingerprint(source)["digest"] == dcp_checkpoint.fingerprint(self.model.lm)["digest"]:
+        if (
+            dcp_checkpoint.fingerprint(source)["digest"]
+            == dcp_checkpoint.fingerprint(self.model.lm)["digest"]
+        ):
             self.load_hf(path, weights="teacher")
             return
         self.teacher = PackedCausalLM(source).requires_grad_(False)
@@ -436,7 +456,9 @@ class FSDPBackend:
         A critic has a folder of its own in it, and so have copies that move. Returns the manifest beside them."""
         if self.critic is not None:
             self.critic.save(Path(path) / "critic")
-        save_copies(self.args, self.copies, Path(path), lambda folder: dcp_checkpoint.save_weights(self, folder))
+        save_copies(
+            self.args, self.copies, Path(path), lambda folder: dcp_checkpoint.save_weights(self, folder)
+        )
         return dcp_checkpoint.save(self, Path(path), with_optimizer=not self.args.no_save_optim)
 
     def finish_save(self, *, wait: bool) -> bool:
@@ -452,10 +474,14 @@ class FSDPBackend:
         """Read a folder written by `save`, also by another number of ranks; with --finetune only its weights."""
         if self.critic is not None:
             load_critic(self.critic, self.args, Path(path))
-        load_copies(self.args, self.copies, Path(path), lambda folder: dcp_checkpoint.load_weights(self, folder))
+        load_copies(
+            self.args, self.copies, Path(path), lambda folder: dcp_checkpoint.load_weights(self, folder)
+        )
         return dcp_checkpoint.load(self, Path(path), weights_only=self.args.finetune)
 
-    def move(self, *, params: str | torch.device | None = None, optimizer: str | torch.device | None = None) -> None:
+    def move(
+        self, *, params: str | torch.device | None = None, optimizer: str | torch.device | None = None
+    ) -> None:
         """Put parameters and optimizer state on a device; None leaves them where they are. Nothing to do on CPU."""
         if self.device.type == "cpu":
             return

@@ -63,7 +63,9 @@ def _write(backend: Any, path: Path, state: dict[str, Any]) -> None:
         # A group of its own: the background's messages must not mix with those of training.
         backend.save_group = dist.new_group(backend="gloo")
     # What is in host memory already would be written as it is then, not as it is now.
-    copied = {name: value.detach().clone() if value.device.type == "cpu" else value for name, value in state.items()}
+    copied = {
+        name: value.detach().clone() if value.device.type == "cpu" else value for name, value in state.items()
+    }
     backend.pending_save = dcp.async_save(copied, checkpoint_id=path, process_group=backend.save_group)
 
 
@@ -150,5 +152,7 @@ def _state(backend: Any, with_optimizer: bool) -> dict[str, Any]:
 
 def load_hf_weights(model: nn.Module, path: str | Path) -> None:
     """Read the weights of the HF folder `path` into the sharded model; another architecture is a ValueError."""
-    check_same_model(fingerprint(loading.empty_model(path)), fingerprint(model.lm, adapters=False), Path(path))
+    check_same_model(
+        fingerprint(loading.empty_model(path)), fingerprint(model.lm, adapters=False), Path(path)
+    )
     loading.fill(model.lm, path)

@@ -21,7 +21,9 @@ class ExpertWatch:
         self._balance = balance
         self._listens = False
         self._counts: dict[int, Tensor] = {}
-        self._routes: list[tuple[Tensor, Tensor]] = []  # (logits [T, E], chosen [T, k]) by layer, of one forward pass
+        self._routes: list[
+            tuple[Tensor, Tensor]
+        ] = []  # (logits [T, E], chosen [T, k]) by layer, of one forward pass
         for index, router in enumerate(routers(lm)):
             router.register_forward_hook(lambda module, _, out, index=index: self._record(index, module, out))
 
@@ -72,7 +74,9 @@ class ExpertWatch:
 
 
 def routers(lm: nn.Module) -> list[nn.Module]:
-    return [m for m in lm.modules() if hasattr(m, "top_k") and hasattr(m, "num_experts") and hasattr(m, "weight")]
+    return [
+        m for m in lm.modules() if hasattr(m, "top_k") and hasattr(m, "num_experts") and hasattr(m, "weight")
+    ]
 
 
 def balance_coefficient(args: Any, lm: nn.Module) -> float:

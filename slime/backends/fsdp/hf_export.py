@@ -28,7 +28,9 @@ def buckets(lm: nn.Module, bucket_bytes: int, dtype: torch.dtype | None) -> Iter
     return in_buckets(_hub_tensors(lm), bucket_bytes, dtype)
 
 
-def in_buckets(named: Iterator[tuple[str, Tensor]], bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[Bucket]:
+def in_buckets(
+    named: Iterator[tuple[str, Tensor]], bucket_bytes: int, dtype: torch.dtype | None
+) -> Iterator[Bucket]:
     """Named tensors, cast to `dtype` where one is given, in buckets of at most `bucket_bytes`."""
     bucket: Bucket = []
     size = 0
@@ -102,5 +104,8 @@ def save_folder(
     if scalar:
         head = lm.get_output_embeddings().weight
         own = next(name for name, parameter in lm.named_parameters() if parameter is head)
-        stream = ([("score.weight" if name == own else name, tensor) for name, tensor in bucket] for bucket in stream)
+        stream = (
+            [("score.weight" if name == own else name, tensor) for name, tensor in bucket]
+            for bucket in stream
+        )
     hf_folder.save(stream, path, source, dtype, rank, scalar=scalar)

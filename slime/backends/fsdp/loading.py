@@ -30,7 +30,9 @@ def empty_model(path: str | Path) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if not (Path(path) / "config.json").is_file() and Path(path).exists():
-        raise ValueError(f"--hf-checkpoint {path}: no config.json there, so it is not a Hugging Face model folder.")
+        raise ValueError(
+            f"--hf-checkpoint {path}: no config.json there, so it is not a Hugging Face model folder."
+        )
     config = AutoConfig.from_pretrained(path)
     refuse_unsupported(config)
     with torch.device("meta"):
@@ -116,7 +118,9 @@ def _open_files(folder: Path, stack: ExitStack) -> dict[str, Reader] | None:
 
 def _dequantizing(readers: dict[str, Reader], block: tuple[int, int] | None) -> dict[str, Reader]:
     """Readers of the weights that FP8 values and their factors stand for; the others as they are."""
-    scales = {key.removesuffix(SCALE_SUFFIX): read for key, read in readers.items() if key.endswith(SCALE_SUFFIX)}
+    scales = {
+        key.removesuffix(SCALE_SUFFIX): read for key, read in readers.items() if key.endswith(SCALE_SUFFIX)
+    }
     if block is None or not scales:
         return readers
 
@@ -165,13 +169,19 @@ def _broadcast(lm: nn.Module, wanted: dict[str, Any], path: str | Path) -> None:
         from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
         how = {"quantization_config": FineGrainedFP8Config(dequantize=True)} if block_size_of(path) else {}
-        model, told = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, output_loading_info=True, **how)
+        model, told = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, output_loading_info=True, **how
+        )
         # What a folder lacks transformers fills with random numbers, and says so only in a log.
-        source = {name: value for name, value in model.state_dict().items() if name not in told["missing_keys"]}
+        source = {
+            name: value for name, value in model.state_dict().items() if name not in told["missing_keys"]
+        }
     missing = [[name for name in wanted if hub_name(name) not in source]]
     dist.broadcast_object_list(missing, src=0)
     if missing[0]:
-        raise ValueError(f"{path} has no weights for {', '.join(missing[0][:4])}: it is another model's folder.")
+        raise ValueError(
+            f"{path} has no weights for {', '.join(missing[0][:4])}: it is another model's folder."
+        )
     for name, value in _sent(wanted, source):
         write_part(wanted[name], lambda region, value=value: value[region])
 

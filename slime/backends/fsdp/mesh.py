@@ -29,7 +29,12 @@ class Mesh:
             )
         dp = world_size // (tp * cp)
         layout = Layout(
-            dp_size=dp, dp_rank=rank // (cp * tp), cp_size=cp, cp_rank=rank // tp % cp, tp_size=tp, tp_rank=rank % tp
+            dp_size=dp,
+            dp_rank=rank // (cp * tp),
+            cp_size=cp,
+            cp_rank=rank // tp % cp,
+            tp_size=tp,
+            tp_rank=rank % tp,
         )
         if tp == cp == 1:
             mesh = init_device_mesh(device_type, (dp,), mesh_dim_names=("data",))

@@ -19,7 +19,10 @@ def run_decoder(lm: nn.Module, mb: MicroBatch, share: StreamShare | None) -> Ten
     """Hidden states [T, H] of the packed stream, or of this rank's share of it."""
     stream = mb if share is None else share
     return lm.base_model(
-        input_ids=stream.input_ids, position_ids=stream.position_ids, use_cache=False, documents=stream.documents
+        input_ids=stream.input_ids,
+        position_ids=stream.position_ids,
+        use_cache=False,
+        documents=stream.documents,
     ).last_hidden_state[0]
 
 
@@ -30,10 +33,21 @@ class WholeMatrix:
     weight: Tensor  # [V, H]
 
     def reverse_kl(
-        self, hidden: Tensor, teacher_hidden: Tensor, teacher: "WholeMatrix", *, temperature: float, chunk_size: int
+        self,
+        hidden: Tensor,
+        teacher_hidden: Tensor,
+        teacher: "WholeMatrix",
+        *,
+        temperature: float,
+        chunk_size: int,
     ) -> Tensor:
         return full_reverse_kl(
-            hidden, self.weight, teacher_hidden, teacher.weight, temperature=temperature, chunk_size=chunk_size
+            hidden,
+            self.weight,
+            teacher_hidden,
+            teacher.weight,
+            temperature=temperature,
+            chunk_size=chunk_size,
         )
 
 

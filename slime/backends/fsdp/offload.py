@@ -23,7 +23,9 @@ class HostMemory:
 
     def move_model(self, model: nn.Module, place: torch.device) -> None:
         """Like `model.to(place)`."""
-        model._apply(lambda tensor: self._move(tensor if isinstance(tensor, nn.Parameter) else None, tensor, place))
+        model._apply(
+            lambda tensor: self._move(tensor if isinstance(tensor, nn.Parameter) else None, tensor, place)
+        )
 
     def move_state(self, optimizer: torch.optim.Optimizer, place: torch.device) -> None:
         """Every tensor of the optimizer's state."""

@@ -73,14 +73,17 @@ def plan_of(lm: nn.Module, size: int) -> tuple[dict[str, str], list[nn.Module]]:
             f"--tensor-model-parallel-size {size}: {config.model_type} has no plan for it in this version; use 1."
         )
     experts = [module for module in lm.modules() if is_experts(module)]
-    declared = any(vars(config).get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    declared = any(
+        vars(config).get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts")
+    )
     if (declared or routers(lm)) and not 0 < len(experts) == len(routers(lm)):
         raise ValueError(
             f"--tensor-model-parallel-size {size}: {config.model_type} keeps its experts in a way that this version cannot "
             "share out over ranks; use 1."
         )
     sizes = {
-        name: getattr(config, name) for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+        name: getattr(config, name)
+        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")
     }
     if experts:
         sizes["the number of experts"] = experts[0].num_experts

@@ -10,7 +10,9 @@ def choose_trainable(args: Any, lm: nn.Module) -> None:
     """Freeze what --only-train-params-name-list leaves out, or what --freeze-params-name-list names."""
     only, freeze = args.only_train_params_name_list, args.freeze_params_name_list
     if only and freeze:
-        raise ValueError("--only-train-params-name-list and --freeze-params-name-list are both set: keep one.")
+        raise ValueError(
+            "--only-train-params-name-list and --freeze-params-name-list are both set: keep one."
+        )
     names = [name for name, _ in lm.named_parameters()]
     for flag, patterns in (("--only-train-params-name-list", only), ("--freeze-params-name-list", freeze)):
         for pattern in patterns or ():

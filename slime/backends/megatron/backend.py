@@ -50,7 +50,13 @@ from slime.backends.megatron.groups import current_layout, from_last_stage, init
 from slime.backends.megatron.model import ModelCall
 from slime.backends.megatron.passes import Passes, outputs_on, outputs_on_cpu
 from slime.backends.megatron.random_weights import draw_weights
-from slime.backends.megatron.routing import Recorded, RoutingPlan, balance_coefficient, routers_of, take_metrics
+from slime.backends.megatron.routing import (
+    Recorded,
+    RoutingPlan,
+    balance_coefficient,
+    routers_of,
+    take_metrics,
+)
 from slime.backends.megatron.te_attention import choose_attention
 from slime.backends.megatron.teacher import FrozenModel, output_matrix_of
 from slime.backends.megatron.trainable import freeze
@@ -83,7 +89,9 @@ class MegatronBackend:
     ) -> None:
         self.args, self.role = args, role
         self.critic: MegatronBackend | None = None  # set by create_backend: a second model on the same ranks
-        self.teacher: FrozenModel | None = None  # a teacher of another shape; one of the same is a tagged copy
+        self.teacher: FrozenModel | None = (
+            None  # a teacher of another shape; one of the same is a tagged copy
+        )
         self.rank = rank
         self.device = device
         self.decay_steps = args.lr_decay_iters or total_steps
@@ -124,7 +132,9 @@ class MegatronBackend:
             compile_layers(chunks, self.config, device)
         self.model = wrap_for_training(self.config, ddp_config(args), chunks)
         self.optimizer_config = optimizer_config(args, self.compute_dtype)
-        self.optimizer = optimizer_module.build_optimizer(self.optimizer_config, self.model, cpu=device.type == "cpu")
+        self.optimizer = optimizer_module.build_optimizer(
+            self.optimizer_config, self.model, cpu=device.type == "cpu"
+        )
         self.passes = Passes(
             self.model,
             self.config,
@@ -137,7 +147,9 @@ class MegatronBackend:
         self._gathers_late = args.overlap_param_gather
         self.copies = WeightCopies(self._settled_parameters, on_device=args.weight_copies == "device")
         self.routers = routers_of(self.model)
-        self._recorded: dict[tuple[int, ...], Recorded] = {}  # experts chosen in the last pass of the old policy
+        self._recorded: dict[
+            tuple[int, ...], Recorded
+        ] = {}  # experts chosen in the last pass of the old policy
         self.saves = AsyncCallsQueue()  # with --async-save: what is being written
         self._away: dict[int, tuple[Tensor | None, int]] = {}  # flat buffers that left the device
 
@@ -244,7 +256,9 @@ class MegatronBackend:
         self._repeat_on_other_stages(mbs, loss, seen)
         for chunk in self.model:
             chunk.eval()
-        metrics = self._reduce(sums, denominators) | self._expert_metrics() | self._heads_metrics(call.heads_scale)
+        metrics = (
+            self._reduce(sums, denominators) | self._expert_metrics() | self._heads_metrics(call.heads_scale)
+        )
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
         self._check_finite(metrics, grad_norm)
@@ -257,7 +271,9 @@ class MegatronBackend:
         return StepStats(metrics, grad_norm, rates, time.perf_counter() - started, applied)
 
     @torch.no_grad()
-    def _repeat_on_other_stages(self, mbs: list[MicroBatch], loss: Loss, seen: list[dict[str, Tensor]]) -> None:
+    def _repeat_on_other_stages(
+        self, mbs: list[MicroBatch], loss: Loss, seen: list[dict[str, Tensor]]
+    ) -> None:
         """What a loss records about tokens it records on every stage, from the last stage's results."""
         if self.layout.pp_size == 1 or loss.needs_logits:
             return
@@ -285,7 +301,9 @@ class MegatronBackend:
         if not scale:
             return {}
         losses = self.model[-1].module.heads_losses
-        total = self.sum_over_ranks(torch.stack([torch.zeros((), device=self.device), *losses]).double().sum())
+        total = self.sum_over_ranks(
+            torch.stack([torch.zeros((), device=self.device), *losses]).double().sum()
+        )
         losses.clear()
         return {"mtp_loss": from_last_stage(float(total)) * scale / self.config.mtp_loss_scaling_factor}
 
@@ -439,7 +457,9 @@ class MegatronBackend:
         self._settle()
         if self.critic is not None:
             self.critic.save(Path(path) / "critic")
-        save_copies(self.args, self.copies, Path(path), lambda folder: dist_checkpoint.save_weights(self, folder))
+        save_copies(
+            self.args, self.copies, Path(path), lambda folder: dist_checkpoint.save_weights(self, folder)
+        )
         return dist_checkpoint.save(self, Path(path), with_optimizer=not self.args.no_save_optim)
 
     def finish_save(self, *, wait: bool) -> bool:
@@ -454,10 +474,14 @@ class MegatronBackend:
         self._settle()
         if self.critic is not None:
             load_critic(self.critic, self.args, Path(path))
-        load_copies(self.args, self.copies, Path(path), lambda folder: dist_checkpoint.load_weights(self, folder))
+        load_copies(
+            self.args, self.copies, Path(path), lambda folder: dist_checkpoint.load_weights(self, folder)
+        )
         return dist_checkpoint.load(self, Path(path), weights_only=self.args.finetune)
 
-    def move(self, *, params: str | torch.device | None = None, optimizer: str | torch.device | None = None) -> None:
+    def move(
+        self, *, params: str | torch.device | None = None, optimizer: str | torch.device | None = None
+    ) -> None:
         """Put parameters and optimizer state on a device; None leaves them where they are. Nothing to do on CPU."""
         if self.device.type == "cpu":
             return

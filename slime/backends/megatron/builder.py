@@ -4,7 +4,11 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -123,7 +127,9 @@ def wrap_for_training(
 ) -> list[nn.Module]:
     """Each chunk with its gradient buffers; the schedules learn how gradients are finished and when to hold them back."""
     wrapped = [
-        DistributedDataParallel(config, ddp, chunk, disable_bucketing=index > 0 and not ddp.overlap_grad_reduce)
+        DistributedDataParallel(
+            config, ddp, chunk, disable_bucketing=index > 0 and not ddp.overlap_grad_reduce
+        )
         for index, chunk in enumerate(chunks)
     ]
     # The denominators are in the loss already: without a token count gradients are summed and left as they are.

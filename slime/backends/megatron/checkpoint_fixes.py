@@ -27,7 +27,10 @@ def own_results_server() -> None:
 
 def common_parts(state: dict[Any, Any], optimizer: Any) -> list[dict[str, Any]]:
     """Of each chained optimizer in a sharded state: what is not cut over ranks (parameter groups, the kind of sharding)."""
-    return [{name: value for name, value in part.items() if name in _COMMON} for part in _members(state, optimizer)]
+    return [
+        {name: value for name, value in part.items() if name in _COMMON}
+        for part in _members(state, optimizer)
+    ]
 
 
 def with_common_parts(loaded: dict[Any, Any], own: list[dict[str, Any]], *, step: int) -> dict[Any, Any]:

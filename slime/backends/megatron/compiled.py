@@ -48,7 +48,9 @@ def compile_layers(chunks: Sequence[nn.Module], config: TransformerConfig, devic
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT)
     compiled = torch.compile(dense_layer, dynamic=True)
 
-    def forward(layer: nn.Module, hidden_states: Tensor, *, packed_seq_params: PackedStream, **unused: Any) -> tuple:
+    def forward(
+        layer: nn.Module, hidden_states: Tensor, *, packed_seq_params: PackedStream, **unused: Any
+    ) -> tuple:
         stream = packed_seq_params
         return compiled(layer, hidden_states, stream.cos, stream.sin, stream.documents), None
 
@@ -90,12 +92,16 @@ def is_plain(module: nn.Module) -> bool:
     )
 
 
-def dense_layer(layer: nn.Module, hidden: Tensor, cos: Tensor, sin: Tensor, documents: PackedDocuments) -> Tensor:
+def dense_layer(
+    layer: nn.Module, hidden: Tensor, cos: Tensor, sin: Tensor, documents: PackedDocuments
+) -> Tensor:
     """hidden [T, 1, H] -> [T, 1, H]: attention and gated MLP, each behind a norm and added to its input."""
     inner, mlp, hidden = layer.self_attention, layer.mlp, hidden[:, 0]
     mixed = _linear(inner.linear_qkv, layer.input_layernorm(hidden))
     # For each key-value group its queries, its key and its value.
-    mixed = mixed.view(hidden.shape[0], inner.num_query_groups_per_partition, -1, inner.hidden_size_per_attention_head)
+    mixed = mixed.view(
+        hidden.shape[0], inner.num_query_groups_per_partition, -1, inner.hidden_size_per_attention_head
+    )
     query, key, value = mixed[:, :, :-2].flatten(1, 2), mixed[:, :, -2], mixed[:, :, -1]
     if inner.q_layernorm is not None:
         query = inner.q_layernorm(query)

@@ -31,7 +31,13 @@ _UNUSED = (
         "apply_residual_connection_post_layernorm",
         "attention_output_gate",
     ),
-    *("experimental_attention_variant", "linear_attention_freq", "is_hybrid_model", "no_rope_freq", "mrope_section"),
+    *(
+        "experimental_attention_variant",
+        "linear_attention_freq",
+        "is_hybrid_model",
+        "no_rope_freq",
+        "mrope_section",
+    ),
     *(
         "qk_clip",
         "qk_l2_norm",
@@ -42,14 +48,22 @@ _UNUSED = (
     ),
     *("softmax_scale", "softmax_type", "window_size", "window_attn_skip_freq"),
     *("num_moe_experts", "moe_apply_probs_on_input", "moe_latent_size", "moe_shared_expert_gate"),
-    *("moe_shared_expert_intermediate_size", "moe_router_enable_expert_bias", "moe_router_topk_scaling_factor"),
+    *(
+        "moe_shared_expert_intermediate_size",
+        "moe_router_enable_expert_bias",
+        "moe_router_topk_scaling_factor",
+    ),
     *("moe_router_num_groups", "moe_router_group_topk"),
 )
 # Megatron's others: the activation of grouped experts and its own latent projections, which are not used here.
 _RECOMPUTED = ("core_attn", "mlp", "layernorm", "moe", "shared_experts")
 # With one of these Megatron itself checks how stages share the layers.
 _UNEVEN = (
-    *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout"),
+    *(
+        "num_layers_in_first_pipeline_stage",
+        "num_layers_in_last_pipeline_stage",
+        "pipeline_model_parallel_layout",
+    ),
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
 )
 TE_KERNELS = ("flash", "fused", "unfused")
@@ -115,11 +129,15 @@ def dims_of(hf_config: Any, config: TransformerConfig) -> Dims:
     )
 
 
-def transformer_config(args: Any, hf_config: Any, dtype: torch.dtype, device: torch.device) -> TransformerConfig:
+def transformer_config(
+    args: Any, hf_config: Any, dtype: torch.dtype, device: torch.device
+) -> TransformerConfig:
     settings = family_of(hf_config).settings(hf_config) | _heads(args, hf_config)
     given = args.megatron_config or {}
     _check_architecture(given, architecture(hf_config) | settings, args.hf_checkpoint)
-    overrides = _fields_of(LatentConfig, {name: given[name] for name in given if name not in hub_facts(hf_config)})
+    overrides = _fields_of(
+        LatentConfig, {name: given[name] for name in given if name not in hub_facts(hf_config)}
+    )
     staged = args.pipeline_model_parallel_size > 1
     interleaved = args.virtual_pipeline_model_parallel_size is not None
     values = {
@@ -131,7 +149,9 @@ def transformer_config(args: Any, hf_config: Any, dtype: torch.dtype, device: to
         "expert_tensor_parallel_size": args.expert_tensor_parallel_size,
         "sequence_parallel": args.sequence_parallel,
         # Which kernel TransformerEngine takes, where its attention is used; the others are its own choice.
-        "attention_backend": AttnBackend[args.attention_backend if args.attention_backend in TE_KERNELS else "auto"],
+        "attention_backend": AttnBackend[
+            args.attention_backend if args.attention_backend in TE_KERNELS else "auto"
+        ],
         "moe_token_dispatcher_type": args.moe_token_dispatcher_type,
         # Counts only with a coefficient, which is 0 unless it is given.
         "moe_router_load_balancing_type": "aux_loss",
@@ -160,7 +180,9 @@ def transformer_config(args: Any, hf_config: Any, dtype: torch.dtype, device: to
 
 def architecture(hf_config: Any) -> dict[str, Any]:
     """What flags may repeat about the model and must not change: facts of its config, and features that no family here has."""
-    unused = {field.name: field.default for field in dataclasses.fields(TransformerConfig) if field.name in _UNUSED}
+    unused = {
+        field.name: field.default for field in dataclasses.fields(TransformerConfig) if field.name in _UNUSED
+    }
     return unused | hub_facts(hf_config) | family_of(hf_config).settings(hf_config)
 
 
@@ -262,7 +284,9 @@ def refuse_unknown_fields(values: dict[str, Any]) -> None:
     names |= {fact.name for fact in MODEL_FACTS.values()}
     unknown = sorted(set(values) - names)
     if unknown:
-        raise ValueError(f"--megatron-config names {', '.join(unknown)}, which this megatron-core does not have.")
+        raise ValueError(
+            f"--megatron-config names {', '.join(unknown)}, which this megatron-core does not have."
+        )
 
 
 def _check_overlap(config: TransformerConfig) -> None:
@@ -278,7 +302,11 @@ def _check_overlap(config: TransformerConfig) -> None:
 
 def check_layout(args: Any, hf_config: Any, *, world_size: int, device: torch.device) -> None:
     """Everything about sizes that Megatron would refuse late, in its own words, or not at all."""
-    tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
+    tp, pp, cp = (
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        args.context_parallel_size,
+    )
     vpp, ep, etp = (
         args.virtual_pipeline_model_parallel_size,
         args.expert_model_parallel_size,
@@ -303,7 +331,9 @@ def check_layout(args: Any, hf_config: Any, *, world_size: int, device: torch.de
             "evenly: use sizes whose product divides the layers, or --num-layers-in-first-pipeline-stage."
         )
     if vpp is not None and pp == 1:
-        raise ValueError("--virtual-pipeline-model-parallel-size needs --pipeline-model-parallel-size of at least 2.")
+        raise ValueError(
+            "--virtual-pipeline-model-parallel-size needs --pipeline-model-parallel-size of at least 2."
+        )
     if args.sequence_parallel and tp == 1:
         raise ValueError(
             "--sequence-parallel splits sequences over tensor-parallel ranks: set "
@@ -317,7 +347,9 @@ def check_layout(args: Any, hf_config: Any, *, world_size: int, device: torch.de
         _refuse_experts(args, hf_config)
         return
     if experts % ep:
-        raise ValueError(f"--expert-model-parallel-size is {ep}, which does not divide the model's {experts} experts.")
+        raise ValueError(
+            f"--expert-model-parallel-size is {ep}, which does not divide the model's {experts} experts."
+        )
     if world_size % (etp * ep * pp):
         raise ValueError(
             f"{world_size} trainer ranks are not a multiple of expert-tensor {etp} x expert {ep} x pipeline "

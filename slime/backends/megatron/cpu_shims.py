@@ -111,7 +111,9 @@ def _patch_tensor_methods() -> None:
 
 
 def _patch_random_states() -> None:
-    from megatron.core.tensor_parallel import random as tensor_parallel_random  # after the device queries are patched
+    from megatron.core.tensor_parallel import (
+        random as tensor_parallel_random,
+    )  # after the device queries are patched
 
     torch.cuda.manual_seed = torch.manual_seed
     torch.cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()

@@ -56,7 +56,9 @@ def fingerprint(backend: Any) -> dict[str, Any]:
 def check_same_decoder(critic: Any, actor: Any) -> None:
     """A critic reads the policy's tokens beside it: it has its shape, whatever its head."""
     own, theirs = fingerprint(actor), fingerprint(critic)
-    wrong = [f"{name} is {theirs[name]} there and {own[name]} here" for name in own if own[name] != theirs[name]]
+    wrong = [
+        f"{name} is {theirs[name]} there and {own[name]} here" for name in own if own[name] != theirs[name]
+    ]
     if wrong:
         raise ValueError(
             f"--critic-load {critic.args.hf_checkpoint} is of another size or family than --hf-checkpoint ({wrong[0]}): it "
@@ -112,7 +114,10 @@ def load(backend: Any, path: Path, *, weights_only: bool) -> dict[str, Any]:
     if with_optimizer:
         check_optimizer(manifest, backend.args.optimizer, path)
     with_optimizer = with_optimizer and backend.args.optimizer == "adam"
-    if with_optimizer and manifest["distributed_optimizer"] != backend.optimizer_config.use_distributed_optimizer:
+    if (
+        with_optimizer
+        and manifest["distributed_optimizer"] != backend.optimizer_config.use_distributed_optimizer
+    ):
         raise ValueError(
             f"checkpoint {path} was saved {'with' if manifest['distributed_optimizer'] else 'without'} "
             "--use-distributed-optimizer: resume in the same way, or load it with --finetune (weights only)."
@@ -139,7 +144,9 @@ def _read(backend: Any, path: Path, *, with_optimizer: bool, reload: bool = True
     if with_optimizer:
         optimizer_fixes.install()
         optimizer_fixes.create_moments(backend.optimizer)
-        state["optimizer"] = backend.optimizer.sharded_state_dict(state, is_loading=True, metadata=dict(metadata))
+        state["optimizer"] = backend.optimizer.sharded_state_dict(
+            state, is_loading=True, metadata=dict(metadata)
+        )
         sharded = backend.optimizer_config.use_distributed_optimizer
         common = checkpoint_fixes.common_parts(state["optimizer"], backend.optimizer) if sharded else []
         _check_moments(state["optimizer"], path)

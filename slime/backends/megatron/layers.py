@@ -80,7 +80,9 @@ class PackedCoreAttention(MegatronModule):
 class RMSNorm(torch.nn.RMSNorm):
     """torch's RMS norm, which tells Megatron to sum its gradient where the sequence is split over ranks."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **ignored: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **ignored: Any
+    ) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel
 

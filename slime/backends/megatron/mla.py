@@ -30,7 +30,9 @@ class LatentConfig(MLATransformerConfig):
 
 
 class LatentNorm(RMSNorm):
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = _LATENT_EPS, **ignored: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = _LATENT_EPS, **ignored: Any
+    ) -> None:
         super().__init__(config, hidden_size, _LATENT_EPS)
 
 

@@ -29,7 +29,9 @@ class ModelCall:
     entropy: bool = False
     logits: bool = False
     at_head: HeadFunction | None = None
-    heads_scale: float = 0.0  # weight of each token's loss under heads that predict further tokens; 0: they do not run
+    heads_scale: float = (
+        0.0  # weight of each token's loss under heads that predict further tokens; 0: they do not run
+    )
 
 
 class ScalarHead(MegatronModule):
@@ -44,7 +46,9 @@ class PackedGPTModel(GPTModel):
     """Computes log-probs from hidden states and the vocabulary's slice, so that whole logits exist only if asked for."""
 
     real_vocab_size: int  # set by the builder: without the rows that pad the vocabulary
-    padding_id: int | None = None  # set by the builder: the token whose embedding is not trained; None: all are
+    padding_id: int | None = (
+        None  # set by the builder: the token whose embedding is not trained; None: all are
+    )
     heads_losses: list[Tensor]  # set by the builder: what each micro-batch adds, until the trainer takes it
 
     def forward(self, stream: PackedStream, call: ModelCall, mb: MicroBatch) -> Tensor | TokenOutputs:
@@ -96,7 +100,9 @@ class PackedGPTModel(GPTModel):
         groups = self.pg_collection
         # Each rank computes the gradient of its slice of the vocabulary; both mappings sum it over the ranks.
         if self.config.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=groups.tp)
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=True, group=groups.tp
+            )
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden, group=groups.tp)
         hidden = hidden[:, 0]
@@ -119,7 +125,9 @@ class PackedGPTModel(GPTModel):
             entropies = self._joined(entropies, stream)
         full = extra = None
         if call.logits or call.at_head is not None:
-            assert stream.plan is None, "what needs whole samples at the head is refused with context parallelism"
+            assert stream.plan is None, (
+                "what needs whole samples at the head is refused with context parallelism"
+            )
         if call.logits:
             local = hidden.index_select(0, stream.real) @ matrix.weight.T
             full = gather_vocab(local, groups.tp, self.real_vocab_size)[None].float()

@@ -92,7 +92,9 @@ def also_train(values: Tensor, loss: Tensor) -> Tensor:
     return _AlsoTrain.apply(values, loss)
 
 
-def heads_loss(model: nn.Module, hidden: Tensor, stream: PackedStream, matrix: VocabSlice, mb: MicroBatch) -> Tensor:
+def heads_loss(
+    model: nn.Module, hidden: Tensor, stream: PackedStream, matrix: VocabSlice, mb: MicroBatch
+) -> Tensor:
     """Sum over masked response tokens of their negative log-prob as the heads predict them, averaged over the heads.
 
     `hidden` [T_local, 1, H] comes from the decoder. Head k predicts a token from k + 2 places before it, where there is one.
@@ -128,5 +130,7 @@ def _whole(states: Tensor, model: nn.Module) -> Tensor:
     """[T, H] on every tensor-parallel rank; the gradients of their slices of the vocabulary are summed on the way back."""
     group = model.pg_collection.tp
     if model.config.sequence_parallel:
-        return gather_from_sequence_parallel_region(states, tensor_parallel_output_grad=True, group=group)[:, 0]
+        return gather_from_sequence_parallel_region(states, tensor_parallel_output_grad=True, group=group)[
+            :, 0
+        ]
     return copy_to_tensor_model_parallel_region(states, group=group)[:, 0]

@@ -75,7 +75,10 @@ def move_state(optimizer: Any, device: torch.device) -> None:
         for group in member.optimizer.param_groups:
             for parameter in group["params"]:
                 # A view of the model's own buffer (fp32 training) moves with that.
-                if parameter.dtype == torch.float32 and parameter.untyped_storage().nbytes() <= parameter.nbytes:
+                if (
+                    parameter.dtype == torch.float32
+                    and parameter.untyped_storage().nbytes() <= parameter.nbytes
+                ):
                     parameter.data = parameter.data.to(device)
         for state in member.optimizer.state.values():
             for name, value in state.items():

@@ -32,7 +32,10 @@ def create_moments(optimizer: Any) -> None:
 def adam_step(optimizer: Any) -> int:
     """How many steps Adam's moments have seen; 0 where there are none. All ranks call this: some may train nothing."""
     steps = [
-        state["step"] for inner in _torch_optimizers(optimizer) for state in inner.state.values() if "step" in state
+        state["step"]
+        for inner in _torch_optimizers(optimizer)
+        for state in inner.state.values()
+        if "step" in state
     ]
     found: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(found, int(steps[0]) if steps else 0)
@@ -78,7 +81,10 @@ def install() -> None:
     def state_dict(self: Any) -> dict[str, Any]:
         if self.optimizer.state:
             return with_moments(self)
-        groups = [{name: value for name, value in g.items() if name != "params"} for g in self.optimizer.param_groups]
+        groups = [
+            {name: value for name, value in g.items() if name != "params"}
+            for g in self.optimizer.param_groups
+        ]
         return {"optimizer": {"param_groups": [{**group, "step": 0} for group in groups]}}
 
     DistributedOptimizer._set_main_param_and_optimizer_states = set_states

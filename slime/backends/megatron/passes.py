@@ -60,7 +60,13 @@ class Passes:
         self._run(mbs, call, loss_of, routing, forward_only=False)
 
     def _run(
-        self, mbs: list[MicroBatch], call: ModelCall, loss_of: LossOf, routing: RoutingPlan, *, forward_only: bool
+        self,
+        mbs: list[MicroBatch],
+        call: ModelCall,
+        loss_of: LossOf,
+        routing: RoutingPlan,
+        *,
+        forward_only: bool,
     ) -> None:
         if routing.follow_engine:
             for mb in mbs:

@@ -123,7 +123,12 @@ class PackedRouter(TopKRouter):
         return logits
 
     def choose(
-        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, compute: Callable[..., Any]
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        compute: Callable[..., Any],
     ) -> tuple[Tensor, Tensor]:
         """Scores and indices [T, topk] of the experts that each token goes to."""
         values, indices = compute(scores, topk, num_groups=num_groups, group_topk=group_topk)
@@ -176,7 +181,9 @@ class BalanceLosses:
             total = total + z * loss
         return MoEAuxLossAutoScaler.apply(probs, total) if balance or z else probs
 
-    def _balance(self, logits: Tensor, routing_map: Tensor, routes: Routes, group: dist.ProcessGroup) -> Tensor:
+    def _balance(
+        self, logits: Tensor, routing_map: Tensor, routes: Routes, group: dist.ProcessGroup
+    ) -> Tensor:
         """This rank's part: its tokens' probabilities against the counts of all ranks that share the micro-batch."""
         real = (~routes.padding).float()[:, None]
         if self.config.moe_router_score_function == "sigmoid":
@@ -233,7 +240,11 @@ def take_metrics(routers: Sequence[PackedRouter], num_experts: int) -> tuple[Ten
             own[row, num_experts + column] = float(router.losses.sums.get(name, 0.0))
         router.counts, router.losses.sums = None, {}
     stages: list[Any] = [None] * dist.get_world_size()
-    place = (parallel_state.get_pipeline_model_parallel_rank(), [router.layer_number for router in routers], own)
+    place = (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        [router.layer_number for router in routers],
+        own,
+    )
     dist.all_gather_object(stages, place)
     by_layer: dict[int, Tensor] = {}
     for _, numbers, values in stages:

@@ -36,7 +36,9 @@ class TransformerEngineAttention(PackedCoreAttention):
 
     engine: type  # set by `with_engine`
 
-    def __init__(self, *, k_channels: int | None = None, v_channels: int | None = None, **options: Any) -> None:
+    def __init__(
+        self, *, k_channels: int | None = None, v_channels: int | None = None, **options: Any
+    ) -> None:
         super().__init__(**options)
         width = k_channels or self.config.kv_channels
         options["softmax_scale"] = width**-0.5 if self.scale is None else self.scale
@@ -111,7 +113,9 @@ def why_unfit(args: Any, config: TransformerConfig, device: torch.device) -> str
         return "with --context-parallel-size above 1 slime's own attention exchanges the keys"
     dense = config.num_moe_experts is None and not config.multi_latent_attention
     if dense and should_compile(args, config, device) and (args.compile or args.attention_backend == "auto"):
-        return "layers are compiled as a whole, which takes slime's own attention (--no-compile runs them apart)"
+        return (
+            "layers are compiled as a whole, which takes slime's own attention (--no-compile runs them apart)"
+        )
     return None
 
 
@@ -136,7 +140,9 @@ def why_refused(
     return None
 
 
-def _trial_inputs(config: TransformerConfig, device: torch.device) -> tuple[list[Tensor], Tensor, PackedStream]:
+def _trial_inputs(
+    config: TransformerConfig, device: torch.device
+) -> tuple[list[Tensor], Tensor, PackedStream]:
     """Query, key and value of one rank's heads, the gradient of the output, and the boundaries and angles of the documents."""
     tp, width = config.tensor_model_parallel_size, config.kv_channels
     heads, groups = config.num_attention_heads // tp, max(config.num_query_groups // tp, 1)
@@ -155,13 +161,22 @@ def _trial_inputs(config: TransformerConfig, device: torch.device) -> tuple[list
 
 
 def _run(
-    kind: type[PackedCoreAttention], config: TransformerConfig, parts: list[Tensor], grad: Tensor, stream: PackedStream
+    kind: type[PackedCoreAttention],
+    config: TransformerConfig,
+    parts: list[Tensor],
+    grad: Tensor,
+    stream: PackedStream,
 ) -> dict[str, Tensor]:
     """Output and gradients, in fp32."""
     # As Megatron's attention does it where there are more ranks than key-value groups.
     config = copy.copy(config)
     config.num_query_groups = max(config.num_query_groups, config.tensor_model_parallel_size)
-    options = {"config": config, "layer_number": 1, "attn_mask_type": AttnMaskType.causal, "attention_type": "self"}
+    options = {
+        "config": config,
+        "layer_number": 1,
+        "attn_mask_type": AttnMaskType.causal,
+        "attention_type": "self",
+    }
     scale = parts[0].shape[-1] ** -0.5
     if config.multi_latent_attention:
         options |= {"k_channels": parts[0].shape[-1], "v_channels": parts[2].shape[-1]}

@@ -28,13 +28,21 @@ from slime.backends.megatron.weights import HubWeights
 class FrozenModel:
     """Weights without gradients and without an optimizer, in host memory between passes. All ranks call its methods together."""
 
-    def __init__(self, args: Any, path: str | Path, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, args: Any, path: str | Path, layout: Layout, dtype: torch.dtype, device: torch.device
+    ) -> None:
         hf_config = read_hf_config(str(path))
         args = _without_model_flags(args, hf_config)
-        args = _without_experts(args) if "num_moe_experts" not in family_of(hf_config).settings(hf_config) else args
+        args = (
+            _without_experts(args)
+            if "num_moe_experts" not in family_of(hf_config).settings(hf_config)
+            else args
+        )
         check_layout(args, hf_config, world_size=torch.distributed.get_world_size(), device=device)
         config = transformer_config(args, hf_config, dtype, device)
-        self.chunks = build_chunks(config, hf_config, device, attention=choose_attention(args, config, device))
+        self.chunks = build_chunks(
+            config, hf_config, device, attention=choose_attention(args, config, device)
+        )
         tied = bool(hf_config.tie_word_embeddings)
         HubWeights(self.chunks, family_of(hf_config), dims_of(hf_config, config), tied=tied).load(path)
         for chunk in self.chunks:
@@ -68,7 +76,9 @@ def _without_model_flags(args: Any, hf_config: Any) -> SimpleNamespace:
 
 def _without_experts(args: Any) -> SimpleNamespace:
     """`args` as a dense model reads them beside a policy that is a mixture of experts."""
-    fields = {name: value for name, value in (args.megatron_config or {}).items() if not name.startswith("moe_")}
+    fields = {
+        name: value for name, value in (args.megatron_config or {}).items() if not name.startswith("moe_")
+    }
     sizes = {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1}
     replay = {"use_routing_replay": False, "use_rollout_routing_replay": False}
     return SimpleNamespace(**(vars(args) | sizes | replay | {"megatron_config": fields}))

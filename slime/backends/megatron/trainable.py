@@ -16,7 +16,9 @@ def freeze(args: Any, entries: Sequence[Entry]) -> None:
     if not (only or frozen):
         return
     flag = "--only-train-params-name-list" if only else "--freeze-params-name-list"
-    entries = [entry for entry in entries if isinstance(entry.parameter, nn.Parameter)]  # a saved buffer never trains
+    entries = [
+        entry for entry in entries if isinstance(entry.parameter, nn.Parameter)
+    ]  # a saved buffer never trains
     _check_patterns(flag, only or frozen, entries)
     trains = [_matches(flag, only or frozen, entry) == bool(only) for entry in entries]
     everywhere: list[bool | None] = [None] * dist.get_world_size()
@@ -46,4 +48,6 @@ def _check_patterns(flag: str, patterns: Iterable[str], entries: Sequence[Entry]
     known = [name for rank in names for name in rank]
     for pattern in patterns:
         if not any(re.search(pattern, name) for name in known):
-            raise ValueError(f"{flag}: {pattern!r} matches no parameter; names look like {known[len(known) // 2]}.")
+            raise ValueError(
+                f"{flag}: {pattern!r} matches no parameter; names look like {known[len(known) // 2]}."
+            )

@@ -132,7 +132,9 @@ def vocab_parallel_log_probs(
         return zero, zero if with_entropy else None
     first = group.rank() * weight.shape[0]
     real = min(max(vocab_size - first, 0), weight.shape[0])
-    rows = chunk_size if chunk_size > 0 else max(1, min(hidden.shape[0], MAX_CHUNK_ELEMENTS // weight.shape[0]))
+    rows = (
+        chunk_size if chunk_size > 0 else max(1, min(hidden.shape[0], MAX_CHUNK_ELEMENTS // weight.shape[0]))
+    )
     return _VocabParallelLogProbs.apply(
         hidden, weight, targets, float(temperature), rows, with_entropy, first, real, group, nucleus
     )
@@ -225,7 +227,13 @@ class VocabSlice:
         return min(max(self.vocab_size - self.first, 0), self.weight.shape[0])
 
     def reverse_kl(
-        self, hidden: Tensor, teacher_hidden: Tensor, teacher: "VocabSlice", *, temperature: float, chunk_size: int
+        self,
+        hidden: Tensor,
+        teacher_hidden: Tensor,
+        teacher: "VocabSlice",
+        *,
+        temperature: float,
+        chunk_size: int,
     ) -> Tensor:
         """[R] in fp32, the same on all ranks. The gradient of `hidden` is this rank's part: the caller sums it."""
         rows = chunk_size if chunk_size > 0 else max(1, MAX_CHUNK_ELEMENTS // self.weight.shape[0])

@@ -83,7 +83,10 @@ class HubWeights:
                 continue
             rule, numbers = self._rule_of(name)
             head = numbers.get("head", 0)
-            numbers = {"layer": numbers.get("layer", 0) + offset, "expert": numbers.get("expert", 0) + first_expert}
+            numbers = {
+                "layer": numbers.get("layer", 0) + offset,
+                "expert": numbers.get("expert", 0) + first_expert,
+            }
             numbers |= {"head": head, "beyond": self._dims.layers + head}
             # Where stages hold heads, the last one holds the embedding too.
             copy = name == "output_layer.weight" and self._tied
@@ -96,7 +99,9 @@ class HubWeights:
 
     def _rule_of(self, name: str) -> tuple[Rule, dict[str, int]]:
         found = self._matches(name)
-        assert len(found) == 1, f"{len(found)} rules of {self._family.model_type} match Megatron's parameter {name}"
+        assert len(found) == 1, (
+            f"{len(found)} rules of {self._family.model_type} match Megatron's parameter {name}"
+        )
         rule, match = found[0]
         return rule, {key: int(value) for key, value in match.groupdict().items()}
 
@@ -182,7 +187,9 @@ class HubWeights:
     def _own_buckets(self, groups: Iterator[list[Piece]], dtype: torch.dtype | None) -> Iterator[Bucket]:
         entries = iter(self._shown)
         for pieces in groups:
-            yield self._split(pieces, self._over_shards(pieces, [next(entries).parameter for _ in pieces], dtype))
+            yield self._split(
+                pieces, self._over_shards(pieces, [next(entries).parameter for _ in pieces], dtype)
+            )
 
     @property
     def _shown(self) -> list[Entry]:
@@ -192,7 +199,9 @@ class HubWeights:
         """Heads that predict further tokens, from the folder they came with: they are no part of the model built here."""
         with CheckpointFolder(path) as folder:
             bucket: Bucket = []
-            trained = {name for stage in self._pieces() for piece in stage for names in piece.hub for name in names}
+            trained = {
+                name for stage in self._pieces() for piece in stage for names in piece.hub for name in names
+            }
             for name in sorted(self._heads_in(folder.names) - trained):
                 tensor = folder.read(name)
                 bucket.append((name, tensor if dtype is None or _stays(name) else tensor.to(dtype)))
@@ -224,7 +233,9 @@ class HubWeights:
             dist.all_gather_object(self._plan, pieces, group=pp)
         return self._plan
 
-    def _over_shards(self, pieces: list[Piece], parameters: list[nn.Parameter], dtype: torch.dtype | None) -> Tensor:
+    def _over_shards(
+        self, pieces: list[Piece], parameters: list[nn.Parameter], dtype: torch.dtype | None
+    ) -> Tensor:
         """[ranks, count]: one all-gather over the ranks of the stage that share these parameters."""
         group = _sharing_group(pieces)
         flat = torch.cat([p.detach().to(pieces[0].wire(dtype)).flatten() for p in parameters])
@@ -233,14 +244,20 @@ class HubWeights:
         return torch.stack(parts)
 
     def _over_stages(
-        self, pieces: list[Piece], parameters: list[nn.Parameter] | None, stage: int, dtype: torch.dtype | None
+        self,
+        pieces: list[Piece],
+        parameters: list[nn.Parameter] | None,
+        stage: int,
+        dtype: torch.dtype | None,
     ) -> Tensor:
         """The same on the ranks of all stages, by a broadcast; `parameters` None: those of another stage."""
         if parameters is not None:
             gathered = self._over_shards(pieces, parameters, dtype)
         else:
             shape = (_sharing_group(pieces).size(), sum(piece.count for piece in pieces))
-            gathered = torch.empty(shape, dtype=pieces[0].wire(dtype), device=self.entries[0].parameter.device)
+            gathered = torch.empty(
+                shape, dtype=pieces[0].wire(dtype), device=self.entries[0].parameter.device
+            )
         pp = parallel_state.get_pipeline_model_parallel_group()
         if pp.size() > 1:
             dist.broadcast(gathered, src=dist.get_process_group_ranks(pp)[stage], group=pp)
@@ -274,7 +291,10 @@ def _shards(rule: Rule) -> tuple[int, int]:
             parallel_state.get_expert_tensor_parallel_world_size(),
             parallel_state.get_expert_tensor_parallel_rank(),
         )
-    return parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+    return (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
 
 
 def _grouped(pieces: list[Piece], bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[list[Piece]]:

@@ -49,7 +49,9 @@ def save(
             files.append(_write_bucket(temporary / f"part-{len(files)}", bucket))
     if rank == 0:
         config = AutoConfig.from_pretrained(source)
-        if not scalar and (heads := unbuilt_heads(source, config, (name for file in files for name in file), dtype)):
+        if not scalar and (
+            heads := unbuilt_heads(source, config, (name for file in files for name in file), dtype)
+        ):
             files.append(_write_bucket(temporary / f"part-{len(files)}", heads))
         _name_files(temporary, files)
         config.dtype = dtype
@@ -108,7 +110,9 @@ def _replace(new: Path, path: Path) -> None:
     if not path.exists():
         new.rename(path)
         return
-    old = next(name for i in itertools.count(1) if not (name := path.with_name(f"{path.name}.old-{i}")).exists())
+    old = next(
+        name for i in itertools.count(1) if not (name := path.with_name(f"{path.name}.old-{i}")).exists()
+    )
     path.rename(old)
     new.rename(path)
     shutil.rmtree(old, ignore_errors=True)

@@ -37,7 +37,9 @@ def build_micro_batch(
         targets=input_ids[logit_positions + 1],
         segments=torch.repeat_interleave(torch.arange(len(positions)), responses),
         loss_mask=torch.cat([batch["loss_masks"][p] for p in positions]).float(),
-        rollout_mask_sums=torch.tensor([batch["rollout_mask_sums"][p] for p in positions], dtype=torch.float32),
+        rollout_mask_sums=torch.tensor(
+            [batch["rollout_mask_sums"][p] for p in positions], dtype=torch.float32
+        ),
         positions=tuple(positions),
         response_lengths=tuple(response_lengths),
         tokens={key: torch.cat([batch[key][p] for p in positions]).float() for key in token_keys},

@@ -82,4 +82,6 @@ def load_copies(args: Any, copies: WeightCopies, path: Path, read: Callable[[Pat
             with copies.filling(tag):
                 read(path / tag)
         elif tag in copies:
-            logger.warning("checkpoint %s has no weights %r: they stay those that the run starts with.", path, tag)
+            logger.warning(
+                "checkpoint %s has no weights %r: they stay those that the run starts with.", path, tag
+            )

@@ -25,7 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="slime convert", description=__doc__.partition(":")[2].strip())
-    commands = parser.add_subparsers(dest="what", required=True, metavar="hf-to-dist | dist-to-hf | hf-to-fp8")
+    commands = parser.add_subparsers(
+        dest="what", required=True, metavar="hf-to-dist | dist-to-hf | hf-to-fp8"
+    )
     _add_from_hf(commands)
     _add_to_hf(commands)
     _add_fp8(commands)
@@ -34,11 +36,16 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_from_hf(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser(
-        "hf-to-dist", help="a Hugging Face model as a trainer checkpoint, for --load ... --finetune under any layout"
+        "hf-to-dist",
+        help="a Hugging Face model as a trainer checkpoint, for --load ... --finetune under any layout",
     )
     command.add_argument("--hf-checkpoint", required=True, metavar="DIR", help="the model")
-    command.add_argument("--save", required=True, metavar="DIR", help="new folder, as --save of a run writes it")
-    command.add_argument("--train-backend", choices=("fsdp", "megatron"), default="fsdp", help="whose format [fsdp]")
+    command.add_argument(
+        "--save", required=True, metavar="DIR", help="new folder, as --save of a run writes it"
+    )
+    command.add_argument(
+        "--train-backend", choices=("fsdp", "megatron"), default="fsdp", help="whose format [fsdp]"
+    )
 
 
 def _add_to_hf(commands: argparse._SubParsersAction) -> None:
@@ -48,7 +55,11 @@ def _add_to_hf(commands: argparse._SubParsersAction) -> None:
     )
     command.add_argument("--ckpt-step", type=int, help="which of several checkpoints [the latest]")
     command.add_argument(
-        "--hf-checkpoint", "--origin-hf-dir", required=True, metavar="DIR", help="model that the run started from"
+        "--hf-checkpoint",
+        "--origin-hf-dir",
+        required=True,
+        metavar="DIR",
+        help="model that the run started from",
     )
     command.add_argument("--save", "--output-dir", required=True, metavar="DIR", help="new folder")
     command.add_argument(
@@ -57,7 +68,9 @@ def _add_to_hf(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_fp8(commands: argparse._SubParsersAction) -> None:
-    command = commands.add_parser("hf-to-fp8", help="a Hugging Face model with its linear weights in FP8 blocks")
+    command = commands.add_parser(
+        "hf-to-fp8", help="a Hugging Face model with its linear weights in FP8 blocks"
+    )
     command.add_argument("--hf-checkpoint", "--model-dir", required=True, metavar="DIR", help="the model")
     command.add_argument("--save", "--save-dir", required=True, metavar="DIR", help="new folder")
     command.add_argument(

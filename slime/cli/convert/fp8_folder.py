@@ -21,7 +21,9 @@ def convert(source: Path, target: Path, options: argparse.Namespace) -> None:
     if target.exists():
         raise ValueError(f"--save {target} is there already: give a new folder, or remove that one.")
     if min(options.block_size) < 1:
-        raise ValueError(f"--block-size is {' '.join(map(str, options.block_size))}: both must be at least 1.")
+        raise ValueError(
+            f"--block-size is {' '.join(map(str, options.block_size))}: both must be at least 1."
+        )
     block = tuple(options.block_size)
     how = quantization_config(block, scale_fmt=options.scale_fmt)
     staging = target.with_name(target.name + ".tmp")
@@ -47,7 +49,9 @@ def convert(source: Path, target: Path, options: argparse.Namespace) -> None:
 def _read_config(source: Path) -> dict[str, Any]:
     file = source / "config.json"
     if not file.is_file():
-        raise ValueError(f"--hf-checkpoint {source}: no config.json there, so it is not a Hugging Face model folder.")
+        raise ValueError(
+            f"--hf-checkpoint {source}: no config.json there, so it is not a Hugging Face model folder."
+        )
     config = json.loads(file.read_text())
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method")
@@ -61,9 +65,15 @@ def _files(source: Path) -> dict[str, list[str]]:
 
     index = source / INDEX
     listed = json.loads(index.read_text())["weight_map"] if index.is_file() else None
-    files = sorted(set(listed.values())) if listed else [file.name for file in sorted(source.glob("*.safetensors"))]
+    files = (
+        sorted(set(listed.values()))
+        if listed
+        else [file.name for file in sorted(source.glob("*.safetensors"))]
+    )
     if not files:
-        raise ValueError(f"--hf-checkpoint {source} holds no safetensors: save the model again with save_pretrained.")
+        raise ValueError(
+            f"--hf-checkpoint {source} holds no safetensors: save the model again with save_pretrained."
+        )
     absent = [file for file in files if not (source / file).is_file()]
     if absent:
         raise ValueError(f"--hf-checkpoint {source}: {INDEX} names {', '.join(absent)}, which is not there.")
@@ -91,7 +101,9 @@ def _read(file: Path, names: list[str]) -> Iterator[tuple[str, Tensor]]:
 def _write(file: Path, tensors: dict[str, Tensor]) -> None:
     from safetensors.torch import save_file  # with transformers, only needed here
 
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, file, metadata={"format": "pt"}
+    )
 
 
 def _stays(name: str, tensors: dict[str, Tensor]) -> bool:

@@ -88,7 +88,9 @@ def _refuse_existing(target: Path) -> None:
 
 def _need_model(source: Path) -> None:
     if not (source / "config.json").is_file():
-        raise ValueError(f"--hf-checkpoint {source}: no config.json there, so it is not a Hugging Face model folder.")
+        raise ValueError(
+            f"--hf-checkpoint {source}: no config.json there, so it is not a Hugging Face model folder."
+        )
 
 
 @contextmanager

@@ -21,5 +21,8 @@ def widen_readers(folder: Path) -> None:
     edit_json(folder / "config.json", names, drop=["quantization_config"])
     # Its own class name is unknown to transformers 4; without the input names that one adds token_type_ids,
     # which generate() refuses.
-    tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": ["input_ids", "attention_mask"]}
+    tokenizer = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_input_names": ["input_ids", "attention_mask"],
+    }
     edit_json(folder / "tokenizer_config.json", tokenizer, drop=["backend", "is_local", "local_files_only"])

@@ -80,11 +80,17 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
     parser.add_argument(
         "--num-rollout", type=int, metavar="N", help="RL steps, where the recipe has too many or too few"
     )
-    parser.add_argument("--hf-checkpoint", help="with --model smollm2: a local folder or hub name to use instead")
-    parser.add_argument("--require-accuracy", type=float, metavar="X", help="fail unless held-out accuracy reaches X")
+    parser.add_argument(
+        "--hf-checkpoint", help="with --model smollm2: a local folder or hub name to use instead"
+    )
+    parser.add_argument(
+        "--require-accuracy", type=float, metavar="X", help="fail unless held-out accuracy reaches X"
+    )
     known, extra = parser.parse_known_args(argv)
     if known.num_rollout is not None and known.num_rollout < 2:
-        parser.error(f"--num-rollout is {known.num_rollout}: at least two steps are needed to tell before from after.")
+        parser.error(
+            f"--num-rollout is {known.num_rollout}: at least two steps are needed to tell before from after."
+        )
     if known.hf_checkpoint and known.model == "tiny":
         parser.error("--hf-checkpoint goes with --model smollm2; the tiny model is always made here.")
     return Options(**vars(known), extra=tuple(extra))
@@ -100,7 +106,9 @@ def rehearse(options: Options, screen: Screen) -> None:
         scratch = replace(options, run_dir=Path(name))
         with logging_to(scratch.run_dir / "log.txt"):
             if options.model != "tiny" and not options.hf_checkpoint:
-                screen.say(f"Model: SmolLM2-135M-Instruct from the package {smollm2.PACKAGE}; 4-bit, de-quantised.")
+                screen.say(
+                    f"Model: SmolLM2-135M-Instruct from the package {smollm2.PACKAGE}; 4-bit, de-quantised."
+                )
             with naming(options.run_dir, in_place_of=name):  # in what --print-config shows
                 parse_args(rl_argv(recipe, scratch, write_files(recipe, scratch), stand_in(scratch)))
             files, checkpoint = prepare(recipe, scratch)
@@ -109,7 +117,11 @@ def rehearse(options: Options, screen: Screen) -> None:
                 load_args(sft_argv(recipe, scratch, files, checkpoint))
             check_models(args)
     check_evaluations(args)
-    why = "as the recipe has it" if args.dtype in recipe.precision else args.sources["dtype"].removeprefix("derived: ")
+    why = (
+        "as the recipe has it"
+        if args.dtype in recipe.precision
+        else args.sources["dtype"].removeprefix("derived: ")
+    )
     screen.say(f"Precision: {args.dtype} ({why}).")
     for warning in args.warnings:
         screen.say(f"Note: {warning}")
@@ -236,7 +248,9 @@ def sft_argv(recipe: Recipe, options: Options, files: DataFiles, checkpoint: Pat
     )
 
 
-def run_warm_up(recipe: Recipe, options: Options, files: DataFiles, checkpoint: Path | str, screen: Screen) -> Path:
+def run_warm_up(
+    recipe: Recipe, options: Options, files: DataFiles, checkpoint: Path | str, screen: Screen
+) -> Path:
     """SFT on the four habits; returns the folder of the warmed-up model."""
     assert recipe.warm_up is not None, f"{recipe.model} has no warm-up"
     folder = options.run_dir / "sft"

@@ -43,7 +43,9 @@ def write_data(task: Task, folder: Path, *, seed: int, num_sft: int, num_rl: int
     _write_lines(files.rl, map(_prompt, training))
     _write_lines(files.held_out, map(_prompt, held_out))
     # JSON is YAML, so that no YAML writer is needed.
-    files.eval_config.write_text(json.dumps(eval_config(task, files.held_out), indent=2) + "\n", encoding="utf-8")
+    files.eval_config.write_text(
+        json.dumps(eval_config(task, files.held_out), indent=2) + "\n", encoding="utf-8"
+    )
     return files
 
 

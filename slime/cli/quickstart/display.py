@@ -133,7 +133,9 @@ class PlainView:
         seen, self._done = self._done, int(record["step"]) + 1
         if self._done > seen and (self._done % self._stride == 0 or self._done == self._phase.num_steps):
             value = record[self._phase.value_key]
-            self._console.print(f"  step {self._done}/{self._phase.num_steps}  {self._phase.value_name} {value:.3f}")
+            self._console.print(
+                f"  step {self._done}/{self._phase.num_steps}  {self._phase.value_name} {value:.3f}"
+            )
 
 
 def sparkline(values: list[float], width: int = SPARK_WIDTH) -> str:

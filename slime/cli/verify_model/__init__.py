@@ -27,13 +27,21 @@ def _parser() -> argparse.ArgumentParser:
         description="Compares transformers, the FSDP trainer, the Megatron trainer under each layout and, if asked, an "
         "engine on a small random model of the same architecture. Needs config.json, no weights; runs on CPU.",
     )
-    parser.add_argument("--hf-checkpoint", required=True, metavar="DIR", help="folder (or hub id) with a config.json")
-    parser.add_argument("--layers", type=int, default=2, help="decoder layers of the small model [2]")
-    parser.add_argument("--full-width", action="store_true", help="keep heads and widths of the config; slower")
     parser.add_argument(
-        "--layouts", metavar="LIST", help="Megatron layouts, such as tp2,pp2,tp2pp2 [all of two ranks, one of four]"
+        "--hf-checkpoint", required=True, metavar="DIR", help="folder (or hub id) with a config.json"
     )
-    parser.add_argument("--engine", choices=("embedded", "sglang"), help="also an engine that serves the model")
+    parser.add_argument("--layers", type=int, default=2, help="decoder layers of the small model [2]")
+    parser.add_argument(
+        "--full-width", action="store_true", help="keep heads and widths of the config; slower"
+    )
+    parser.add_argument(
+        "--layouts",
+        metavar="LIST",
+        help="Megatron layouts, such as tp2,pp2,tp2pp2 [all of two ranks, one of four]",
+    )
+    parser.add_argument(
+        "--engine", choices=("embedded", "sglang"), help="also an engine that serves the model"
+    )
     parser.add_argument("--tolerance", type=float, default=1e-4, help="relative to the largest value [1e-4]")
     parser.add_argument("--deadline-s", type=float, default=300.0, help="of one layout [300]")
     return parser
@@ -43,10 +51,14 @@ def _check(options: argparse.Namespace) -> None:
     if options.layers < 1:
         raise ValueError(f"--layers is {options.layers}: at least one layer is needed.")
     if options.tolerance <= 0:
-        raise ValueError(f"--tolerance is {options.tolerance}: use a value above 0; fp32 differs by 1e-6 or so.")
+        raise ValueError(
+            f"--tolerance is {options.tolerance}: use a value above 0; fp32 differs by 1e-6 or so."
+        )
 
 
-def verify(options: argparse.Namespace, folder: Path, *, before_build: Callable[[], None] | None = None) -> int:
+def verify(
+    options: argparse.Namespace, folder: Path, *, before_build: Callable[[], None] | None = None
+) -> int:
     """Prints the table line by line and returns the exit code. `before_build`: see `trainer_job.Job`."""
     # torch and transformers take seconds to load, which a wrong flag should not cost.
     from slime.cli.verify_model import reference, shrink
@@ -63,7 +75,9 @@ def verify(options: argparse.Namespace, folder: Path, *, before_build: Callable[
     renamed = shrink.type_for_megatron_alone(options.hf_checkpoint)
     if renamed is not None:
         targets = _only_megatron(options, targets, renamed)
-    print(f"{options.hf_checkpoint}, as {shrink.describe(config)}; relative differences to transformers in fp32")
+    print(
+        f"{options.hf_checkpoint}, as {shrink.describe(config)}; relative differences to transformers in fp32"
+    )
     shrink.build(config, folder / "model", options.hf_checkpoint)
     trained = folder / "model"
     if renamed is not None:
@@ -91,7 +105,9 @@ def _only_megatron(options: argparse.Namespace, targets: list[Any], kind: str) -
         )
     found = [target for target in targets if target.backend == "megatron"]
     if not found:
-        raise ValueError(f"models of type {kind!r} are trained by Megatron alone: pip install 'slime[megatron]'.")
+        raise ValueError(
+            f"models of type {kind!r} are trained by Megatron alone: pip install 'slime[megatron]'."
+        )
     return found
 
 
@@ -111,7 +127,9 @@ def _check_target(
     except trainer_job.JobFailed as error:
         table.failed(target.name, target.ranks, time.monotonic() - started, str(error))
         return
-    table.compared(target.name, target.ranks, time.monotonic() - started, compare(expected, found, options.tolerance))
+    table.compared(
+        target.name, target.ranks, time.monotonic() - started, compare(expected, found, options.tolerance)
+    )
 
 
 def _embedding(weights: dict[str, Any]) -> str:
@@ -138,5 +156,9 @@ def _conclude(table: Any) -> int:
         return 0
     print()
     for name, problem in table.problems:
-        print(f"{name} diverges first at {problem}" if not problem.startswith("did not") else f"{name} {problem}")
+        print(
+            f"{name} diverges first at {problem}"
+            if not problem.startswith("did not")
+            else f"{name} {problem}"
+        )
     return FAILED

@@ -53,7 +53,12 @@ def recording(
 
 
 def _hook_layer(
-    number: int, layer: nn.Module, mbs: Sequence[MicroBatch], ids: Sequence[int], share: Share, pieces: list[Piece]
+    number: int,
+    layer: nn.Module,
+    mbs: Sequence[MicroBatch],
+    ids: Sequence[int],
+    share: Share,
+    pieces: list[Piece],
 ) -> Iterator[Any]:
     calls = -1
     tokens: Tensor | None = None
@@ -72,7 +77,9 @@ def _hook_layer(
             value = value.reshape(-1, value.shape[-1]).float().cpu()
             mb, real = mbs[calls], tokens >= 0
             documents = tuple(ids[p] for p in mb.positions)
-            pieces.append(Piece(documents, mb.documents.lengths, number, part, tokens[real], value[real].clone()))
+            pieces.append(
+                Piece(documents, mb.documents.lengths, number, part, tokens[real], value[real].clone())
+            )
 
         return hook
 

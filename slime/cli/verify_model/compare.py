@@ -25,9 +25,14 @@ class Verdict:
 def compare(reference: Outcome, found: Outcome, tolerance: float) -> Verdict:
     gradients = _by_tensor(_gradients(reference), _gradients(found))
     weights = _by_tensor(reference.after, found.after)
-    trip = {name: _differing(reference.before.get(name), found.before.get(name)) for name in _names(reference, found)}
+    trip = {
+        name: _differing(reference.before.get(name), found.before.get(name))
+        for name in _names(reference, found)
+    }
     errors = {
-        "log-probs": _largest(_relative(a, b) for a, b in zip(reference.log_probs, found.log_probs, strict=True)),
+        "log-probs": _largest(
+            _relative(a, b) for a, b in zip(reference.log_probs, found.log_probs, strict=True)
+        ),
         "entropy": _largest(_relative(a, b) for a, b in zip(reference.entropy, found.entropy, strict=True)),
         "loss": abs(found.loss - reference.loss) / max(abs(reference.loss), 1.0),
         "grad norm": abs(found.grad_norm - reference.grad_norm) / reference.grad_norm,
@@ -53,13 +58,18 @@ def _first_divergence(
     if EXACT in wrong:
         name = next(name for name, differing in trip.items() if differing)
         if name not in found.before or name not in reference.before:
-            where = "is missing from the trainer's export" if name not in found.before else "is no tensor of the model"
+            where = (
+                "is missing from the trainer's export"
+                if name not in found.before
+                else "is no tensor of the model"
+            )
             return f"tensor {name} {where}"
-        return (
-            f"tensor {name}: {trip[name]} of {reference.before[name].numel()} elements changed between load and export"
-        )
+        return f"tensor {name}: {trip[name]} of {reference.before[name].numel()} elements changed between load and export"
     if {"log-probs", "entropy"} & set(wrong):
-        return first_activation(reference, found, tolerance) or "the output layer: activations agree, log-probs do not"
+        return (
+            first_activation(reference, found, tolerance)
+            or "the output layer: activations agree, log-probs do not"
+        )
     name = next((name for name, error in gradients.items() if not error <= tolerance), None)
     return f"gradient of {name}" if name else f"{wrong[0]}: passes agree, the optimizer step does not"
 
@@ -70,7 +80,9 @@ def first_activation(reference: Outcome, found: Outcome, tolerance: float) -> st
     for layer in layers:
         if not _differs(reference, found, layer, capture.OUTPUT, tolerance):
             continue
-        part = next((p for p in capture.PARTS if _differs(reference, found, layer, p, tolerance)), capture.OUTPUT)
+        part = next(
+            (p for p in capture.PARTS if _differs(reference, found, layer, p, tolerance)), capture.OUTPUT
+        )
         weights = [n for n in reference.before if f"layers.{layer}.{part}." in n]
         beside = f" (weights {', '.join(weights[:6])})" if weights else ""
         return f"layer {layer}, {part}{beside}"

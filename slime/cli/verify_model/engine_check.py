@@ -17,7 +17,9 @@ from slime.wire.protocol import GenerateRequest, SamplingParams
 NEW_TOKENS = 12
 
 
-def check_engine(kind: str, model: Path, prompts: list[list[int]], folder: Path, *, deadline_s: float) -> float:
+def check_engine(
+    kind: str, model: Path, prompts: list[list[int]], folder: Path, *, deadline_s: float
+) -> float:
     """The largest difference of a log-prob between the engine and transformers."""
     prefix = shm.make_prefix()
     plan = LaunchPlan(

@@ -86,4 +86,8 @@ class _captured:
 def read_weights(folder: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file  # with transformers, only needed here
 
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }

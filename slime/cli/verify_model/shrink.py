@@ -108,7 +108,9 @@ def _narrower(values: dict[str, Any]) -> dict[str, Any]:
     """Heads keep their ratio to key-value heads up to four, widths their ratio to the hidden size."""
     heads = values["num_attention_heads"]
     groups = values.get("num_key_value_heads") or heads
-    changes: dict[str, Any] = {name: min(values[name], size) for name, size in _LATENT.items() if values.get(name)}
+    changes: dict[str, Any] = {
+        name: min(values[name], size) for name, size in _LATENT.items() if values.get(name)
+    }
     shared = min(heads // groups, 4)
     new_groups = min(groups, _KEY_VALUE_HEADS if shared > 1 else 4)
     new_heads = min(heads, 4) if changes else new_groups * shared
@@ -138,7 +140,11 @@ def build(config: Any, folder: Path, source: str, *, seed: int = 0) -> None:
     if Path(source).is_dir():
         skipped = {file.name for pattern in _WEIGHT_FILES for file in Path(source).glob(pattern)}
         for file in Path(source).iterdir():
-            if file.is_file() and file.name not in skipped and file.suffix in (".json", ".txt", ".model", ".jinja"):
+            if (
+                file.is_file()
+                and file.name not in skipped
+                and file.suffix in (".json", ".txt", ".model", ".jinja")
+            ):
                 shutil.copyfile(file, folder / file.name)
 
 

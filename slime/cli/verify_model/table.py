@@ -24,7 +24,9 @@ class Table:
 
     def served(self, name: str, seconds: float, worst: float, tolerance: float) -> None:
         good = worst <= tolerance
-        self._line(name, 1, [f"{worst:.1e}", *["-"] * (len(COLUMNS) - 1)], seconds, "same" if good else "DIVERGES")
+        self._line(
+            name, 1, [f"{worst:.1e}", *["-"] * (len(COLUMNS) - 1)], seconds, "same" if good else "DIVERGES"
+        )
         if not good:
             self.problems.append((name, f"the log-probs of tokens it drew: off by {worst:.2g}"))
 

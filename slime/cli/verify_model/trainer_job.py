@@ -43,7 +43,9 @@ class JobFailed(Exception):
 def run(job: Job, deadline_s: float) -> Outcome:
     """Start the job's ranks, wait for them, and end them all when one fails or the time is up."""
     context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=_rank_main, args=(rank, job), daemon=True) for rank in range(job.target.ranks)]
+    ranks = [
+        context.Process(target=_rank_main, args=(rank, job), daemon=True) for rank in range(job.target.ranks)
+    ]
     for process in ranks:
         process.start()
     try:
@@ -140,7 +142,9 @@ def compute(rank: int, job: Job) -> Outcome | None:
     after = _exported(backend)
     if rank != 0:
         return None
-    return Outcome(log_probs, entropy, stats.metrics["loss"], stats.grad_norm, before, after, activations or {})
+    return Outcome(
+        log_probs, entropy, stats.metrics["loss"], stats.grad_norm, before, after, activations or {}
+    )
 
 
 def _layers_of(backend: Any, args: Any) -> tuple[list[tuple[int, torch.nn.Module]], Any]:

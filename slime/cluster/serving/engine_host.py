@@ -53,7 +53,9 @@ class HostedEngine:
         try:
             self._owner.call("launch").result(_ANSWER_DEADLINE_S)
         except WorkerDied as error:
-            raise MachineLost(f"the machine of {self.plan.name} ({self.plan.host}) is lost: {error}") from error
+            raise MachineLost(
+                f"the machine of {self.plan.name} ({self.plan.host}) is lost: {error}"
+            ) from error
         # In the order of the lane: the second begins when the first has ended.
         self._ready, self._end = self._owner.call("wait_serving"), self._owner.call("wait_end")
 

@@ -115,7 +115,11 @@ def _sglang(args: Args, run: Run, site: EngineSite, threads: int) -> Command:
 
 
 def _replay_words(args: Args, model: ServedModel) -> tuple[str, ...]:
-    return ("--enable-return-routed-experts",) if args.use_rollout_routing_replay and model.update_weights else ()
+    return (
+        ("--enable-return-routed-experts",)
+        if args.use_rollout_routing_replay and model.update_weights
+        else ()
+    )
 
 
 def _serves_fp8(args: Args, model: ServedModel) -> bool:

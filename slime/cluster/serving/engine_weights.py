@@ -26,7 +26,10 @@ from slime.wire.protocol import EngineInfo
 
 logger = logging.getLogger(__name__)
 
-_FLUSH_ATTEMPTS, _FLUSH_PAUSE_S = 40, 0.25  # aborted requests leave the engine a moment after they are told to
+_FLUSH_ATTEMPTS, _FLUSH_PAUSE_S = (
+    40,
+    0.25,
+)  # aborted requests leave the engine a moment after they are told to
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +113,13 @@ class EngineWeights:
         return take
 
     async def _compare(self, parcel: Parcel, url: str, info: EngineInfo) -> None:
-        different = await TRANSPORTS[parcel.transport].compare(parcel, self._control(url), info, self._shm_prefix)
+        different = await TRANSPORTS[parcel.transport].compare(
+            parcel, self._control(url), info, self._shm_prefix
+        )
         if different:
-            raise RuntimeError(f"engine {url} differs from the trainer in {len(different)} tensors: {different[:8]}")
+            raise RuntimeError(
+                f"engine {url} differs from the trainer in {len(different)} tensors: {different[:8]}"
+            )
 
     # ---- a live push ---------------------------------------------------------------------------------------------
 

@@ -19,7 +19,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0: the system chooses; see --ready-file")
     parser.add_argument("--ready-file", help='where to write {"port", "pid"} once requests are served')
-    parser.add_argument("--life-fd", type=int, help="inherited pipe; the process ends when it reads end-of-file")
+    parser.add_argument(
+        "--life-fd", type=int, help="inherited pipe; the process ends when it reads end-of-file"
+    )
     parser.add_argument(
         "--shm-prefix", help="shared-memory segments with this prefix are removed on the parent's death"
     )
@@ -27,11 +29,19 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
     parser.add_argument("--threads", type=int, help="CPU threads of the model (default: torch's)")
     parser.add_argument("--max-running-requests", type=int, default=256)
-    parser.add_argument("--max-total-tokens", type=int, help="size of the KV pool (default: derived from memory)")
-    parser.add_argument("--seed", type=int, default=0, help="seeds the seeds of requests that bring none")
-    parser.add_argument("--await-weights", action="store_true", help="answer 503 to /generate until weights arrive")
     parser.add_argument(
-        "--fp8-block", type=int, nargs=2, metavar=("ROWS", "COLUMNS"), help="weights arrive as FP8 in such blocks"
+        "--max-total-tokens", type=int, help="size of the KV pool (default: derived from memory)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seeds the seeds of requests that bring none")
+    parser.add_argument(
+        "--await-weights", action="store_true", help="answer 503 to /generate until weights arrive"
+    )
+    parser.add_argument(
+        "--fp8-block",
+        type=int,
+        nargs=2,
+        metavar=("ROWS", "COLUMNS"),
+        help="weights arrive as FP8 in such blocks",
     )
     parser.add_argument("--weight-version", default="default")
     parser.add_argument("--log-level", default="warning")
@@ -57,7 +67,9 @@ def main(argv: list[str] | None = None) -> None:
         torch.set_num_threads(args.threads)
     asyncio.run(_serve(args))
     sys.stdout.flush()
-    os._exit(0)  # the engine thread is a daemon inside torch: do not wait for it, do not tear torch down under it
+    os._exit(
+        0
+    )  # the engine thread is a daemon inside torch: do not wait for it, do not tear torch down under it
 
 
 def _die_with_parent(args: argparse.Namespace) -> None:

@@ -20,7 +20,13 @@ from slime.wire.protocol import shown
 _PREFIX = "base_model.model."
 _FACTORS = (".lora_A.weight", ".lora_B.weight")
 # What would change the meaning of the factors; peft's neutral values.
-_NEUTRAL = {"use_rslora": False, "use_dora": False, "bias": "none", "fan_in_fan_out": False, "rank_pattern": {}}
+_NEUTRAL = {
+    "use_rslora": False,
+    "use_dora": False,
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "rank_pattern": {},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +73,9 @@ class AdaptedWeights:
         for name, shape in source.shapes.items():
             weight, factor = _split(name)
             if weight not in parameters or len(shape) != 2:
-                raise BadWeights(f"adapter tensor {name} of shape {list(shape)} belongs to no layer of this model")
+                raise BadWeights(
+                    f"adapter tensor {name} of shape {list(shape)} belongs to no layer of this model"
+                )
             pairs.setdefault(weight, {})[factor] = shape
         for weight, shapes in pairs.items():
             if len(shapes) != 2:
@@ -111,13 +119,19 @@ class AdaptedWeights:
         return sorted(
             name
             for name in names
-            if name not in given or name not in self._factors or not same_bytes(self._factors[name], given[name])
+            if name not in given
+            or name not in self._factors
+            or not same_bytes(self._factors[name], given[name])
         )
 
     def checksums(self, of_weights: Mapping[str, int]) -> dict[str, int]:
         """Of the weights without adapters and of the factors: the same on any machine, which products need not be."""
         base = {name: byte_checksum(tensor_bytes(tensor)) for name, tensor in self._base.items()}
-        return {**of_weights, **base, **{name: byte_checksum(tensor_bytes(t)) for name, t in self._factors.items()}}
+        return {
+            **of_weights,
+            **base,
+            **{name: byte_checksum(tensor_bytes(t)) for name, t in self._factors.items()},
+        }
 
 
 def _split(name: str) -> tuple[str, str]:

@@ -32,7 +32,9 @@ class PrefillGroup:
     count: int
     num_new: int
     num_cached: int
-    rows: torch.Tensor | None  # [count * (num_cached + num_new)] pool rows; None: no cached part, keys are in the row
+    rows: (
+        torch.Tensor | None
+    )  # [count * (num_cached + num_new)] pool rows; None: no cached part, keys are in the row
     mask: torch.Tensor | None  # [num_new, num_cached + num_new] additive; None as above
 
 
@@ -51,7 +53,9 @@ class BatchPlan:
 class KVPool:
     """Keys and values of all layers: `[num_blocks * block_size, kv_heads, head_dim]` each, in pages of block_size."""
 
-    def __init__(self, num_layers: int, num_blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype, device):
+    def __init__(
+        self, num_layers: int, num_blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype, device
+    ):
         self.block_size = block_size
         shape = (num_blocks * block_size, kv_heads, head_dim)
         # zeroed: masked garbage would still poison a row through 0 * NaN; and what does not fit fails now, not later
@@ -68,11 +72,17 @@ class KVPool:
         return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
 
 
-def paged_attention(module, query, key, value, attention_mask, *, scaling=None, plan=None, pool=None, **kwargs):
+def paged_attention(
+    module, query, key, value, attention_mask, *, scaling=None, plan=None, pool=None, **kwargs
+):
     """transformers' attention interface: query `[1, H, T, D]`, key and value `[1, H_kv, T, D]` -> `[1, T, H, D]`."""
-    refused = [n for n in ("sliding_window", "s_aux", "softcap", "position_bias") if kwargs.get(n) is not None]
+    refused = [
+        n for n in ("sliding_window", "s_aux", "softcap", "position_bias") if kwargs.get(n) is not None
+    ]
     if refused:
-        raise ValueError(f"the embedded engine does not support {refused[0]} attention ({type(module).__name__})")
+        raise ValueError(
+            f"the embedded engine does not support {refused[0]} attention ({type(module).__name__})"
+        )
     keys, values = pool.keys[module.layer_idx], pool.values[module.layer_idx]
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, heads, D]
     keys.index_copy_(0, plan.write_rows, k)
@@ -106,7 +116,9 @@ def _prefill(group: PrefillGroup, q, k, v, keys, values, scaling) -> torch.Tenso
     else:
         k, v = keys.index_select(0, group.rows), values.index_select(0, group.rows)
     repeats = q.shape[1] // k.shape[1]
-    k, v = (x.unflatten(0, (group.count, -1)).transpose(1, 2).repeat_interleave(repeats, dim=1) for x in (k, v))
+    k, v = (
+        x.unflatten(0, (group.count, -1)).transpose(1, 2).repeat_interleave(repeats, dim=1) for x in (k, v)
+    )
     causal = group.rows is None
     out = scaled_dot_product_attention(q, k, v, attn_mask=group.mask, is_causal=causal, scale=scaling)
     return out.transpose(1, 2).flatten(0, 1)

@@ -161,7 +161,9 @@ class Engine:
             if sequence.slot >= 0:
                 self.scheduler.forget(sequence)
             if not sequence.done:
-                sequence.finish = failure(500, f"a step failed: {type(error).__name__}: {error}"[:1000], "StepFailed")
+                sequence.finish = failure(
+                    500, f"a step failed: {type(error).__name__}: {error}"[:1000], "StepFailed"
+                )
         self.runner.check_device()
         return members
 
@@ -189,7 +191,9 @@ class Engine:
             return self._not_finite()
         if sequence.num_kept_ids > MAX_KEPT_IDS:
             return failure(
-                422, f"its {count} tokens were drawn from more than {MAX_KEPT_IDS} ids: {_NARROWER}", "TooWide"
+                422,
+                f"its {count} tokens were drawn from more than {MAX_KEPT_IDS} ids: {_NARROWER}",
+                "TooWide",
             )
         if token in sequence.stop_ids and count >= sampling.min_new_tokens:
             return {"type": "stop", "matched": token}
@@ -248,7 +252,9 @@ class Engine:
         names.update(source.shapes)
         return counts if self.weights.missing(names) else self._change_weights(lambda: counts, version)
 
-    def update_adapter(self, source: Source, config: AdapterConfig, name: str, version: str) -> tuple[int, int]:
+    def update_adapter(
+        self, source: Source, config: AdapterConfig, name: str, version: str
+    ) -> tuple[int, int]:
         """Replace the adapters that are added to the weights the model was loaded with, or was last given."""
         self._refuse_without_memory()
         self.adapters.check(source)
@@ -256,7 +262,9 @@ class Engine:
 
     def _refuse_without_memory(self) -> None:
         if "weights" in self.released:
-            raise BadWeights("the weights are released: call /resume_memory_occupation with the tag weights first")
+            raise BadWeights(
+                "the weights are released: call /resume_memory_occupation with the tag weights first"
+            )
 
     def _change_weights(self, apply: Callable[[], tuple[int, int]], version: str) -> tuple[int, int]:
         self.awaiting_weights = True  # should the copy fail half-way, nothing is served from the mixture

@@ -48,7 +48,9 @@ class RequestReader:
             raise BadRequest("the body must be a JSON object")
         _refuse_other_fields(body)
         prompts, is_batch = self._prompts(body)
-        raws = _per_prompt("sampling_params", body.get("sampling_params"), len(prompts), (Mapping, type(None)))
+        raws = _per_prompt(
+            "sampling_params", body.get("sampling_params"), len(prompts), (Mapping, type(None))
+        )
         samplings = [self._sampling(raw) for raw in raws]
         _check_count(sum(sampling.n for sampling in samplings))
         rids = _per_prompt("rid", body.get("rid"), len(prompts), (str, type(None)))
@@ -90,7 +92,9 @@ class RequestReader:
         if not isinstance(text, str) or not text:
             raise BadRequest("text must be a string that is not empty")
         if len(text) > self.limits.max_tokens * self.detokenizer.longest_token:
-            raise BadRequest(f"The input ({len(text)} characters) is longer than {self._bound} whatever its tokens")
+            raise BadRequest(
+                f"The input ({len(text)} characters) is longer than {self._bound} whatever its tokens"
+            )
         try:
             prompt = self.detokenizer.encode(text)
         except (TypeError, ValueError, UnicodeError) as error:  # half a character, say
@@ -110,7 +114,9 @@ class RequestReader:
             raise BadRequest("input_ids must be a non-empty list of integers, or a list of such lists")
         if min(prompt) < 0 or max(prompt) >= self.limits.vocab_size:
             bad = next(i for i in prompt if not 0 <= i < self.limits.vocab_size)
-            raise BadRequest(f"input_ids has token id {shown(bad)}: the vocabulary is 0..{self.limits.vocab_size - 1}")
+            raise BadRequest(
+                f"input_ids has token id {shown(bad)}: the vocabulary is 0..{self.limits.vocab_size - 1}"
+            )
         if len(prompt) >= self.limits.max_tokens:
             raise BadRequest(f"The input ({len(prompt)} tokens) is longer than {self._bound}")
 
@@ -134,7 +140,9 @@ class RequestReader:
         if sampling.stop and self.detokenizer.tokenizer is None:
             raise BadRequest("stop needs a tokenizer and the model folder has none: use stop_token_ids")
         if len(sampling.stop) > MAX_STOPS or any(len(text) > MAX_STOP_CHARACTERS for text in sampling.stop):
-            raise BadRequest(f"stop takes up to {MAX_STOPS} strings of up to {MAX_STOP_CHARACTERS} characters each")
+            raise BadRequest(
+                f"stop takes up to {MAX_STOPS} strings of up to {MAX_STOP_CHARACTERS} characters each"
+            )
         if sampling.min_new_tokens and len(self._stop_ids(sampling)) >= self.limits.vocab_size:
             raise BadRequest(
                 "every token of the vocabulary stops, and min_new_tokens forbids that: none could be drawn"
@@ -151,9 +159,13 @@ class RequestReader:
             )
         if len(prompt) * self.limits.vocab_size > MAX_SCORED_LOGITS:
             longest = MAX_SCORED_LOGITS // self.limits.vocab_size
-            raise BadRequest(f"logprob_start_len = 0: the embedded engine scores inputs of up to {longest} tokens")
+            raise BadRequest(
+                f"logprob_start_len = 0: the embedded engine scores inputs of up to {longest} tokens"
+            )
 
-    def _sequence(self, rid, prompt, sampling: SamplingParams, index, return_logprob, stream, scored) -> Sequence:
+    def _sequence(
+        self, rid, prompt, sampling: SamplingParams, index, return_logprob, stream, scored
+    ) -> Sequence:
         room = self.limits.max_tokens - len(prompt)
         wanted = room if sampling.max_new_tokens is None else min(sampling.max_new_tokens, room)
         seed = sampling.sampling_seed
@@ -175,7 +187,9 @@ class RequestReader:
 
 def _check_count(count: int) -> None:
     if count > MAX_SEQUENCES:
-        raise BadRequest(f"the request asks for {shown(count)} answers (prompts x n): at most {MAX_SEQUENCES}")
+        raise BadRequest(
+            f"the request asks for {shown(count)} answers (prompts x n): at most {MAX_SEQUENCES}"
+        )
 
 
 def _refuse_other_fields(body: Mapping[str, Any]) -> None:
@@ -200,7 +214,9 @@ def _wants_score(body: Mapping[str, Any]) -> bool:
     """Whether the log-probs of the input are asked for; only of the whole of it."""
     start = body.get("logprob_start_len")
     if start not in (None, -1, 0) or isinstance(start, bool):
-        raise BadRequest(f"logprob_start_len = {shown(start)} is not supported by the embedded engine: use 0 or -1")
+        raise BadRequest(
+            f"logprob_start_len = {shown(start)} is not supported by the embedded engine: use 0 or -1"
+        )
     return start == 0
 
 

@@ -91,7 +91,9 @@ class ModelRunner:
     def _make_pool(self) -> KVPool:
         layers = self.config.num_hidden_layers
         # one more than is handed out: block 0 is padding
-        return KVPool(layers, self.num_blocks + 1, BLOCK_SIZE, self.kv_heads, self.head_dim, self.dtype, self.device)
+        return KVPool(
+            layers, self.num_blocks + 1, BLOCK_SIZE, self.kv_heads, self.head_dim, self.dtype, self.device
+        )
 
     @torch.inference_mode()
     def forward(self, plan: BatchPlan) -> torch.Tensor:
@@ -162,7 +164,9 @@ class ModelRunner:
 def _refuse_unsupported(model, config) -> None:
     kinds = set(vars(config).get("layer_types") or ()) - {"full_attention"}
     if kinds:
-        raise ValueError(f"the embedded engine supports full attention only; this model has {sorted(kinds)} layers")
+        raise ValueError(
+            f"the embedded engine supports full attention only; this model has {sorted(kinds)} layers"
+        )
     if not model._supports_attention_backend:
         raise ValueError(
             f"{type(model).__name__} cannot run on another attention function; use --rollout-engine sglang"

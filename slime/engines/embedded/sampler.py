@@ -122,7 +122,9 @@ def _draw(log_probs: torch.Tensor, u: np.ndarray) -> torch.Tensor:
     cumulative = log_probs.exp().cumsum(dim=-1, dtype=dtype)
     total = cumulative[:, -1:]
     target = torch.from_numpy(u).to(cumulative.device, dtype)[:, None] * total
-    target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))  # rounding must not reach the end
+    target = torch.minimum(
+        target, torch.nextafter(total, torch.zeros_like(total))
+    )  # rounding must not reach the end
     # right=True steps over tokens of probability 0: their cumulative value equals the one before
     return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp_(max=log_probs.shape[-1] - 1)
 

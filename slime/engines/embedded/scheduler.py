@@ -55,7 +55,9 @@ class SlotTable:
     """Per-slot facts of running sequences as arrays, so that a pass is laid out without a Python loop over them."""
 
     def __init__(self, max_running: int, max_blocks: int):
-        self.length = np.zeros(max_running, np.int64)  # tokens including the newest, whose KV is not yet written
+        self.length = np.zeros(
+            max_running, np.int64
+        )  # tokens including the newest, whose KV is not yet written
         self.last_token = np.zeros(max_running, np.int64)
         self.blocks = np.zeros((max_running, max_blocks), np.int64)
         self.seed = np.zeros(max_running, np.int64)
@@ -249,10 +251,14 @@ class Scheduler:
         blocks = self._tensor(self._slots.blocks[slots, :num_blocks].reshape(-1))
         keys = torch.arange(num_blocks * self.allocator.block_size, device=self.device)
         exists = keys[None, :] < self._tensor(length)[:, None]
-        mask = torch.zeros(exists.shape, dtype=self.dtype, device=self.device).masked_fill_(~exists, float("-inf"))
+        mask = torch.zeros(exists.shape, dtype=self.dtype, device=self.device).masked_fill_(
+            ~exists, float("-inf")
+        )
         return DecodeGroup(start, len(slots), blocks, mask[:, None, None, :])
 
-    def _prefill_groups(self, chunks, start: int, ids: list, positions: list, rows: list) -> list[PrefillGroup]:
+    def _prefill_groups(
+        self, chunks, start: int, ids: list, positions: list, rows: list
+    ) -> list[PrefillGroup]:
         """Groups of equal shape; appends the tokens, positions and pool rows of the chunks to the given lists."""
         groups, size = [], self.allocator.block_size
         index = 0
@@ -260,7 +266,10 @@ class Scheduler:
             first = chunks[index]
             shape = (first.end - first.start, first.start)
             members = []
-            while index < len(chunks) and (chunks[index].end - chunks[index].start, chunks[index].start) == shape:
+            while (
+                index < len(chunks)
+                and (chunks[index].end - chunks[index].start, chunks[index].start) == shape
+            ):
                 members.append(chunks[index])
                 index += 1
             all_rows = []
@@ -281,7 +290,9 @@ class Scheduler:
             return PrefillGroup(start, len(members), num_new, 0, None, None)
         shape = (num_new, num_cached + num_new)
         mask = torch.full(shape, float("-inf"), dtype=self.dtype, device=self.device).triu_(num_cached + 1)
-        return PrefillGroup(start, len(members), num_new, num_cached, self._tensor(np.concatenate(all_rows)), mask)
+        return PrefillGroup(
+            start, len(members), num_new, num_cached, self._tensor(np.concatenate(all_rows)), mask
+        )
 
     def _sample_rows(self, samplers: list[Sequence]) -> SampleRows:
         table = self._slots
@@ -312,7 +323,9 @@ class Scheduler:
         for chunk in done.chunks:
             sequence = chunk.sequence
             sequence.num_computed = chunk.end
-            if sequence.epoch == self.allocator.epoch:  # siblings that wait share these pages from the next pass on
+            if (
+                sequence.epoch == self.allocator.epoch
+            ):  # siblings that wait share these pages from the next pass on
                 self.allocator.keep(sequence.blocks, sequence.tokens[: chunk.end])
         for sequence in done.samplers[: done.num_decoding]:
             sequence.num_computed += 1

@@ -19,7 +19,14 @@ from slime.engines.embedded.loop import EngineLoop
 from slime.engines.embedded.requests import BadRequest, Limits, RequestReader, answer_json
 from slime.engines.embedded.sequence import Sequence
 from slime.engines.embedded.update_groups import GroupPlace, UpdateGroups, read_bucket
-from slime.engines.embedded.weights import BadWeights, DiskSource, GroupSource, SharedMemorySource, Source, WeightStore
+from slime.engines.embedded.weights import (
+    BadWeights,
+    DiskSource,
+    GroupSource,
+    SharedMemorySource,
+    Source,
+    WeightStore,
+)
 from slime.utils.http_utils import CLIENT
 from slime.wire.control import PAUSE_MODES, TAGS
 from slime.wire.dialects import EMBEDDED
@@ -63,7 +70,9 @@ class Server:
         self.loop = EngineLoop(self.engine)
 
     def make_app(self) -> web.Application:
-        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._ask_for_token, _errors_as_json])
+        app = web.Application(
+            client_max_size=_MAX_BODY_BYTES, middlewares=[self._ask_for_token, _errors_as_json]
+        )
         app.on_startup.append(self.start)
         both: dict[str, Callable[[web.Request], Awaitable[web.StreamResponse]]] = {
             "/health": self.health,
@@ -114,7 +123,9 @@ class Server:
         if self.engine.awaiting_weights:
             return _error(503, "the engine waits for its first weights")
         if self.engine.released:
-            return _error(503, f"memory is released ({sorted(self.engine.released)}): call /resume_memory_occupation")
+            return _error(
+                503, f"memory is released ({sorted(self.engine.released)}): call /resume_memory_occupation"
+            )
         body = await _read_json(request)
         self._check_adapter(body.pop("lora_path", None))
         sequences, is_list = await self._read(body, request.content_length)
@@ -157,7 +168,9 @@ class Server:
                 self.loop.forget(sequence)
 
     async def _stream(self, request: web.Request, sequence: Sequence) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        )
         listener = self.loop.submit(sequence)
         try:
             finished = False
@@ -218,7 +231,11 @@ class Server:
                 await asyncio.sleep(0.01)
             return web.Response()
         probe, _ = self.reader.read(
-            {"input_ids": [0], "rid": f"health-{time.monotonic_ns()}", "sampling_params": {"max_new_tokens": 1}}
+            {
+                "input_ids": [0],
+                "rid": f"health-{time.monotonic_ns()}",
+                "sampling_params": {"max_new_tokens": 1},
+            }
         )
         try:
             await self._finish(probe)
@@ -440,7 +457,13 @@ def _tags(body: dict[str, Any]) -> list[str]:
 
 def _updated(version: str, count: int, nbytes: int, checksum: int | None) -> web.Response:
     message = f"{count} tensors are now version {version}"
-    answer = {"success": True, "message": message, "weight_version": version, "num_tensors": count, "nbytes": nbytes}
+    answer = {
+        "success": True,
+        "message": message,
+        "weight_version": version,
+        "num_tensors": count,
+        "nbytes": nbytes,
+    }
     return web.json_response({**answer, "checksum": checksum})
 
 

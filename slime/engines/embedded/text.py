@@ -22,7 +22,9 @@ class Detokenizer:
             tokenizer = AutoTokenizer.from_pretrained(model_path)
         except (OSError, ValueError):
             return cls(None)
-        tokenizer("a")  # what a file says about truncation is put aside now, and not while another thread decodes
+        tokenizer(
+            "a"
+        )  # what a file says about truncation is put aside now, and not while another thread decodes
         return cls(tokenizer)
 
     @property

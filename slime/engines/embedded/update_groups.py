@@ -39,7 +39,10 @@ class GroupPlace:
         numbers = [body.get(key) for key in ("master_port", "rank_offset", "world_size")]
         if not all(isinstance(text, str) and text for text in texts):
             raise BadRequest("group_name and master_address must be strings")
-        if not all(type(number) is int and 0 < number < 1 << 16 for number in numbers) or numbers[1] >= numbers[2]:
+        if (
+            not all(type(number) is int and 0 < number < 1 << 16 for number in numbers)
+            or numbers[1] >= numbers[2]
+        ):
             raise BadRequest(
                 "master_port, rank_offset and world_size must be integers below 65536, 0 < rank_offset < world_size"
             )
@@ -62,10 +65,16 @@ class UpdateGroups:
         if place.address == LOOPBACK:
             stay_on_loopback()
         try:
-            store = dist.TCPStore(place.address, place.port, place.world_size, False, _TIMEOUT, wait_for_workers=False)
-            group = group_beside_the_default(store, place.rank, place.world_size, place.backend, place.name, _TIMEOUT)
+            store = dist.TCPStore(
+                place.address, place.port, place.world_size, False, _TIMEOUT, wait_for_workers=False
+            )
+            group = group_beside_the_default(
+                store, place.rank, place.world_size, place.backend, place.name, _TIMEOUT
+            )
         except (RuntimeError, ValueError, TypeError) as error:
-            raise BadWeights(f"{place.name} at {place.address}:{place.port} cannot be joined: {error}") from error
+            raise BadWeights(
+                f"{place.name} at {place.address}:{place.port} cannot be joined: {error}"
+            ) from error
         device = self._device if place.backend == "nccl" else torch.device("cpu")
         self._groups[place.name] = (group, device)
 
@@ -76,17 +85,23 @@ class UpdateGroups:
             dist.destroy_process_group(held[0])
         return held is not None
 
-    def receive(self, name: Any, bucket: list[tuple[str, torch.dtype, tuple[int, ...]]]) -> dict[str, torch.Tensor]:
+    def receive(
+        self, name: Any, bucket: list[tuple[str, torch.dtype, tuple[int, ...]]]
+    ) -> dict[str, torch.Tensor]:
         """The tensors that rank 0 broadcasts, in the order of `bucket`: (name, dtype, shape) of each."""
         if not isinstance(name, str) or name not in self._groups:
             raise BadRequest(f"{shown(name)} is not a group of this engine, which has {sorted(self._groups)}")
         group, device = self._groups[name]
         try:
-            tensors = {tensor: torch.empty(shape, dtype=dtype, device=device) for tensor, dtype, shape in bucket}
+            tensors = {
+                tensor: torch.empty(shape, dtype=dtype, device=device) for tensor, dtype, shape in bucket
+            }
         except (RuntimeError, TypeError, OverflowError) as error:
             raise BadWeights(f"there is no room for a bucket of {len(bucket)} tensors: {error}") from error
         try:
-            handles = [dist.broadcast(tensor, src=0, group=group, async_op=True) for tensor in tensors.values()]
+            handles = [
+                dist.broadcast(tensor, src=0, group=group, async_op=True) for tensor in tensors.values()
+            ]
             for handle in handles:
                 handle.wait()
         except RuntimeError as error:
@@ -108,4 +123,6 @@ def read_bucket(body: Mapping[str, Any]) -> list[tuple[str, torch.dtype, tuple[i
         raise BadRequest(f"dtype {shown(unknown[0])}: expected one of {sorted(DTYPES)}")
     if not all(isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape) for shape in shapes):
         raise BadRequest("a shape must be a list of integers, none below zero")
-    return [(name, DTYPES[dtype], tuple(shape)) for name, dtype, shape in zip(names, dtypes, shapes, strict=True)]
+    return [
+        (name, DTYPES[dtype], tuple(shape)) for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
+    ]

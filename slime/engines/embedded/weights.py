@@ -71,7 +71,9 @@ def _open_verified(bucket) -> shm.Segment:
     except (OSError, ValueError) as error:
         raise BadWeights(f"segment {bucket.segment} cannot be opened: {error}") from error
     if segment.nbytes < bucket.nbytes:
-        raise BadWeights(f"segment {bucket.segment} has {segment.nbytes} bytes, the manifest says {bucket.nbytes}")
+        raise BadWeights(
+            f"segment {bucket.segment} has {segment.nbytes} bytes, the manifest says {bucket.nbytes}"
+        )
     found = byte_checksum(segment.buffer[: bucket.nbytes])
     if found != bucket.checksum:
         raise BadWeights(
@@ -136,7 +138,9 @@ def _indexed_names(index: Path) -> list[str]:
         raise BadWeights(f"{index} has {index.stat().st_size} bytes: that is no index of a checkpoint")
     data = json.loads(index.read_text(encoding="utf-8"))
     names = data.get("weight_map") if isinstance(data, dict) else None
-    if not isinstance(names, dict) or not all(isinstance(n, str) and Path(n).name == n for n in names.values()):
+    if not isinstance(names, dict) or not all(
+        isinstance(n, str) and Path(n).name == n for n in names.values()
+    ):
         raise BadWeights(f"{index} has no weight_map of file names in its folder")
     return sorted(set(names.values()))
 
@@ -214,7 +218,9 @@ class WeightStore:
         self.check_part(source)
         missing = self.missing(set(self._plain(source).shapes))
         if missing:
-            raise BadWeights(f"{len(missing)} parameters are missing from the update, the first is {missing[0]}")
+            raise BadWeights(
+                f"{len(missing)} parameters are missing from the update, the first is {missing[0]}"
+            )
 
     def missing(self, given: set[str]) -> list[str]:
         """Names of parameters that have not come when the `given` names have; of tied ones any will do."""
@@ -227,7 +233,9 @@ class WeightStore:
         source, parameters = self._plain(source), self._parameters()
         for name, shape in source.shapes.items():
             if name not in parameters:
-                raise BadWeights(f"tensor {name} is not a parameter of this model ({type(self._model).__name__})")
+                raise BadWeights(
+                    f"tensor {name} is not a parameter of this model ({type(self._model).__name__})"
+                )
             if tuple(parameters[name].shape) != shape:
                 raise BadWeights(
                     f"tensor {name} has shape {list(shape)}, the model's is {list(parameters[name].shape)}"
@@ -243,7 +251,9 @@ class WeightStore:
         for name, tensor in self._plain(source).tensors():
             wanted = parameters[name].dtype
             if tensor.is_floating_point() != wanted.is_floating_point:
-                raise BadWeights(f"tensor {name} is of {tensor.dtype}, the model's of {wanted}: nothing is changed")
+                raise BadWeights(
+                    f"tensor {name} is of {tensor.dtype}, the model's of {wanted}: nothing is changed"
+                )
             refuse_non_finite(name, tensor, wanted)
 
     @torch.no_grad()
@@ -275,7 +285,9 @@ class WeightStore:
 def refuse_non_finite(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
     """`dtype`: what it becomes."""
     if not is_finite(tensor, dtype):
-        raise BadWeights(f"tensor {name} has values that are not finite numbers (in {dtype}): nothing is changed")
+        raise BadWeights(
+            f"tensor {name} has values that are not finite numbers (in {dtype}): nothing is changed"
+        )
 
 
 def _experts(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:

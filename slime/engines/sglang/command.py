@@ -37,8 +37,24 @@ class SGLangOptions:
 def server_words(options: SGLangOptions) -> list[str]:
     """The server's own command line; the ports are left for the supervisor to fill in."""
     given = {word for word in options.extra if word.startswith("--")}
-    words = ["--model-path", options.model_path, "--host", options.host, "--port", PORT, "--nccl-port", NCCL_PORT]
-    words += ["--dtype", options.dtype, "--random-seed", str(options.seed), "--weight-version", options.weight_version]
+    words = [
+        "--model-path",
+        options.model_path,
+        "--host",
+        options.host,
+        "--port",
+        PORT,
+        "--nccl-port",
+        NCCL_PORT,
+    ]
+    words += [
+        "--dtype",
+        options.dtype,
+        "--random-seed",
+        str(options.seed),
+        "--weight-version",
+        options.weight_version,
+    ]
     words += ["--tp-size", str(options.tensor_parallel)]
     if options.cpu:
         words += _CPU_WORDS
@@ -54,7 +70,15 @@ def sglang_command(options: SGLangOptions) -> Callable[[int, Path, int], list[st
 
     def command(port: int, ready_file: Path, life_fd: int) -> list[str]:
         # -P: the folder of these scripts must not be on the path, where its file names could hide other modules.
-        supervisor = [sys.executable, "-P", str(_HERE / "supervisor.py"), "--host", options.host, "--port", str(port)]
+        supervisor = [
+            sys.executable,
+            "-P",
+            str(_HERE / "supervisor.py"),
+            "--host",
+            options.host,
+            "--port",
+            str(port),
+        ]
         supervisor += ["--ready-file", str(ready_file), "--life-fd", str(life_fd), "--"]
         return [*supervisor, options.python, "-P", str(_HERE / "launch.py"), *server_words(options)]
 

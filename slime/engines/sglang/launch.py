@@ -71,7 +71,9 @@ def _without_pinning(make):
 def spread_over_cores(ranks):
     """SGLang gives each rank a NUMA node, and refuses more ranks than nodes unless it is told which cores are whose."""
     cores = sorted(os.sched_getaffinity(0))
-    shares = [cores[i * len(cores) // ranks : (i + 1) * len(cores) // ranks] or cores[:1] for i in range(ranks)]
+    shares = [
+        cores[i * len(cores) // ranks : (i + 1) * len(cores) // ranks] or cores[:1] for i in range(ranks)
+    ]
     os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
 
 

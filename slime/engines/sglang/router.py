@@ -101,7 +101,9 @@ class SGLangRouter:
         """An engine is back; a router that is down itself learns it when it comes up."""
         with self._changing:
             self.enroll(server)
-            self._quietly(lambda: run(http_utils.post(f"{self.url}/workers", _registration(server), max_retries=3)))
+            self._quietly(
+                lambda: run(http_utils.post(f"{self.url}/workers", _registration(server), max_retries=3))
+            )
 
     def remove(self, url: str) -> None:
         with self._changing:
@@ -124,7 +126,9 @@ class SGLangRouter:
             for registration in self._workers.values():
                 run(http_utils.post(f"{self.url}/workers", registration, max_retries=3))
         # Registration goes on after the answer: only now would requests find a worker.
-        waits.until(self._knows_all, "registration of engines at the router", _REGISTER_DEADLINE_S, interval_s=_POLL_S)
+        waits.until(
+            self._knows_all, "registration of engines at the router", _REGISTER_DEADLINE_S, interval_s=_POLL_S
+        )
         self._serves = True
 
     def _end_silent(self, place: int, why: str) -> None:

@@ -70,7 +70,9 @@ class Supervisor:
 
     def _serve_once(self) -> int:
         wanted = {PORT: self._options.port, NCCL_PORT: 0, BOOTSTRAP_PORT: 0}
-        held = {word: self._hold(port) for word, port in wanted.items() if word in (PORT, *self._options.command)}
+        held = {
+            word: self._hold(port) for word, port in wanted.items() if word in (PORT, *self._options.command)
+        }
         holds, port = list(held.values()), held[PORT].port
         words = {word: str(hold.port) for word, hold in held.items()}
         self._workers = set()
@@ -122,7 +124,9 @@ class Supervisor:
             # Polls are counted, not seconds: when this process was stopped with the others, they go on together.
             stopped_polls = stopped_polls + 1 if "T" in (*states, _state(self._server.pid)) else 0
             if stopped_polls > self._options.stopped_limit_s / _POLL_S:
-                print("supervisor: the server or a worker of it is stopped (SIGSTOP); it is ended", flush=True)
+                print(
+                    "supervisor: the server or a worker of it is stopped (SIGSTOP); it is ended", flush=True
+                )
                 self._end_group()
             time.sleep(_POLL_S)
         return code
@@ -222,7 +226,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--probe", default="/health_generate", help="what answers 200 once it serves")
     parser.add_argument("--ready-file", required=True)
     parser.add_argument("--life-fd", type=int, required=True)
-    parser.add_argument("--stopped-limit-s", type=float, default=10.0, help="a stopped server is ended after this")
+    parser.add_argument(
+        "--stopped-limit-s", type=float, default=10.0, help="a stopped server is ended after this"
+    )
     parser.add_argument("command", nargs="+", help="the server's command line, after --")
     return Supervisor(parser.parse_args(argv)).run()
 

@@ -22,7 +22,9 @@ def check_reward_nonzero_std(args: Any, samples: Sequence[Any], **kwargs: Any) -
     return DynamicFilterOutput(keep=False, reason=reason)
 
 
-def check_reward_nonzero_std_with_fallback(args: Any, samples: Sequence[Any], **kwargs: Any) -> DynamicFilterOutput:
+def check_reward_nonzero_std_with_fallback(
+    args: Any, samples: Sequence[Any], **kwargs: Any
+) -> DynamicFilterOutput:
     """Like `check_reward_nonzero_std`, but a group of equal rewards still fills a batch that would come up short."""
     output = check_reward_nonzero_std(args, samples, **kwargs)
     if not output.keep and output.reason != "no_scored_sample":

@@ -22,8 +22,30 @@ _KEPT = frozenset({"<think>", "</think>"})
 _MIN_LENGTH = 3  # a pad token of "!" is also the punctuation of answers
 # Tokens that end a turn or a text and do not have the usual shape <|...|>.
 _ODD_ENDS = (
-    *("</s>", "<s>", "<eos>", "<bos>", "<pad>", "<unk>", "<end_of_turn>", "<start_of_turn>", "<turn|>", "<|turn>"),
-    *("[EOS]", "[EOT]", "[PAD]", "[SEP]", "[UNK]", "[|endofturn|]", "[e~[", "]~b]", "<seed:eos>", "<endoftext>"),
+    *(
+        "</s>",
+        "<s>",
+        "<eos>",
+        "<bos>",
+        "<pad>",
+        "<unk>",
+        "<end_of_turn>",
+        "<start_of_turn>",
+        "<turn|>",
+        "<|turn>",
+    ),
+    *(
+        "[EOS]",
+        "[EOT]",
+        "[PAD]",
+        "[SEP]",
+        "[UNK]",
+        "[|endofturn|]",
+        "[e~[",
+        "]~b]",
+        "<seed:eos>",
+        "<endoftext>",
+    ),
 )
 # White space and special tokens of any family, read from the end of a text backwards.
 _TAIL = re.compile(
@@ -86,7 +108,9 @@ def special_tokens_of(hf_checkpoint: str | None) -> frozenset[str]:
     except (OSError, ValueError):
         return frozenset()  # whoever generated without one has no such tokens in the text
     # Not every kind of tokenizer has the table.
-    added = {token.content for token in getattr(tokenizer, "added_tokens_decoder", {}).values() if token.special}
+    added = {
+        token.content for token in getattr(tokenizer, "added_tokens_decoder", {}).values() if token.special
+    }
     tokens = (added | set(tokenizer.all_special_tokens)) - _KEPT
     return frozenset(token for token in tokens if len(token) >= _MIN_LENGTH)
 

@@ -56,7 +56,9 @@ async def batched_async_rm(args: Any, samples: Sequence[Sample], **kwargs: Any) 
 
 def scores_groups(args: Any, samples: Sequence[Sample]) -> bool:
     """Only --group-rm asks for the batch signature; a function named by the sample itself is always single."""
-    return bool(args.group_rm and args.custom_rm_path) and not any(sample.custom_rm_path for sample in samples)
+    return bool(args.group_rm and args.custom_rm_path) and not any(
+        sample.custom_rm_path for sample in samples
+    )
 
 
 def custom_path_of(args: Any, sample: Sample) -> str | None:
@@ -170,7 +172,9 @@ async def _deepscaler(args: Any, sample: Sample, response: str) -> Any:
 async def _dapo(args: Any, sample: Sample, response: str) -> Any:
     if sample.label in (None, ""):
         return _missing_label("dapo", sample)
-    return await check(args, sample, "math_dapo_utils:compute_score", response, sample.label, wrong=dict(_DAPO_WRONG))
+    return await check(
+        args, sample, "math_dapo_utils:compute_score", response, sample.label, wrong=dict(_DAPO_WRONG)
+    )
 
 
 async def _f1(args: Any, sample: Sample, response: str) -> Any:
@@ -189,7 +193,9 @@ async def _gpqa(args: Any, sample: Sample, response: str) -> Any:
 
 async def _ifbench(args: Any, sample: Sample, response: str) -> Any:
     given = _entries(sample.metadata, "instruction_id_list", "kwargs")
-    return await check(args, sample, "ifbench:compute_ifbench_reward", response, sample.label, given, wrong=0.0)
+    return await check(
+        args, sample, "ifbench:compute_ifbench_reward", response, sample.label, given, wrong=0.0
+    )
 
 
 def _entries(metadata: dict[str, Any], *names: str) -> dict[str, Any]:

@@ -63,7 +63,9 @@ def is_correct_minerva(
     return prediction == _reference(gt), prediction
 
 
-def is_correct_strict_box(pred: str, gt: str, pause_tokens_index: list[int] | None = None) -> tuple[int, str | None]:
+def is_correct_strict_box(
+    pred: str, gt: str, pause_tokens_index: list[int] | None = None
+) -> tuple[int, str | None]:
     """(1 or -1, prediction): only a boxed answer near the end counts, and it must match exactly."""
     if pause_tokens_index is not None:
         if len(pause_tokens_index) != 4:
@@ -77,7 +79,10 @@ def is_correct_strict_box(pred: str, gt: str, pause_tokens_index: list[int] | No
 
 
 def verify(
-    solution_str: str, answer: str, strict_box_verify: bool = False, pause_tokens_index: list[int] | None = None
+    solution_str: str,
+    answer: str,
+    strict_box_verify: bool = False,
+    pause_tokens_index: list[int] | None = None,
 ) -> tuple[bool, str | None]:
     """(correct, prediction) by the strict box, or else by the "Answer:" line."""
     if strict_box_verify:

@@ -24,7 +24,10 @@ def last_boxed_only_string(string: str) -> str | None:
             if brace.end() - 1 in closed:
                 return string[match.start() : closed[brace.end() - 1] + 1]
         elif string.startswith(" ", match.end()):
-            return string[match.start() : match.end()] + _REST_OF_LINE.match(string, match.end()).group().rstrip()
+            return (
+                string[match.start() : match.end()]
+                + _REST_OF_LINE.match(string, match.end()).group().rstrip()
+            )
     return None
 
 
@@ -57,7 +60,9 @@ def mathd_normalize_answer(answer: str | None) -> str | None:
     text = re.sub(r"\\[dt]frac", r"\\frac", text)
     text = re.sub(r"\\(?:text|mbox|mathrm)\s*\{[^{}]*\}\s*$", "", text)  # trailing unit
     text = re.sub(r"^[a-zA-Z]{1,2}\s*=\s*", "", text)  # "x = 3" answers with 3
-    text = re.sub(r"(?<![\d./])(\d+)\s+(\d+)/(\d+)", r"\1\\frac{\2}{\3}", text)  # before spaces go: 2 3/4 is not 23/4
+    text = re.sub(
+        r"(?<![\d./])(\d+)\s+(\d+)/(\d+)", r"\1\\frac{\2}{\3}", text
+    )  # before spaces go: 2 3/4 is not 23/4
     text = re.sub(r"\s+", "", text).rstrip(".")
     text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
     text = re.sub(r"\\sqrt(\w)", r"\\sqrt{\1}", text)

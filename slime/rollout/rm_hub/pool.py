@@ -57,7 +57,8 @@ class CheckPool:
         # Each thread starts and owns one worker. The kernel kills a worker when the thread that started it ends,
         # so the threads last as long as the pool; they are daemons, so a running check never delays our exit.
         self._threads = [
-            threading.Thread(target=self._serve, name=f"reward-check-{i}", daemon=True) for i in range(num_workers)
+            threading.Thread(target=self._serve, name=f"reward-check-{i}", daemon=True)
+            for i in range(num_workers)
         ]
         self._started = False
 
@@ -172,8 +173,12 @@ class _Worker:
             stopped = self._is_stopped()
             self.kill()
             if stopped:
-                return infra_error(f"reward check {function}: its worker was stopped from outside; it was replaced")
-            return too_large(f"timeout: {function} ran longer than --reward-timeout-s {deadline_s:g} and was killed")
+                return infra_error(
+                    f"reward check {function}: its worker was stopped from outside; it was replaced"
+                )
+            return too_large(
+                f"timeout: {function} ran longer than --reward-timeout-s {deadline_s:g} and was killed"
+            )
         return self._judged(function, *self._connection.recv())
 
     def _judged(self, function: str, kind: str, value: Any) -> Any:

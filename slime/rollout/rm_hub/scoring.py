@@ -11,7 +11,14 @@ from typing import Any
 from slime.observability.trace_utils import trace_span
 from slime.rollout.groups import describe_fully
 from slime.rollout.rm_hub.answers import forget_hints, hint_about_ending
-from slime.rollout.rm_hub.hub import CUSTOM_RM, async_rm, batched_async_rm, custom_path_of, rm_type_of, scores_groups
+from slime.rollout.rm_hub.hub import (
+    CUSTOM_RM,
+    async_rm,
+    batched_async_rm,
+    custom_path_of,
+    rm_type_of,
+    scores_groups,
+)
 from slime.rollout.rm_hub.outcomes import RewardConfigError, RewardFailuresExceeded, judge, settle_reward
 from slime.utils.errors import RunStopped
 from slime.utils.plugin_errors import may_pass, place_of, wrong_return
@@ -76,7 +83,9 @@ async def _guarded(call: Coroutine[Any, Any, Any], custom_path: str | None) -> A
     except asyncio.CancelledError:
         if asyncio.current_task().cancelling():
             raise  # it is this task that is to end
-        return infra_error("the reward function raised CancelledError: a task that it waited for was cancelled")
+        return infra_error(
+            "the reward function raised CancelledError: a task that it waited for was cancelled"
+        )
     except Exception as error:
         if isinstance(error, RunStopped) or not may_pass(error):
             raise
@@ -91,10 +100,10 @@ def _judged(args: Any, sample: Sample, value: Any, evaluation: bool) -> Any:
         return outcome
     path = custom_path_of(args, sample)
     if path is not None:
-        expected = (
-            "Return a finite number, a dict with one, or invalid(reason) or infra_error(reason) of slime.utils.types"
+        expected = "Return a finite number, a dict with one, or invalid(reason) or infra_error(reason) of slime.utils.types"
+        wrong_return(
+            CUSTOM_RM, path, f"returned no score: {outcome.reason}. {expected}.", describe_fully(sample)
         )
-        wrong_return(CUSTOM_RM, path, f"returned no score: {outcome.reason}. {expected}.", describe_fully(sample))
     if rm_type_of(args, sample).removeprefix("boxed_") == "remote_rm":
         return outcome  # the judge's, who may know better the next time
     raise RewardConfigError(f"--rm-type {rm_type_of(args, sample)}: {outcome.reason}")
@@ -117,7 +126,9 @@ async def _with_retries(
 def _worth_retrying(args: Any, sample: Sample, failure: RewardFailure) -> bool:
     """What broke may work the next time; an answer that cannot be judged stays one. A remote judge was asked often enough."""
     custom = custom_path_of(args, sample) is not None
-    return failure.kind == "infra_error" and (custom or rm_type_of(args, sample).removeprefix("boxed_") != "remote_rm")
+    return failure.kind == "infra_error" and (
+        custom or rm_type_of(args, sample).removeprefix("boxed_") != "remote_rm"
+    )
 
 
 def _conclude(args: Any, sample: Sample, outcome: Any, evaluation: bool) -> None:

@@ -94,7 +94,9 @@ def encode(old: np.ndarray, new: np.ndarray, itemsize: int, encoding: str) -> tu
     if not dense:
         gaps = np.diff(positions, prepend=0).astype(_gap_type(after.size))
         parts += [positions.size.to_bytes(_COUNT_BYTES, "little"), _to_planes(gaps)]
-    return positions.size, _zstd().ZstdCompressor(level=_ZSTD_LEVEL).compress(b"".join([*parts, _to_planes(values)]))
+    return positions.size, _zstd().ZstdCompressor(level=_ZSTD_LEVEL).compress(
+        b"".join([*parts, _to_planes(values)])
+    )
 
 
 def apply(payload: bytes, data: np.ndarray, itemsize: int, encoding: str) -> None:
@@ -104,7 +106,9 @@ def apply(payload: bytes, data: np.ndarray, itemsize: int, encoding: str) -> Non
     try:
         where, values = _read_dense(raw, elements) if raw[0] == _DENSE else _read_sparse(raw, elements)
     except (IndexError, ValueError) as error:
-        raise DeltaError(f"its payload does not fit a tensor of {elements.size} elements ({error})") from error
+        raise DeltaError(
+            f"its payload does not fit a tensor of {elements.size} elements ({error})"
+        ) from error
     if encoding == "xor":
         elements[where] ^= values
     else:
@@ -114,7 +118,9 @@ def apply(payload: bytes, data: np.ndarray, itemsize: int, encoding: str) -> Non
 def _decompress(payload: bytes, limit: int) -> bytes:
     zstandard = _zstd()
     try:
-        size = zstandard.frame_content_size(payload)  # asked first: a damaged size must not ask for all memory
+        size = zstandard.frame_content_size(
+            payload
+        )  # asked first: a damaged size must not ask for all memory
         if not 0 < size <= limit:
             raise DeltaError(f"its payload claims {size} bytes, and at most {limit} make sense")
         return zstandard.ZstdDecompressor().decompress(payload)

@@ -209,7 +209,9 @@ class LocalCopy:
         held = route.full is None and state is not None
         try:
             with room_for(f"weights {target}", self._folder, "--update-weight-local-checkpoint-dir"):
-                base = self._folder / state["folder"] if held else self._fetch_full(route.full, source, staging)
+                base = (
+                    self._folder / state["folder"] if held else self._fetch_full(route.full, source, staging)
+                )
                 steps = _Steps.read(route, source, state["version"] if held else None, staging / "fetched")
                 with _closing(steps), worker_pool() as pool:
                     _rewrite(base, staging / "new", steps, pool, link=held)
@@ -240,7 +242,9 @@ class LocalCopy:
         """Folders called `weights-...` are removed one by one here, so they must be ours."""
         strange = next(self._folder.glob("weights-*"), None)
         if strange is not None and not (self._folder / _LOCK).exists():
-            raise DeltaError(f"{self._folder} holds {strange.name}, which is no copy of ours; give an empty folder.")
+            raise DeltaError(
+                f"{self._folder} holds {strange.name}, which is no copy of ours; give an empty folder."
+            )
 
     def _tidy(self, keep: str | None) -> None:
         """Before a new version: the one before the current is loaded by nobody any more."""
@@ -251,7 +255,9 @@ class LocalCopy:
     @contextlib.contextmanager
     def _locked(self, deadline_s: float) -> Iterator[None]:
         with open(self._folder / _LOCK, "w") as file:
-            waits.until(lambda: _try_lock(file.fileno()), f"the copy of weights in {self._folder}", deadline_s)
+            waits.until(
+                lambda: _try_lock(file.fileno()), f"the copy of weights in {self._folder}", deadline_s
+            )
             yield  # closing the file gives the lock back
 
 
@@ -386,7 +392,9 @@ def _rewrite(
         raise _Broken(steps.last_entry, f"made for other weights: there is no {missing[0]} here")
 
 
-def _builder(path: Path, regions: Mapping[str, tuple[int, int]], steps: _Steps, finals: Mapping[str, TensorRecord]):
+def _builder(
+    path: Path, regions: Mapping[str, tuple[int, int]], steps: _Steps, finals: Mapping[str, TensorRecord]
+):
     """name -> the tensor's bytes in the last version."""
     checksum = checksum_function(steps.last.checksum)
 
@@ -395,7 +403,8 @@ def _builder(path: Path, regions: Mapping[str, tuple[int, int]], steps: _Steps, 
         final = finals[name]
         if nbytes != final.nbytes:
             raise _Broken(
-                steps.last_entry, f"made for other weights: {name} has {nbytes} bytes here, not {final.nbytes}"
+                steps.last_entry,
+                f"made for other weights: {name} has {nbytes} bytes here, not {final.nbytes}",
             )
         data = np.fromfile(path, np.uint8, nbytes, offset=start)
         for step in steps.deltas:
@@ -422,7 +431,9 @@ def read_header(path: Path) -> tuple[bytes, dict[str, tuple[int, int]]]:
             raise DeltaError(f"{path.name} is not a safetensors file")
         text = file.read(length)
     try:
-        table = {name: row["data_offsets"] for name, row in json.loads(text).items() if name != "__metadata__"}
+        table = {
+            name: row["data_offsets"] for name, row in json.loads(text).items() if name != "__metadata__"
+        }
     except (ValueError, KeyError, TypeError) as error:
         raise DeltaError(f"{path.name} is not a safetensors file ({error})") from error
     places = sorted((start, end, name) for name, (start, end) in table.items())

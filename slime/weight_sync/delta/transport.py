@@ -70,13 +70,17 @@ class DeltaSender:
         check_installed(options.delta.checksum)
         self._options, self._delta, self._folder = options, options.delta, options.folder
         self._checksum = checksum_function(options.delta.checksum)
-        self._known: dict[str, torch.Tensor] = {}  # the bytes of `_version`, or of the version that is being sent
+        self._known: dict[
+            str, torch.Tensor
+        ] = {}  # the bytes of `_version`, or of the version that is being sent
         self._sums: dict[str, str] = {}
         self._version: str | None = None  # None: nothing is published, or a push is under way
         self._base: str | None = None
         self._records: list[TensorRecord] = []
         self._index: list[Entry] = []
-        self._state = threading.Lock()  # guards all of the above between the caller and the thread of full copies
+        self._state = (
+            threading.Lock()
+        )  # guards all of the above between the caller and the thread of full copies
         self._pool = worker_pool()
         self._closing = threading.Event()
         self._background: threading.Thread | None = None
@@ -141,7 +145,9 @@ class DeltaSender:
         num_elements = sum(record.nbytes // record.itemsize for record in records)
         metrics = {"perf/update_weights_wire_bytes": entry.nbytes}
         if entry.base is not None:
-            metrics["perf/update_weights_density"] = sum(r.num_changed for r in records) / max(1, num_elements)
+            metrics["perf/update_weights_density"] = sum(r.num_changed for r in records) / max(
+                1, num_elements
+            )
         published = Published(self._folder, self._delta.local, self._delta.agents)
         written = self._folder / entry.folder
         return Parcel(version, DELTA.name, len(records), nbytes, None, published, metrics, written)
@@ -186,7 +192,9 @@ class DeltaSender:
         ]
         return self._rename(staging, "full", version, None, records)
 
-    def _rename(self, staging: Path, kind: str, version: str, base: str | None, records: list[TensorRecord]) -> Entry:
+    def _rename(
+        self, staging: Path, kind: str, version: str, base: str | None, records: list[TensorRecord]
+    ) -> Entry:
         files = {path.name: path.stat().st_size for path in sorted(staging.iterdir())}
         manifest = Manifest(version, base, self._delta.encoding, self._delta.checksum, files, tuple(records))
         replace_text(staging / MANIFEST, manifest.to_json())
@@ -216,7 +224,9 @@ class DeltaSender:
 
         Of the versions up to the full copy they start from, only the step to it stays: for those one version behind.
         """
-        fulls = [i for i, entry in enumerate(self._index) if entry.base is None and entry.version != self._version]
+        fulls = [
+            i for i, entry in enumerate(self._index) if entry.base is None and entry.version != self._version
+        ]
         if not fulls:
             return []
         start = self._index[fulls[-1]]

@@ -139,7 +139,9 @@ def publisher_app(folder: Path) -> web.Application:
         return web.json_response({"success": True})
 
     app = web.Application()
-    app.add_routes([web.get(f"/{INDEX}", index), web.get("/{folder}/{file}", file), web.post("/want_full", want_full)])
+    app.add_routes(
+        [web.get(f"/{INDEX}", index), web.get("/{folder}/{file}", file), web.post("/want_full", want_full)]
+    )
     return app
 
 

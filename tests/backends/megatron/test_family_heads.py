@@ -43,7 +43,9 @@ def train_heads(rank: int, world_size: int, cases: dict[str, tuple[str, dict]]) 
         mbs = build_micro_batches(samples_to_batch(args, samples_of_tests()), [[0, 3, 4], [1, 2], [5]])
         nothing = Loss(fn=lambda out, mb: (0.0 * out.log_probs.sum(), {}))
         backend.args.lr = 0.0
-        found["loss"] = backend.train_step(mbs, nothing, Denominators(rollouts=1, tokens=1.0)).metrics.get("mtp_loss")
+        found["loss"] = backend.train_step(mbs, nothing, Denominators(rollouts=1, tokens=1.0)).metrics.get(
+            "mtp_loss"
+        )
         backend.args.lr = GRPO["lr"]
         batch = samples_to_batch(args, random_samples(5, 3, vocab=127))
         layout, steps = backend.layout, []
@@ -66,7 +68,9 @@ def models(folder):
 
 @pytest.fixture(scope="module")
 def one(folder, models):
-    cases = {name: (models[name], ON) for name in HEADS} | {f"{name} off": (models[name], {}) for name in HEADS}
+    cases = {name: (models[name], ON) for name in HEADS} | {
+        f"{name} off": (models[name], {}) for name in HEADS
+    }
     return in_processes(1, train_heads, folder, cases)
 
 
@@ -81,7 +85,9 @@ def test_loss_of_the_heads_is_that_of_transformers_layers(folder, one, name):
     masks = [torch.tensor(sample.loss_mask) for sample in samples_of_tests()]
     log_probs = heads_log_probs(folder, name)
     expected = -sum((lp.nan_to_num() * mask).sum() for lp, mask in zip(log_probs, masks, strict=True))
-    assert one[name]["loss"] == pytest.approx(float(expected) / sum(int(mask.sum()) for mask in masks), abs=1e-5)
+    assert one[name]["loss"] == pytest.approx(
+        float(expected) / sum(int(mask.sum()) for mask in masks), abs=1e-5
+    )
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -107,7 +113,9 @@ def test_two_ranks_train_the_same_heads(folder, one, two, name):
     family = name.split()[0]
     hub, expected = load_file(folder / family / "model.safetensors"), one[family]
     assert two[name]["loss"] == pytest.approx(expected["loss"], abs=1e-5)
-    for (loss, heads), (expected_loss, expected_heads) in zip(two[name]["steps"], expected["steps"], strict=True):
+    for (loss, heads), (expected_loss, expected_heads) in zip(
+        two[name]["steps"], expected["steps"], strict=True
+    ):
         assert (loss, heads) == pytest.approx((expected_loss, expected_heads), abs=2e-5)
     assert all(torch.equal(tensor, hub[key]) for key, tensor in two[name]["before"].items())
     for key, tensor in expected["after"].items():
@@ -118,7 +126,9 @@ def test_two_ranks_train_the_same_heads(folder, one, two, name):
 
 def test_number_of_heads_that_contradicts_the_checkpoint_names_both(models):
     args = megatron_args(models["mimo"], **ON, megatron_config={"mtp_num_layers": 2})
-    with pytest.raises(ValueError, match=r"--mtp-num-layers is 2, but the config of --hf-checkpoint .* says 1"):
+    with pytest.raises(
+        ValueError, match=r"--mtp-num-layers is 2, but the config of --hf-checkpoint .* says 1"
+    ):
         transformer_config(args, read_hf_config(models["mimo"]), torch.float32, torch.device("cpu"))
 
 

@@ -30,7 +30,12 @@ def compare(rank: int, world_size: int, model: str, cases: dict) -> dict:
     for name, changes in cases.items():
         changes = dict(changes)
         module = fsdp if changes.pop("fsdp", False) else megatron
-        settings = GRPO | {"optimizer": "sgd", "global_batch_size": 8, "logprob_diff_threshold": 0.0, **changes}
+        settings = GRPO | {
+            "optimizer": "sgd",
+            "global_batch_size": 8,
+            "logprob_diff_threshold": 0.0,
+            **changes,
+        }
         args = megatron_args(model, **settings)
         backend = module.create_backend(args, rank=rank, world_size=world_size, device="cpu")
         batch = samples_to_batch(args, random_samples(2, 4, vocab=127))
@@ -38,7 +43,12 @@ def compare(rank: int, world_size: int, model: str, cases: dict) -> dict:
         data = split_for_ranks(args, batch, layout.dp_size, cp_size=layout.cp_size)[layout.dp_rank]
         steps = []
         run_update(
-            backend, args, 0, data, on_step=lambda _, values, steps=steps: steps.append(values), weight_version=1
+            backend,
+            args,
+            0,
+            data,
+            on_step=lambda _, values, steps=steps: steps.append(values),
+            weight_version=1,
         )
         args.logprob_diff_threshold = 0.02
         try:

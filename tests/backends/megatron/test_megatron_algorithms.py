@@ -15,7 +15,12 @@ from trainer_helpers import random_samples
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(1800)]
 
 BASE = dict(
-    lr=0.1, optimizer="sgd", global_batch_size=5, use_dynamic_batch_size=True, max_tokens_per_gpu=40, weight_decay=0.0
+    lr=0.1,
+    optimizer="sgd",
+    global_batch_size=5,
+    use_dynamic_batch_size=True,
+    max_tokens_per_gpu=40,
+    weight_decay=0.0,
 )
 PPO = dict(
     advantage_estimator="ppo",
@@ -35,7 +40,9 @@ ALGORITHMS = {
     "sft": dict(loss_type="sft_loss"),
     "warm sft": dict(loss_type="sft_loss", rollout_temperature=0.7),
     "raw logits": dict(
-        loss_type="custom_loss", custom_loss_function_path=f"{__file__}:nll_of_raw_logits", rollout_temperature=0.7
+        loss_type="custom_loss",
+        custom_loss_function_path=f"{__file__}:nll_of_raw_logits",
+        rollout_temperature=0.7,
     ),
     "opd sampled": dict(OPD, teacher="teacher"),
     "opd full": dict(OPD, opd_kl="full", teacher="teacher", rollout_temperature=0.8),
@@ -52,7 +59,12 @@ LAYOUTS = {
 }
 # Where a head function sees whole samples: refused when arguments are parsed.
 NOT_WITH_CP = ("opd full", "opd full large teacher", "raw logits")
-CASES = [(name, layout) for layout in LAYOUTS for name in ALGORITHMS if not (layout == "cp2" and name in NOT_WITH_CP)]
+CASES = [
+    (name, layout)
+    for layout in LAYOUTS
+    for name in ALGORITHMS
+    if not (layout == "cp2" and name in NOT_WITH_CP)
+]
 
 
 def nll_of_raw_logits(args, batch, logits, reduce):
@@ -148,7 +160,9 @@ def two(folder, models):
 
 def hub_names(weights):
     """The FSDP trainer holds a scalar head in the output matrix's place."""
-    return {("score.weight" if t.shape[0] == 1 and n == "lm_head.weight" else n): t for n, t in weights.items()}
+    return {
+        ("score.weight" if t.shape[0] == 1 and n == "lm_head.weight" else n): t for n, t in weights.items()
+    }
 
 
 def check(found, reference):
@@ -172,7 +186,9 @@ def check(found, reference):
 
 
 def moved(result):
-    return {name for name, tensor in result["after"].items() if not torch.equal(tensor, result["before"][name])}
+    return {
+        name for name, tensor in result["after"].items() if not torch.equal(tensor, result["before"][name])
+    }
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -211,7 +227,9 @@ def refusals(rank, world_size, models):
         "critic": dict(PPO, critic_load=models["large"]),
     }.items():
         try:
-            create_backend(megatron_args(models["qwen3"], **(BASE | settings)), rank=rank, world_size=1, device="cpu")
+            create_backend(
+                megatron_args(models["qwen3"], **(BASE | settings)), rank=rank, world_size=1, device="cpu"
+            )
         except ValueError as error:
             found[name] = str(error)
     return found
@@ -253,7 +271,11 @@ def step_without_tokens(rank, world_size, models):
             after = [exported(one) for one in models_of]
             pairs = [(a[n], b[n]) for a, b in zip(before, after, strict=True) for n in a]
             moved.append(max((x - y).abs().max().item() for x, y in pairs))
-        found[name] = moved, [m.get("train/empty_steps") for m in metrics], [m["train/lr-pg_0"] for m in metrics]
+        found[name] = (
+            moved,
+            [m.get("train/empty_steps") for m in metrics],
+            [m["train/lr-pg_0"] for m in metrics],
+        )
     return found
 
 

@@ -57,7 +57,9 @@ def test_expert_parallel_background_checkpoint_resumes_under_tensor_parallelism(
     check(saved_experts[1]["resumed"], saved_experts[1]["went on"])
 
 
-@pytest.mark.parametrize("layout", [dict(distopt=True), dict(distopt=True, ep=2, pp=2)], ids=["one", "ep2 pp2"])
+@pytest.mark.parametrize(
+    "layout", [dict(distopt=True), dict(distopt=True, ep=2, pp=2)], ids=["one", "ep2 pp2"]
+)
 def test_expert_parallel_checkpoint_resumes_elsewhere(folder, saved_experts, layout):
     model, saved = saved_experts
     ranks = 4 if "ep" in layout else 1
@@ -107,7 +109,9 @@ def other_parameters_train(rank, world_size, model, folder):
     except ValueError as error:
         refused = str(error)
     build(no_load_optim=True).load(folder + "/layer")
-    stacked = {name: value for name, value in dist_checkpoint.METADATA.items() if name != "non_homogeneous_layers"}
+    stacked = {
+        name: value for name, value in dist_checkpoint.METADATA.items() if name != "non_homogeneous_layers"
+    }
     now, dist_checkpoint.METADATA = dist_checkpoint.METADATA, stacked
     whole = build()
     with torch.no_grad():
@@ -119,7 +123,10 @@ def other_parameters_train(rank, world_size, model, folder):
     again = build()
     again.load(folder + "/stacked")
     expected, found = exported(whole), exported(again)
-    return {"refused": refused, "old form": all(torch.equal(found[name], tensor) for name, tensor in expected.items())}
+    return {
+        "refused": refused,
+        "old form": all(torch.equal(found[name], tensor) for name, tensor in expected.items()),
+    }
 
 
 def test_moments_that_were_not_saved_are_named_and_older_checkpoints_are_read(model, tmp_path):
@@ -149,7 +156,9 @@ def without_moments(rank, world_size, model, folder):
     return found
 
 
-def test_moments_and_random_state_may_stay_behind_and_a_reference_comes_from_a_checkpoint(folder, model, saved):
+def test_moments_and_random_state_may_stay_behind_and_a_reference_comes_from_a_checkpoint(
+    folder, model, saved
+):
     found = in_processes(1, without_moments, folder, model, str(folder / "ckpt"))
     assert found == {"step": 3, "moments": [0], "kept seed": True, "reference": True, "own kept": True}
 
@@ -217,10 +226,16 @@ def broken_checkpoints(rank, world_size, model, other, folder):
     backend = create_backend(megatron_args(model, distopt=True), **place)
     key = "model.layers.1.mlp.up_proj.weight"
     return {
-        "other model": message(lambda: create_backend(megatron_args(other), **place).load(Path(folder) / "ckpt")),
+        "other model": message(
+            lambda: create_backend(megatron_args(other), **place).load(Path(folder) / "ckpt")
+        ),
         "missing": message(lambda: backend.load_hf(rewritten("missing", lambda t: t.pop(key)))),
-        "extra": message(lambda: backend.load_hf(rewritten("extra", lambda t: t.update(more=torch.zeros(1))))),
-        "shape": message(lambda: backend.load_hf(rewritten("shape", lambda t: t.update({key: torch.zeros(3, 32)})))),
+        "extra": message(
+            lambda: backend.load_hf(rewritten("extra", lambda t: t.update(more=torch.zeros(1))))
+        ),
+        "shape": message(
+            lambda: backend.load_hf(rewritten("shape", lambda t: t.update({key: torch.zeros(3, 32)})))
+        ),
     }
 
 

@@ -19,7 +19,8 @@ pytestmark = [pytest.mark.megatron, pytest.mark.timeout(1800)]
 BASE = dict(GRPO, optimizer="sgd", weight_decay=0.0, use_dynamic_batch_size=False, max_tokens_per_gpu=None)
 LOSSES = dict(megatron_config={"moe_aux_loss_coeff": 0.5, "moe_z_loss_coeff": 0.01})
 BY_SAMPLE = dict(
-    megatron_config={"moe_aux_loss_coeff": 0.5, "moe_router_load_balancing_type": "seq_aux_loss"}, micro_batch_size=5
+    megatron_config={"moe_aux_loss_coeff": 0.5, "moe_router_load_balancing_type": "seq_aux_loss"},
+    micro_batch_size=5,
 )
 ENGINE = dict(use_rollout_routing_replay=True)
 OLD = dict(use_routing_replay=True)
@@ -58,7 +59,13 @@ def train_case(rank, world_size, model, settings, create):
     data = split_for_ranks(args, batch, layout.dp_size, cp_size=layout.cp_size)[layout.dp_rank]
     steps = []
     run_update(backend, args, 0, data, on_step=lambda index, values: steps.append(values))
-    names = ("train/loss", "train/grad_norm", "train/moe_aux_loss", "train/moe_z_loss", "train/moe_load_max_over_mean")
+    names = (
+        "train/loss",
+        "train/grad_norm",
+        "train/moe_aux_loss",
+        "train/moe_z_loss",
+        "train/moe_load_max_over_mean",
+    )
     return {"steps": [{n: s[n] for n in names if n in s} for s in steps], "after": exported(backend)}
 
 
@@ -102,7 +109,9 @@ def check(found, reference):
         for name, value in expected.items():
             assert step[name] == pytest.approx(value, rel=1e-4, abs=2e-5), name
     for name, tensor in reference["after"].items():
-        torch.testing.assert_close(found["after"][name], tensor, rtol=0, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            found["after"][name], tensor, rtol=0, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES, ids=lambda value: value.replace(" ", "-"))
@@ -116,7 +125,9 @@ def test_load_of_experts_is_that_of_fsdp(one):
 
 
 def test_each_setting_changes_what_is_learned(one):
-    norms = {name: one[name]["steps"][0]["train/grad_norm"] for name in ("plain", "losses", "by sample", "engine")}
+    norms = {
+        name: one[name]["steps"][0]["train/grad_norm"] for name in ("plain", "losses", "by sample", "engine")
+    }
     assert len({round(norm, 4) for norm in norms.values()}) == 4
     # The first step of a replayed old policy is the policy itself; later steps keep to its experts.
     assert one["old"]["steps"][0]["train/grad_norm"] == pytest.approx(norms["plain"], rel=1e-6)
@@ -152,7 +163,9 @@ def formulas(model, samples):
     total = sum(len(sample.tokens) for sample in samples)
     loss = balance = z = 0.0
     for pair in (samples[:2], samples[2:]):
-        logits = [lm(torch.tensor(sample.tokens)[None], output_router_logits=True).router_logits for sample in pair]
+        logits = [
+            lm(torch.tensor(sample.tokens)[None], output_router_logits=True).router_logits for sample in pair
+        ]
         for layer in range(4):
             scores = torch.cat([per_sample[layer] for per_sample in logits])
             count = len(scores)

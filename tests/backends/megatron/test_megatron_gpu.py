@@ -50,7 +50,11 @@ def close(found, expected):
 
 def test_compiled_layers_train_like_megatrons_own_and_like_fsdp(model):
     metrics = {}
-    for name, module, compiled in (("own", megatron, False), ("compiled", megatron, True), ("fsdp", fsdp, False)):
+    for name, module, compiled in (
+        ("own", megatron, False),
+        ("compiled", megatron, True),
+        ("fsdp", fsdp, False),
+    ):
         args = megatron_args(model, compile=compiled, **SETTINGS)
         # One step: Adam's first update has the size of the rate whatever the gradient, so 16-bit noise decides later ones.
         metrics[name] = train(build(module, args), args, 0)

@@ -7,7 +7,12 @@ pytest.importorskip("megatron.core")
 
 from megatron_helpers import make_family, megatron_args
 
-from slime.backends.megatron.config import check_layout, read_hf_config, refuse_unknown_fields, transformer_config
+from slime.backends.megatron.config import (
+    check_layout,
+    read_hf_config,
+    refuse_unknown_fields,
+    transformer_config,
+)
 from slime.backends.megatron.families.base import KINDS, Dims, to_hub, to_local
 
 pytestmark = pytest.mark.megatron
@@ -98,7 +103,11 @@ def test_flags_that_repeat_the_checkpoint_are_welcome(dense, moe):
         "group_query_attention": True,
         "normalization": "RMSNorm",
     }
-    same |= {"untie_embeddings_and_output_weights": True, "qk_layernorm": True, "use_rotary_position_embeddings": True}
+    same |= {
+        "untie_embeddings_and_output_weights": True,
+        "qk_layernorm": True,
+        "use_rotary_position_embeddings": True,
+    }
     experts = {"moe_layer_freq": 1, "moe_router_num_groups": 1, "moe_router_topk": 2, "num_moe_experts": 4}
     for model, fields in ((dense, same), (moe, same | experts)):
         refuse_unknown_fields(fields)
@@ -111,7 +120,9 @@ def test_flags_that_repeat_the_checkpoint_are_welcome(dense, moe):
 
 def test_interleaved_stages_without_overlap_are_refused(dense):
     """Megatron computes a wrong loss there and says nothing."""
-    args = megatron_args(dense, pp=2, vpp=2, megatron_config={"overlap_p2p_comm": False, "batch_p2p_comm": True})
+    args = megatron_args(
+        dense, pp=2, vpp=2, megatron_config={"overlap_p2p_comm": False, "batch_p2p_comm": True}
+    )
     with pytest.raises(ValueError, match="computes a wrong loss without an error"):
         transformer_config(args, read_hf_config(dense), torch.float32, CPU)
 
@@ -132,7 +143,9 @@ def test_unknown_field_is_refused():
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_parts_of_all_ranks_join_to_what_was_cut(kind, size):
     dims = Dims(groups=4, head_dim=2, vocab=7)
-    shapes = {"qkv": [(16, 3), (8, 3), (8, 3)], "gate_up": [(8, 3), (8, 3)], "vocab": [(7, 3)]}.get(kind, [(8, 8)])
+    shapes = {"qkv": [(16, 3), (8, 3), (8, 3)], "gate_up": [(8, 3), (8, 3)], "vocab": [(7, 3)]}.get(
+        kind, [(8, 8)]
+    )
     tensors = [torch.randn(shape) for shape in shapes]
     parts = [to_local(kind, tensors, dims, size, rank) for rank in range(size)]
     assert all(torch.equal(a, b) for a, b in zip(to_hub(kind, parts, dims), tensors, strict=True))

@@ -38,7 +38,11 @@ TWO = {
     "qwen3 cp2 distopt": dict(DIST, cp=2),
     "qwen3 tp2 sp recompute": dict(SGD, tp=2, sp=True, activation_checkpointing="full"),
     "qwen3 tp2 sp parts": dict(
-        SGD, tp=2, sp=True, activation_checkpointing="selective", recompute_modules=["core_attn", "mlp", "layernorm"]
+        SGD,
+        tp=2,
+        sp=True,
+        activation_checkpointing="selective",
+        recompute_modules=["core_attn", "mlp", "layernorm"],
     ),
     "qwen3 pp2 uneven": dict(SGD, pp=2, megatron_config={"num_layers_in_first_pipeline_stage": 1}),
     "qwen3 pp2 pattern": dict(SGD, pp=2, megatron_config={"pipeline_model_parallel_layout": "Ettt|tL"}),
@@ -56,7 +60,9 @@ TWO = {
     "moe tp2 sp ep2": dict(SGD, tp=2, sp=True, ep=2),
     "moe pp2": dict(SGD, pp=2),
     "moe pp2 uneven": dict(SGD, pp=2, megatron_config={"num_layers_in_last_pipeline_stage": 1}),
-    "moe ep2 parts": dict(SGD, ep=2, activation_checkpointing="selective", recompute_modules=["layernorm", "moe"]),
+    "moe ep2 parts": dict(
+        SGD, ep=2, activation_checkpointing="selective", recompute_modules=["layernorm", "moe"]
+    ),
 }
 FOUR = {
     "qwen3 tp2 pp2": dict(SGD, tp=2, pp=2),
@@ -89,7 +95,9 @@ def models(folder):
 
 
 def cases_of(models, table, prefix="", **extra):
-    return {prefix + name: (models[name.split()[0]], {**settings, **extra}) for name, settings in table.items()}
+    return {
+        prefix + name: (models[name.split()[0]], {**settings, **extra}) for name, settings in table.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +131,9 @@ def check(found, reference, *, adam):
         assert torch.equal(found["before"][name], tensor), f"export differs from import: {name}"
     limit = 1e-5 if adam else 1e-6
     for name, tensor in reference["after"].items():
-        torch.testing.assert_close(found["after"][name], tensor, rtol=0, atol=limit, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            found["after"][name], tensor, rtol=0, atol=limit, msg=lambda m, n=name: f"{n}: {m}"
+        )
     moved = max((reference["after"][n] - reference["before"][n]).abs().max() for n in reference["after"])
     assert moved > 1e-3, "the steps must change the weights for this comparison to mean something"
 

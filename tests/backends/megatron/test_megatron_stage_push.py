@@ -103,7 +103,9 @@ def engines(models, names, folder):
     """name of the case -> address of an engine of its model; models without a tokenizer get none."""
     flags = ("--max-running-requests", "2", "--max-total-tokens", "2048", "--dtype", "float32")
     with contextlib.ExitStack() as stack:
-        served = {kind: stack.enter_context(start_engine(Path(models[kind]), folder, *flags))[0] for kind in names}
+        served = {
+            kind: stack.enter_context(start_engine(Path(models[kind]), folder, *flags))[0] for kind in names
+        }
         yield served
 
 
@@ -164,7 +166,11 @@ def test_a_tied_matrix_and_further_heads_are_sent_once_each(two):
     names = [name for name, _ in two["tied pp2"]["whole"]]
     assert names.count("model.embed_tokens.weight") == 1 and "lm_head.weight" not in names
     heads = [
-        stage for stage, _, own in two["mimo pp2"]["stages"] for b in own for name, _ in b if "mtp_layers" in name
+        stage
+        for stage, _, own in two["mimo pp2"]["stages"]
+        for b in own
+        for name, _ in b
+        if "mtp_layers" in name
     ]
     assert heads and set(heads) == {1}, "the last stage holds them"
 

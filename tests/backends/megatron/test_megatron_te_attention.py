@@ -27,15 +27,28 @@ class FakeTransformerEngineAttention(torch.nn.Module):
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, **options):
         super().__init__()
-        known = {"softmax_scale", "k_channels", "v_channels", "cp_comm_type", "pg_collection", "attention_dropout"}
+        known = {
+            "softmax_scale",
+            "k_channels",
+            "v_channels",
+            "cp_comm_type",
+            "pg_collection",
+            "attention_dropout",
+        }
         assert set(options) <= known, options
         assert config.num_query_groups % config.tensor_model_parallel_size == 0
         self.scale = options["softmax_scale"]
         # The real one keeps a state of its own for low precision.
         self.register_buffer("state_of_its_own", torch.zeros(1))
 
-    def forward(self, query, key, value, attention_mask, attn_mask_type, attention_bias=None, packed_seq_params=None):
-        assert attention_mask is None and attn_mask_type.name == "causal" and packed_seq_params.qkv_format == "thd"
+    def forward(
+        self, query, key, value, attention_mask, attn_mask_type, attention_bias=None, packed_seq_params=None
+    ):
+        assert (
+            attention_mask is None
+            and attn_mask_type.name == "causal"
+            and packed_seq_params.qkv_format == "thd"
+        )
         bounds = packed_seq_params.cu_seqlens_q
         assert bounds.dtype == torch.int32 and packed_seq_params.max_seqlen_q == int(bounds.diff().max())
         times = query.shape[1] // key.shape[1]

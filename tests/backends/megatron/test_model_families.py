@@ -118,7 +118,9 @@ def check_training(found, reference):
         assert norm == pytest.approx(expected_norm, rel=1e-4)
     assert found["after"].keys() == reference["after"].keys()
     for key, tensor in reference["after"].items():
-        torch.testing.assert_close(found["after"][key], tensor, rtol=0, atol=2e-6, msg=lambda m, k=key: f"{k}: {m}")
+        torch.testing.assert_close(
+            found["after"][key], tensor, rtol=0, atol=2e-6, msg=lambda m, k=key: f"{k}: {m}"
+        )
     moved = max((reference["after"][k] - reference["before"][k]).abs().max() for k in reference["after"])
     assert moved > 1e-3, "the steps must change the weights for this comparison to mean something"
 
@@ -147,7 +149,10 @@ def test_export_equals_import_bit_for_bit(folder, models, one, two, name):
     assert exported.keys() == hub.keys() - heads and files.keys() == hub.keys()
     assert all(torch.equal(tensor, hub[key]) for key, tensor in (*exported.items(), *files.items()))
     config = json.loads((saved / "config.json").read_text())
-    assert config["model_type"] == json.loads((Path(models[family][0]) / "config.json").read_text())["model_type"]
+    assert (
+        config["model_type"]
+        == json.loads((Path(models[family][0]) / "config.json").read_text())["model_type"]
+    )
 
 
 def biases(rank, world_size, model, other, folder):
@@ -163,7 +168,10 @@ def biases(rank, world_size, model, other, folder):
     mbs = build_micro_batches(samples_to_batch(backend.args, samples_of_tests()), [[0, 3, 4], [1, 2], [5]])
     found = {"before": backend.log_probs(mbs).log_probs}
     backend.load_hf(other, weights="ref")
-    found["live"], found["ref"] = backend.log_probs(mbs).log_probs, backend.log_probs(mbs, weights="ref").log_probs
+    found["live"], found["ref"] = (
+        backend.log_probs(mbs).log_probs,
+        backend.log_probs(mbs, weights="ref").log_probs,
+    )
     found["16 bit"] = {name: tensor.dtype for name, tensor in exported(backend, dtype=torch.bfloat16).items()}
 
     def refusal(change):
@@ -239,7 +247,9 @@ def test_latent_attention_and_biases_resume_under_another_layout(folder, models)
 def test_flag_that_contradicts_the_checkpoint_names_both(models, name, field, value, said):
     args = megatron_args(models[name][0], megatron_config={field: value})
     option = "--" + field.replace("_", "-")
-    with pytest.raises(ValueError, match=f"{option} is {value}, but the config of --hf-checkpoint .* says {said}"):
+    with pytest.raises(
+        ValueError, match=f"{option} is {value}, but the config of --hf-checkpoint .* says {said}"
+    ):
         transformer_config(args, read_hf_config(models[name][0]), torch.float32, torch.device("cpu"))
 
 

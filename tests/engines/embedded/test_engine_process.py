@@ -21,7 +21,9 @@ def tied_folder(tmp_path_factory):
     return make_tiny_model(tmp_path_factory.mktemp("model"), tie_word_embeddings=True, init_std=0.2)
 
 
-def test_an_engine_that_awaits_weights_serves_after_the_first_push_and_dies_with_its_parent(tied_folder, tmp_path):
+def test_an_engine_that_awaits_weights_serves_after_the_first_push_and_dies_with_its_parent(
+    tied_folder, tmp_path
+):
     flags = ("--await-weights", "--weight-version", "run:0", "--max-total-tokens", "4096", "--device", "cpu")
     with start_engine(tied_folder, tmp_path, *flags) as (url, process, life, prefix):
         engine = EngineUnderTest(url, tied_folder, process.pid, prefix)
@@ -55,7 +57,11 @@ def test_an_engine_that_awaits_weights_serves_after_the_first_push_and_dies_with
 def test_an_input_is_scored_as_a_teacher_does_it_and_leaves_nothing_behind(tied_folder, tmp_path):
     sampling = {"max_new_tokens": 0, "temperature": 1.0}
     asked = {"return_logprob": True, "logprob_start_len": 0}
-    with start_engine(tied_folder, tmp_path, "--max-total-tokens", "512", "--device", "cpu") as (url, process, *_):
+    with start_engine(tied_folder, tmp_path, "--max-total-tokens", "512", "--device", "cpu") as (
+        url,
+        process,
+        *_,
+    ):
         engine = EngineUnderTest(url, tied_folder, process.pid, "")
         ids, model = [7, 5, 90, 5, 6, 44], load_model(tied_folder)
         before = engine.generate([5, 6], max_new_tokens=10, temperature=0.0)

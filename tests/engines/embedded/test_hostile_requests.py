@@ -143,8 +143,15 @@ ANSWERED = {
     "every token stops": with_sampling(stop_token_ids=list(range(VOCAB))),
     "stops that never come": with_sampling(stop=["\ud800", "\x00", "x" * 200]),
     "all sampling null": {"input_ids": IDS, "sampling_params": None},
-    "samplings of a batch": {"input_ids": [[5], [6]], "sampling_params": [{"n": 2, "max_new_tokens": 1}, None]},
-    "the same id twice": {"input_ids": [[5], [6]], "rid": ["a", "a"], "sampling_params": {"max_new_tokens": 1}},
+    "samplings of a batch": {
+        "input_ids": [[5], [6]],
+        "sampling_params": [{"n": 2, "max_new_tokens": 1}, None],
+    },
+    "the same id twice": {
+        "input_ids": [[5], [6]],
+        "rid": ["a", "a"],
+        "sampling_params": {"max_new_tokens": 1},
+    },
     "strange id": {"input_ids": [5], "rid": "\ud800\x00/../" * 100, "sampling_params": {"max_new_tokens": 1}},
 }
 
@@ -206,7 +213,10 @@ def test_a_body_that_is_no_request_is_a_400_everywhere(engine, name):
     for endpoint in ("generate", *OTHER_ENDPOINTS):
         status, text = send(engine, endpoint, BODIES[name], **{"Content-Type": "multipart/form-data"})
         # Of such bodies some are objects, only not what this endpoint reads.
-        if name not in ("deep value", "deep sampling_params", "infinity by its digits") or endpoint == "generate":
+        if (
+            name not in ("deep value", "deep sampling_params", "infinity by its digits")
+            or endpoint == "generate"
+        ):
             assert status == 400, (endpoint, status, text)
         assert status < 500
     run(engine.control.resume())
@@ -230,7 +240,10 @@ WRONG_CALLS = {
     "a path of a number": ("update_weights_from_disk", {"model_path": 5}),
     "a group of a list": ("destroy_weights_update_group", {"group_name": []}),
     "an unknown group": ("destroy_weights_update_group", {"group_name": "nobody"}),
-    "names of lists": ("update_weights_from_distributed", {"names": [[]], "dtypes": ["float32"], "shapes": [[1]]}),
+    "names of lists": (
+        "update_weights_from_distributed",
+        {"names": [[]], "dtypes": ["float32"], "shapes": [[1]]},
+    ),
     "dtypes of lists": ("update_weights_from_distributed", {"names": ["a"], "dtypes": [[]], "shapes": [[1]]}),
     "bucket of an unknown group": (
         "update_weights_from_distributed",
@@ -323,7 +336,15 @@ def test_logits_that_are_no_numbers_fail_the_request_and_the_next_weights_serve_
     assert_serves(engine)
 
 
-BAD_FOLDERS = ("fifo", "fifo as index", "index of nonsense", "index outside", "index of a list", "cut", "folder")
+BAD_FOLDERS = (
+    "fifo",
+    "fifo as index",
+    "index of nonsense",
+    "index outside",
+    "index of a list",
+    "cut",
+    "folder",
+)
 
 
 @pytest.mark.parametrize("kind", BAD_FOLDERS)
@@ -389,7 +410,9 @@ def test_a_manifest_that_says_nothing_sound_is_a_400(engine):
             changed = {**sound, "buckets": [bucket, sound["buckets"][1]]}
             for nbytes in (sound["nbytes"], 0, bucket["nbytes"]):
                 status, text = send(
-                    engine, "update_weights_from_shared_memory", json.dumps({**changed, "nbytes": nbytes}).encode()
+                    engine,
+                    "update_weights_from_shared_memory",
+                    json.dumps({**changed, "nbytes": nbytes}).encode(),
                 )
                 assert status == 400, (bucket, status, text)
     assert_serves(engine)
@@ -442,7 +465,9 @@ def test_a_manifest_of_very_many_buckets_is_refused_and_nobody_waits_for_it(engi
             {**bucket, "segment": f"slime-{i}", "tensors": [{**bucket["tensors"][0], "name": f"t{i}"}]}
             for i in range(50_000)
         ]
-        body = json.dumps({**sound, "buckets": buckets, "num_tensors": 50_000, "nbytes": 16 * 50_000}).encode()
+        body = json.dumps(
+            {**sound, "buckets": buckets, "num_tensors": 50_000, "nbytes": 16 * 50_000}
+        ).encode()
         statuses = []
 
         async def post():
@@ -477,7 +502,9 @@ def test_two_pushes_at_once_leave_the_weights_of_one_of_them(engine, folder):
 
 # -- whatever else ----------------------------------------------------------------------------------------------------
 
-numbers = st.one_of(st.integers(), st.integers(-3, 300), st.floats(), st.sampled_from([2**31, 2**63, 2**64, -(2**63)]))
+numbers = st.one_of(
+    st.integers(), st.integers(-3, 300), st.floats(), st.sampled_from([2**31, 2**63, 2**64, -(2**63)])
+)
 scalars = st.one_of(st.none(), st.booleans(), numbers, st.text(max_size=20))
 anything = st.recursive(
     scalars,
@@ -521,7 +548,17 @@ generate_bodies = st.fixed_dictionaries(
 control_bodies = st.dictionaries(
     st.sampled_from(
         (
-            *("mode", "rid", "tags", "model_path", "weight_version", "new_version", "action", "manifest", "version"),
+            *(
+                "mode",
+                "rid",
+                "tags",
+                "model_path",
+                "weight_version",
+                "new_version",
+                "action",
+                "manifest",
+                "version",
+            ),
             *("buckets", "num_tensors", "nbytes", "group_name", "names", "dtypes", "shapes", "lora_name"),
             *("config_dict", "abort_all"),
         )

@@ -130,7 +130,9 @@ def test_a_recorded_row_tells_what_it_was_drawn_from_and_its_log_prob_is_over_th
     logits = torch.randn(4, 12) * 2
     draws = sample(logits, rows(4, **filters, recorded=(0, 2, 3)))
     scaled = logits.double() / filters.get("temperature", 1.0)
-    cuts = {"top_p": 1.0, "top_k": -1, "min_p": 0.0} | {k: v for k, v in filters.items() if k != "temperature"}
+    cuts = {"top_p": 1.0, "top_k": -1, "min_p": 0.0} | {
+        k: v for k, v in filters.items() if k != "temperature"
+    }
     assert set(draws.kept) == {0, 2, 3}
     for row, ids in draws.kept.items():
         assert ids.dtype == np.int32 and ids.tolist() == sorted(slow_kept(scaled[row], **cuts))

@@ -43,8 +43,23 @@ def start(tmp_path):
     def make(taken: int = 0, timeout_s: float = 30.0) -> EngineServer:
         def command(port: int, ready_file: Path, life_fd: int) -> list[str]:
             words = [sys.executable, supervisor.__file__, "--host", "127.0.0.1", "--port", str(port)]
-            words += ["--ready-file", str(ready_file), "--life-fd", str(life_fd), "--stopped-limit-s", "1", "--"]
-            return [*words, sys.executable, str(tmp_path / "server.py"), supervisor.PORT, str(tmp_path), str(taken)]
+            words += [
+                "--ready-file",
+                str(ready_file),
+                "--life-fd",
+                str(life_fd),
+                "--stopped-limit-s",
+                "1",
+                "--",
+            ]
+            return [
+                *words,
+                sys.executable,
+                str(tmp_path / "server.py"),
+                supervisor.PORT,
+                str(tmp_path),
+                str(taken),
+            ]
 
         server = EngineServer(LaunchPlan("engine-0", command, {}, tmp_path / "engine.log", timeout_s))
         started.append(server)
@@ -149,7 +164,9 @@ def test_a_server_that_never_answers_is_given_up_with_its_last_words(start):
 
 
 def test_the_user_s_own_flags_come_last_and_replace_our_limits():
-    options = SGLangOptions("python", "/model", True, "float32", 1, 7, False, extra=["--max-total-tokens", "99"])
+    options = SGLangOptions(
+        "python", "/model", True, "float32", 1, 7, False, extra=["--max-total-tokens", "99"]
+    )
     words = server_words(options)
     assert words[-2:] == ["--max-total-tokens", "99"] and words.count("--max-total-tokens") == 1
     assert words[words.index("--device") + 1] == "cpu" and "--enable-memory-saver" not in words

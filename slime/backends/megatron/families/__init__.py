@@ -21,7 +21,9 @@ MISSING = {
 def family_of(hf_config: Any) -> Family:
     kind = hf_config.model_type
     if kind in MISSING:
-        raise ValueError(f"--train-backend megatron cannot train a {kind} (--hf-checkpoint): {MISSING[kind]}.")
+        raise ValueError(
+            f"--train-backend megatron cannot train a {kind} (--hf-checkpoint): {MISSING[kind]}."
+        )
     if kind not in FAMILIES:
         raise ValueError(
             f"--train-backend megatron knows no model of type {kind!r} (--hf-checkpoint); it knows "

@@ -72,7 +72,9 @@ class Family:
     # Where checkpoints keep heads that predict further tokens: part of the model only where they train, else saved as read.
     heads: str | None = None
     joints: tuple[Rule, ...] = ()  # what such a head has besides a decoder layer
-    branch_norms: bool = False  # attention and MLP outputs are normalised before they join the residual stream
+    branch_norms: bool = (
+        False  # attention and MLP outputs are normalised before they join the residual stream
+    )
 
     @property
     def all_rules(self) -> tuple[Rule, ...]:
@@ -95,7 +97,10 @@ class Family:
         if self.heads is None or not dims.extra_layers:
             return None
         heads = range(dims.extra_layers)
-        numbers = {"beyond": "|".join(str(dims.layers + i) for i in heads), "head": "|".join(str(i) for i in heads)}
+        numbers = {
+            "beyond": "|".join(str(dims.layers + i) for i in heads),
+            "head": "|".join(str(i) for i in heads),
+        }
         escaped = re.escape(self.heads)
         for name, choice in numbers.items():
             escaped = escaped.replace(re.escape("{" + name + "}"), f"(?:{choice})")

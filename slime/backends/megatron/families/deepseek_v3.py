@@ -2,7 +2,15 @@
 
 from typing import Any
 
-from slime.backends.megatron.families.base import DENSE_MLP, NORMS, OUTSIDE, Family, dense_settings, in_layer, joints
+from slime.backends.megatron.families.base import (
+    DENSE_MLP,
+    NORMS,
+    OUTSIDE,
+    Family,
+    dense_settings,
+    in_layer,
+    joints,
+)
 from slime.backends.megatron.families.experts import CORRECTION_BIAS, ROUTED, SHARED, sigmoid_settings
 
 LATENT_ATTENTION = (

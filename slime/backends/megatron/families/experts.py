@@ -11,7 +11,9 @@ ROUTED = (
         ("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight"),
         "gate_up",
     ),
-    in_layer("mlp.experts.local_experts.{expert}.linear_fc2.weight", "mlp.experts.{expert}.down_proj.weight", "row"),
+    in_layer(
+        "mlp.experts.local_experts.{expert}.linear_fc2.weight", "mlp.experts.{expert}.down_proj.weight", "row"
+    ),
 )
 SHARED = (
     in_layer(

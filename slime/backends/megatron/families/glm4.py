@@ -5,7 +5,15 @@ Only a part of each head is rotated; how much, the angles that come with a micro
 
 from typing import Any
 
-from slime.backends.megatron.families.base import ATTENTION, NORMS, OUTSIDE, Family, dense_settings, in_layer, qkv
+from slime.backends.megatron.families.base import (
+    ATTENTION,
+    NORMS,
+    OUTSIDE,
+    Family,
+    dense_settings,
+    in_layer,
+    qkv,
+)
 
 BRANCH_NORMS = (
     in_layer("self_attn_bda.weight", "post_self_attn_layernorm.weight", "replicated"),
@@ -22,5 +30,8 @@ def settings(hf: Any) -> dict[str, Any]:
 
 
 FAMILY = Family(
-    "glm4", settings, (*OUTSIDE, *NORMS, *BRANCH_NORMS, *ATTENTION, qkv("bias"), *FUSED_MLP), branch_norms=True
+    "glm4",
+    settings,
+    (*OUTSIDE, *NORMS, *BRANCH_NORMS, *ATTENTION, qkv("bias"), *FUSED_MLP),
+    branch_norms=True,
 )

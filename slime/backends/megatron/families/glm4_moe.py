@@ -20,7 +20,9 @@ HEADS = "model.layers.{beyond}"
 
 def settings(hf: Any) -> dict[str, Any]:
     return (
-        dense_settings(hf) | sigmoid_settings(hf) | {"add_qkv_bias": hf.attention_bias, "qk_layernorm": hf.use_qk_norm}
+        dense_settings(hf)
+        | sigmoid_settings(hf)
+        | {"add_qkv_bias": hf.attention_bias, "qk_layernorm": hf.use_qk_norm}
     )
 
 

@@ -2,7 +2,15 @@
 
 from typing import Any
 
-from slime.backends.megatron.families.base import ATTENTION, DENSE_MLP, NORMS, OUTSIDE, Family, dense_settings, qkv
+from slime.backends.megatron.families.base import (
+    ATTENTION,
+    DENSE_MLP,
+    NORMS,
+    OUTSIDE,
+    Family,
+    dense_settings,
+    qkv,
+)
 
 
 def settings(hf: Any) -> dict[str, Any]:
