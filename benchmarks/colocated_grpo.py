@@ -1,8 +1,10 @@
-"""A GRPO run with engine and trainer on one device: does the reward move, what does a step cost, how full is the device?
+"""A GRPO run with engine and trainer on one device: does the reward move, what
+does a step cost, how full is the device?
 
-Random weights, so nothing needs a download. The reward is the share of even token ids in the answer: one half by chance, and
-a policy that learns leaves it soon. The run is an ordinary one (`slime train`); this script makes the model, and then reads the
-metrics: reward and loss per step, seconds of each part, and the peak of device memory in each phase.
+Random weights, so nothing needs a download. The reward is the share of even token ids in the answer: one half
+by chance, and a policy that learns leaves it soon. The run is an ordinary one (`slime train`); this script
+makes the model, and then reads the metrics: reward and loss per step, seconds of each part, and the peak of
+device memory in each phase.
 
     python benchmarks/colocated_grpo.py --shape tiny                                          (embedded engine, any machine)
     python benchmarks/colocated_grpo.py --shape 0.6b --engine sglang --sglang-python PATH [--sglang-...]   (one GPU)

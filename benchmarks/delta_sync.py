@@ -1,12 +1,14 @@
 """How much smaller and faster is a push of what changed than a push of everything?
 
-AdamW on fp32 master weights at lr 1e-6, gradients of a language-model loss on random tokens; weights go out in bfloat16. Two
-moments of a run: the first step from a bf16 checkpoint (every master weight lies exactly on a bf16 value, so that only small
-weights move), and a step late in a run (master weights lie anywhere between two bf16 values: they are placed so at random).
-For each encoding: bytes, seconds to encode and write, seconds to bring the copy beside the engine to the new version, against
-a full checkpoint in the same call. The copy must end up with the trainer's bits, or the benchmark fails.
+AdamW on fp32 master weights at lr 1e-6, gradients of a language-model loss on random tokens; weights go out
+in bfloat16. Two moments of a run: the first step from a bf16 checkpoint (every master weight lies exactly on
+a bf16 value, so that only small weights move), and a step late in a run (master weights lie anywhere between
+two bf16 values: they are placed so at random). For each encoding: bytes, seconds to encode and write, seconds
+to bring the copy beside the engine to the new version, against a full checkpoint in the same call. The copy
+must end up with the trainer's bits, or the benchmark fails.
 
-Seconds are CPU seconds of all threads of this process, because the machine may be shared; wall seconds are in the JSON.
+Seconds are CPU seconds of all threads of this process, because the machine may
+be shared; wall seconds are in the JSON.
 
     python benchmarks/delta_sync.py --model-path DIR          (a checkpoint, for example SmolLM2 of the quick start)
     python benchmarks/delta_sync.py                           (random weights in the shape of SmolLM2-135M)
@@ -59,7 +61,7 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-# -- the trainer -----------------------------------------------------------------------------------------------------
+# -- the trainer ---------------------------------------------------------------------------------------------
 
 
 def build_model(options: argparse.Namespace) -> torch.nn.Module:
@@ -104,7 +106,7 @@ def export(model: torch.nn.Module) -> NamedTensors:
     return named
 
 
-# -- measuring -------------------------------------------------------------------------------------------------------
+# -- measuring -----------------------------------------------------------------------------------------------
 
 
 def timed(function: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
@@ -196,7 +198,8 @@ def show(rows: list[dict], num_elements: int, lr: float) -> None:
     for row in rows:
         changed = "" if row["changed"] is None else f"{row['changed']:.3%}"
         print(
-            f"{row['moment']:12s} {row['way']:18s} {changed:>9s} {row['bytes']:>13,} {row['bytes'] / full:>8.2%} "
+            f"{row['moment']:12s} {row['way']:18s} {changed:>9s} {row['bytes']:>13,} "
+            f"{row['bytes'] / full:>8.2%} "
             f"{row['send']['cpu_s']:>8.2f} {row['take']['cpu_s']:>8.2f}"
         )
 

@@ -1,8 +1,9 @@
 """How much faster than `model.generate` in batches is the embedded engine over HTTP?
 
-64 requests with output lengths log-uniform in 8..256, at most 16 running on either side, the quick-start model on a CPU.
-Only useful tokens count: a batch of `generate` runs until its longest request is done, and what it makes for the others
-meanwhile is thrown away. The two sides take turns in one process tree, so that a busy machine slows both.
+64 requests with output lengths log-uniform in 8..256, at most 16 running on either side, the quick-start
+model on a CPU. Only useful tokens count: a batch of `generate` runs until its longest request is done, and
+what it makes for the others meanwhile is thrown away. The two sides take turns in one process tree, so that a
+busy machine slows both.
 
     python benchmarks/engine_throughput.py [--rounds 5] [--threads 1] [--device cpu] [--json out.json]
 """
@@ -169,7 +170,8 @@ def compare(args: argparse.Namespace, url: str, model, requests: list[tuple[list
         walls["embedded engine over HTTP"].append(engine_s)
         walls["model.generate in batches"].append(generate_s)
         ratios.append(generate_s / engine_s)
-    print(f"{len(requests)} requests, {useful} useful tokens, at most {args.max_running} running, {args.device}, "
+    print(f"{len(requests)} requests, {useful} useful tokens, at most {args.max_running} running, "
+          f"{args.device}, "
           f"{args.threads} threads, {args.rounds} rounds")  # fmt: skip
     print(f"{'side':28} {'wall s (median)':>16} {'useful tokens/s':>16}")
     for side, values in walls.items():

@@ -1,8 +1,10 @@
-"""Does an engine in FP8 stay with the policy that it is given? The log-prob difference of engine and trainer over pushes.
+"""Does an engine in FP8 stay with the policy that it is given? The log-prob
+difference of engine and trainer over pushes.
 
-The same GRPO run (colocated_grpo.py), once in 16 bit and then with FP8 engines: from an FP8 folder and from 16-bit weights,
-with weights rounded to the nearest FP8 value and stochastically. A difference that grows with the number of pushes is a policy
-that the engine does not have. Every push is compared with a load of the same weights from files, so what grows is the rounding.
+The same GRPO run (colocated_grpo.py), once in 16 bit and then with FP8 engines: from an FP8 folder and from
+16-bit weights, with weights rounded to the nearest FP8 value and stochastically. A difference that grows with
+the number of pushes is a policy that the engine does not have. Every push is compared with a load of the same
+weights from files, so what grows is the rounding.
 
     python benchmarks/fp8_drift.py --shape 0.6b --engine sglang --sglang-python PATH [--sglang-...]   (one GPU)
     python benchmarks/fp8_drift.py --shape tiny --steps 4                                            (any machine)
@@ -35,7 +37,9 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
 
 
 def measure(name: str, extra: list[str], folder: Path) -> list[dict[str, float]]:
-    """The steps of one run. It may end with an exit status of 1: that only says that the reward has not moved."""
+    """The steps of one run. It may end with an exit status of 1: that
+    only says that the reward has not moved.
+    """
     result = folder / f"{name}.json"
     words = [*CASES[name], "--check-weight-update-equal", "--logprob-diff-threshold", "0", *extra]
     script = str(Path(__file__).with_name("colocated_grpo.py"))

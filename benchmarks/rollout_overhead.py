@@ -1,9 +1,10 @@
 """What does the default rollout function cost beside the bare HTTP it needs?
 
-CPU seconds of this process per sample, with 1k and 10k samples in flight: the whole path (tokenise, request, parse,
-sample, reward, filter) against a bare aiohttp client that posts the same requests and decodes the JSON. Both talk to
-FakeInstantEngine, a process of its own that computes nothing and answers 64 tokens at once, and take turns in one run,
-so that a busy machine slows both. Memory is what Python holds at its peak per sample in flight, in a pass of its own.
+CPU seconds of this process per sample, with 1k and 10k samples in flight: the whole path (tokenise, request,
+parse, sample, reward, filter) against a bare aiohttp client that posts the same requests and decodes the
+JSON. Both talk to FakeInstantEngine, a process of its own that computes nothing and answers 64 tokens at
+once, and take turns in one run, so that a busy machine slows both. Memory is what Python holds at its peak
+per sample in flight, in a pass of its own.
 
     python benchmarks/rollout_overhead.py [--sizes 1000 10000] [--rounds 3] [--json out.json]
 """
@@ -42,7 +43,9 @@ async def reward(args: Any, sample: Any, **kwargs: Any) -> float:
 
 
 class FakeInstantEngine(asyncio.Protocol):
-    """One connection of a server that reads each request whole and answers the same 64 tokens. It computes nothing."""
+    """One connection of a server that reads each request whole and answers
+    the same 64 tokens. It computes nothing.
+    """
 
     answer = b""
     open_now = most_open = 0
@@ -234,7 +237,8 @@ def main() -> int:
             args = make_args(Path(folder), port, size, options.concurrency)
             url = f"http://127.0.0.1:{port}/generate"
             rows.append(measure(size, args, url, options.rounds, options.concurrency))
-            print("{in_flight:6d} in flight: bare {bare_us:6.0f} us, rollout {rollout_us:6.0f} us a sample (CPU), "
+            print("{in_flight:6d} in flight: bare {bare_us:6.0f} us, rollout {rollout_us:6.0f} us a sample "
+                  "(CPU), "
                   "ratio {ratio:.2f}, {connections} connections, {bytes_per_sample:.0f} bytes a sample".format(**rows[-1]), flush=True)  # fmt: skip
     server.terminate()
     options.json.parent.mkdir(parents=True, exist_ok=True)

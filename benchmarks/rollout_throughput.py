@@ -1,8 +1,9 @@
 """Does the default rollout function keep an engine as busy as bare requests do?
 
-Output tokens per second through `slime.rollout.sglang_rollout.generate_rollout` (data source, tokeniser, log-probs, reward,
-filter) against bare aiohttp requests to the same running server: same prompts, same sampling, same concurrency. The two
-sides take turns, the prefix cache is emptied before each round, and which side begins alternates. Goal: a ratio of 0.97.
+Output tokens per second through `slime.rollout.sglang_rollout.generate_rollout` (data source, tokeniser,
+log-probs, reward, filter) against bare aiohttp requests to the same running server: same prompts, same
+sampling, same concurrency. The two sides take turns, the prefix cache is emptied before each round, and which
+side begins alternates. Goal: a ratio of 0.97.
 
     python benchmarks/rollout_throughput.py --shape tiny                                (embedded engine)
     python benchmarks/rollout_throughput.py --shape 4b --engine sglang --sglang-python PATH [--sglang-... ]
@@ -239,7 +240,8 @@ async def _flush(base: str) -> None:
 
 def report(options: argparse.Namespace, result: dict[str, Any]) -> None:
     samples = options.num_prompts * options.samples_per_prompt
-    print(f"{options.shape}, {options.engine_url or options.engine}: {samples} samples of {options.prompt_tokens} prompt and "
+    print(f"{options.shape}, {options.engine_url or options.engine}: {samples} samples of "
+          f"{options.prompt_tokens} prompt and "
           f"{options.output_tokens} output tokens, {options.concurrency} at a time")  # fmt: skip
     for side, rates in result["rates"].items():
         cpu = statistics.median(result["cpu_seconds"][side])
@@ -248,7 +250,8 @@ def report(options: argparse.Namespace, result: dict[str, Any]) -> None:
         )
     low, high = min(result["ratios"]), max(result["ratios"])
     print(
-        f"ratio: {result['ratio']:.3f} (median of {len(result['ratios'])}, from {low:.3f} to {high:.3f}); goal {GOAL}"
+        f"ratio: {result['ratio']:.3f} (median of {len(result['ratios'])}, from {low:.3f} to {high:.3f}); "
+        f"goal {GOAL}"
     )
 
 

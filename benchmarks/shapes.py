@@ -1,4 +1,6 @@
-"""Random-weight Qwen3 models of several sizes, with a tokenizer of single characters: for benchmarks without a download."""
+"""Random-weight Qwen3 models of several sizes, with a tokenizer of single
+characters: for benchmarks without a download.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -39,7 +41,9 @@ def write_model(
     vocab_size: int | None = None,
     seed: int = 0,
 ) -> Path:
-    """A model folder as the hub has them. `weights` False: config and tokenizer alone, for an engine that makes its own."""
+    """A model folder as the hub has them. `weights` False: config and tokenizer
+    alone, for an engine that makes its own.
+    """
     import torch
     from transformers import Qwen3ForCausalLM
 

@@ -1,10 +1,11 @@
 """How much of one GPU does a training step use, and what does each part of it cost?
 
-Random weights of Qwen3 shapes, responses with long-tail lengths packed without padding, one on-policy GRPO step (forward with
-log-probs and entropy, loss, backward, AdamW on fp32 master weights). In the same call: the matrix rate of the machine, a
-naive transformers step (SDPA, full recomputation) and a plain step with compiled layers, both on uniform rows of 2,048 tokens
-with 16-bit optimizer state. Also the log-prob kernel against the bare matrix products, and the balance of work over eight
-data-parallel ranks. Each part fails on its own.
+Random weights of Qwen3 shapes, responses with long-tail lengths packed without padding, one on-policy GRPO
+step (forward with log-probs and entropy, loss, backward, AdamW on fp32 master weights). In the same call: the
+matrix rate of the machine, a naive transformers step (SDPA, full recomputation) and a plain step with
+compiled layers, both on uniform rows of 2,048 tokens with 16-bit optimizer state. Also the log-prob kernel
+against the bare matrix products, and the balance of work over eight data-parallel ranks. Each part fails on
+its own.
 
     python benchmarks/train_step.py [--part kernels --part 0.6b --part 4b --part balance] [--profile]
     python benchmarks/train_step.py --backend megatron --part 0.6b --part 4b    (the Megatron trainer beside FSDP's)
@@ -82,7 +83,7 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-# -- measuring -------------------------------------------------------------------------------------------------------
+# -- measuring -----------------------------------------------------------------------------------------------
 
 
 def synchronize(device: torch.device) -> None:
@@ -122,7 +123,7 @@ def matrix_rate(device: torch.device, size: int) -> float:
     return rate
 
 
-# -- log-prob kernel -------------------------------------------------------------------------------------------------
+# -- log-prob kernel -----------------------------------------------------------------------------------------
 
 
 def kernel_part(options: argparse.Namespace, device: torch.device) -> list[Record]:
@@ -175,7 +176,7 @@ def _kernel_ratios(tokens: int, vocab: int, width: int, device: torch.device) ->
     return record
 
 
-# -- models ----------------------------------------------------------------------------------------------------------
+# -- models --------------------------------------------------------------------------------------------------
 
 
 def parameter_count(config: Any) -> int:
@@ -186,7 +187,9 @@ def parameter_count(config: Any) -> int:
 
 
 def plain_step(shape: str, device: torch.device, *, compiled: bool, recompute: bool, options: Any) -> Record:
-    """The reference: uniform rows, 16-bit weights and optimizer state, cross entropy over chunks of tokens."""
+    """The reference: uniform rows, 16-bit weights and optimizer
+    state, cross entropy over chunks of tokens.
+    """
     from transformers import Qwen3ForCausalLM
 
     rows, length = (8, 2048) if not options.tiny else (2, 64)
@@ -223,7 +226,9 @@ def plain_step(shape: str, device: torch.device, *, compiled: bool, recompute: b
 
 
 def long_tail_lengths(total: int, longest: int, seed: int) -> list[int]:
-    """Response lengths of a log-normal distribution with a heavy tail, together about `total` tokens with their prompts."""
+    """Response lengths of a log-normal distribution with a heavy tail, together
+    about `total` tokens with their prompts.
+    """
     generator = torch.Generator().manual_seed(seed)
     lengths: list[int] = []
     while sum(lengths) < total:
@@ -414,11 +419,13 @@ def model_part(name: str, options: argparse.Namespace, device: torch.device, rat
     return records
 
 
-# -- balance ---------------------------------------------------------------------------------------------------------
+# -- balance -------------------------------------------------------------------------------------------------
 
 
 def balance_part(options: argparse.Namespace) -> list[Record]:
-    """Imbalance of estimated operations over eight ranks with 32 long-tail samples each; no device is used."""
+    """Imbalance of estimated operations over eight ranks with 32
+    long-tail samples each; no device is used.
+    """
     shape = ModelShape.from_hf_config(qwen3_config("4b"))
     cost = functools.partial(forward_flops, shape)
     args = flags(
@@ -455,7 +462,7 @@ def draw_lengths(count: int, longest: int, seed: int) -> list[int]:
     return drawn.clamp(32, longest).long().tolist()
 
 
-# -- report ----------------------------------------------------------------------------------------------------------
+# -- report --------------------------------------------------------------------------------------------------
 
 
 def show(title: str, records: list[Record]) -> None:

@@ -1,8 +1,9 @@
 """How long does a colocated engine stand still while it gets new weights?
 
-The parts of a run, in their own processes: one trainer rank (FSDP backend) and one engine on the same device. Each push goes
-the way of a training step: the engine releases its memory, the trainer moves in, the engine's weights come back and are
-filled, the trainer leaves, the KV cache comes back. Per bucket size, medians over the pushes of
+The parts of a run, in their own processes: one trainer rank (FSDP backend) and one engine on the same device.
+Each push goes the way of a training step: the engine releases its memory, the trainer moves in, the engine's
+weights come back and are filled, the trainer leaves, the KV cache comes back. Per bucket size, medians over
+the pushes of
 
 - pause to continue: the engine generates nothing. Goal for 4B in bf16 on one GPU: 0.5 s.
 - copy: what is kept for engines that restart; the engine already goes on.
@@ -208,7 +209,8 @@ def measure_sizes(options: argparse.Namespace, extra: list[str], folder: Path, m
 def print_row(row: dict[str, Any]) -> None:
     gib = row["first"]["bytes"] / 2**30
     times = ", ".join(f"{part} {row[part]:.3f}" for part in PARTS if part in row)
-    print(f"buckets of {row['bucket_mib']} MiB, {gib:.2f} GiB in all, seconds: {times}; first push: pause to continue "
+    print(f"buckets of {row['bucket_mib']} MiB, {gib:.2f} GiB in all, seconds: {times}; first push: pause "
+          "to continue "
           f"{row['first']['pause to continue']:.3f}, check {row['first']['check']:.3f}; "
           f"engine's checksums again {row['checksum_s']:.3f}", flush=True)  # fmt: skip
 
@@ -223,7 +225,8 @@ def main() -> int:
         result = measure_sizes(options, extra, folder, model)
     best = min(row["pause to continue"] for row in result["rows"])
     print(
-        f"{options.shape} by {result['transport']}: best pause to continue {best:.3f} s; goal for 4b: {GOAL_S} s"
+        f"{options.shape} by {result['transport']}: best pause to continue {best:.3f} s; goal for 4b: "
+        f"{GOAL_S} s"
     )
     settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()}
     options.json.parent.mkdir(parents=True, exist_ok=True)

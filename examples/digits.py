@@ -1,4 +1,5 @@
-"""The task that the small examples share: sort the digits of a number. Makes the model and the data, scores what was learnt.
+"""The task that the small examples share: sort the digits of a number. Makes the
+model and the data, scores what was learnt.
 
 python examples/digits.py model DIR          a three-layer character model with random weights
 python examples/digits.py talks FILE         conversations of two questions, answered right

@@ -1,6 +1,8 @@
-"""GRPO in one file, on the public parts: data source, engine client, trainer, weight push. No cluster, no Ray; runs on a CPU.
+"""GRPO in one file, on the public parts: data source, engine client, trainer, weight
+push. No cluster, no Ray; runs on a CPU.
 
-The reward is the share of vowels in the answer. A model with random weights learns to write them within a dozen steps:
+The reward is the share of vowels in the answer. A model with random weights
+learns to write them within a dozen steps:
 
     python examples/minimal_loop.py
 """

@@ -1,4 +1,6 @@
-"""slime: an LLM post-training framework for RL scaling; the same program runs on a laptop CPU and on a cluster."""
+"""slime: an LLM post-training framework for RL scaling; the same
+program runs on a laptop CPU and on a cluster.
+"""
 
 from typing import Any
 
@@ -10,7 +12,9 @@ moved.install()
 
 
 def __getattr__(name: str) -> Any:
-    """`slime.Sample`, loaded when asked for: it brings torch along, which a misspelt flag need not wait for."""
+    """`slime.Sample`, loaded when asked for: it brings torch along,
+    which a misspelt flag need not wait for.
+    """
     if name == "Sample":
         from slime.utils.types import Sample
 

@@ -8,7 +8,8 @@ def train(args: Args) -> None:
     """Run `args` to its end."""
     if args.update_weights_interval != 1:
         raise ValueError(
-            "--update-weights-interval needs train_async.py (slime train-async): here engines get weights after every rollout"
+            "--update-weights-interval needs train_async.py (slime train-async): here engines get weights "
+            "after every rollout"
         )
     with Cluster(args) as cluster:
         schedule = cluster.start()  # engines, data source, trainer ranks

@@ -1,7 +1,8 @@
 """The loop of `loop.py` with the next rollout in flight while this one is trained: one step off policy.
 
-Weights change only between rollouts, so every sample of a batch comes from one version; unless the rollout function keeps
-groups in flight across rollouts (slime.rollout.fully_async_rollout), whose tokens say which version made each.
+Weights change only between rollouts, so every sample of a batch comes from one version; unless the rollout
+function keeps groups in flight across rollouts (slime.rollout.fully_async_rollout), whose tokens say which
+version made each.
 """
 
 from slime.arguments import Args
@@ -13,7 +14,8 @@ def train(args: Args) -> None:
     """Run `args` to its end."""
     if args.colocate:
         raise ValueError(
-            "--colocate makes engines and trainer take turns, so nothing can overlap: use train.py (slime train)"
+            "--colocate makes engines and trainer take turns, so nothing can overlap: use train.py (slime "
+            "train)"
         )
     args = for_asynchronous_loop(args)
     with Cluster(args) as cluster:

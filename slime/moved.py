@@ -1,8 +1,9 @@
 """Old module paths of slime users, resolved to their new homes; the only compatibility code there is.
 
-A moved module is the same module object under both names, so what is patched or pickled under one is found under the
-other. A module that was split into several is a facade: it re-exports the names listed here, and patching a name of a
-facade does not reach the home of the function. Each import of an old name warns with the new one.
+A moved module is the same module object under both names, so what is patched or pickled under one is found
+under the other. A module that was split into several is a facade: it re-exports the names listed here, and
+patching a name of a facade does not reach the home of the function. Each import of an old name warns with the
+new one.
 """
 
 import importlib
@@ -64,7 +65,8 @@ class MovedFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         # The import machinery's own frames do not count, so level 2 is the line that wrote the import.
         warnings.warn(f"{name} moved to {homes}; import it from there", DeprecationWarning, stacklevel=2)
         if name in MOVED:
-            # The import machinery reads the module back from sys.modules, so this makes both names one object.
+            # The import machinery reads the module back from
+            # sys.modules, so this makes both names one object.
             sys.modules[name] = importlib.import_module(MOVED[name])
             return
         module.__doc__ = f"Re-exports of {homes}, under the name they once had."

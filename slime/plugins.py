@@ -1,4 +1,6 @@
-"""Every plug-in point as data: its flag, how it is called and when; configured ones are checked before anything starts."""
+"""Every plug-in point as data: its flag, how it is called and when; configured
+ones are checked before anything starts.
+"""
 
 import functools
 import inspect
@@ -15,9 +17,9 @@ Style = Literal["sync", "async", "either", "class"]
 class PluginPoint:
     """One place where a user's function takes part.
 
-    Example: `--custom-rm-path` is awaited as `fn(args, sample)`, so its entry has positional=("args", "sample") and
-    style="async". A function may name its parameters as it likes where they are passed by position, and may take more
-    if those have defaults.
+    Example: `--custom-rm-path` is awaited as `fn(args, sample)`, so its entry has positional=("args",
+    "sample") and style="async". A function may name its parameters as it likes where they are passed by
+    position, and may take more if those have defaults.
     """
 
     flag: str  # the name in args
@@ -101,7 +103,8 @@ PLUGIN_POINTS = (
         positional=("args", "sample"),
         style="async",
         returns="a number, a dict (see --reward-key), invalid(reason) or infra_error(reason)",
-        when="on each sample; with --group-rm the second argument is the list of a group's samples, and so is the result",
+        when="on each sample; with --group-rm the second argument is the list of a group's samples, and so "
+        "is the result",
     ),
     PluginPoint(
         "dynamic_sampling_filter_path",
@@ -178,7 +181,8 @@ PLUGIN_POINTS = (
         positional=("args", "inputs"),
         style="sync",
         returns="(loss per token, dict of per-token metrics)",
-        when="for each micro-batch, with a slime.algorithms.policy_loss.PolicyInputs, instead of --policy-loss-type",
+        when="for each micro-batch, with a slime.algorithms.policy_loss.PolicyInputs, instead of "
+        "--policy-loss-type",
     ),
     PluginPoint(
         "custom_tis_function_path",
@@ -193,7 +197,8 @@ PLUGIN_POINTS = (
             "response_lengths",
         ),
         style="sync",
-        returns="(pg_loss, loss masks with rejected tokens at 0, which leave policy, KL and entropy terms, dict of per-token metrics)",
+        returns="(pg_loss, loss masks with rejected tokens at 0, which leave policy, KL and entropy terms, "
+        "dict of per-token metrics)",
         when="for each micro-batch, with --use-tis or --get-mismatch-metrics (then only for its metrics)",
     ),
     PluginPoint(
@@ -208,15 +213,18 @@ PLUGIN_POINTS = (
         positional=("args", "batch", "logits", "sum_of_sample_mean"),
         style="sync",
         returns="(loss, dict of metrics)",
-        when="for each micro-batch, with --loss-type custom_loss; logits are not divided by --rollout-temperature",
+        when="for each micro-batch, with --loss-type custom_loss; logits are not divided by "
+        "--rollout-temperature",
     ),
     PluginPoint(
         "custom_update_weight_post_write_path",
         positional=("args", "version_dir", "rollout_engines"),
         style="sync",
         returns="nothing",
-        when="on every trainer rank when a version lies in version_dir, before the engines (their addresses) read it; "
-        "with deltas also on the first rank alone, for full copies beside them and for the folder that a run takes over",
+        when="on every trainer rank when a version lies in version_dir, before the engines (their "
+        "addresses) read it; "
+        "with deltas also on the first rank alone, for full copies beside them and for the folder that a "
+        "run takes over",
     ),
     PluginPoint(
         "custom_megatron_init_path",
@@ -230,21 +238,24 @@ PLUGIN_POINTS = (
         positional=("args", "model", "store_prefix"),
         style="sync",
         returns="nothing",
-        when='before each pass of the Megatron trainer that records log-probs; store_prefix is "", "ref_" or "teacher_"',
+        when='before each pass of the Megatron trainer that records log-probs; store_prefix is "", "ref_" '
+        'or "teacher_"',
     ),
     PluginPoint(
         "custom_megatron_before_train_step_hook_path",
         positional=("args", "rollout_id", "step_id", "model", "optimizer", "opt_param_scheduler"),
         style="sync",
         returns="nothing",
-        when="before each optimizer step of the Megatron trainer's policy; the scheduler offers get_lr() and num_steps",
+        when="before each optimizer step of the Megatron trainer's policy; the scheduler offers get_lr() "
+        "and num_steps",
     ),
     PluginPoint(
         "custom_model_provider_path",
         positional=("pre_process", "post_process"),
         style="sync",
         returns="a slime.backends.megatron.model.PackedGPTModel",
-        when="for each chunk that a rank builds; `build` makes the usual one, a critic's head is put in afterwards",
+        when="for each chunk that a rank builds; `build` makes the usual one, a critic's head is put in "
+        "afterwards",
         optional=("vp_stage", "config", "build"),
     ),
 )
@@ -257,7 +268,9 @@ DATASET_POINTS = {
 
 
 def check_plugins(args: Any) -> None:
-    """Load every configured plug-in and bind its signature to the call that will be made; ValueError names what is wrong."""
+    """Load every configured plug-in and bind its signature to the call that will
+    be made; ValueError names what is wrong.
+    """
     for point, path, where in configured_plugins(args):
         check_plugin(point, path, where)
 
@@ -307,7 +320,8 @@ def _load(path: str, where: str, expected: str) -> Any:
 def _check_style(point: PluginPoint, found: Callable[..., Any], path: str, where: str) -> None:
     if point.style == "async" and not _is_async(found):
         raise ValueError(
-            f"{where} is {path}: it is awaited, but it is not async; write `async def`. Expected {point.call}."
+            f"{where} is {path}: it is awaited, but it is not async; write `async def`. Expected "
+            f"{point.call}."
         )
     if point.style == "sync" and _is_async(found):
         raise ValueError(

@@ -1,4 +1,6 @@
-"""Settings of the whole suite: generated examples are the same in every run, so that a red run can be repeated."""
+"""Settings of the whole suite: generated examples are the same in
+every run, so that a red run can be repeated.
+"""
 
 from hypothesis import settings
 

@@ -1,7 +1,7 @@
 """FakeEngine: a scripted HTTP server that answers /generate like an engine does. It computes nothing.
 
-Tokens are a function of the request's prompt and seed. It can delay, hold requests until they are aborted, answer
-errors or garbage, and it records everything it was asked.
+Tokens are a function of the request's prompt and seed. It can delay, hold requests until they are aborted,
+answer errors or garbage, and it records everything it was asked.
 """
 
 import asyncio
@@ -16,10 +16,11 @@ Script = Callable[[dict[str, Any], int], Any]
 
 
 class FakeEngine:
-    """`script(payload, number)` may return None (answer normally), a status code, raw text, seconds to wait as
-    `{"delay_s": ...}`, `{"hold": True}` (until aborted, `tokens` made so far), `{"break": True}` (the connection ends),
-    `{"break_when": n}` (when it has n such requests) or `{"tokens": [...], "finish": ...}`;
-    `meta` adds to what an answer says about itself, `meta_of(tokens)` to what each event of a stream does."""
+    """`script(payload, number)` may return None (answer normally), a status code, raw text, seconds to wait
+    as `{"delay_s": ...}`, `{"hold": True}` (until aborted, `tokens` made so far), `{"break": True}` (the
+    connection ends), `{"break_when": n}` (when it has n such requests) or `{"tokens": [...], "finish": ...}`;
+    `meta` adds to what an answer says about itself, `meta_of(tokens)` to what each event of a stream does.
+    """
 
     def __init__(
         self, script: Script | None = None, *, num_tokens: int = 4, vocab: tuple[int, int] = (10, 60)

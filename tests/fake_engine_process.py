@@ -1,8 +1,9 @@
 """A process that starts and ends like an engine: binds a port, writes the ready file, dies with its parent.
 
-`python fake_engine_process.py PORT READY_FILE LIFE_FD MOOD_FILE [HOST]`. The mood file is read at start ("dies": ends before
-it serves, "silent": never serves) and at each question ("sick": answers 503; "spins": computes and does not answer, until
-its mood changes; otherwise it says that it holds weights named like its mood).
+`python fake_engine_process.py PORT READY_FILE LIFE_FD MOOD_FILE [HOST]`. The mood file is read at start
+("dies": ends before it serves, "silent": never serves) and at each question ("sick": answers 503; "spins":
+computes and does not answer, until its mood changes; otherwise it says that it holds weights named like its
+mood).
 """
 
 import http.server

@@ -1,4 +1,6 @@
-"""What the end-to-end tests share: a tiny model, a task, command lines, and readers of what a run left behind."""
+"""What the end-to-end tests share: a tiny model, a task, command
+lines, and readers of what a run left behind.
+"""
 
 import json
 import os

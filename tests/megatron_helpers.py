@@ -1,4 +1,6 @@
-"""Shared by the Megatron tests: tiny models of each family, settings, and jobs of several processes over many layouts."""
+"""Shared by the Megatron tests: tiny models of each family, settings, and
+jobs of several processes over many layouts.
+"""
 
 import os
 import traceback
@@ -57,7 +59,9 @@ def megatron_args(model, **changes) -> SimpleNamespace:
 
 
 def make_family(path, kind: str, *, seed: int = 0, **changes) -> str:
-    """A tiny random model of an HF family, written as a hub checkpoint looks; odd sizes where a layout allows them."""
+    """A tiny random model of an HF family, written as a hub checkpoint
+    looks; odd sizes where a layout allows them.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     common = dict(
@@ -72,7 +76,8 @@ def make_family(path, kind: str, *, seed: int = 0, **changes) -> str:
         tie_word_embeddings=False,
         bos_token_id=1,
         eos_token_id=2,
-        pad_token_id=78,  # the samples of the tests contain it: its row of the embedding is looked up and not trained
+        # The samples of the tests contain it: its row of the embedding is looked up and not trained.
+        pad_token_id=78,
     )
     extra = {
         "llama": {"head_dim": 8},
@@ -113,7 +118,9 @@ GRPO = dict(
 
 
 def train(backend_of, args, rank: int, world_size: int) -> dict:
-    """Three GRPO steps on ragged samples; (loss, gradient norm) by step, and the exported weights before and after."""
+    """Three GRPO steps on ragged samples; (loss, gradient norm) by step,
+    and the exported weights before and after.
+    """
     from slime.batch.convert import samples_to_batch
     from slime.batch.schedule import split_for_ranks
     from slime.step.update import run_update
@@ -139,7 +146,9 @@ def exported(backend, **options) -> dict[str, torch.Tensor]:
 
 
 def in_processes(world_size: int, function, folder: Path, *args) -> dict:
-    """Run function(rank, world_size, *args) -> dict on gloo ranks; rank 0's dict, or the first rank's error."""
+    """Run function(rank, world_size, *args) -> dict on gloo ranks;
+    rank 0's dict, or the first rank's error.
+    """
     # Ranks meet in a file: a free port may be taken again before they have all started.
     meeting = folder / f"meeting_{uuid.uuid4().hex}"
     mp.spawn(_rank_main, (world_size, str(meeting), function, str(folder), args), nprocs=world_size)
@@ -179,7 +188,9 @@ def run_cases(rank: int, world_size: int, cases: dict[str, tuple[str, dict]]) ->
 def save_and_resume(
     rank: int, world_size: int, model: str, folder: str, save_as: dict, load_as: dict | None
 ) -> dict:
-    """Three steps, a checkpoint, three more; then the last three again from `folder` as `load_as` (None: as saved)."""
+    """Three steps, a checkpoint, three more; then the last three again
+    from `folder` as `load_as` (None: as saved).
+    """
     from slime.backends.megatron import create_backend
     from slime.batch.convert import samples_to_batch
     from slime.batch.schedule import split_for_ranks

@@ -1,4 +1,6 @@
-"""Whether a class does what a Protocol declares: members, parameters and types, as a type checker would ask."""
+"""Whether a class does what a Protocol declares: members,
+parameters and types, as a type checker would ask.
+"""
 
 import ast
 import inspect
@@ -133,7 +135,7 @@ def _alternatives(kind: Any) -> list[Any]:
     )
 
 
-# ---- what callers use ----------------------------------------------------------------------------------------------
+# ---- what callers use --------------------------------------------------------------------------------------
 
 
 def attributes_of(names: Iterable[str], files: Iterable[Path]) -> dict[str, str]:
@@ -157,7 +159,9 @@ def attributes_of(names: Iterable[str], files: Iterable[Path]) -> dict[str, str]
 
 
 def calls_by_name(file: Path, callers: Iterable[str]) -> list[tuple[str, list[ast.expr], int]]:
-    """`handle.call("method", ...)`: the method, what is passed and the line, for callables with one of these names."""
+    """`handle.call("method", ...)`: the method, what is passed and the
+    line, for callables with one of these names.
+    """
     calls = []
     for node in ast.walk(ast.parse(file.read_text())):
         if (

@@ -16,7 +16,8 @@ def two_ray_nodes(num_gpus: int = 0) -> Iterator[str]:
     pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
-    # Ray notes its newest cluster in this folder, and whoever names none joins that: other runs must not find ours.
+    # Ray notes its newest cluster in this folder, and whoever names none
+    # joins that: other runs must not find ours.
     folder = tempfile.mkdtemp(prefix="nodes-")
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("RAY_TMPDIR", folder)

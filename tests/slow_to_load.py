@@ -1,4 +1,6 @@
-"""A module with a `warm_up`, as the checks have whose imports take long: a check worker keeps a copy of it."""
+"""A module with a `warm_up`, as the checks have whose imports take
+long: a check worker keeps a copy of it.
+"""
 
 import os
 

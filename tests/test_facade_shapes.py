@@ -1,4 +1,6 @@
-"""Old names give results of the shapes that users' code was written against: a wrong one would broadcast silently."""
+"""Old names give results of the shapes that users' code was written
+against: a wrong one would broadcast silently.
+"""
 
 import importlib
 from types import SimpleNamespace
@@ -27,7 +29,8 @@ def log_probs(f, tokens: int, **options):
 
 PER_SAMPLE = [(n,) for n in LENGTHS]
 
-# Module -> name -> (a call, the shapes of its result as recorded from THUDM/slime 0.3.1); None stands for None.
+# Module -> name -> (a call, the shapes of its result as recorded from
+# THUDM/slime 0.3.1); None stands for None.
 SHAPES = {
     "slime.utils.ppo_utils": {
         "compute_approx_kl": (lambda f: f(flat(), flat(), "k3", importance_ratio=flat()), (N,)),

@@ -1,4 +1,6 @@
-"""Every class that stands behind a protocol has what it declares, and nobody asks for more than is declared."""
+"""Every class that stands behind a protocol has what it declares,
+and nobody asks for more than is declared.
+"""
 
 import inspect
 import typing
@@ -122,7 +124,7 @@ def test_every_protocol_of_the_package_is_held_to():
     assert declared == held
 
 
-# ---- nobody asks for more ------------------------------------------------------------------------------------------
+# ---- nobody asks for more ----------------------------------------------------------------------------------
 
 COMMON = [f for f in PACKAGE.rglob("*.py") if f.parent.name not in ("fsdp", "megatron", "verify_model")]
 FLEETS = [PACKAGE / "engines/fleet.py", PACKAGE / "engines/router.py", *(PACKAGE / "cluster").rglob("*.py")]

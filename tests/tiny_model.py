@@ -1,4 +1,6 @@
-"""A tiny random Qwen3 with a character-level tokenizer, written to a folder the way a hub checkpoint looks."""
+"""A tiny random Qwen3 with a character-level tokenizer, written to
+a folder the way a hub checkpoint looks.
+"""
 
 import string
 from pathlib import Path
@@ -9,7 +11,8 @@ SPECIAL_TOKENS = ("<|pad|>", "<|im_start|>", "<|im_end|>", "<|unk|>")
 CHARACTERS = "\n" + string.digits + string.ascii_letters + string.punctuation + " "
 NUM_TOKENS = len(SPECIAL_TOKENS) + len(CHARACTERS)  # 100
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% "
+    "endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
@@ -42,7 +45,9 @@ def make_tiny_model(
     seed: int = 0,
     init_std: float = 0.1,
 ) -> Path:
-    """Write config, fp32 weights and tokenizer to `path` and return it. The same seed gives the same weights."""
+    """Write config, fp32 weights and tokenizer to `path` and return
+    it. The same seed gives the same weights.
+    """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(

@@ -1,7 +1,7 @@
 """Which tokens a covariance-based loss treats apart: those whose log-prob and advantage deviate together.
 
-The choice is made over all trained tokens of an optimizer step, over all ranks, before its first pass: it does not
-depend on packing, micro-batches or the number of ranks. Ranks exchange only sums.
+The choice is made over all trained tokens of an optimizer step, over all ranks, before its first pass: it
+does not depend on packing, micro-batches or the number of ranks. Ranks exchange only sums.
 """
 
 import math
@@ -17,7 +17,9 @@ BISECTIONS = 64
 def token_covariances(
     advantages: Sequence[Tensor], log_probs: Sequence[Tensor], masks: Sequence[Tensor], total: SumOverRanks
 ) -> list[Tensor]:
-    """[R_i] float64: (advantage - its mean) x (log-prob - its mean), means over the trained tokens of all ranks."""
+    """[R_i] float64: (advantage - its mean) x (log-prob - its mean),
+    means over the trained tokens of all ranks.
+    """
     sums = torch.zeros(3, dtype=torch.float64)
     for advantage, log_prob, mask in zip(advantages, log_probs, masks, strict=True):
         mask = mask.double()
@@ -81,7 +83,8 @@ def select_clip_cov(
 ) -> list[Tensor]:
     """A random share `ratio` of trained tokens (at least one), among those with covariance in [low, high].
 
-    `seeds` [N] draw each sample's random keys, so that the same samples give the same choice wherever they lie.
+    `seeds` [N] draw each sample's random keys, so that the same
+    samples give the same choice wherever they lie.
     """
     covariances = token_covariances(advantages, log_probs, masks, total)
     within = [((c >= low) & (c <= high)).float() * m for c, m in zip(covariances, masks, strict=True)]

@@ -1,4 +1,6 @@
-"""On-policy distillation: how far the student stands from its teacher, on the sampled token or over the vocabulary."""
+"""On-policy distillation: how far the student stands from its teacher, on
+the sampled token or over the vocabulary.
+"""
 
 from collections.abc import Sequence
 
@@ -36,8 +38,8 @@ def full_reverse_kl(
 ) -> Tensor:
     """[T] KL(student || teacher) over the whole vocabulary at each position, differentiable in the student.
 
-    `hidden` is [T, H], `weight` [V, H]; the teacher may have another width. The logits of a chunk of positions exist
-    only while it is computed, and again in the backward pass.
+    `hidden` is [T, H], `weight` [V, H]; the teacher may have another width. The logits of a chunk of
+    positions exist only while it is computed, and again in the backward pass.
     """
     if hidden.shape[0] == 0:
         return hidden.sum(-1).float() + 0.0 * weight[0, 0]

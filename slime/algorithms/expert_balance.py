@@ -7,9 +7,9 @@ from torch import Tensor
 def balance_losses(logits: Tensor, chosen: Tensor, documents: Tensor, num_documents: int) -> Tensor:
     """One value [D] per document from router logits [T, E] and chosen experts [T, k] of one layer.
 
-    E times the sum over experts of (choices per token that went to it) times (mean probability of it): k where all are
-    used alike, up to E where few are. Choices have no gradient, probabilities do. By document rather than by batch, so
-    that packing, micro-batches and ranks change nothing.
+    E times the sum over experts of (choices per token that went to it) times (mean probability of it): k
+    where all are used alike, up to E where few are. Choices have no gradient, probabilities do. By document
+    rather than by batch, so that packing, micro-batches and ranks change nothing.
     """
     num_experts = logits.shape[1]
     dtype = logits.dtype if logits.dtype == torch.float64 else torch.float32
@@ -23,7 +23,9 @@ def balance_losses(logits: Tensor, chosen: Tensor, documents: Tensor, num_docume
 
 
 def load_metrics(counts: Tensor) -> dict[str, float]:
-    """From counts [layers, experts] over all ranks: the busiest expert against the mean, and the share of idle ones."""
+    """From counts [layers, experts] over all ranks: the busiest expert
+    against the mean, and the share of idle ones.
+    """
     share = counts / counts.sum(-1, keepdim=True).clamp(min=1.0) * counts.shape[1]
     return {
         "moe_load_max_over_mean": share.max(-1).values.mean().item(),

@@ -25,8 +25,8 @@ def vanilla_gae(rewards: Tensor, values: Tensor, gamma: float, lambd: float) -> 
 def chunked_discounted_returns(rewards: Tensor, discount: float, chunk_size: int = 128) -> Tensor:
     """Reverse discounted cumulative sums [B, T]: G_t = r_t + discount x G_{t+1}.
 
-    Within a chunk all sums are one product with a triangular matrix of powers of the discount; only the carry between
-    chunks is sequential.
+    Within a chunk all sums are one product with a triangular matrix of powers of the discount;
+    only the carry between chunks is sequential.
     """
     if discount == 1.0 or rewards.shape[1] == 0:
         return rewards.flip(1).cumsum(1).flip(1)

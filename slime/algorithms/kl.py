@@ -18,9 +18,9 @@ def compute_approx_kl(
 ) -> Tensor:
     """Per-token estimate of KL(policy || base), at least in fp32.
 
-    With d = log_probs - log_probs_base: k1 is d, k2 is d^2/2, k3 and low_var_kl are exp(-d) - 1 + d with d bounded as in
-    `ratios`; low_var_kl is clamped to [-10, 10] at the end. `importance_ratio` (policy over behaviour policy) makes the estimate unbiased
-    when the tokens were sampled by an older policy.
+    With d = log_probs - log_probs_base: k1 is d, k2 is d^2/2, k3 and low_var_kl are exp(-d) - 1 + d with d
+    bounded as in `ratios`; low_var_kl is clamped to [-10, 10] at the end. `importance_ratio` (policy over
+    behaviour policy) makes the estimate unbiased when the tokens were sampled by an older policy.
     """
     delta = log_probs - log_probs_base
     if delta.dtype in (torch.float16, torch.bfloat16):
@@ -30,7 +30,8 @@ def compute_approx_kl(
     elif kl_loss_type == "k2":
         kl = delta.square() / 2
     elif kl_loss_type in ("k3", "low_var_kl"):
-        # Bounded as a whole: with only the exponential bounded, the rest would push a runaway token farther away.
+        # Bounded as a whole: with only the exponential bounded, the rest
+        # would push a runaway token farther away.
         delta = bound_log_ratio(delta)
         kl = torch.exp(-delta) - 1 + delta
     else:

@@ -1,7 +1,9 @@
-"""Triton kernels for a block of logits: log-sum-exp, chosen logit and entropy of each row, and the gradient in place.
+"""Triton kernels for a block of logits: log-sum-exp, chosen logit and
+entropy of each row, and the gradient in place.
 
-Each is one pass over logits in the precision that the matrix product wrote, with fp32 arithmetic inside. Rows are the tokens;
-columns are a part of the vocabulary or all of it. Imported only on CUDA machines (or under Triton's interpreter).
+Each is one pass over logits in the precision that the matrix product wrote, with fp32 arithmetic inside. Rows
+are the tokens; columns are a part of the vocabulary or all of it. Imported only on CUDA machines (or under
+Triton's interpreter).
 """
 
 import torch
@@ -76,7 +78,9 @@ def row_statistics(
     chosen: Tensor,
     entropy: Tensor | None,
 ) -> None:
-    """Fills log-sum-exp, log-prob of the target and (if given) entropy, each [rows] fp32, from logits [rows, vocabulary]."""
+    """Fills log-sum-exp, log-prob of the target and (if given) entropy, each
+    [rows] fp32, from logits [rows, vocabulary].
+    """
     rows, columns = logits.shape
     _row_statistics[(rows,)](
         logits, targets, log_sums, chosen, chosen if entropy is None else entropy, logits.stride(0),
@@ -94,7 +98,9 @@ def logit_gradient_(
     entropy: Tensor | None,
     grad_entropy: Tensor | None,
 ) -> Tensor:
-    """Overwrites logits [rows, columns], whose first column is vocabulary entry `first`, by the loss's gradient in them."""
+    """Overwrites logits [rows, columns], whose first column is vocabulary entry
+    `first`, by the loss's gradient in them.
+    """
     rows, columns = logits.shape
     block = _block(columns)
     unused = grad_chosen

@@ -1,12 +1,15 @@
-"""Log-probs and entropy of chosen tokens, from hidden states and the output matrix, a block of logits at a time.
+"""Log-probs and entropy of chosen tokens, from hidden states and the
+output matrix, a block of logits at a time.
 
-The full [tokens, vocabulary] logits never exist, unless memory is given to keep them. Forward goes over blocks of tokens and
-keeps three numbers per token; backward goes over blocks of the vocabulary, so that each block's part of the weight gradient is
-finished in one matrix product with full-precision accumulation, and computes that block's logits again, which is one product of
-four. Kept logits (in the precision of the hidden states) save that product and become their own gradient in place. On CUDA one Triton kernel reads a block for its statistics
-and another turns it into its gradient in place; elsewhere plain torch does the same in at least fp32. Logits are divided by
-the sampling temperature, so that the numbers are those of the distribution that the engine sampled from; where that was cut to
-a nucleus, so are the logits, before anything else reads them.
+The full [tokens, vocabulary] logits never exist, unless memory is given to keep them. Forward goes over
+blocks of tokens and keeps three numbers per token; backward goes over blocks of the vocabulary, so that each
+block's part of the weight gradient is finished in one matrix product with full-precision accumulation, and
+computes that block's logits again, which is one product of four. Kept logits (in the precision of the hidden
+states) save that product and become their own gradient in place. On CUDA one Triton kernel reads a block for
+its statistics and another turns it into its gradient in place; elsewhere plain torch does the same in at
+least fp32. Logits are divided by the sampling temperature, so that the numbers are those of the distribution
+that the engine sampled from; where that was cut to a nucleus, so are the logits, before anything else reads
+them.
 """
 
 import functools
@@ -184,11 +187,13 @@ def chunked_log_probs(
     memory_gib: float = 0.0,
     nucleus: Nucleus | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs [T] of `targets` [T] and, if asked, entropies [T] of softmax(hidden @ weight.T / temperature).
+    """Log-probs [T] of `targets` [T] and, if asked, entropies [T] of
+    softmax(hidden @ weight.T / temperature).
 
     `hidden` is [T, H], `weight` [V, H]. Results are fp32 (fp64 for fp64 inputs) and differentiable in both.
-    `chunk_size` counts tokens; -1 picks it so that one block of logits stays within 256 MiB. Logits that fit into `memory_gib` are
-    kept for the backward pass. `nucleus`: of T rows, over whose ids each softmax goes; None: over all.
+    `chunk_size` counts tokens; -1 picks it so that one block of logits stays within 256 MiB. Logits that fit
+    into `memory_gib` are kept for the backward pass. `nucleus`: of T rows, over whose ids each softmax goes;
+    None: over all.
     """
     if hidden.shape[0] == 0:
         # Keeps the graph connected: a rank without tokens still has to take part in the gradient reduction.
@@ -216,10 +221,10 @@ def calculate_log_probs_and_entropy(
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs [T, 1] and entropies [T] of `tokens` under existing `logits` [T, V].
 
-    The shapes are those of THUDM/slime, whose users call this from losses of their own and squeeze the last dimension.
-    `log_prob_keep_mask` [T, V] renormalises the log-prob over the kept tokens (the sampled token is always kept); the
-    entropy stays that of the full distribution. `tp_group` is accepted for callers that shard the vocabulary and must
-    be None or of size one here.
+    The shapes are those of THUDM/slime, whose users call this from losses of their own and squeeze the last
+    dimension. `log_prob_keep_mask` [T, V] renormalises the log-prob over the kept tokens (the sampled token
+    is always kept); the entropy stays that of the full distribution. `tp_group` is accepted for callers that
+    shard the vocabulary and must be None or of size one here.
     """
     if tp_group is not None and tp_group.size() > 1:
         raise ValueError(

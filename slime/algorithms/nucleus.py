@@ -1,8 +1,8 @@
 """The token ids that sampling had to choose from, row by row, and logits cut down to them.
 
-Top-p, top-k and min-p draw each token from a part of the vocabulary. What is trained then is the policy over that part, as
-the engine recorded it: softmax over the kept ids alone. Cutting logits gives all of it, since what is impossible has
-probability 0, adds nothing to the entropy and gets no gradient.
+Top-p, top-k and min-p draw each token from a part of the vocabulary. What is trained then is the policy over
+that part, as the engine recorded it: softmax over the kept ids alone. Cutting logits gives all of it, since
+what is impossible has probability 0, adds nothing to the entropy and gets no gradient.
 """
 
 from collections.abc import Sequence
@@ -11,15 +11,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-# Finite, so that probability 0 times its logarithm is 0 and not NaN; far below any logit, at any temperature in use.
+# Finite, so that probability 0 times its logarithm is 0 and not NaN; far
+# below any logit, at any temperature in use.
 IMPOSSIBLE = -1e30
 
 
 @dataclass(frozen=True, slots=True)
 class Nucleus:
-    """The ids that each of R rows of logits may be. A row without ids may be any: its token was drawn from all of them.
+    """The ids that each of R rows of logits may be. A row without ids may be
+    any: its token was drawn from all of them.
 
-    Example: ids [3, 7, 5], row_of [0, 0, 2], offsets [0, 2, 2, 3]: row 0 is 3 or 7, row 1 anything, row 2 only 5.
+    Example: ids [3, 7, 5], row_of [0, 0, 2], offsets [0, 2, 2, 3]: row 0
+    is 3 or 7, row 1 anything, row 2 only 5.
     """
 
     ids: Tensor  # [N] int32, row after row
@@ -58,7 +61,9 @@ class Nucleus:
         )
 
     def cut_(self, logits: Tensor, targets: Tensor, first: int = 0) -> Tensor:
-        """Makes all but the rows' ids and `targets` [R] impossible in logits [R, columns] of the ids from `first` on."""
+        """Makes all but the rows' ids and `targets` [R] impossible in logits
+        [R, columns] of the ids from `first` on.
+        """
         rows, columns = logits.shape
         keep = torch.zeros(rows * columns + 1, dtype=torch.bool, device=logits.device)
         every = torch.arange(rows, device=logits.device)

@@ -1,8 +1,10 @@
-"""Correction for tokens that another policy sampled: importance weights, rejection, sequence masks, mismatch metrics.
+"""Correction for tokens that another policy sampled: importance weights,
+rejection, sequence masks, mismatch metrics.
 
-Three policies may differ: behaviour (the engine that sampled), proximal (the trainer's policy before this rollout's
-updates; ratios are taken against it) and current. The policy loss handles current / proximal; what is here handles
-proximal / behaviour, from `log_ratio = proximal - behaviour` per token. Weights times the clipped loss is decoupled PPO.
+Three policies may differ: behaviour (the engine that sampled), proximal (the trainer's policy before this
+rollout's updates; ratios are taken against it) and current. The policy loss handles current / proximal; what
+is here handles proximal / behaviour, from `log_ratio = proximal - behaviour` per token. Weights times the
+clipped loss is decoupled PPO.
 
 Flat layout [R] as in `reduce`. Nothing here carries a gradient.
 """
@@ -31,7 +33,9 @@ class TokenLayout:
 
 @dataclass(frozen=True)
 class Correction:
-    """Per token: the weight of its policy loss, whether it stays in the loss (0/1), and metrics to be averaged."""
+    """Per token: the weight of its policy loss, whether it stays in
+    the loss (0/1), and metrics to be averaged.
+    """
 
     weights: Tensor  # [R]
     keep: Tensor  # [R]
@@ -39,7 +43,9 @@ class Correction:
 
 
 def importance_ratios(log_ratio: Tensor, layout: TokenLayout, level: str) -> Tensor:
-    """[R] ratio of proximal to behaviour policy: of the token, or of its sample as product or geometric mean."""
+    """[R] ratio of proximal to behaviour policy: of the token, or of
+    its sample as product or geometric mean.
+    """
     log_ratio = log_ratio.detach()
     if level == "sequence":
         masked = torch.where(layout.mask != 0, log_ratio, torch.zeros_like(log_ratio))
@@ -78,7 +84,9 @@ WEIGHT_MODES: dict[str, Callable[[Tensor, float, float], Tensor]] = {
 def importance_weights(
     log_ratio: Tensor, layout: TokenLayout, *, level: str, mode: str, low: float, high: float
 ) -> Correction:
-    """Truncated importance sampling (TIS) and its relatives: a level of LEVELS with a mode of WEIGHT_MODES."""
+    """Truncated importance sampling (TIS) and its relatives: a
+    level of LEVELS with a mode of WEIGHT_MODES.
+    """
     ratio = importance_ratios(log_ratio, layout, level)
     weights = WEIGHT_MODES[mode](ratio, low, high)
     metrics = {
@@ -92,7 +100,8 @@ def importance_weights(
 def weight_moments(weights: Tensor, layout: TokenLayout, level: str) -> Tensor:
     """[2] sum and count of weights that are trained on, of tokens or, at the levels of samples, of samples.
 
-    Added up over a whole step they give the mean weight, by which self-normalised importance sampling divides.
+    Added up over a whole step they give the mean weight, by which
+    self-normalised importance sampling divides.
     """
     counted = (layout.mask != 0).double()
     if level != "token":
@@ -125,7 +134,9 @@ def rejection(
 def opsm_keep(
     ppo_kl: Tensor, advantages: Tensor, mask: Tensor, segments: Tensor, num_segments: int, *, delta: float
 ) -> Tensor:
-    """Off-policy sequence mask per token: 0 where the advantage is negative and the sample drifted beyond `delta`."""
+    """Off-policy sequence mask per token: 0 where the advantage is
+    negative and the sample drifted beyond `delta`.
+    """
     drifted = sequence_kl(ppo_kl.detach(), mask, segments, num_segments) > delta
     return 1.0 - ((advantages < 0) & drifted).to(ppo_kl.dtype)
 
@@ -135,8 +146,8 @@ def mismatch_metrics(
 ) -> dict[str, Tensor]:
     """[R] each: how far the trainer's policy is from the engine's, from several sides.
 
-    `mis_kl` and `mis_k3_kl` estimate KL(behaviour || proximal); `mis_chi2_*` are ratio^2 - 1 of token and sequence, whose
-    mean is the chi-square divergence; `mis_*_ppl` are perplexities of each sample.
+    `mis_kl` and `mis_k3_kl` estimate KL(behaviour || proximal); `mis_chi2_*` are ratio^2 - 1 of token and
+    sequence, whose mean is the chi-square divergence; `mis_*_ppl` are perplexities of each sample.
     """
     train, rollout = train_log_probs.detach(), rollout_log_probs.detach()
     log_ratio = bound_log_ratio(train - rollout)

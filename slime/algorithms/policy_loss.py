@@ -1,8 +1,8 @@
 """Policy-gradient losses per token: the functions behind the rows of `catalog.policy_losses`.
 
-Convention: `ppo_kl = old_log_prob - log_prob`, so the probability ratio is exp(-ppo_kl), with the exponent bounded as in
-`ratios`. Nothing here reduces: masks and denominators belong to `reduce`. All tensors are flat over the response tokens of a
-micro-batch, [R].
+Convention: `ppo_kl = old_log_prob - log_prob`, so the probability ratio is exp(-ppo_kl), with the exponent
+bounded as in `ratios`. Nothing here reduces: masks and denominators belong to `reduce`. All tensors are flat
+over the response tokens of a micro-batch, [R].
 """
 
 from collections.abc import Callable, Sequence
@@ -116,9 +116,11 @@ def cispo(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
 
 
 def sapo(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
-    """A soft gate in place of the clip: sigmoid(tau (ratio - 1)) x 4 / tau, steeper where the advantage is not positive.
+    """A soft gate in place of the clip: sigmoid(tau (ratio - 1)) x 4 / tau,
+    steeper where the advantage is not positive.
 
-    Its slope at ratio 1 is 1, and it fades where a hard clip would cut. Nothing is clipped, so that fraction is 0.
+    Its slope at ratio 1 is 1, and it fades where a hard clip would cut.
+    Nothing is clipped, so that fraction is 0.
     """
     ppo_kl = x.old_log_probs - x.log_probs
     tau = torch.full_like(ppo_kl, o.sapo_tau_neg).masked_fill(x.advantages > 0, o.sapo_tau_pos)
@@ -127,8 +129,9 @@ def sapo(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
 
 
 def gmpo(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
-    """Geometric mean: token log-ratios are clipped to [-eps_clip, eps_clip_high] on the side that the advantage pushes to,
-    and averaged; every token of the sequence carries that one ratio."""
+    """Geometric mean: token log-ratios are clipped to [-eps_clip, eps_clip_high] on the side that the
+    advantage pushes to, and averaged; every token of the sequence carries that one ratio.
+    """
     log_ratio = x.log_probs - x.old_log_probs
     rising = torch.minimum(log_ratio, torch.full_like(log_ratio, o.eps_clip_high))
     falling = torch.maximum(log_ratio, torch.full_like(log_ratio, -o.eps_clip))
@@ -156,7 +159,9 @@ def kl_cov(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
 def _divergence_mask(
     x: PolicyInputs, o: PolicyOptions, divergence: Callable[[Tensor, Tensor], Tensor]
 ) -> PolicyTerms:
-    """No clip of the ratio; a token gives no gradient once its probability moved too far, if the step moves it farther."""
+    """No clip of the ratio; a token gives no gradient once its probability
+    moved too far, if the step moves it farther.
+    """
     ppo_kl = x.old_log_probs - x.log_probs
     ratio = exp_ratio(-ppo_kl)
     away = ((x.advantages > 0) & (ratio > 1)) | ((x.advantages < 0) & (ratio < 1))
@@ -212,7 +217,8 @@ def compute_opsm_mask(
     advantages: Sequence[Tensor],
     loss_masks: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """Off-policy sequence mask over the concatenated tokens, and the share of masked tokens summed over samples.
+    """Off-policy sequence mask over the concatenated tokens, and the
+    share of masked tokens summed over samples.
 
     Reads `args.opsm_delta`.
     """

@@ -1,7 +1,9 @@
-"""Turns raw rewards into what advantages start from: components joined, length shaped, compared within the group.
+"""Turns raw rewards into what advantages start from: components joined,
+length shaped, compared within the group.
 
-A group is every sample with the same group index, whatever its size. One rollout may have fanned out into several
-samples (they share a rollout id); such siblings count once in the statistics, as the mean of their rewards.
+A group is every sample with the same group index, whatever its size. One rollout may have fanned out into
+several samples (they share a rollout id); such siblings count once in the statistics, as the mean of their
+rewards.
 """
 
 import math
@@ -18,8 +20,8 @@ GREEDY_REWARD_KEY = "greedy_reward"
 class GroupRollouts:
     """The n rollouts of one group.
 
-    Example: a rollout that fanned out into samples of rewards 1 and 0 with 3 and 4 trained tokens is one entry:
-    reward 0.5, length 7.
+    Example: a rollout that fanned out into samples of rewards 1 and 0 with 3 and 4 trained
+    tokens is one entry: reward 0.5, length 7.
     """
 
     rewards: list[float]  # [n] mean over siblings
@@ -51,7 +53,8 @@ def mean_baseline(group: GroupRollouts) -> Baselines:
 def mean_std_baseline(group: GroupRollouts) -> Baselines:
     """The group's mean, in units of its standard deviation."""
     spread = max(group.rewards) - min(group.rewards)
-    # Equal rollouts may hold siblings of unequal reward: divided by epsilon alone these would dwarf every other group.
+    # Equal rollouts may hold siblings of unequal reward: divided by epsilon
+    # alone these would dwarf every other group.
     equal = spread <= 1e-12 * max(1.0, *map(abs, group.rewards))
     return [(group.mean, 1.0 if equal else group.std + STD_EPSILON)] * len(group.rewards)
 
@@ -63,7 +66,9 @@ def leave_one_out_baseline(group: GroupRollouts) -> Baselines:
 
 
 def length_weighted_baseline(group: GroupRollouts) -> Baselines:
-    """The optimal baseline where the squared gradient of a response grows with its length: the length-weighted mean."""
+    """The optimal baseline where the squared gradient of a response grows
+    with its length: the length-weighted mean.
+    """
     weight = math.fsum(group.lengths)
     if weight == 0:
         return mean_baseline(group)
@@ -72,10 +77,13 @@ def length_weighted_baseline(group: GroupRollouts) -> Baselines:
 
 
 def success_rate_baseline(group: GroupRollouts) -> Baselines:
-    """The group's mean, in units of that mean: the gradient of the log of the success rate. 0 where nothing succeeded."""
+    """The group's mean, in units of that mean: the gradient of the log of the
+    success rate. 0 where nothing succeeded.
+    """
     if min(group.rewards) < 0:
         raise ValueError(
-            f"a reward of {min(group.rewards)}: --advantage-estimator maxrl divides by the mean reward, so rewards must be at "
+            f"a reward of {min(group.rewards)}: --advantage-estimator maxrl divides by the mean reward, so "
+            "rewards must be at "
             "least 0; shift them, or choose another estimator."
         )
     return [(group.mean, group.mean or 1.0)] * len(group.rewards)
@@ -85,7 +93,8 @@ def greedy_baseline(group: GroupRollouts) -> Baselines:
     """The reward of the greedy answer to the same prompt."""
     if group.greedy_reward is None:
         raise ValueError(
-            "--advantage-estimator remax compares with the greedy answer, but the samples carry no metadata['greedy_reward']: "
+            "--advantage-estimator remax compares with the greedy answer, but the samples carry no "
+            "metadata['greedy_reward']: "
             "use the default rollout function, which measures it, or set it in your own."
         )
     return [(group.greedy_reward, 1.0)] * len(group.rewards)
@@ -112,7 +121,8 @@ def subtract_baselines(
 ) -> list[float]:
     """(reward - baseline) / scale of each sample, by a row of BASELINES over the sample's group.
 
-    A group of one rollout has nothing to be compared with, except the greedy answer: otherwise its samples get 0.
+    A group of one rollout has nothing to be compared with, except the
+    greedy answer: otherwise its samples get 0.
     """
     compute = BASELINES[baseline]
     lengths = [0.0] * len(rewards) if lengths is None else lengths
@@ -154,12 +164,15 @@ def combine_rewards(components: Mapping[str, float], weights: Mapping[str, float
     missing = [name for name in weights if name not in components]
     if missing:
         raise ValueError(
-            f"the reward has no component {missing[0]!r} of --reward-weights; it has {sorted(map(str, components))}."
+            f"the reward has no component {missing[0]!r} of --reward-weights; it has "
+            f"{sorted(map(str, components))}."
         )
     return math.fsum(weight * components[name] for name, weight in weights.items())
 
 
 def overlong_penalty(length: int, max_length: int, buffer_length: int, factor: float) -> float:
-    """0 up to `max_length - buffer_length` tokens, then falling linearly to -factor at `max_length` (DAPO)."""
+    """0 up to `max_length - buffer_length` tokens, then falling
+    linearly to -factor at `max_length` (DAPO).
+    """
     excess = length - (max_length - buffer_length)
     return -factor * min(max(excess, 0), buffer_length) / buffer_length

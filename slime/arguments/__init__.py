@@ -1,4 +1,6 @@
-"""The settings of a run: every flag declared once, read from the command line and files, checked, then frozen."""
+"""The settings of a run: every flag declared once, read from the
+command line and files, checked, then frozen.
+"""
 
 from slime.arguments.args import Args
 from slime.arguments.groups.batch import explain_batch

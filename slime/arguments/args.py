@@ -58,8 +58,9 @@ class Args(
 ):
     """Every flag is an attribute: `--rollout-batch-size 32` is `args.rollout_batch_size == 32`.
 
-    Built by `parse_args`. Nothing is written to it afterwards: facts that appear while a run is going (router address,
-    number of rollouts) live in `RunInfo`. The group classes are bases so that editors know names and types.
+    Built by `parse_args`. Nothing is written to it afterwards: facts that appear while a run is going (router
+    address, number of rollouts) live in `RunInfo`. The group classes are bases so that editors know names and
+    types.
     """
 
     __slots__ = ("_sources", "_warnings")  # apart from the values, so that vars(args) is exactly the settings
@@ -81,11 +82,15 @@ class Args(
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a user should know of these settings before the run: some do nothing here; `parse_args` tells them."""
+        """What a user should know of these settings before the run: some
+        do nothing here; `parse_args` tells them.
+        """
         return self._warnings
 
     def to_dict(self, *, hide_secrets: bool = False) -> dict[str, Any]:
-        """A deep copy of all values, free to change; with `hide_secrets`, one that may be written to a file."""
+        """A deep copy of all values, free to change; with
+        `hide_secrets`, one that may be written to a file.
+        """
         values = copy.deepcopy(vars(self))
         if hide_secrets:
             values |= {name: "********" for name in secret_names() if values[name] is not None}
@@ -103,7 +108,8 @@ class Args(
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(
-            f"args.{name} cannot be set: arguments are fixed after parsing. Use args.replace({name}=...) for a copy."
+            f"args.{name} cannot be set: arguments are fixed after parsing. Use args.replace({name}=...) "
+            "for a copy."
         )
 
     def __delattr__(self, name: str) -> None:

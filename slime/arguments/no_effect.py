@@ -1,4 +1,6 @@
-"""Flags that would have no effect beside the others: refused when a user gave them a value that was meant to do something."""
+"""Flags that would have no effect beside the others: refused when a user gave
+them a value that was meant to do something.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -188,7 +190,8 @@ NO_EFFECT = (
     NoEffect(
         ("use_opsm",),
         lambda d: d.use_rollout_logprobs or d.keep_old_actor or d.num_steps_per_rollout > 1,
-        "the only optimizer step of a rollout starts at the old policy, so no sample has drifted from it; take several "
+        "the only optimizer step of a rollout starts at the old policy, so no sample has drifted from it; "
+        "take several "
         "(--num-steps-per-rollout) or the engine's log-probs as the old policy (--use-rollout-logprobs)",
     ),
     NoEffect(
@@ -199,7 +202,8 @@ NO_EFFECT = (
     NoEffect(
         ("overlong_buffer_len", "reward_weights"),
         lambda d: d.loss_type not in SUPERVISED_LOSSES and d.custom_reward_post_process_path is None,
-        "rewards are not shaped here (supervised losses have none; --custom-reward-post-process-path makes its own); remove it",
+        "rewards are not shaped here (supervised losses have none; --custom-reward-post-process-path makes "
+        "its own); remove it",
     ),
     NoEffect(
         ("custom_loss_function_path",),
@@ -223,7 +227,8 @@ NO_EFFECT = (
     NoEffect(
         ("max_weight_staleness",),
         lambda d: d.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION,
-        "the default rollout function keeps nothing in flight; use fully_async_rollout.generate_rollout_fully_async",
+        "the default rollout function keeps nothing in flight; use "
+        "fully_async_rollout.generate_rollout_fully_async",
     ),
     NoEffect(
         ("mask_offpolicy_in_partial_rollout",),

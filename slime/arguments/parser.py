@@ -1,4 +1,6 @@
-"""The command line: flags from their declarations, values from files and arguments, mistakes as one clear message."""
+"""The command line: flags from their declarations, values from files and
+arguments, mistakes as one clear message.
+"""
 
 import argparse
 import copy
@@ -51,8 +53,8 @@ def parse_args(
     """The settings of a run from its command line (and the files it names), checked and complete.
 
     Raises ValueError for anything a user can get wrong. `--help` and `--print-config` print and exit with 0.
-    `add_custom_arguments(parser)` may add flags of its own with `parser.add_argument`. `training_loop` is the one that will
-    run them: some defaults follow from it.
+    `add_custom_arguments(parser)` may add flags of its own with `parser.add_argument`. `training_loop` is the
+    one that will run them: some defaults follow from it.
     """
     parser, custom = build_parser(add_custom_arguments)
     words = sys.argv[1:] if argv is None else list(argv)
@@ -135,7 +137,9 @@ def build_parser(
 
 
 def _take_over(action: argparse.Action) -> CustomFlag:
-    """Leave argparse only the reading: defaults and required values are decided once files have been read too."""
+    """Leave argparse only the reading: defaults and required values
+    are decided once files have been read too.
+    """
     flag = CustomFlag(action, None, action.required)
     default = None if action.default is argparse.SUPPRESS else flag.read(action.default)
     action.required, action.default = False, argparse.SUPPRESS
@@ -228,7 +232,8 @@ def _apply_megatron_flags(draft: Draft, found: dict[str, list[str]]) -> None:
     if draft.train_backend != "megatron":
         first = next(iter(found))
         raise ValueError(
-            f"{first} is a flag of Megatron's, but --train-backend is {draft.train_backend}; use --train-backend megatron."
+            f"{first} is a flag of Megatron's, but --train-backend is {draft.train_backend}; use "
+            "--train-backend megatron."
         )
     values = (draft.megatron_config or {}) | read_megatron_flags(found)
     draft.set("megatron_config", values, COMMAND_LINE)
@@ -303,7 +308,9 @@ def read_file_value(spec: FlagSpec, value: Any, where: str) -> Any:
 
 
 def _apply_custom_config(draft: Draft, path: str) -> None:
-    """Before the rules, so that nothing set here escapes them. Unknown keys are allowed: they belong to plug-ins."""
+    """Before the rules, so that nothing set here escapes them. Unknown
+    keys are allowed: they belong to plug-ins.
+    """
     for key, value in read_yaml_mapping(path, "--custom-config-path").items():
         name = str(key).replace("-", "_")
         if hasattr(Args, name) and name not in all_specs():
@@ -312,7 +319,8 @@ def _apply_custom_config(draft: Draft, path: str) -> None:
             value = read_file_value(all_specs()[name], value, f"{key} in {path}")
         if name in draft and draft.source(name) == COMMAND_LINE and getattr(draft, name) != value:
             raise ValueError(
-                f"{key} is {value!r} in --custom-config-path {path} and {getattr(draft, name)!r} on the command line; "
+                f"{key} is {value!r} in --custom-config-path {path} and {getattr(draft, name)!r} on the "
+                "command line; "
                 "keep one of them."
             )
         draft.set(name, value, f"file {path}")

@@ -1,4 +1,6 @@
-"""Rules that span flags, in the order they run: each refuses a combination with a reason and a fix, or derives a value."""
+"""Rules that span flags, in the order they run: each refuses a combination
+with a reason and a fix, or derives a value.
+"""
 
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -74,8 +76,10 @@ def needed_flags(draft: Draft) -> None:
     asks_engines = not own_rollout and draft.custom_generate_function_path is None
     if asks_engines and draft.debug_train_only and not draft.load_debug_rollout_data:
         raise ValueError(
-            "--debug-train-only starts no engines, but the default rollout function asks them for samples; replay a dump "
-            "with --load-debug-rollout-data, or use --rollout-function-path slime.rollout.sft_rollout.generate_rollout."
+            "--debug-train-only starts no engines, but the default rollout function asks them for samples; "
+            "replay a dump "
+            "with --load-debug-rollout-data, or use --rollout-function-path "
+            "slime.rollout.sft_rollout.generate_rollout."
         )
     own_data = draft.data_source_path != DEFAULT_DATA_SOURCE or not draft.rollout_global_dataset
     if draft.prompt_data is None and not own_data and not draft.load_debug_rollout_data:
@@ -85,7 +89,8 @@ def needed_flags(draft: Draft) -> None:
         )
     if asks_engines and not draft.debug_train_only and draft.rollout_max_response_len is None:
         raise ValueError(
-            "--rollout-max-response-len is required: without it an engine cuts responses at a default of its own; "
+            "--rollout-max-response-len is required: without it an engine cuts responses at a default of "
+            "its own; "
             "give the longest response in tokens."
         )
 
@@ -93,13 +98,16 @@ def needed_flags(draft: Draft) -> None:
 def sampling(draft: Draft) -> None:
     if not draft.rollout_temperature > 0:
         raise ValueError(
-            f"--rollout-temperature is {draft.rollout_temperature:g}: greedy decoding is not a policy RL can improve; "
+            f"--rollout-temperature is {draft.rollout_temperature:g}: greedy decoding is not a policy RL "
+            "can improve; "
             "use a value > 0."
         )
     if draft.loss_type in SUPERVISED_LOSSES and draft.rollout_temperature != 1:
         raise ValueError(
-            f"--rollout-temperature is {draft.rollout_temperature:g} with --loss-type {draft.loss_type}: the trainer computes at that "
-            "temperature, and a supervised loss is that of the model as it is; use 1 (evaluation has --eval-temperature)."
+            f"--rollout-temperature is {draft.rollout_temperature:g} with --loss-type {draft.loss_type}: "
+            "the trainer computes at that "
+            "temperature, and a supervised loss is that of the model as it is; use 1 (evaluation has "
+            "--eval-temperature)."
         )
     if draft.rollout_top_k == 0:
         raise ValueError("--rollout-top-k is 0, which keeps no token at all; use -1 for all tokens.")
@@ -115,7 +123,8 @@ def context_length(draft: Draft) -> None:
             )
         elif draft_len > limit - 1:
             raise ValueError(
-                f"--rollout-max-prompt-len is {draft_len}, but --rollout-max-context-len is {limit}: a prompt must "
+                f"--rollout-max-prompt-len is {draft_len}, but --rollout-max-context-len is {limit}: a "
+                "prompt must "
                 f"leave room for a response; use at most {limit - 1}."
             )
     if draft.eval_max_context_len is None and limit is not None:
@@ -128,18 +137,21 @@ def over_sampling(draft: Draft) -> None:
     if draft.over_sampling_batch_size < draft.rollout_batch_size:
         raise ValueError(
             f"--over-sampling-batch-size is {draft.over_sampling_batch_size}, less than --rollout-batch-size "
-            f"{draft.rollout_batch_size}: one fetch could not fill a rollout; use at least {draft.rollout_batch_size}."
+            f"{draft.rollout_batch_size}: one fetch could not fill a rollout; use at least "
+            f"{draft.rollout_batch_size}."
         )
 
 
 def length_of_run(draft: Draft) -> None:
     if draft.num_rollout is None and draft.num_epoch is None:
         raise ValueError(
-            "neither --num-rollout nor --num-epoch is set: say how long to train, for example --num-rollout 100."
+            "neither --num-rollout nor --num-epoch is set: say how long to train, for example --num-rollout "
+            "100."
         )
     if draft.num_rollout is not None and draft.num_epoch is not None:
         raise ValueError(
-            f"--num-rollout is {draft.num_rollout} and --num-epoch is {draft.num_epoch}: both say how long to train; "
+            f"--num-rollout is {draft.num_rollout} and --num-epoch is {draft.num_epoch}: both say how long "
+            "to train; "
             "keep one of them."
         )
     if draft.num_epoch is not None and not draft.rollout_global_dataset:
@@ -158,12 +170,14 @@ def loss(draft: Draft) -> None:
         and not brings_advantages
     ):
         raise ValueError(
-            "--disable-compute-advantages-and-returns leaves --loss-type policy_loss without advantages; remove it, or set them "
+            "--disable-compute-advantages-and-returns leaves --loss-type policy_loss without advantages; "
+            "remove it, or set them "
             "in --rollout-data-postprocess-path."
         )
     if draft.loss_type == "sft_loss" and draft.n_samples_per_prompt != 1:
         raise ValueError(
-            f"--n-samples-per-prompt is {draft.n_samples_per_prompt} with --loss-type sft_loss: SFT trains on the given "
+            f"--n-samples-per-prompt is {draft.n_samples_per_prompt} with --loss-type sft_loss: SFT trains "
+            "on the given "
             "answer, and copies of it add nothing; use 1."
         )
     if draft.advantage_estimator.startswith("reinforce_plus_plus") and not draft.normalize_advantages:
@@ -173,7 +187,8 @@ def loss(draft: Draft) -> None:
 def micro_batches(draft: Draft) -> None:
     if draft.use_dynamic_batch_size and draft.max_tokens_per_gpu is None:
         raise ValueError(
-            "--use-dynamic-batch-size needs --max-tokens-per-gpu: how many tokens fit in one forward and backward pass."
+            "--use-dynamic-batch-size needs --max-tokens-per-gpu: how many tokens fit in one forward and "
+            "backward pass."
         )
     if draft.balance_by_flops and not draft.use_dynamic_batch_size:
         raise ValueError(
@@ -194,7 +209,8 @@ def learning_rate(draft: Draft) -> None:
     decays = draft.lr_decay_style != "constant" and draft.lr_decay_iters is not None
     if decays and draft.lr_warmup_iters >= draft.lr_decay_iters:
         raise ValueError(
-            f"--lr-warmup-iters is {draft.lr_warmup_iters}, but the schedule ends after {draft.lr_decay_iters} optimizer "
+            f"--lr-warmup-iters is {draft.lr_warmup_iters}, but the schedule ends after "
+            f"{draft.lr_decay_iters} optimizer "
             "steps: no step would be left for the decay; warm up for fewer."
         )
 
@@ -219,7 +235,8 @@ def evaluation(draft: Draft) -> None:
     own_evaluation = draft.eval_function_path != DEFAULT_ROLLOUT_FUNCTION
     if draft.eval_interval is not None and not draft.eval_datasets and not own_evaluation:
         raise ValueError(
-            f"--eval-interval is {draft.eval_interval}, but there is nothing to evaluate on; add --eval-prompt-data name "
+            f"--eval-interval is {draft.eval_interval}, but there is nothing to evaluate on; add "
+            "--eval-prompt-data name "
             "file or --eval-config."
         )
 
@@ -282,15 +299,19 @@ def engine_choice(draft: Draft) -> None:
 
 
 def reproducible_engine(draft: Draft) -> None:
-    """What is computed together decides the last bits of log-probs, and what arrives together is a matter of timing."""
+    """What is computed together decides the last bits of log-probs, and
+    what arrives together is a matter of timing.
+    """
     if not draft.deterministic_mode or draft.rollout_engine != "embedded":
         return
     if not draft.was_given("embedded_max_running_requests"):
         draft.derive("embedded_max_running_requests", 1, "--deterministic-mode")
     elif draft.embedded_max_running_requests != 1:
         raise ValueError(
-            f"--embedded-max-running-requests is {draft.embedded_max_running_requests} with --deterministic-mode: log-probs of requests "
-            "that are computed together depend on which they are, and that on timing; leave it out, or do without --deterministic-mode."
+            f"--embedded-max-running-requests is {draft.embedded_max_running_requests} with "
+            "--deterministic-mode: log-probs of requests "
+            "that are computed together depend on which they are, and that on timing; leave it out, or do "
+            "without --deterministic-mode."
         )
 
 

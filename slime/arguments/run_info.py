@@ -1,11 +1,14 @@
-"""Facts that exist only while a run is going, and the namespace that plug-ins see: arguments plus those facts."""
+"""Facts that exist only while a run is going, and the namespace that
+plug-ins see: arguments plus those facts.
+"""
 
 import argparse
 from dataclasses import dataclass, field
 
 from slime.arguments.args import Args
 
-# The name among `model_routers` of what stands before the engines that --eval-num-engines keeps for evaluation.
+# The name among `model_routers` of what stands before the engines that
+# --eval-num-engines keeps for evaluation.
 EVALUATION_ENGINES = "evaluation"
 
 
@@ -13,7 +16,8 @@ EVALUATION_ENGINES = "evaluation"
 class RunInfo:
     """What start-up found out. The cluster builds it once; nobody changes it.
 
-    Example: RunInfo("add-1234:7f3a", "runs/add-1234", "127.0.0.1", 40123, ("http://127.0.0.1:40125",), 60, 0, 1, 512, 256).
+    Example: RunInfo("add-1234:7f3a", "runs/add-1234", "127.0.0.1", 40123,
+    ("http://127.0.0.1:40125",), 60, 0, 1, 512, 256).
     """
 
     run_id: str
@@ -34,7 +38,9 @@ class RunInfo:
 
 
 def plugin_args(args: Args, run_info: RunInfo) -> argparse.Namespace:
-    """A plain namespace for plug-ins: a copy of all arguments overlaid with the facts of this run. Theirs to change."""
+    """A plain namespace for plug-ins: a copy of all arguments overlaid with
+    the facts of this run. Theirs to change.
+    """
     return argparse.Namespace(
         **args.to_dict()
         | {

@@ -20,7 +20,8 @@ def render_help(prog: str, custom: Sequence[argparse.Action] = ()) -> str:
     lines = [
         f"usage: {prog} [--config run.yaml] [flags]",
         "",
-        "Train a language model by reinforcement learning. A flag is also a key of the --config file; the command line",
+        "Train a language model by reinforcement learning. A flag is also a key of the --config file; the "
+        "command line",
         "wins. Switches have a --no- form. --print-config shows every value and where it came from.",
     ]
     group = None

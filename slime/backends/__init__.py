@@ -1,4 +1,6 @@
-"""Trainers behind one protocol (`base.TrainBackend`) and the order of one training step (`update.run_update`)."""
+"""Trainers behind one protocol (`base.TrainBackend`) and the order of
+one training step (`update.run_update`).
+"""
 
 from typing import Any
 

@@ -104,7 +104,9 @@ class TokenOutputs:
 
 @dataclass(frozen=True, slots=True)
 class TokenLists:
-    """Results of a pass without gradients: one CPU fp32 tensor [R_i] per sample of the rank's batch, in its order."""
+    """Results of a pass without gradients: one CPU fp32 tensor [R_i] per
+    sample of the rank's batch, in its order.
+    """
 
     log_probs: list[Tensor]
     entropy: list[Tensor] | None = None
@@ -145,14 +147,18 @@ class Loss:
 
 
 class OutputMatrix(Protocol):
-    """What makes logits of hidden states, as this rank holds it: the whole matrix, or its rows of the vocabulary."""
+    """What makes logits of hidden states, as this rank holds it: the
+    whole matrix, or its rows of the vocabulary.
+    """
 
     weight: Tensor  # [V, H], or this rank's part of the V rows
 
     def reverse_kl(
         self, hidden: Tensor, teacher_hidden: Tensor, teacher: Self, *, temperature: float, chunk_size: int
     ) -> Tensor:
-        """[R] KL(own || teacher) over the vocabulary, the same on all ranks that share it; differentiable in the own."""
+        """[R] KL(own || teacher) over the vocabulary, the same on all ranks
+        that share it; differentiable in the own.
+        """
         ...
 
 
@@ -178,8 +184,8 @@ TOKENS_LEFT = "_tokens_left"
 def has_update(loss: Loss, denominators: Denominators, metrics: dict[str, float], grad_norm: float) -> bool:
     """Whether some token trains in a step.
 
-    Else weights, moments and the schedule stay: weight decay and momentum would move the policy without a reason. A gradient
-    of zero alone is an update like any other: tokens may train with an advantage of 0.
+    Else weights, moments and the schedule stay: weight decay and momentum would move the policy without a
+    reason. A gradient of zero alone is an update like any other: tokens may train with an advantage of 0.
     """
     if denominators.tokens == 0 and loss.masked:
         return False
@@ -235,13 +241,17 @@ class TrainBackend(Protocol):
     def export(self, *, weights: str = "actor", dtype: torch.dtype | None = None) -> Iterator[Bucket]: ...
 
     def export_stage(self, dtype: torch.dtype | None = None) -> Iterator[Bucket]:
-        """`export` of this rank's pipeline stage alone, on the ranks of that stage; all stages one after another are `export`.
+        """`export` of this rank's pipeline stage alone, on the ranks of that stage;
+        all stages one after another are `export`.
 
-        All ranks call it together. Then stages go through their buckets independently."""
+        All ranks call it together. Then stages go through their buckets independently.
+        """
         ...
 
     def export_adapter(self, dtype: torch.dtype | None = None) -> Iterator[Bucket]:
-        """The adapters alone, under the names of peft. Asked only of a trainer for which flags allow adapters."""
+        """The adapters alone, under the names of peft. Asked only of
+        a trainer for which flags allow adapters.
+        """
         ...
 
     def adapter_config(self) -> dict[str, Any]:

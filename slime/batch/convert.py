@@ -1,4 +1,6 @@
-"""Samples -> `RolloutBatch`: rewards post-processed by group, masks, log-probs and weight versions as tensors."""
+"""Samples -> `RolloutBatch`: rewards post-processed by group, masks,
+log-probs and weight versions as tensors.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -20,7 +22,8 @@ from slime.utils.types import RolloutBatch, Sample, flatten_samples, version_num
 def samples_to_batch(args: Any, samples: Iterable[Any], *, engine_version: str | None = None) -> RolloutBatch:
     """The train data of one rollout, checked; nested lists (groups, fan-out) are flattened in order.
 
-    `engine_version` is what the engines held when the rollout began: that of tokens which name none themselves.
+    `engine_version` is what the engines held when the rollout began:
+    that of tokens which name none themselves.
     """
     flat = flatten_samples(samples)
     if not flat:
@@ -32,8 +35,10 @@ def samples_to_batch(args: Any, samples: Iterable[Any], *, engine_version: str |
             batch = _complete(load_function(path)(args, flat))
         if replays_nucleus(args) and "rollout_top_p_token_ids" not in batch:
             raise ValueError(
-                f"{source} returned no rollout_top_p_token_ids and rollout_top_p_token_offsets, which --rollout-top-p and "
-                "--rollout-top-k need: pass on those of the samples, or accept log-probs of another distribution with "
+                f"{source} returned no rollout_top_p_token_ids and rollout_top_p_token_offsets, which "
+                "--rollout-top-p and "
+                "--rollout-top-k need: pass on those of the samples, or accept log-probs of another "
+                "distribution with "
                 "--allow-sampling-mismatch."
             )
     else:
@@ -63,7 +68,9 @@ def fill_rollout_ids(samples: Sequence[Sample]) -> list[int]:
 def post_process_rewards(
     args: Any, samples: Sequence[Sample], rollout_ids: Sequence[int]
 ) -> tuple[list, list]:
-    """(raw rewards, rewards that become advantages): the custom hook, or shaping and the estimator's baseline."""
+    """(raw rewards, rewards that become advantages): the custom hook,
+    or shaping and the estimator's baseline.
+    """
     if args.custom_reward_post_process_path:
         return _custom_rewards(args.custom_reward_post_process_path, args, samples)
     raw = [_raw_reward(args, sample) for sample in samples]
@@ -76,7 +83,8 @@ def post_process_rewards(
     ungrouped = [sample.index for sample in samples if sample.group_index is None]
     if ungrouped:
         raise ValueError(
-            f"sample {ungrouped[0]} has no group_index ({len(ungrouped)} such samples): {args.advantage_estimator} compares "
+            f"sample {ungrouped[0]} has no group_index ({len(ungrouped)} such samples): "
+            f"{args.advantage_estimator} compares "
             "rewards within a group; set group_index in the rollout, or pass --disable-rewards-normalization."
         )
     rewards = subtract_baselines(
@@ -125,7 +133,8 @@ def _raw_reward(args: Any, sample: Sample) -> float:
         return 0.0  # supervised data is not scored
     if isinstance(sample.reward, dict) and args.reward_key and args.reward_key not in sample.reward:
         raise ValueError(
-            f"--reward-key {args.reward_key}: the reward of sample {sample.index} has only {', '.join(sample.reward)}."
+            f"--reward-key {args.reward_key}: the reward of sample {sample.index} has only "
+            f"{', '.join(sample.reward)}."
         )
     return check_reward(sample, None if sample.reward is None else sample.get_reward_value(args))
 
@@ -180,7 +189,8 @@ def _all_or_none(samples: list[Sample], name: str) -> bool:
     missing = [s for s in samples if getattr(s, name) is None]
     if missing and len(missing) < len(samples):
         raise ValueError(
-            f"{len(missing)} of {len(samples)} samples have no {name}, first sample {missing[0].index} (group "
+            f"{len(missing)} of {len(samples)} samples have no {name}, first sample {missing[0].index} "
+            "(group "
             f"{missing[0].group_index}): record it for every sample of a rollout, or for none."
         )
     return not missing

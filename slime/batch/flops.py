@@ -1,4 +1,6 @@
-"""Floating-point operations of a transformer's forward pass, for balance between ranks and for TFLOP/s metrics."""
+"""Floating-point operations of a transformer's forward pass, for
+balance between ranks and for TFLOP/s metrics.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,8 +11,10 @@ from typing import Any
 class ModelShape:
     """The sizes that decide the cost of a decoder-only model."""
 
-    matrices: int  # elements of all matrices that one token passes through: chosen experts only, output matrix included
-    attention: int  # layers x heads x (width of keys + width of values): operations per pair of tokens, counted causal
+    # Elements of all matrices that one token passes through: chosen experts only, output matrix included.
+    matrices: int
+    # Layers x heads x (width of keys + width of values): operations per pair of tokens, counted causal.
+    attention: int
 
     @classmethod
     def from_hf_config(cls, config: Any) -> "ModelShape":
@@ -71,5 +75,7 @@ def total_forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
 
 
 def typical_cost(length: int) -> float:
-    """Relative cost of a document when no model is known: linear work plus the attention share of a mid-size model."""
+    """Relative cost of a document when no model is known: linear work plus
+    the attention share of a mid-size model.
+    """
     return length * (1.0 + length / 24576)

@@ -12,7 +12,8 @@ from slime.utils.types import RolloutBatch, Sample
 
 
 def add_nuclei(args: Any, batch: RolloutBatch, samples: Sequence[Sample]) -> None:
-    """Add what `samples` recorded; tokens of a sample that recorded nothing were drawn from the whole vocabulary.
+    """Add what `samples` recorded; tokens of a sample that recorded
+    nothing were drawn from the whole vocabulary.
 
     Not for supervised losses: they are of the model as it is, whoever wrote the tokens.
     """
@@ -31,10 +32,14 @@ def _require(args: Any, batch: RolloutBatch, samples: Sequence[Sample]) -> None:
     for sample, mask in zip(samples, batch["loss_masks"], strict=True):
         if sample.rollout_top_p_token_offsets is None and mask.any():
             raise ValueError(
-                f"sample {sample.index} (group {sample.group_index}) does not carry the token ids that it was drawn from "
-                f"(rollout_top_p_token_ids), which --rollout-top-p {args.rollout_top_p:g} and --rollout-top-k "
-                f"{args.rollout_top_k} need: let the generate function send its sampling_params as it gets them (custom_params "
-                f"has {top_p.REQUEST_FIELD!r}) and pass the answer's meta_info to sample.append_response_tokens; or accept "
+                f"sample {sample.index} (group {sample.group_index}) does not carry the token ids that it "
+                "was drawn from "
+                f"(rollout_top_p_token_ids), which --rollout-top-p {args.rollout_top_p:g} and "
+                "--rollout-top-k "
+                f"{args.rollout_top_k} need: let the generate function send its sampling_params as it gets "
+                "them (custom_params "
+                f"has {top_p.REQUEST_FIELD!r}) and pass the answer's meta_info to "
+                "sample.append_response_tokens; or accept "
                 "log-probs of another distribution with --allow-sampling-mismatch."
             )
 

@@ -1,4 +1,6 @@
-"""Bin packing on plain numbers: first-fit under a cap, and Karmarkar-Karp balance over a fixed number of bins."""
+"""Bin packing on plain numbers: first-fit under a cap, and
+Karmarkar-Karp balance over a fixed number of bins.
+"""
 
 import heapq
 import itertools
@@ -6,7 +8,8 @@ from collections.abc import Sequence
 
 
 def pack_first_fit(sizes: Sequence[int], cap: int) -> list[list[int]]:
-    """Indices of `sizes` packed into bins of total <= cap, largest first; an item above the cap gets its own bin.
+    """Indices of `sizes` packed into bins of total <= cap, largest
+    first; an item above the cap gets its own bin.
 
     Example: pack_first_fit([5, 4, 3, 2], cap=7) -> [[0, 3], [1, 2]].
     """
@@ -24,10 +27,11 @@ def pack_first_fit(sizes: Sequence[int], cap: int) -> list[list[int]]:
 
 
 def balance(costs: Sequence[float], num_bins: int) -> list[list[int]]:
-    """Partition of all indices into `num_bins` sets (some may be empty) with nearly equal cost (Karmarkar-Karp).
+    """Partition of all indices into `num_bins` sets (some may be empty)
+    with nearly equal cost (Karmarkar-Karp).
 
-    Repeatedly joins the two most uneven partial partitions, putting the heaviest bin of one with the lightest of the
-    other; this ends far closer to even than placing the largest item into the lightest bin.
+    Repeatedly joins the two most uneven partial partitions, putting the heaviest bin of one with the lightest
+    of the other; this ends far closer to even than placing the largest item into the lightest bin.
     """
     if not costs:
         return [[] for _ in range(num_bins)]

@@ -1,7 +1,9 @@
-"""Which samples make which optimizer step, on which rank and in which micro-batch. Pure functions on lengths and ids.
+"""Which samples make which optimizer step, on which rank and in which
+micro-batch. Pure functions on lengths and ids.
 
-Steps split on rollout ids: the fan-out siblings of one rollout never straddle two steps. Every rank gets the same number
-of micro-batches in a step; where the samples do not suffice an empty micro-batch stands for one of weight zero.
+Steps split on rollout ids: the fan-out siblings of one rollout never straddle two steps. Every rank gets the
+same number of micro-batches in a step; where the samples do not suffice an empty micro-batch stands for one
+of weight zero.
 """
 
 import logging
@@ -21,8 +23,8 @@ logger = logging.getLogger(__name__)
 class StepSchedule:
     """One optimizer step: `ranks[r]` is rank r's list of micro-batches, each a list of sample positions.
 
-    Example with 2 ranks and samples 0..4: ranks=[[[0, 3], [4]], [[1, 2], []]]; the empty list is a micro-batch of weight
-    zero that keeps the ranks in step.
+    Example with 2 ranks and samples 0..4: ranks=[[[0, 3], [4]], [[1, 2], []]]; the empty list is a
+    micro-batch of weight zero that keeps the ranks in step.
     """
 
     ranks: list[list[list[int]]]
@@ -67,7 +69,8 @@ def build_schedule(
     cp_size: int = 1,
     cost: Callable[[int], float] = typical_cost,
 ) -> Schedule:
-    """Split samples into steps of `--global-batch-size` rollouts and each step into equal counts of micro-batches.
+    """Split samples into steps of `--global-batch-size` rollouts and each
+    step into equal counts of micro-batches.
 
     A last step with fewer rollouts is kept and has its own, smaller count: nothing is dropped.
     """
@@ -87,7 +90,8 @@ def build_schedule(
         steps.append(StepSchedule(ranks=ranks, num_rollouts=len(chosen)))
     if len(rollouts) % size:
         logger.warning(
-            "%d rollouts are not a multiple of --global-batch-size %d: the last of %d optimizer steps has %d rollouts.",
+            "%d rollouts are not a multiple of --global-batch-size %d: the last of %d optimizer steps has "
+            "%d rollouts.",
             len(rollouts),
             size,
             len(steps),
@@ -138,7 +142,9 @@ def _split_step(
 def _even_bins(
     bins: list[list[int]], costs: Sequence[float], sizes: Sequence[int], cap: int
 ) -> list[list[int]]:
-    """The same units in as many bins of nearly equal cost, where those stay within `cap` tokens; else `bins`."""
+    """The same units in as many bins of nearly equal cost, where
+    those stay within `cap` tokens; else `bins`.
+    """
     units = [unit for members in bins for unit in members]
     even = (
         [[units[i] for i in part] for part in balance([costs[unit] for unit in units], len(bins))]
@@ -158,7 +164,8 @@ def _pack(
     if args.use_dynamic_batch_size:
         if not args.max_tokens_per_gpu:
             raise ValueError(
-                "--use-dynamic-batch-size packs micro-batches up to a token budget: set it with --max-tokens-per-gpu."
+                "--use-dynamic-batch-size packs micro-batches up to a token budget: set it with "
+                "--max-tokens-per-gpu."
             )
         bins = pack_first_fit([lengths[p] for p in positions], args.max_tokens_per_gpu * cp_size)
         return [[positions[i] for i in members] for members in bins]
@@ -167,7 +174,9 @@ def _pack(
 
 
 def take(batch: RolloutBatch, positions: Sequence[int]) -> RolloutBatch:
-    """The samples at `positions`, every per-sample key sliced; what is not one entry per sample is passed on whole."""
+    """The samples at `positions`, every per-sample key sliced; what is not
+    one entry per sample is passed on whole.
+    """
     num_samples = len(batch["tokens"])
     taken: dict[str, Any] = {}
     for key, value in batch.items():

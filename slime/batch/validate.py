@@ -20,24 +20,29 @@ def check_reward(sample: Sample, value: Any) -> float:
     )
     hint = " It is a dict: choose its key with --reward-key." if isinstance(value, dict) else ""
     raise ValueError(
-        f"the reward of sample {sample.index} (group {sample.group_index}) is {value!r}{failure}: only a finite number can "
+        f"the reward of sample {sample.index} (group {sample.group_index}) is {value!r}{failure}: only a "
+        "finite number can "
         f"be trained on.{hint}"
     )
 
 
 def check_samples(samples: Sequence[Sample]) -> None:
-    """Lengths of one sample's fields agree; a mask or log-probs of another length is named with its sample."""
+    """Lengths of one sample's fields agree; a mask or log-probs of
+    another length is named with its sample.
+    """
     for sample in samples:
         name = f"sample {sample.index} (group {sample.group_index})"
         length = sample.response_length
         if length > len(sample.tokens) - 1:
             raise ValueError(
-                f"{name} has response_length {length} but {len(sample.tokens)} tokens: at least one prompt token must "
+                f"{name} has response_length {length} but {len(sample.tokens)} tokens: at least one prompt "
+                "token must "
                 "come before the response."
             )
         if sample.loss_mask is not None and len(sample.loss_mask) != length:
             raise ValueError(
-                f"loss_mask has {len(sample.loss_mask)} entries for {length} response tokens in {name}: every appended "
+                f"loss_mask has {len(sample.loss_mask)} entries for {length} response tokens in {name}: "
+                "every appended "
                 "token needs a mask value."
             )
         if not {0, 1}.issuperset(sample.loss_mask or ()):
@@ -50,7 +55,9 @@ def check_samples(samples: Sequence[Sample]) -> None:
 
 
 def validate_batch(batch: RolloutBatch, *, source: str = "the train data") -> None:
-    """Raise ValueError unless every key fits: same number of samples, same response lengths, finite numbers."""
+    """Raise ValueError unless every key fits: same number of
+    samples, same response lengths, finite numbers.
+    """
     missing = [key for key in REQUIRED_KEYS if key not in batch]
     if missing:
         raise ValueError(f"{source} has no {', '.join(missing)}: training needs {', '.join(REQUIRED_KEYS)}.")
@@ -76,7 +83,8 @@ def _check_position(batch: RolloutBatch, position: int, source: str) -> None:
     total = len(batch["tokens"][position])
     if not 0 <= length <= total - 1:
         raise ValueError(
-            f"{name} has response length {length} but {total} tokens: it must be at least 0 and below {total}."
+            f"{name} has response length {length} but {total} tokens: it must be at least 0 and below "
+            f"{total}."
         )
     for key in PER_TOKEN_KEYS:
         if key in batch and len(batch[key][position]) != length:

@@ -25,7 +25,9 @@ class Estimator:
 
     @property
     def compares_in_groups(self) -> bool:
-        """Whether a reward is compared with the other rewards of its group; a greedy answer is no part of the group."""
+        """Whether a reward is compared with the other rewards of its group;
+        a greedy answer is no part of the group.
+        """
         return self.baseline not in (None, "greedy")
 
 

@@ -42,7 +42,9 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """`count`: what of an optimizer step the sum of all weighted tokens is divided by. `by_length`: long samples count more."""
+    """`count`: what of an optimizer step the sum of all weighted tokens is divided
+    by. `by_length`: long samples count more.
+    """
 
     count: str
     by_length: bool

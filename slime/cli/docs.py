@@ -1,4 +1,6 @@
-"""`slime docs`: writes docs/flags.md and docs/plugins.md from the declarations, so that they cannot disagree."""
+"""`slime docs`: writes docs/flags.md and docs/plugins.md from the
+declarations, so that they cannot disagree.
+"""
 
 import argparse
 from collections.abc import Sequence
@@ -33,9 +35,12 @@ def flags_page() -> str:
         GENERATED,
         "# Flags",
         "",
-        "Every flag of `slime train` (and `python train.py`). Each is also a key of a `--config run.yaml`, written with `-` or",
-        "`_`; the command line wins. Switches have a `--no-` form. `slime train ... --print-config` shows every value of a run",
-        "and where it came from. An empty default means that the flag is not set, or that its value is derived.",
+        "Every flag of `slime train` (and `python train.py`). Each is also a key of a `--config run.yaml`, "
+        "written with `-` or",
+        "`_`; the command line wins. Switches have a `--no-` form. `slime train ... --print-config` shows "
+        "every value of a run",
+        "and where it came from. An empty default means that the flag is not set, or that its value is "
+        "derived.",
     ]
     group = None
     for spec in all_specs().values():
@@ -53,11 +58,16 @@ def plugins_page() -> str:
         GENERATED,
         "# Plug-ins",
         "",
-        "A plug-in is a function (or class) of yours, named on the command line as `package.module.function` or",
-        "`path/to/file.py:function`. All configured ones are loaded before any process starts, and their parameters are",
-        "compared with the call below: a misspelt path or a wrong parameter ends the run at once, with the reason. A function",
-        "may have further parameters if they have defaults. Parameters in brackets are passed only if the function has them.",
-        "`args` is a copy of all flags with facts of the run (`sglang_router_ip`, `num_rollout`, ...), yours to change.",
+        "A plug-in is a function (or class) of yours, named on the command line as "
+        "`package.module.function` or",
+        "`path/to/file.py:function`. All configured ones are loaded before any process starts, and their "
+        "parameters are",
+        "compared with the call below: a misspelt path or a wrong parameter ends the run at once, with the "
+        "reason. A function",
+        "may have further parameters if they have defaults. Parameters in brackets are passed only if the "
+        "function has them.",
+        "`args` is a copy of all flags with facts of the run (`sglang_router_ip`, `num_rollout`, ...), "
+        "yours to change.",
         "",
         "| flag | called as | returns | when |",
         "|---|---|---|---|",

@@ -1,4 +1,6 @@
-"""`slime plan`: prints which engine would run on which GPUs, and what a trainer layout would cost; starts nothing."""
+"""`slime plan`: prints which engine would run on which GPUs, and what a
+trainer layout would cost; starts nothing.
+"""
 
 import argparse
 import json
@@ -138,13 +140,15 @@ def _topology(options: argparse.Namespace) -> Topology:
         topology = read_topology(options.topology, options.hf_checkpoint, options.rollout_num_gpus_per_engine)
         if options.rollout_num_gpus not in (None, topology.num_gpus):
             raise ValueError(
-                f"--rollout-num-gpus is {options.rollout_num_gpus}, but the groups of {options.topology} have "
+                f"--rollout-num-gpus is {options.rollout_num_gpus}, but the groups of {options.topology} "
+                "have "
                 f"{topology.num_gpus} GPUs together; use that, or leave it out."
             )
         return topology
     if options.rollout_num_gpus is None or options.hf_checkpoint is None:
         raise ValueError(
-            "give --topology FILE, or --hf-checkpoint and --rollout-num-gpus; for a trainer --actor-num-gpus-per-node."
+            "give --topology FILE, or --hf-checkpoint and --rollout-num-gpus; for a trainer "
+            "--actor-num-gpus-per-node."
         )
     size = (options.hf_checkpoint, options.rollout_num_gpus, options.rollout_num_gpus_per_engine)
     return (

@@ -10,7 +10,9 @@ from slime.cli.main import user_errors
 
 
 def load_args(argv: Sequence[str] | None = None, *, training_loop: str = SYNCHRONOUS) -> Args:
-    """Settings that are ready to run: parsed, checked, and with every plug-in loaded once and bound to its call."""
+    """Settings that are ready to run: parsed, checked, and with every
+    plug-in loaded once and bound to its call.
+    """
     args = parse_args(argv, training_loop=training_loop)
     # Here, because loading functions loads torch, and a misspelt flag should be told at once.
     from slime.plugins import check_plugins
@@ -25,7 +27,9 @@ def main(
     train: Callable[[Args], Any] | None = None,
     training_loop: str = SYNCHRONOUS,
 ) -> int:
-    """Run one training. `train` is the loop, and `training_loop` its kind; without one it is the synchronous loop."""
+    """Run one training. `train` is the loop, and `training_loop` its
+    kind; without one it is the synchronous loop.
+    """
     with user_errors():
         args = load_args(argv, training_loop=training_loop)
     with user_errors(traceback_file=Path(args.run_dir) / "error.txt"):

@@ -1,7 +1,9 @@
-"""What a Megatron layout would cost, from config.json and the sizes alone: memory by rank, pipeline bubble, expert imbalance.
+"""What a Megatron layout would cost, from config.json and the sizes alone: memory by
+rank, pipeline bubble, expert imbalance.
 
-Estimates, for layouts that cannot be tried where one plans: bf16 weights, fp32 gradients, Adam with fp32 weights and
-moments, activations as a compiled-free layer keeps them. Not covered: buffers of collectives, fragmentation, the engine.
+Estimates, for layouts that cannot be tried where one plans: bf16 weights, fp32 gradients, Adam with fp32
+weights and moments, activations as a compiled-free layer keeps them. Not covered: buffers of collectives,
+fragmentation, the engine.
 """
 
 import argparse
@@ -103,12 +105,14 @@ def plan_trainer(model: dict[str, Any], sizes: Sizes, options: argparse.Namespac
 def _check(model: dict[str, Any], sizes: Sizes) -> None:
     if sizes.ranks % (sizes.tp * sizes.pp * sizes.cp):
         raise ValueError(
-            f"{sizes.ranks} trainer ranks are not a multiple of tensor {sizes.tp} x pipeline {sizes.pp} x context "
+            f"{sizes.ranks} trainer ranks are not a multiple of tensor {sizes.tp} x pipeline {sizes.pp} x "
+            "context "
             f"{sizes.cp} parallelism: change the sizes or --actor-num-gpus-per-node."
         )
     if model["num_attention_heads"] % sizes.tp:
         raise ValueError(
-            f"--tensor-model-parallel-size is {sizes.tp}, but the model has {model['num_attention_heads']} attention heads: use "
+            f"--tensor-model-parallel-size is {sizes.tp}, but the model has {model['num_attention_heads']} "
+            "attention heads: use "
             "a divisor of that."
         )
     if sizes.vpp > 1 and sizes.pp == 1:
@@ -128,13 +132,16 @@ def _check(model: dict[str, Any], sizes: Sizes) -> None:
         )
     if sizes.ranks % (sizes.etp * sizes.ep * sizes.pp):
         raise ValueError(
-            f"{sizes.ranks} trainer ranks are not a multiple of expert-tensor {sizes.etp} x expert {sizes.ep} x "
+            f"{sizes.ranks} trainer ranks are not a multiple of expert-tensor {sizes.etp} x expert "
+            f"{sizes.ep} x "
             f"pipeline {sizes.pp} parallelism: use smaller sizes."
         )
 
 
 def layers_per_stage(sizes: Sizes, layers: int) -> list[int]:
-    """Equal counts, but for a first and a last stage that were given theirs. Example: 61 layers, pp 4, last 13 -> 16 16 16 13."""
+    """Equal counts, but for a first and a last stage that were given theirs. Example:
+    61 layers, pp 4, last 13 -> 16 16 16 13.
+    """
     given = {0: sizes.first_layers, sizes.pp - 1: sizes.last_layers}
     given = {stage: count for stage, count in given.items() if count is not None}
     rest, others = layers - sum(given.values()), sizes.pp - len(given)
@@ -142,13 +149,14 @@ def layers_per_stage(sizes: Sizes, layers: int) -> list[int]:
     counts = [given.get(stage, rest // others if others else 0) for stage in range(sizes.pp)]
     if not even or min(counts) < 1 or any(count % sizes.vpp for count in counts):
         raise ValueError(
-            f"{layers} layers cannot be shared by {sizes.pp} stages of {sizes.vpp} chunks: use sizes whose product divides them, or "
+            f"{layers} layers cannot be shared by {sizes.pp} stages of {sizes.vpp} chunks: use sizes whose "
+            "product divides them, or "
             "--num-layers-in-first-pipeline-stage and --num-layers-in-last-pipeline-stage."
         )
     return counts
 
 
-# -- the model -------------------------------------------------------------------------------------------------------
+# -- the model -----------------------------------------------------------------------------------------------
 
 
 def read_model(path: str) -> dict[str, Any]:
@@ -227,7 +235,7 @@ def outside_parameters(model: dict[str, Any]) -> dict[str, Parameters]:
     return {"first": Parameters(cut=matrix), "last": Parameters(cut=head, whole=model["hidden_size"])}
 
 
-# -- memory ----------------------------------------------------------------------------------------------------------
+# -- memory --------------------------------------------------------------------------------------------------
 
 
 def _stage_memory(
@@ -276,8 +284,9 @@ def _activations(
 
 
 def _kept_per_token(model: dict[str, Any], sizes: Sizes, layer: int) -> float:
-    """Numbers per token: inputs of both norms and what follows them; queries, keys and values before and after rotation;
-    the attention's result; gate, up and their product."""
+    """Numbers per token: inputs of both norms and what follows them; queries, keys and values before and
+    after rotation; the attention's result; gate, up and their product.
+    """
     hidden, (query, key_value) = model["hidden_size"], _attention_widths(model)
     split = sizes.tp if sizes.sequence_parallel else 1
     if has_experts(model, layer):
@@ -289,13 +298,15 @@ def _kept_per_token(model: dict[str, Any], sizes: Sizes, layer: int) -> float:
     return 4 * hidden / split + (2 * (query + key_value) + query) / sizes.tp + mlp
 
 
-# -- time ------------------------------------------------------------------------------------------------------------
+# -- time ----------------------------------------------------------------------------------------------------
 
 
 def expert_imbalance(experts: int, ranks: int, busiest: float) -> float:
-    """Work of the busiest of `ranks` expert-parallel ranks over the mean, when the busiest expert has `busiest` times it.
+    """Work of the busiest of `ranks` expert-parallel ranks over the mean, when
+    the busiest expert has `busiest` times it.
 
-    Loads are taken as independent: a rank with many experts evens them out. 1 with one rank, `busiest` with one expert each.
+    Loads are taken as independent: a rank with many experts evens them out. 1 with
+    one rank, `busiest` with one expert each.
     """
     if ranks == 1:
         return 1.0
@@ -307,7 +318,7 @@ def _largest_of(count: int) -> float:
     return NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
 
 
-# -- report ----------------------------------------------------------------------------------------------------------
+# -- report --------------------------------------------------------------------------------------------------
 
 
 def render(plan: TrainerPlan) -> str:

@@ -1,4 +1,6 @@
-"""`slime weight-agent`: keeps a copy of the trainer's weights beside an engine, and has the engine load it when asked."""
+"""`slime weight-agent`: keeps a copy of the trainer's weights beside an
+engine, and has the engine load it when asked.
+"""
 
 import argparse
 import os

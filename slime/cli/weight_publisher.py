@@ -1,4 +1,6 @@
-"""`slime weight-publisher`: serves the weights that a trainer publishes in a folder to agents on other machines."""
+"""`slime weight-publisher`: serves the weights that a trainer publishes
+in a folder to agents on other machines.
+"""
 
 import argparse
 from collections.abc import Sequence

@@ -1,1 +1,3 @@
-"""Wires the stages of slime together and places them on processes and machines; the only folder that knows Ray."""
+"""Wires the stages of slime together and places them on processes and
+machines; the only folder that knows Ray.
+"""

@@ -5,8 +5,8 @@
                         in_flight.pt      the next batch, where it was being made meanwhile (train_async.py)
                         trainer/          weights, optimizer, schedule, RNG (torch distributed checkpoint)
 
-A folder that ends in .tmp was interrupted, one that ends in .aside was replaced by a run that went on from an earlier step;
-neither is ever read. Each rank takes the checksums of what it wrote, when it is written.
+A folder that ends in .tmp was interrupted, one that ends in .aside was replaced by a run that went on from an
+earlier step; neither is ever read. Each rank takes the checksums of what it wrote, when it is written.
 """
 
 from __future__ import annotations
@@ -56,13 +56,16 @@ def resolve_load(
     damage_of: DamageOf = by_size,
     latest: int | None = None,
 ) -> StepFolder | None:
-    """What `--load` means. An empty folder is fine only where this run saves too: then it is its first start."""
+    """What `--load` means. An empty folder is fine only where this
+    run saves too: then it is its first start.
+    """
     if load is None:
         return None
     checkpoint = find_step(load, step, damage_of=damage_of, latest=latest)
     if checkpoint is None and not same_folder(load, save):
         raise ValueError(
-            f"--load {load} holds no complete checkpoint (step_*/manifest.json): give a folder written by --save, "
+            f"--load {load} holds no complete checkpoint (step_*/manifest.json): give a folder written by "
+            "--save, "
             "or the same folder as --save to start fresh and resume later"
         )
     return checkpoint
@@ -90,7 +93,8 @@ class StagedCheckpoint:
         return self.staging.with_suffix("")
 
     def complete(self, files: Mapping[str, FileRecord], keep_last: int | None = None) -> StepFolder:
-        """One rename, when all is written and `files` recorded; then all but the `keep_last` newest go (None: all stay).
+        """One rename, when all is written and `files` recorded; then all but
+        the `keep_last` newest go (None: all stay).
 
         Wherever it is interrupted, every folder that looks like a checkpoint is a whole one.
         """
@@ -126,13 +130,16 @@ def write_checkpoint(
 def stage_checkpoint(
     folder: str | Path, manifest: Manifest, write_trainer: Callable[[Path], object], needed_bytes: int
 ) -> StagedCheckpoint:
-    """The trainer's part into `step_N.tmp`; the caller adds the rest. An older interrupted attempt is removed first."""
+    """The trainer's part into `step_N.tmp`; the caller adds the rest. An
+    older interrupted attempt is removed first.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
     if free < needed_bytes:
         raise RunStopped(
-            f"--save {folder}: the disk is too full for the checkpoint of rollout {manifest.rollout_id}: {free >> 20} MiB free, "
+            f"--save {folder}: the disk is too full for the checkpoint of rollout {manifest.rollout_id}: "
+            f"{free >> 20} MiB free, "
             f"it needs about {needed_bytes >> 20} MiB"
         )
     discard_staged(folder)
@@ -149,7 +156,9 @@ def discard_staged(folder: str | Path) -> None:
 
 
 def _set_aside(folder: Path, rollout_id: int) -> None:
-    """Before a run that went on from an earlier step completes its own: later ones would be taken for its latest."""
+    """Before a run that went on from an earlier step completes its own:
+    later ones would be taken for its latest.
+    """
     for step, path in step_folders(folder).items():
         if step >= rollout_id:
             names = [f"{path.name}.aside", *(f"{path.name}.{n}.aside" for n in range(2, 1000))]

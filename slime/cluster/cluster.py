@@ -1,4 +1,6 @@
-"""The run as the loop sees it: starts the stages, moves the device between them, pushes weights, saves, logs."""
+"""The run as the loop sees it: starts the stages, moves the device
+between them, pushes weights, saves, logs.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,7 @@ class Cluster:
         self._staged: StagedCheckpoint | None = None  # written by the ranks, not yet complete
         self._step_started = time.monotonic()
 
-    # ---- start and end -------------------------------------------------------------------------------------------
+    # ---- start and end -------------------------------------------------------------------------------------
 
     def __enter__(self) -> Cluster:
         if threading.current_thread() is threading.main_thread():
@@ -124,7 +126,8 @@ class Cluster:
     def start(self, *, overlapped: bool = False) -> Schedule:
         """Engines and trainer start side by side; returns the ids that this run goes through.
 
-        `overlapped`: the loop has a rollout in flight while it trains, and goes on with the one that a checkpoint holds.
+        `overlapped`: the loop has a rollout in flight while it trains, and goes
+        on with the one that a checkpoint holds.
         """
         args = self._args
         plan = plan_placement(args, min(device_count(), args.num_gpus_per_node), self._runtime.num_machines)
@@ -156,7 +159,9 @@ class Cluster:
         return batch.cursor
 
     def _verify_checkpoint(self) -> None:
-        """Every file against its checksum. Where one differs it is named, and the checkpoint before is taken."""
+        """Every file against its checksum. Where one differs it is
+        named, and the checkpoint before is taken.
+        """
         if self._checkpoint is None or self._args.no_load_verify:
             return
         if self._checkpoint.manifest.files is None:
@@ -174,7 +179,9 @@ class Cluster:
         logger.info("%s is what was written (%.1f s)", self._checkpoint.path, time.monotonic() - started)
 
     def _start_stages(self, start_id: int, rollout_state: dict[str, Any] | None) -> RolloutFacts:
-        """Side by side; the first failure ends the wait. On a shared device the engines size their memory first."""
+        """Side by side; the first failure ends the wait. On a shared
+        device the engines size their memory first.
+        """
         trainer_folder = self._checkpoint.trainer if self._checkpoint is not None else None
         rollout = self._rollout.begin_start(start_id, rollout_state)
         with waits.telling(lambda: f"starting: {self._describe_start(rollout.done())}"):
@@ -212,7 +219,7 @@ class Cluster:
         dtype = self._args.dtype
         return "bfloat16" if dtype == "bfloat16" or (dtype == "auto" and has_bfloat16()) else None
 
-    # ---- one step ------------------------------------------------------------------------------------------------
+    # ---- one step ------------------------------------------------------------------------------------------
 
     def phase(self, phase: Phase) -> AbstractContextManager[None]:
         return self._residency.phase(phase)
@@ -267,9 +274,11 @@ class Cluster:
         self._log(metrics, "eval", rollout_id)
 
     def save(self, rollout_id: int, generated: Generated, in_flight: Future | None = None) -> None:
-        """One transaction: the cursor of the batch that was trained, and with it the next batch where one is in flight.
+        """One transaction: the cursor of the batch that was trained, and with
+        it the next batch where one is in flight.
 
-        The trainer's part is written first, while that batch is being made."""
+        The trainer's part is written first, while that batch is being made.
+        """
         started = time.monotonic()
         self._finish_save(wait=True)
         with self._naming_disk_errors(rollout_id):
@@ -313,7 +322,9 @@ class Cluster:
         return Path(template.format(rollout_id=rollout_id)).resolve() if template else None
 
     def _finish_save(self, *, wait: bool) -> None:
-        """Complete the checkpoint that ranks write in the background, if they are done (or as soon as they are)."""
+        """Complete the checkpoint that ranks write in the background,
+        if they are done (or as soon as they are).
+        """
         staged = self._staged
         if staged is None:
             return
@@ -327,7 +338,9 @@ class Cluster:
 
     @contextlib.contextmanager
     def _naming_disk_errors(self, rollout_id: int) -> Iterator[None]:
-        """A checkpoint that cannot be written is told with the disk's reason, and what there is of it gives its room back."""
+        """A checkpoint that cannot be written is told with the disk's reason, and
+        what there is of it gives its room back.
+        """
         try:
             with naming_disk_errors("--save", Path(self._args.save), rollout_id):
                 yield
@@ -360,7 +373,9 @@ def _headline(metrics: dict[str, Any], names: Iterable[str]) -> str:
 
 
 def _end_in_order(steps: Sequence[Callable[[], object]], cause: BaseException | None) -> None:
-    """Take every step, whatever the one before raised. The first failure is that of the run, unless it has a cause already."""
+    """Take every step, whatever the one before raised. The first failure is that
+    of the run, unless it has a cause already.
+    """
     failures: list[Exception] = []
     for step in steps:
         try:

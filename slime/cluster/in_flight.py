@@ -1,7 +1,8 @@
-"""The batch that was being made when a checkpoint was written: part of it, so that a resumed run trains on that very batch.
+"""The batch that was being made when a checkpoint was written: part of it, so that
+a resumed run trains on that very batch.
 
-The asynchronous loop trains on samples of the weights before. A resumed run would make the batch anew with the weights of
-now, one version later, and be another run from there on.
+The asynchronous loop trains on samples of the weights before. A resumed run would make the batch anew with
+the weights of now, one version later, and be another run from there on.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ _FULLY_ASYNC = "generate_rollout_fully_async"
 
 
 def write_in_flight(folder: Path, rollout_id: int, future: Future | None) -> None:
-    """Wait for rollout `rollout_id` and put it into a staged checkpoint. `future` None: nothing is being made."""
+    """Wait for rollout `rollout_id` and put it into a staged
+    checkpoint. `future` None: nothing is being made.
+    """
     if future is None:
         return
     try:
@@ -61,7 +64,9 @@ def read_in_flight(checkpoint: StepFolder) -> Generated | None:
 def tell_differences(
     args: Args, checkpoint: StepFolder, batch: Generated | None, *, overlapped: bool
 ) -> None:
-    """One line for each way in which this resumed run is not the uninterrupted one, said before it goes on."""
+    """One line for each way in which this resumed run is not the
+    uninterrupted one, said before it goes on.
+    """
     done = checkpoint.manifest.rollout_id
     if not overlapped:
         if batch is not None:
@@ -72,14 +77,17 @@ def tell_differences(
         return
     if batch is None:
         _tell(
-            "the checkpoint holds no batch in flight (it is the last of its run, or of the synchronous loop, or of an older "
+            "the checkpoint holds no batch in flight (it is the last of its run, or of the synchronous "
+            "loop, or of an older "
             "slime): rollout %d is made with weights one version newer than without the interruption",
             done + 1,
         )
     if (done + 1) % args.update_weights_interval:
         _tell(
-            "the checkpoint lies between two weight pushes (--update-weights-interval %d) and engines get its weights now: rollouts "
-            "until the next push are made with newer weights; save at a multiple of that interval to resume exactly",
+            "the checkpoint lies between two weight pushes (--update-weights-interval %d) and engines get "
+            "its weights now: rollouts "
+            "until the next push are made with newer weights; save at a multiple of that interval to resume "
+            "exactly",
             args.update_weights_interval,
         )
     if args.rollout_function_path.endswith(_FULLY_ASYNC):

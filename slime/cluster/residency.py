@@ -1,4 +1,5 @@
-"""Who holds the device now: engines while generating, the trainer while training, both sides' weights in between.
+"""Who holds the device now: engines while generating, the trainer while
+training, both sides' weights in between.
 
 How full the device was is asked of the trainer's ranks, which see what engines on the same device hold too.
 """
@@ -14,7 +15,9 @@ from slime.arguments import Args
 
 
 class Phase(enum.Enum):
-    """GENERATE: engine weights and KV. TRAIN: parameters and optimizer. SYNC: weights of both sides, nothing else."""
+    """GENERATE: engine weights and KV. TRAIN: parameters and optimizer.
+    SYNC: weights of both sides, nothing else.
+    """
 
     GENERATE = "generate"
     TRAIN = "train"
@@ -30,7 +33,8 @@ _ENGINE_HOLDS = {
 }
 
 
-# What a phase is called where its memory is reported. "offload": engines have left and the trainer has not come.
+# What a phase is called where its memory is reported. "offload": engines
+# have left and the trainer has not come.
 _REPORTED = {GENERATE: "rollout", TRAIN: "train", SYNC: "push"}
 _OFFLOAD = "offload"
 

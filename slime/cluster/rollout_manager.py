@@ -1,4 +1,6 @@
-"""The rollout stage: owns the engines, the data source and the rollout functions; turns prompts into a batch."""
+"""The rollout stage: owns the engines, the data source and the
+rollout functions; turns prompts into a batch.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RolloutFacts:
-    """What start-up found out. `num_rollout_per_epoch` None: the data has no epochs. `transports`: of every engine."""
+    """What start-up found out. `num_rollout_per_epoch` None: the data has
+    no epochs. `transports`: of every engine.
+    """
 
     num_rollout: int
     num_rollout_per_epoch: int | None
@@ -63,7 +67,9 @@ class Generated:
 
 
 class RolloutManager:
-    """Calls on the work lane: start, generate, evaluate. On the control lane: receive, release, restore, close."""
+    """Calls on the work lane: start, generate, evaluate. On the
+    control lane: receive, release, restore, close.
+    """
 
     def __init__(self, args: Args, run_: Run, placement: Placement, runtime: Runtime):
         configure_logger()
@@ -127,7 +133,8 @@ class RolloutManager:
         return per_epoch, per_epoch * args.num_epoch
 
     def _connect(self) -> tuple[str, ...]:
-        # Now, while the engines start: the default rollout needs it, and a folder that is no model is told at once.
+        # Now, while the engines start: the default rollout needs it, and a
+        # folder that is no model is told at once.
         load_tokenizer(self._args.hf_checkpoint)
         urls = self._fleet.wait_ready()
         infos = [self._weights.info(url) for url in urls]
@@ -166,7 +173,7 @@ class RolloutManager:
     def _services(self) -> list[ModelService]:
         return [self._policy, *self._frozen]
 
-    # ---- generation ----------------------------------------------------------------------------------------------
+    # ---- generation ----------------------------------------------------------------------------------------
 
     def generate(self, rollout_id: int) -> Generated:
         started, forward_before, version = time.monotonic(), self._forward_seconds(), self._version
@@ -222,8 +229,10 @@ class RolloutManager:
         if found:
             self._told_of_bent = True
             logger.warning(
-                "%d requests whose %s reached the engines by another HTTP client than slime's, which looks at what is asked for. "
-                "If their tokens are trained on, the trainer computes another distribution than they were drawn from: ask "
+                "%d requests whose %s reached the engines by another HTTP client than slime's, which looks "
+                "at what is asked for. "
+                "If their tokens are trained on, the trainer computes another distribution than they were "
+                "drawn from: ask "
                 "through slime.utils.http_utils.post, or accept it with --allow-sampling-mismatch.",
                 sum(count for count, _ in found),
                 found[0][1],
@@ -252,7 +261,7 @@ class RolloutManager:
             **extra,
         }
 
-    # ---- evaluation ----------------------------------------------------------------------------------------------
+    # ---- evaluation ----------------------------------------------------------------------------------------
 
     def evaluate(self, rollout_id: int) -> dict[str, float]:
         output = self._guarded(lambda: self._evaluate(rollout_id))
@@ -294,7 +303,7 @@ class RolloutManager:
                         json.dumps({**row, "label": sample.label, "reward": reward}, default=str) + "\n"
                     )
 
-    # ---- engines -------------------------------------------------------------------------------------------------
+    # ---- engines -------------------------------------------------------------------------------------------
 
     def _guarded(self, work: Callable[[], Any]) -> Any:
         """Runs rollout code, but ends at once with the cause when the engines are given up."""
@@ -346,7 +355,9 @@ async def _gather(tasks: list, *, strict: bool = False) -> list:
 
 
 def _model_facts(hf_checkpoint: str, infos: list[EngineInfo]) -> dict[str, int | None]:
-    """What every engine can take; what an engine does not say about itself follows from the model's config."""
+    """What every engine can take; what an engine does not say
+    about itself follows from the model's config.
+    """
     config = _text_config(hf_checkpoint)
     return {
         "vocab_size": min(info.vocab_size or config.vocab_size for info in infos),
@@ -363,5 +374,6 @@ def _text_config(hf_checkpoint: str) -> Any:
     try:
         return AutoConfig.from_pretrained(hf_checkpoint).get_text_config()
     except ValueError:
-        # A model type that engine and trainer know and transformers does not (MiMo): its sizes stand in the file all the same.
+        # A model type that engine and trainer know and transformers does not (MiMo):
+        # its sizes stand in the file all the same.
         return PretrainedConfig.from_pretrained(hf_checkpoint).get_text_config()

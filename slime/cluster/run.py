@@ -20,9 +20,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EngineToken:
-    """What engines ask of who speaks to them. A new one for each run, which those ask for that other machines reach.
+    """What engines ask of who speaks to them. A new one for each run, which
+    those ask for that other machines reach.
 
-    `given`: it stands in the environment, and all engines ask for it, also those that somebody else has started.
+    `given`: it stands in the environment, and all engines ask for it,
+    also those that somebody else has started.
     """
 
     value: str = field(repr=False)
@@ -55,7 +57,9 @@ class Run:
 
     @property
     def pushes_as(self) -> str:
-        """The first part of weight versions. A resumed run may push other weights under a number that was pushed before."""
+        """The first part of weight versions. A resumed run may push other
+        weights under a number that was pushed before.
+        """
         return self.run_id if self.num_starts == 1 else f"{self.run_id}.{self.num_starts}"
 
 

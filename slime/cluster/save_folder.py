@@ -1,4 +1,6 @@
-"""The folder of `--save`: found usable before anything starts, kept for one run, and named when it fills up in mid-write."""
+"""The folder of `--save`: found usable before anything starts, kept for one run,
+and named when it fills up in mid-write.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from slime.utils.step_folders import same_folder, step_folders
 _PROBE_BYTES = 1 << 20
 _LOOKED_AT = 1000  # places of models to come
 _FULL_BYTES = 1 << 20  # less than this is full: what failed to be written may have left that much
-# How errors of the disk read that reach us as text only, from another process or a library that drops the number.
+# How errors of the disk read that reach us as text only, from another
+# process or a library that drops the number.
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.EACCES, errno.EPERM)
 
 
@@ -55,14 +58,17 @@ def prepare_folder(flag: str, folder: Path, needed_bytes: int = 0) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed_bytes:
         raise ValueError(
-            f"{flag} {folder} has {free >> 20} MiB free, and a checkpoint of this model takes at least {needed_bytes >> 20} MiB: "
+            f"{flag} {folder} has {free >> 20} MiB free, and a checkpoint of this model takes at least "
+            f"{needed_bytes >> 20} MiB: "
             "free room there, or give another folder."
         )
 
 
 @contextlib.contextmanager
 def naming_disk_errors(flag: str, folder: Path, rollout_id: int) -> Iterator[None]:
-    """What a disk did to a checkpoint becomes one message, whoever wrote it: a rank, a library, this process."""
+    """What a disk did to a checkpoint becomes one message, whoever
+    wrote it: a rank, a library, this process.
+    """
     try:
         yield
     except RunStopped:
@@ -110,30 +116,37 @@ def _why(error: OSError) -> str:
 
 
 def _refuse_other_run(args: Args, folder: Path) -> None:
-    """A run goes on with what is in its folder, or finds none there: two lines of checkpoints in one folder would mix."""
+    """A run goes on with what is in its folder, or finds none there: two
+    lines of checkpoints in one folder would mix.
+    """
     steps = step_folders(folder)
     if steps and (not same_folder(args.load, args.save) or args.finetune):
         found = ", ".join(map(str, sorted(steps)[-3:]))
         hint = "without --finetune" if args.finetune else f"with --load {args.save}"
         raise FolderTaken(
-            f"--save {args.save} holds checkpoints of an earlier run (the last are of rollouts {found}): go on with it {hint}, or "
+            f"--save {args.save} holds checkpoints of an earlier run (the last are of rollouts {found}): go "
+            f"on with it {hint}, or "
             "give another folder."
         )
 
 
 def _refuse_other_folders(args: Args) -> None:
-    """A model in the place of one to come is replaced, for a resumed run saves a rollout again; nothing else is."""
+    """A model in the place of one to come is replaced, for a resumed
+    run saves a rollout again; nothing else is.
+    """
     for rollout_id in range(_LOOKED_AT):
         path = Path(args.save_hf.format(rollout_id=rollout_id))
         is_empty = path.is_dir() and not any(path.iterdir())
         if path.exists() and not is_empty and not (path / "config.json").is_file():
             raise FolderTaken(
-                f"--save-hf {path} is there and holds no model: saving would replace it; give another name, or remove it."
+                f"--save-hf {path} is there and holds no model: saving would replace it; give another name, "
+                "or remove it."
             )
 
 
 def _least_bytes(args: Args) -> int:
-    """What a checkpoint takes at the very least, from the model's files: its weights, and as much again for each moment of Adam.
+    """What a checkpoint takes at the very least, from the model's files: its weights,
+    and as much again for each moment of Adam.
 
     0: not known. FSDP keeps weights in fp32, so it is usually twice that; Megatron may keep them in 16 bits.
     """

@@ -42,7 +42,9 @@ _SENDER_SLACK_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class TrainReport:
-    """What training on one rollout gave: metrics of the rollout, and of each optimizer step; hints that were not told before."""
+    """What training on one rollout gave: metrics of the rollout, and of each
+    optimizer step; hints that were not told before.
+    """
 
     metrics: dict[str, float]
     steps: list[dict[str, float]]
@@ -59,7 +61,8 @@ class TrainActor:
     def __init__(self, args: Args, run: Run, rank: int, world_size: int):
         configure_logger()
         self._args, self._run = args, run
-        # Functions of the user's may change their copy. Engines start beside the trainer, so their addresses are not known here.
+        # Functions of the user's may change their copy. Engines start beside the trainer,
+        # so their addresses are not known here.
         self._plugin_args = plugin_args(
             args, RunInfo(run.run_id, str(run.run_dir), num_rollout=args.num_rollout)
         )
@@ -114,7 +117,8 @@ class TrainActor:
         return {"dp_size": layout.dp_size, "dp_rank": layout.dp_rank, "cp_size": layout.cp_size}
 
     def open_sender(self, transport: str, engine_urls: tuple[str, ...]) -> None:
-        """The first rank sends: `export` gives it whole tensors. Live transports send from more ranks, in their own ways.
+        """The first rank sends: `export` gives it whole tensors. Live transports
+        send from more ranks, in their own ways.
 
         After a live push the first rank leaves a copy on disk, for engines that come late.
         """
@@ -195,7 +199,9 @@ class TrainActor:
         return TrainReport(rollout_metrics, steps, self._agreement.hints.take())
 
     def export(self, version: str, dtype: str | None) -> Parcel | None:
-        """The model or its adapters, bucket by bucket, into the transport; the first rank returns the parcel."""
+        """The model or its adapters, bucket by bucket, into the
+        transport; the first rank returns the parcel.
+        """
         self._version = int(version.rpartition(":")[2])
         self.note_push(self._version)
         for bucket in self._stream(dtype):
@@ -207,12 +213,16 @@ class TrainActor:
         return parcel
 
     def note_push(self, number: int) -> None:
-        """The current weights are what engines sample with as version `number`, or did in the run that is replayed."""
+        """The current weights are what engines sample with as version
+        `number`, or did in the run that is replayed.
+        """
         if self._kept is not None:
             self._kept.note_push(number)
 
     def send_live(self, version: str, dtype: str | None, targets: tuple[Target, ...]) -> LiveReport | None:
-        """The whole model, bucket by bucket, to engines that wait for it; a rank that sends nothing returns None."""
+        """The whole model, bucket by bucket, to engines that wait for
+        it; a rank that sends nothing returns None.
+        """
         if self._turns is not None:
             buckets = self._backend.export_stage(dtype=_torch_dtype(dtype))
             if self._live_sender is not None:
@@ -229,7 +239,9 @@ class TrainActor:
         return export(dtype=_torch_dtype(dtype))
 
     def _as_engines_hold(self, bucket: NamedTensors) -> NamedTensors:
-        """In FP8 where the engines' checkpoint is. Engines other than ours would take a NaN without a word."""
+        """In FP8 where the engines' checkpoint is. Engines other
+        than ours would take a NaN without a word.
+        """
         broken = first_non_finite(bucket)
         if broken is not None:
             raise WeightsNotFinite(
@@ -240,7 +252,9 @@ class TrainActor:
         return list(quantize_named(bucket, self._fp8, self._dither_seed))
 
     def find_damage(self, folder: Path, files: dict[str, FileRecord]) -> list[str]:
-        """Which of these files of a checkpoint are not what was written; before `init`, and by each rank for its share."""
+        """Which of these files of a checkpoint are not what was written;
+        before `init`, and by each rank for its share.
+        """
         return find_damage(folder, files)
 
     def save(self, path: Path) -> None:
@@ -250,7 +264,9 @@ class TrainActor:
             self._kept.save(path)
 
     def finish_save(self, wait: bool) -> dict[str, FileRecord] | None:
-        """Size and checksum of every file that this rank wrote; None: it is still writing, or reading them again."""
+        """Size and checksum of every file that this rank wrote; None: it
+        is still writing, or reading them again.
+        """
         if not self._backend.finish_save(wait=wait):
             return None
         if self._recording is None:

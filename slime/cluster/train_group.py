@@ -90,7 +90,9 @@ class TrainGroup:
         self._call("note_push", number)
 
     def send_live(self, version: str, dtype: str | None, targets: tuple[Target, ...]) -> LiveReport:
-        """One report for all ranks: each that sends tells of the whole model, sent to engines of its own or in turns to all."""
+        """One report for all ranks: each that sends tells of the whole model, sent
+        to engines of its own or in turns to all.
+        """
         reports = [
             report for report in self._call("send_live", version, dtype, targets) if report is not None
         ]
@@ -101,14 +103,18 @@ class TrainGroup:
         self._call("save", path)
 
     def finish_save(self, *, wait: bool) -> dict[str, FileRecord] | None:
-        """The files that the ranks wrote; None: some still write what `save` began. `wait`: until they have."""
+        """The files that the ranks wrote; None: some still write
+        what `save` began. `wait`: until they have.
+        """
         written = self._call("finish_save", wait)
         if any(files is None for files in written):
             return None
         return {name: record for files in written for name, record in files.items()}
 
     def find_damage(self, folder: Path, files: Mapping[str, FileRecord]) -> list[str]:
-        """Files of a checkpoint that are not what was written. Ranks share them, and read them while engines start."""
+        """Files of a checkpoint that are not what was written. Ranks share
+        them, and read them while engines start.
+        """
         by_size = sorted(files, key=lambda name: files[name].num_bytes, reverse=True)
         shares = [
             {name: files[name] for name in by_size[rank :: len(self._ranks)]}

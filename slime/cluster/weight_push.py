@@ -83,12 +83,15 @@ class WeightPush:
 def _check_count(report: LiveReport, parcel: Parcel) -> None:
     """Stages that each send their part must come to the model as one rank sees it."""
     assert report.failures or report.num_tensors == parcel.num_tensors, (
-        f"the ranks sent {report.num_tensors} tensors of weights {parcel.version}, the model has {parcel.num_tensors}"
+        f"the ranks sent {report.num_tensors} tensors of weights {parcel.version}, the model has "
+        f"{parcel.num_tensors}"
     )
 
 
 class PushToNobody:
-    """A replay has no engines: the ranks only count versions as the recorded run did, so as to know them on the samples."""
+    """A replay has no engines: the ranks only count versions as the recorded
+    run did, so as to know them on the samples.
+    """
 
     def __init__(self, trainer: Sending, done: int = 0):
         self._trainer = trainer

@@ -19,7 +19,9 @@ __all__ = ["Dataset", "check_prompt_file", "epoch_order", "filter_long_prompt", 
 
 
 def epoch_order(seed: int, epoch: int, size: int) -> list[int]:
-    """The permutation in which epoch `epoch` visits `size` samples: sorted by a mix of (seed, epoch, index)."""
+    """The permutation in which epoch `epoch` visits `size` samples:
+    sorted by a mix of (seed, epoch, index).
+    """
     return sorted(range(size), key=lambda index: (mix64(seed, epoch, index), index))
 
 
@@ -78,7 +80,8 @@ def _prompt_text(sample: Sample, tokenizer) -> str:
 class Dataset:
     """All prompts of one or several files. `samples[i]` follows the current epoch's order.
 
-    Example: `Dataset("train.jsonl@[0:100]", tokenizer, None, 512, prompt_key="question", label_key="answer")`.
+    Example: `Dataset("train.jsonl@[0:100]", tokenizer, None, 512,
+    prompt_key="question", label_key="answer")`.
     """
 
     def __init__(
@@ -145,7 +148,8 @@ class Dataset:
         kept = filter_long_prompt(read, tokenizer, processor, max_length)
         if not kept:
             raise ValueError(
-                f"{flag} {_show(path)}: all {len(read)} prompts are longer than {length_flag} {max_length} tokens, "
+                f"{flag} {_show(path)}: all {len(read)} prompts are longer than {length_flag} {max_length} "
+                "tokens, "
                 f"0 are left; raise {length_flag} or use shorter prompts."
             )
         if len(kept) < len(read):
@@ -180,7 +184,9 @@ class Dataset:
 
 
 def check_prompt_file(path: str | Iterable[str], fmt: PromptFormat, *, max_rows: int) -> None:
-    """Whether the first rows can become samples; costs little more than reading them, and needs no tokenizer."""
+    """Whether the first rows can become samples; costs little more
+    than reading them, and needs no tokenizer.
+    """
     for place, row in itertools.islice(read_rows(path), max_rows):
         check_row(row, fmt, where=place)
 

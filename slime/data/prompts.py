@@ -34,7 +34,9 @@ class PromptFormat:
 
 
 def check_row(row: dict, fmt: PromptFormat, *, where: object = "row") -> None:
-    """All that can be said of a row without a tokenizer: `row_to_sample` will take it, up to its chat template."""
+    """All that can be said of a row without a tokenizer:
+    `row_to_sample` will take it, up to its chat template.
+    """
     _read_fields(row, fmt, where)
 
 
@@ -111,12 +113,14 @@ def render_prompt(
         )
     except Exception as error:  # a template is a program of the model's author: it may raise anything
         raise ValueError(
-            f"{where}: the chat template of the tokenizer refuses this prompt ({type(error).__name__}: {error})."
+            f"{where}: the chat template of the tokenizer refuses this prompt ({type(error).__name__}: "
+            f"{error})."
         ) from error
     dropped = find_dropped_message(messages, text)
     if dropped is not None:
         raise ValueError(
-            f"{where}: the chat template drops message {dropped}, whose role {messages[dropped]['role']!r} it does not "
+            f"{where}: the chat template drops message {dropped}, whose role {messages[dropped]['role']!r} "
+            "it does not "
             "know; write a role it knows (system, user, assistant, tool)."
         )
     return text
@@ -125,7 +129,9 @@ def render_prompt(
 def fill_media(
     messages: list[dict], row: dict, keys: Mapping[str, str], *, where: object = "row"
 ) -> list[dict]:
-    """Replace `<image>`-like placeholders in message texts by the row's media, in order; counts must match."""
+    """Replace `<image>`-like placeholders in message texts by the
+    row's media, in order; counts must match.
+    """
     queues, types = {}, {}
     for name, column in keys.items():
         kind = MultimodalTypes.get(name)
@@ -138,7 +144,8 @@ def fill_media(
             continue
         queues[kind.placeholder] = list(items) if isinstance(items, (list, tuple)) else [items]
         types[kind.placeholder] = kind.name
-    # Without media in this row there is no placeholder to look for: an empty pattern would split every character.
+    # Without media in this row there is no placeholder to look for: an
+    # empty pattern would split every character.
     queues = {placeholder: items for placeholder, items in queues.items() if items}
     if not queues:
         return messages

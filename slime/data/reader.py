@@ -18,7 +18,9 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a row stands, for messages: lines of a jsonl file count from 1 with blank ones, rows of others likewise."""
+    """Where a row stands, for messages: lines of a jsonl file count from 1
+    with blank ones, rows of others likewise.
+    """
 
     path: str
     unit: str  # line or row
@@ -32,7 +34,9 @@ PlacedRows = Iterator[tuple[Place, Row]]
 
 
 def split_paths(spec: str | Iterable[str]) -> list[str]:
-    """Several files as a list, or as one string with commas (a path that exists with a comma in it stays whole)."""
+    """Several files as a list, or as one string with commas (a path
+    that exists with a comma in it stays whole).
+    """
     if not isinstance(spec, str):
         return [path for one in spec for path in split_paths(one)]
     if Path(parse_slice(spec)[0]).expanduser().exists():
@@ -82,7 +86,8 @@ def _read_one(spec: str) -> PlacedRows:
 
 
 def _read_jsonl(path: Path) -> PlacedRows:
-    # Bytes that are no UTF-8 become lone surrogates, so that they are found in their line and not in the block around it.
+    # Bytes that are no UTF-8 become lone surrogates, so that they are found in
+    # their line and not in the block around it.
     with path.open(encoding="utf-8-sig", errors="surrogateescape") as file:
         for number, line in enumerate(_lines(path, file), start=1):
             place = Place(str(path), "line", number)
@@ -99,7 +104,8 @@ def _lines(path: Path, file: TextIO) -> Iterator[str]:
         line = file.readline(_MAX_LINE_CHARACTERS)
         if len(line) == _MAX_LINE_CHARACTERS:
             raise ValueError(
-                f"{path}, line {number}: longer than {_MAX_LINE_CHARACTERS} characters; write one JSON object per line."
+                f"{path}, line {number}: longer than {_MAX_LINE_CHARACTERS} characters; write one JSON "
+                "object per line."
             )
         if not line:
             return
@@ -113,7 +119,8 @@ def _parse_line(place: Place, line: str) -> Row:
         raise ValueError(f"{place}: {error}; each line must be one JSON object.") from None
     if not isinstance(row, dict):
         raise ValueError(
-            f'{place}: expected a JSON object, found {type(row).__name__}; write {{"input": "..."}} on each line.'
+            f'{place}: expected a JSON object, found {type(row).__name__}; write {{"input": "..."}} on each '
+            "line."
         )
     return row
 
@@ -164,7 +171,9 @@ def _check_columns(path: Path, names: list[str]) -> None:
 
 
 def _batch_rows(path: Path, before: int, batch: Any) -> list[Row]:
-    """`before`: how many rows stand before this batch. One by one where a value has no Python form, to name its row."""
+    """`before`: how many rows stand before this batch. One by one where a
+    value has no Python form, to name its row.
+    """
     try:
         return batch.to_pylist()
     except ValueError:

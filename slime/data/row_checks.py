@@ -1,4 +1,6 @@
-"""What a prompt and a label may be, depending on who reads them; each refusal names the row, the key and what to write."""
+"""What a prompt and a label may be, depending on who reads them; each refusal
+names the row, the key and what to write.
+"""
 
 import math
 from collections.abc import Sequence
@@ -32,7 +34,8 @@ def check_prompt(prompt: Any, key: str, use: PromptUse, *, rendered: bool, where
         check_messages(prompt, what, may_be_empty=use is PromptUse.OWN_CODE)
         if use is PromptUse.ENGINE and not rendered:
             raise ValueError(
-                f"{what} is a list of messages; engines continue text: set --apply-chat-template, or write text."
+                f"{what} is a list of messages; engines continue text: set --apply-chat-template, or write "
+                "text."
             )
     else:
         hint = "; a number belongs in quotes" if type(prompt) in (int, float) else ""
@@ -87,7 +90,8 @@ def _check_parts(parts: list[Any], what: str) -> None:
     for part in parts:
         if not isinstance(part, (str, dict)):
             raise ValueError(
-                f'{what} has a part {_show(part)} in its content; parts look like {{"type": "text", "text": "..."}}.'
+                f'{what} has a part {_show(part)} in its content; parts look like {{"type": "text", "text": '
+                '"..."}.'
             )
         text = part if isinstance(part, str) else part.get("text")
         if isinstance(text, str):
@@ -107,13 +111,16 @@ def check_encodable(text: str, what: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"{what} has \\u{ord(text[error.start]):04x} at character {error.start + 1}, half of a pair that makes one "
+            f"{what} has \\u{ord(text[error.start]):04x} at character {error.start + 1}, half of a pair "
+            "that makes one "
             "character; write both halves or drop it."
         ) from None
 
 
 def check_label(label: Any, key: str, rm_type: str | None, where: object) -> None:
-    """`rm_type`: the built-in reward that reads it; None: somebody else, who may take anything but a number that is none."""
+    """`rm_type`: the built-in reward that reads it; None: somebody else, who may
+    take anything but a number that is none.
+    """
     what = f"{where}: the label in {key!r} (--label-key)"
     if isinstance(label, float) and not math.isfinite(label):
         raise ValueError(f"{what} is {label}, which equals no answer; write the answer or drop the row.")

@@ -1,4 +1,6 @@
-"""JSON as the rows of a prompt file hold it: what Python's reader would take silently or fail on without a reason is told."""
+"""JSON as the rows of a prompt file hold it: what Python's reader would take
+silently or fail on without a reason is told.
+"""
 
 import json
 import sys
@@ -9,7 +11,9 @@ _NEAR = 20  # characters shown on either side of a mistake
 
 
 def parse_json(text: str) -> Any:
-    """The value. A ValueError says what is wrong and what to write; the caller knows where the text stands."""
+    """The value. A ValueError says what is wrong and what to
+    write; the caller knows where the text stands.
+    """
     try:
         value = json.loads(text, object_pairs_hook=_unique_keys)
     except json.JSONDecodeError as error:
@@ -25,7 +29,8 @@ def parse_json(text: str) -> Any:
         raise ValueError(
             f"a whole number has more than {digits} digits; write it as text, in quotes"
         ) from None
-    # Brackets are counted first: nearly no text has so many, and looking at every value takes longer than parsing.
+    # Brackets are counted first: nearly no text has so many, and looking at
+    # every value takes longer than parsing.
     if text.count("[") + text.count("{") > MAX_DEPTH and _is_deeper_than(value, MAX_DEPTH):
         raise ValueError(_too_deep())
     return value

@@ -1,4 +1,6 @@
-"""Engines that somebody else runs: found by their address, checked against our model, used, and never started or stopped."""
+"""Engines that somebody else runs: found by their address, checked against our
+model, used, and never started or stopped.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +100,8 @@ def _ask(url: str) -> EngineInfo:
         ) from None
     except (TypeError, AttributeError, KeyError, ValueError) as error:
         raise ValueError(
-            f"{_FLAG}: {url} answers, but what it says is not an engine's server info ({error}); correct the address."
+            f"{_FLAG}: {url} answers, but what it says is not an engine's server info ({error}); correct "
+            "the address."
         ) from None
     if not info.model_path:
         raise ValueError(
@@ -125,7 +128,8 @@ def _check_model(engine: ExternalEngine, ours: Mapping[str, Any], hf_checkpoint:
     for key in _CONFIG_KEYS:
         if key in ours and key in theirs and ours[key] != theirs[key]:
             raise ValueError(
-                f"{_FLAG}: the engine at {engine.url} serves {info.model_path} with {key} {theirs[key]}, but --hf-checkpoint "
+                f"{_FLAG}: the engine at {engine.url} serves {info.model_path} with {key} {theirs[key]}, "
+                "but --hf-checkpoint "
                 f"{hf_checkpoint} has {ours[key]}; it must serve the same model."
             )
 
@@ -134,12 +138,15 @@ def _check_version(engine: ExternalEngine) -> None:
     version = version_tuple(str(engine.info.raw.get("version", "")))
     if engine.info.dialect.name.startswith("sglang") and version and version < _OLDEST_SGLANG:
         raise ValueError(
-            f"{_FLAG}: the engine at {engine.url} is SGLang {engine.info.raw['version']}; at least 0.5 is needed."
+            f"{_FLAG}: the engine at {engine.url} is SGLang {engine.info.raw['version']}; at least 0.5 is "
+            "needed."
         )
 
 
 class ExternalServer:
-    """Stands in a fleet like a process of ours. "Killed" means out of use until it answers again; it is left running."""
+    """Stands in a fleet like a process of ours. "Killed" means out of use
+    until it answers again; it is left running.
+    """
 
     pid = None
 
@@ -176,7 +183,8 @@ class ExternalServer:
         return self.url
 
     def alive(self) -> bool:
-        """Whether its port takes connections, looked at every few seconds; once it did not, false until `wait_ready`.
+        """Whether its port takes connections, looked at every few seconds;
+        once it did not, false until `wait_ready`.
 
         An engine that comes back by itself comes back with the weights it was started with.
         """

@@ -1,4 +1,6 @@
-"""All engines of one model: started together, watched, restarted when they die, given up when they keep dying."""
+"""All engines of one model: started together, watched, restarted when
+they die, given up when they keep dying.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +36,12 @@ class NoEngineLeft(RunStopped):
 
 @dataclass(frozen=True, slots=True)
 class WatchPolicy:
-    """When an engine counts as dead and when the run gives up. `probe_interval_s` None: no token is asked of it.
+    """When an engine counts as dead and when the run gives up.
+    `probe_interval_s` None: no token is asked of it.
 
-    `silence_limit_s`: how long it may give no sign of life, see `pulse`; None: for ever. `probe_failures`: health questions
-    that must fail in a row. `no_engine_timeout_s` None: a run without any engine waits for as long as they are restarted.
+    `silence_limit_s`: how long it may give no sign of life, see `pulse`; None: for ever. `probe_failures`:
+    health questions that must fail in a row. `no_engine_timeout_s` None: a run without any engine waits for
+    as long as they are restarted.
     """
 
     restart_limit: int
@@ -52,7 +56,9 @@ class WatchPolicy:
 
 
 class Server(Protocol):
-    """One engine: of ours (`EngineServer`, or `HostedEngine` wherever it runs), or of somebody else (`ExternalServer`)."""
+    """One engine: of ours (`EngineServer`, or `HostedEngine` wherever it
+    runs), or of somebody else (`ExternalServer`).
+    """
 
     plan: LaunchPlan
 
@@ -74,7 +80,9 @@ class Server(Protocol):
 
 
 class Rotation(Protocol):
-    """Who spreads requests over engines: told at once who is out, and who is back with the current weights."""
+    """Who spreads requests over engines: told at once who is out,
+    and who is back with the current weights.
+    """
 
     def add(self, server: Server) -> None: ...
     def remove(self, url: str) -> None: ...
@@ -83,9 +91,9 @@ class Rotation(Protocol):
 class EngineFleet:
     """Owns the servers and the thread that watches them.
 
-    An engine that died is taken out of rotation at once and started again beside the others, which go on; pushes go to
-    those that are there. `on_join` is called with its address before it counts as back: it brings it to the current
-    weights. `failure` gets the exception that ends the run.
+    An engine that died is taken out of rotation at once and started again beside the others, which go on;
+    pushes go to those that are there. `on_join` is called with its address before it counts as back: it
+    brings it to the current weights. `failure` gets the exception that ends the run.
     """
 
     def __init__(self, servers: Sequence[Server], policy: WatchPolicy, on_join: Callable[[str], None]):
@@ -178,7 +186,7 @@ class EngineFleet:
         for server in self._servers:
             server.stop()
 
-    # ---- the watch -----------------------------------------------------------------------------------------------
+    # ---- the watch -----------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         while not self._stopping.wait(self._policy.poll_s):
@@ -300,7 +308,9 @@ class EngineFleet:
         self._last_probe = time.monotonic()
 
     def _check_versions(self, urls: list[str]) -> None:
-        """Membership is held, so no push is under way: an engine that holds something else lost its weights by itself."""
+        """Membership is held, so no push is under way: an engine that holds
+        something else lost its weights by itself.
+        """
         expected = self._expected_version()
         if expected is None:
             return

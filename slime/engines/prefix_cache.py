@@ -1,11 +1,12 @@
-"""Middleware for conversations kept as text: what was generated before goes back to the engine as the very same token ids.
+"""Middleware for conversations kept as text: what was generated before goes back
+to the engine as the very same token ids.
 
-Tokenising a conversation again may split it otherwise than the model did, and then log-probs belong to other tokens.
-`--router-middleware-paths slime.engines.prefix_cache.PrefixCacheMiddleware` remembers, per text, the ids behind it. A
-`/generate` with `text` (or `messages`) is sent as `input_ids`: known ids for the longest known beginning, fresh ones
-for the rest. `/retrieve_from_text` answers with ids, log-probs, loss mask and weight versions of a whole conversation, and
-with the ids that its tokens were drawn from where engines told them.
-Responses whose last bytes are half a character are not remembered.
+Tokenising a conversation again may split it otherwise than the model did, and then log-probs belong to other
+tokens. `--router-middleware-paths slime.engines.prefix_cache.PrefixCacheMiddleware` remembers, per text, the
+ids behind it. A `/generate` with `text` (or `messages`) is sent as `input_ids`: known ids for the longest
+known beginning, fresh ones for the rest. `/retrieve_from_text` answers with ids, log-probs, loss mask and
+weight versions of a whole conversation, and with the ids that its tokens were drawn from where engines told
+them. Responses whose last bytes are half a character are not remembered.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ _HALF_CHARACTER = "\ufffd"
 
 @dataclass(eq=False, slots=True)
 class Piece:
-    """The ids of one stretch of a conversation, after those of `before`. `log_probs` and `version` None: not generated."""
+    """The ids of one stretch of a conversation, after those of `before`.
+    `log_probs` and `version` None: not generated.
+    """
 
     before: Piece | None
     ids: tuple[int, ...]
@@ -58,7 +61,9 @@ class _Node:
 
 
 class RadixTree:
-    """Texts and their ids; a lookup costs the length of the text. The least recently used are forgotten above `max_tokens`."""
+    """Texts and their ids; a lookup costs the length of the text. The least
+    recently used are forgotten above `max_tokens`.
+    """
 
     def __init__(self, max_tokens: int = MAX_TOKENS):
         self._root, self._max_tokens = _Node("", None), max_tokens
@@ -175,7 +180,9 @@ class PrefixCacheMiddleware:
         return payload["text"] if isinstance(payload.get("text"), str) else None
 
     async def _prompt(self, text: str) -> tuple[int, Piece]:
-        """(how many ids were known, the last piece of the text). Long ones must not hold up the loop they come in on."""
+        """(how many ids were known, the last piece of the text). Long ones
+        must not hold up the loop they come in on.
+        """
         length, piece = self._tree.longest_prefix(text)
         known = sum(len(p.ids) for p in piece.line()) if piece is not None else 0
         if length < len(text) or piece is None:

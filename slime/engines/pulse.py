@@ -1,8 +1,9 @@
 """Signs of life of engines: whether anything answers at their address, whatever they compute.
 
-A byte of an HTTP answer is all that is asked for. It comes from the thread that accepts requests, so a long prefill, a
-compilation or a queue of thousands delays nothing, and no token is made for it. Questions go out from a thread with a loop
-of its own: code of the user's that blocks the driver's must not make engines look dead.
+A byte of an HTTP answer is all that is asked for. It comes from the thread that accepts requests, so a long
+prefill, a compilation or a queue of thousands delays nothing, and no token is made for it. Questions go out
+from a thread with a loop of its own: code of the user's that blocks the driver's must not make engines look
+dead.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Patient(Protocol):
 class PulseWatch:
     """Asks all of `patients` again and again; `on_silent` is told who has been silent for too long, and why.
 
-    `is_watched` says of a place whether its silence counts now: one that is being started is somebody else's care.
+    `is_watched` says of a place whether its silence counts now: one that
+    is being started is somebody else's care.
     """
 
     def __init__(

@@ -1,12 +1,15 @@
-"""A minimal balancer for installs without SGLang's router: the engine with the fewest requests in flight is next.
+"""A minimal balancer for installs without SGLang's router: the engine
+with the fewest requests in flight is next.
 
-It runs on the loop of the process that owns the engines. A session key pins a conversation to one engine, whose
-prefix cache knows it. A request whose engine refuses the connection, answers 5xx or is taken out of rotation is sent to
-another one; with none left it waits. It forwards the endpoints that generate, and none that control an engine.
+It runs on the loop of the process that owns the engines. A session key pins a conversation to one engine,
+whose prefix cache knows it. A request whose engine refuses the connection, answers 5xx or is taken out of
+rotation is sent to another one; with none left it waits. It forwards the endpoints that generate, and none
+that control an engine.
 
-An engine that breaks while it works on a request may have been broken by it, so the request goes back to that engine, when
-it is there again, and to no other; when it breaks a second time the request is given up. Only requests that were in
-company, and are therefore less suspect, may go to one other engine when theirs does not come back for long.
+An engine that breaks while it works on a request may have been broken by it, so the request goes back to that
+engine, when it is there again, and to no other; when it breaks a second time the request is given up. Only
+requests that were in company, and are therefore less suspect, may go to one other engine when theirs does not
+come back for long.
 """
 
 from __future__ import annotations
@@ -94,7 +97,8 @@ class _Broke:
 class Balancer:
     """Forwards `/generate` and the OpenAI-style endpoints to one of the engines.
 
-    `no_engine_timeout_s`: how long a request waits while no engine is in rotation, or none answers, before it is a 503.
+    `no_engine_timeout_s`: how long a request waits while no engine is in
+    rotation, or none answers, before it is a 503.
     """
 
     def __init__(
@@ -121,7 +125,8 @@ class Balancer:
             await web.TCPSite(self._runner, host, port).start()
         except OSError as error:
             raise ValueError(
-                f"--sglang-router-port is {port}: it cannot be bound ({error.strerror}); choose another, or leave it out."
+                f"--sglang-router-port is {port}: it cannot be bound ({error.strerror}); choose another, or "
+                "leave it out."
             ) from None
         return self._runner.addresses[0][1]
 
@@ -129,7 +134,7 @@ class Balancer:
         if self._runner is not None:
             await self._runner.cleanup()
 
-    # ---- who is in rotation; called from any thread but the loop's -----------------------------------------------
+    # ---- who is in rotation; called from any thread but the loop's -----------------------------------------
 
     def add(self, server: Server) -> None:
         run(self._add(server.url))
@@ -145,12 +150,13 @@ class Balancer:
     async def _remove(self, url: str) -> None:
         running = self._running.pop(url, set())
         if running:
-            # If its process is dead, these connections have ended: let them say so, for that is another matter than leaving.
+            # If its process is dead, these connections have ended: let them say so,
+            # for that is another matter than leaving.
             await asyncio.sleep(_LAST_WORDS_S)
         for task in list(running):
             task.cancel()
 
-    # ---- one request ---------------------------------------------------------------------------------------------
+    # ---- one request ---------------------------------------------------------------------------------------
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         if request.headers.get("Content-Encoding", "identity").lower() != "identity":
@@ -211,7 +217,9 @@ class Balancer:
                 return answer
 
     async def _send_back(self, url: str, errand: _Errand, alone: bool) -> _Answer | web.StreamResponse | None:
-        """To the engine that broke under the request, once more. None: it does not come back, and another may be asked."""
+        """To the engine that broke under the request, once more. None: it does
+        not come back, and another may be asked.
+        """
         patience = errand.deadline if alone else min(errand.deadline, time.monotonic() + _RETURN_PATIENCE_S)
         await asyncio.sleep(_DYING_PAUSE_S)
         while True:
@@ -247,7 +255,8 @@ class Balancer:
         except _NOT_REACHED:
             return None
         except _BROKEN as error:
-            # All requests of an engine that dies come here one by one: the first finds the others, those find its count.
+            # All requests of an engine that dies come here one by one: the first
+            # finds the others, those find its count.
             alone = len(running) == 1 and not self._num_broken[url]
             self._num_broken[url] += 1
             if self._num_broken[url] == 1:

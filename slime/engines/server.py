@@ -23,7 +23,8 @@ from slime.utils.vital_signs import Signs, signs_of_group
 from slime.wire.protocol import EngineInfo
 
 _LOG_TAIL_LINES, _LOG_LINE_CHARACTERS = 20, 600
-# For a port that our own dead process held, and for one whose process went with an owner that is gone: it may need a while.
+# For a port that our own dead process held, and for one whose process went with an
+# owner that is gone: it may need a while.
 _PORT_PATIENCE_S, _INHERITED_PORT_PATIENCE_S = 2.0, 30.0
 
 # For a process that was stopped before it served, and how often that is looked for.
@@ -42,7 +43,9 @@ class MachineLost(RunStopped):
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """How to start one engine. `command` gets the port to bind (0: any), the ready file and the life pipe's fd."""
+    """How to start one engine. `command` gets the port to bind (0:
+    any), the ready file and the life pipe's fd.
+    """
 
     name: str
     command: Command
@@ -57,7 +60,9 @@ class LaunchPlan:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """An engine that serves: its address and its process. `bootstrap_port`: of one that prefills for others."""
+    """An engine that serves: its address and its process.
+    `bootstrap_port`: of one that prefills for others.
+    """
 
     host: str
     port: int
@@ -72,7 +77,8 @@ class Serving:
 class EngineServer:
     """The process and its address. The port is kept over restarts, so that clients need not learn a new one.
 
-    `port`: that of an earlier life which somebody else owned; 0: any. Lives on the machine of the engine's devices.
+    `port`: that of an earlier life which somebody else owned; 0: any.
+    Lives on the machine of the engine's devices.
     """
 
     def __init__(self, plan: LaunchPlan, port: int = 0):
@@ -96,7 +102,9 @@ class EngineServer:
         return info.transports
 
     def launch(self) -> None:
-        """Start the process without waiting for it. A restart needs the port it had before, which clients know."""
+        """Start the process without waiting for it. A restart needs
+        the port it had before, which clients know.
+        """
         if self._process is not None:
             _kill_group(self._process)  # what an earlier life may have left
         if self.port:
@@ -127,7 +135,8 @@ class EngineServer:
             waits.until(lambda: http_utils.is_port_available(self.port), f"port {self.port}", patience_s)
         except waits.WaitTimeout as error:
             raise EngineStartError(
-                f"port {self.port} of {self.plan.name} was taken by another program while the engine was down, and "
+                f"port {self.port} of {self.plan.name} was taken by another program while the engine was "
+                "down, and "
                 "clients know no other: end that program, or start the run again with --load"
             ) from error
 
@@ -184,7 +193,8 @@ class EngineServer:
             self._last_moved = now
         elif now - self._last_moved > _STOPPED_PATIENCE_S:
             raise EngineStartError(
-                f"{self.plan.name} (pid {self.pid}) was stopped (SIGSTOP) while it started, and not continued for "
+                f"{self.plan.name} (pid {self.pid}) was stopped (SIGSTOP) while it started, and not "
+                "continued for "
                 f"{_STOPPED_PATIENCE_S:.0f} s"
             )
 

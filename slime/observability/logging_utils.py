@@ -15,7 +15,9 @@ _tracker: Tracker | None = None
 
 
 def configure_logger(prefix: str = "", level: int = logging.INFO) -> None:
-    """Log lines of this process go to stderr with time, prefix (rank, role) and place. Call again to change them."""
+    """Log lines of this process go to stderr with time, prefix (rank,
+    role) and place. Call again to change them.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.set_name("slime")
     handler.setFormatter(logging.Formatter(_FORMAT.format(prefix=prefix), datefmt="%Y-%m-%d %H:%M:%S"))

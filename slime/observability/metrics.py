@@ -46,7 +46,8 @@ def rollout_metrics(
 def eval_metrics(args: Any, data: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     """`eval/*` of all datasets: {name: {"rewards": [...], "truncated": [...], "samples": [...]}}.
 
-    A reward that is None (it could not be computed) is left out of the mean and counted as `eval/{name}-failed`.
+    A reward that is None (it could not be computed) is left out of the
+    mean and counted as `eval/{name}-failed`.
     """
     metrics: dict[str, float] = {}
     for name, result in data.items():
@@ -71,7 +72,9 @@ def eval_metrics(args: Any, data: Mapping[str, Mapping[str, Any]]) -> dict[str, 
 
 
 def sample_metrics(args: Any, samples: Sequence[Sample]) -> dict[str, float]:
-    """What any set of samples has: lengths, truncation, repetition, cache and speculation, reward failures."""
+    """What any set of samples has: lengths, truncation,
+    repetition, cache and speculation, reward failures.
+    """
     if not samples:
         return {}
     metrics = _with_prefix("response_len", distribution([s.effective_response_length for s in samples]))
@@ -96,14 +99,18 @@ def sample_metrics(args: Any, samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """The chance that k draws without replacement from the samples contain a correct one (unbiased for pass@k)."""
+    """The chance that k draws without replacement from the samples
+    contain a correct one (unbiased for pass@k).
+    """
     if not 1 <= k <= num_samples:
         raise ValueError(f"pass@{k} needs at least {k} samples, there are {num_samples}")
     return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
 
 
 def pass_rates(rewards_by_group: Iterable[Sequence[float]]) -> dict[str, float]:
-    """{"pass@1", "pass@2", "pass@4", ...}: reward 1 is correct; k up to the smallest group, mean over groups."""
+    """{"pass@1", "pass@2", "pass@4", ...}: reward 1 is correct; k up
+    to the smallest group, mean over groups.
+    """
     groups = [group for group in rewards_by_group if group]
     rates: dict[str, float] = {}
     k = 1
@@ -130,7 +137,9 @@ def distribution(values: Sequence[float]) -> dict[str, float]:
 
 
 def version_metrics(samples: Sequence[Sample], current_version: str | int | None) -> dict[str, float]:
-    """Which weights made the tokens. Staleness: how many versions behind, weighted by tokens, and the worst."""
+    """Which weights made the tokens. Staleness: how many versions
+    behind, weighted by tokens, and the worst.
+    """
     spans = [
         (version_number(v), end - start) for s in samples for v, start, end in s.version_spans if end > start
     ]

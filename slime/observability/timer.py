@@ -54,7 +54,9 @@ class Timer:
             return dict(self._seconds)
 
     def collect(self) -> dict[str, float]:
-        """Seconds per name since the last collection, which starts anew. Spans still running are not included."""
+        """Seconds per name since the last collection, which starts
+        anew. Spans still running are not included.
+        """
         with self._lock:
             seconds, self._seconds = self._seconds, {}
         return seconds

@@ -29,7 +29,8 @@ _VERSION = 1
 _CHILDREN = "_trace_children"
 T = TypeVar("T")
 
-# trace id -> span that is open in this task; tasks inherit it, so a span opened around a gather is the parent inside.
+# trace id -> span that is open in this task; tasks inherit it, so a span
+# opened around a gather is the parent inside.
 _open_spans: contextvars.ContextVar[dict[str, str] | None] = contextvars.ContextVar(
     "slime_open_spans", default=None
 )
@@ -135,7 +136,9 @@ def trace_event(target: Any, name: str, attrs: Mapping[str, Any] | None = None) 
 
 
 class trace_span:  # used like a function: with trace_span(sample, "reward_model") as span
-    """A stretch of time. `span.update({...})` and `span.set(key, value)` add attributes that its end will carry."""
+    """A stretch of time. `span.update({...})` and `span.set(key,
+    value)` add attributes that its end will carry.
+    """
 
     def __init__(self, target: Any, name: str, attrs: Mapping[str, Any] | None = None):
         self._target, self._name, self._start_attrs = target, name, attrs
@@ -190,7 +193,9 @@ def trace_function(
     target_getter: Callable[..., Any] | None = None,
     attrs_getter: Callable[..., Mapping[str, Any]] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator: each call is a span on the argument named `target`, or on what `target_getter(*args)` finds."""
+    """Decorator: each call is a span on the argument named `target`,
+    or on what `target_getter(*args)` finds.
+    """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(function)

@@ -3,8 +3,8 @@
 A line holds every metric of one report, its step axis and the wall time:
     {"time": 1754820000.1, "run": "3f9c01aa", "start": 1, "step_key": "rollout/step", "step": 3, "rollout/step": 3,
      "rollout/raw_reward": 0.5}
-`run` is the id of the run that the folder belongs to (run.json), `start` counts its starts. A resumed run appends; where a step
-occurs twice, the later line is the one that counts.
+`run` is the id of the run that the folder belongs to (run.json), `start` counts its starts. A resumed run
+appends; where a step occurs twice, the later line is the one that counts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class Tracker:
         _cut_torn_line(self._fd)
 
     def log(self, metrics: Mapping[str, Any], step_key: str, step: int | None = None) -> None:
-        """Record metrics at a step of the axis `step_key`; without `step`, the metrics hold it under that key."""
+        """Record metrics at a step of the axis `step_key`; without
+        `step`, the metrics hold it under that key.
+        """
         if step is None:
             if step_key not in metrics:
                 raise ValueError(f"no step given and the metrics have no {step_key!r}")

@@ -9,7 +9,9 @@ from slime.utils.types import Sample
 
 @dataclass
 class RolloutFnTrainOutput:
-    """Samples for one training batch: groups, in each one entry per execution (a Sample, or its fan-out siblings)."""
+    """Samples for one training batch: groups, in each one entry per
+    execution (a Sample, or its fan-out siblings).
+    """
 
     samples: list[list[Sample | list[Sample]]] | list[Sample]
     metrics: dict[str, Any] | None = None

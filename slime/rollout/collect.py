@@ -1,7 +1,7 @@
 """Fill one training batch: issue groups, decide about each finished one, and account for all of them.
 
-Consumes groups from the data source, produces `kept`; waits only for the next finished group. Every group it took
-ends in exactly one place: the batch, the filter's count, the failure count, or back in the buffer.
+Consumes groups from the data source, produces `kept`; waits only for the next finished group. Every group it
+took ends in exactly one place: the batch, the filter's count, the failure count, or back in the buffer.
 """
 
 import asyncio
@@ -53,7 +53,9 @@ def is_permanent(error: BaseException) -> bool:
 
 @dataclass(eq=False)
 class Ticket:
-    """One group in flight. `origin` is a copy from before generation: what goes back when the work is thrown away."""
+    """One group in flight. `origin` is a copy from before generation:
+    what goes back when the work is thrown away.
+    """
 
     number: int  # order of issue
     origin: Group
@@ -61,7 +63,9 @@ class Ticket:
 
 
 class BatchCollector:
-    """One rollout. `start_group` generates and scores a group; `abort_requests` ends what engines are doing for it."""
+    """One rollout. `start_group` generates and scores a group;
+    `abort_requests` ends what engines are doing for it.
+    """
 
     def __init__(
         self,
@@ -114,7 +118,7 @@ class BatchCollector:
             **{f"rollout/groups/{name}": n for name, n in sorted(self.counts.items())},
         }
 
-    # -- issue -------------------------------------------------------------------------------------------------------
+    # -- issue -----------------------------------------------------------------------------------------------
 
     @property
     def _remaining(self) -> int:
@@ -128,7 +132,8 @@ class BatchCollector:
             )
             if not groups:
                 raise RunStopped(
-                    f"the data source gave no groups: {self._remaining} of --rollout-batch-size {self.target} are there. "
+                    f"the data source gave no groups: {self._remaining} of --rollout-batch-size "
+                    f"{self.target} are there. "
                     "Let get_samples go on with a new epoch, or lower --num-rollout."
                 )
             for group in groups:
@@ -141,10 +146,12 @@ class BatchCollector:
         self._tickets[number] = ticket
         ticket.task.add_done_callback(lambda _: self._done.put_nowait(ticket))
 
-    # -- decide ------------------------------------------------------------------------------------------------------
+    # -- decide ----------------------------------------------------------------------------------------------
 
     async def _next_done(self) -> Ticket:
-        """The next group to decide: the first to finish, or in deterministic mode the first that was issued."""
+        """The next group to decide: the first to finish, or in
+        deterministic mode the first that was issued.
+        """
         if not self.args.deterministic_mode:
             return await self._done.get()
         while self._next_number not in self._waiting:
@@ -203,7 +210,9 @@ class BatchCollector:
         self.counts["kept"] += 1
 
     def _on_generation_failure(self, ticket: Ticket, error: BaseException) -> None:
-        """--group-failure-action decides; groups that fail one after another are no matter of single groups."""
+        """--group-failure-action decides; groups that fail one
+        after another are no matter of single groups.
+        """
         action = self.args.group_failure_action
         self._failed_in_a_row += 1
         ours = isinstance(error, GroupFailed) or is_permanent(error)
@@ -247,10 +256,12 @@ class BatchCollector:
     def _forget(self, ticket: Ticket) -> None:
         del self._tickets[ticket.number]
 
-    # -- give back ---------------------------------------------------------------------------------------------------
+    # -- give back -------------------------------------------------------------------------------------------
 
     async def drain(self) -> list[Group]:
-        """End what is still in flight and return it to the data source; waits only for work that will be kept."""
+        """End what is still in flight and return it to the data
+        source; waits only for work that will be kept.
+        """
         tickets = [self._tickets[number] for number in sorted(self._tickets)]
         running = [t.task for t in tickets if not t.task.done()]
         if self._keeps_work and running:
@@ -258,7 +269,8 @@ class BatchCollector:
             await asyncio.wait(running, timeout=ABORT_GRACE_S)
             await self._cancel(running)
         elif running:
-            # The ids are noted before the tasks let go of them, and sent after: a cancelled task resends nothing.
+            # The ids are noted before the tasks let go of them, and sent
+            # after: a cancelled task resends nothing.
             abort = asyncio.ensure_future(self.abort_requests())
             await asyncio.sleep(0)
             await self._cancel(running)
@@ -270,7 +282,9 @@ class BatchCollector:
         return groups
 
     async def _briefly(self, abort: asyncio.Future) -> None:
-        """What engines still do about discarded work is not waited for; the abort goes on by itself if it must."""
+        """What engines still do about discarded work is not waited
+        for; the abort goes on by itself if it must.
+        """
         await asyncio.wait([abort], timeout=DISCARD_GRACE_S)
         if abort.done():
             abort.result()

@@ -1,7 +1,9 @@
-"""How many requests may be in flight: a limit that can move, and the controller that fits it to the engines' load.
+"""How many requests may be in flight: a limit that can move, and the
+controller that fits it to the engines' load.
 
-Additive increase while the limit is what holds requests back and the engines have none waiting; multiplicative
-decrease as soon as they queue or retract. Off by default: the limit then stays where it was set.
+Additive increase while the limit is what holds requests back and the engines have none waiting;
+multiplicative decrease as soon as they queue or retract. Off by default: the limit then stays where it was
+set.
 """
 
 import asyncio

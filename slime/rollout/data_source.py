@@ -1,7 +1,7 @@
 """Where prompt groups come from: the dataset, epoch after epoch, and a buffer of groups that came back.
 
-The order is: buffer first (partial and finished-but-unused groups), then the dataset. `state_dict` holds all of it in
-plain types, so a resumed run hands out exactly what the interrupted one would have.
+The order is: buffer first (partial and finished-but-unused groups), then the dataset. `state_dict` holds all
+of it in plain types, so a resumed run hands out exactly what the interrupted one would have.
 """
 
 import abc
@@ -111,7 +111,9 @@ class RolloutDataSource(DataSource):
         return group
 
     def state_dict(self) -> dict[str, Any]:
-        """The cursor in plain types; whoever saves it decides when (the state of the batch that was trained)."""
+        """The cursor in plain types; whoever saves it decides when
+        (the state of the batch that was trained).
+        """
         state = {
             "format": STATE_FORMAT,
             "sample_offset": self.sample_offset,
@@ -133,7 +135,8 @@ class RolloutDataSource(DataSource):
             )
         if self.dataset is not None and state.get("num_prompts", len(self)) != len(self):
             logger.warning(
-                "--prompt-data has %d prompts now, the saved run had %d: the rest of the epoch is another order",
+                "--prompt-data has %d prompts now, the saved run had %d: the rest of the epoch is another "
+                "order",
                 len(self),
                 state["num_prompts"],
             )
@@ -165,7 +168,9 @@ class RolloutDataSource(DataSource):
 
 
 class RolloutDataSourceWithBuffer(RolloutDataSource):
-    """The dataset behind a buffer of groups that came back: those go out first, chosen by --buffer-filter-path."""
+    """The dataset behind a buffer of groups that came back: those go
+    out first, chosen by --buffer-filter-path.
+    """
 
     def __init__(self, args: Any, journal: Journal | None = None):
         super().__init__(args, journal)
@@ -197,7 +202,8 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
             if not isinstance(group, list) or len(group) != self.args.n_samples_per_prompt:
                 size = len(group) if isinstance(group, list) else type(group).__name__
                 raise ValueError(
-                    f"add_samples takes groups of --n-samples-per-prompt {self.args.n_samples_per_prompt} entries; "
+                    f"add_samples takes groups of --n-samples-per-prompt {self.args.n_samples_per_prompt} "
+                    "entries; "
                     f"got {size}" + (f" for {describe(group)}." if isinstance(group, list) and group else ".")
                 )
         self.journal.returned(samples)
@@ -213,7 +219,9 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         return self.metadata
 
     def state_dict(self, held: Sequence[Group] = ()) -> dict[str, Any]:
-        """`held`: groups a rollout function keeps beyond its batch; a resumed run finds them first in the buffer."""
+        """`held`: groups a rollout function keeps beyond its batch; a
+        resumed run finds them first in the buffer.
+        """
         state = super().state_dict()
         if "counts" in state and held:
             state["counts"]["returned"] = state["counts"].get("returned", 0) + len(held)
@@ -247,7 +255,8 @@ def build_dataset(args: Any) -> Dataset:
     """The training prompts that the flags describe."""
     if args.prompt_data is None:
         raise ValueError(
-            "--prompt-data is not set: name a .jsonl or .parquet file, or give --disable-rollout-global-dataset."
+            "--prompt-data is not set: name a .jsonl or .parquet file, or give "
+            "--disable-rollout-global-dataset."
         )
     needs_tokenizer = args.apply_chat_template or args.rollout_max_prompt_len is not None
     tokenizer = load_tokenizer(args.hf_checkpoint) if needs_tokenizer else None

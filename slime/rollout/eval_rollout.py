@@ -1,7 +1,7 @@
 """Evaluation: every dataset at the same time, each prompt sampled as its dataset says, rewards kept apart.
 
-A sample without a score is left out of the averages and counted in the metrics: a failed reward is not a zero. A weight
-push meanwhile ends no sample: each goes on, and its version spans say which token is whose.
+A sample without a score is left out of the averages and counted in the metrics: a failed reward is not a
+zero. A weight push meanwhile ends no sample: each goes on, and its version spans say which token is whose.
 """
 
 import functools
@@ -43,7 +43,8 @@ async def evaluate(args: Any, run_group: RunGroup) -> RolloutFnEvalOutput:
 async def _evaluate_dataset(
     args: Any, config: EvalDatasetConfig, run_group: RunGroup
 ) -> tuple[dict[str, Any], int]:
-    # On this thread, although reading holds up the loop once: fast tokenizers must not be used by two threads.
+    # On this thread, although reading holds up the loop once: fast
+    # tokenizers must not be used by two threads.
     groups = make_groups(config, load_eval_dataset(args, config))
     params = eval_sampling_params(args, config)
     done = await all_or_none([run_group(args, group, dict(params), evaluation=True) for group in groups])

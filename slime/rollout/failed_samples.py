@@ -42,7 +42,9 @@ async def _made_or_failed(task: asyncio.Task) -> Entry | Exception:
 
 
 def _stand_in(entry: Entry, model: Sample, error: Exception) -> Sample:
-    """A copy of a sibling that trains nothing and, in a group of its own, takes no part in the others' baseline."""
+    """A copy of a sibling that trains nothing and, in a group of its
+    own, takes no part in the others' baseline.
+    """
     failed = first_sample([entry])
     logger.warning("%s is left out of its group: %s", describe(failed), error)
     new = copy_sample(model)
@@ -56,7 +58,9 @@ def _stand_in(entry: Entry, model: Sample, error: Exception) -> Sample:
 
 
 def share_rewards(group: Group) -> None:
-    """Stand-ins made before their sibling was scored take its reward now: a batch holds a number for every sample."""
+    """Stand-ins made before their sibling was scored take its reward now:
+    a batch holds a number for every sample.
+    """
     samples = flatten_samples(group)
     for sample in samples:
         if sample.status is Sample.Status.FAILED and sample.reward is None:

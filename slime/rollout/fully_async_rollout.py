@@ -1,11 +1,12 @@
-"""Fully asynchronous rollout: a pool of groups stays in flight across rollouts, also while the trainer trains.
+"""Fully asynchronous rollout: a pool of groups stays in flight across
+rollouts, also while the trainer trains.
 
     --rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async
 
-A call takes the oldest finished groups out of the pool; the pool fills itself up again. Two rules bound how old a
-trained token may be (--max-weight-staleness, counted in weight pushes): no more groups are started than the rollouts
-within that bound can use, and a group that became older all the same is generated again. Everything runs on the
-process's one loop; the data source is only touched there while the pool is open.
+A call takes the oldest finished groups out of the pool; the pool fills itself up again. Two rules bound how
+old a trained token may be (--max-weight-staleness, counted in weight pushes): no more groups are started than
+the rollouts within that bound can use, and a group that became older all the same is generated again.
+Everything runs on the process's one loop; the data source is only touched there while the pool is open.
 """
 
 import asyncio
@@ -43,7 +44,8 @@ logger = logging.getLogger(__name__)
 class AsyncRolloutWorker:
     """The pool: tickets by number of issue, those that are done, and how many more may start.
 
-    Lives on the loop. `open_for` (a rollout is being collected) and `close` (its cursor is taken) bracket each rollout.
+    Lives on the loop. `open_for` (a rollout is being collected) and `close`
+    (its cursor is taken) bracket each rollout.
     """
 
     def __init__(self, args: Any, data_source: Any):
@@ -63,7 +65,7 @@ class AsyncRolloutWorker:
         self._news = asyncio.Event()
         self._failure: Exception | None = None  # of the data source, while nobody was collecting
 
-    # -- admission ---------------------------------------------------------------------------------------------------
+    # -- admission -------------------------------------------------------------------------------------------
 
     @property
     def concurrency(self) -> int:
@@ -75,8 +77,8 @@ class AsyncRolloutWorker:
     def room(self) -> int:
         """How many groups may start now.
 
-        A group at position p (of all that are not decided, the current batch included) is used p // batch rollouts from
-        now, and at most one push happens every --update-weights-interval rollouts.
+        A group at position p (of all that are not decided, the current batch included) is used p // batch
+        rollouts from now, and at most one push happens every --update-weights-interval rollouts.
         """
         args, size = self.args, self.args.rollout_batch_size
         after_this = max(0, args.num_rollout - 1 - self.rollout_id)  # nobody uses what comes after the last
@@ -127,7 +129,7 @@ class AsyncRolloutWorker:
     def forget(self, number: int) -> None:
         del self.tickets[number], self._scopes[number], self._started_at[number]
 
-    # -- consumption -------------------------------------------------------------------------------------------------
+    # -- consumption -----------------------------------------------------------------------------------------
 
     async def open_for(self, rollout_id: int) -> None:
         if self._failure is not None:
@@ -185,7 +187,9 @@ class AsyncRolloutWorker:
         return cursor
 
     def held(self) -> list[Group]:
-        """What the pool would give back: finished groups as they are, the others as fresh prompts, oldest first."""
+        """What the pool would give back: finished groups as they are,
+        the others as fresh prompts, oldest first.
+        """
         return [_as_returned(ticket) for ticket in self.tickets.values()]
 
     def _cursor(self) -> dict[str, Any] | None:
@@ -214,7 +218,8 @@ def _check(args: Any, data_source: Any) -> None:
     state_dict = getattr(data_source, "state_dict", None)
     if state_dict is not None and "held" not in inspect.signature(state_dict).parameters:
         raise ValueError(
-            f"the state_dict of data source {type(data_source).__name__} takes no `held`: groups in flight would be "
+            f"the state_dict of data source {type(data_source).__name__} takes no `held`: groups in flight "
+            "would be "
             "missing from checkpoints. Add the parameter (groups to put first in the buffer)."
         )
     name = "--rollout-function-path ...generate_rollout_fully_async"
@@ -267,7 +272,9 @@ class PoolCollector(BatchCollector):
             super()._decide(ticket)
 
     def _on_stale(self, ticket: Ticket) -> None:
-        """Generated again with the attempt counted; a prompt that is too slow every time leaves the run, counted."""
+        """Generated again with the attempt counted; a prompt that is too
+        slow every time leaves the run, counted.
+        """
         self.counts["stale"] += 1
         self._forget(ticket)
         attempts = attempt_of(first_sample(ticket.origin)) + 1

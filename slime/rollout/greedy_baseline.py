@@ -1,4 +1,6 @@
-"""One greedy answer per group, whose reward the remax estimator compares with; it is scored and never trained on."""
+"""One greedy answer per group, whose reward the remax estimator compares
+with; it is scored and never trained on.
+"""
 
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -15,10 +17,11 @@ GenerateGroup = Callable[[Group, dict[str, Any]], Awaitable[Group]]
 async def with_greedy_baseline(
     args: Any, group: Group, sampling_params: dict[str, Any], generate_group: GenerateGroup
 ) -> Group:
-    """Generate the group and beside it a greedy answer to its prompt, whose reward every sample's metadata then holds.
+    """Generate the group and beside it a greedy answer to its prompt, whose
+    reward every sample's metadata then holds.
 
-    A greedy answer that was aborted leaves the mark out: the group comes back and measures it then. One whose reward
-    failed hands its failure to the group, which is treated like any other failed reward.
+    A greedy answer that was aborted leaves the mark out: the group comes back and measures it then. One whose
+    reward failed hands its failure to the group, which is treated like any other failed reward.
     """
     if GREEDY_REWARD_KEY in first_sample(group).metadata:
         return await generate_group(group, sampling_params)

@@ -1,7 +1,7 @@
 """Small questions about a prompt group, and copies of it.
 
-A group is a list with one entry per execution of its prompt: a Sample or, when a generate function fanned out, the
-list of samples that execution made. `flatten_samples` of slime.utils.types gives its samples.
+A group is a list with one entry per execution of its prompt: a Sample or, when a generate function fanned
+out, the list of samples that execution made. `flatten_samples` of slime.utils.types gives its samples.
 """
 
 import copy
@@ -109,7 +109,9 @@ def without_response(sample: Sample) -> Sample:
 
 
 def begin_again(group: Group) -> Group:
-    """The group for another attempt: the same samples as given, with the attempt counted (it changes their seeds)."""
+    """The group for another attempt: the same samples as given, with the
+    attempt counted (it changes their seeds).
+    """
     for sample in flatten_samples(group):
         sample.metadata[ATTEMPT_KEY] = attempt_of(sample) + 1
     return group

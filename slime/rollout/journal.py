@@ -1,8 +1,8 @@
 """What became of every prompt group: the events a data source reports, and a journal that counts them.
 
 Each group that is handed out (`issued`) comes back once: into the buffer (`returned`), into a training batch
-(`consumed`, outcome "trained"), or out of the run with a reason ("filtered", "failed"). A durable journal implements
-the same three methods.
+(`consumed`, outcome "trained"), or out of the run with a reason ("filtered", "failed"). A durable journal
+implements the same three methods.
 """
 
 from collections import Counter

@@ -1,8 +1,9 @@
-"""On-policy distillation with a teacher behind HTTP: its log-probs of the policy's own tokens, as a reward function.
+"""On-policy distillation with a teacher behind HTTP: its log-probs of the
+policy's own tokens, as a reward function.
 
 `--use-opd --opd-type engine --rm-url http://teacher/generate --custom-rm-path
-slime.rollout.on_policy_distillation.reward_func`. The teacher is any server that answers SGLang's /generate with
-`input_token_logprobs`. The reward itself is 0: what is learnt comes from the teacher.
+slime.rollout.on_policy_distillation.reward_func`. The teacher is any server that answers SGLang's /generate
+with `input_token_logprobs`. The reward itself is 0: what is learnt comes from the teacher.
 """
 
 from collections.abc import Sequence
@@ -47,18 +48,23 @@ async def zero_reward(args: Any, sample: Sample, **kwargs: Any) -> float:
 def post_process_rewards(
     args: Any, samples: Sequence[Sample], **kwargs: Any
 ) -> tuple[list[float], list[float]]:
-    """(raw, trained) rewards of 0 for each sample, for recipes that name it as --custom-reward-post-process-path."""
+    """(raw, trained) rewards of 0 for each sample, for recipes that name
+    it as --custom-reward-post-process-path.
+    """
     del args, kwargs
     zeros = [0.0] * len(samples)
     return zeros, list(zeros)
 
 
 def response_log_probs(answer: dict[str, Any], sample: Sample) -> list[float]:
-    """The teacher's log-prob of each response token, from `meta_info.input_token_logprobs` ([log-prob, token id, ...])."""
+    """The teacher's log-prob of each response token, from
+    `meta_info.input_token_logprobs` ([log-prob, token id, ...]).
+    """
     entries = answer.get("meta_info", {}).get("input_token_logprobs") or []
     if len(entries) != len(sample.tokens):
         raise ValueError(
-            f"the teacher returned {len(entries)} input_token_logprobs for {len(sample.tokens)} tokens: it must score the whole "
+            f"the teacher returned {len(entries)} input_token_logprobs for {len(sample.tokens)} tokens: it "
+            "must score the whole "
             "input (logprob_start_len 0)."
         )
     # The first token has nothing before it, so its entry is empty; the response is the tail in any case.
@@ -67,7 +73,8 @@ def response_log_probs(answer: dict[str, Any], sample: Sample) -> list[float]:
     for position, (entry, token) in enumerate(zip(tail, wanted, strict=True)):
         if entry[1] != token or entry[0] is None:
             raise ValueError(
-                f"the teacher scored token {entry[1]} where response token {position} is {token}: it must share the policy's "
+                f"the teacher scored token {entry[1]} where response token {position} is {token}: it must "
+                "share the policy's "
                 "tokenizer."
             )
     return [float(entry[0]) for entry in tail]

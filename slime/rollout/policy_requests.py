@@ -1,8 +1,9 @@
-"""What a generate function asks of the policy's engines: refused where trained tokens would be drawn in another way.
+"""What a generate function asks of the policy's engines: refused where
+trained tokens would be drawn in another way.
 
-Our own requests pass `check_sampling` when they are built. Those that a function of the user's posts itself are seen by
-`slime.utils.http_utils`, which reports them to the `PolicyRequests` of the running task. Those of other clients only an engine sees: the embedded one
-counts them, and the rollout stage tells.
+Our own requests pass `check_sampling` when they are built. Those that a function of the user's posts itself
+are seen by `slime.utils.http_utils`, which reports them to the `PolicyRequests` of the running task. Those of
+other clients only an engine sees: the embedded one counts them, and the rollout stage tells.
 """
 
 import contextlib
@@ -50,7 +51,9 @@ def is_trained() -> bool:
 
 
 def check_sampling(args: Any, params: Mapping[str, Any]) -> None:
-    """Raise SamplingRefused where trained tokens must not be drawn with `params`; a temperature that differs is told once."""
+    """Raise SamplingRefused where trained tokens must not be drawn with `params`;
+    a temperature that differs is told once.
+    """
     if not _trained.get() or args.allow_sampling_mismatch or args.debug_rollout_only:
         return
     can_tell = engines_tell_nucleus(args)
@@ -97,7 +100,9 @@ class PolicyRequests:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator["PolicyRequests"]:
-        """See the requests of this task and of those it starts. A refusal is raised at the end even if it was caught inside."""
+        """See the requests of this task and of those it starts. A refusal is raised
+        at the end even if it was caught inside.
+        """
         token = _current.set(self)
         try:
             with http_utils.observed(self):
@@ -142,13 +147,17 @@ class PolicyRequests:
                 self.told_nucleus = True
 
     def check_nucleus(self, sample: Sample) -> None:
-        """Raise where a function was told what its tokens were drawn from, and left it out: their log-probs are over that."""
+        """Raise where a function was told what its tokens were drawn from, and
+        left it out: their log-probs are over that.
+        """
         trained = any(sample.loss_mask or [1] * sample.response_length)
         if self.told_nucleus and trained and sample.rollout_top_p_token_offsets is None:
             raise SamplingRefused(
                 f"the generate function was told which ids the tokens of {describe(sample)} were drawn from "
-                f"({top_p.REQUEST_FIELD}), but the sample does not carry them: pass the answer's meta_info to "
-                "sample.append_response_tokens, or set sample.rollout_top_p_token_ids and rollout_top_p_token_offsets."
+                f"({top_p.REQUEST_FIELD}), but the sample does not carry them: pass the answer's meta_info "
+                "to "
+                "sample.append_response_tokens, or set sample.rollout_top_p_token_ids and "
+                "rollout_top_p_token_offsets."
             )
 
     def _generates(self, url: str) -> bool:

@@ -1,7 +1,8 @@
 """Preference pairs as a rollout: each row becomes a preferred and a rejected answer, nothing is generated.
 
-A row holds two conversations that begin alike: `--input-key chosen --label-key rejected`, each a list of messages. What both
-share is the prompt; the assistant's tokens after it are compared. A row's metadata may hold a "margin".
+A row holds two conversations that begin alike: `--input-key chosen --label-key rejected`, each a list of
+messages. What both share is the prompt; the assistant's tokens after it are compared. A row's metadata may
+hold a "margin".
 """
 
 import logging
@@ -56,7 +57,8 @@ def make_pair(args: Any, sample: Sample, masks: MultiTurnLossMaskGenerator) -> l
     for messages, flag in zip(conversations, ("--input-key", "--label-key"), strict=True):
         if not isinstance(messages, list):
             raise ValueError(
-                f"{describe(sample)}: {flag} must name a list of messages, found {type(messages).__name__}; a pair is read "
+                f"{describe(sample)}: {flag} must name a list of messages, found {type(messages).__name__}; "
+                "a pair is read "
                 "with --input-key chosen --label-key rejected."
             )
     shared = _shared_turns(*conversations)

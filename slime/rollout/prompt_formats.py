@@ -1,4 +1,6 @@
-"""How the prompts of a run are read, in training and in each evaluation, and the look at them before anything starts."""
+"""How the prompts of a run are read, in training and in each evaluation, and
+the look at them before anything starts.
+"""
 
 from typing import Any
 
@@ -18,7 +20,9 @@ _EARLY_ROWS = 50_000
 
 
 def check_prompt_files(args: Any) -> None:
-    """Rows that no rollout could use are told before any process starts: of the training data and of evaluations."""
+    """Rows that no rollout could use are told before any process starts:
+    of the training data and of evaluations.
+    """
     if (
         args.prompt_data is not None
         and args.rollout_global_dataset
@@ -91,10 +95,12 @@ def _label_reader(args: Any, config: EvalDatasetConfig | None = None) -> str | N
 def _check_template(use: PromptUse, template: bool, multimodal_keys: Any, what: str) -> None:
     if use is PromptUse.CONVERSATION and template:
         raise ValueError(
-            f"{what}: --apply-chat-template makes text of conversations, and supervised training needs the messages; "
+            f"{what}: --apply-chat-template makes text of conversations, and supervised training needs the "
+            "messages; "
             "drop the flag, the template is applied there."
         )
     if use is PromptUse.ENGINE and multimodal_keys and not template:
         raise ValueError(
-            f"{what}: --multimodal-keys makes messages of prompts, and engines continue text; add --apply-chat-template."
+            f"{what}: --multimodal-keys makes messages of prompts, and engines continue text; add "
+            "--apply-chat-template."
         )

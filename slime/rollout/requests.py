@@ -1,4 +1,6 @@
-"""One generate request for one sample: what is sent, with which seed, and what is refused before it is sent."""
+"""One generate request for one sample: what is sent, with which
+seed, and what is refused before it is sent.
+"""
 
 import functools
 from typing import Any
@@ -19,11 +21,15 @@ _LOG_PROB_SLACK = 0.01  # rounding of a certain token's 0
 
 
 class PromptError(ValueError):
-    """A sample that no engine can serve: too long for the context, or with a token id the model does not have."""
+    """A sample that no engine can serve: too long for the context, or
+    with a token id the model does not have.
+    """
 
 
 def sampling_params_of(args: Any) -> dict[str, Any]:
-    """The run's sampling parameters as a plain dict, a new one at each call; generate functions may change theirs."""
+    """The run's sampling parameters as a plain dict, a new one at each
+    call; generate functions may change theirs.
+    """
     return {
         "temperature": args.rollout_temperature,
         "top_p": args.rollout_top_p,
@@ -39,9 +45,11 @@ def sampling_params_of(args: Any) -> dict[str, Any]:
 
 
 def sampling_seed(args: Any, sample: Sample) -> int:
-    """A positive 31-bit seed from nothing but the run's seed and where the sample stands: a rerun draws the same tokens.
+    """A positive 31-bit seed from nothing but the run's seed and where the
+    sample stands: a rerun draws the same tokens.
 
-    The attempt is part of it, since a group that is generated again should not repeat what could not be scored.
+    The attempt is part of it, since a group that is generated again
+    should not repeat what could not be scored.
     """
     return (
         mix64(args.rollout_seed, sample.index or 0, sample.response_length, attempt_of(sample)) % (2**31 - 1)
@@ -55,7 +63,8 @@ def prepare_prompt(sample: Sample, tokenizer: Any, processor: Any = None) -> Non
         return
     if not isinstance(sample.prompt, str):
         raise PromptError(
-            f"the prompt of {describe(sample)} is a list of messages; generation needs text: set --apply-chat-template."
+            f"the prompt of {describe(sample)} is a list of messages; generation needs text: set "
+            "--apply-chat-template."
         )
     if processor is not None and sample.multimodal_inputs:
         encoded = dict(processor(text=[sample.prompt], return_tensors="pt", **sample.multimodal_inputs))
@@ -87,7 +96,8 @@ def token_budget(
         room = limit - len(sample.tokens)
         if room <= 0 and sample.response_length == 0:
             raise PromptError(
-                f"the prompt of {describe(sample)} has {len(sample.tokens)} tokens, {name} is {limit}: no room for an "
+                f"the prompt of {describe(sample)} has {len(sample.tokens)} tokens, {name} is {limit}: no "
+                "room for an "
                 f"answer; filter such prompts with --rollout-max-prompt-len {limit - 1} or less."
             )
         budgets.append(room)
@@ -139,7 +149,9 @@ def _wrong_nucleus(args: Any, request: GenerateRequest, answer: Generation) -> s
 
 
 def _needs_what_is_kept(args: Any, sample: Sample, params: dict[str, Any]) -> bool:
-    """Whether a request for training must ask which ids its tokens are drawn from: it cuts some, or earlier tokens have them."""
+    """Whether a request for training must ask which ids its tokens are drawn from:
+    it cuts some, or earlier tokens have them.
+    """
     if not is_trained() or args.allow_sampling_mismatch or not engines_tell_nucleus(args):
         return False
     return is_cut(params, args.vocab_size) or sample.rollout_top_p_token_offsets is not None

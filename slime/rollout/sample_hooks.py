@@ -1,4 +1,6 @@
-"""Sample hooks (--rollout-sample-hook-path): user functions that see each sample after generation, before its reward."""
+"""Sample hooks (--rollout-sample-hook-path): user functions that see each
+sample after generation, before its reward.
+"""
 
 import inspect
 from contextvars import ContextVar
@@ -23,7 +25,9 @@ def set_current_rollout_id(rollout_id: int | None) -> None:
 async def apply_rollout_sample_hooks(
     args: Any, sample: Sample | list, *, evaluation: bool = False, rollout_id: int | None = None
 ) -> Sample | list:
-    """Run every hook on every sample; lists keep their shape. A hook that returns None changed the sample in place."""
+    """Run every hook on every sample; lists keep their shape. A hook that
+    returns None changed the sample in place.
+    """
     if not args.rollout_sample_hook_path:
         return sample
     if isinstance(sample, list):

@@ -1,7 +1,7 @@
 """The requests of one rollout (or one evaluation), so that an abort reaches exactly those.
 
-A scope lives in a context variable: every task that a rollout starts inherits it, evaluation has its own, and nothing
-that another rollout sent can be touched through it.
+A scope lives in a context variable: every task that a rollout starts inherits it, evaluation has its own, and
+nothing that another rollout sent can be touched through it.
 """
 
 import contextlib

@@ -1,4 +1,6 @@
-"""Supervised fine-tuning as a rollout: conversations from the data source become samples, nothing is generated."""
+"""Supervised fine-tuning as a rollout: conversations from the data
+source become samples, nothing is generated.
+"""
 
 import logging
 from collections import Counter
@@ -17,7 +19,9 @@ logger = logging.getLogger(__name__)
 def generate_rollout(
     args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput:
-    """A batch of masked conversations. One without a trained token is left out with its reason and replaced."""
+    """A batch of masked conversations. One without a trained token
+    is left out with its reason and replaced.
+    """
     if evaluation:
         raise ValueError(
             "sft_rollout cannot evaluate: set --eval-function-path, or drop the evaluation flags."

@@ -1,7 +1,7 @@
 """The default rollout function: generate groups through the engines, score them, and fill a training batch.
 
-Read it bottom up: `generate_rollout` -> `generate_and_rm_group` -> `generate_and_rm` -> `generate`. Plug-ins call and
-replace these names, so each is looked up in this module when it is used.
+Read it bottom up: `generate_rollout` -> `generate_and_rm_group` -> `generate_and_rm` -> `generate`. Plug-ins
+call and replace these names, so each is looked up in this module when it is used.
 """
 
 import asyncio
@@ -80,14 +80,17 @@ class _StatePerArgs(type):
 
 
 class GenerateState(metaclass=_StatePerArgs):
-    """What the generate functions of one run share: tokenizer, sampling parameters, the cap on requests in flight."""
+    """What the generate functions of one run share: tokenizer, sampling
+    parameters, the cap on requests in flight.
+    """
 
     def __init__(self, args: Any) -> None:
         self.args = args
         self.tokenizer = load_tokenizer(args.hf_checkpoint)
         self.processor = load_processor(args.hf_checkpoint) if args.multimodal_keys else None
         self._no_scope = RequestScope(args.rollout_max_context_len)
-        # Semaphores and clients belong to the loop that waits on them; there is one of each per set of engines.
+        # Semaphores and clients belong to the loop that waits on them;
+        # there is one of each per set of engines.
         self._semaphores: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self._clients: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
@@ -119,7 +122,8 @@ class GenerateState(metaclass=_StatePerArgs):
         engines = self.scope.engines
         if engines not in held:
             url = get_model_url(self.args, "default", endpoint="")
-            # Attempts that outlast the wait for an engine: whoever watches the engines ends the run, and knows the cause.
+            # Attempts that outlast the wait for an engine: whoever watches the
+            # engines ends the run, and knows the cause.
             attempts = max(60, int(self.args.no_engine_timeout_s / _PAUSE_BETWEEN_ATTEMPTS_S))
             held[engines] = EngineClient(
                 url,
@@ -147,7 +151,8 @@ class GenerateState(metaclass=_StatePerArgs):
 
 
 def get_model_url(args: Any, model_name: str = "default", endpoint: str = "/generate") -> str:
-    """Where requests for a model go: its own router where a topology serves several models, else the run's router.
+    """Where requests for a model go: its own router where a topology
+    serves several models, else the run's router.
 
     Within an evaluation "default" is the engines that are kept for it, if there are any.
     """
@@ -170,7 +175,9 @@ def get_model_url(args: Any, model_name: str = "default", endpoint: str = "/gene
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Continue the sample until it stops, is full, or the rollout is aborted; tokens, log-probs and versions are kept."""
+    """Continue the sample until it stops, is full, or the rollout is aborted;
+    tokens, log-probs and versions are kept.
+    """
     state = GenerateState(args)
     if sample.status not in (Sample.Status.PENDING, Sample.Status.ABORTED):
         raise ValueError(
@@ -241,7 +248,8 @@ async def _call_until_ended(
 ) -> Entry:
     """A generate function of one's own may give up on what a weight push took from the engine.
 
-    In training such a group comes back with the next rollout. Evaluation has no next one: the sample begins again.
+    In training such a group comes back with the next rollout. Evaluation
+    has no next one: the sample begins again.
     """
     origin = copy_group([sample])
     for attempt in range(1, MAX_IDLE_RESUBMITS + 1):
@@ -290,7 +298,9 @@ def _check_sample(path: str, source: Sample, result: Any) -> Sample:
 
 
 def _check_fan_out(path: str, source: Sample, result: list[Sample]) -> list[Sample]:
-    """Siblings belong to one group and share a rollout_id; where the function gave none, the source's index is it."""
+    """Siblings belong to one group and share a rollout_id; where the
+    function gave none, the source's index is it.
+    """
     if not result:
         wrong_return(
             CUSTOM_GENERATE, path, "returned no sample; return at least one.", describe_fully(source)
@@ -360,8 +370,8 @@ async def _generate_with_retries(
 async def abort(args: Any, rollout_id: int) -> None:
     """End the requests of the current rollout, by their ids, at every worker. Evaluation has another scope.
 
-    Each request then answers with the tokens made so far. A worker that cannot be reached is only noted: it holds
-    nothing the batch needs.
+    Each request then answers with the tokens made so far. A worker that cannot be reached is only
+    noted: it holds nothing the batch needs.
     """
     await abort_scope(args, GenerateState(args).scope, rollout_id)
 
@@ -383,7 +393,9 @@ async def abort_scope(args: Any, scope: RequestScope, rollout_id: int) -> None:
 
 
 async def _worker_urls(args: Any) -> list[str]:
-    """The workers as the router knows them now (one that was restarted may have moved), else those of start-up."""
+    """The workers as the router knows them now (one that was restarted
+    may have moved), else those of start-up.
+    """
     try:
         answer = await http_utils.get(get_model_url(args, "default", "/workers"), timeout_s=5.0)
         return [worker["url"] for worker in answer["workers"]]
@@ -403,7 +415,9 @@ async def start_group(args: Any, group: Group, sampling_params: dict[str, Any]) 
 async def generate_rollout_async(
     args: Any, rollout_id: int, data_source: Any
 ) -> tuple[RolloutFnTrainOutput, list[Group]]:
-    """One training batch, and all groups that were decided about; BatchCollector says what happens to each."""
+    """One training batch, and all groups that were decided about;
+    BatchCollector says what happens to each.
+    """
     state = GenerateState(args)
     set_current_rollout_id(rollout_id)
     path = args.dynamic_sampling_filter_path

@@ -1,9 +1,11 @@
-"""A generate function that reads the answer as it is made, so that a broken stream costs only what was not yet read.
+"""A generate function that reads the answer as it is made, so that a broken
+stream costs only what was not yet read.
 
     --custom-generate-function-path slime.rollout.sglang_streaming_rollout.generate_streaming
 
-Each event carries all that the request has made so far. The last one read is written onto the sample however the stream
-ends: by itself, by an abort, by a lost engine (generation then continues from there, elsewhere), or by a cancellation.
+Each event carries all that the request has made so far. The last one read is written onto the sample however
+the stream ends: by itself, by an abort, by a lost engine (generation then continues from there, elsewhere),
+or by a cancellation.
 """
 
 import asyncio

@@ -6,7 +6,9 @@ from typing import Any
 
 
 async def all_or_none(coroutines: Iterable[Coroutine]) -> list[Any]:
-    """Results in order; when one fails (or the caller is cancelled) the others are stopped before that rises."""
+    """Results in order; when one fails (or the caller is cancelled)
+    the others are stopped before that rises.
+    """
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return list(await asyncio.gather(*tasks))

@@ -1,4 +1,6 @@
-"""How old a group is: the weight version of its oldest trained token, and the version the engines hold now."""
+"""How old a group is: the weight version of its oldest trained
+token, and the version the engines hold now.
+"""
 
 import asyncio
 import itertools
@@ -31,7 +33,9 @@ def newest_version(group: Group) -> int | None:
 
 
 def name_versions(sample: Sample, answers: Iterable[str]) -> None:
-    """Give trained tokens that name no version the oldest of those whose weights answered; nothing where none did."""
+    """Give trained tokens that name no version the oldest of those whose
+    weights answered; nothing where none did.
+    """
     numbers = {version_number(version): version for version in answers}
     numbers.pop(None, None)
     if not numbers:

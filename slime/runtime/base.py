@@ -1,7 +1,7 @@
 """Handles, futures and refs: all that the cluster needs to know about where its parts run.
 
-A handle has lanes: calls on one lane run one after another, calls on different lanes do not wait for each other,
-so that a health question or a save never queues behind a long generation.
+A handle has lanes: calls on one lane run one after another, calls on different lanes do not wait for each
+other, so that a health question or a save never queues behind a long generation.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class WorkerDied(RunStopped):
 class WorkerSpec:
     """How one object is placed. `slot` None: on the driver's machine, without a device.
 
-    `near_driver`: it may live in the driver's own process (a debugger works there), which then sees every device.
+    `near_driver`: it may live in the driver's own process (a debugger
+    works there), which then sees every device.
     """
 
     name: str
@@ -71,14 +72,18 @@ class Handle(Protocol):
 
 
 class Runtime(Protocol):
-    """Where objects live: child processes of this one, or Ray actors. One that is handed on spawns like the first."""
+    """Where objects live: child processes of this one, or Ray actors. One
+    that is handed on spawns like the first.
+    """
 
     @property
     def num_machines(self) -> int:
         """How many a plan may use."""
 
     def claim(self, placement: Placement) -> Placement:
-        """Takes the machines and devices that a plan needs, until `close`; returns it with their real names."""
+        """Takes the machines and devices that a plan needs, until
+        `close`; returns it with their real names.
+        """
 
     @property
     def failure(self) -> concurrent.futures.Future:

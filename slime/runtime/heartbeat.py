@@ -1,7 +1,9 @@
-"""Heartbeats of workers: a call may take as long as it needs, but a process that gives no sign of life is told by name.
+"""Heartbeats of workers: a call may take as long as it needs, but a process
+that gives no sign of life is told by name.
 
-Each worker has a thread that answers for it beside its work, so a long step is no silence. A stopped process, and one that
-hangs with Python's lock held, is: it is warned of, and after the limit its calls fail with what is known of the cause.
+Each worker has a thread that answers for it beside its work, so a long step is no silence. A stopped process,
+and one that hangs with Python's lock held, is: it is warned of, and after the limit its calls fail with what
+is known of the cause.
 """
 
 from __future__ import annotations
@@ -85,7 +87,9 @@ class _Watched:
 
 
 class HeartbeatWatch:
-    """One thread for all workers of a runtime. `limit_s` 0: nobody is watched. `failure` gets the first silence over the limit."""
+    """One thread for all workers of a runtime. `limit_s` 0: nobody is watched.
+    `failure` gets the first silence over the limit.
+    """
 
     def __init__(self, limit_s: float = DEFAULT_LIMIT_S):
         self._limit_s = limit_s

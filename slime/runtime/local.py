@@ -49,7 +49,9 @@ class LocalFuture:
 
 
 class _Lane:
-    """A daemon thread that runs calls one after another: a call that never ends cannot keep the driver alive."""
+    """A daemon thread that runs calls one after another: a call that
+    never ends cannot keep the driver alive.
+    """
 
     def __init__(self, name: str):
         self._calls: queue.SimpleQueue = queue.SimpleQueue()
@@ -155,7 +157,7 @@ class ProcessHandle:
     def kill(self) -> None:
         stop_process(self._process, grace_s=0.0)
 
-    # ---- what the watch over heartbeats asks ---------------------------------------------------------------------
+    # ---- what the watch over heartbeats asks ---------------------------------------------------------------
 
     @property
     def title(self) -> str:

@@ -55,7 +55,9 @@ class _Actor:
 
 
 class RayFuture:
-    """An object ref whose errors are those of the other runtime. `silence`: why the actor is given up; None: it lives."""
+    """An object ref whose errors are those of the other runtime. `silence`:
+    why the actor is given up; None: it lives.
+    """
 
     def __init__(self, ref: Any, name: str, silence: Callable[[], WorkerSilent | None]):
         self._ref, self._name, self._silence = ref, name, silence
@@ -118,7 +120,7 @@ class RayHandle:
         self._ended = True
         ray.kill(self._actor)
 
-    # ---- what the watch over heartbeats asks ---------------------------------------------------------------------
+    # ---- what the watch over heartbeats asks ---------------------------------------------------------------
 
     @property
     def title(self) -> str:
@@ -161,8 +163,8 @@ class ObjectRef:
 class RayRuntime:
     """Spawns actors in the cluster that `RAY_ADDRESS` names, or in one started for this run.
 
-    GPUs are held by a placement group with a bundle per machine. Actors then take a place on a bundle's node and name
-    its devices themselves, so that engines and ranks may share them.
+    GPUs are held by a placement group with a bundle per machine. Actors then take a place on a bundle's node
+    and name its devices themselves, so that engines and ranks may share them.
     """
 
     def __init__(self, args: Args, run_dir: Path, silence_limit_s: float = DEFAULT_LIMIT_S):
@@ -204,13 +206,15 @@ class RayRuntime:
         have = sorted((int(node["Resources"].get("GPU", 0)) for node in _alive_nodes()), reverse=True)
         if any(there < needed for there, needed in zip(have, sorted(needs, reverse=True), strict=False)):
             raise ValueError(
-                f"the plan needs machines with {_listed(needs)} GPUs, and those of the Ray cluster have {_listed(have)}: "
+                f"the plan needs machines with {_listed(needs)} GPUs, and those of the Ray cluster have "
+                f"{_listed(have)}: "
                 "lower --actor-num-gpus-per-node or --rollout-num-gpus, or start Ray on more machines"
             )
         self._group = placement_group([{"GPU": needed} for needed in needs], strategy="STRICT_SPREAD")
         if not self._group.wait(_CLAIM_DEADLINE_S):
             raise RunStopped(
-                f"the Ray cluster gave no machines with {_listed(needs)} GPUs within {_CLAIM_DEADLINE_S:.0f} s: other "
+                f"the Ray cluster gave no machines with {_listed(needs)} GPUs within "
+                f"{_CLAIM_DEADLINE_S:.0f} s: other "
                 "jobs hold them (`ray status` says who)"
             )
         looks = [_look_around(self._group, bundle, needed) for bundle, needed in enumerate(needs)]
@@ -263,7 +267,9 @@ def _addresses() -> dict[str, str]:
 
 
 def _look_around(group: PlacementGroup, bundle: int, num_gpus: int) -> Any:
-    """Ray alone knows where a bundle lies and which devices it holds, and tells only those who ask for all of them."""
+    """Ray alone knows where a bundle lies and which devices it holds, and
+    tells only those who ask for all of them.
+    """
     place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
     return (
         ray.remote(_node_and_gpus).options(num_cpus=0, num_gpus=num_gpus, scheduling_strategy=place).remote()

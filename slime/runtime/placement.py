@@ -34,7 +34,9 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One that the runtime gave to the run: its address, and the devices that are ours, in the order of the plan."""
+    """One that the runtime gave to the run: its address, and the devices
+    that are ours, in the order of the plan.
+    """
 
     host: str
     gpu_ids: tuple[int, ...] = ()
@@ -76,12 +78,13 @@ class Placement:
 def plan_placement(args: Args, num_gpus: int, num_machines: int = 1) -> Placement:
     """Trainer ranks take the first devices of their machines; engines follow, or share them when colocated.
 
-    `num_gpus`: what each machine has. On CPU machines (0) a "gpu" of the arguments is a rank, and slots name no device.
-    `num_machines`: at most so many are used.
+    `num_gpus`: what each machine has. On CPU machines (0) a "gpu" of the arguments is a rank, and slots name
+    no device. `num_machines`: at most so many are used.
     """
     if args.actor_num_nodes > num_machines and not args.debug_rollout_only:
         raise ValueError(
-            f"--actor-num-nodes is {args.actor_num_nodes}, but there are {num_machines} machines; use at most that."
+            f"--actor-num-nodes is {args.actor_num_nodes}, but there are {num_machines} machines; use at "
+            "most that."
         )
     per_node = args.actor_num_gpus_per_node
     num_ranks = 0 if args.debug_rollout_only else args.actor_num_nodes * per_node
@@ -116,7 +119,9 @@ def _spread(num_engines: int, num_machines: int) -> tuple[Slot, ...]:
 
 
 def _engine_gpus(args: Args, training: list[Gpu], wanted: int, machines: tuple[int, int]) -> list[Gpu]:
-    """What engines may have, in the order in which they take it. `machines`: how many, and the GPUs of each."""
+    """What engines may have, in the order in which they take it.
+    `machines`: how many, and the GPUs of each.
+    """
     num_machines, per_machine = machines
     needed = max(len(training), wanted if args.colocate else len(training) + wanted)
     total = num_machines * per_machine
@@ -127,7 +132,8 @@ def _engine_gpus(args: Args, training: list[Gpu], wanted: int, machines: tuple[i
             else f"{num_machines} machines have {per_machine} each"
         )
         raise ValueError(
-            f"{len(training)} trainer ranks and {_num_engines(args)} engines on {wanted} GPUs need {needed} GPUs, "
+            f"{len(training)} trainer ranks and {_num_engines(args)} engines on {wanted} GPUs need {needed} "
+            "GPUs, "
             f"but {there}: lower --actor-num-gpus-per-node or --rollout-num-gpus, or use --colocate"
         )
     others = [gpu for gpu in gpu_pool(num_machines, per_machine) if gpu not in training]

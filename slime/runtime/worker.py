@@ -1,8 +1,8 @@
 """The main program of a child process of the local runtime: one object, driven over a socket.
 
-Frames are pickles between processes of one run: (lane, call id) and (method, args) in, (call id, ok, value) out; an empty
-one is a heartbeat. The main thread runs the work lane, so that signals and debuggers behave; the control lane and the
-heartbeat have threads of their own.
+Frames are pickles between processes of one run: (lane, call id) and (method, args) in, (call id, ok, value)
+out; an empty one is a heartbeat. The main thread runs the work lane, so that signals and debuggers behave;
+the control lane and the heartbeat have threads of their own.
 """
 
 from __future__ import annotations
@@ -101,7 +101,9 @@ def _portable(error: Exception) -> Exception:
 
 
 def encode_call(lane: str, call_id: int, method: str, args: tuple) -> bytes:
-    """A frame: lane and id in a head of fixed size, which can be read where the arguments cannot, then the call."""
+    """A frame: lane and id in a head of fixed size, which can be read
+    where the arguments cannot, then the call.
+    """
     return pickle.dumps((lane, call_id)).ljust(_HEAD_BYTES, b"\0") + pickle.dumps((method, args))
 
 

@@ -1,1 +1,3 @@
-"""The training step: what one batch goes through, from reference log-probs over advantages to optimizer steps."""
+"""The training step: what one batch goes through, from reference
+log-probs over advantages to optimizer steps.
+"""

@@ -1,7 +1,9 @@
-"""Whether engine and trainer hold one policy: their log-probs of the same tokens, by how old the weights behind a token are.
+"""Whether engine and trainer hold one policy: their log-probs of the same tokens,
+by how old the weights behind a token are.
 
-Tokens that the trainer's own version sampled are *fresh* and must agree; those of older versions differ by what was learnt
-since. A token that names no version is taken as fresh: the rollout stage names one for every token of a run with engines.
+Tokens that the trainer's own version sampled are *fresh* and must agree; those of older versions differ by
+what was learnt since. A token that names no version is taken as fresh: the rollout stage names one for every
+token of a run with engines.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,7 +24,8 @@ from slime.utils.types import RolloutBatch
 # Lags of versions that are told apart; the last stands for itself and all above.
 LAGS = 5
 SHOWN_TOKENS = 5
-# Rounding scatters to both sides; a mean difference above the first with more than the second to one side is something else.
+# Rounding scatters to both sides; a mean difference above the first with more than
+# the second to one side is something else.
 ONE_SIDED_FROM = 0.02
 ONE_SIDED_SHARE = 0.5
 ONE_SIDED_TOKENS = 256  # of fewer it may be chance
@@ -34,8 +37,8 @@ LogProbs = Mapping[int, Tensor]  # position in the rank's batch -> [R_i] of the 
 class Difference:
     """Sums over the trained tokens of one optimizer step on all ranks; `lag` counts weight versions.
 
-    Example: `Difference(version=7, counts=tensor([90., 10., 0., 0., 0.]), totals=tensor([0.9, 0.5, 0., 0., 0.]), ...)`: 90
-    fresh tokens differ by 0.01 on average, 10 of version 6 by 0.05.
+    Example: `Difference(version=7, counts=tensor([90., 10., 0., 0., 0.]), totals=tensor([0.9, 0.5, 0., 0.,
+    0.]), ...)`: 90 fresh tokens differ by 0.01 on average, 10 of version 6 by 0.05.
     """
 
     version: int  # of the trainer
@@ -80,7 +83,9 @@ class Difference:
 
 
 class Agreement:
-    """The checks of one rank over a whole run. Sums are over all ranks, so that all come to the same conclusion."""
+    """The checks of one rank over a whole run. Sums are over all ranks,
+    so that all come to the same conclusion.
+    """
 
     def __init__(self) -> None:
         self.hints = Hints()
@@ -94,17 +99,20 @@ class Agreement:
         log_probs: LogProbs | None,
         version: int | None,
     ) -> dict[str, float]:
-        """Compare the trainer's `log_probs`, computed under the weights that engines know as `version`, with the engine's.
+        """Compare the trainer's `log_probs`, computed under the weights that
+        engines know as `version`, with the engine's.
 
-        `log_probs` None: a loss of the user's own made them and kept them to itself. `version` None: no engine knows the weights.
-        Stops the run where fresh tokens differ by more than the threshold, warns about all else; returns metrics.
+        `log_probs` None: a loss of the user's own made them and kept them to itself. `version` None: no
+        engine knows the weights. Stops the run where fresh tokens differ by more than the threshold, warns
+        about all else; returns metrics.
         """
         why_not = _cannot_run(batch, log_probs, version)
         if why_not is not None:
             if args.logprob_diff_threshold != 0:
                 self.hints.tell(
                     "agreement cannot run",
-                    f"log-probs of engine and trainer are not compared in this run (--logprob-diff-threshold): {why_not}",
+                    "log-probs of engine and trainer are not compared in this run "
+                    f"(--logprob-diff-threshold): {why_not}",
                 )
             return {}
         difference = measure(backend, batch, log_probs, version)
@@ -127,8 +135,10 @@ class Agreement:
         if cause and difference.num_fresh >= ONE_SIDED_TOKENS:
             self.hints.tell(
                 "one-sided difference",
-                f"log-probs of engine and trainer differ by {difference.fresh:.3g} on average over {difference.num_fresh} "
-                f"tokens of version {difference.version}, below --logprob-diff-threshold {threshold:g}, but not as rounding "
+                f"log-probs of engine and trainer differ by {difference.fresh:.3g} on average over "
+                f"{difference.num_fresh} "
+                f"tokens of version {difference.version}, below --logprob-diff-threshold {threshold:g}, but "
+                "not as rounding "
                 f"does.{cause}",
             )
 
@@ -136,10 +146,14 @@ class Agreement:
         if difference.num_stale and difference.stale > threshold:
             self.hints.tell(
                 "stale tokens apart",
-                f"log-probs of engine and trainer differ by {difference.stale:.3g} on average over {difference.num_stale} "
-                f"tokens that older weights sampled ({difference.mean_lag:.1f} versions behind {difference.version}), more than "
-                f"--logprob-diff-threshold {threshold:g}: the policy has moved far since, or engines and trainer compute "
-                "differently. A smaller --lr, more frequent pushes or a smaller --max-weight-staleness bring them together.",
+                f"log-probs of engine and trainer differ by {difference.stale:.3g} on average over "
+                f"{difference.num_stale} "
+                f"tokens that older weights sampled ({difference.mean_lag:.1f} versions behind "
+                f"{difference.version}), more than "
+                f"--logprob-diff-threshold {threshold:g}: the policy has moved far since, or engines and "
+                "trainer compute "
+                "differently. A smaller --lr, more frequent pushes or a smaller --max-weight-staleness "
+                "bring them together.",
             )
 
     def _judge_trend(self, args: Any, difference: Difference, threshold: float) -> None:
@@ -148,9 +162,12 @@ class Agreement:
             return
         self.hints.tell(
             "difference grows",
-            f"log-probs of engine and trainer lie {drift.now:.3g} apart on fresh tokens, {drift.num_pushes} weight pushes after "
-            f"they lay {drift.first:.3g} apart: a difference that grows with the pushes is a policy that the engines do not "
-            f"have, and samples of it teach less and less.{_fp8_remedy(args)} --check-weight-update-equal compares every tensor "
+            f"log-probs of engine and trainer lie {drift.now:.3g} apart on fresh tokens, {drift.num_pushes} "
+            "weight pushes after "
+            f"they lay {drift.first:.3g} apart: a difference that grows with the pushes is a policy that "
+            "the engines do not "
+            f"have, and samples of it teach less and less.{_fp8_remedy(args)} --check-weight-update-equal "
+            "compares every tensor "
             "of the engines after each push.",
         )
 
@@ -164,9 +181,12 @@ class Agreement:
         share = difference.num_stale / (difference.num_stale + difference.num_fresh)
         self.hints.tell(
             "stale tokens as on-policy",
-            f"{share:.0%} of the trained tokens were sampled by older weights ({difference.mean_lag:.1f} versions behind on "
-            f"average, log-probs {difference.stale:.3g} apart) and are trained as if the current weights had sampled them. "
-            "--use-tis weights each token by the ratio of the two policies; docs/algorithms.md lists the other corrections.",
+            f"{share:.0%} of the trained tokens were sampled by older weights ({difference.mean_lag:.1f} "
+            "versions behind on "
+            f"average, log-probs {difference.stale:.3g} apart) and are trained as if the current weights "
+            "had sampled them. "
+            "--use-tis weights each token by the ratio of the two policies; docs/algorithms.md lists the "
+            "other corrections.",
         )
 
 
@@ -182,7 +202,9 @@ def _cannot_run(batch: RolloutBatch, log_probs: LogProbs | None, version: int | 
 
 
 def threshold_of(backend: TrainBackend, args: Any) -> float:
-    """--logprob-diff-threshold, or what the precision of both sides allows. An engine follows the trainer unless told otherwise."""
+    """--logprob-diff-threshold, or what the precision of both sides allows. An engine
+    follows the trainer unless told otherwise.
+    """
     if args.logprob_diff_threshold is not None:
         return args.logprob_diff_threshold
     alike = backend.compute_dtype == torch.float32 and args.embedded_dtype != "bfloat16"
@@ -235,20 +257,24 @@ def _lags(batch: RolloutBatch, position: int, version: int) -> Tensor:
 
 
 def _likely_cause(args: Any, difference: Difference) -> str:
-    """A sentence about a difference that is no rounding, with a blank before it; empty: nothing points anywhere."""
+    """A sentence about a difference that is no rounding, with a blank
+    before it; empty: nothing points anywhere.
+    """
     if difference.fresh < ONE_SIDED_FROM:
         return ""
     before, after = difference.shifted
     if min(before, after) < difference.fresh * ONE_SIDED_SHARE:
         near, where = (before, "before") if before < after else (after, "after")
         return (
-            f" The engine's log-prob of the token {where} is nearer ({near:.3g}): they are shifted by one. rollout_log_probs[t] "
+            f" The engine's log-prob of the token {where} is nearer ({near:.3g}): they are shifted by one. "
+            "rollout_log_probs[t] "
             "belongs to response token t."
         )
     bias = difference.signed / max(difference.num_fresh, 1)
     if abs(bias) > difference.fresh * ONE_SIDED_SHARE:
         return (
-            f" The trainer's are {'higher' if bias > 0 else 'lower'} by {abs(bias):.3g} on average: were the samples drawn at "
+            f" The trainer's are {'higher' if bias > 0 else 'lower'} by {abs(bias):.3g} on average: were "
+            "the samples drawn at "
             f"another temperature than --rollout-temperature {args.rollout_temperature:g}?"
         )
     return ""
@@ -259,7 +285,8 @@ def _fp8_remedy(args: Any) -> str:
     if args.fp8_rounding != "nearest":
         return ""
     return (
-        " Engines in FP8 miss updates that are smaller than half a step of FP8 where the trainer started from FP8 weights: use "
+        " Engines in FP8 miss updates that are smaller than half a step of FP8 where the trainer started "
+        "from FP8 weights: use "
         "--fp8-rounding stochastic, or a 16-bit --hf-checkpoint with --rollout-quantization fp8."
     )
 
@@ -272,8 +299,10 @@ def _apart(
         for _, position, t in _worst(batch, log_probs, difference.version)
     ]
     return (
-        f"log-probs of engine and trainer differ by {difference.fresh:.4g} on average over {difference.num_fresh} tokens of "
-        f"version {difference.version} (--logprob-diff-threshold {threshold:g}): they hold different weights or compute "
+        f"log-probs of engine and trainer differ by {difference.fresh:.4g} on average over "
+        f"{difference.num_fresh} tokens of "
+        f"version {difference.version} (--logprob-diff-threshold {threshold:g}): they hold different "
+        "weights or compute "
         f"differently.{cause} Largest differences on this rank:\n" + "\n".join(lines)
     )
 
@@ -296,7 +325,8 @@ def _describe(batch: RolloutBatch, position: int, t: int, trainer: float) -> str
     prompt = len(batch["tokens"][position]) - batch["response_lengths"][position]
     version = int(batch["versions"][position][t]) if "versions" in batch else -1
     return (
-        f"  sample {batch['sample_indices'][position]}, response position {t}: token {batch['tokens'][position][prompt + t]} "
+        f"  sample {batch['sample_indices'][position]}, response position {t}: token "
+        f"{batch['tokens'][position][prompt + t]} "
         f"of {f'version {version}' if version >= 0 else 'a version that was not recorded'}, engine "
         f"{batch['rollout_log_probs'][position][t]:.4f}, trainer {trainer:.4f}"
     )

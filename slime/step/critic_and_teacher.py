@@ -44,7 +44,9 @@ def train_critic(
 
 
 def explained_variance(backend: TrainBackend, batch: RolloutBatch) -> float:
-    """How much of the returns' variance over trained tokens the values explain: 1 is all of it, 0 what a constant does."""
+    """How much of the returns' variance over trained tokens the values
+    explain: 1 is all of it, 0 what a constant does.
+    """
     sums = torch.zeros(5, dtype=torch.float64)
     for values, returns, mask in zip(batch["values"], batch["returns"], batch["loss_masks"], strict=True):
         chosen = mask != 0
@@ -76,7 +78,8 @@ def add_teacher(
         if "teacher_log_probs" not in batch:
             raise ValueError(
                 "--opd-type engine: the samples carry no teacher_log_probs; score them with --custom-rm-path "
-                "slime.rollout.on_policy_distillation.reward_func and --rm-url of the teacher, or set them in the rollout."
+                "slime.rollout.on_policy_distillation.reward_func and --rm-url of the teacher, or set them "
+                "in the rollout."
             )
         return {}
     started = time.perf_counter()
@@ -99,7 +102,9 @@ def add_reverse_kl(args: Any, batch: RolloutBatch, student: list[Tensor] | None)
 
 
 def with_distillation(loss: Loss, backend: TrainBackend, args: Any) -> Loss:
-    """The loss that also reports the reverse KL to the teacher and, where the full KL is asked for, adds it."""
+    """The loss that also reports the reverse KL to the teacher and,
+    where the full KL is asked for, adds it.
+    """
     full = wants_full_kl(args)
 
     def loss_fn(out: TokenOutputs, mb: MicroBatch) -> tuple[Tensor, Metrics]:
@@ -115,7 +120,9 @@ def with_distillation(loss: Loss, backend: TrainBackend, args: Any) -> Loss:
 
 
 def _full_kl_at_head(backend: TrainBackend, args: Any) -> HeadFunction:
-    """KL(policy || teacher) over the vocabulary at each response token; needs `teacher_hidden` among the tokens."""
+    """KL(policy || teacher) over the vocabulary at each response token;
+    needs `teacher_hidden` among the tokens.
+    """
     teacher = backend.output_matrix("teacher")
 
     def at_head(hidden: Tensor, matrix: OutputMatrix, mb: MicroBatch) -> Tensor:

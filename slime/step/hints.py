@@ -1,4 +1,6 @@
-"""Sentences for whoever watches a run: what was measured, what it means, which flag helps. Each cause is told once."""
+"""Sentences for whoever watches a run: what was measured, what it means,
+which flag helps. Each cause is told once.
+"""
 
 import logging
 

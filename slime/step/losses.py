@@ -51,7 +51,8 @@ def build_loss(args: Any, batch: RolloutBatch, watch: TokenWatch | None = None) 
 def _warn_of_logits() -> None:
     """Once in a process, not at every step."""
     logger.warning(
-        "--loss-type custom_loss: full fp32 logits [tokens, vocabulary] are materialised for each micro-batch; keep "
+        "--loss-type custom_loss: full fp32 logits [tokens, vocabulary] are materialised for each "
+        "micro-batch; keep "
         "--max-tokens-per-gpu small."
     )
 
@@ -59,8 +60,10 @@ def _warn_of_logits() -> None:
 @functools.cache
 def _warn_of_nucleus() -> None:
     logger.warning(
-        "--loss-type custom_loss: the samples were drawn from parts of the vocabulary, over which their recorded log-probs are; "
-        "cut the logits to them (rollout_top_p_token_ids of the batch, slime.algorithms.nucleus) before you compare."
+        "--loss-type custom_loss: the samples were drawn from parts of the vocabulary, over which their "
+        "recorded log-probs are; "
+        "cut the logits to them (rollout_top_p_token_ids of the batch, slime.algorithms.nucleus) before you "
+        "compare."
     )
 
 
@@ -94,7 +97,9 @@ def _custom_loss(
 
 
 def micro_batch_dict(batch: RolloutBatch, mb: MicroBatch) -> dict[str, Any]:
-    """What a custom loss receives: the packed stream, its boundaries and every per-sample list of these samples."""
+    """What a custom loss receives: the packed stream, its boundaries
+    and every per-sample list of these samples.
+    """
     device = mb.input_ids.device
     num_samples = len(batch["tokens"])
     view: dict[str, Any] = {}

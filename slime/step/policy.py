@@ -1,4 +1,6 @@
-"""The policy loss of a micro-batch: ratios, off-policy correction, entropy and KL terms, and what is reported of them."""
+"""The policy loss of a micro-batch: ratios, off-policy correction, entropy
+and KL terms, and what is reported of them.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,7 +35,9 @@ LossFn = Callable[[TokenOutputs, MicroBatch], tuple[Tensor, Metrics]]
 
 @dataclass(frozen=True)
 class Corrected:
-    """Per token: the policy loss after weights and rejection, and what a plug-in leaves of the token in all terms."""
+    """Per token: the policy loss after weights and rejection, and what a
+    plug-in leaves of the token in all terms.
+    """
 
     loss: Tensor  # [R]
     metrics: TokenMetrics
@@ -110,7 +114,9 @@ def loss_reducer(args: Any, mb: MicroBatch, mask: Tensor | None = None) -> Reduc
 
 
 def mean_reducer(args: Any, mb: MicroBatch) -> Reducer:
-    """As `loss_reducer`, but always a mean over the step: a constant denominator would shift what is reported."""
+    """As `loss_reducer`, but always a mean over the step: a constant
+    denominator would shift what is reported.
+    """
     reduction = "rollout_mean" if args.loss_reduction == "constant" else args.loss_reduction
     weights = reduction_weights(reduction, mb.loss_mask, mb.segments, mb.rollout_mask_sums)
     return lambda values: weighted_sum(values, weights)
@@ -129,7 +135,9 @@ def _pg_reducer(args: Any, mb: MicroBatch, default: Reducer, mask: Tensor | None
 
 
 def _trained(mb: MicroBatch, key: str, log_probs: Tensor) -> Tensor:
-    """Recorded values of trained tokens; elsewhere the current log-prob, so that no ratio there can overflow."""
+    """Recorded values of trained tokens; elsewhere the current
+    log-prob, so that no ratio there can overflow.
+    """
     if key not in mb.tokens:
         return log_probs.detach()
     return torch.where(mb.loss_mask != 0, mb.tokens[key], log_probs.detach())
@@ -138,7 +146,8 @@ def _trained(mb: MicroBatch, key: str, log_probs: Tensor) -> Tensor:
 def _inputs(out: TokenOutputs, mb: MicroBatch) -> PolicyInputs:
     return PolicyInputs(
         log_probs=out.log_probs,
-        # Without recorded old log-probs this is the first and only step on its policy: the ratio is exactly 1.
+        # Without recorded old log-probs this is the first and only step
+        # on its policy: the ratio is exactly 1.
         old_log_probs=_trained(mb, "old_log_probs", out.log_probs),
         advantages=mb.tokens["advantages"],
         mask=mb.loss_mask,
@@ -158,7 +167,8 @@ def _policy_terms(
         loss, metrics = load_function(path)(args, inputs)
     if loss.shape != inputs.log_probs.shape:
         raise ValueError(
-            f"--custom-policy-loss-function-path {args.custom_policy_loss_function_path} returned a loss of shape "
+            f"--custom-policy-loss-function-path {args.custom_policy_loss_function_path} returned a loss of "
+            "shape "
             f"{tuple(loss.shape)} for {len(inputs.log_probs)} response tokens: return one value per token."
         )
     ppo_kl = inputs.old_log_probs - inputs.log_probs
@@ -228,7 +238,9 @@ def _correct(args: Any, terms: PolicyTerms, inputs: PolicyInputs, mb: MicroBatch
 def tis_scale(
     args: Any, backend: TrainBackend, batch: RolloutBatch, positions: Sequence[int]
 ) -> list[Tensor]:
-    """1 / mean weight over the step whose samples of this rank are at `positions`: for each sample of the batch [R_i]."""
+    """1 / mean weight over the step whose samples of this rank are at
+    `positions`: for each sample of the batch [R_i].
+    """
     moments = torch.zeros(2, dtype=torch.float64)
     if positions:
         ratio = torch.cat([batch["log_probs"][p] - batch["rollout_log_probs"][p] for p in positions])
@@ -246,7 +258,9 @@ def tis_scale(
 
 
 def _custom_tis(args: Any, loss: Tensor, proximal: Tensor, behaviour: Tensor, mb: MicroBatch) -> Corrected:
-    """A plug-in's weights; the masks it returns leave tokens out of every term's numerator, never of its denominator."""
+    """A plug-in's weights; the masks it returns leave tokens out of every
+    term's numerator, never of its denominator.
+    """
     path = args.custom_tis_function_path
     with plugin_call("--custom-tis-function-path", path):
         corrected, masks, metrics = load_function(path)(
@@ -262,8 +276,10 @@ def _custom_tis(args: Any, loss: Tensor, proximal: Tensor, behaviour: Tensor, mb
     lengths = tuple(len(mask) if mask.ndim == 1 else -1 for mask in masks)
     if corrected.shape != loss.shape or lengths != mb.response_lengths:
         raise ValueError(
-            f"--custom-tis-function-path {args.custom_tis_function_path} returned a loss of shape {tuple(corrected.shape)} and masks "
-            f"of {[tuple(mask.shape) for mask in masks]} for responses of {list(mb.response_lengths)} tokens: return one loss per "
+            f"--custom-tis-function-path {args.custom_tis_function_path} returned a loss of shape "
+            f"{tuple(corrected.shape)} and masks "
+            f"of {[tuple(mask.shape) for mask in masks]} for responses of {list(mb.response_lengths)} "
+            "tokens: return one loss per "
             "token, flat, and one mask per sample with a value per token."
         )
     # What it leaves of each trained token; it cannot add tokens that do not train.

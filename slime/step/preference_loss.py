@@ -1,7 +1,7 @@
 """The losses over pairs, as the backend runs them: DPO on a policy, Bradley-Terry on a scalar head.
 
-The two answers of a pair share a rollout id, and the schedule keeps them in one micro-batch. Rewards say which is which:
-the preferred answer has the larger one.
+The two answers of a pair share a rollout id, and the schedule keeps them in one micro-batch. Rewards say
+which is which: the preferred answer has the larger one.
 """
 
 from collections.abc import Callable
@@ -83,7 +83,8 @@ def _over_pairs(
         chosen, rejected = find_pairs(batch, mb.positions)
         device = mb.loss_mask.device
         loss, metrics = pair_loss(out, mb, chosen.to(device), rejected.to(device))
-        # A micro-batch of weight zero has no pair; the loss must still reach the parameters, so that ranks reduce alike.
+        # A micro-batch of weight zero has no pair; the loss must still reach the
+        # parameters, so that ranks reduce alike.
         outputs = out.values if out.values is not None else out.log_probs
         return loss + 0.0 * outputs.sum(), {name: value.detach() for name, value in metrics.items()}
 
@@ -100,8 +101,10 @@ def find_pairs(batch: RolloutBatch, positions: tuple[int, ...]) -> tuple[Tensor,
         rewards = [batch["raw_reward"][positions[place]] for place in places]
         if len(places) != 2 or rewards[0] == rewards[1]:
             raise ValueError(
-                f"the samples with rollout id {rollout_id} are no pair (rewards {rewards}): a preference loss needs two "
-                "answers with one rollout_id, the preferred one with the larger reward; use --rollout-function-path "
+                f"the samples with rollout id {rollout_id} are no pair (rewards {rewards}): a preference "
+                "loss needs two "
+                "answers with one rollout_id, the preferred one with the larger reward; use "
+                "--rollout-function-path "
                 "slime.rollout.preference_rollout.generate_rollout."
             )
         best = 0 if rewards[0] > rewards[1] else 1

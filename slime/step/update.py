@@ -36,7 +36,8 @@ PER_TOKEN_METRICS = (
 )
 # Losses whose samples an engine drew from the policy.
 SAMPLED_LOSSES = ("policy_loss", "custom_loss")
-# Parts of the loss are reported as they are minimised; all else of a policy step is a mean over what is trained.
+# Parts of the loss are reported as they are minimised; all else of a
+# policy step is a mean over what is trained.
 LOSS_TERMS = ("loss", "pg_loss", "kl_loss")
 STEPS_NOT_APPLIED = ("nonfinite_steps", "empty_steps")
 PER_SAMPLE_METRICS = ("rewards", "raw_reward", "truncated", "response_lengths")
@@ -55,9 +56,10 @@ def run_update(
 ) -> dict[str, float]:
     """Train on one rollout's share of this rank and return metrics, the same on all ranks.
 
-    `train/*` are means over the optimizer steps; `on_step(step, metrics)` sees each step as it ends. `weight_version` is the
-    version under which the engines know the current weights; None: they do not. `kept` has those of older versions,
-    `agreement` remembers over rollouts what it told. Functions of the user's get `args` as it is given here.
+    `train/*` are means over the optimizer steps; `on_step(step, metrics)` sees each step as it ends.
+    `weight_version` is the version under which the engines know the current weights; None: they do not.
+    `kept` has those of older versions, `agreement` remembers over rollouts what it told. Functions of the
+    user's get `args` as it is given here.
     """
     started = time.perf_counter()
     batch: RolloutBatch = dict(rank_data.batch)
@@ -80,7 +82,8 @@ def run_update(
             load_function(path)(args, rollout_id, batch)
     if args.loss_type == "policy_loss" and "advantages" not in batch:
         raise ValueError(
-            "--disable-compute-advantages-and-returns: the samples have no advantages for --loss-type policy_loss; set "
+            "--disable-compute-advantages-and-returns: the samples have no advantages for --loss-type "
+            "policy_loss; set "
             "rollout_data['advantages'] in --rollout-data-postprocess-path."
         )
     metrics = _rollout_metrics(backend, batch)
@@ -127,7 +130,8 @@ def _tell_of_empty_step(hints: Hints, rollout_id: int, index: int, step: RankSte
     )
     hints.tell(
         f"empty step: {cause}",
-        f"rollout {rollout_id}: optimizer step {index} is not applied, {cause}. Weights, optimizer and learning-rate schedule "
+        f"rollout {rollout_id}: optimizer step {index} is not applied, {cause}. Weights, optimizer and "
+        "learning-rate schedule "
         "stay as they are; train/empty_steps counts such steps.",
     )
 
@@ -135,8 +139,8 @@ def _tell_of_empty_step(hints: Hints, rollout_id: int, index: int, step: RankSte
 def needs_old_log_probs(args: Any, num_steps: int) -> bool:
     """Whether a pass before training must record the old policy's log-probs.
 
-    Not when the engine's stand in for them, and not for one step on the policy's own samples: there the ratio is 1. A loss
-    of the user's own gets them beside its advantages.
+    Not when the engine's stand in for them, and not for one step on the policy's own samples: there the ratio
+    is 1. A loss of the user's own gets them beside its advantages.
     """
     if args.loss_type == "custom_loss":
         return has_advantages(args) and not args.use_rollout_logprobs
@@ -156,8 +160,8 @@ def _add_passes(
 ) -> dict[str, float]:
     """Add what the models say about the samples, where this run needs it; returns seconds by pass.
 
-    `values` of the critic, `ref_log_probs`, `teacher_log_probs`, and `log_probs` and `entropy` of the old policy, under
-    the weights tagged `sampler`.
+    `values` of the critic, `ref_log_probs`, `teacher_log_probs`, and `log_probs` and `entropy` of the old
+    policy, under the weights tagged `sampler`.
     """
     for flag in ("use_rollout_logprobs", "use_tis", "use_rs", "get_mismatch_metrics"):
         if getattr(args, flag) and "rollout_log_probs" not in batch:
@@ -167,7 +171,8 @@ def _add_passes(
                 else ""
             )
             raise ValueError(
-                f"--{flag.replace('_', '-')}: the rollout recorded no log-probs; return them with each sample.{without}"
+                f"--{flag.replace('_', '-')}: the rollout recorded no log-probs; return them with each "
+                f"sample.{without}"
             )
     needs_old = needs_old_log_probs(args, len(rank_data.steps))
     if not (needs_old or needs_reference(args) or needs_critic(args) or args.use_opd):
@@ -208,7 +213,8 @@ def _add_advantages(backend: TrainBackend, args: Any, batch: RolloutBatch) -> No
             load_function(args.custom_advantage_function_path)(args, batch)
         if "advantages" not in batch:
             raise ValueError(
-                f"--custom-advantage-function-path {args.custom_advantage_function_path} set no rollout_data['advantages']."
+                f"--custom-advantage-function-path {args.custom_advantage_function_path} set no "
+                "rollout_data['advantages']."
             )
     else:
         inputs = AdvantageInputs(
@@ -235,7 +241,8 @@ def _check_token_lists(args: Any, batch: RolloutBatch) -> None:
         for position, values in enumerate(batch.get(key) or ()):
             if len(values) != batch["response_lengths"][position]:
                 raise ValueError(
-                    f"--custom-advantage-function-path {args.custom_advantage_function_path}: {key} of sample "
+                    f"--custom-advantage-function-path {args.custom_advantage_function_path}: {key} of "
+                    "sample "
                     f"{batch['sample_indices'][position]} has {len(values)} values for "
                     f"{batch['response_lengths'][position]} response tokens."
                 )
@@ -266,7 +273,9 @@ def _train_all(
     index: int,
     watch: TokenWatch,
 ) -> dict[str, float]:
-    """One optimizer step of every model that trains: the critic, then, after --num-critic-only-steps, the actor."""
+    """One optimizer step of every model that trains: the critic, then,
+    after --num-critic-only-steps, the actor.
+    """
     metrics: dict[str, float] = {}
     if needs_critic(args):
         critic_watch = TokenWatch()
@@ -340,7 +349,9 @@ def _report_nonfinite(
 def _select_tokens(
     backend: TrainBackend, args: Any, rollout_id: int, batch: RolloutBatch, step: RankStep
 ) -> list[Tensor]:
-    """The tokens of this step that a covariance loss treats apart, as 0/1 per response token of every sample."""
+    """The tokens of this step that a covariance loss treats apart,
+    as 0/1 per response token of every sample.
+    """
     positions = [p for micro_batch in step.micro_batches for p in micro_batch]
     old = batch["old_log_probs"]
     lists = [[values[p] for p in positions] for values in (batch["advantages"], old, batch["loss_masks"])]
@@ -396,7 +407,9 @@ def _step_metrics(stats: StepStats, step: RankStep) -> dict[str, float]:
 
 
 def _rollout_metrics(backend: TrainBackend, batch: RolloutBatch) -> dict[str, float]:
-    """Means over all ranks: of per-token lists over rollouts with trained tokens, of per-sample numbers over samples."""
+    """Means over all ranks: of per-token lists over rollouts with trained
+    tokens, of per-sample numbers over samples.
+    """
     ones = [torch.ones(len(mask)) for mask in batch["loss_masks"]]
     sums = {
         "samples": float(len(batch["tokens"])),

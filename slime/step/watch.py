@@ -1,4 +1,6 @@
-"""What is watched while a step trains: per-token terms, for the checks of a run and for the report of a broken step."""
+"""What is watched while a step trains: per-token terms, for the checks of a
+run and for the report of a broken step.
+"""
 
 import math
 from pathlib import Path
@@ -16,7 +18,9 @@ ON_POLICY_LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-3}
 
 
 class TokenWatch:
-    """Per-token terms of the micro-batches of one optimizer step, detached and left where they were computed."""
+    """Per-token terms of the micro-batches of one optimizer step,
+    detached and left where they were computed.
+    """
 
     def __init__(self) -> None:
         self._records: list[tuple[MicroBatch, dict[str, Tensor]]] = []
@@ -49,14 +53,16 @@ def check_on_policy(backend: TrainBackend, stats: StepStats, num_tokens: float) 
     limit = ON_POLICY_LIMITS.get(backend.compute_dtype, 1e-3)
     name = "ppo_kl_abs"
     if backend.compute_dtype != torch.float32:
-        # Such passes may differ token by token in their last bits: only the mean must vanish, as far as its tokens tell.
+        # Such passes may differ token by token in their last bits: only the mean
+        # must vanish, as far as its tokens tell.
         name = "ppo_kl"
         limit += 3.0 * metrics["ppo_kl_abs"] / math.sqrt(max(num_tokens, 1.0))
     if abs(metrics[name]) > limit or abs(metrics["ois"] - 1.0) > 10 * limit:
         raise RunStopped(
             f"the first optimizer step on new samples has {name} {metrics[name]:.3g} and a mean ratio of "
             f"{metrics['ois']:.6f}, but the policy has not changed since its log-probs were recorded (limit "
-            f"{limit:g}). The two passes disagree: dropout, another precision, or kernels that depend on the batch. "
+            f"{limit:g}). The two passes disagree: dropout, another precision, or kernels that depend on "
+            "the batch. "
             "--skip-on-policy-check trains on regardless."
         )
 
@@ -72,8 +78,9 @@ def save_nonfinite(
 ) -> str:
     """Save the samples that broke a step with their terms; returns a sentence that names them and the file.
 
-    `name` is that of the step, in the file's name; `positions` are the step's samples in the batch. When no rank watched a
-    term that is not finite (the gradient overflowed later, or the loss is a user's own) each rank saves all its samples.
+    `name` is that of the step, in the file's name; `positions` are the step's samples in the batch. When no
+    rank watched a term that is not finite (the gradient overflowed later, or the loss is a user's own) each
+    rank saves all its samples.
     """
     samples = {position: {} for position in positions} | watch.by_sample()
     broken = {

@@ -1,8 +1,9 @@
 """Sizes and checksums of files: taken when files are written, compared before they are trusted.
 
-A file is cut into blocks, whose CRC-32 values are joined into one: blocks of one large file are read by several threads, and
-zlib leaves the interpreter free meanwhile. Of what the standard library has it is the fastest by a factor of three, and it
-finds every flipped bit and any burst of up to 32; it is no protection against somebody who means harm.
+A file is cut into blocks, whose CRC-32 values are joined into one: blocks of one large file are read by
+several threads, and zlib leaves the interpreter free meanwhile. Of what the standard library has it is the
+fastest by a factor of three, and it finds every flipped bit and any burst of up to 32; it is no protection
+against somebody who means harm.
 """
 
 import os
@@ -19,14 +20,18 @@ _MOST_THREADS = 8
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """What a file was when it was written. Example: FileRecord(5, "3610a686") is a file that holds `hello`."""
+    """What a file was when it was written. Example: FileRecord(5,
+    "3610a686") is a file that holds `hello`.
+    """
 
     num_bytes: int
     checksum: str  # eight hexadecimal digits
 
 
 def record_files(folder: Path, names: Iterable[str], *, sync: bool = False) -> dict[str, FileRecord]:
-    """Size and checksum of each named file of a folder; `sync`: they are on the disk itself when this returns."""
+    """Size and checksum of each named file of a folder; `sync`: they
+    are on the disk itself when this returns.
+    """
     names = sorted(names)
     if sync:
         for name in names:
@@ -40,7 +45,9 @@ def record_files(folder: Path, names: Iterable[str], *, sync: bool = False) -> d
 
 
 def find_damage(folder: Path, files: Mapping[str, FileRecord], *, read: bool = True) -> list[str]:
-    """`name: why` for each file that is not what was recorded. Without `read`: only what its size tells, at once."""
+    """`name: why` for each file that is not what was recorded. Without
+    `read`: only what its size tells, at once.
+    """
     damage: list[str] = []
     sizes: dict[str, int] = {}
     for name, record in sorted(files.items()):

@@ -6,7 +6,9 @@ class RunStopped(RuntimeError):
 
 
 class FolderTaken(ValueError):
-    """A folder that a run was given belongs to another: nothing is written there, not even about this error."""
+    """A folder that a run was given belongs to another: nothing is
+    written there, not even about this error.
+    """
 
 
 class EngineAnswerError(ValueError):

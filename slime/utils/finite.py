@@ -13,7 +13,9 @@ def _extremes(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def is_finite(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> bool:
-    """`dtype`: also in that one. Rounding keeps the order, so the least and the greatest value tell for all."""
+    """`dtype`: also in that one. Rounding keeps the order, so the
+    least and the greatest value tell for all.
+    """
     if not tensor.numel() or not tensor.is_floating_point():
         return True
     return bool(_extremes(tensor).to(dtype or torch.float64).isfinite().all())

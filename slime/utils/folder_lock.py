@@ -1,4 +1,6 @@
-"""One process at a time in a folder: a lock that the system takes back when its holder ends, however it ends."""
+"""One process at a time in a folder: a lock that the system takes
+back when its holder ends, however it ends.
+"""
 
 import errno
 import fcntl
@@ -21,9 +23,11 @@ _POLL_S = 0.1
 
 
 class FolderLock:
-    """Held from its making until `release` or the end of the process. Another one that wants it raises `FolderTaken`.
+    """Held from its making until `release` or the end of the process.
+    Another one that wants it raises `FolderTaken`.
 
-    The file goes with the release. Who waited for it meanwhile holds a file that is no longer there, and begins anew.
+    The file goes with the release. Who waited for it meanwhile holds a file
+    that is no longer there, and begins anew.
     """
 
     def __init__(self, folder: Path, flag: str):
@@ -55,7 +59,8 @@ class FolderLock:
             patience_s = _DEAD_HOLDER_S if _is_gone(holder) else _GRACE_S
             if time.monotonic() - started > patience_s:
                 raise FolderTaken(
-                    f"{self._flag} {self._folder} is in use by {_describe(holder)}: two runs in one folder would mix; wait "
+                    f"{self._flag} {self._folder} is in use by {_describe(holder)}: two runs in one folder "
+                    "would mix; wait "
                     "for its end, or give another folder."
                 )
             time.sleep(_POLL_S)

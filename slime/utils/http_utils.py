@@ -1,7 +1,8 @@
 """HTTP for rollout code: one session per event loop, retries where they help, errors that say what happened.
 
-A 4xx is the caller's mistake and is raised at once; 5xx, refused and broken connections are retried with back-off,
-because an engine that died is being restarted meanwhile. Engines that ask for a token get it (`authorize`).
+A 4xx is the caller's mistake and is raised at once; 5xx, refused and broken connections are retried with
+back-off, because an engine that died is being restarted meanwhile. Engines that ask for a token get it
+(`authorize`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ CLIENT = "slime"  # how servers know requests whose sampling parameters were see
 _MAX_CONNECTIONS = 4096
 _BACKOFF_CAP_S = 5.0
 _END_S = 1.0  # at exit: for tasks to take note that they are cancelled
-# Shorter than servers keep an idle connection (uvicorn: 5 s), or a call would meet one that is just being closed.
+# Shorter than servers keep an idle connection (uvicorn: 5 s), or a call
+# would meet one that is just being closed.
 _KEEPALIVE_S = 2.0
 # Failures of the connection itself: the request may be sent again.
 _RETRYABLE = (
@@ -60,7 +62,8 @@ def observed(observer: Observer) -> Iterator[None]:
         _observer.reset(token)
 
 
-# Where an engine that is started reads the token it must ask for, and a run that of engines which somebody else started.
+# Where an engine that is started reads the token it must ask for, and a run that
+# of engines which somebody else started.
 TOKEN_VARIABLE = "SLIME_ENGINE_TOKEN"
 _tokens: dict[str, str] = {}  # by origin: http://host:port
 
@@ -86,7 +89,9 @@ def token_of(url: str) -> str | None:
 
 
 def with_token(url: str, headers: Mapping[str, str] | None) -> dict[str, str]:
-    """The headers of a request to `url`; the token of an engine takes the place of what a client may have sent."""
+    """The headers of a request to `url`; the token of an engine takes
+    the place of what a client may have sent.
+    """
     token, headers = token_of(url), dict(headers or {})
     if token is not None:
         headers = {k: v for k, v in headers.items() if k.lower() != "authorization"}
@@ -218,7 +223,8 @@ async def stream(
 ) -> AsyncIterator[Any]:
     """POST JSON and yield the server-sent events as they come, decoded. Nothing is sent again.
 
-    Raises `HttpError`: with the status of an error answer, or 0 when the connection ends before the event [DONE].
+    Raises `HttpError`: with the status of an error answer, or 0 when the
+    connection ends before the event [DONE].
     """
     observer = _observer.get()
     if observer is not None:

@@ -1,7 +1,8 @@
 """Tells which of a user's functions holds up the event loop, on which every sample of a run waits.
 
-A coroutine that sleeps without `await`, computes for long or meets a catastrophic regular expression stops all others;
-no deadline of asyncio reaches it. Nothing here ends such a call: it is named, with its line, while it lasts.
+A coroutine that sleeps without `await`, computes for long or meets a catastrophic regular expression stops
+all others; no deadline of asyncio reaches it. Nothing here ends such a call: it is named, with its line,
+while it lasts.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 SLOW_STEP_S = 5.0
 _LOOK_EVERY_S = 1.0
-# One C call (a regular expression) can keep every Python thread from running, the watch too. Then the interpreter itself
-# writes where all threads stand.
+# One C call (a regular expression) can keep every Python thread from running, the watch too. Then the
+# interpreter itself writes where all threads stand.
 _NOBODY_RUNS_S = 30.0
 
 
@@ -50,7 +51,9 @@ class LoopWatch:
         self._thread: threading.Thread | None = None
 
     async def run(self, name: str, call: Awaitable[Any]) -> Any:
-        """The result of `call`, a coroutine of the function `name` (anything else that can be awaited is not watched)."""
+        """The result of `call`, a coroutine of the function `name` (anything
+        else that can be awaited is not watched).
+        """
         if not isinstance(call, Coroutine):
             return await call
         with self._calling():

@@ -1,7 +1,7 @@
 """Loss masks for supervised conversations: 1 on the tokens the assistant wrote, 0 on everything else.
 
-Where a message begins and ends is found by rendering conversations and comparing, not by known token ids, so a
-template of the same family with other special tokens works too.
+Where a message begins and ends is found by rendering conversations and comparing, not by known token ids, so
+a template of the same family with other special tokens works too.
 """
 
 from typing import Any
@@ -15,11 +15,12 @@ _PROBE_USER = {"role": "user", "content": "?"}
 
 
 class MultiTurnLossMaskGenerator:
-    """Token ids and loss mask of a conversation. `tokenizer_type` names how its chat template treats earlier turns.
+    """Token ids and loss mask of a conversation. `tokenizer_type` names
+    how its chat template treats earlier turns.
 
-    qwen: turns are rendered alike wherever they stand. qwen3: the template drops the thinking of earlier turns, so
-    each turn is rendered as if it were the newest. qwen3_5: the whole conversation as the template writes it, earlier
-    thinking dropped. distill_qwen: one question, one answer.
+    qwen: turns are rendered alike wherever they stand. qwen3: the template drops the thinking of earlier
+    turns, so each turn is rendered as if it were the newest. qwen3_5: the whole conversation as the template
+    writes it, earlier thinking dropped. distill_qwen: one question, one answer.
     """
 
     def __init__(self, tokenizer: Any, tokenizer_type: str = "qwen"):
@@ -48,7 +49,8 @@ class MultiTurnLossMaskGenerator:
         dropped = find_dropped_message(messages, self._render(messages, tools))
         if dropped is not None:
             raise ValueError(
-                f"the chat template drops message {dropped}, whose role {messages[dropped]['role']!r} it does not know; "
+                f"the chat template drops message {dropped}, whose role {messages[dropped]['role']!r} it "
+                "does not know; "
                 "write a role it knows (system, user, assistant, tool)."
             )
 
@@ -59,7 +61,9 @@ class MultiTurnLossMaskGenerator:
     def get_loss_mask_with_multimodal_alignment(
         self, messages: Messages, input_ids: list[int], tools: list | None = None
     ) -> tuple[list[int], list[int]]:
-        """The mask for `input_ids` in which media took more tokens than the text has: zeros are put before it."""
+        """The mask for `input_ids` in which media took more tokens
+        than the text has: zeros are put before it.
+        """
         text_only = [{**m, "content": _text_of(m.get("content"))} for m in messages]
         _, mask = self.get_loss_mask(text_only, tools)
         if len(mask) > len(input_ids):
@@ -80,10 +84,12 @@ class MultiTurnLossMaskGenerator:
             previous = trained
         return [self.tokenizer.decode(run) for run in runs]
 
-    # -- families ----------------------------------------------------------------------------------------------------
+    # -- families --------------------------------------------------------------------------------------------
 
     def gen_multi_turn_loss_mask_qwen(self, messages: Messages, tools: list | None = None):
-        """One rendering; each assistant turn lies between the prefix that asks for it and the prefix that ends it."""
+        """One rendering; each assistant turn lies between the prefix that
+        asks for it and the prefix that ends it.
+        """
         ids = self._encode(self._render(messages, tools))
         mask = [0] * len(ids)
         for i, message in enumerate(messages):
@@ -95,8 +101,10 @@ class MultiTurnLossMaskGenerator:
             )
             if ids[: len(before)] != before or ids[: len(through)] != through:
                 raise ValueError(
-                    f"the chat template rewrites earlier turns (message {i} reads differently once others follow): "
-                    "use --loss-mask-type qwen3 (each turn as the newest) or qwen3_5 (as the template writes it)."
+                    f"the chat template rewrites earlier turns (message {i} reads differently once others "
+                    "follow): "
+                    "use --loss-mask-type qwen3 (each turn as the newest) or qwen3_5 (as the template "
+                    "writes it)."
                 )
             if _is_trained(message):
                 mask[len(before) : len(through)] = [1] * (len(through) - len(before))
@@ -117,7 +125,9 @@ class MultiTurnLossMaskGenerator:
         return ids, mask
 
     def gen_multi_turn_loss_mask_qwen3_5(self, messages: Messages, tools: list | None = None):
-        """One rendering, turns found in its text; needs a fast tokenizer, which knows where each token stands."""
+        """One rendering, turns found in its text; needs a fast
+        tokenizer, which knows where each token stands.
+        """
         if not self.tokenizer.is_fast:
             raise ValueError(
                 "--loss-mask-type qwen3_5 needs a fast tokenizer (token offsets); use qwen3 instead."
@@ -142,7 +152,7 @@ class MultiTurnLossMaskGenerator:
         answer = self._encode(_text_of(last["content"]))
         return prompt + answer, [0] * len(prompt) + [int(_is_trained(last))] * len(answer)
 
-    # -- parts -------------------------------------------------------------------------------------------------------
+    # -- parts -----------------------------------------------------------------------------------------------
 
     def _opening(self, ids: list[int]) -> list[int]:
         """What stands before the answer when the assistant speaks first: everything through its header."""
@@ -152,7 +162,9 @@ class MultiTurnLossMaskGenerator:
         return ids[: next(ends, 0)]
 
     def _find_turns(self, text: str, messages: Messages) -> list[tuple[int, int]]:
-        """Character spans of the assistant turns: after the header (and the opening of thinking), through the end mark."""
+        """Character spans of the assistant turns: after the header (and the
+        opening of thinking), through the end mark.
+        """
         ask = _without_prefix(self._render([_PROBE_USER], None, ask=True), self._render([_PROBE_USER], None))
         header, opening = ask[: ask.index("\n") + 1], ask[ask.index("\n") + 1 :]
         mark = "QzProbeAnswerzQ"
@@ -168,7 +180,8 @@ class MultiTurnLossMaskGenerator:
             position = text.find(header, stop)
         if len(spans) != len(_turns(messages)):
             raise ValueError(
-                f"the rendered conversation has {len(spans)} assistant headers for {len(_turns(messages))} assistant "
+                f"the rendered conversation has {len(spans)} assistant headers for {len(_turns(messages))} "
+                "assistant "
                 "messages: a message contains the header's text, or the template drops or joins turns."
             )
         return spans
@@ -195,7 +208,9 @@ def _check_messages(messages: Any) -> None:
 
 
 def _runs(messages: Messages) -> list[Messages]:
-    """Assistant turns alone; what stands between them together, as templates join consecutive tool answers."""
+    """Assistant turns alone; what stands between them together, as
+    templates join consecutive tool answers.
+    """
     runs: list[Messages] = []
     for message in messages:
         alone = message["role"] == "assistant" or not runs or runs[-1][-1]["role"] == "assistant"

@@ -1,4 +1,6 @@
-"""Small helpers shared by everything: loading a function by path, grouping, periodic actions, binary metadata."""
+"""Small helpers shared by everything: loading a function by path,
+grouping, periodic actions, binary metadata.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +98,9 @@ def should_run_periodic_action(
     num_rollout_per_epoch: int | None = None,
     num_rollout: int | None = None,
 ) -> bool:
-    """True after every `interval` rollouts, at each epoch's end and, when `num_rollout` is given, after the last."""
+    """True after every `interval` rollouts, at each epoch's end and,
+    when `num_rollout` is given, after the last.
+    """
     if interval is None:
         return False
     if num_rollout is not None and rollout_id == num_rollout - 1:

@@ -1,4 +1,6 @@
-"""Whether a model can be loaded: its folder or its name on the hub, and its tokenizer; asked before any process starts."""
+"""Whether a model can be loaded: its folder or its name on the hub, and its
+tokenizer; asked before any process starts.
+"""
 
 import concurrent.futures
 import threading
@@ -22,8 +24,9 @@ TOKENIZER_FILES = (
 def check_model(flag: str, model: str, *, tokenizer: bool = False, whole: bool = True) -> None:
     """Raises ValueError, in a sentence, where `model` is no model folder and no model that the hub gives us.
 
-    `tokenizer`: prompts will be made with it. `whole`: a folder must hold config.json; a checkpoint of ours does not. A name on the hub is looked up there, once and with a short deadline; the
-    libraries would ask again and again for a minute and a half.
+    `tokenizer`: prompts will be made with it. `whole`: a folder must hold config.json; a checkpoint of ours
+    does not. A name on the hub is looked up there, once and with a short deadline; the libraries would ask
+    again and again for a minute and a half.
     """
     folder = Path(model)
     if folder.is_dir():
@@ -44,7 +47,8 @@ def _check_folder(flag: str, folder: Path, tokenizer: bool) -> None:
         )
     if tokenizer and not has_tokenizer(folder):
         raise ValueError(
-            f"{flag} is {folder}: the folder has no tokenizer (tokenizer.json, tokenizer.model, vocab.json, ...), so no "
+            f"{flag} is {folder}: the folder has no tokenizer (tokenizer.json, tokenizer.model, vocab.json, "
+            "...), so no "
             "prompt can be made; copy the tokenizer's files there from the model that it was made from."
         )
 
@@ -89,7 +93,9 @@ def _ask_hub(model: str) -> str | None:
 
 
 def _within(ask: Callable[[], object]) -> None:
-    """Call it on a thread that nobody waits for longer: looking up a name may take minutes, whatever the timeout."""
+    """Call it on a thread that nobody waits for longer: looking up a
+    name may take minutes, whatever the timeout.
+    """
     answer: concurrent.futures.Future = concurrent.futures.Future()
 
     def call() -> None:

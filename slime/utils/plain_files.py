@@ -1,4 +1,6 @@
-"""Files of plain values (numbers, text, lists, dicts, tensors, arrays): written whole, and read without running code."""
+"""Files of plain values (numbers, text, lists, dicts, tensors, arrays):
+written whole, and read without running code.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +17,23 @@ _ARRAY_TYPES = (
 
 
 def save_plain(value: Any, path: Path) -> None:
-    """ValueError where the value holds something that `load_plain` would refuse: it is told now, not at the resume."""
+    """ValueError where the value holds something that `load_plain` would
+    refuse: it is told now, not at the resume.
+    """
     found = foreign_value(value)
     if found is not None:
         raise ValueError(
-            f"{path.name} cannot hold {found}: keep numbers, text, lists, dicts, tensors or arrays there (metadata of samples, "
+            f"{path.name} cannot hold {found}: keep numbers, text, lists, dicts, tensors or arrays there "
+            "(metadata of samples, "
             "state of a data source)."
         )
     torch.save(value, path)
 
 
 def load_plain(path: Path) -> Any:
-    """Inverse of `save_plain`; code in a file is refused. ValueError where it cannot be read, with its name."""
+    """Inverse of `save_plain`; code in a file is refused.
+    ValueError where it cannot be read, with its name.
+    """
     try:
         # Arrays are admitted by the restricted loader only when their parts are named.
         with torch.serialization.safe_globals(_array_globals()):
@@ -36,7 +43,8 @@ def load_plain(path: Path) -> Any:
     ) as error:  # half a file makes the loader raise anything: EOFError, KeyError, RuntimeError, ...
         said = str(error).partition("\n")[0][:200]
         raise ValueError(
-            f"{path} cannot be read: it is missing, damaged or not what it should be ({type(error).__name__}: {said})"
+            f"{path} cannot be read: it is missing, damaged or not what it should be "
+            f"({type(error).__name__}: {said})"
         ) from error
 
 

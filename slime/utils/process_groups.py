@@ -14,8 +14,8 @@ LOOPBACK = "127.0.0.1"
 def open_store(host: str, world_size: int, timeout: datetime.timedelta | None = None) -> dist.TCPStore:
     """The meeting point of a group, held by this process on a free port: `store.port`.
 
-    It listens at the address `host` alone. Left to itself torch listens on every interface of the machine, and the store
-    asks nobody who he is.
+    It listens at the address `host` alone. Left to itself torch listens on every interface of the
+    machine, and the store asks nobody who he is.
     """
     listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     port = listener.getsockname()[1]
@@ -26,7 +26,9 @@ def open_store(host: str, world_size: int, timeout: datetime.timedelta | None = 
 
 
 def network_environment(host: str) -> dict[str, str]:
-    """Ranks of one machine talk over loopback, whatever its host name resolves to. `host`: where they meet."""
+    """Ranks of one machine talk over loopback, whatever its host
+    name resolves to. `host`: where they meet.
+    """
     return {"GLOO_SOCKET_IFNAME": "lo"} if host == LOOPBACK and os.path.isdir("/sys/class/net/lo") else {}
 
 
@@ -41,8 +43,8 @@ def group_beside_the_default(
 ) -> dist.ProcessGroup:
     """Joins the group `name` as `rank`; returns when all `world_size` ranks have met at the store.
 
-    `new_group` only splits the default group, so this takes the step below it, as SGLang does on its side; names and
-    prefixes must be those it uses.
+    `new_group` only splits the default group, so this takes the step below it, as SGLang does on its side;
+    names and prefixes must be those it uses.
     """
     # Private parts of torch, checked on 2.11 and 2.13; imported here so that nothing else depends on them.
     from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world

@@ -1,8 +1,8 @@
 """Children that die with their parent, and thread counts per role.
 
-A child inherits the read end of a pipe whose write end only the parent holds. When the parent ends, by any signal,
-the kernel closes the write end and the child reads end-of-file. PDEATHSIG would fire when the *thread* that spawned
-the child ends, which is wrong for children started from a worker thread.
+A child inherits the read end of a pipe whose write end only the parent holds. When the parent ends, by any
+signal, the kernel closes the write end and the child reads end-of-file. PDEATHSIG would fire when the
+*thread* that spawned the child ends, which is wrong for children started from a worker thread.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class LifePipe:
 
 
 def watch_parent(fd: int, on_death: Callable[[], None] | None = None) -> None:
-    """In a child: end this process at once when the parent is gone. `on_death` cleans up what the parent owned."""
+    """In a child: end this process at once when the parent is gone.
+    `on_death` cleans up what the parent owned.
+    """
 
     def wait_for_eof() -> None:
         try:
@@ -51,7 +53,8 @@ def watch_parent(fd: int, on_death: Callable[[], None] | None = None) -> None:
 def import_environment() -> dict[str, str]:
     """Environment of a Python child that finds modules where this process does; start it with `-P`.
 
-    Without `-P`, `python -m` looks into the working folder first, where a user's `queue.py` would shadow Python's own.
+    Without `-P`, `python -m` looks into the working folder first, where a
+    user's `queue.py` would shadow Python's own.
     """
     return {"PYTHONPATH": os.pathsep.join(dict.fromkeys(path or os.getcwd() for path in sys.path))}
 

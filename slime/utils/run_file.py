@@ -44,7 +44,9 @@ _FINISHED, _LOST = "finished", "lost: the process ended without a word"
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """One start of a run. `end` and `exit` None: it runs, or was killed. `resumed`: the checkpoint it went on from."""
+    """One start of a run. `end` and `exit` None: it runs, or was killed.
+    `resumed`: the checkpoint it went on from.
+    """
 
     start: str
     settings: dict[str, Any]
@@ -81,7 +83,9 @@ class Resumption:
     run_id: str | None
 
     def continues(self, record: RunRecord | None) -> bool:
-        """Whether it goes on with the run of a folder. None: a folder of an earlier version, which says nothing of its run."""
+        """Whether it goes on with the run of a folder. None: a folder of an
+        earlier version, which says nothing of its run.
+        """
         if record is None:
             return True
         return record.id == self.run_id or same_folder(record.last.checkpoints, self.folder)
@@ -104,7 +108,9 @@ def is_used(folder: Path) -> bool:
 
 
 def choose_run_folder(base: str, resumption: Resumption | None) -> str:
-    """The folder of the run that is resumed among `base`, `base-2`, ..., or else the first of them that is free."""
+    """The folder of the run that is resumed among `base`, `base-2`,
+    ..., or else the first of them that is free.
+    """
     free: str | None = None
     for number in itertools.count(1):
         name = base if number == 1 else f"{base}-{number}"
@@ -125,7 +131,9 @@ def open_run_file(
     resumption: Resumption | None,
     resumed: dict | None,
 ) -> RunRecord:
-    """The record of the run that starts in `folder`; the caller holds its lock. FolderTaken: it belongs to another run."""
+    """The record of the run that starts in `folder`; the caller holds its
+    lock. FolderTaken: it belongs to another run.
+    """
     before = read_run(folder)
     goes_on = resumption is not None and resumption.continues(before)
     if is_used(folder) and not goes_on:

@@ -1,4 +1,6 @@
-"""Pickling of values that hold many small tensors: torch's own way spends a tenth of a millisecond on each."""
+"""Pickling of values that hold many small tensors: torch's own way
+spends a tenth of a millisecond on each.
+"""
 
 from __future__ import annotations
 

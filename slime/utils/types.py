@@ -1,4 +1,6 @@
-"""The nouns of slime: one trajectory (`Sample`), what training receives (`RolloutBatch`), and why a reward is missing."""
+"""The nouns of slime: one trajectory (`Sample`), what training receives
+(`RolloutBatch`), and why a reward is missing.
+"""
 
 from __future__ import annotations
 
@@ -97,9 +99,9 @@ _STATUS_OF_FINISH = {
 class Sample:
     """One trajectory. Token ids are the truth: text is never tokenised again after generation.
 
-    Example: prompt ids [5, 6], response ids [7, 8, 2] of which 8 came from a tool:
-    tokens=[5, 6, 7, 8, 2], response_length=3, loss_mask=[1, 0, 1], rollout_log_probs=[-.1, 0.0, -.2],
-    version_spans=[("run:3", 0, 1), ("run:4", 2, 3)] (response coordinates; the tool token belongs to no version).
+    Example: prompt ids [5, 6], response ids [7, 8, 2] of which 8 came from a tool: tokens=[5, 6, 7, 8, 2],
+    response_length=3, loss_mask=[1, 0, 1], rollout_log_probs=[-.1, 0.0, -.2], version_spans=[("run:3", 0, 1),
+    ("run:4", 2, 3)] (response coordinates; the tool token belongs to no version).
     """
 
     Status = SampleStatus
@@ -191,8 +193,8 @@ class Sample:
     ) -> None:
         """The one place that keeps tokens, mask, log-probs and versions aligned.
 
-        Trainable tokens come from the policy and need log-probs; the rest (tool output, environment text) must
-        have none and gets log-prob 0 and mask 0. `meta_info` is the engine's answer of the same name.
+        Trainable tokens come from the policy and need log-probs; the rest (tool output, environment text)
+        must have none and gets log-prob 0 and mask 0. `meta_info` is the engine's answer of the same name.
         """
         new = list(map(int, tokens or ()))
         self._check_append(new, log_probs, trainable)
@@ -283,18 +285,22 @@ class Sample:
             )
         if self.rollout_log_probs is not None and len(self.rollout_log_probs) != self.response_length:
             raise ValueError(
-                f"{len(self.rollout_log_probs)} log-probs for {self.response_length} response tokens in {self._name()}"
+                f"{len(self.rollout_log_probs)} log-probs for {self.response_length} response tokens in "
+                f"{self._name()}"
             )
         offsets = self.rollout_top_p_token_offsets
         if offsets is not None and len(offsets) != self.response_length + 1:
             raise ValueError(
-                f"{len(offsets)} top-p offsets for {self.response_length} response tokens in {self._name()}: pass the "
-                f"engine's meta_info with every answer, and ask for it with custom_params {{{top_p.REQUEST_FIELD!r}: True}}."
+                f"{len(offsets)} top-p offsets for {self.response_length} response tokens in "
+                f"{self._name()}: pass the "
+                "engine's meta_info with every answer, and ask for it with custom_params "
+                "{{top_p.REQUEST_FIELD!r}: True}."
             )
 
 
 class RolloutBatch(TypedDict, total=False):
-    """What training receives: N samples as per-sample lists. L_i: total length, R_i: response length of sample i.
+    """What training receives: N samples as per-sample lists. L_i: total
+    length, R_i: response length of sample i.
 
     Optional keys are there for all N samples or not at all. Keys not listed here travel with the batch.
     """
@@ -332,7 +338,9 @@ def flatten_samples(groups: Iterable[Any]) -> list[Sample]:
 
 
 def version_number(version: str | int | None) -> int | None:
-    """The n of a weight version "run:n"; None when the text ends in no number (an engine that was given no version yet)."""
+    """The n of a weight version "run:n"; None when the text ends in no number
+    (an engine that was given no version yet).
+    """
     tail = str(version).rpartition(":")[2]
     return int(tail) if tail.isdecimal() else None
 

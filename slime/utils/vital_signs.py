@@ -1,7 +1,7 @@
 """Whether a process that does not answer is stopped, hangs, or only has much to do.
 
-Silence alone tells little on a loaded machine. The system knows more: a stopped process says so, one that hangs uses no
-CPU, one that compiles or reads from a slow disk does. So patience depends on what is seen.
+Silence alone tells little on a loaded machine. The system knows more: a stopped process says so, one that
+hangs uses no CPU, one that compiles or reads from a slow disk does. So patience depends on what is seen.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _BUSY_FACTOR, _UNSEEN_FACTOR = 12.0, 3.0
 class Signs:
     """What the system says of a process or a group of them.
 
-    `stopped`: by SIGSTOP, or from a terminal. `held`: by a debugger, or waiting for a disk: its silence is no hang.
+    `stopped`: by SIGSTOP, or from a terminal. `held`: by a debugger, or
+    waiting for a disk: its silence is no hang.
     """
 
     stopped: bool
@@ -66,7 +67,9 @@ def _read_stat(path: Path) -> list[str] | None:
 
 
 class SilenceClock:
-    """How long somebody has been silent, and whether that is too long. Time in which the asker itself slept is not counted."""
+    """How long somebody has been silent, and whether that is too long. Time in
+    which the asker itself slept is not counted.
+    """
 
     def __init__(self, limit_s: float, longest_step_s: float):
         self._limit_s, self._longest_step_s = limit_s, longest_step_s

@@ -1,10 +1,11 @@
-"""What a weight transport is: a sender on the trainer's side, a delivery to one engine, and what lies between.
+"""What a weight transport is: a sender on the trainer's side, a
+delivery to one engine, and what lies between.
 
-A `Parcel` is a version of the weights that any engine can still fetch: it stays valid until the parcel after the
-next one is made, so that an engine that restarts late catches up without asking the trainer.
+A `Parcel` is a version of the weights that any engine can still fetch: it stays valid until the parcel after
+the next one is made, so that an engine that restarts late catches up without asking the trainer.
 
-A live transport sends to engines that wait for it, and leaves nothing to fetch. A parcel on disk is then made after
-the engines have gone on, for those that come late.
+A live transport sends to engines that wait for it, and leaves nothing to fetch. A parcel on disk is then made
+after the engines have gone on, for those that come late.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ class Parcel:
     """One version of the weights, ready to be taken.
 
     Example: version "3f2a:7" over the "tensor" transport: `payload` is the manifest of three shared segments.
-    Over "disk" it is the folder of a checkpoint, over "delta" where changes are published. `checksum` None: the
-    transport leaves checking to its reader. `metrics`: what the sender counted, for the log. `written`: the folder that
-    was written for this version; None: no engine reads one, or it is written when one asks.
+    Over "disk" it is the folder of a checkpoint, over "delta" where changes are published. `checksum` None:
+    the transport leaves checking to its reader. `metrics`: what the sender counted, for the log. `written`:
+    the folder that was written for this version; None: no engine reads one, or it is written when one asks.
     """
 
     version: str
@@ -58,7 +59,9 @@ class Sender(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """An engine that waits for a live push. `life` changes when it was restarted: a new process knows no old group."""
+    """An engine that waits for a live push. `life` changes when it was
+    restarted: a new process knows no old group.
+    """
 
     url: str
     life: int
@@ -68,7 +71,9 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class LiveReport:
-    """What a live push came to, over all stages. `failures`: engine address -> why it does not hold the new weights."""
+    """What a live push came to, over all stages. `failures`: engine address
+    -> why it does not hold the new weights.
+    """
 
     num_tensors: int
     nbytes: int
@@ -89,7 +94,9 @@ class LiveSender(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DeltaOptions:
-    """What only deltas need. `agents`: engine address -> the agent that keeps a copy beside it; others share `local`."""
+    """What only deltas need. `agents`: engine address -> the agent that
+    keeps a copy beside it; others share `local`.
+    """
 
     local: Path  # the copy beside the engines of this machine
     remove_local: bool = False  # it is ours, and goes with the run
@@ -141,9 +148,10 @@ class Transport:
     """One way to move weights.
 
     `choice`: the value of --update-weight-transport that allows it, `mode` that of --update-weight-mode.
-    `engine_needs`: the name that an engine's `transports` must contain. `suits`: whether it works between a trainer and
-    engines that stand like this. `prepare`: what can be done while the engine still generates, before `deliver`.
-    `content`: "model", or "adapter" for adapters alone. `keeps_requests`: paused requests may wait in the engine meanwhile.
+    `engine_needs`: the name that an engine's `transports` must contain. `suits`: whether it works between a
+    trainer and engines that stand like this. `prepare`: what can be done while the engine still generates,
+    before `deliver`. `content`: "model", or "adapter" for adapters alone. `keeps_requests`: paused requests
+    may wait in the engine meanwhile.
     """
 
     name: str
@@ -163,8 +171,8 @@ class Transport:
 class LiveTransport:
     """A transport that sends to waiting engines.
 
-    `every_rank`: each trainer rank sends the whole model to the engines on its device. Otherwise the first rank of each
-    pipeline stage sends its own stage to all engines, in turns (see `stage_turns`).
+    `every_rank`: each trainer rank sends the whole model to the engines on its device. Otherwise the first
+    rank of each pipeline stage sends its own stage to all engines, in turns (see `stage_turns`).
     """
 
     name: str

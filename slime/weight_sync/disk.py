@@ -101,15 +101,19 @@ def save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
 
 @contextlib.contextmanager
 def room_for(what: str, folder: Path, flag: str) -> Iterator[None]:
-    """A full disk ends the run with the folder's name; a version appears only when it is whole, so none is lost."""
+    """A full disk ends the run with the folder's name; a version
+    appears only when it is whole, so none is lost.
+    """
     try:
         yield
     except OSError as error:
         if error.errno not in _NO_ROOM:
             raise
         raise RunStopped(
-            f"no room for {what} in {folder} ({error.strerror}, {shutil.disk_usage(folder).free} bytes free); the versions "
-            f"before it are intact, and engines serve the last of them. Free some space, or name another folder with {flag}."
+            f"no room for {what} in {folder} ({error.strerror}, {shutil.disk_usage(folder).free} bytes "
+            "free); the versions "
+            "before it are intact, and engines serve the last of them. Free some space, or name another "
+            f"folder with {flag}."
         ) from error
 
 
@@ -128,10 +132,12 @@ def copy_config(options: SenderOptions, folder: Path) -> None:
 
 
 class CopyRequest:
-    """How an engine's side asks the trainer's for a copy that is only written when somebody needs it: by files beside it.
+    """How an engine's side asks the trainer's for a copy that is only written
+    when somebody needs it: by files beside it.
 
-    `.wanted` asks. The folder answers; or the file gets another name, which takes no room on a disk that has none:
-    `.no-room` ends the run, `.failed` is a failure that another attempt may not meet. The cause stands in it, if it fits.
+    `.wanted` asks. The folder answers; or the file gets another name, which takes no room on a disk that has
+    none: `.no-room` ends the run, `.failed` is a failure that another attempt may not meet. The cause stands
+    in it, if it fits.
     """
 
     def __init__(self, folder: Path):
@@ -177,7 +183,9 @@ class CopyRequest:
 
 
 async def until_written(folder: Path) -> None:
-    """A late copy is written once it is asked for; it appears whole. One that cannot be written raises the cause."""
+    """A late copy is written once it is asked for; it appears whole. One
+    that cannot be written raises the cause.
+    """
     request = CopyRequest(folder)
     request.ask()
     with waits.waiting(f"weights in {folder}", owner="engine", deadline_s=_WRITE_DEADLINE_S) as wait:

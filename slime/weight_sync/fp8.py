@@ -1,7 +1,9 @@
-"""Weights on their way to an FP8 model: which of them become FP8, and a stream of named tensors that has them so.
+"""Weights on their way to an FP8 model: which of them become FP8, and a
+stream of named tensors that has them so.
 
-What an FP8 checkpoint holds is said by the `quantization_config` of its config.json. Linear weights become e4m3 with
-fp32 factors beside them; embedding, output matrix, norms, routers and what the config excludes stay as they are.
+What an FP8 checkpoint holds is said by the `quantization_config` of its config.json. Linear weights become
+e4m3 with fp32 factors beside them; embedding, output matrix, norms, routers and what the config excludes stay
+as they are.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from slime.utils.fp8_config import quantization_config
 _WEIGHT = ".weight"
 SERVED_BLOCK = (128, 128)  # what kernels of engines are made for
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|embeddings?|wte|wpe)$")
-# Matrices that no FP8 checkpoint quantises, whatever its config says: they are looked up or decide, they do not transform.
+# Matrices that no FP8 checkpoint quantises, whatever its config says: they are
+# looked up or decide, they do not transform.
 _NEVER = re.compile(
     r"(^|\.)(embed_tokens|embeddings?|wte|wpe|lm_head|score|gate|router|shared_expert_gate|eh_proj)$"
 )
@@ -32,8 +35,8 @@ _NEVER = re.compile(
 class Fp8Format:
     """How one FP8 checkpoint holds its weights.
 
-    Example: Qwen3-8B-FP8 has block (128, 128) and no exclusions: `model.layers.0.mlp.up_proj.weight` is e4m3, and
-    `model.layers.0.mlp.up_proj.weight_scale_inv` its fp32 factors.
+    Example: Qwen3-8B-FP8 has block (128, 128) and no exclusions: `model.layers.0.mlp.up_proj.weight` is e4m3,
+    and `model.layers.0.mlp.up_proj.weight_scale_inv` its fp32 factors.
     """
 
     block: tuple[int, int]
@@ -50,18 +53,21 @@ class Fp8Format:
         method, layout = config.get("quant_method"), config.get("fmt", "e4m3")
         if method != "fp8" or layout != "e4m3":
             raise ValueError(
-                f"quantization_config has quant_method {method!r} and fmt {layout!r}: weights are only written as fp8 in "
+                f"quantization_config has quant_method {method!r} and fmt {layout!r}: weights are only "
+                "written as fp8 in "
                 "e4m3; use a checkpoint of that kind, or one that is not quantised."
             )
         block = config.get("weight_block_size")
         if block is None or len(block) != 2 or min(block) < 1:
             raise ValueError(
-                f"quantization_config has weight_block_size {block!r}: weights are only written in blocks, such as "
+                f"quantization_config has weight_block_size {block!r}: weights are only written in blocks, "
+                "such as "
                 "[128, 128]."
             )
         if config.get("activation_scheme", "dynamic") != "dynamic":
             raise ValueError(
-                f"quantization_config has activation_scheme {config['activation_scheme']!r}: factors of activations are "
+                f"quantization_config has activation_scheme {config['activation_scheme']!r}: factors of "
+                "activations are "
                 "part of such a checkpoint and cannot be made from weights; use one with 'dynamic'."
             )
         excluded = config.get("modules_to_not_convert") or config.get("ignored_layers") or ()
@@ -88,7 +94,9 @@ class Fp8Format:
 def quantize_state(
     named: Iterable[tuple[str, Tensor]], config: Mapping[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a model as an FP8 checkpoint with this `quantization_config` holds them, in the order they come."""
+    """The tensors of a model as an FP8 checkpoint with this
+    `quantization_config` holds them, in the order they come.
+    """
     return quantize_named(named, Fp8Format.from_config(config))
 
 
@@ -97,9 +105,9 @@ def quantize_named(
 ) -> Iterator[tuple[str, Tensor]]:
     """`quantize_state` for a format that is known already.
 
-    `dither_seed` None: to the nearest value. Otherwise up or down by a number that belongs to each weight for the whole run:
-    over the weights of a matrix the rounding is right on average, also for changes that are far smaller than a step of
-    FP8, and a weight that does not change is never written otherwise than before.
+    `dither_seed` None: to the nearest value. Otherwise up or down by a number that belongs to each weight for
+    the whole run: over the weights of a matrix the rounding is right on average, also for changes that are
+    far smaller than a step of FP8, and a weight that does not change is never written otherwise than before.
     """
     for name, tensor in named:
         if not how.converts(name, tensor):
@@ -107,7 +115,8 @@ def quantize_named(
             continue
         if not tensor.is_floating_point() or tensor.element_size() < 2 or tensor.dim() != 2:
             raise ValueError(
-                f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}: only matrices of 16 bit or more become FP8."
+                f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}: only matrices of 16 bit or more "
+                "become FP8."
             )
         noise = None
         if dither_seed is not None:
@@ -120,14 +129,18 @@ def quantize_named(
 
 
 def engine_format(folder: str | Path, served: Mapping[str, Any] | None) -> Fp8Format | None:
-    """How engines hold the policy: as they were told to serve it, else as the checkpoint that they start from does."""
+    """How engines hold the policy: as they were told to serve it, else as
+    the checkpoint that they start from does.
+    """
     return Fp8Format.from_config(served) if served is not None else checkpoint_format(folder)
 
 
 def checkpoint_format(folder: str | Path) -> Fp8Format | None:
-    """How the checkpoint in a folder holds its weights; None: it is not quantised, or its config is not at hand.
+    """How the checkpoint in a folder holds its weights; None: it is not
+    quantised, or its config is not at hand.
 
-    Where its files can be listed they say which weights are FP8; the patterns of its config only decide without them.
+    Where its files can be listed they say which weights are FP8; the
+    patterns of its config only decide without them.
     """
     file = Path(folder) / "config.json"
     if not file.is_file():
@@ -164,8 +177,9 @@ def _tensor_names(folder: Path) -> Iterator[str]:
 
 
 def _matches(pattern: str, module: str) -> bool:
-    """Whether a pattern of a quantization_config names a module: its name or that of one around it, an end of its
-    name, or a regular expression for the beginning of it."""
+    """Whether a pattern of a quantization_config names a module: its name or that of one around it, an end of
+    its name, or a regular expression for the beginning of it.
+    """
     if module == pattern or module.startswith(pattern + ".") or module.endswith(pattern):
         return True
     try:

@@ -1,4 +1,6 @@
-"""The copy that follows a live push, for engines that come late: kept in host memory, written to disk when one asks."""
+"""The copy that follows a live push, for engines that come late: kept in
+host memory, written to disk when one asks.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,9 @@ _LOOK_S = 0.05
 class LateCopySender(DiskSender):
     """The parcel is out before its folder is there; who needs it asks for it and waits.
 
-    Most versions are never asked for, so most are never written. One that was asked for stays until the version after
-    the next is written. One that cannot be written is told to who asked, at once. Nobody can ask for a version after the next one was sent: engines do not join during a push.
+    Most versions are never asked for, so most are never written. One that was asked for stays until the
+    version after the next is written. One that cannot be written is told to who asked, at once. Nobody can
+    ask for a version after the next one was sent: engines do not join during a push.
     """
 
     def __init__(self, options: SenderOptions):

@@ -1,8 +1,9 @@
-"""Low-rank adapters alone, for engines that hold the model already: a small part of the bytes of a whole push.
+"""Low-rank adapters alone, for engines that hold the model already: a
+small part of the bytes of a whole push.
 
-The parcel is the adapters in shared memory and their config, both as peft has them. An engine that comes late has loaded
-the model from its folder, so the parcel is all it needs. Our own engine adds the product to weights that it keeps;
-SGLang computes it beside them, for requests that name the adapter.
+The parcel is the adapters in shared memory and their config, both as peft has them. An engine that comes late
+has loaded the model from its folder, so the parcel is all it needs. Our own engine adds the product to
+weights that it keeps; SGLang computes it beside them, for requests that name the adapter.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ async def compare_by_memory(
 
 
 async def deliver_by_tensors(parcel: Parcel, control: EngineControl, info: EngineInfo) -> Receipt:
-    """The engine must be paused and without requests: it holds on to an adapter as long as one of them uses it.
+    """The engine must be paused and without requests: it holds on to
+    an adapter as long as one of them uses it.
 
     It checks every tensor against our checksum before it takes the adapter.
     """
@@ -89,7 +91,9 @@ async def deliver_by_tensors(parcel: Parcel, control: EngineControl, info: Engin
 async def compare_by_tensors(
     parcel: Parcel, control: EngineControl, info: EngineInfo, shm_prefix: str
 ) -> list[str]:
-    """The engine compared them as it took them and gives none out; what is left to see is that it still has them."""
+    """The engine compared them as it took them and gives none out; what
+    is left to see is that it still has them.
+    """
     return [] if ADAPTER_NAME in await control.adapters() else [ADAPTER_NAME]
 
 
@@ -135,6 +139,7 @@ def choose_adapter_transport(offered: Iterable[str]) -> Transport:
         if transport.engine_needs in offered:
             return transport
     raise ValueError(
-        "--lora-sync adapter needs engines that take adapters (the embedded engine, or SGLang 0.5.23 or later started with "
+        "--lora-sync adapter needs engines that take adapters (the embedded engine, or SGLang 0.5.23 or "
+        "later started with "
         f"--enable-lora); these take {', '.join(sorted(offered))}: use --lora-sync merged"
     )

@@ -1,6 +1,7 @@
 """A function of the user's between writing weights to a folder and the engines' reading them.
 
-For folders that are shared by more than a file system: it can upload a version, commit a volume, or drop a cache.
+For folders that are shared by more than a file system: it can upload a
+version, commit a volume, or drop a cache.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class PostWrite:
         except Exception as error:
             path = self._args.custom_update_weight_post_write_path
             raise RunStopped(
-                f"{FLAG} raised on rank {self._rank} for {folder}: {type(error).__name__}: {error}; the engines were not "
+                f"{FLAG} raised on rank {self._rank} for {folder}: {type(error).__name__}: {error}; the "
+                "engines were not "
                 f"told of these weights.\n  at {place_of(error, path)}"
             ) from error
 

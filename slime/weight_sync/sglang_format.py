@@ -1,7 +1,9 @@
-"""SGLang's format of a bucket of weights: a pickled dictionary of one flat tensor and where each weight lies in it.
+"""SGLang's format of a bucket of weights: a pickled dictionary of one flat
+tensor and where each weight lies in it.
 
-SGLang is not imported: its metadata class is named in the pickle, and only SGLang's side needs to know it. A tensor on
-a CUDA device goes as a handle to its memory, which a process on the same device maps; one on the CPU goes as bytes.
+SGLang is not imported: its metadata class is named in the pickle, and only SGLang's side needs to know it. A
+tensor on a CUDA device goes as a handle to its memory, which a process on the same device maps; one on the
+CPU goes as bytes.
 """
 
 from __future__ import annotations
@@ -76,7 +78,9 @@ class _Pickler(pickle._Pickler):
 
 
 def seen_by_reader(arguments: tuple, reader_device: int) -> tuple:
-    """A handle says on which device the memory lies. We see one device, number 0; an engine counts all of its own."""
+    """A handle says on which device the memory lies. We see one device,
+    number 0; an engine counts all of its own.
+    """
     return (*arguments[:_DEVICE_ARGUMENT], reader_device, *arguments[_DEVICE_ARGUMENT + 1 :])
 
 

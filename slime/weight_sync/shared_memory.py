@@ -1,4 +1,6 @@
-"""Weights through shared memory, for engines on the trainer's machine: each bucket is a segment with a checksum."""
+"""Weights through shared memory, for engines on the trainer's machine:
+each bucket is a segment with a checksum.
+"""
 
 from __future__ import annotations
 

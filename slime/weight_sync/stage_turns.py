@@ -1,12 +1,15 @@
-"""Pipeline stages send one after another: first to last, each from its own first rank, in a process group of its own.
+"""Pipeline stages send one after another: first to last, each from its own
+first rank, in a process group of its own.
 
-Why in turns: an engine works on one update at a time (SGLang holds a lock over a bucket, and its ranks wait inside the
-broadcast). If two stages sent at once, engine A could begin with a bucket of stage 0 and engine B with one of stage 1.
-Stage 0's broadcast would then wait for B and stage 1's for A, and neither could ever end. The same holds for joining
-a group. So a stage's whole part (leaving an old group, joining, all of its buckets) lies in its turn, and all engines
-see the same order. What an engine receives is what one sender would have sent: the same buckets, in the same order.
+Why in turns: an engine works on one update at a time (SGLang holds a lock over a bucket, and its ranks wait
+inside the broadcast). If two stages sent at once, engine A could begin with a bucket of stage 0 and engine B
+with one of stage 1. Stage 0's broadcast would then wait for B and stage 1's for A, and neither could ever
+end. The same holds for joining a group. So a stage's whole part (leaving an old group, joining, all of its
+buckets) lies in its turn, and all engines see the same order. What an engine receives is what one sender
+would have sent: the same buckets, in the same order.
 
-A stage that fails ends the push: those after it send nothing, because engines with half a model take the copy on disk.
+A stage that fails ends the push: those after it send nothing, because engines
+with half a model take the copy on disk.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ from slime.weight_sync.base import LiveReport, LiveSender, NamedTensors, Target
 
 @dataclass(frozen=True, slots=True)
 class StagePlace:
-    """Where a trainer rank stands in the pipeline. `is_first`: of the ranks that share the stage; it is the one that sends."""
+    """Where a trainer rank stands in the pipeline. `is_first`: of the ranks that
+    share the stage; it is the one that sends.
+    """
 
     stage: int = 0
     num_stages: int = 1
@@ -33,8 +38,8 @@ class StagePlace:
 class StageTurns:
     """Made by all trainer ranks together, and so is every push. `sender`: None on ranks that send nothing.
 
-    `deadline_s`: longest wait of the others for a sender. It is longer than a sender waits for an engine, so that an engine
-    that hangs is evicted before the rank that serves it is given up.
+    `deadline_s`: longest wait of the others for a sender. It is longer than a sender waits for an engine, so
+    that an engine that hangs is evicted before the rank that serves it is given up.
     """
 
     def __init__(self, place: StagePlace, sender: LiveSender | None, deadline_s: float = 660.0):
@@ -87,7 +92,8 @@ class StageTurns:
             dist.broadcast_object_list(box, src=sender, group=self._group)
         except RuntimeError as error:  # of the group: out of time, or a member is gone
             raise RunStopped(
-                f"trainer rank {sender}, which sends the weights of stage {stage}, did not finish its turn within "
+                f"trainer rank {sender}, which sends the weights of stage {stage}, did not finish its turn "
+                "within "
                 f"{self._deadline_s:.0f} s (--update-weight-timeout-s and a minute): {error}"
             ) from error
         return box[0]

@@ -17,8 +17,8 @@ TRANSPORTS: dict[str, Transport] = {
     t.name: t for t in (SHARED_MEMORY, HTTP_TENSOR, DISK, DELTA, ADAPTER_SHARED_MEMORY, ADAPTER_TENSORS)
 }
 LIVE_TRANSPORTS: dict[str, LiveTransport] = {t.name: t for t in (CUDA_IPC, DISTRIBUTED)}
-# For "auto", fastest first. Bodies of requests beat a group of gloo on a CPU machine, and lose to NCCL on GPUs. Of two that
-# are equally slow, a folder asks less of the network than a group.
+# For "auto", fastest first. Bodies of requests beat a group of gloo on a CPU machine, and lose to NCCL on
+# GPUs. Of two that are equally slow, a folder asks less of the network than a group.
 _ON_CPU: tuple[Transport | LiveTransport, ...] = (SHARED_MEMORY, HTTP_TENSOR, DISK, DISTRIBUTED, DELTA)
 _ON_CUDA: tuple[Transport | LiveTransport, ...] = (
     SHARED_MEMORY,
@@ -33,7 +33,9 @@ _ON_CUDA: tuple[Transport | LiveTransport, ...] = (
 def choose_transport(
     wanted: str, offered: Iterable[str], site: Site | None = None, mode: str = "full"
 ) -> Transport | LiveTransport:
-    """The first transport that --update-weight-transport and -mode allow, that every engine takes and that suits the site."""
+    """The first transport that --update-weight-transport and -mode allow, that
+    every engine takes and that suits the site.
+    """
     offered, site = set(offered), site or Site()
     order = _ON_CUDA if site.cuda else _ON_CPU
     allowed = [
@@ -45,7 +47,8 @@ def choose_transport(
             return transport
     if taken:
         raise ValueError(
-            f"--update-weight-transport {wanted} does not work between a trainer and engines on the same GPUs: "
+            f"--update-weight-transport {wanted} does not work between a trainer and engines on the same "
+            "GPUs: "
             "use --update-weight-transport auto"
         )
     needs = " or ".join(sorted({repr(transport.engine_needs) for transport in allowed}))

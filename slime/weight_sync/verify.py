@@ -1,4 +1,6 @@
-"""Do the engines hold what was pushed? Cheap questions after every push, the engines' own checksums now and then."""
+"""Do the engines hold what was pushed? Cheap questions after every push,
+the engines' own checksums now and then.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ _NAMED = 8  # tensors that a message names
 async def reload_and_compare(control: EngineControl, folder: Path, version: str) -> list[str]:
     """Names of the engine's tensors that change when it loads the same version from a checkpoint folder.
 
-    For engines that fuse weights, so that only they can say what a weight became: their own loader of files is the
-    reference, and their checksums tell whether the push came to the same.
+    For engines that fuse weights, so that only they can say what a weight became: their own loader of files
+    is the reference, and their checksums tell whether the push came to the same.
     """
     pushed = await control.checksums()
     await control.update_from_disk(str(folder), version)
@@ -36,5 +38,6 @@ def check_replicas(checksums: Mapping[str, Mapping[str, str]]) -> None:
         names = differing(first, held)
         if names:
             raise RuntimeError(
-                f"engines {first_url} and {url} hold different weights in {len(names)} tensors: {names[:_NAMED]}"
+                f"engines {first_url} and {url} hold different weights in {len(names)} tensors: "
+                f"{names[:_NAMED]}"
             )

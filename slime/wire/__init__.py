@@ -1,1 +1,3 @@
-"""The HTTP contract between slime and its inference engines: typed values, a client, one worker's control plane."""
+"""The HTTP contract between slime and its inference engines: typed
+values, a client, one worker's control plane.
+"""

@@ -17,9 +17,10 @@ MAX_ABORTS = 64  # sent at a time: thousands of requests may end at once, and ea
 class EngineClient:
     """Generates through one base url.
 
-    A refused or broken connection and a 5xx are tried again (the engine is being restarted, and a generation has no
-    side effect); a 4xx is the request's own fault and raises `HttpError` at once. `max_running` caps the requests in
-    flight from this client: the rest wait here, where they cost neither a socket nor an engine's queue.
+    A refused or broken connection and a 5xx are tried again (the engine is being restarted, and a generation
+    has no side effect); a 4xx is the request's own fault and raises `HttpError` at once. `max_running` caps
+    the requests in flight from this client: the rest wait here, where they cost neither a socket nor an
+    engine's queue.
     """
 
     def __init__(
@@ -47,7 +48,9 @@ class EngineClient:
     async def stream(
         self, request: GenerateRequest, headers: Mapping[str, str] | None = None
     ) -> AsyncIterator[dict[str, Any]]:
-        """The events of one answer; each holds all that was made so far. A broken stream raises, it is not resumed."""
+        """The events of one answer; each holds all that was made so far. A
+        broken stream raises, it is not resumed.
+        """
         url = f"{self.base_url}/generate"
         async with self._slots:
             events = http_utils.stream(
@@ -70,9 +73,11 @@ class EngineClient:
             )
 
     async def _post_until_taken(self, url: str, payload: dict[str, Any], headers: dict[str, str]) -> Any:
-        """An engine that has not noticed yet that the connection of an earlier attempt broke refuses its id as taken.
+        """An engine that has not noticed yet that the connection of an
+        earlier attempt broke refuses its id as taken.
 
-        That is no mistake of the request, and passes: the engine looks for such connections every few seconds.
+        That is no mistake of the request, and passes: the engine
+        looks for such connections every few seconds.
         """
         while True:
             try:
@@ -85,8 +90,8 @@ class EngineClient:
     async def cancel(self, engine_urls: Sequence[str], rids: Sequence[str]) -> None:
         """Abort requests by id at every worker; each then answers what it has made so far.
 
-        It goes to the workers because the router has no control endpoints. Ids a worker does not hold are ignored; a
-        worker that is gone has nothing left to abort.
+        It goes to the workers because the router has no control endpoints. Ids a worker does not hold are
+        ignored; a worker that is gone has nothing left to abort.
         """
         slots = asyncio.Semaphore(MAX_ABORTS)
         await asyncio.gather(*(_abort(url, rid, slots) for url in engine_urls for rid in rids))

@@ -29,7 +29,9 @@ class NoChecksums(RuntimeError):
 
 
 class EngineControl:
-    """One worker, addressed directly. Every call has a name and a deadline; no call is repeated behind your back."""
+    """One worker, addressed directly. Every call has a name and a
+    deadline; no call is repeated behind your back.
+    """
 
     def __init__(self, url: str, deadline_s: float = 120.0):
         self.url = url.rstrip("/")
@@ -78,7 +80,8 @@ class EngineControl:
         return (await self._get_either("server_info")).get("forward_s")
 
     async def bent_by_others(self) -> tuple[int, str | None]:
-        """Requests of other HTTP clients than slime's whose tokens must not be trained on, and what the last one asked for.
+        """Requests of other HTTP clients than slime's whose tokens must not be
+        trained on, and what the last one asked for.
 
         (0, None) also where an engine does not look.
         """
@@ -116,7 +119,9 @@ class EngineControl:
         return _receipt(await self._post("update_weights_from_disk", payload), version)
 
     async def update_from_shared_memory(self, manifest: WeightManifest) -> Receipt:
-        """Every bucket is verified before any is applied; on a mismatch this raises and the old version serves on."""
+        """Every bucket is verified before any is applied; on a mismatch
+        this raises and the old version serves on.
+        """
         answer = await self._post("update_weights_from_shared_memory", manifest.to_json())
         return _receipt(answer, manifest.version)
 
@@ -130,7 +135,9 @@ class EngineControl:
     async def load_adapter_from_tensors(
         self, name: str, payloads: Sequence[str], config: Mapping[str, Any], checksums: Mapping[str, str]
     ) -> None:
-        """Low-rank adapters in SGLang's own format, base64, one text per rank; `checksums`: SHA-256 of each tensor."""
+        """Low-rank adapters in SGLang's own format, base64, one text per
+        rank; `checksums`: SHA-256 of each tensor.
+        """
         payload = {
             "lora_name": name,
             "config_dict": dict(config),
@@ -151,7 +158,9 @@ class EngineControl:
         return tuple(model["id"] for model in models if model.get("parent"))
 
     async def begin_update(self) -> None:
-        """Opens an update by tensors or by a process group; engines without the call need none (EngineInfo says so)."""
+        """Opens an update by tensors or by a process group; engines without
+        the call need none (EngineInfo says so).
+        """
         await self._post("begin_weight_update", {})
 
     async def end_update(self) -> None:
@@ -170,7 +179,9 @@ class EngineControl:
     async def join_group(
         self, address: str, port: int, rank_offset: int, world_size: int, name: str, backend: str
     ) -> None:
-        """The engine's ranks join a process group, whose rank 0 listens at the address; returns when all have joined."""
+        """The engine's ranks join a process group, whose rank 0 listens at
+        the address; returns when all have joined.
+        """
         payload = {
             "master_address": address,
             "master_port": port,
@@ -187,7 +198,9 @@ class EngineControl:
     async def update_from_group(
         self, tensors: Sequence[tuple[str, str, Sequence[int]]], group: str, version: str
     ) -> None:
-        """One bucket that rank 0 of the group broadcasts: (name, dtype, shape) of each tensor, in that order."""
+        """One bucket that rank 0 of the group broadcasts: (name,
+        dtype, shape) of each tensor, in that order.
+        """
         payload = {
             "names": [name for name, _, _ in tensors],
             "dtypes": [dtype for _, dtype, _ in tensors],

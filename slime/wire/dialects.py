@@ -12,19 +12,20 @@ ID_IS_TAKEN = "Duplicate request ID"
 class Dialect:
     """Capabilities of one kind of engine.
 
-    `transports`: ways to bring weights in, of "shared_memory" (our manifest), "disk", "tensor" (SGLang's pickled
-    tensors) and "distributed" (a process group). `has_spans`: answers carry per-token weight versions.
-    `has_begin_end`: tensor and distributed updates stand between begin_weight_update and end_weight_update.
-    `memory_saver`: release and resume really free memory (SGLang: only with its own flag, see EngineInfo).
-    `flush_while_running`: the prefix cache can be flushed while requests are held in place.
-    `compares_manifests`: it compares its tensors with the bytes of a manifest; others only give their own checksums.
-    `has_seeds`: a request's sampling_seed alone decides its tokens (SGLang: only with its own flag, see EngineInfo).
-    `strict`: whatever is wrong with a request, it answers 400 and lives; others may ignore it, or even end.
-    `probes_while_paused`: a health probe makes its token also while generation is paused.
-    `clamps_length`: more new tokens than the context holds are cut to fit; others answer 400.
+    `transports`: ways to bring weights in, of "shared_memory" (our manifest), "disk", "tensor" (SGLang's
+    pickled tensors) and "distributed" (a process group). `has_spans`: answers carry per-token weight
+    versions. `has_begin_end`: tensor and distributed updates stand between begin_weight_update and
+    end_weight_update. `memory_saver`: release and resume really free memory (SGLang: only with its own flag,
+    see EngineInfo). `flush_while_running`: the prefix cache can be flushed while requests are held in place.
+    `compares_manifests`: it compares its tensors with the bytes of a manifest; others only give their own
+    checksums. `has_seeds`: a request's sampling_seed alone decides its tokens (SGLang: only with its own
+    flag, see EngineInfo). `strict`: whatever is wrong with a request, it answers 400 and lives; others may
+    ignore it, or even end. `probes_while_paused`: a health probe makes its token also while generation is
+    paused. `clamps_length`: more new tokens than the context holds are cut to fit; others answer 400.
     `frees_at_hang_up`: a client that hangs up ends its request at once; others notice after seconds.
-    `adapters_by`: how low-rank adapters come in (SGLang: only with its own flag, see EngineInfo); None: not at all.
-    `tells_nucleus`: on request it says which ids each token was drawn from, with log-probs over these.
+    `adapters_by`: how low-rank adapters come in (SGLang: only with its own flag, see EngineInfo); None: not
+    at all. `tells_nucleus`: on request it says which ids each token was drawn from, with log-probs over
+    these.
     """
 
     name: str
@@ -68,8 +69,8 @@ SGLANG = Dialect(
     flush_while_running=False,
     adapters_by="adapter_tensors",
 )
-# 0.5.16 answers 404 to begin_weight_update and reports one weight_version per answer; 0.5.23 demands the first and
-# reports spans. Releases in between were not examined, so the older form holds up to 0.5.22.
+# 0.5.16 answers 404 to begin_weight_update and reports one weight_version per answer; 0.5.23 demands the
+# first and reports spans. Releases in between were not examined, so the older form holds up to 0.5.22.
 SGLANG_BEFORE_0_5_23 = Dialect(
     name="sglang<0.5.23",
     transports=("disk", "tensor", "distributed"),

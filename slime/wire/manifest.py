@@ -1,7 +1,7 @@
 """The description of one weight update in shared memory: which bytes are which tensor, and their checksum.
 
-The manifest travels as JSON, the bytes through shared memory; nothing is pickled. The receiver verifies every bucket
-before it touches a parameter.
+The manifest travels as JSON, the bytes through shared memory; nothing is pickled. The receiver verifies
+every bucket before it touches a parameter.
 """
 
 import reprlib
@@ -33,7 +33,8 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def byte_checksum(data: torch.Tensor) -> int:
-    """`sum(x_i * (2 i + 1)) mod 2^64` over the int64 words of a contiguous uint8 tensor, the tail padded with zeros.
+    """`sum(x_i * (2 i + 1)) mod 2^64` over the int64 words of a contiguous
+    uint8 tensor, the tail padded with zeros.
 
     The factors are odd, hence invertible modulo 2^64: a change confined to one word always changes the sum.
     """
@@ -130,7 +131,8 @@ class BucketManifest:
         for entry in self.tensors:
             if entry.offset + entry.nbytes > self.nbytes:
                 raise ValueError(
-                    f"tensor {entry.name} ends at byte {entry.offset + entry.nbytes} of a {self.nbytes}-byte bucket"
+                    f"tensor {entry.name} ends at byte {entry.offset + entry.nbytes} of a "
+                    f"{self.nbytes}-byte bucket"
                 )
 
     def to_json(self) -> dict[str, Any]:
@@ -167,7 +169,8 @@ class WeightManifest:
         tensors = [entry for bucket in self.buckets for entry in bucket.tensors]
         if len(tensors) != self.num_tensors or sum(b.nbytes for b in self.buckets) != self.nbytes:
             raise ValueError(
-                f"the manifest of version {self.version} promises {self.num_tensors} tensors in {self.nbytes} bytes "
+                f"the manifest of version {self.version} promises {self.num_tensors} tensors in "
+                f"{self.nbytes} bytes "
                 f"but lists {len(tensors)} in {sum(b.nbytes for b in self.buckets)}: a bucket is missing"
             )
         names = {entry.name for entry in tensors}

@@ -1,8 +1,8 @@
 """The part of SGLang's HTTP API that slime speaks, as typed values.
 
-`SamplingParams` and `GenerateRequest` go out, `Generation` and `EngineInfo` come back. Both directions are strict: a
-field that is unknown, of the wrong type or out of range raises ValueError with its name, so a misspelt parameter is
-never ignored silently.
+`SamplingParams` and `GenerateRequest` go out, `Generation` and `EngineInfo` come back. Both directions are
+strict: a field that is unknown, of the wrong type or out of range raises ValueError with its name, so a
+misspelt parameter is never ignored silently.
 """
 
 import math
@@ -73,7 +73,8 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
 
 
 def wrong_token_id(ids: Sequence[Any], vocab_size: int | None) -> str | None:
-    """The first entry that no model of that vocabulary has as a token, in words; None: all are fine. SGLang ends over such a one.
+    """The first entry that no model of that vocabulary has as a token, in words; None:
+    all are fine. SGLang ends over such a one.
 
     `vocab_size` None: not known, so that only what can be no id at all is found.
     """
@@ -105,9 +106,9 @@ class SamplingParams:
     """How to draw the tokens of one request; the defaults sample the model's own distribution.
 
     `SamplingParams(temperature=0.8, max_new_tokens=64, stop=("\\n",)).to_json()` is what a request carries as
-    `sampling_params`. Log-probs that come back are of the distribution after `temperature` and before top_p, top_k and
-    min_p; at temperature 0 (greedy) they are of the unscaled one. With `return_top_p_token_ids` an engine that can tell
-    which ids it drew each token from does so, and log-probs are over these.
+    `sampling_params`. Log-probs that come back are of the distribution after `temperature` and before top_p,
+    top_k and min_p; at temperature 0 (greedy) they are of the unscaled one. With `return_top_p_token_ids` an
+    engine that can tell which ids it drew each token from does so, and log-probs are over these.
     """
 
     temperature: float = 1.0
@@ -158,7 +159,8 @@ class SamplingParams:
             _integer("max_new_tokens", self.max_new_tokens, 0)
             if self.min_new_tokens > self.max_new_tokens:
                 raise ValueError(
-                    f"min_new_tokens is {self.min_new_tokens}: it must not exceed max_new_tokens {self.max_new_tokens}"
+                    f"min_new_tokens is {self.min_new_tokens}: it must not exceed max_new_tokens "
+                    f"{self.max_new_tokens}"
                 )
         if self.sampling_seed is not None:
             _integer("sampling_seed", self.sampling_seed, -MAX_INT64 - 1, MAX_INT64)
@@ -237,11 +239,12 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What an engine made for one request. `ids`, and `log_probs` when they were asked for, have one entry per token.
+    """What an engine made for one request. `ids`, and `log_probs` when they
+    were asked for, have one entry per token.
 
-    Example: `Generation(ids=(7, 2), log_probs=(-0.3, -1.2), finish="stop", finish_detail={"type": "stop", "matched": 2},
-    text="c", spans=(VersionSpan("run:4", 0, 2),), weight_version="run:4", prompt_tokens=5, cached_tokens=0, meta={...})`.
-    A stop token is the last of `ids` and not part of `text`.
+    Example: `Generation(ids=(7, 2), log_probs=(-0.3, -1.2), finish="stop", finish_detail={"type": "stop",
+    "matched": 2}, text="c", spans=(VersionSpan("run:4", 0, 2),), weight_version="run:4", prompt_tokens=5,
+    cached_tokens=0, meta={...})`. A stop token is the last of `ids` and not part of `text`.
     """
 
     ids: tuple[int, ...]
@@ -291,7 +294,8 @@ class Generation:
                 raise ValueError(_disagreement(shown(meta.get("id")), ids, data["output_ids"]))
             if not math.isfinite(sum(log_probs)):
                 raise ValueError(
-                    f"request {shown(meta.get('id'))}: log-probs that are no numbers, or of a token that cannot be"
+                    f"request {shown(meta.get('id'))}: log-probs that are no numbers, or of a token that "
+                    "cannot be"
                 )
         wrong = wrong_token_id(ids, None)
         if wrong is not None:
@@ -327,7 +331,8 @@ def _read_spans(meta: Mapping[str, Any], version: str, num_tokens: int) -> tuple
     edges = [0, *(s.end for s in out)]
     if [s.start for s in out] != edges[:-1] or edges[-1] != num_tokens:
         raise ValueError(
-            f"weight_versions {shown(spans)} do not cover the {num_tokens} output tokens of {shown(meta.get('id'))}"
+            f"weight_versions {shown(spans)} do not cover the {num_tokens} output tokens of "
+            f"{shown(meta.get('id'))}"
         )
     return out
 

@@ -56,7 +56,9 @@ def test_reinforce_plus_plus_discounts_over_trained_tokens_only(lengths, seed, g
 
 @pytest.mark.parametrize("name", ["reinforce_plus_plus", "ppo"])
 def test_a_tool_answer_of_any_length_discounts_nothing(name):
-    """Two actions, then what a tool wrote, then the last action: the same with 1 and with 50 tokens of the tool's."""
+    """Two actions, then what a tool wrote, then the last action: the same
+    with 1 and with 50 tokens of the tool's.
+    """
     seen = []
     for tool in (0, 1, 50):
         mask = torch.tensor([1, 1, *[0] * tool, 1])

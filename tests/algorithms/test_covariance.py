@@ -1,4 +1,6 @@
-"""Tokens of extreme covariance: the choice of a sort over the whole step, whatever the ranks and the order."""
+"""Tokens of extreme covariance: the choice of a sort over the
+whole step, whatever the ranks and the order.
+"""
 
 import threading
 

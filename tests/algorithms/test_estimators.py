@@ -1,4 +1,6 @@
-"""Every estimator from raw rewards to advantages, against loops: ragged groups, fan-out, empty masks, float64 and fp32."""
+"""Every estimator from raw rewards to advantages, against loops: ragged
+groups, fan-out, empty masks, float64 and fp32.
+"""
 
 import statistics
 

@@ -1,7 +1,7 @@
 """The fused log-prob kernels under Triton's interpreter against float64: what a GPU would run, on a CPU.
 
-The interpreter is chosen when Triton is imported, so the comparison runs in a process of its own; a CPU build of torch comes
-without Triton, SGLang's environment has it.
+The interpreter is chosen when Triton is imported, so the comparison runs in a process of its own; a CPU build
+of torch comes without Triton, SGLang's environment has it.
 """
 
 import os

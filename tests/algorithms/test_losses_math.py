@@ -1,4 +1,6 @@
-"""Policy, KL, value losses and reducers against per-token loops in float64, on ragged batches, values and gradients."""
+"""Policy, KL, value losses and reducers against per-token loops in float64,
+on ragged batches, values and gradients.
+"""
 
 import math
 from types import SimpleNamespace
@@ -133,7 +135,9 @@ def test_low_var_kl_is_bounded_and_an_importance_ratio_multiplies():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("kind", KL_TYPES)
 def test_kl_estimators_and_their_gradients_stay_finite_on_runaway_tokens(kind, dtype):
-    """d = log-prob - reference counts as at most 20 in size where it is exponentiated; k1 and k2 need no bound."""
+    """d = log-prob - reference counts as at most 20 in size where it
+    is exponentiated; k1 and k2 need no bound.
+    """
     differences = [-1e4, -89.0, -20.5, -19.5, -3.0, 3.0, 19.5, 20.5, 89.0, 1e4]
     new = torch.tensor(differences, dtype=dtype, requires_grad=True)
     got = compute_approx_kl(new, torch.zeros(len(differences), dtype=dtype), kind)

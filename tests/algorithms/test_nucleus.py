@@ -1,4 +1,6 @@
-"""Log-probs and entropy over recorded ids against a softmax over exactly these ids in float64, values and gradients."""
+"""Log-probs and entropy over recorded ids against a softmax over exactly
+these ids in float64, values and gradients.
+"""
 
 import itertools
 

@@ -1,4 +1,6 @@
-"""Importance weights, rejection, sequence masks and mismatch metrics against loops over samples and tokens."""
+"""Importance weights, rejection, sequence masks and mismatch
+metrics against loops over samples and tokens.
+"""
 
 import math
 from types import SimpleNamespace

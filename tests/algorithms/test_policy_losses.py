@@ -1,4 +1,6 @@
-"""Every policy loss against a loop over samples and tokens: values and gradients, float64 to 1e-10 and fp32 to 1e-5."""
+"""Every policy loss against a loop over samples and tokens: values and
+gradients, float64 to 1e-10 and fp32 to 1e-5.
+"""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,6 @@
-"""Losses over preference pairs and the sampled reverse KL: values and gradients against the obvious loop in float64."""
+"""Losses over preference pairs and the sampled reverse KL: values and
+gradients against the obvious loop in float64.
+"""
 
 import math
 

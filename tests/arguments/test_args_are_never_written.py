@@ -25,7 +25,8 @@ def is_write(node: ast.AST) -> bool:
     if isinstance(node, ast.Attribute) and isinstance(node.ctx, (ast.Store, ast.Del)):
         return names_args(node.value)
     if isinstance(node, ast.Subscript) and isinstance(node.ctx, (ast.Store, ast.Del)):
-        # vars(args)["x"] = ... and args.__dict__["x"] = ...; a plain list called args is not the arguments object.
+        # vars(args)["x"] = ... and args.__dict__["x"] = ...; a plain list
+        # called args is not the arguments object.
         return not isinstance(node.value, (ast.Name, ast.Attribute)) and names_args(node.value)
     if not isinstance(node, ast.Call):
         return False

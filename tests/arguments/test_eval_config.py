@@ -1,4 +1,6 @@
-"""Evaluation datasets: an entry's own settings, then the file's defaults, then the flags; unknown keys are errors."""
+"""Evaluation datasets: an entry's own settings, then the file's defaults,
+then the flags; unknown keys are errors.
+"""
 
 import pytest
 from argument_helpers import parse

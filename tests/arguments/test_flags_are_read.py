@@ -1,4 +1,6 @@
-"""No flag is accepted and ignored: each is read by the code that it steers, or used up while arguments are parsed."""
+"""No flag is accepted and ignored: each is read by the code that it
+steers, or used up while arguments are parsed.
+"""
 
 import ast
 from pathlib import Path

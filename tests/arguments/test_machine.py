@@ -1,4 +1,6 @@
-"""What is told about the machine: precision by what it can do, and sizes that were written for another one."""
+"""What is told about the machine: precision by what it can do, and
+sizes that were written for another one.
+"""
 
 import json
 
@@ -32,7 +34,7 @@ def model(folder, **config):
     return str(folder)
 
 
-# ---- precision ---------------------------------------------------------------------------------------------------
+# ---- precision ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -104,7 +106,7 @@ def test_a_precision_that_is_asked_for_is_kept_and_its_price_told(laptop):
     assert parse(dtype="float32").warnings == ()
 
 
-# ---- sizes -------------------------------------------------------------------------------------------------------
+# ---- sizes -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("flag", ["--colocate", "--offload", "--offload-train", "--offload-rollout"])
@@ -116,7 +118,8 @@ def test_sharing_a_gpu_that_is_not_there_is_told(laptop, flag):
 def test_gpus_that_are_not_there_are_told(laptop):
     [told] = parse(num_gpus_per_node=8).warnings
     assert told == (
-        "--num-gpus-per-node is 8, but this machine shows no GPU(s): the run has 1 trainer rank(s) and 1 engine(s) on its "
+        "--num-gpus-per-node is 8, but this machine shows no GPU(s): the run has 1 trainer rank(s) and 1 "
+        "engine(s) on its "
         "cores."
     )
 

@@ -1,4 +1,6 @@
-"""Megatron's own flags: read from its dataclasses, typed, refused where slime or the other trainer decides."""
+"""Megatron's own flags: read from its dataclasses, typed, refused
+where slime or the other trainer decides.
+"""
 
 import pytest
 from argument_helpers import base_argv, parse

@@ -1,4 +1,6 @@
-"""SGLang's own flags on our command line: known by asking its interpreter, here a script that answers like it."""
+"""SGLang's own flags on our command line: known by asking its
+interpreter, here a script that answers like it.
+"""
 
 import json
 import sys

@@ -1,4 +1,6 @@
-"""What a checkpoint leaves behind: state written in the background, moments or random state that are not read. FSDP."""
+"""What a checkpoint leaves behind: state written in the background, moments
+or random state that are not read. FSDP.
+"""
 
 import pytest
 import torch

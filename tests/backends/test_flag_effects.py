@@ -1,4 +1,6 @@
-"""Every algorithm flag, in many runs: it changes what the trainer computes, or it is refused. Never accepted and ignored."""
+"""Every algorithm flag, in many runs: it changes what the trainer computes, or
+it is refused. Never accepted and ignored.
+"""
 
 import dataclasses
 
@@ -214,7 +216,9 @@ def settings_of(folder, settings):
 
 
 def samples_for(args):
-    """Four groups of two with siblings among them, or eight answers or pairs; the engine's log-probs are near the trainer's."""
+    """Four groups of two with siblings among them, or eight answers or pairs; the
+    engine's log-probs are near the trainer's.
+    """
     pairs = args.loss_type == "dpo_loss"
     samples = random_samples(8, 2 if pairs else 1) if args.n_samples_per_prompt == 1 else random_samples(4, 2)
     generator = torch.Generator().manual_seed(3)

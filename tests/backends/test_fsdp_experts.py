@@ -1,4 +1,6 @@
-"""A mixture of experts on the FSDP trainer: the same steps however it is spread, cut and recomputed, with a balance loss."""
+"""A mixture of experts on the FSDP trainer: the same steps however it is spread,
+cut and recomputed, with a balance loss.
+"""
 
 import pytest
 import torch

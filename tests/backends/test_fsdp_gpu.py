@@ -1,4 +1,6 @@
-"""The trainer on one GPU: variable-length attention, bf16 next to fp32, sleeping frees memory, resume is exact."""
+"""The trainer on one GPU: variable-length attention, bf16 next to
+fp32, sleeping frees memory, resume is exact.
+"""
 
 import pytest
 import torch
@@ -59,7 +61,9 @@ def test_packed_operators_compute_right(name, ratio, width):
 
 
 def test_a_chunk_sees_the_prefix_of_its_document():
-    """What context parallelism relies on: with fewer queries than keys the causal mask is aligned at the end."""
+    """What context parallelism relies on: with fewer queries than
+    keys the causal mask is aligned at the end.
+    """
     torch.manual_seed(0)
     query, key, value = (
         torch.randn(40, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2)

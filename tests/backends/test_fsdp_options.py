@@ -1,4 +1,6 @@
-"""Which parameters train and how: frozen ones, adapters, experts, 16-bit passes, recomputation, loading by shards."""
+"""Which parameters train and how: frozen ones, adapters, experts, 16-bit
+passes, recomputation, loading by shards.
+"""
 
 import json
 

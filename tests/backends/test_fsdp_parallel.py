@@ -1,4 +1,6 @@
-"""However a model is spread over ranks, it takes the same steps: data, context and tensor parallel, offload, recomputation."""
+"""However a model is spread over ranks, it takes the same steps: data, context and
+tensor parallel, offload, recomputation.
+"""
 
 import pytest
 import torch

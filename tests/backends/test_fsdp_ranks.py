@@ -73,7 +73,9 @@ def work(rank, world_size, address, folder, model):
 
 
 def save_and_resume(rank, world_size, folder, model, samples):
-    """One Adam step, save; a second step. Then the second step again from the other world's checkpoint, if there."""
+    """One Adam step, save; a second step. Then the second step again
+    from the other world's checkpoint, if there.
+    """
     args = trainer_args(model, micro_batch_size=4)
     losses = {}
     data = split_for_ranks(args, samples_to_batch(args, samples), world_size)[rank]

@@ -224,7 +224,8 @@ def test_a_custom_loss_gets_raw_logits_and_the_micro_batch(model, tmp_path):
     file.write_text(
         "def loss(args, batch, logits, reduce):\n"
         "    import torch\n"
-        "    assert logits.shape[:2] == batch['tokens'].shape and len(batch['unconcat_tokens']) == len(batch['loss_masks'])\n"
+        "    assert logits.shape[:2] == batch['tokens'].shape and len(batch['unconcat_tokens']) == "
+        "len(batch['loss_masks'])\n"
         "    dist = torch.log_softmax(logits[0] / args.rollout_temperature, -1)\n"
         "    rows, start = [], 0\n"
         "    for tokens, length in zip(batch['unconcat_tokens'], batch['response_lengths']):\n"
@@ -270,7 +271,8 @@ def test_a_custom_reducer_replaces_the_mean_of_the_policy_term_only(model, tmp_p
     file.write_text(
         "import torch\n"
         "def constant(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):\n"
-        "    assert [len(m) for m in loss_masks] == response_lengths and len(total_lengths) == len(loss_masks)\n"
+        "    assert [len(m) for m in loss_masks] == response_lengths and len(total_lengths) == "
+        "len(loss_masks)\n"
         "    return lambda values: (values * torch.cat(loss_masks)).sum() / 10\n"
     )
     args = trainer_args(model, custom_pg_loss_reducer_function_path=f"{file}:constant", micro_batch_size=3)

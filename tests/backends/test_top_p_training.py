@@ -1,4 +1,6 @@
-"""Training over recorded parts of the vocabulary against brute force in float64: log-probs, entropy, KL and the step taken."""
+"""Training over recorded parts of the vocabulary against brute force in float64:
+log-probs, entropy, KL and the step taken.
+"""
 
 import copy
 

@@ -1,4 +1,6 @@
-"""Samples become train data: rewards by real groups, masks, fan-out, hooks, and one clear error for each bad field."""
+"""Samples become train data: rewards by real groups, masks, fan-out,
+hooks, and one clear error for each bad field.
+"""
 
 import sys
 

@@ -35,7 +35,9 @@ CONFIGS = {
 
 
 def matrices_of_one_token(model: nn.Module, chosen: int) -> int:
-    """Elements of every matrix that a token meets; of routed experts only as many as it chooses. Routers are left out."""
+    """Elements of every matrix that a token meets; of routed experts only as
+    many as it chooses. Routers are left out.
+    """
     total = model.get_output_embeddings().weight.numel()
     for name, parameter in model.base_model.named_parameters():
         if "embed_tokens" in name or parameter.dim() < 2 or name.endswith("gate.weight"):

@@ -1,4 +1,6 @@
-"""The `slime` command: help is readable, mistakes end with one line and exit code 2, subcommands load lazily."""
+"""The `slime` command: help is readable, mistakes end with one line
+and exit code 2, subcommands load lazily.
+"""
 
 import subprocess
 import sys

@@ -1,4 +1,6 @@
-"""`slime convert`: round trips change no bit, FP8 folders say what they hold, mistakes are told before anything is written."""
+"""`slime convert`: round trips change no bit, FP8 folders say what they hold,
+mistakes are told before anything is written.
+"""
 
 import importlib.util
 import json

@@ -1,4 +1,6 @@
-"""SmolLM2 out of its package: the file is checked, and its tensors get the names and order Hugging Face expects."""
+"""SmolLM2 out of its package: the file is checked, and its tensors get
+the names and order Hugging Face expects.
+"""
 
 import pytest
 import torch

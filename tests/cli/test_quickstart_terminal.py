@@ -1,4 +1,6 @@
-"""The quick start on a real terminal: one live line per phase, log lines in a file, everything within the width."""
+"""The quick start on a real terminal: one live line per phase, log
+lines in a file, everything within the width.
+"""
 
 import pytest
 from terminal import run_in_terminal

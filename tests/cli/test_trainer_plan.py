@@ -1,4 +1,6 @@
-"""What `slime plan` says of a trainer: golden tables of two models, and each estimate against a slower count."""
+"""What `slime plan` says of a trainer: golden tables of two models,
+and each estimate against a slower count.
+"""
 
 import json
 import random
@@ -106,8 +108,9 @@ def test_idle_micro_batches_of_interleaved_stages_are_waiting_too():
 
 
 def test_uneven_stages_wait_for_the_largest():
-    # By hand, stages of 2 and 1 layers: forwards of the first end at 2 and 4, the second works 2-3 (f0), 3-4 (b0), the first 4-6
-    # (b0); f1 4-5 and b1 5-6 on the second, b1 6-8 on the first: 8 units, of which the stages work 8 and 4.
+    # By hand, stages of 2 and 1 layers: forwards of the first end at 2 and 4, the second works 2-3 (f0), 3-4
+    # (b0), the first 4-6 (b0); f1 4-5 and b1 5-6 on the second, b1 6-8 on the first: 8 units, of which the
+    # stages work 8 and 4.
     assert bubble_share([2, 1], 1, 2) == pytest.approx(1 - 6 / 8)
     # The largest stage always works once it has begun.
     assert bubble_share([1, 8], 1, 4) == pytest.approx(1 - 4 * 9 / (64 + 2))
@@ -118,7 +121,8 @@ def test_first_stage_keeps_the_most(stages):
     kept = [most_kept(stage, stages, 1, 32) for stage in range(stages)]
     assert kept == list(range(stages, 0, -1))
     assert most_kept(0, stages, 1, 1) == 1
-    # Interleaved: stages + (stages - 1) / chunks on the first stage; on the last all chunks but one of a group are under way.
+    # Interleaved: stages + (stages - 1) / chunks on the first stage; on the last all
+    # chunks but one of a group are under way.
     assert most_kept(0, stages, 4, 32) == pytest.approx(stages + (stages - 1) / 4)
     assert most_kept(stages - 1, stages, 4, 32) == pytest.approx((3 * stages + 1) / 4)
 

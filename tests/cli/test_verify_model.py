@@ -32,7 +32,7 @@ def options(model: str, **changes) -> SimpleNamespace:
     return SimpleNamespace(hf_checkpoint=model, **(values | changes))
 
 
-# -- the small model -------------------------------------------------------------------------------------------------
+# -- the small model -----------------------------------------------------------------------------------------
 
 
 def test_small_config_keeps_the_architecture(tmp_path):
@@ -94,7 +94,7 @@ def test_type_that_transformers_computes_under_another_name_is_read(tmp_path, ca
     assert "no engine here serves a mimo" in capsys.readouterr().err
 
 
-# -- layouts ---------------------------------------------------------------------------------------------------------
+# -- layouts -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_layouts_without_megatron_are_refused():
         choose_targets("tp2", experts=False, megatron=False)
 
 
-# -- the verdict -----------------------------------------------------------------------------------------------------
+# -- the verdict ---------------------------------------------------------------------------------------------
 
 
 def outcome() -> Outcome:
@@ -188,7 +188,7 @@ def test_missing_numbers_never_agree():
     assert compare(outcome(), found, 1e-4).first is not None
 
 
-# -- whole runs ------------------------------------------------------------------------------------------------------
+# -- whole runs ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

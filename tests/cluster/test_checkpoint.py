@@ -1,4 +1,6 @@
-"""The checkpoint transaction: what is found is whole, what is damaged is named, and no kill leaves half of one."""
+"""The checkpoint transaction: what is found is whole, what is damaged
+is named, and no kill leaves half of one.
+"""
 
 import json
 import os
@@ -128,7 +130,7 @@ def test_every_file_is_in_the_manifest(tmp_path):
     assert read_step(checkpoint.path).manifest.files.keys() == there - {"manifest.json"}
 
 
-# ---- damage ------------------------------------------------------------------------------------------------------
+# ---- damage ------------------------------------------------------------------------------------------------
 
 
 def flip(path, position=None, bit=3):
@@ -287,11 +289,13 @@ def test_a_full_disk_is_noticed_before_anything_is_written(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-# ---- kills -------------------------------------------------------------------------------------------------------
+# ---- kills -------------------------------------------------------------------------------------------------
 
 
 def killed_at(point, staged, files):
-    """Complete in a child that is killed before the `point`-th change to the disk; whether it got to the end."""
+    """Complete in a child that is killed before the `point`-th
+    change to the disk; whether it got to the end.
+    """
     child = os.fork()
     if child == 0:
         left = point

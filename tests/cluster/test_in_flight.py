@@ -1,4 +1,6 @@
-"""The batch in flight is part of a checkpoint; where a resumed run is another one all the same, it is said."""
+"""The batch in flight is part of a checkpoint; where a resumed run
+is another one all the same, it is said.
+"""
 
 from types import SimpleNamespace
 

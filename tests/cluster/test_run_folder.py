@@ -1,4 +1,6 @@
-"""A run folder belongs to one run: resuming continues it, nothing else gets in, and every line says whose it is."""
+"""A run folder belongs to one run: resuming continues it, nothing else
+gets in, and every line says whose it is.
+"""
 
 import json
 import os
@@ -142,7 +144,8 @@ def test_metrics_of_a_plug_in_in_another_process_carry_the_run_too(tmp_path):
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "from test_tracking import make_args; from slime.observability import logging_utils\n"
-        "args = make_args(run_dir=sys.argv[2]); logging_utils.log(args, {'x': 1}, 'x/step', 0); logging_utils.finish_tracking()"
+        "args = make_args(run_dir=sys.argv[2]); logging_utils.log(args, {'x': 1}, 'x/step', 0); "
+        "logging_utils.finish_tracking()"
     )
     tests = str(Path(__file__).parent.parent / "observability")
     subprocess.run([sys.executable, "-c", code, tests, str(tmp_path)], check=True, env={**os.environ})

@@ -1,4 +1,6 @@
-"""The folder of --save is found unusable before anything starts, is one run's alone, and a disk that fills up is named."""
+"""The folder of --save is found unusable before anything starts, is one run's
+alone, and a disk that fills up is named.
+"""
 
 import errno
 import os
@@ -89,14 +91,15 @@ def test_so_is_a_folder_of_hugging_face_models(tmp_path):
 
 def test_a_file_size_limit_is_told(tmp_path):
     code = (
-        "import resource, sys; from pathlib import Path; from slime.cluster.save_folder import prepare_folder\n"
+        "import resource, sys; from pathlib import Path; from slime.cluster.save_folder import "
+        "prepare_folder\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)); prepare_folder('--save', Path(sys.argv[1]))"
     )
     ended = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
     assert "larger than this process may write (ulimit -f)" in ended.stderr
 
 
-# ---- one run -----------------------------------------------------------------------------------------------------
+# ---- one run -----------------------------------------------------------------------------------------------
 
 
 def test_a_new_run_does_not_write_into_the_checkpoints_of_another(tmp_path):
@@ -186,7 +189,7 @@ def test_the_lock_is_not_handed_to_children(tmp_path):
         child.wait()
 
 
-# ---- in mid-write ------------------------------------------------------------------------------------------------
+# ---- in mid-write ------------------------------------------------------------------------------------------
 
 
 def test_a_disk_that_fills_up_is_named_however_the_error_arrives(tmp_path):

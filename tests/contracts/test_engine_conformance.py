@@ -20,7 +20,7 @@ PROMPT = [10, 20, 30, 40, 50]
 LONG_PROMPT = [(7 * i + i * i) % 96 + 4 for i in range(300)]
 
 
-# -- log-probs and sampling -------------------------------------------------------------------------------------------
+# -- log-probs and sampling ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 1.7, 0.0])
@@ -129,7 +129,7 @@ def test_a_seeded_request_resumed_from_its_own_prefix_continues_the_same(engine)
     assert whole.ids[12:] == rest.ids
 
 
-# -- the answer -------------------------------------------------------------------------------------------------------
+# -- the answer ----------------------------------------------------------------------------------------------
 
 
 def test_an_answer_has_the_shape_that_sglang_gives(engine):
@@ -235,7 +235,7 @@ def test_a_stream_is_cumulative_and_ends_with_done(engine):
     assert tuple(chunks[-1]["output_ids"]) == whole.ids and chunks[-1]["text"] == whole.text
 
 
-# -- scheduling -------------------------------------------------------------------------------------------------------
+# -- scheduling ----------------------------------------------------------------------------------------------
 
 
 def test_a_short_request_overtakes_a_long_one_in_the_same_forward_passes(engine):
@@ -301,7 +301,7 @@ def test_loads_tell_of_retractions_where_adaptive_concurrency_looks_for_them(eng
     assert run(read_loads([engine.url])) == EngineLoad(running=0, waiting=0, retracted=0)
 
 
-# -- abort and pause --------------------------------------------------------------------------------------------------
+# -- abort and pause -----------------------------------------------------------------------------------------
 
 
 def test_an_aborted_request_answers_all_it_made_and_its_blocks_come_back(engine, old_model):
@@ -340,7 +340,9 @@ def test_abort_all_ends_waiting_requests_too(engine):
 
 
 def test_a_request_whose_connection_broke_is_sent_again_under_its_id(engine, old_model):
-    """The engine may not have noticed yet, and still work on the first one: the same sample, and no mistake of ours."""
+    """The engine may not have noticed yet, and still work on the first one:
+    the same sample, and no mistake of ours.
+    """
 
     async def scenario():
         first = asyncio.create_task(
@@ -415,7 +417,7 @@ def test_pause_abort_answers_at_once_and_holds_what_comes_next(engine):
     assert held.finish == "length" and len(held.ids) == 3
 
 
-# -- weights ----------------------------------------------------------------------------------------------------------
+# -- weights -------------------------------------------------------------------------------------------------
 
 
 def test_after_a_push_a_cached_prompt_is_computed_with_the_new_weights(engine, new_model):
@@ -562,7 +564,7 @@ def test_the_version_can_be_renamed_without_weights(engine):
     assert engine.generate(PROMPT, max_new_tokens=2).weight_version == "run:9"
 
 
-# -- memory and health ------------------------------------------------------------------------------------------------
+# -- memory and health ---------------------------------------------------------------------------------------
 
 
 def test_release_frees_the_kv_pool_and_generation_after_resume_is_identical(engine):
@@ -627,7 +629,7 @@ def test_server_info_says_what_the_engine_can_do(engine):
     assert info.vocab_size in (VOCAB, None) and info.context_len in (CONTEXT, None)  # None: it does not say
 
 
-# -- bad requests -----------------------------------------------------------------------------------------------------
+# -- bad requests --------------------------------------------------------------------------------------------
 
 BAD_REQUESTS = {
     "no prompt": ({"sampling_params": {}}, "input_ids"),
@@ -708,7 +710,7 @@ def test_a_body_that_is_not_json_is_a_400(engine):
     assert status == 400 and "not JSON" in body
 
 
-# -- who may ask ------------------------------------------------------------------------------------------------------
+# -- who may ask ---------------------------------------------------------------------------------------------
 
 
 async def status_of(engine, method: str, endpoint: str, authorization: str | None) -> int:

@@ -1,4 +1,6 @@
-"""Evaluation while training aborts its surplus and pushes weights: every sample ends, and says which weights made it."""
+"""Evaluation while training aborts its surplus and pushes weights: every
+sample ends, and says which weights made it.
+"""
 
 import dataclasses
 import json
@@ -91,7 +93,9 @@ def in_background(work):
 
 
 def wait_for_requests(balancer: Balancer, evaluation: threading.Thread, count: int) -> None:
-    """Until that many are under way, and have had time for a few tokens. An engine's own count may lag behind."""
+    """Until that many are under way, and have had time for a few
+    tokens. An engine's own count may lag behind.
+    """
     deadline = time.monotonic() + 120
     while sum(len(tasks) for tasks in balancer._running.values()) < count:
         assert evaluation.is_alive(), "the evaluation ended before all its requests were seen together"

@@ -1,4 +1,6 @@
-"""A real SGLang server whose weights lie in two shares: pushes reach both, and its answers are the trainer's."""
+"""A real SGLang server whose weights lie in two shares: pushes reach
+both, and its answers are the trainer's.
+"""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,6 @@
-"""Rows that no rollout could use: each is told at load, with its file, line, key and what to write instead."""
+"""Rows that no rollout could use: each is told at load, with its
+file, line, key and what to write instead.
+"""
 
 import json
 import os
@@ -37,13 +39,15 @@ BAD_LINES = {
     "float": ('{"input": 7.5, "label": 1}', "is float 7.5"),
     "truth": ('{"input": true, "label": 1}', "is true"),
     "NaN prompt": ('{"input": NaN, "label": 1}', "is float nan"),
-    "object": ('{"input": {"role": "user", "content": "x"}, "label": 1}', "is an object; write text, or messages"),
+    "object": ('{"input": {"role": "user", "content": "x"}, "label": 1}', "is an object; write text, or "
+                                                                          "messages"),
     "empty list": ('{"input": [], "label": 1}', "an empty list"),
     "token ids": ('{"input": [1, 2], "label": 1}', "message 0 is int 1; messages look like"),
     "list of texts": ('{"input": ["a"], "label": 1}', "message 0 is str 'a'"),
     "list of nulls": ('{"input": [null], "label": 1}', "message 0 is null"),
     "no role": ('{"input": [{"content": "x"}], "label": 1}', "message 0 has no role, only .'content'."),
-    "other words": ('{"input": [{"from": "human", "value": "x"}], "label": 1}', "has no role, only .'from', 'value'."),
+    "other words": ('{"input": [{"from": "human", "value": "x"}], "label": 1}', "has no role, only .'from', "
+                                                                                "'value'."),
     "role null": ('{"input": [{"role": null, "content": "x"}], "label": 1}', "has role None"),
     "role number": ('{"input": [{"role": 3, "content": "x"}], "label": 1}', "has role 3"),
     "content null": ('{"input": [{"role": "user", "content": null}], "label": 1}', r"message 0 \(user\) has content null"),
@@ -66,7 +70,8 @@ BAD_LINES = {
     "comma behind": ('{"input": "a", "label": 1},', "not valid JSON .Extra data at column 27"),
     "quotes of Python": ("{'input': 'a'}", "not valid JSON"),
     "list": ("[1]", "expected a JSON object, found list"),
-    "latin-1": ('{"input": "caf\u00e9", "label": 1}'.encode("latin-1"), "not UTF-8 text .byte 0xe9 at column 15"),
+    "latin-1": ('{"input": "caf\u00e9", "label": 1}'.encode("latin-1"), "not UTF-8 text .byte 0xe9 at "
+                                                                        "column 15"),
     "cut in a character": ('{"input": "\u00e9'.encode()[:-1], "not UTF-8 text .byte 0xc3"),
 }  # fmt: skip
 
@@ -180,7 +185,7 @@ def test_a_role_that_the_template_drops_is_told(tmp_path):
         load(path, tokenizer=tokenizer, apply_chat_template=True)
 
 
-# ---- parquet -------------------------------------------------------------------------------------------------------
+# ---- parquet -----------------------------------------------------------------------------------------------
 
 
 def parquet_of(tmp_path, columns):
@@ -225,7 +230,7 @@ def test_parquet_bytes_that_are_no_text_and_equal_columns_are_told(tmp_path):
         load(parquet_of(tmp_path, twice))
 
 
-# ---- who reads them ------------------------------------------------------------------------------------------------
+# ---- who reads them ----------------------------------------------------------------------------------------
 
 
 def run_args(tmp_path, rows, *flags):

@@ -1,4 +1,6 @@
-"""What a user sees when something is wrong: one message that names it, an exit code that is not 0, nothing left behind."""
+"""What a user sees when something is wrong: one message that names it, an exit
+code that is not 0, nothing left behind.
+"""
 
 import json
 import os
@@ -75,7 +77,9 @@ def world(tmp_path_factory):
 
 @pytest.fixture
 def end(world, capfd):
-    """`end(run, **flags)`: `slime train` in this process (its engines and ranks are processes as ever) until it gives up."""
+    """`end(run, **flags)`: `slime train` in this process (its engines and ranks
+    are processes as ever) until it gives up.
+    """
 
     def run(name: str, **changes) -> Ended:
         reset_breaker()
@@ -116,7 +120,7 @@ def assert_one_message(ended: Ended, *parts: str, code: int = 2) -> None:
         assert part in message, message
 
 
-# ---- told before anything starts ---------------------------------------------------------------------------------
+# ---- told before anything starts ---------------------------------------------------------------------------
 
 
 def test_an_unknown_flag_is_told_with_the_nearest_one(world):
@@ -177,7 +181,7 @@ def test_a_row_that_cannot_be_used_is_told_with_file_and_line(world, end, line):
     assert not (world / "broken" / "logs").exists()
 
 
-# ---- told while the processes start ------------------------------------------------------------------------------
+# ---- told while the processes start ------------------------------------------------------------------------
 
 
 def test_a_dataset_that_the_length_filter_empties_is_told(world, end):
@@ -191,7 +195,7 @@ def test_a_folder_that_is_no_model_is_told(world, end):
     assert_one_message(end("no-model-run", hf_checkpoint=folder), "--hf-checkpoint", str(folder))
 
 
-# ---- told by a rollout -------------------------------------------------------------------------------------------
+# ---- told by a rollout -------------------------------------------------------------------------------------
 
 
 def test_a_reward_that_raises_is_retried_then_stops_the_run_with_cause_and_count(world, end):
@@ -266,7 +270,7 @@ def test_answers_too_large_to_compare_are_wrong_and_counted_and_the_run_goes_on(
     assert series(world, "hang", "rollout/answers_not_compared") == {0: 2}
 
 
-# ---- several runs on one machine ---------------------------------------------------------------------------------
+# ---- several runs on one machine ---------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,6 @@
-"""Every benchmark that needs no finished run still runs, on shapes that measure nothing: a renamed function must not wait for a GPU."""
+"""Every benchmark that needs no finished run still runs, on shapes that measure nothing: a
+renamed function must not wait for a GPU.
+"""
 
 import json
 import os
@@ -11,7 +13,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 QUICK = {
     "train_step": "--device cpu --tiny --steps 1 --part balance --part 0.6b --profile",
-    "rollout_throughput": "--concurrency 4 --num-prompts 2 --samples-per-prompt 2 --prompt-tokens 16 --output-tokens 8 --rounds 1",
+    "rollout_throughput": "--concurrency 4 --num-prompts 2 --samples-per-prompt 2 --prompt-tokens 16 "
+    "--output-tokens 8 --rounds 1",
     "weight_push": "--bucket-mib 1 --pushes 1",
 }
 SLOW = {

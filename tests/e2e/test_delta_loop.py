@@ -57,7 +57,9 @@ def notes(world, rank: int) -> list[dict]:
 
 
 def test_a_run_pushes_deltas_and_leaves_nothing(world):
-    """With every tensor of the engine compared after every push, and a function of the user's before each is read."""
+    """With every tensor of the engine compared after every push, and a
+    function of the user's before each is read.
+    """
     (world / "post_write.py").write_text(POST_WRITE)
     run_train(
         world,

@@ -83,7 +83,8 @@ def test_an_engine_killed_in_mid_run_is_replaced_and_no_sample_is_lost_or_double
     engine.kill()
     assert process.wait(120) == 0, (world / "killed.out").read_text()[-4000:]
     assert "restarting it" in (world / "killed.out").read_text()
-    # Sampling seeds depend on the sample alone and the new engine has the same weights: the same tokens come again.
+    # Sampling seeds depend on the sample alone and the new engine has the
+    # same weights: the same tokens come again.
     assert dumped(world, "killed-dump", 4) == dumped(world, "calm-dump", 4)
     assert max(series(world, "killed", "rollout/weight_version").values()) == 5
 
@@ -160,7 +161,9 @@ def test_the_end_of_the_driver_ends_everything(world, sent):
 
 
 def resume_after_kills(world, name, points, num_rollout, seed):
-    """Kill the driver at random moments, each time continue with --load; returns when a run ended by itself."""
+    """Kill the driver at random moments, each time continue with
+    --load; returns when a run ended by itself.
+    """
     rng = random.Random(seed)
     settings = {
         "load_debug_rollout_data": f"{world}/points-dump/{{rollout_id}}.pt",

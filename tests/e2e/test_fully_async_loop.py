@@ -1,4 +1,6 @@
-"""train_async.py with a pool of groups in flight: real engine, real pushes in mid-generation, and a resumed run."""
+"""train_async.py with a pool of groups in flight: real engine, real
+pushes in mid-generation, and a resumed run.
+"""
 
 import pytest
 from loop_helpers import make_world, run_train, series

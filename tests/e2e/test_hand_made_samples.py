@@ -1,4 +1,6 @@
-"""A generate function in the style of slime's examples: it posts to /generate and sets a sample's fields by hand."""
+"""A generate function in the style of slime's examples: it posts to
+/generate and sets a sample's fields by hand.
+"""
 
 import pytest
 from loop_helpers import make_world, run_train, series

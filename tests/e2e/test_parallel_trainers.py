@@ -1,4 +1,6 @@
-"""Whole runs in which two trainer ranks share one replica, or train adapters: same samples, same curve as one plain rank."""
+"""Whole runs in which two trainer ranks share one replica, or train adapters:
+same samples, same curve as one plain rank.
+"""
 
 import pytest
 from loop_helpers import make_world, run_train, series

@@ -1,4 +1,6 @@
-"""Whole runs that sample from a part of the vocabulary: engine and trainer mean the same distribution, and it learns."""
+"""Whole runs that sample from a part of the vocabulary: engine and trainer
+mean the same distribution, and it learns.
+"""
 
 import torch
 from loop_helpers import make_world, run_train, series

@@ -1,4 +1,6 @@
-"""Runs over other engines than one model's own: a frozen model beside the policy, and engines that already run."""
+"""Runs over other engines than one model's own: a frozen model beside
+the policy, and engines that already run.
+"""
 
 import json
 import os

@@ -1,4 +1,6 @@
-"""An engine that other machines reach asks for a token; those of its own run have it, and nobody else gets anything."""
+"""An engine that other machines reach asks for a token; those of its own
+run have it, and nobody else gets anything.
+"""
 
 import aiohttp
 import psutil

@@ -1,4 +1,6 @@
-"""Engines that already run: one clear error for each wrong address or model, and never a process of theirs touched."""
+"""Engines that already run: one clear error for each wrong address or
+model, and never a process of theirs touched.
+"""
 
 import contextlib
 import json

@@ -1,4 +1,6 @@
-"""Engine processes: started, watched, restarted on their port, given up when they keep dying, gone at the end."""
+"""Engine processes: started, watched, restarted on their port, given
+up when they keep dying, gone at the end.
+"""
 
 import os
 import signal

@@ -1,4 +1,6 @@
-"""The balancer over real HTTP: who gets the next request, where a session stays, and what happens when engines are down."""
+"""The balancer over real HTTP: who gets the next request, where a session
+stays, and what happens when engines are down.
+"""
 
 import asyncio
 import contextlib
@@ -220,11 +222,13 @@ def test_a_port_that_is_taken_is_named():
         run(Balancer([]).start(port=thief.getsockname()[1]))
 
 
-# -- requests that break engines --------------------------------------------------------------------------------------
+# -- requests that break engines -----------------------------------------------------------------------------
 
 
 def breaks(*numbers):
-    """A script of an engine whose connection breaks under the requests with these numbers, of all that it gets."""
+    """A script of an engine whose connection breaks under the requests
+    with these numbers, of all that it gets.
+    """
     return lambda payload, number: {"break": True} if not numbers or number in numbers else None
 
 
@@ -276,7 +280,7 @@ def test_an_engine_that_cannot_be_reached_is_no_reason_to_give_up():
         assert run(post(url))["output_ids"]
 
 
-# -- what is forwarded ------------------------------------------------------------------------------------------------
+# -- what is forwarded ---------------------------------------------------------------------------------------
 
 CONTROL = (
     *("pause_generation", "continue_generation", "release_memory_occupation", "resume_memory_occupation"),

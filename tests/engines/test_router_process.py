@@ -1,4 +1,6 @@
-"""SGLang's real router over engines that compute nothing: registration, sessions, disaggregation, and its own death."""
+"""SGLang's real router over engines that compute nothing: registration,
+sessions, disaggregation, and its own death.
+"""
 
 import os
 import signal

@@ -1,4 +1,6 @@
-"""The topology file: read with errors that name key and value, placed on GPUs, and turned into a launch plan."""
+"""The topology file: read with errors that name key and value,
+placed on GPUs, and turned into a launch plan.
+"""
 
 import json
 import subprocess
@@ -237,7 +239,8 @@ def test_external_engines_take_no_gpu_of_ours():
 
 def test_engines_of_a_topology_get_the_gpus_after_the_trainers(write):
     path = write(
-        "sglang: [{name: a, server_groups: [{num_gpus: 2}]}, {name: b, model_path: org/b, server_groups: [{num_gpus: 1}]}]"
+        "sglang: [{name: a, server_groups: [{num_gpus: 2}]}, {name: b, model_path: org/b, server_groups: "
+        "[{num_gpus: 1}]}]"
     )
     args = parse("--sglang-config", path, "--rollout-engine", "embedded", rollout_num_gpus=None)
     assert [slot.gpu_ids for slot in plan_placement(args, 8).engines] == [(1,), (2,), (3,)]

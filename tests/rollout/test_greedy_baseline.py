@@ -1,4 +1,6 @@
-"""The remax baseline: one greedy answer per group over real HTTP, scored, kept out of the batch, conserved on failure."""
+"""The remax baseline: one greedy answer per group over real HTTP, scored,
+kept out of the batch, conserved on failure.
+"""
 
 import pytest
 import rollout_plugins

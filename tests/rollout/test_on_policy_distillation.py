@@ -1,4 +1,6 @@
-"""A teacher behind real HTTP: its log-probs land on the sample, and an answer that does not fit is no score."""
+"""A teacher behind real HTTP: its log-probs land on the sample, and
+an answer that does not fit is no score.
+"""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,6 @@
-"""How trained tokens may be drawn: the rule of the flags holds for what a generate function asks, however it asks."""
+"""How trained tokens may be drawn: the rule of the flags holds for what a
+generate function asks, however it asks.
+"""
 
 from types import SimpleNamespace
 
@@ -135,7 +137,8 @@ def test_our_own_requests_ask_for_the_nucleus_where_a_function_cuts_the_vocabula
     assert asked == 8
     for sample in flatten_samples(output.samples):
         assert sample.rollout_top_p_token_ids.tolist() == [20, 25, 30]
-        # Once it is recorded, a request that cuts nothing tells that too: tokens without ids are of the whole vocabulary.
+        # Once it is recorded, a request that cuts nothing tells that too: tokens
+        # without ids are of the whole vocabulary.
         args = make_args(tmp_path)
         assert build_request(args, sample, {"temperature": 1.0}, 8).sampling.return_top_p_token_ids
     assert not build_request(

@@ -1,4 +1,6 @@
-"""Preference pairs from conversations: what is shared is prompt, what differs is compared, nothing unusable slips in."""
+"""Preference pairs from conversations: what is shared is prompt, what
+differs is compared, nothing unusable slips in.
+"""
 
 import json
 

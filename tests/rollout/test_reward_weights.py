@@ -1,4 +1,6 @@
-"""Rewards of several components: --reward-weights makes one number of them, and a bad component is a failure."""
+"""Rewards of several components: --reward-weights makes one number
+of them, and a bad component is a failure.
+"""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,6 @@
-"""Hostile answers: each gets a score in little CPU time, no worker hangs on one, and those given up are counted."""
+"""Hostile answers: each gets a score in little CPU time, no worker
+hangs on one, and those given up are counted.
+"""
 
 import asyncio
 import contextlib
@@ -32,7 +34,9 @@ ARGUMENTS = {
 
 
 def instructions():
-    """All of them, so that each answer meets each; what they ask for is a number unless ARGUMENTS says otherwise."""
+    """All of them, so that each answer meets each; what they ask for is
+    a number unless ARGUMENTS says otherwise.
+    """
     kwargs = [
         {
             name: ARGUMENTS.get(name, 3)
@@ -76,7 +80,9 @@ def _workers_of_one_test():
 
 
 def cpu_seconds(args):
-    """Of this process, its workers and all that they forked or that was replaced; no matter how busy the machine is."""
+    """Of this process, its workers and all that they forked or that was
+    replaced; no matter how busy the machine is.
+    """
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     total = time.process_time() + ended.ru_utime + ended.ru_stime
     for worker in list(get_pool(args)._workers):
@@ -90,8 +96,8 @@ def cpu_seconds(args):
 async def cpu_of_each(args, samples):
     """{name: CPU seconds} of scoring each.
 
-    A plain answer goes before each: a worker's start is not an answer's fault, and once it is scored, a worker that
-    the answer before used up has ended and is counted.
+    A plain answer goes before each: a worker's start is not an answer's fault, and once it is scored, a
+    worker that the answer before used up has ended and is counted.
     """
     used = {}
     for name, sample in samples.items():

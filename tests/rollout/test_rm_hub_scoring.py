@@ -61,7 +61,9 @@ def here(name):
 
 
 def calls_of(path):
-    """The list that the functions loaded from this file append to (the plug-in loader imports a copy of it)."""
+    """The list that the functions loaded from this file append to
+    (the plug-in loader imports a copy of it).
+    """
     from slime.utils.misc import load_function
 
     return load_function(path).__globals__["CALLS"]

@@ -1,4 +1,6 @@
-"""Plug-ins of the default rollout: called as documented, with fan-out handled wherever a group is looked at."""
+"""Plug-ins of the default rollout: called as documented, with
+fan-out handled wherever a group is looked at.
+"""
 
 import copy
 

@@ -1,4 +1,6 @@
-"""What tokens were drawn from is asked for, recorded with them over every way an answer can be cut, and survives files."""
+"""What tokens were drawn from is asked for, recorded with them over every way
+an answer can be cut, and survives files.
+"""
 
 import itertools
 

@@ -1,4 +1,6 @@
-"""One conformance suite for every runtime: handles, lanes, failures, references, and an end that leaves nothing."""
+"""One conformance suite for every runtime: handles, lanes, failures,
+references, and an end that leaves nothing.
+"""
 
 import concurrent.futures
 import os

@@ -1,4 +1,6 @@
-"""Engine against trainer: whose samples are compared, what stops a run, what is told once, and what cannot be compared."""
+"""Engine against trainer: whose samples are compared, what stops a run, what
+is told once, and what cannot be compared.
+"""
 
 import pytest
 import torch

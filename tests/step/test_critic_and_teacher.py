@@ -1,4 +1,6 @@
-"""What trains or stands beside a policy: critic, teacher, preference pairs, a reference that moves. On one process."""
+"""What trains or stands beside a policy: critic, teacher, preference
+pairs, a reference that moves. On one process.
+"""
 
 import pytest
 import torch
@@ -83,7 +85,7 @@ def random_pairs(num_pairs=4, seed=0, margin=None):
     return samples
 
 
-# -- the critic ------------------------------------------------------------------------------------------------------
+# -- the critic ----------------------------------------------------------------------------------------------
 
 
 def ppo_args(model, **changes):
@@ -229,7 +231,7 @@ def test_a_critic_of_another_size_is_refused(model, tmp_path):
         backend_of(ppo_args(model, critic_load=str(deeper)))
 
 
-# -- preference pairs ------------------------------------------------------------------------------------------------
+# -- preference pairs ----------------------------------------------------------------------------------------
 
 
 def test_a_dpo_step_equals_the_obvious_computation_with_autograd(model, tmp_path):
@@ -332,7 +334,7 @@ def test_a_reward_model_learns_and_its_folder_is_a_sequence_classification(model
     assert train(backend, args, samples)["train/margin"] == pytest.approx(margin, rel=1e-4)
 
 
-# -- distillation ----------------------------------------------------------------------------------------------------
+# -- distillation --------------------------------------------------------------------------------------------
 
 
 def opd_args(model, teacher, **changes):
@@ -454,7 +456,7 @@ def test_the_chunked_full_kl_equals_the_obvious_one_in_float64():
     )
 
 
-# -- kept policies ---------------------------------------------------------------------------------------------------
+# -- kept policies -------------------------------------------------------------------------------------------
 
 
 def test_the_reference_becomes_the_policy_at_its_interval_and_survives_a_resume(model, tmp_path):

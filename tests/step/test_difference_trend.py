@@ -1,4 +1,6 @@
-"""A difference of engine and trainer that grows from push to push is told, below the threshold that stops a run."""
+"""A difference of engine and trainer that grows from push to push is
+told, below the threshold that stops a run.
+"""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""A step in which no token trains changes nothing: not the weights, not the optimizer's moments, not the schedule."""
+"""A step in which no token trains changes nothing: not the weights, not
+the optimizer's moments, not the schedule.
+"""
 
 import logging
 

@@ -1,4 +1,6 @@
-"""Policy losses, corrections, reductions and checks as the trainer runs them: invariant under packing, and loud when wrong."""
+"""Policy losses, corrections, reductions and checks as the trainer runs them:
+invariant under packing, and loud when wrong.
+"""
 
 import math
 
@@ -163,7 +165,8 @@ def test_plug_ins_replace_the_loss_and_the_weights(model, tmp_path):
         "import torch\n"
         "def loss(args, inputs):\n"
         "    return -inputs.advantages * inputs.log_probs, {'mine': inputs.mask * 2}\n"
-        "def weights(*, args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths):\n"
+        "def weights(*, args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, "
+        "response_lengths):\n"
         "    assert [len(x) for x in train_log_probs] == response_lengths == [len(m) for m in loss_masks]\n"
         "    return pg_loss * 0.5, loss_masks, {'half': torch.cat(loss_masks)}\n"
         "def short(args, inputs):\n"
@@ -212,7 +215,9 @@ def everything(*, args, pg_loss, loss_masks, **_):
 def test_masks_of_a_plug_in_leave_tokens_out_of_policy_kl_and_entropy_but_not_of_denominators(
     model, tmp_path, reduction
 ):
-    """What the rest of a sample contributed is gone from every term; what the sums are divided by is as it was."""
+    """What the rest of a sample contributed is gone from every term;
+    what the sums are divided by is as it was.
+    """
     file = tmp_path / "rejecting.py"
     file.write_text(REJECTING)
     other = make_tiny_model(tmp_path / "other", seed=5)
@@ -359,7 +364,8 @@ def test_a_broken_step_names_and_saves_its_samples_and_may_be_skipped(model, tmp
 
 def test_a_broken_reference_is_named_as_the_cause(model, tmp_path):
     (tmp_path / "hook.py").write_text(
-        "def change(args, rollout_id, rollout_data):\n    rollout_data['ref_log_probs'][3][0] = float('nan')\n"
+        "def change(args, rollout_id, rollout_data):\n    rollout_data['ref_log_probs'][3][0] = "
+        "float('nan')\n"
     )
     hook = f"{tmp_path}/hook.py:change"
     args = trainer_args(
@@ -397,7 +403,9 @@ def test_a_broken_custom_loss_saves_the_samples_of_its_step(model, tmp_path):
 
 
 def test_the_unbiased_kl_is_weighted_by_the_ratio_of_the_token_whatever_the_loss(model):
-    """With log-probs of engine and reference apart, the KL term does not depend on how the policy loss groups its ratios."""
+    """With log-probs of engine and reference apart, the KL term does not depend
+    on how the policy loss groups its ratios.
+    """
     outcomes = {}
     for kind in ("ppo", "gspo", "gmpo"):
         args = trainer_args(
@@ -470,7 +478,8 @@ def test_a_mistake_in_a_trainer_s_plug_in_is_named_with_its_place(model, tmp_pat
 def test_a_custom_advantage_of_another_length_is_named(model, tmp_path):
     file = tmp_path / "ragged.py"
     file.write_text(
-        "def advantages(args, data):\n    data['advantages'] = data['returns'] = [k[1:] for k in data['kl']]\n"
+        "def advantages(args, data):\n    data['advantages'] = data['returns'] = [k[1:] for k in "
+        "data['kl']]\n"
     )
     args = trainer_args(model, custom_advantage_function_path=f"{file}:advantages")
     with pytest.raises(ValueError, match=r"advantages of sample 0 has \d+ values for \d+ response tokens"):

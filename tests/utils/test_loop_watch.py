@@ -1,4 +1,6 @@
-"""A function that holds up the event loop is named, while it lasts and afterwards; others run as without the watch."""
+"""A function that holds up the event loop is named, while it lasts and
+afterwards; others run as without the watch.
+"""
 
 import asyncio
 import logging

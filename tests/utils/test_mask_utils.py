@@ -18,7 +18,8 @@ THINKING = [
     {"role": "user", "content": "sure?"},
     {"role": "assistant", "content": "<think>\ncheck\n</think>\n\nyes"},
 ]
-# Writes thinking only after the last question, as reasoning templates do; tool answers in a row form one user block.
+# Writes thinking only after the last question, as reasoning templates do;
+# tool answers in a row form one user block.
 DROPS_THINKING = """{%- set ns = namespace(last=0) -%}
 {%- for m in messages -%}{%- if m.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}{%- endfor -%}
 {%- if tools -%}{{ '<|im_start|>system\\ntools:' ~ tools | length ~ '<|im_end|>\\n' }}{%- endif -%}

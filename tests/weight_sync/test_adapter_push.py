@@ -1,4 +1,6 @@
-"""Adapters alone on their way from a trainer to engines that hold the model: what the engine then says, the trainer says."""
+"""Adapters alone on their way from a trainer to engines that hold the model:
+what the engine then says, the trainer says.
+"""
 
 import os
 import secrets

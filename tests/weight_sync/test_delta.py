@@ -1,4 +1,6 @@
-"""Published versions and the copy that follows them: bit-exact over many steps, and whole again after every accident."""
+"""Published versions and the copy that follows them: bit-exact over many
+steps, and whole again after every accident.
+"""
 
 import json
 import os
@@ -42,7 +44,7 @@ def flip_bit(path: Path, place: int = -20) -> None:
     path.write_bytes(data)
 
 
-# ---- the way it should go ----------------------------------------------------------------------------------------
+# ---- the way it should go ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
@@ -197,7 +199,7 @@ def test_the_shorter_way_is_taken():
     assert find_route(index, "r:4", "r:9") is None
 
 
-# ---- accidents ---------------------------------------------------------------------------------------------------
+# ---- accidents ---------------------------------------------------------------------------------------------
 
 
 def test_a_corrupt_delta_is_noticed_and_a_full_copy_taken_instead(place, caplog):

@@ -1,4 +1,6 @@
-"""Changed bytes, encoded and put back: exact for every element size and share of changes, refused when damaged."""
+"""Changed bytes, encoded and put back: exact for every element size
+and share of changes, refused when damaged.
+"""
 
 import builtins
 import sys

@@ -1,4 +1,6 @@
-"""A model whose checkpoint is FP8: the trainer reads what it stands for, the engine gets FP8 again and says what that means."""
+"""A model whose checkpoint is FP8: the trainer reads what it stands for, the engine
+gets FP8 again and says what that means.
+"""
 
 import json
 import shutil

@@ -1,4 +1,6 @@
-"""The copy for engines that come late, when it cannot be written: who asked hears why at once, and so does the run."""
+"""The copy for engines that come late, when it cannot be written: who
+asked hears why at once, and so does the run.
+"""
 
 import asyncio
 import errno

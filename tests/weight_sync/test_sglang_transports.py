@@ -1,4 +1,6 @@
-"""The parts of SGLang's weight paths that need no SGLang: its format, the choice of a transport, a live push's bookkeeping."""
+"""The parts of SGLang's weight paths that need no SGLang: its format, the choice
+of a transport, a live push's bookkeeping.
+"""
 
 import base64
 import io

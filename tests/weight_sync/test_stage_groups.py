@@ -1,4 +1,6 @@
-"""Pipeline stages push in turns, each in a group of its own, to real engine processes; engines and senders die on the way."""
+"""Pipeline stages push in turns, each in a group of its own, to real engine
+processes; engines and senders die on the way.
+"""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -216,7 +218,8 @@ def test_an_engine_that_hangs_in_a_bucket_is_named_within_the_deadline_and_evict
     two_stages.tell(1, {})
     answers = two_stages.hear_all()
     assert answers[0]["seconds"] < 3 * DEADLINE_S
-    # The other one may have waited for it inside the broadcast, and is then named too; the copy tells them apart.
+    # The other one may have waited for it inside the broadcast, and is
+    # then named too; the copy tells them apart.
     assert "not done after 10.0 s" in answers[0]["failures"][fleet.urls[1]]
     assert finish(served, "run:45", targets, answers[0], models[2])["perf/engines_evicted"] == 1
     until(

@@ -1,4 +1,6 @@
-"""Weights on their way to a real engine process: shared memory and disk, receipts, comparison, late engines."""
+"""Weights on their way to a real engine process: shared memory and
+disk, receipts, comparison, late engines.
+"""
 
 import resource
 from dataclasses import replace
@@ -136,7 +138,7 @@ def test_an_engine_that_comes_late_takes_the_parcel_while_the_next_is_written(
     check_receipt(nxt := sender.finish("run:8"), run(transport.deliver(nxt, control, info)), control.url)
 
 
-# ---- senders -----------------------------------------------------------------------------------------------------
+# ---- senders -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -218,7 +220,7 @@ def test_a_full_disk_ends_the_run_with_the_folder_and_leaves_the_version_before(
     sender.close()
 
 
-# ---- which transport ---------------------------------------------------------------------------------------------
+# ---- which transport ---------------------------------------------------------------------------------------
 
 
 def test_auto_takes_shared_memory_where_every_engine_does():

@@ -1,4 +1,6 @@
-"""Deltas to a real engine process: by the trainer's push, and through an agent process that pulls over HTTP."""
+"""Deltas to a real engine process: by the trainer's push, and
+through an agent process that pulls over HTTP.
+"""
 
 import contextlib
 import json
@@ -96,7 +98,7 @@ def test_the_engine_holds_the_trainer_s_bits_after_each_of_several_pushes(engine
     sender.close()
 
 
-# ---- an agent ----------------------------------------------------------------------------------------------------
+# ---- an agent ----------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

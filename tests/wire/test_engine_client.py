@@ -1,4 +1,6 @@
-"""The client tries again where that helps, raises at once where it does not, and never waits without a deadline."""
+"""The client tries again where that helps, raises at once where it does
+not, and never waits without a deadline.
+"""
 
 import asyncio
 from contextlib import asynccontextmanager

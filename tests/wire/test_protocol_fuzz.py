@@ -1,4 +1,6 @@
-"""Whatever JSON comes, the types of the protocol read it or raise ValueError with words; nothing else gets out."""
+"""Whatever JSON comes, the types of the protocol read it or raise
+ValueError with words; nothing else gets out.
+"""
 
 import json
 

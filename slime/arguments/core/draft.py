@@ -11,7 +11,9 @@ COMMAND_LINE = "command line"
 
 
 class Draft:
-    """Values and their sources before they are frozen. Values read as attributes: `draft.rollout_batch_size`."""
+    """Values and their sources before they are frozen. Values read
+    as attributes: `draft.rollout_batch_size`.
+    """
 
     def __init__(self, defaults: dict[str, Any], *, training_loop: str = SYNCHRONOUS):
         self.training_loop = training_loop  # no setting: whoever runs them knows
@@ -45,7 +47,9 @@ class Draft:
         self._sources[name] = source
 
     def derive(self, name: str, value: Any, because: str) -> None:
-        """Give a value that follows from others; `because` is what --print-config shows. No change, no new source."""
+        """Give a value that follows from others; `because` is what
+        --print-config shows. No change, no new source.
+        """
         if name not in self._values or self._values[name] != value:
             self.set(name, value, f"derived: {because}")
 

@@ -1,4 +1,6 @@
-"""How one flag is declared: a typed dataclass field that carries its help text, its range and its spelling."""
+"""How one flag is declared: a typed dataclass field that carries
+its help text, its range and its spelling.
+"""
 
 import dataclasses
 import types
@@ -28,7 +30,9 @@ class FlagInfo:
 
 
 def flag(default: Any, help: str, **info: Any) -> Any:
-    """Declare a flag. The field's annotation is its type; `None` in it means "not set", which the help explains."""
+    """Declare a flag. The field's annotation is its type; `None` in it
+    means "not set", which the help explains.
+    """
     metadata = {"flag": FlagInfo(help=help, **info)}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
@@ -53,7 +57,9 @@ class FlagSpec:
 
     @property
     def option(self) -> str:
-        """The spelling shown to users: `--rollout-batch-size`, or the `--disable-...` form of a default-on switch."""
+        """The spelling shown to users: `--rollout-batch-size`, or the
+        `--disable-...` form of a default-on switch.
+        """
         return self.info.off or "--" + self.name.replace("_", "-")
 
     @property
@@ -90,7 +96,9 @@ def specs_of(group_class: type) -> list[FlagSpec]:
 
 
 def _read_type(hint: Any) -> tuple[type, bool, bool]:
-    """`list[str] | None` -> (str, True, False); `str | list[str] | None` -> (str, True, True); `int` -> (int, False, False)."""
+    """`list[str] | None` -> (str, True, False); `str | list[str] | None` -> (str,
+    True, True); `int` -> (int, False, False).
+    """
     members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     members = [member for member in members if member is not type(None)]
     lists = [member for member in members if typing.get_origin(member) is list]

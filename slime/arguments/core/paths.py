@@ -28,13 +28,16 @@ def check_paths_exist(draft: Draft) -> None:
     # A run that resumes itself names the same folder twice, and its first start finds nothing there.
     if draft.load is not None and draft.load != draft.save and not Path(draft.load).expanduser().is_dir():
         raise ValueError(
-            f"--load is {draft.load}: there is no such folder. (A folder that may not exist yet is allowed only where "
+            f"--load is {draft.load}: there is no such folder. (A folder that may not exist yet is allowed "
+            "only where "
             "--save names the same one.)"
         )
 
 
 def _split_files(word: str) -> list[str]:
-    """Several files may be written as one word with commas; a comma in the name of an existing file is just that."""
+    """Several files may be written as one word with commas; a comma in
+    the name of an existing file is just that.
+    """
     return (
         [word] if _without_rows(word).exists() else [part.strip() for part in word.split(",") if part.strip()]
     )

@@ -1,4 +1,6 @@
-"""Flags that slime recipes use and this version does not build: refused by name, never accepted and ignored."""
+"""Flags that slime recipes use and this version does not build:
+refused by name, never accepted and ignored.
+"""
 
 UNBUILT_FLAGS = frozenset(
     """

@@ -80,7 +80,8 @@ class AlgorithmFlags:
     )
     logprob_diff_threshold: float | None = flag(
         None,
-        "mean difference between the log-probs of engine and trainer that stops the run; 0: never; default: 0.02 "
+        "mean difference between the log-probs of engine and trainer that stops the run; 0: never; default: "
+        "0.02 "
         "where both compute in float32, else 0.2; a difference that grows with the pushes is told before that",
         ge=0,
     )

@@ -20,7 +20,8 @@ def policy_loss(draft: Draft) -> None:
         draft.derive("eps_clip_high", draft.eps_clip, "same as eps_clip")
     if draft.clip_cov_low > draft.clip_cov_high:
         raise ValueError(
-            f"--clip-cov-low is {draft.clip_cov_low:g}, above --clip-cov-high {draft.clip_cov_high:g}: no token lies between."
+            f"--clip-cov-low is {draft.clip_cov_low:g}, above --clip-cov-high {draft.clip_cov_high:g}: no "
+            "token lies between."
         )
 
 
@@ -29,7 +30,8 @@ def loss_reduction(draft: Draft) -> None:
     if draft.calculate_per_token_loss:
         if draft.loss_reduction not in (None, "token_mean"):
             raise ValueError(
-                f"--loss-reduction is {draft.loss_reduction}, but --calculate-per-token-loss asks for token_mean; keep one."
+                f"--loss-reduction is {draft.loss_reduction}, but --calculate-per-token-loss asks for "
+                "token_mean; keep one."
             )
         draft.derive("loss_reduction", "token_mean", "calculate_per_token_loss")
     if draft.loss_reduction is None:
@@ -44,7 +46,8 @@ def loss_reduction(draft: Draft) -> None:
     if draft.loss_reduction == "constant" and draft.loss_denominator is None:
         if draft.rollout_max_response_len is None:
             raise ValueError(
-                "--loss-reduction constant divides by --loss-denominator, or by --rollout-max-response-len; give one of them."
+                "--loss-reduction constant divides by --loss-denominator, or by --rollout-max-response-len; "
+                "give one of them."
             )
         draft.derive(
             "loss_denominator", float(draft.rollout_max_response_len), "same as rollout_max_response_len"
@@ -52,7 +55,9 @@ def loss_reduction(draft: Draft) -> None:
 
 
 def _sequence_ratios(draft: Draft) -> None:
-    """A loss with one ratio per sample is defined as a mean over samples; summed over tokens, long samples would count more."""
+    """A loss with one ratio per sample is defined as a mean over samples; summed
+    over tokens, long samples would count more.
+    """
     replaced = draft.custom_policy_loss_function_path or draft.custom_pg_loss_reducer_function_path
     if (
         draft.loss_type != "policy_loss"
@@ -63,8 +68,10 @@ def _sequence_ratios(draft: Draft) -> None:
     if REDUCTIONS[draft.loss_reduction].by_length:
         spelling = " (--calculate-per-token-loss)" if draft.was_given("calculate_per_token_loss") else ""
         raise ValueError(
-            f"--loss-reduction is {draft.loss_reduction}{spelling} with --policy-loss-type {draft.policy_loss_type}, which has one "
-            "ratio per sample: each sample would count as often as it has tokens; use rollout_mean or sample_mean, or a loss with "
+            f"--loss-reduction is {draft.loss_reduction}{spelling} with --policy-loss-type "
+            f"{draft.policy_loss_type}, which has one "
+            "ratio per sample: each sample would count as often as it has tokens; use rollout_mean or "
+            "sample_mean, or a loss with "
             "a ratio per token (--policy-loss-type ppo)."
         )
 
@@ -78,8 +85,10 @@ def group_normalisation(draft: Draft) -> None:
         divides = ESTIMATORS[estimator].scale_rewards and draft.grpo_std_normalization
         lacks = "no standard deviation to divide by" if divides else "nothing to be compared with"
         raise ValueError(
-            f"--n-samples-per-prompt is 1 with --advantage-estimator {estimator}: a group of one answer has {lacks}, so every "
-            "advantage would be 0; use at least 2, an estimator without groups (reinforce_plus_plus, ppo, remax), or raw rewards "
+            f"--n-samples-per-prompt is 1 with --advantage-estimator {estimator}: a group of one answer has "
+            f"{lacks}, so every "
+            "advantage would be 0; use at least 2, an estimator without groups (reinforce_plus_plus, ppo, "
+            "remax), or raw rewards "
             "(--disable-rewards-normalization)."
         )
     if draft.grpo_std_normalization:
@@ -103,7 +112,8 @@ def _compares_in_groups(draft: Draft) -> bool:
 def reference_model(draft: Draft) -> None:
     if draft.kl_coef != 0 and draft.kl_loss_coef != 0:
         raise ValueError(
-            f"--kl-coef is {draft.kl_coef:g} and --kl-loss-coef is {draft.kl_loss_coef:g}: the KL would count twice, in the "
+            f"--kl-coef is {draft.kl_coef:g} and --kl-loss-coef is {draft.kl_loss_coef:g}: the KL would "
+            "count twice, in the "
             "reward and in the loss; keep one of them."
         )
     own_estimator = draft.custom_advantage_function_path is not None  # it may read rollout_data["kl"]
@@ -113,7 +123,8 @@ def reference_model(draft: Draft) -> None:
         and not own_estimator
     ):
         raise ValueError(
-            f"--kl-coef is {draft.kl_coef:g}, but {draft.advantage_estimator} never subtracts a KL from the reward; use "
+            f"--kl-coef is {draft.kl_coef:g}, but {draft.advantage_estimator} never subtracts a KL from the "
+            "reward; use "
             f"--use-kl-loss --kl-loss-coef {draft.kl_coef:g}."
         )
     _kl_loss(draft)
@@ -127,14 +138,17 @@ def _kl_loss(draft: Draft) -> None:
         return
     if draft.kl_loss_coef == 0:
         draft.warn(
-            "--use-kl-loss with --kl-loss-coef 0: the KL to the reference is computed and reported (train/kl_loss), and pulls on "
+            "--use-kl-loss with --kl-loss-coef 0: the KL to the reference is computed and reported "
+            "(train/kl_loss), and pulls on "
             "nothing; give a coefficient, or leave --use-kl-loss out to save the reference and its pass."
         )
     elif draft.kl_loss_type == "k1" and not draft.use_unbiased_kl:
         raise ValueError(
             f"--use-kl-loss --kl-loss-coef {draft.kl_loss_coef:g} with --kl-loss-type k1"
-            f"{'' if draft.was_given('kl_loss_type') else ' (the default)'}: the gradient of k1 does not depend on the reference, so "
-            "the term would make every sampled token less likely and hold the policy to nothing; use --kl-loss-type k3 (or "
+            f"{'' if draft.was_given('kl_loss_type') else ' (the default)'}: the gradient of k1 does not "
+            "depend on the reference, so "
+            "the term would make every sampled token less likely and hold the policy to nothing; use "
+            "--kl-loss-type k3 (or "
             "low_var_kl, k2), or add --use-unbiased-kl."
         )
 
@@ -142,7 +156,8 @@ def _kl_loss(draft: Draft) -> None:
 def off_policy(draft: Draft) -> None:
     if draft.use_tis and draft.use_rollout_logprobs:
         raise ValueError(
-            "--use-tis corrects from the engine's policy to the trainer's, but --use-rollout-logprobs makes the engine's the "
+            "--use-tis corrects from the engine's policy to the trainer's, but --use-rollout-logprobs makes "
+            "the engine's the "
             "one that ratios are taken against; keep one of them."
         )
     if draft.tis_clip_low > draft.tis_clip:
@@ -164,12 +179,14 @@ def reward_shaping(draft: Draft) -> None:
     longest = draft.rollout_max_response_len
     if longest is None or draft.overlong_buffer_len > longest:
         raise ValueError(
-            f"--overlong-buffer-len is {draft.overlong_buffer_len}, but --rollout-max-response-len is {longest}: the buffer is "
+            f"--overlong-buffer-len is {draft.overlong_buffer_len}, but --rollout-max-response-len is "
+            f"{longest}: the buffer is "
             "the last part of the longest response; use less."
         )
     if draft.advantage_estimator == "maxrl" and draft.overlong_penalty_factor != 0:
         raise ValueError(
-            "--overlong-buffer-len makes rewards of long answers negative, and --advantage-estimator maxrl divides by the mean "
+            "--overlong-buffer-len makes rewards of long answers negative, and --advantage-estimator maxrl "
+            "divides by the mean "
             "reward, which must be at least 0; remove it, or choose another estimator."
         )
 
@@ -177,7 +194,8 @@ def reward_shaping(draft: Draft) -> None:
 def _check_weights(draft: Draft) -> None:
     if draft.reward_key is not None:
         raise ValueError(
-            f"--reward-key is {draft.reward_key} and --reward-weights is set: one entry or a sum of entries counts; keep one."
+            f"--reward-key is {draft.reward_key} and --reward-weights is set: one entry or a sum of entries "
+            "counts; keep one."
         )
     bad = [
         name

@@ -13,7 +13,9 @@ def explain_batch(args: Any) -> str:
 
 
 def derive_batch(draft: Draft) -> None:
-    """Either of --global-batch-size and --num-steps-per-rollout gives the other; neither means one step per rollout."""
+    """Either of --global-batch-size and --num-steps-per-rollout gives the
+    other; neither means one step per rollout.
+    """
     total = draft.rollout_batch_size * draft.n_samples_per_prompt
     if draft.num_steps_per_rollout is None and draft.global_batch_size is None:
         draft.derive("global_batch_size", total, "all samples of a rollout make one optimizer step")
@@ -35,13 +37,15 @@ def _check_global_batch(draft: Draft, total: int) -> None:
     size = draft.global_batch_size
     if size > total:
         raise ValueError(
-            f"--global-batch-size is {size}, but one rollout makes only {_product(draft)} = {total}: no optimizer step "
+            f"--global-batch-size is {size}, but one rollout makes only {_product(draft)} = {total}: no "
+            "optimizer step "
             f"would ever be full. Use at most {total}, or raise --rollout-batch-size."
         )
     if total % size:
         steps, rest = divmod(total, size)
         raise ValueError(
-            f"--global-batch-size is {size}, but {_product(draft)} = {total} = {_count(steps, 'optimizer step')} of "
+            f"--global-batch-size is {size}, but {_product(draft)} = {total} = "
+            f"{_count(steps, 'optimizer step')} of "
             f"{size} and {rest} left over, which would not be trained on. Use a divisor of {total} "
             f"(nearest: {_nearest_divisor(total, size)}), or --num-steps-per-rollout."
         )
@@ -51,13 +55,16 @@ def _check_steps(draft: Draft, total: int) -> None:
     steps, size = draft.num_steps_per_rollout, draft.global_batch_size
     if total % steps:
         raise ValueError(
-            f"--num-steps-per-rollout is {steps}, but {_product(draft)} = {total} cannot be cut into {steps} equal "
+            f"--num-steps-per-rollout is {steps}, but {_product(draft)} = {total} cannot be cut into "
+            f"{steps} equal "
             f"optimizer steps. Use a divisor of {total} (nearest: {_nearest_divisor(total, steps)})."
         )
     if size is not None and size * steps != total:
         raise ValueError(
-            f"--global-batch-size is {size} and --num-steps-per-rollout is {steps}: together {size * steps} samples, but "
-            f"{_product(draft)} = {total}. Give only one of them, or make them agree ({steps} steps of {total // steps})."
+            f"--global-batch-size is {size} and --num-steps-per-rollout is {steps}: together {size * steps} "
+            "samples, but "
+            f"{_product(draft)} = {total}. Give only one of them, or make them agree ({steps} steps of "
+            f"{total // steps})."
         )
 
 

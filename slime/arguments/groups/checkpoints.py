@@ -20,7 +20,8 @@ class CheckpointFlags:
     no_load_rng: bool = flag(False, "leave the random state in --load alone: it starts from --seed")
     no_load_verify: bool = flag(
         False,
-        "do not read the files of --load to compare them with their checksums; sizes are compared all the same",
+        "do not read the files of --load to compare them with their checksums; sizes are compared all the "
+        "same",
     )
     async_save: bool = flag(
         False, "checkpoints are written while training goes on; the next one and the end wait"

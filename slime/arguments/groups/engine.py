@@ -46,7 +46,8 @@ class EngineFlags:
     engine_restart_window_s: float = flag(600.0, "the window of --engine-restart-limit", gt=0)
     engine_silence_timeout_s: float = flag(
         10.0,
-        "an engine that gives no sign of life for this long is replaced; one that is seen to compute gets 12 times as "
+        "an engine that gives no sign of life for this long is replaced; one that is seen to compute gets "
+        "12 times as "
         "much; 0: never",
         ge=0,
     )
@@ -65,13 +66,15 @@ class WeightSyncFlags:
 
     update_weight_transport: str = flag(
         "auto",
-        "how new weights reach the engines; tensor: in memory on one machine; distributed (also called nccl): a process "
+        "how new weights reach the engines; tensor: in memory on one machine; distributed (also called "
+        "nccl): a process "
         "group of trainer and engines; disk: a checkpoint folder; auto: the fastest that these engines take",
         choices=("auto", "tensor", "distributed", "nccl", "disk"),
     )
     update_weight_mode: str = flag(
         "full",
-        "delta: only changed bytes travel, through a folder, to a copy of the weights beside the engines, which load it "
+        "delta: only changed bytes travel, through a folder, to a copy of the weights beside the engines, "
+        "which load it "
         "from disk; needs the extra `delta`",
         choices=("full", "delta"),
     )
@@ -90,7 +93,8 @@ class WeightSyncFlags:
     )
     weight_agent_addrs: list[str] | None = flag(
         None,
-        "one `slime weight-agent` for each of --rollout-external-engine-addrs, in that order: they keep the copies, for "
+        "one `slime weight-agent` for each of --rollout-external-engine-addrs, in that order: they keep the "
+        "copies, for "
         "delta; default: the engines read this machine's disk",
         metavar="HOST:PORT",
     )
@@ -107,20 +111,24 @@ class WeightSyncFlags:
     )
     rollout_quantization: str = flag(
         "none",
-        "fp8: engines serve the linear layers of a 16-bit --hf-checkpoint in FP8 blocks, made from the trainer's weights at "
+        "fp8: engines serve the linear layers of a 16-bit --hf-checkpoint in FP8 blocks, made from the "
+        "trainer's weights at "
         "each push; the trainer keeps its 16-bit start, and no second folder is needed",
         choices=("none", "fp8"),
     )
     fp8_rounding: str = flag(
         "auto",
-        "how weights become FP8 at a push; stochastic: up or down by a number of each weight's own (from --seed), right on "
-        "average; auto: stochastic where the trainer starts from FP8 weights, from which nearest would not move, else nearest",
+        "how weights become FP8 at a push; stochastic: up or down by a number of each weight's own (from "
+        "--seed), right on "
+        "average; auto: stochastic where the trainer starts from FP8 weights, from which nearest would not "
+        "move, else nearest",
         choices=FP8_ROUNDINGS,
     )
     update_weights_interval: int = flag(1, "rollouts between weight updates (train_async.py only)", ge=1)
     update_weight_timeout_s: float = flag(
         600.0,
-        "an engine that has not answered one step of a push after this is evicted: a bucket, a load from disk, a checksum",
+        "an engine that has not answered one step of a push after this is evicted: a bucket, a load from "
+        "disk, a checksum",
         gt=0,
     )
     update_weight_buffer_size: int = flag(512 * 1024**2, "bytes per bucket of weights", ge=1)

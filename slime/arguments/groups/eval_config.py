@@ -1,11 +1,14 @@
-"""Evaluation datasets: each has a name, a file and settings of its own; what it leaves out follows the flags."""
+"""Evaluation datasets: each has a name, a file and settings of its
+own; what it leaves out follows the flags.
+"""
 
 import dataclasses
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
-# Which flags give a field its value when neither the dataset nor the defaults of the file do; the first set one wins.
+# Which flags give a field its value when neither the dataset nor the defaults
+# of the file do; the first set one wins.
 FALLBACK_FLAGS: dict[str, tuple[str, ...]] = {
     "input_key": ("eval_input_key", "input_key"),
     "label_key": ("eval_label_key", "label_key"),
@@ -42,8 +45,8 @@ UNBUILT_KEYS = (
 class EvalDatasetConfig:
     """One evaluation dataset, fully resolved. `None` means: what the run's own flag or the engine says.
 
-    Example: EvalDatasetConfig(name="aime", path="aime.jsonl", rm_type="math", temperature=0.0, ...) is evaluated
-    greedily and scored as math, whatever --rollout-temperature and --rm-type are.
+    Example: EvalDatasetConfig(name="aime", path="aime.jsonl", rm_type="math", temperature=0.0, ...) is
+    evaluated greedily and scored as math, whatever --rollout-temperature and --rm-type are.
     """
 
     name: str

@@ -46,6 +46,7 @@ def _pair_names_and_files(words: list[str]) -> list[dict[str, str]]:
         words = ["aime", words[0]]  # a single file has had this name in slime recipes from the start
     if len(words) % 2:
         raise ValueError(
-            f"--eval-prompt-data has {len(words)} words ({' '.join(words)}): write pairs, name file name file ..."
+            f"--eval-prompt-data has {len(words)} words ({' '.join(words)}): write pairs, name file name "
+            "file ..."
         )
     return [{"name": name, "path": path} for name, path in zip(words[::2], words[1::2], strict=True)]

@@ -18,7 +18,8 @@ def engine_precision(draft: Draft) -> None:
     elif not from_folder:
         if draft.was_given("fp8_rounding") and draft.fp8_rounding != "auto":
             raise ValueError(
-                f"--fp8-rounding is {draft.fp8_rounding}, but the engines hold no FP8 weights; remove it, or serve FP8 with "
+                f"--fp8-rounding is {draft.fp8_rounding}, but the engines hold no FP8 weights; remove it, "
+                "or serve FP8 with "
                 "--rollout-quantization fp8."
             )
         return
@@ -37,10 +38,12 @@ def engine_precision(draft: Draft) -> None:
 def _about_an_fp8_start(path: str, rounding: str) -> str:
     meaning = {
         "stochastic": "so weights are rounded to FP8 stochastically (--fp8-rounding)",
-        "nearest": "and with --fp8-rounding nearest they do not reach the engines until they add up to half a step",
+        "nearest": "and with --fp8-rounding nearest they do not reach the engines until they add up to half "
+        "a step",
     }[rounding]
     return (
-        f"--hf-checkpoint {path} holds FP8 weights: the trainer starts from values of FP8. Updates are much smaller than the "
+        f"--hf-checkpoint {path} holds FP8 weights: the trainer starts from values of FP8. Updates are much "
+        "smaller than the "
         f"step between two of them, {meaning}. Better: the 16-bit checkpoint with --rollout-quantization fp8."
     )
 
@@ -50,12 +53,14 @@ def _from_16_bit(draft: Draft, from_folder: bool) -> None:
     flag = "--rollout-quantization fp8"
     if from_folder:
         raise ValueError(
-            f"{flag}: {draft.engine_topology.policy.model_path} holds FP8 weights already. Give the 16-bit checkpoint as "
+            f"{flag}: {draft.engine_topology.policy.model_path} holds FP8 weights already. Give the 16-bit "
+            "checkpoint as "
             "--hf-checkpoint, from which the trainer starts better, or remove the flag."
         )
     if draft.rollout_external_engine_addrs:
         raise ValueError(
-            f"{flag} with --rollout-external-engine-addrs: engines that run already decide themselves what they hold; start "
+            f"{flag} with --rollout-external-engine-addrs: engines that run already decide themselves what "
+            "they hold; start "
             "them from an FP8 checkpoint and remove the flag."
         )
     if draft.debug_rollout_only or draft.debug_train_only:

@@ -12,11 +12,13 @@ class FSDPFlags:
     fsdp_cpu_offload: bool = flag(False, "keep parameters, gradients and optimizer state in host memory")
     compile: bool | None = flag(
         None,
-        "compile each decoder layer; default: on GPUs, for dense models at least 1024 wide that no tensor parallelism cuts",
+        "compile each decoder layer; default: on GPUs, for dense models at least 1024 wide that no tensor "
+        "parallelism cuts",
     )
     router_aux_loss_coef: float | None = flag(
         None,
-        "coefficient of a loss that evens out the use of experts within each sample; default: that of the model's config "
+        "coefficient of a loss that evens out the use of experts within each sample; default: that of the "
+        "model's config "
         "where it sets output_router_logits, else none",
         ge=0,
     )
@@ -30,7 +32,8 @@ class FSDPFlags:
     )
     lora_sync: str = flag(
         "merged",
-        "what engines get; merged: the whole model with the adapters' products added; adapter: the adapters alone, for "
+        "what engines get; merged: the whole model with the adapters' products added; adapter: the adapters "
+        "alone, for "
         "engines that started with --hf-checkpoint",
         choices=("merged", "adapter"),
     )

@@ -1,4 +1,6 @@
-"""Models beside the policy that come from a checkpoint of an earlier run: which folder of it they are read from."""
+"""Models beside the policy that come from a checkpoint of an earlier
+run: which folder of it they are read from.
+"""
 
 from pathlib import Path
 
@@ -10,7 +12,9 @@ STEP_FLAGS = {"ref_load": "ref_ckpt_step", "opd_teacher_load": "opd_teacher_ckpt
 
 
 def kept_models(draft: Draft) -> None:
-    """`--ref-load runs/a/checkpoints` becomes the trainer's folder of its latest checkpoint, or of --ref-ckpt-step."""
+    """`--ref-load runs/a/checkpoints` becomes the trainer's folder of its
+    latest checkpoint, or of --ref-ckpt-step.
+    """
     for name, step_name in STEP_FLAGS.items():
         model, step = getattr(draft, name), getattr(draft, step_name)
         flag, step_flag = (f"--{n.replace('_', '-')}" for n in (name, step_name))
@@ -24,14 +28,16 @@ def kept_models(draft: Draft) -> None:
         if not folders:
             if step is not None:
                 raise ValueError(
-                    f"{step_flag} is {step}, but {flag} {model} holds no checkpoints (step_*): give a folder written by --save, "
+                    f"{step_flag} is {step}, but {flag} {model} holds no checkpoints (step_*): give a "
+                    "folder written by --save, "
                     f"or leave {step_flag} out."
                 )
             continue
         _check_trainer(draft, flag, model)
         if step is None and draft.save is not None and Path(model).resolve() == Path(draft.save).resolve():
             raise ValueError(
-                f"{flag} {model} is also the folder of --save: its latest checkpoint changes as the run goes on; choose one with "
+                f"{flag} {model} is also the folder of --save: its latest checkpoint changes as the run "
+                "goes on; choose one with "
                 f"{step_flag}."
             )
         chosen = find_step(Path(model).expanduser(), max(folders) if step is None else step, flag=step_flag)
@@ -42,6 +48,7 @@ def kept_models(draft: Draft) -> None:
 def _check_trainer(draft: Draft, flag: str, model: str) -> None:
     if draft.train_backend != "fsdp":
         raise ValueError(
-            f"{flag} {model} holds trainer checkpoints, which only --train-backend fsdp reads for a model beside the policy; "
+            f"{flag} {model} holds trainer checkpoints, which only --train-backend fsdp reads for a model "
+            "beside the policy; "
             "give the Hugging Face folder that --save-hf wrote."
         )

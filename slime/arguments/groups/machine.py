@@ -9,7 +9,9 @@ CROWDED = 2  # processes per core from which a run is slow enough to say so
 
 
 def tell_of_this_machine(draft: Draft, count_gpus: Callable[[], int]) -> None:
-    """Warnings only: scripts carry these flags from machine to machine. Of a cluster nothing is known here."""
+    """Warnings only: scripts carry these flags from machine to
+    machine. Of a cluster nothing is known here.
+    """
     if draft.runtime == "ray":
         return
     gpus = count_gpus()
@@ -30,7 +32,8 @@ def _tell_of_missing_gpus(draft: Draft, gpus: int) -> None:
         return
     has = f"those {gpus} alone" if gpus else f"{ranks} trainer rank(s) and {engines} engine(s) on its cores"
     draft.warn(
-        f"--num-gpus-per-node is {draft.num_gpus_per_node}, but this machine shows {gpus or 'no'} GPU(s): the run has {has}."
+        f"--num-gpus-per-node is {draft.num_gpus_per_node}, but this machine shows {gpus or 'no'} GPU(s): "
+        f"the run has {has}."
     )
 
 
@@ -41,7 +44,8 @@ def _tell_of_nothing_to_share(draft: Draft) -> None:
     ]
     if given:
         draft.warn(
-            f"{', '.join(given)}: this machine shows no GPU to share; trainer and engines are processes beside each other "
+            f"{', '.join(given)}: this machine shows no GPU to share; trainer and engines are processes "
+            "beside each other "
             "on its cores."
         )
 
@@ -50,9 +54,11 @@ def _tell_of_cores(draft: Draft, cores: int) -> None:
     ranks, engines = num_processes(draft)
     if ranks + engines > CROWDED * cores:
         draft.warn(
-            f"{ranks} trainer rank(s) and {engines} engine(s) share {cores} core(s): each is a process that loads torch and its "
+            f"{ranks} trainer rank(s) and {engines} engine(s) share {cores} core(s): each is a process that "
+            "loads torch and its "
             f"part of the model, so the start takes minutes and a step longer than with fewer; without GPUs, "
-            f"--actor-num-gpus-per-node and --rollout-num-gpus count processes (here {max(1, cores // 2)} each would do)."
+            f"--actor-num-gpus-per-node and --rollout-num-gpus count processes (here {max(1, cores // 2)} "
+            "each would do)."
         )
 
 

@@ -51,7 +51,8 @@ def megatron_trainer(draft: Draft) -> None:
         raise ValueError("--train-backend megatron needs megatron-core: pip install 'slime[megatron]'.")
     if "mtp_num_layers" in (draft.megatron_config or {}) and not draft.enable_mtp_training:
         raise ValueError(
-            "--mtp-num-layers is given without --enable-mtp-training: heads that do not train are saved as they were read; "
+            "--mtp-num-layers is given without --enable-mtp-training: heads that do not train are saved as "
+            "they were read; "
             "remove it, or add that flag."
         )
     for name in draft.megatron_config or {}:
@@ -68,7 +69,8 @@ def _experts(draft: Draft) -> None:
     balancing = (draft.megatron_config or {}).get("moe_router_load_balancing_type", "aux_loss")
     if balancing not in BALANCING:
         raise ValueError(
-            f"--moe-router-load-balancing-type is {balancing}: over packed samples there are {', '.join(BALANCING)}."
+            f"--moe-router-load-balancing-type is {balancing}: over packed samples there are "
+            f"{', '.join(BALANCING)}."
         )
     for name in ("use_routing_replay", "use_rollout_routing_replay"):
         if getattr(draft, name) and draft.loss_type != "policy_loss":
@@ -78,7 +80,8 @@ def _experts(draft: Draft) -> None:
             )
     if draft.use_routing_replay and draft.use_rollout_logprobs and not draft.use_rollout_routing_replay:
         raise ValueError(
-            "--use-routing-replay with --use-rollout-logprobs: no pass of the old policy runs, so nothing is recorded; use "
+            "--use-routing-replay with --use-rollout-logprobs: no pass of the old policy runs, so nothing "
+            "is recorded; use "
             "--use-rollout-routing-replay."
         )
 
@@ -86,5 +89,6 @@ def _experts(draft: Draft) -> None:
 def _overlaps(draft: Draft) -> None:
     if draft.overlap_param_gather and not (draft.overlap_grad_reduce and draft.use_distributed_optimizer):
         raise ValueError(
-            "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce, in which it hides."
+            "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce, in which "
+            "it hides."
         )

@@ -54,12 +54,14 @@ class DistillationFlags:
     use_opd: bool = flag(False, "pull the policy towards a teacher on the policy's own samples")
     opd_type: str | None = flag(
         None,
-        "who has the teacher: an engine at --rm-url (sglang is the same), or the trainer (megatron is the same)",
+        "who has the teacher: an engine at --rm-url (sglang is the same), or the trainer (megatron is the "
+        "same)",
         choices=("engine", "trainer", *OPD_TYPE_ALIASES),
     )
     opd_kl: str = flag(
         "sampled",
-        "reverse KL on the sampled token, as part of the advantage, or over the full vocabulary, as a loss (trainer only)",
+        "reverse KL on the sampled token, as part of the advantage, or over the full vocabulary, as a loss "
+        "(trainer only)",
         choices=("sampled", "full"),
     )
     opd_kl_coef: float = flag(1.0, "weight of the reverse KL to the teacher", ge=0)

@@ -15,7 +15,8 @@ class OffPolicyFlags:
 
     use_tis: bool = flag(
         False,
-        "weight the policy loss by the ratio of trainer to engine policy; asynchronous runs do so unless told otherwise",
+        "weight the policy loss by the ratio of trainer to engine policy; asynchronous runs do so unless "
+        "told otherwise",
     )
     tis_clip: float = flag(2.0, "upper bound of that weight", gt=0)
     tis_clip_low: float = flag(0.0, "lower bound of that weight", ge=0)

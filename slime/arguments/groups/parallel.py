@@ -1,4 +1,6 @@
-"""Flags that both trainers share: how one model is spread over ranks, what its activations cost, what of it trains."""
+"""Flags that both trainers share: how one model is spread over ranks, what
+its activations cost, what of it trains.
+"""
 
 from dataclasses import dataclass
 
@@ -13,7 +15,8 @@ class ParallelFlags:
     context_parallel_size: int = flag(1, "ranks that share the tokens of every sample", ge=1)
     activation_checkpointing: str = flag(
         "none",
-        "what the backward pass computes again instead of keeping: nothing, all but matrix products and attention, or "
+        "what the backward pass computes again instead of keeping: nothing, all but matrix products and "
+        "attention, or "
         "whole layers",
         choices=("none", "selective", "full"),
         alias="--recompute-granularity",

@@ -1,4 +1,6 @@
-"""Sizes that follow from the machine: how many ranks train, how many engines generate, who shares a device with whom."""
+"""Sizes that follow from the machine: how many ranks train, how many engines
+generate, who shares a device with whom.
+"""
 
 from collections.abc import Callable
 
@@ -6,7 +8,9 @@ from slime.arguments.core.draft import Draft
 
 
 def derive_sizes(draft: Draft, count_gpus: Callable[[], int]) -> None:
-    """Sizes left open come from what is visible. On a machine without GPUs, "gpus" means ranks, and one is the default."""
+    """Sizes left open come from what is visible. On a machine without GPUs,
+    "gpus" means ranks, and one is the default.
+    """
     needs_count = draft.actor_num_gpus_per_node is None or draft.num_gpus_per_node is None
     needs_count |= draft.rollout_num_gpus is None and not draft.colocate
     needs_count |= draft.distributed_backend is None
@@ -78,12 +82,14 @@ def _check_engine_size(draft: Draft) -> None:
 def _check_node_size(draft: Draft) -> None:
     if draft.actor_num_nodes > 1 and draft.runtime == "local":
         raise ValueError(
-            f"--actor-num-nodes is {draft.actor_num_nodes}, but --runtime local has this machine alone; use --runtime ray on a "
+            f"--actor-num-nodes is {draft.actor_num_nodes}, but --runtime local has this machine alone; use "
+            "--runtime ray on a "
             "cluster of that many, or --actor-num-nodes 1."
         )
     if draft.actor_num_gpus_per_node > draft.num_gpus_per_node:
         raise ValueError(
-            f"--actor-num-gpus-per-node is {draft.actor_num_gpus_per_node}, but --num-gpus-per-node says that a machine has "
+            f"--actor-num-gpus-per-node is {draft.actor_num_gpus_per_node}, but --num-gpus-per-node says "
+            "that a machine has "
             f"{draft.num_gpus_per_node}; use at most that, or more machines (--actor-num-nodes)."
         )
 

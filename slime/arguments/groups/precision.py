@@ -1,4 +1,6 @@
-"""What --dtype auto means here: the precision that the machine computes in fastest without losing what the model holds."""
+"""What --dtype auto means here: the precision that the machine computes in
+fastest without losing what the model holds.
+"""
 
 import json
 from collections.abc import Callable
@@ -31,7 +33,8 @@ def _on_gpu(draft: Draft) -> None:
         draft.derive("dtype", "float32", "these GPUs have no units for bfloat16")
     elif not has_bfloat16():
         draft.warn(
-            "--dtype bfloat16: these GPUs have no units for it and emulate it; --dtype auto takes float32 here."
+            "--dtype bfloat16: these GPUs have no units for it and emulate it; --dtype auto takes float32 "
+            "here."
         )
 
 
@@ -40,7 +43,8 @@ def _on_cpu(draft: Draft) -> None:
     if draft.dtype == "bfloat16":
         if not has_units:
             draft.warn(
-                f"--dtype bfloat16: this CPU {how}, so it emulates bfloat16, several times slower than float32; "
+                f"--dtype bfloat16: this CPU {how}, so it emulates bfloat16, several times slower than "
+                "float32; "
                 "--dtype auto takes float32 here."
             )
         return
@@ -56,7 +60,9 @@ def _on_cpu(draft: Draft) -> None:
 
 
 def stored_dtype(model: str | None) -> str | None:
-    """The precision of a model's weights as its config says; None: it does not say, or is not on this machine."""
+    """The precision of a model's weights as its config says; None: it
+    does not say, or is not on this machine.
+    """
     config = _read_config(model) if model else {}
     parts = [config, config.get("text_config") or {}]
     return next(

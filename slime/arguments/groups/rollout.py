@@ -32,7 +32,8 @@ class RolloutFlags:
     )
     allow_sampling_mismatch: bool = flag(
         False,
-        "train on top-p / top-k samples with log-probs of the whole vocabulary, which are not those they were drawn with",
+        "train on top-p / top-k samples with log-probs of the whole vocabulary, which are not those they "
+        "were drawn with",
     )
     rollout_max_response_len: int | None = flag(None, "longest response in tokens", ge=1)
     rollout_max_prompt_len: int | None = flag(None, "drop prompts longer than this at load", ge=1)
@@ -74,12 +75,14 @@ class RolloutFlags:
     )
     group_failure_action: str = flag(
         "stop",
-        "when a sample cannot be generated: stop the run, drop its group, keep the others of it, or retry the group",
+        "when a sample cannot be generated: stop the run, drop its group, keep the others of it, or retry "
+        "the group",
         choices=("stop", "drop", "keep", "retry"),
     )
     group_max_attempts: int = flag(
         3,
-        "how often one group is generated: after failures, or when it became older than --max-weight-staleness",
+        "how often one group is generated: after failures, or when it became older than "
+        "--max-weight-staleness",
         ge=1,
     )
     buffer_filter_path: str | None = flag(

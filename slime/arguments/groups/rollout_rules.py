@@ -16,7 +16,8 @@ def fully_async_rollout(draft: Draft) -> None:
     for name, reason in REFUSED.items():
         if getattr(draft, name):
             raise ValueError(
-                f"--{name.replace('_', '-')} with the fully asynchronous rollout function: {reason}; remove one of them."
+                f"--{name.replace('_', '-')} with the fully asynchronous rollout function: {reason}; remove "
+                "one of them."
             )
     if draft.rollout_max_response_len is None:
         raise ValueError("--rollout-max-response-len is required: give the longest response in tokens.")

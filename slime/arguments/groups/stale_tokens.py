@@ -1,4 +1,6 @@
-"""Runs that train on tokens of older weights by design: a correction is chosen for them unless the user chose."""
+"""Runs that train on tokens of older weights by design: a correction
+is chosen for them unless the user chose.
+"""
 
 from slime.arguments.args import Args
 from slime.arguments.core.draft import ASYNCHRONOUS, Draft
@@ -7,7 +9,9 @@ from slime.arguments.groups.rollout import FULLY_ASYNC_ROLLOUT_FUNCTION
 
 
 def correct_stale_tokens(draft: Draft) -> None:
-    """Truncated importance weights are the default: they need nothing that is not there, and are 1 on fresh tokens."""
+    """Truncated importance weights are the default: they need nothing that
+    is not there, and are 1 on fresh tokens.
+    """
     reasons = {
         "the asynchronous loop": draft.training_loop == ASYNCHRONOUS,
         "the fully asynchronous rollout": draft.rollout_function_path == FULLY_ASYNC_ROLLOUT_FUNCTION,
@@ -23,7 +27,9 @@ def correct_stale_tokens(draft: Draft) -> None:
 
 
 def for_asynchronous_loop(args: Args) -> Args:
-    """The settings as they would be had they been parsed for the asynchronous loop: scripts may parse before they choose it."""
+    """The settings as they would be had they been parsed for the asynchronous loop:
+    scripts may parse before they choose it.
+    """
     draft = Draft.of(args, training_loop=ASYNCHRONOUS)
     correct_stale_tokens(draft)
     return draft.freeze()

@@ -1,4 +1,6 @@
-"""Which engines serve which models: flags, and the topology file of `--sglang-config` read into plain values."""
+"""Which engines serve which models: flags, and the topology file of
+`--sglang-config` read into plain values.
+"""
 
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -29,7 +31,8 @@ class TopologyFlags:
     )
     rollout_router: str = flag(
         "builtin",
-        "what stands before several engines; builtin: slime's own balancer; sglang: SGLang's router as a process of its "
+        "what stands before several engines; builtin: slime's own balancer; sglang: SGLang's router as a "
+        "process of its "
         "own, taken by itself where prefill groups or its flags (--router-...) need it",
         choices=("builtin", "sglang"),
     )
@@ -90,8 +93,8 @@ class ServedModel:
 class Topology:
     """All models of a run, in the order in which they take GPUs.
 
-    Example: Topology((ServedModel("default", "Qwen/Qwen3-0.6B", True, (ServerGroup("regular", 4, 2),)),)) is two
-    engines of two GPUs each.
+    Example: Topology((ServedModel("default", "Qwen/Qwen3-0.6B", True, (ServerGroup("regular", 4,
+    2),)),)) is two engines of two GPUs each.
     """
 
     models: tuple[ServedModel, ...]
@@ -119,7 +122,8 @@ def prefill_topology(
     num_engines = num_gpus // num_gpus_per_engine
     if num_prefill >= num_engines:
         raise ValueError(
-            f"--prefill-num-servers is {num_prefill}, but there are {num_engines} engines (--rollout-num-gpus {num_gpus}, "
+            f"--prefill-num-servers is {num_prefill}, but there are {num_engines} engines "
+            f"(--rollout-num-gpus {num_gpus}, "
             f"--rollout-num-gpus-per-engine {num_gpus_per_engine}): at least one must decode; use less."
         )
     sizes = {"prefill": num_prefill, "decode": num_engines - num_prefill}
@@ -130,7 +134,9 @@ def prefill_topology(
 
 
 def read_topology(path: str, hf_checkpoint: str | None, num_gpus_per_engine: int) -> Topology:
-    """The file of `--sglang-config`; what it leaves open follows from the arguments. Mistakes name file, key and value."""
+    """The file of `--sglang-config`; what it leaves open follows from the
+    arguments. Mistakes name file, key and value.
+    """
     content = read_yaml_mapping(path, "--sglang-config")
     _refuse_unknown(content, ("sglang",), f"--sglang-config {path}")
     rows = content.get("sglang")
@@ -183,7 +189,8 @@ def _read_group(row: Any, where: str, default_size: int) -> ServerGroup:
     size = _count(row.get("num_gpus_per_engine", default_size), f"{where}.num_gpus_per_engine")
     if kind != "placeholder" and num_gpus % size:
         raise ValueError(
-            f"{where}.num_gpus is {num_gpus}, not a multiple of num_gpus_per_engine {size}: {num_gpus % size} would stay "
+            f"{where}.num_gpus is {num_gpus}, not a multiple of num_gpus_per_engine {size}: "
+            f"{num_gpus % size} would stay "
             f"idle; use {num_gpus - num_gpus % size or size}, or a placeholder group for GPUs to leave free."
         )
     overrides = row.get("overrides") or {}
@@ -208,7 +215,8 @@ def _check_worker_types(model: ServedModel, where: str) -> None:
     kinds = {group.worker_type for group in model.groups} - {"placeholder"}
     if "regular" in kinds and len(kinds) > 1:
         raise ValueError(
-            f"{where} ({model.name}) mixes regular groups with {', '.join(sorted(kinds - {'regular'}))}: a router serves "
+            f"{where} ({model.name}) mixes regular groups with {', '.join(sorted(kinds - {'regular'}))}: a "
+            "router serves "
             "either kind; make it two models."
         )
     if kinds in ({"prefill"}, {"decode"}):
@@ -228,7 +236,8 @@ def _check_models(models: tuple[ServedModel, ...], path: str) -> None:
     learning = [model.name for model in models if model.update_weights]
     if len(learning) > 1:
         raise ValueError(
-            f"--sglang-config {path}: update_weights is true for {', '.join(learning)}: one model learns; set it to false "
+            f"--sglang-config {path}: update_weights is true for {', '.join(learning)}: one model learns; "
+            "set it to false "
             "for the others."
         )
     if not any(model.num_engines for model in models):
@@ -236,7 +245,8 @@ def _check_models(models: tuple[ServedModel, ...], path: str) -> None:
     for model in models:
         if model.num_engines and model.model_path is None:
             raise ValueError(
-                f"--sglang-config {path}: model {model.name!r} has no model_path, and --hf-checkpoint is not set."
+                f"--sglang-config {path}: model {model.name!r} has no model_path, and --hf-checkpoint is "
+                "not set."
             )
 
 

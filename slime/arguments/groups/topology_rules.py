@@ -12,7 +12,9 @@ _SOURCES = ("sglang_config", "prefill_num_servers", "rollout_external_engine_add
 
 
 def topology_source(draft: Draft) -> None:
-    """Before the sizes: at most one thing says which engines there are, and it may say how many GPUs they take."""
+    """Before the sizes: at most one thing says which engines there
+    are, and it may say how many GPUs they take.
+    """
     given = ["--" + name.replace("_", "-") for name in _SOURCES if getattr(draft, name)]
     if len(given) > 1:
         raise ValueError(f"{' and '.join(given)} both say which engines serve; keep one of them.")
@@ -22,8 +24,10 @@ def topology_source(draft: Draft) -> None:
             draft.derive("rollout_num_gpus", topology.num_gpus, "the sum over the groups of sglang_config")
         elif draft.rollout_num_gpus != topology.num_gpus:
             raise ValueError(
-                f"--rollout-num-gpus is {draft.rollout_num_gpus}, but the groups of --sglang-config {draft.sglang_config} "
-                f"have {topology.num_gpus} GPUs together; use that, or leave it out (a placeholder group keeps GPUs free)."
+                f"--rollout-num-gpus is {draft.rollout_num_gpus}, but the groups of --sglang-config "
+                f"{draft.sglang_config} "
+                f"have {topology.num_gpus} GPUs together; use that, or leave it out (a placeholder group "
+                "keeps GPUs free)."
             )
         draft.derive("engine_topology", topology, "sglang_config")
     if draft.rollout_external_engine_addrs:
@@ -57,7 +61,8 @@ def topology(draft: Draft) -> None:
     learns = any(model.update_weights for model in draft.engine_topology.models)
     if not learns and not draft.debug_rollout_only and not draft.debug_train_only:
         raise ValueError(
-            f"--sglang-config {draft.sglang_config}: no model gets the trainer's weights; set update_weights: true for the "
+            f"--sglang-config {draft.sglang_config}: no model gets the trainer's weights; set "
+            "update_weights: true for the "
             "policy, or leave its model_path out (it is then --hf-checkpoint)."
         )
 
@@ -69,16 +74,19 @@ def _check_evaluation_engines(draft: Draft) -> None:
     count = len(draft.rollout_external_engine_addrs or ()) or policy.num_engines
     if wanted >= count:
         raise ValueError(
-            f"--eval-num-engines is {wanted}, but the policy has {count} engines: at least one must generate for training; "
+            f"--eval-num-engines is {wanted}, but the policy has {count} engines: at least one must "
+            "generate for training; "
             "use less, or more engines (--rollout-num-gpus)."
         )
     if policy.is_disaggregated:
         raise ValueError(
-            "--eval-num-engines with prefill and decode engines: they work in pairs behind one router; remove one of them."
+            "--eval-num-engines with prefill and decode engines: they work in pairs behind one router; "
+            "remove one of them."
         )
     if any(model.name == EVALUATION_ENGINES for model in draft.engine_topology.models):
         raise ValueError(
-            f"--sglang-config {draft.sglang_config}: a model is called {EVALUATION_ENGINES!r}, which --eval-num-engines uses "
+            f"--sglang-config {draft.sglang_config}: a model is called {EVALUATION_ENGINES!r}, which "
+            "--eval-num-engines uses "
             "for its own; give the model another name."
         )
 
@@ -112,7 +120,8 @@ def router(draft: Draft) -> None:
     if reason and draft.rollout_router == "builtin":
         if draft.was_given("rollout_router"):
             raise ValueError(
-                f"--rollout-router builtin is set, but {reason} needs SGLang's router; use --rollout-router sglang."
+                f"--rollout-router builtin is set, but {reason} needs SGLang's router; use --rollout-router "
+                "sglang."
             )
         draft.derive("rollout_router", "sglang", f"{reason} needs it")
     if draft.rollout_router == "builtin" or draft.debug_train_only:
@@ -120,7 +129,8 @@ def router(draft: Draft) -> None:
         return
     if draft.rollout_engine != "sglang" and not draft.rollout_external_engine_addrs:
         raise ValueError(
-            f"{reason or '--rollout-router sglang'} means SGLang's router, which adds fields of its own to requests that "
+            f"{reason or '--rollout-router sglang'} means SGLang's router, which adds fields of its own to "
+            "requests that "
             f"--rollout-engine {draft.rollout_engine} refuses; use --rollout-engine sglang."
         )
     if draft.router_middleware_paths:

@@ -1,8 +1,10 @@
-"""How trained tokens may be drawn: the one rule, for the run's flags and for what a generate function asks an engine.
+"""How trained tokens may be drawn: the one rule, for the run's flags and for
+what a generate function asks an engine.
 
-The trainer takes log-probs of the policy at --rollout-temperature: over the ids that an engine tells it kept for a token
-(top-p, top-k and min-p cut the vocabulary), else over the whole vocabulary, and so does the engine. What else bends the
-distribution leaves no trace in these numbers, so it can only be refused where it is asked for.
+The trainer takes log-probs of the policy at --rollout-temperature: over the ids that an engine tells it kept
+for a token (top-p, top-k and min-p cut the vocabulary), else over the whole vocabulary, and so does the
+engine. What else bends the distribution leaves no trace in these numbers, so it can only be refused where it
+is asked for.
 """
 
 from collections.abc import Callable, Mapping
@@ -54,8 +56,8 @@ def refusal(
 ) -> str | None:
     """Why tokens that are drawn with `params` must not be trained on; None: they may.
 
-    `spelling` is how a user writes a name. `nucleus_told`: the engine says which ids each token was drawn from; else
-    `to_be_told` may name a way to make it.
+    `spelling` is how a user writes a name. `nucleus_told`: the engine says which ids each token was drawn
+    from; else `to_be_told` may name a way to make it.
     """
     temperature = params.get("temperature")
     if (isinstance(temperature, (int, float)) and 0 <= temperature < GREEDY_BELOW) or params.get(
@@ -69,13 +71,15 @@ def refusal(
         told = name in TOLD_BY_NUCLEUS
         untold, way = (" unless it is told which tokens were kept", to_be_told) if told else ("", "")
         return (
-            f"{spelling(name)} is {params[name]}: the engine then samples from a truncated distribution whose log-probs the "
+            f"{spelling(name)} is {params[name]}: the engine then samples from a truncated distribution "
+            "whose log-probs the "
             f"trainer does not compute{untold}, so importance ratios are wrong. {_accept(name, way)}"
         )
     for name in CONSTRAINTS:
         if params.get(name):
             return (
-                f"{spelling(name)} is set: the engine then samples from a constrained distribution whose log-probs the trainer "
+                f"{spelling(name)} is set: the engine then samples from a constrained distribution whose "
+                "log-probs the trainer "
                 f"does not compute, so importance ratios are wrong. {_accept(name)}"
             )
     return None
@@ -113,12 +117,14 @@ def trained_sampling(draft: Draft) -> None:
     given = f"--rollout-{name.replace('_', '-')} is {params[name]:g}"
     if draft.loss_type in SUPERVISED_LOSSES:
         raise ValueError(
-            f"{given} with --loss-type {draft.loss_type}: a supervised loss is that of the model as it is; use "
+            f"{given} with --loss-type {draft.loss_type}: a supervised loss is that of the model as it is; "
+            "use "
             f"{NEUTRAL[name]:g} (evaluation has --eval-top-p and --eval-top-k)."
         )
     if draft.use_opd and draft.opd_type == "engine":
         raise ValueError(
-            f"{given} with --opd-type engine: a teacher's engine scores tokens over its whole vocabulary, the policy over the "
+            f"{given} with --opd-type engine: a teacher's engine scores tokens over its whole vocabulary, "
+            "the policy over the "
             f"tokens that were kept, and the two do not compare. {_accept(name, 'use --opd-type trainer')}"
         )
 

@@ -7,7 +7,8 @@ def trainable_parameters(draft: Draft) -> None:
     """Two lists that contradict each other, and adapters beside them, are refused."""
     if draft.only_train_params_name_list and draft.freeze_params_name_list:
         raise ValueError(
-            "--only-train-params-name-list and --freeze-params-name-list are both set: one says what trains, the other what "
+            "--only-train-params-name-list and --freeze-params-name-list are both set: one says what "
+            "trains, the other what "
             "does not; keep one."
         )
     chosen = draft.only_train_params_name_list or draft.freeze_params_name_list
@@ -25,16 +26,19 @@ def _adapters_alone(draft: Draft) -> None:
         )
     if draft.update_weight_transport not in ("auto", "tensor"):
         raise ValueError(
-            f"--lora-sync adapter with --update-weight-transport {draft.update_weight_transport}: adapters alone go in "
+            f"--lora-sync adapter with --update-weight-transport {draft.update_weight_transport}: adapters "
+            "alone go in "
             "memory only; use auto, or --lora-sync merged."
         )
     if draft.update_weight_mode != "full":
         raise ValueError(
-            f"--lora-sync adapter with --update-weight-mode {draft.update_weight_mode}: adapters go whole; keep one of them."
+            f"--lora-sync adapter with --update-weight-mode {draft.update_weight_mode}: adapters go whole; "
+            "keep one of them."
         )
     if draft.offload_rollout and draft.rollout_engine == "sglang":
         raise ValueError(
-            "--lora-sync adapter with --offload-rollout on SGLang engines: they lose the model with their memory, and adapters "
+            "--lora-sync adapter with --offload-rollout on SGLang engines: they lose the model with their "
+            "memory, and adapters "
             "alone do not bring it back; use --lora-sync merged."
         )
     functions = ("custom_generate_function_path", "rollout_function_path", "eval_function_path")
@@ -46,16 +50,20 @@ def _adapters_alone(draft: Draft) -> None:
     if own and draft.rollout_engine == "sglang":
         flag = "--" + own[0].replace("_", "-")
         raise ValueError(
-            f"--lora-sync adapter with {flag} on SGLang engines: requests of one's own that do not name the adapter would "
+            f"--lora-sync adapter with {flag} on SGLang engines: requests of one's own that do not name the "
+            "adapter would "
             "be answered by the model without it; use --lora-sync merged."
         )
 
 
 def weight_copies(draft: Draft) -> None:
-    """Copies on the device stay there when the trainer leaves it. Runs after placement has decided on that."""
+    """Copies on the device stay there when the trainer leaves it.
+    Runs after placement has decided on that.
+    """
     if draft.weight_copies == "device" and draft.offload_train:
         raise ValueError(
-            "--weight-copies device with --offload-train: the copies would stay on the device that the trainer leaves to the "
+            "--weight-copies device with --offload-train: the copies would stay on the device that the "
+            "trainer leaves to the "
             "engines; use --weight-copies host, or --no-offload-train."
         )
 
@@ -68,7 +76,8 @@ def model_parallel_sizes(draft: Draft) -> None:
         _whole_logits(draft)
     if draft.train_backend == "fsdp" and ranks % (tensor * context):
         raise ValueError(
-            f"--tensor-model-parallel-size {tensor} x --context-parallel-size {context} does not divide the {ranks} trainer "
+            f"--tensor-model-parallel-size {tensor} x --context-parallel-size {context} does not divide the "
+            f"{ranks} trainer "
             "ranks (--actor-num-nodes x --actor-num-gpus-per-node): choose sizes whose product does."
         )
 

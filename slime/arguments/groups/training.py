@@ -1,4 +1,6 @@
-"""Flags about the training step: model precision, batch sizes and how samples are packed into micro-batches."""
+"""Flags about the training step: model precision, batch sizes and
+how samples are packed into micro-batches.
+"""
 
 from dataclasses import dataclass
 
@@ -14,7 +16,8 @@ class TrainingFlags:
     )
     dtype: str = flag(
         "auto",
-        "compute precision (master weights are float32); auto: bfloat16 where the device has units for it, else float32; on a CPU "
+        "compute precision (master weights are float32); auto: bfloat16 where the device has units for it, "
+        "else float32; on a CPU "
         "only for models stored in 16 bits",
         choices=("auto", "float32", "bfloat16"),
     )

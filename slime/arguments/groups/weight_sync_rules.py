@@ -41,5 +41,6 @@ def _delta(draft: Draft) -> None:
 def _need(module: str, package: str, flag: str, instead: str) -> None:
     if importlib.util.find_spec(module) is None:
         raise ValueError(
-            f"{flag} needs the package {module}, which is not installed; pip install {package}, or use {instead}."
+            f"{flag} needs the package {module}, which is not installed; pip install {package}, or use "
+            f"{instead}."
         )

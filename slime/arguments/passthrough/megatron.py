@@ -1,7 +1,8 @@
-"""Flags of the Megatron trainer: the familiar ones declared here, all other fields of megatron-core's configuration passed on.
+"""Flags of the Megatron trainer: the familiar ones declared here, all other fields of
+megatron-core's configuration passed on.
 
-The package has no command line of its own. Its configuration dataclasses are read from their source, which takes
-milliseconds where importing them takes seconds.
+The package has no command line of its own. Its configuration dataclasses are read from their source, which
+takes milliseconds where importing them takes seconds.
 """
 
 import ast
@@ -28,7 +29,8 @@ CONFIG_CLASSES = (
     "DistributedDataParallelConfig",
 )
 
-# Spellings of Megatron's own command line whose field has another name, with the value that a bare switch means.
+# Spellings of Megatron's own command line whose field has another name,
+# with the value that a bare switch means.
 SPELLINGS: dict[str, tuple[str, Any]] = {
     "--norm-epsilon": ("layernorm_epsilon", None),
     "--swiglu": ("gated_linear_unit", True),
@@ -75,7 +77,8 @@ class MegatronFlags:
     )
     attention_backend: str = flag(
         "auto",
-        "local: slime's attention; flash, fused, unfused: a kernel of TransformerEngine's; auto: TransformerEngine's where it "
+        "local: slime's attention; flash, fused, unfused: a kernel of TransformerEngine's; auto: "
+        "TransformerEngine's where it "
         "is installed, agrees with slime's in a trial, and layers are not compiled",
         choices=("auto", "local", "flash", "fused", "unfused"),
     )
@@ -118,7 +121,8 @@ class Field:
     many: bool
 
 
-# Of Megatron's own command line, fields of none of its dataclasses: they describe the model, and are held against its HF config.
+# Of Megatron's own command line, fields of none of its dataclasses: they describe the
+# model, and are held against its HF config.
 MODEL_FACTS = {
     "--" + name.replace("_", "-"): Field(name, kind, False)
     for name, kind in {
@@ -136,7 +140,9 @@ MODEL_FACTS = {
 
 @functools.cache
 def megatron_fields() -> dict[str, Field]:
-    """`--moe-aux-loss-coeff` -> its field, for every field that a word can set; empty where megatron-core is missing."""
+    """`--moe-aux-loss-coeff` -> its field, for every field that a word can
+    set; empty where megatron-core is missing.
+    """
     found = importlib.util.find_spec("megatron")
     fields: dict[str, Field] = {}
     for root in (found.submodule_search_locations if found else []) or []:
@@ -161,7 +167,9 @@ def _fields_of_file(path: Path) -> dict[str, Field]:
 
 
 def _kind(annotation: str) -> tuple[type | None, bool]:
-    """`Optional[List[str]]` -> (str, True); what no word can express (a function, a dtype) -> (None, False)."""
+    """`Optional[List[str]]` -> (str, True); what no word can
+    express (a function, a dtype) -> (None, False).
+    """
     text = annotation.removeprefix("Optional[").lower()
     if "callable" in text or "dtype" in text:
         return None, False
@@ -175,7 +183,9 @@ def _kind(annotation: str) -> tuple[type | None, bool]:
 
 
 def split_megatron_flags(argv: list[str], ours: set[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """Takes Megatron's flags that are not slime's own out of a command line: (the rest, option -> its words)."""
+    """Takes Megatron's flags that are not slime's own out of a
+    command line: (the rest, option -> its words).
+    """
     rest: list[str] = []
     found: dict[str, list[str]] = {}
     current: list[str] | None = None

@@ -1,4 +1,6 @@
-"""The flags of SGLang's router as `--router-<flag>`: asked once from the interpreter that has it, checked, passed on."""
+"""The flags of SGLang's router as `--router-<flag>`: asked once from the
+interpreter that has it, checked, passed on.
+"""
 
 import functools
 import json
@@ -38,7 +40,8 @@ def need_router_python(given: str | None, reason: str) -> str:
     python = find_python(given, ".venv-router", "sglang_router")
     if python is None:
         raise ValueError(
-            f"{reason} needs sglang-router, which is not installed: run `make sglang-env`, or give --router-python."
+            f"{reason} needs sglang-router, which is not installed: run `make sglang-env`, or give "
+            "--router-python."
         )
     if not Path(python).is_file():
         raise ValueError(f"--router-python is {python}: no such file.")
@@ -57,7 +60,9 @@ def router_flags(python: str) -> dict[str, ServerFlag]:
 
 
 def split_router_flags(argv: list[str], ours: set[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """Takes `--router-...` flags that are not slime's own out of a command line: (the rest, option -> its words)."""
+    """Takes `--router-...` flags that are not slime's own out of a
+    command line: (the rest, option -> its words).
+    """
     rest: list[str] = []
     found: dict[str, list[str]] = {}
     current: list[str] | None = None

@@ -1,4 +1,5 @@
-"""The flags of the installed SGLang as `--sglang-<flag>`: asked once from the interpreter that has it, checked, passed on.
+"""The flags of the installed SGLang as `--sglang-<flag>`: asked once from the
+interpreter that has it, checked, passed on.
 
 SGLang lives in an environment of its own and is never imported here. Its table of flags is cached by version.
 """
@@ -42,7 +43,8 @@ OWNED = {
     "skip_tokenizer_init": "answers must carry text",
     "random_seed": "--seed decides it",
     "api_key": "each run makes its own where other machines reach its engines, or takes SLIME_ENGINE_TOKEN",
-    "admin_api_key": "each run makes its own where other machines reach its engines, or takes SLIME_ENGINE_TOKEN",
+    "admin_api_key": "each run makes its own where other machines reach its engines, or takes "
+    "SLIME_ENGINE_TOKEN",
 }
 
 
@@ -87,7 +89,9 @@ class ServerFlags:
     by_option: dict[str, ServerFlag]  # "--mem-fraction-static" -> its flag
 
     def find(self, option: str) -> ServerFlag:
-        """The flag that `--sglang-mem-fraction-static` (or `_` for `-`) means; a ValueError that helps otherwise."""
+        """The flag that `--sglang-mem-fraction-static` (or `_` for `-`)
+        means; a ValueError that helps otherwise.
+        """
         server_option = "--" + option.removeprefix(PREFIX).replace("_", "-")
         flag = self.by_option.get(server_option)
         if flag is None:
@@ -102,7 +106,9 @@ class ServerFlags:
 
 
 def find_python(given: str | None, environment: str = ".venv-sglang", module: str = "sglang") -> str | None:
-    """The interpreter that has SGLang: the one given, that of `make sglang-env`, or this one. None: there is none."""
+    """The interpreter that has SGLang: the one given, that of `make
+    sglang-env`, or this one. None: there is none.
+    """
     if given is not None:
         return given
     for folder in (Path.cwd(), _PACKAGE.parent):
@@ -184,7 +190,9 @@ def _cache_folder() -> Path:
 
 
 def split_server_flags(argv: list[str], ours: set[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """Takes `--sglang-...` flags that are not slime's own out of a command line: (the rest, option -> its words)."""
+    """Takes `--sglang-...` flags that are not slime's own out of a
+    command line: (the rest, option -> its words).
+    """
     rest: list[str] = []
     found: dict[str, list[str]] = {}
     current: list[str] | None = None

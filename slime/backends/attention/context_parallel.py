@@ -1,7 +1,8 @@
-"""Context parallelism by zigzag: each document is cut into 2 x size chunks, and rank r holds chunks r and 2 x size - 1 - r.
+"""Context parallelism by zigzag: each document is cut into 2 x size chunks, and
+rank r holds chunks r and 2 x size - 1 - r.
 
-Under a causal mask late chunks cost more than early ones; one of each kind balances the ranks. Queries stay where they
-are, keys and values are gathered.
+Under a causal mask late chunks cost more than early ones; one of each kind balances the ranks. Queries stay
+where they are, keys and values are gathered.
 """
 
 from dataclasses import dataclass, replace
@@ -81,7 +82,9 @@ class ZigzagPlan:
 
 
 class _GatherRows(torch.autograd.Function):
-    """All ranks' rows behind each other; the gradient of each rank's rows is summed over the ranks that used them."""
+    """All ranks' rows behind each other; the gradient of each rank's rows
+    is summed over the ranks that used them.
+    """
 
     @staticmethod
     def forward(ctx, local: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -102,7 +105,8 @@ class _GatherRows(torch.autograd.Function):
 class _PlaceTokens(torch.autograd.Function):
     """Each rank's values at its places of one vector that all ranks then hold.
 
-    All ranks compute the same loss from it, so the gradient of a rank's own values is its part of the gradient, not a sum.
+    All ranks compute the same loss from it, so the gradient of a rank's own
+    values is its part of the gradient, not a sum.
     """
 
     @staticmethod
@@ -145,7 +149,8 @@ def zigzag_attention(
         key = _GatherRows.apply(key, group).index_select(0, plan.order)
         value = _GatherRows.apply(value, group).index_select(0, plan.order)
     if (attend := packed.varlen_for(query)) is not None:
-        # Queries of a chunk are the last tokens of the prefix that they see: so a causal mask is aligned there.
+        # Queries of a chunk are the last tokens of the prefix that they
+        # see: so a causal mask is aligned there.
         key, value, bound = (
             key.index_select(0, plan.seen),
             value.index_select(0, plan.seen),
@@ -168,7 +173,9 @@ def zigzag_attention(
 
 
 def _chunk_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """The last tokens of a prefix attend to all of it: query [C, H, D], key and value [S, G, D] with S >= C."""
+    """The last tokens of a prefix attend to all of it: query [C, H,
+    D], key and value [S, G, D] with S >= C.
+    """
     queries, seen = query.shape[0], key.shape[0]
     repeat = query.shape[1] // key.shape[1]
     if repeat > 1:
@@ -180,7 +187,9 @@ def _chunk_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | N
 
 @dataclass(frozen=True, slots=True)
 class SharedDocuments:
-    """Documents whose tokens are spread over the ranks of `group`: what a model's attention gets in place of PackedDocuments."""
+    """Documents whose tokens are spread over the ranks of `group`: what a model's
+    attention gets in place of PackedDocuments.
+    """
 
     plan: ZigzagPlan
     group: dist.ProcessGroup
@@ -193,9 +202,9 @@ class SharedDocuments:
 class StreamShare:
     """One rank's part of a micro-batch whose documents were padded at their end to cut evenly.
 
-    Example with 2 ranks and one sample of tokens [5, 6, 7], of which 2 are response: padded to 4 tokens, rank 0 holds
-    positions 0 and 3 (token 5 and the padding) and predicts target 0 from its row 0; rank 1 holds 1 and 2 and predicts
-    target 1 from its row 0. Under a causal mask no real token sees the padding.
+    Example with 2 ranks and one sample of tokens [5, 6, 7], of which 2 are response: padded to 4 tokens, rank
+    0 holds positions 0 and 3 (token 5 and the padding) and predicts target 0 from its row 0; rank 1 holds 1
+    and 2 and predicts target 1 from its row 0. Under a causal mask no real token sees the padding.
     """
 
     input_ids: Tensor  # [1, T / size]
@@ -214,7 +223,9 @@ class StreamShare:
     def of(
         cls, mb: MicroBatch, size: int, rank: int, group: dist.ProcessGroup, *, after_token: bool = False
     ) -> "StreamShare":
-        """`mb` on the CPU; `after_token`: rows are those of the response tokens, not of the tokens before them."""
+        """`mb` on the CPU; `after_token`: rows are those of the
+        response tokens, not of the tokens before them.
+        """
         multiple = chunk_multiple(size)
         lengths = tuple(-(-length // multiple) * multiple for length in mb.documents.lengths)
         documents = PackedDocuments.from_lengths(lengths)

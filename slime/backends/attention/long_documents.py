@@ -1,8 +1,10 @@
-"""Packed attention on CUDA: long documents one by one through cuDNN, runs of short ones through variable-length attention.
+"""Packed attention on CUDA: long documents one by one through cuDNN, runs of
+short ones through variable-length attention.
 
-A packed batch spends most of its attention on few long documents, where cuDNN's kernels are about twice as fast as the
-variable-length ones of torch. cuDNN prepares a kernel for each length it meets, so a document is computed at its length rounded
-up: the rows behind its end are whatever follows in the stream, no real token sees them, and their gradient is zero.
+A packed batch spends most of its attention on few long documents, where cuDNN's kernels are about twice as
+fast as the variable-length ones of torch. cuDNN prepares a kernel for each length it meets, so a document is
+computed at its length rounded up: the rows behind its end are whatever follows in the stream, no real token
+sees them, and their gradient is zero.
 """
 
 import itertools
@@ -22,7 +24,9 @@ _aten = torch.ops.aten
 
 
 class Part(NamedTuple):
-    """Tokens `start` to `end` of the stream: one long document computed at length `rounded`, or (0) a run of short ones."""
+    """Tokens `start` to `end` of the stream: one long document computed at
+    length `rounded`, or (0) a run of short ones.
+    """
 
     start: int
     end: int
@@ -38,7 +42,9 @@ def rounded_length(length: int) -> int:
 
 
 def plan_parts(bounds: list[int], long: int) -> Iterator[Part]:
-    """The parts of a stream whose documents begin and end at `bounds`, in order; `long` is the length of a long document."""
+    """The parts of a stream whose documents begin and end at `bounds`, in order;
+    `long` is the length of a long document.
+    """
     run = 0  # first document of the run of short ones that is open
     for document, (start, end) in enumerate(itertools.pairwise(bounds)):
         if end - start < long:
@@ -68,7 +74,9 @@ def _aligned(size: int) -> int:
 
 
 def _extended(stream: Tensor, part: Part) -> Tensor:
-    """[1, heads, rounded, width] of a long document, going on into what follows; zeros behind the end of the stream."""
+    """[1, heads, rounded, width] of a long document, going on into what
+    follows; zeros behind the end of the stream.
+    """
     if part.start + part.rounded > stream.shape[0]:
         return _zero_extended(stream, part)
     return _as_document(stream, part.start * stream.stride(0), part.rounded)
@@ -82,7 +90,9 @@ def _zero_extended(stream: Tensor, part: Part) -> Tensor:
 
 
 def _as_document(stream: Tensor, offset: int, length: int) -> Tensor:
-    """[1, heads, length, width] of a contiguous stream [T, heads, width]: one call, because these are made by the thousand."""
+    """[1, heads, length, width] of a contiguous stream [T, heads, width]: one
+    call, because these are made by the thousand.
+    """
     _, heads, width = stream.shape
     strides = (length * heads * width, width, heads * width, 1)
     return stream.as_strided((1, heads, length, width), strides, stream.storage_offset() + offset)

@@ -1,7 +1,8 @@
-"""Two functions, packed attention and its way back, as one operator that compiled layers see as a single opaque call.
+"""Two functions, packed attention and its way back, as one operator that
+compiled layers see as a single opaque call.
 
-Boundaries of documents travel twice: as a tensor on the device for kernels, and on the host, where they are read without waiting
-for the device.
+Boundaries of documents travel twice: as a tensor on the device for kernels, and on the host, where they
+are read without waiting for the device.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,9 +10,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-# query [T, H, D], key and value [T, G, D], boundaries on the device and on the host, scale -> output, numbers for backward
+# query [T, H, D], key and value [T, G, D], boundaries on the device and on the
+# host, scale -> output, numbers for backward
 Operator = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
-# gradient, query, key, value, output, those numbers, boundaries twice, scale -> gradients of query, key and value
+# gradient, query, key, value, output, those numbers, boundaries twice,
+# scale -> gradients of query, key and value
 Backward = Callable[
     [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]
 ]
@@ -24,7 +27,9 @@ class NotInstalled(ImportError):
 def packed_operator(
     name: str, forward: Operator, backward: Backward, kept_shape: Callable[[Tensor, Tensor], Sequence[int]]
 ) -> Operator:
-    """The operator `slime::<name>`; `kept_shape(query, bounds)` is the shape of the fp32 numbers kept for backward."""
+    """The operator `slime::<name>`; `kept_shape(query, bounds)` is the
+    shape of the fp32 numbers kept for backward.
+    """
     attend = torch.library.custom_op(f"slime::{name}", forward, mutates_args=())
     go_back = torch.library.custom_op(f"slime::{name}_backward", backward, mutates_args=())
 

@@ -1,11 +1,13 @@
 """The one attention function of training: causal attention within each document of a packed stream.
 
-It is registered with transformers under the name `slime_packed`; models are called with `documents=PackedDocuments(...)`
-and pass it through to here. On CUDA with 16-bit tensors the first of `flash4`, `long_attention` and torch's variable-length
-attention does the work that computes right in a trial. Elsewhere documents of similar length are gathered into one batch, padded
-on the right: under a causal mask no real token sees the padding, so no mask tensor is needed.
+It is registered with transformers under the name `slime_packed`; models are called with
+`documents=PackedDocuments(...)` and pass it through to here. On CUDA with 16-bit tensors the first of
+`flash4`, `long_attention` and torch's variable-length attention does the work that computes right in a trial.
+Elsewhere documents of similar length are gathered into one batch, padded on the right: under a causal mask no
+real token sees the padding, so no mask tensor is needed.
 
-Not covered, and refused by name: sliding windows, attention sinks, soft-capped scores, dropout, non-causal layers.
+Not covered, and refused by name: sliding windows, attention sinks,
+soft-capped scores, dropout, non-causal layers.
 """
 
 import functools
@@ -33,7 +35,9 @@ _UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "sinks", "position_bias")
 
 @dataclass(frozen=True, slots=True)
 class DocumentGroup:
-    """Documents computed as one batch: `gather` [n, longest] stream positions (padding repeats a real one)."""
+    """Documents computed as one batch: `gather` [n, longest]
+    stream positions (padding repeats a real one).
+    """
 
     gather: Tensor
     scatter: Tensor  # [tokens of the group] row of the flattened [n * longest] result that belongs to each
@@ -74,7 +78,9 @@ class PackedDocuments:
         )
 
     def groups(self) -> tuple[list[DocumentGroup], Tensor]:
-        """The document groups, and for each stream position the row of their concatenated results. Built once."""
+        """The document groups, and for each stream position the row
+        of their concatenated results. Built once.
+        """
         if self._groups is None:
             self._groups = _group_documents(self.lengths, self.cu_seqlens.device)
             targets = torch.cat([group.targets for group in self._groups])
@@ -112,7 +118,9 @@ def _group_documents(lengths: tuple[int, ...], device: torch.device) -> list[Doc
 def packed_attention(
     query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, *, scale: float | None = None
 ) -> Tensor:
-    """Causal attention within documents. query [T, H, D], key and value [T, G, D] with H a multiple of G -> [T, H, D]."""
+    """Causal attention within documents. query [T, H, D], key and value [T,
+    G, D] with H a multiple of G -> [T, H, D].
+    """
     if (operator := operator_for(query, key, value)) is not None:
         chosen = query.shape[-1] ** -0.5 if scale is None else scale
         return operator(query, key, value, documents.cu_seqlens, documents.bounds, chosen)[0]
@@ -140,8 +148,9 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> T
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale).transpose(1, 2)
 
 
-# Operators for packed attention on CUDA, the fastest first; which of them runs for query heads per key head and width of a head;
-# and torch's variable-length attention. `prepare` fills in the latter two: plain data, which compiled code can read.
+# Operators for packed attention on CUDA, the fastest first; which of them runs for query heads per key head
+# and width of a head; and torch's variable-length attention. `prepare` fills in the latter two: plain data,
+# which compiled code can read.
 OPERATORS: dict[str, Operator] = {
     "FlashAttention-4": flash4.attend,
     "cuDNN for long documents": long_documents.attend,
@@ -173,7 +182,9 @@ def _fits_kernels(query: Tensor) -> bool:
 
 
 def prepare(ratio: int, width: int) -> None:
-    """Find out how to attend with `ratio` query heads per key head of this width. Called outside of compiled code."""
+    """Find out how to attend with `ratio` query heads per key head of
+    this width. Called outside of compiled code.
+    """
     if not torch.cuda.is_available():
         return  # documents are gathered into batches
     if not _VARLEN:
@@ -206,7 +217,8 @@ def _varlen_attention() -> Callable[..., Tensor] | None:
     except ImportError:
         return None
     accepted = inspect.signature(varlen_attn).parameters
-    # How a causal mask is asked for, and whether grouped queries and a scale are understood, differs by release.
+    # How a causal mask is asked for, and whether grouped queries and a
+    # scale are understood, differs by release.
     options = {"window_size": (-1, 0)} if "window_size" in accepted else {"is_causal": True}
     scaled = "scale" in accepted
     if "enable_gqa" in accepted:
@@ -259,7 +271,8 @@ def transformers_attention(
 ) -> tuple[Tensor, None]:
     """What transformers calls: query [1, H, T, D], key and value [1, G, T, D] -> ([1, T, H, D], None).
 
-    `documents` knows which tokens see each other: PackedDocuments, or this rank's part of them under context parallelism.
+    `documents` knows which tokens see each other: PackedDocuments, or this
+    rank's part of them under context parallelism.
     """
     assert documents is not None, (
         "models on slime_packed attention are called with documents=PackedDocuments(...)"
@@ -285,13 +298,16 @@ def register() -> str:
 
 
 def refuse_unsupported(config: Any) -> None:
-    """Raise, naming the feature, for a model whose attention or output layer this trainer would compute wrongly."""
+    """Raise, naming the feature, for a model whose attention or output
+    layer this trainer would compute wrongly.
+    """
     values = config.get_text_config().to_dict()
     kind = values.get("model_type")
     layer_types = set(values.get("layer_types") or ()) - {"full_attention"}
     if layer_types:
         raise ValueError(
-            f"{kind} has {', '.join(sorted(layer_types))} layers: packed training supports full attention only."
+            f"{kind} has {', '.join(sorted(layer_types))} layers: packed training supports full attention "
+            "only."
         )
     for name in ("attn_logit_softcapping", "final_logit_softcapping", "logits_scaling", "logit_scale"):
         if values.get(name) not in (None, 1, 1.0):

@@ -1,7 +1,8 @@
-"""Does a packed attention kernel compute what plain attention does, on this machine? Tried before anything relies on it.
+"""Does a packed attention kernel compute what plain attention does, on this
+machine? Tried before anything relies on it.
 
-Fast kernels depend on the release of torch or of a package and on the device, and some have been wrong in one pass only: a trial
-costs a second, a wrong gradient costs a run.
+Fast kernels depend on the release of torch or of a package and on the device, and some have been wrong in one
+pass only: a trial costs a second, a wrong gradient costs a run.
 """
 
 import logging
@@ -22,7 +23,9 @@ _TOLERANCE = 0.02  # of the norm: 16-bit rounding is a tenth of it, a wrong mask
 def first_right(
     operators: dict[str, Operator], ratio: int, width: int, device: torch.device
 ) -> Operator | None:
-    """The first operator that agrees with plain attention for `ratio` query heads per key head of this width, or None."""
+    """The first operator that agrees with plain attention for `ratio` query
+    heads per key head of this width, or None.
+    """
     for name, operator in operators.items():
         reason = why_wrong(operator, ratio, width, device)
         if reason is None:
@@ -34,7 +37,9 @@ def first_right(
 
 
 def why_wrong(operator: Operator, ratio: int, width: int, device: torch.device) -> str | None:
-    """None where both passes agree; an empty reason where the operator needs a package that is not installed."""
+    """None where both passes agree; an empty reason where the
+    operator needs a package that is not installed.
+    """
     parts = _inputs(ratio, width, device)
     bounds = torch.tensor([0, *_LENGTHS]).cumsum(0)
     scale = 1.5 * width**-0.5  # not the usual one: an operator that passes over it must be seen

@@ -62,10 +62,12 @@ def create_backend(
     total_steps: int | None = None,
     random_weights: bool = False,
 ) -> "FSDPBackend":
-    """The trainer of this rank with the weights of --hf-checkpoint, and the models that its algorithm needs beside it.
+    """The trainer of this rank with the weights of --hf-checkpoint, and the
+    models that its algorithm needs beside it.
 
-    torch.distributed must be initialised. `total_steps` is the number of optimizer steps of the run, over which the
-    learning rate decays when --lr-decay-iters is not given. `random_weights`: only the config is read, as speed tests do.
+    torch.distributed must be initialised. `total_steps` is the number of optimizer steps of the run, over
+    which the learning rate decays when --lr-decay-iters is not given. `random_weights`: only the config is
+    read, as speed tests do.
     """
     assert dist.is_initialized(), "torch.distributed must be initialised before a trainer is created"
     place = {
@@ -135,9 +137,12 @@ class FSDPBackend:
         )
 
     def _place(self, model: nn.Module, path: str | Path | None) -> WorkingCopy | None:
-        """Spread the model over the ranks, give it storage and read the weights of `path` into it (None: random ones).
+        """Spread the model over the ranks, give it storage and read the
+        weights of `path` into it (None: random ones).
 
-        A rank that is alone with its model needs no sharding; in 16 bit it computes on a copy, which is returned."""
+        A rank that is alone with its model needs no sharding; in 16 bit
+        it computes on a copy, which is returned.
+        """
         args, layers = self.args, decoder_layers(model.lm)
         known = loading.known_values(model.lm)
         prepare_layers(
@@ -160,7 +165,9 @@ class FSDPBackend:
         )
 
     def _compiles(self) -> bool:
-        """By default on GPUs, for layers of some width. Routing to experts has shapes that depend on data, and cut matrices are DTensors: not these."""
+        """By default on GPUs, for layers of some width. Routing to experts has shapes that depend on data,
+        and cut matrices are DTensors: not these.
+        """
         if self.args.compile is not None:
             return self.args.compile
         config = self.model.lm.config.get_text_config()
@@ -171,7 +178,7 @@ class FSDPBackend:
             self.device.type == "cuda" and alone and not experts and config.hidden_size >= _COMPILE_FROM_WIDTH
         )
 
-    # -- passes ------------------------------------------------------------------------------------------------------
+    # -- passes ----------------------------------------------------------------------------------------------
 
     def log_probs(
         self,
@@ -218,7 +225,9 @@ class FSDPBackend:
         model: str = "actor",
         place: StepPlace | None = None,
     ) -> StepStats:
-        """One optimizer step over all micro-batches; raises without applying it when a number is not finite."""
+        """One optimizer step over all micro-batches; raises without
+        applying it when a number is not finite.
+        """
         if model == "critic":
             assert self.critic is not None, "this run has no critic"
             return self.critic.train_step(mbs, loss, denominators)
@@ -298,7 +307,9 @@ class FSDPBackend:
         return [local(p.grad) for p in self.model.parameters() if p.grad is not None]
 
     def _square_of_gradients(self) -> Tensor:
-        """This rank's part of the squared gradient norm: what tensor-parallel ranks hold alike counts once over them."""
+        """This rank's part of the squared gradient norm: what
+        tensor-parallel ranks hold alike counts once over them.
+        """
         gradients = self._gradients()
         if not gradients:
             return torch.zeros((), dtype=torch.float64, device=self.device)
@@ -327,7 +338,8 @@ class FSDPBackend:
             return
         self.optimizer.zero_grad(set_to_none=True)
         raise NonFiniteStepError(
-            f"optimizer step {self.step} was not applied: {', '.join([*bad, f'grad_norm={grad_norm}'])}. The weights are "
+            f"optimizer step {self.step} was not applied: {', '.join([*bad, f'grad_norm={grad_norm}'])}. "
+            "The weights are "
             "those before the step; lower --lr or look for extreme log-probs or rewards in this batch."
         )
 
@@ -360,7 +372,7 @@ class FSDPBackend:
         """Operations of one forward pass over documents of these lengths."""
         return total_forward_flops(self.shape, lengths)
 
-    # -- weights -----------------------------------------------------------------------------------------------------
+    # -- weights ---------------------------------------------------------------------------------------------
 
     def load_hf(self, path: str | Path, *, weights: str = LIVE) -> None:
         """Read the weights of an HF folder into the live model or under another tag."""
@@ -387,8 +399,10 @@ class FSDPBackend:
         own, theirs = self.model.lm.config.vocab_size, source.config.vocab_size
         if own != theirs:
             raise ValueError(
-                f"--opd-teacher-load {path} has {theirs} tokens in its vocabulary, --hf-checkpoint has {own}: a teacher "
-                "scores the policy's own tokens, so both must share one tokenizer; choose a teacher of the same family."
+                f"--opd-teacher-load {path} has {theirs} tokens in its vocabulary, --hf-checkpoint has "
+                f"{own}: a teacher "
+                "scores the policy's own tokens, so both must share one tokenizer; choose a teacher of the "
+                "same family."
             )
         if (
             dcp_checkpoint.fingerprint(source)["digest"]
@@ -403,7 +417,9 @@ class FSDPBackend:
         self.teacher.eval()
 
     def output_matrix(self, weights: str) -> WholeMatrix:
-        """The whole output matrix [V, H] of the weights tagged `weights`, in the dtype of the passes, on this device."""
+        """The whole output matrix [V, H] of the weights tagged `weights`, in
+        the dtype of the passes, on this device.
+        """
         with self._holding(weights) as model:
             matrix = gather_full(model.lm.get_output_embeddings().weight.detach())
             return WholeMatrix(matrix.to(self.device, self.compute_dtype, copy=True))
@@ -436,9 +452,11 @@ class FSDPBackend:
         return lora.adapter_config(self.args, self.model.lm)
 
     def save_hf(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
-        """Write an HF folder that `from_pretrained` reads, with the tokenizer of --hf-checkpoint; appears whole or not at all.
+        """Write an HF folder that `from_pretrained` reads, with the tokenizer of
+        --hf-checkpoint; appears whole or not at all.
 
-        Adapters are merged into it, and stand alone in its folder `adapter`."""
+        Adapters are merged into it, and stand alone in its folder `adapter`.
+        """
         limit = self.args.update_weight_buffer_size
         scalar = isinstance(self.model, PackedScalarLM)
         hf_export.save_folder(
@@ -448,12 +466,15 @@ class FSDPBackend:
             lora.save_adapter(self.args, self.model.lm, Path(path) / "adapter", self.rank)
         dist.barrier()
 
-    # -- checkpoints -------------------------------------------------------------------------------------------------
+    # -- checkpoints -----------------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> dict[str, Any]:
-        """Write weights, optimizer (unless --no-save-optim), schedule position and random state into the folder `path`.
+        """Write weights, optimizer (unless --no-save-optim), schedule position
+        and random state into the folder `path`.
 
-        A critic has a folder of its own in it, and so have copies that move. Returns the manifest beside them."""
+        A critic has a folder of its own in it, and so have copies
+        that move. Returns the manifest beside them.
+        """
         if self.critic is not None:
             self.critic.save(Path(path) / "critic")
         save_copies(
@@ -471,7 +492,9 @@ class FSDPBackend:
         return done and self.pending_save is None
 
     def load(self, path: str | Path) -> dict[str, Any]:
-        """Read a folder written by `save`, also by another number of ranks; with --finetune only its weights."""
+        """Read a folder written by `save`, also by another number of
+        ranks; with --finetune only its weights.
+        """
         if self.critic is not None:
             load_critic(self.critic, self.args, Path(path))
         load_copies(
@@ -482,7 +505,9 @@ class FSDPBackend:
     def move(
         self, *, params: str | torch.device | None = None, optimizer: str | torch.device | None = None
     ) -> None:
-        """Put parameters and optimizer state on a device; None leaves them where they are. Nothing to do on CPU."""
+        """Put parameters and optimizer state on a device; None leaves
+        them where they are. Nothing to do on CPU.
+        """
         if self.device.type == "cpu":
             return
         if self.critic is not None:
@@ -500,7 +525,9 @@ class FSDPBackend:
 
 
 def build_model(args: Any, role: str) -> nn.Module:
-    """The model of a role, without storage: a policy, a critic that looks before each token, a reward model that looks after."""
+    """The model of a role, without storage: a policy, a critic that looks before
+    each token, a reward model that looks after.
+    """
     lm = loading.empty_model(args.hf_checkpoint)
     if role == "critic" or args.loss_type == "rm_loss":
         return PackedScalarLM(lm, args.hf_checkpoint, after_token=role != "critic", seed=args.seed)

@@ -1,7 +1,7 @@
 """Trainer checkpoints by torch.distributed.checkpoint: exact resume, also on another number of ranks.
 
-A folder holds the sharded weights and optimizer moments, `trainer.json` (format version, architecture fingerprint, schedule
-position) and `rng_<rank>.pt`. The caller makes the folder appear atomically.
+A folder holds the sharded weights and optimizer moments, `trainer.json` (format version, architecture
+fingerprint, schedule position) and `rng_<rank>.pt`. The caller makes the folder appear atomically.
 """
 
 import hashlib
@@ -29,7 +29,9 @@ from slime.backends.shared.trainer_folder import (
 
 
 def fingerprint(lm: nn.Module, *, adapters: bool = True) -> dict[str, Any]:
-    """What must agree for weights to be exchangeable: the model type, and name and shape of every parameter."""
+    """What must agree for weights to be exchangeable: the model
+    type, and name and shape of every parameter.
+    """
     parameters = [(name, p) for name, p in lm.named_parameters() if adapters or not is_adapter(name)]
     shapes = {name if adapters else hub_name(name): list(parameter.shape) for name, parameter in parameters}
     digest = hashlib.sha256(json.dumps([lm.config.model_type, shapes], sort_keys=True).encode()).hexdigest()
@@ -99,7 +101,8 @@ def check_same_model(saved: dict[str, Any], own: dict[str, Any], path: Path) -> 
             differences.append(f"{name} is {there or 'absent'} there and {here or 'absent'} here")
     more = f" and {len(differences) - 4} more" if len(differences) > 4 else ""
     raise ValueError(
-        f"checkpoint {path} is of another model than --hf-checkpoint: {'; '.join(differences[:4])}{more}. Use the checkpoint "
+        f"checkpoint {path} is of another model than --hf-checkpoint: {'; '.join(differences[:4])}{more}. "
+        "Use the checkpoint "
         "of this model, or the --hf-checkpoint that it was trained from."
     )
 
@@ -120,7 +123,8 @@ def check_same_decoder(lm: nn.Module, own: nn.Module, flag: str, path: str) -> N
             differences.append(f"{key} is {there} there and {here} here")
     if differences:
         raise ValueError(
-            f"{flag} {path} is of another size or family than --hf-checkpoint ({differences[0]}): it must have the same decoder; leave "
+            f"{flag} {path} is of another size or family than --hf-checkpoint ({differences[0]}): it must "
+            "have the same decoder; leave "
             f"{flag} out to start from --hf-checkpoint."
         )
 
@@ -151,7 +155,9 @@ def _state(backend: Any, with_optimizer: bool) -> dict[str, Any]:
 
 
 def load_hf_weights(model: nn.Module, path: str | Path) -> None:
-    """Read the weights of the HF folder `path` into the sharded model; another architecture is a ValueError."""
+    """Read the weights of the HF folder `path` into the sharded
+    model; another architecture is a ValueError.
+    """
     check_same_model(
         fingerprint(loading.empty_model(path)), fingerprint(model.lm, adapters=False), Path(path)
     )

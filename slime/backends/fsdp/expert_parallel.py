@@ -1,7 +1,9 @@
-"""Experts of a layer shared out over the ranks of a tensor-parallel group: each holds some, whole, and runs those.
+"""Experts of a layer shared out over the ranks of a tensor-parallel
+group: each holds some, whole, and runs those.
 
-All ranks of the group have the same tokens and the same routing. A rank runs the choices that fell on its experts, and the
-ranks' results are summed; so are, on the way back, the gradients of the tokens and of the routing weights.
+All ranks of the group have the same tokens and the same routing. A rank runs the choices that fell on its
+experts, and the ranks' results are summed; so are, on the way back, the gradients of the tokens and of the
+routing weights.
 """
 
 import copy
@@ -18,7 +20,9 @@ _MATRICES = ("gate_up_proj", "down_proj")
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether a module holds the experts of a layer as transformers keeps them: one tensor [experts, ...] per matrix."""
+    """Whether a module holds the experts of a layer as transformers keeps
+    them: one tensor [experts, ...] per matrix.
+    """
     parameters = dict(module.named_parameters(recurse=False))
     return parameters.keys() == set(_MATRICES) and all(p.dim() == 3 for p in parameters.values())
 

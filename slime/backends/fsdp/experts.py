@@ -1,4 +1,6 @@
-"""What a mixture of experts does while a step trains: how evenly its experts are used, and a loss that evens it out."""
+"""What a mixture of experts does while a step trains: how evenly its
+experts are used, and a loss that evens it out.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +14,8 @@ from slime.backends.base import Denominators, Metrics, MicroBatch
 
 
 class ExpertWatch:
-    """Listens to the routers of a model. A router is a module with `top_k` and `num_experts` that returns chosen indices last.
+    """Listens to the routers of a model. A router is a module with `top_k` and
+    `num_experts` that returns chosen indices last.
 
     `balance`: coefficient of the loss for even use; 0: none.
     """
@@ -29,7 +32,9 @@ class ExpertWatch:
 
     @contextmanager
     def listening(self, mb: MicroBatch) -> Iterator[None]:
-        """Around a forward pass that trains. Not heard: what the backward pass computes again, and tokens that are no sample's."""
+        """Around a forward pass that trains. Not heard: what the backward pass
+        computes again, and tokens that are no sample's.
+        """
         self._listens, self._routes = bool(mb.positions), []
         try:
             yield
@@ -49,7 +54,9 @@ class ExpertWatch:
     def add_balance(
         self, value: Tensor, metrics: Metrics, mb: MicroBatch, denominators: Denominators
     ) -> tuple[Tensor, Metrics]:
-        """The loss of a micro-batch and its metrics, with the balance of its samples: a mean over layers and samples."""
+        """The loss of a micro-batch and its metrics, with the balance of its
+        samples: a mean over layers and samples.
+        """
         routes, self._routes = self._routes, []
         if not self._balance:
             return value, metrics
@@ -88,12 +95,14 @@ def balance_coefficient(args: Any, lm: nn.Module) -> float:
         asked = known if known and vars(config).get("output_router_logits") else 0.0
     if asked and (known is None or not routers(lm)):
         raise ValueError(
-            f"--router-aux-loss-coef is {asked}, but {config.model_type} has no router that such a loss is known for: "
+            f"--router-aux-loss-coef is {asked}, but {config.model_type} has no router that such a loss is "
+            "known for: "
             "remove it."
         )
     if asked and args.context_parallel_size > 1:
         raise ValueError(
-            f"--router-aux-loss-coef {asked}: how evenly a sample uses the experts is only known where all its tokens are; "
+            f"--router-aux-loss-coef {asked}: how evenly a sample uses the experts is only known where all "
+            "its tokens are; "
             "use --context-parallel-size 1, or --router-aux-loss-coef 0."
         )
     return float(asked)

@@ -48,8 +48,9 @@ def in_buckets(
 
 
 def _hub_tensors(lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Gathered tensors, renamed and split as the hub checkpoint has them. Families that transformers fuses in memory are
-    reverted a decoder layer at a time, because one hub tensor never spans two layers."""
+    """Gathered tensors, renamed and split as the hub checkpoint has them. Families that transformers fuses in
+    memory are reverted a decoder layer at a time, because one hub tensor never spans two layers.
+    """
     if not is_converted(lm):
         yield from merged(lm, named_tensors(lm))
         return
@@ -95,7 +96,9 @@ def save_folder(
     *,
     scalar: bool = False,
 ) -> None:
-    """Write the model next to `path`, then rename. `scalar`: its output layer is one row, the head of a reward model."""
+    """Write the model next to `path`, then rename. `scalar`: its output
+    layer is one row, the head of a reward model.
+    """
     # Heavy import, only needed where a model is saved.
     from transformers import AutoConfig
 

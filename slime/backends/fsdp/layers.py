@@ -1,4 +1,6 @@
-"""How decoder layers run: what the backward pass computes again instead of keeping, and whether they are compiled."""
+"""How decoder layers run: what the backward pass computes again instead
+of keeping, and whether they are compiled.
+"""
 
 import functools
 import types
@@ -23,7 +25,8 @@ _KEPT_OPERATORS = (
     "flash4_attention",
 )
 _KEPT_PREFIXES = ("_scaled_dot_product",)
-# Compiled code is specialised to a bound on document lengths, a power of two, and to passes with and without gradients.
+# Compiled code is specialised to a bound on document lengths, a power of two,
+# and to passes with and without gradients.
 _RECOMPILE_LIMIT = 64
 
 

@@ -1,8 +1,9 @@
 """HF weights into a sharded model, without a full copy on each rank.
 
-A model is built without storage, sharded, given storage for its shards, and then every rank reads from the safetensors files
-only the rows and columns that it holds; FP8 weights become the fp32 ones that they stand for. Families whose tensors
-transformers fuses in memory are converted on the first rank and broadcast tensor by tensor.
+A model is built without storage, sharded, given storage for its shards, and then every rank reads from the
+safetensors files only the rows and columns that it holds; FP8 weights become the fp32 ones that they stand
+for. Families whose tensors transformers fuses in memory are converted on the first rank and broadcast tensor
+by tensor.
 """
 
 import json
@@ -25,7 +26,9 @@ Reader = Callable[[tuple[slice, ...]], Tensor]  # of a region of one tensor
 
 
 def empty_model(path: str | Path) -> nn.Module:
-    """The HF causal LM of the folder or hub id `path`, in fp32 (the master weights), without storage, on packed attention."""
+    """The HF causal LM of the folder or hub id `path`, in fp32 (the master
+    weights), without storage, on packed attention.
+    """
     # Heavy import, only needed where a model is built.
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -47,7 +50,9 @@ def known_values(lm: nn.Module) -> dict[str, Tensor]:
 
 
 def allocate(model: nn.Module, device: torch.device, *, compute: torch.device | None = None) -> None:
-    """Storage for this rank's shards on `device`, and buffers (those that no checkpoint holds are computed) on `compute`."""
+    """Storage for this rank's shards on `device`, and buffers (those that no
+    checkpoint holds are computed) on `compute`.
+    """
     compute = compute or device
     model.to_empty(device=device)
     for module in model.modules():
@@ -162,7 +167,9 @@ def region_of(tensor: Any) -> tuple[slice, ...]:
 
 
 def _broadcast(lm: nn.Module, wanted: dict[str, Any], path: str | Path) -> None:
-    """The first rank loads through transformers, which knows how to convert, and sends one tensor at a time."""
+    """The first rank loads through transformers, which knows how to
+    convert, and sends one tensor at a time.
+    """
     source: dict[str, Tensor] = {}
     if dist.get_rank() == 0:
         # Heavy import, only needed where a model is loaded.

@@ -1,4 +1,6 @@
-"""Low-rank adapters through peft: added before sharding; they leave the trainer merged into its weights, or alone."""
+"""Low-rank adapters through peft: added before sharding; they leave the
+trainer merged into its weights, or alone.
+"""
 
 import hashlib
 import json
@@ -28,10 +30,11 @@ def hub_name(name: str) -> str:
 
 
 def add_adapters(args: Any, lm: nn.Module) -> None:
-    """Freeze the model (parameters that already have values, such as a new head, still train) and add adapters with values.
+    """Freeze the model (parameters that already have values, such as a new head,
+    still train) and add adapters with values.
 
-    The first factor is drawn from --seed and the layer's name, the second is zero: every rank has the same, and the model
-    starts as it was.
+    The first factor is drawn from --seed and the layer's name, the second is zero: every rank has
+    the same, and the model starts as it was.
     """
     if not args.lora_rank:
         return
@@ -66,7 +69,9 @@ def _first_value(name: str, shape: torch.Size, seed: int) -> Tensor:
 
 
 def merged(lm: nn.Module, named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Whole tensors under the names of a model without adapters, the adapters' products added; a collective."""
+    """Whole tensors under the names of a model without adapters,
+    the adapters' products added; a collective.
+    """
     for name, tensor in named:
         if is_adapter(name):
             continue

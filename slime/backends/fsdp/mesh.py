@@ -25,7 +25,8 @@ class Mesh:
         tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
         if world_size % (tp * cp):
             raise ValueError(
-                f"--tensor-model-parallel-size {tp} x --context-parallel-size {cp} does not divide {world_size} ranks."
+                f"--tensor-model-parallel-size {tp} x --context-parallel-size {cp} does not divide "
+                f"{world_size} ranks."
             )
         dp = world_size // (tp * cp)
         layout = Layout(

@@ -1,4 +1,6 @@
-"""An HF causal LM as the trainer sees it: packed tokens in, log-probs of the response tokens out; sharded by FSDP2."""
+"""An HF causal LM as the trainer sees it: packed tokens in, log-probs of
+the response tokens out; sharded by FSDP2.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -80,8 +82,9 @@ class PackedCausalLM(nn.Module):
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Log-probs [R], entropy [R] or None, logits [1, T, V] or None, the result of `at_head` or None.
 
-        With a `share` this rank runs its part of the stream, and the ranks' results are put together again. A tuple, so that
-        FSDP finds the tensors."""
+        With a `share` this rank runs its part of the stream, and the ranks' results are put together again.
+        A tuple, so that FSDP finds the tensors.
+        """
         hidden = run_decoder(self.lm, mb, share)
         weight = self.lm.get_output_embeddings().weight
         chosen = hidden.index_select(0, mb.logit_positions if share is None else share.rows)
@@ -105,7 +108,9 @@ class PackedCausalLM(nn.Module):
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype, *, offload: bool = False) -> None:
-    """FSDP2 over the decoder layers and the root: fp32 shards, computation in `compute_dtype`, reduction in fp32."""
+    """FSDP2 over the decoder layers and the root: fp32 shards,
+    computation in `compute_dtype`, reduction in fp32.
+    """
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute_dtype == torch.float32 else compute_dtype,
         reduce_dtype=None if compute_dtype == torch.float32 else torch.float32,

@@ -13,10 +13,11 @@ from slime.backends.shared.scalar_head import HEAD, draw_head
 
 
 class PackedScalarLM(nn.Module):
-    """One number per response token: read before the token (what a critic may know) or after it (what a judge sees).
+    """One number per response token: read before the token (what a critic
+    may know) or after it (what a judge sees).
 
-    The causal LM keeps its place, so that sharding, checkpoints and names are those of the policy; only its output matrix
-    becomes a row.
+    The causal LM keeps its place, so that sharding, checkpoints and names are those of the
+    policy; only its output matrix becomes a row.
     """
 
     def __init__(self, lm: nn.Module, path: str | Path, *, after_token: bool, seed: int) -> None:
@@ -35,7 +36,9 @@ class PackedScalarLM(nn.Module):
         self.lm = lm
 
     def forward(self, mb: MicroBatch, share: StreamShare | None = None) -> tuple[Tensor]:
-        """Values [R] in fp32, in a tuple, so that FSDP finds the tensor. No temperature: these are no logits."""
+        """Values [R] in fp32, in a tuple, so that FSDP finds the
+        tensor. No temperature: these are no logits.
+        """
         hidden = run_decoder(self.lm, mb, share)
         rows = mb.logit_positions + self.offset if share is None else share.rows
         values = self.lm.get_output_embeddings()(hidden.index_select(0, rows)).squeeze(-1)

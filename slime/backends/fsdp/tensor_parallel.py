@@ -1,8 +1,9 @@
-"""Tensor parallelism from the plan that each transformers family carries: matrices cut by columns or rows over ranks.
+"""Tensor parallelism from the plan that each transformers family carries:
+matrices cut by columns or rows over ranks.
 
-Embedding, norms and output matrix stay whole on every rank. Their gradients are the same on all ranks of the group, because
-what flows back into them was summed there. So do routers; experts are shared out whole. Not covered, and refused by name:
-experts that are kept in another way, and styles of other families.
+Embedding, norms and output matrix stay whole on every rank. Their gradients are the same on all ranks of the
+group, because what flows back into them was summed there. So do routers; experts are shared out whole. Not
+covered, and refused by name: experts that are kept in another way, and styles of other families.
 """
 
 import re
@@ -22,7 +23,8 @@ from slime.backends.fsdp.expert_parallel import is_experts, share_out
 from slime.backends.fsdp.experts import routers
 from slime.backends.fsdp.lora import NAME as ADAPTER
 
-# Norms of single heads see only this rank's heads (dimension 2 of [1, T, heads, size]): their gradients are summed.
+# Norms of single heads see only this rank's heads (dimension 2 of [1, T,
+# heads, size]): their gradients are summed.
 _STYLES: dict[str, Any] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
@@ -60,7 +62,9 @@ def apply(lm: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def plan_of(lm: nn.Module, size: int) -> tuple[dict[str, str], list[nn.Module]]:
-    """What is cut by which style, and the modules whose experts are shared out; a model that cannot be is a ValueError."""
+    """What is cut by which style, and the modules whose experts are shared
+    out; a model that cannot be is a ValueError.
+    """
     config = lm.config.get_text_config()
     # What stands outside of the layers (embedding, output matrix) stays whole.
     plan = {
@@ -70,7 +74,8 @@ def plan_of(lm: nn.Module, size: int) -> tuple[dict[str, str], list[nn.Module]]:
     }
     if not plan:
         raise ValueError(
-            f"--tensor-model-parallel-size {size}: {config.model_type} has no plan for it in this version; use 1."
+            f"--tensor-model-parallel-size {size}: {config.model_type} has no plan for it in this version; "
+            "use 1."
         )
     experts = [module for module in lm.modules() if is_experts(module)]
     declared = any(
@@ -78,7 +83,8 @@ def plan_of(lm: nn.Module, size: int) -> tuple[dict[str, str], list[nn.Module]]:
     )
     if (declared or routers(lm)) and not 0 < len(experts) == len(routers(lm)):
         raise ValueError(
-            f"--tensor-model-parallel-size {size}: {config.model_type} keeps its experts in a way that this version cannot "
+            f"--tensor-model-parallel-size {size}: {config.model_type} keeps its experts in a way that this "
+            "version cannot "
             "share out over ranks; use 1."
         )
     sizes = {
@@ -90,15 +96,18 @@ def plan_of(lm: nn.Module, size: int) -> tuple[dict[str, str], list[nn.Module]]:
     for name, value in sizes.items():
         if value % size:
             raise ValueError(
-                f"--tensor-model-parallel-size {size} does not divide {name} = {value} of {config.model_type}: use a size "
+                f"--tensor-model-parallel-size {size} does not divide {name} = {value} of "
+                f"{config.model_type}: use a size "
                 "that does."
             )
     return plan, experts
 
 
 def _style_of(name: str, styles: dict[str, Any]) -> Any | None:
-    """How a matrix is cut: as the plan says; under an adapter as its layer would be, and so the adapter's matrix that has the
-    cut side of the layer. None: it stays whole. What flows back into an adapter's whole matrix was summed."""
+    """How a matrix is cut: as the plan says; under an adapter as its layer would be, and so the adapter's
+    matrix that has the cut side of the layer. None: it stays whole. What flows back into an adapter's whole
+    matrix was summed.
+    """
     for suffix, cut_by in _UNDER_ADAPTERS.items():
         if name.endswith(suffix):
             style = styles.get(name.removesuffix(suffix))
@@ -117,6 +126,7 @@ def _style(name: str, size: int, model_type: str) -> Any:
     if name in _STYLES:
         return _STYLES[name]
     raise ValueError(
-        f"--tensor-model-parallel-size {size}: the plan of {model_type} asks for {name!r}, which this version does not know; "
+        f"--tensor-model-parallel-size {size}: the plan of {model_type} asks for {name!r}, which this "
+        "version does not know; "
         "use 1."
     )

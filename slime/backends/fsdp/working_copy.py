@@ -1,4 +1,6 @@
-"""A 16-bit copy of fp32 weights for the passes of a trainer that is alone: what sharding would do, without its copies."""
+"""A 16-bit copy of fp32 weights for the passes of a trainer that is alone:
+what sharding would do, without its copies.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +23,9 @@ class WorkingCopy:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """The model computes in 16 bit inside the block, with the values that the fp32 weights have at its start."""
+        """The model computes in 16 bit inside the block, with the values
+        that the fp32 weights have at its start.
+        """
         self._refresh()
         try:
             self._place(self._copies)

@@ -1,4 +1,6 @@
-"""HF causal LMs trained by megatron-core: tensor, pipeline, context, expert and data parallelism, on CPU or GPU."""
+"""HF causal LMs trained by megatron-core: tensor, pipeline, context,
+expert and data parallelism, on CPU or GPU.
+"""
 
 from typing import Any
 
@@ -14,7 +16,8 @@ def create_backend(
     total_steps: int | None = None,
     random_weights: bool = False,
 ) -> Any:
-    """The trainer of this rank with the weights of --hf-checkpoint, and the models that its algorithm needs beside it.
+    """The trainer of this rank with the weights of --hf-checkpoint, and the
+    models that its algorithm needs beside it.
 
     torch.distributed must be initialised. `random_weights`: only the config is read, as speed tests do.
     """

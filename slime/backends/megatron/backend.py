@@ -143,7 +143,8 @@ class MegatronBackend:
             device,
             after_token=self.is_scalar and role != "critic",
         )
-        # With --overlap-param-gather forward passes gather what the last step left: on from one training pass to the next.
+        # With --overlap-param-gather forward passes gather what the last step left:
+        # on from one training pass to the next.
         self._gathers_late = args.overlap_param_gather
         self.copies = WeightCopies(self._settled_parameters, on_device=args.weight_copies == "device")
         self.routers = routers_of(self.model)
@@ -158,13 +159,15 @@ class MegatronBackend:
         return [p.data for chunk in self.model for p in chunk.parameters()] + self.hub.buffers
 
     def _settle(self) -> None:
-        """Gather updated parameters now, and let passes take them as they are: whoever reads or swaps weights calls this."""
+        """Gather updated parameters now, and let passes take them as they are:
+        whoever reads or swaps weights calls this.
+        """
         if self._gathers_late:
             self._gathers_late = False
             for chunk in self.model:
                 chunk.disable_forward_pre_hook(param_sync=True)
 
-    # -- passes ------------------------------------------------------------------------------------------------------
+    # -- passes ----------------------------------------------------------------------------------------------
 
     def log_probs(
         self,
@@ -174,7 +177,9 @@ class MegatronBackend:
         entropy: bool = False,
         at_head: HeadFunction | None = None,
     ) -> TokenLists:
-        """Log-probs (and entropies) of every response token under the weights tagged `weights`, on every rank."""
+        """Log-probs (and entropies) of every response token under the
+        weights tagged `weights`, on every rank.
+        """
         # Experts belong to the policy: a reference or a teacher chooses its own.
         routing = RoutingPlan() if weights in ("ref", "teacher") else self._plan_recording()
         hooks.before_log_prob(self.args, self.model, weights)
@@ -225,7 +230,9 @@ class MegatronBackend:
         model: str = "actor",
         place: StepPlace | None = None,
     ) -> StepStats:
-        """One optimizer step over all micro-batches; raises without applying it when a number is not finite."""
+        """One optimizer step over all micro-batches; raises without
+        applying it when a number is not finite.
+        """
         if model == "critic":
             assert self.critic is not None, "this run has no critic"
             return self.critic.train_step(mbs, loss, denominators)
@@ -291,7 +298,9 @@ class MegatronBackend:
         )
 
     def _heads_scale(self, mbs: list[MicroBatch]) -> float:
-        """What one token counts in the loss of heads that predict further tokens: their share over the step's tokens."""
+        """What one token counts in the loss of heads that predict further
+        tokens: their share over the step's tokens.
+        """
         if not self.config.mtp_num_layers:
             return 0.0
         tokens = sum((mb.loss_mask.sum().double() for mb in mbs), torch.zeros((), dtype=torch.float64))
@@ -308,7 +317,9 @@ class MegatronBackend:
         return {"mtp_loss": from_last_stage(float(total)) * scale / self.config.mtp_loss_scaling_factor}
 
     def _reduce(self, sums: dict[str, Tensor], denominators: Denominators) -> dict[str, float]:
-        """Metrics over the whole step, on every rank. Context- and tensor-parallel ranks computed the same ones."""
+        """Metrics over the whole step, on every rank. Context- and
+        tensor-parallel ranks computed the same ones.
+        """
         names = sorted(sums)
         values: list[float] = []
         if names:
@@ -329,7 +340,8 @@ class MegatronBackend:
         if not bad and math.isfinite(grad_norm):
             return
         raise NonFiniteStepError(
-            f"optimizer step {self.step} was not applied: {', '.join([*bad, f'grad_norm={grad_norm}'])}. The weights are "
+            f"optimizer step {self.step} was not applied: {', '.join([*bad, f'grad_norm={grad_norm}'])}. "
+            "The weights are "
             "those before the step; lower --lr or look for extreme log-probs or rewards in this batch."
         )
 
@@ -341,7 +353,9 @@ class MegatronBackend:
             self.critic.reset_optimizer()
 
     def output_matrix(self, weights: str) -> VocabSlice | None:
-        """This rank's rows of the output matrix of the weights tagged `weights`, a copy; None where no head is."""
+        """This rank's rows of the output matrix of the weights tagged
+        `weights`, a copy; None where no head is.
+        """
         if weights == "teacher" and self.teacher is not None:
             return self.teacher.output_matrix()
         self._settle()
@@ -356,11 +370,13 @@ class MegatronBackend:
         return values
 
     def forward_flops(self, lengths: list[int]) -> float:
-        """This rank's share of one forward pass over its replica's documents: all ranks of a replica work on them."""
+        """This rank's share of one forward pass over its replica's
+        documents: all ranks of a replica work on them.
+        """
         ranks = self.layout.tp_size * self.layout.pp_size * self.layout.cp_size
         return total_forward_flops(ModelShape.from_hf_config(self.hf_config), lengths) / ranks
 
-    # -- weights -----------------------------------------------------------------------------------------------------
+    # -- weights ---------------------------------------------------------------------------------------------
 
     def load_hf(self, path: str | Path, *, weights: str = LIVE) -> None:
         """Read the weights of an HF folder into the live model or under another tag."""
@@ -384,15 +400,19 @@ class MegatronBackend:
             self.copies.copy(LIVE, weights)
 
     def load_teacher(self, path: str | Path) -> None:
-        """Keep the model of the HF folder `path` under the tag "teacher"; its vocabulary must be the policy's."""
+        """Keep the model of the HF folder `path` under the tag
+        "teacher"; its vocabulary must be the policy's.
+        """
         if is_checkpoint(path):
             self.load_model(path, weights="teacher")
             return
         theirs = read_hf_config(str(path))
         if theirs.vocab_size != self.hf_config.vocab_size:
             raise ValueError(
-                f"--opd-teacher-load {path} has {theirs.vocab_size} tokens in its vocabulary, --hf-checkpoint has "
-                f"{self.hf_config.vocab_size}: a teacher scores the policy's own tokens, so both must share one tokenizer; "
+                f"--opd-teacher-load {path} has {theirs.vocab_size} tokens in its vocabulary, "
+                "--hf-checkpoint has "
+                f"{self.hf_config.vocab_size}: a teacher scores the policy's own tokens, so both must share "
+                "one tokenizer; "
                 "choose a teacher of the same family."
             )
         if same_architecture(theirs, self.hf_config):
@@ -439,7 +459,9 @@ class MegatronBackend:
         raise NotImplementedError("this trainer has no adapters: flags refuse --lora-rank with it")
 
     def save_hf(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
-        """Write an HF folder that `from_pretrained` reads, with the tokenizer of --hf-checkpoint; whole or not at all."""
+        """Write an HF folder that `from_pretrained` reads, with the tokenizer
+        of --hf-checkpoint; whole or not at all.
+        """
         dtype = dtype or self.hf_config.dtype or torch.float32
         source = self.args.hf_checkpoint
         buckets = self.export(dtype)
@@ -448,12 +470,14 @@ class MegatronBackend:
             buckets = chain(buckets, self.hub.untrained(source, self.args.update_weight_buffer_size, dtype))
         hf_folder.save(buckets, Path(path), source, dtype, self.rank, scalar=self.is_scalar)
 
-    # -- checkpoints -------------------------------------------------------------------------------------------------
+    # -- checkpoints -----------------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> dict[str, Any]:
-        """Write weights, optimizer (unless --no-save-optim), schedule position and random state into the folder `path`.
+        """Write weights, optimizer (unless --no-save-optim), schedule position
+        and random state into the folder `path`.
 
-        A critic has a folder of its own in it, and so have copies that move."""
+        A critic has a folder of its own in it, and so have copies that move.
+        """
         self._settle()
         if self.critic is not None:
             self.critic.save(Path(path) / "critic")
@@ -482,7 +506,9 @@ class MegatronBackend:
     def move(
         self, *, params: str | torch.device | None = None, optimizer: str | torch.device | None = None
     ) -> None:
-        """Put parameters and optimizer state on a device; None leaves them where they are. Nothing to do on CPU."""
+        """Put parameters and optimizer state on a device; None leaves
+        them where they are. Nothing to do on CPU.
+        """
         if self.device.type == "cpu":
             return
         if self.critic is not None:

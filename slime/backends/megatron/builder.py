@@ -39,7 +39,9 @@ def build_chunks(
     scalar: bool = False,
     provider: str | None = None,
 ) -> list[PackedGPTModel]:
-    """`scalar`: one number per token comes out, not a distribution over the vocabulary. `provider`: a user's function."""
+    """`scalar`: one number per token comes out, not a distribution over the
+    vocabulary. `provider`: a user's function.
+    """
     if scalar:
         # Its own configuration: a critic predicts no tokens.
         config.mtp_num_layers = None
@@ -101,7 +103,9 @@ def _chunk(
 
 
 def _mark_cut_weights(model: nn.Module) -> None:
-    """Megatron marks cut weights only while it draws random ones; unmarked, the gradient norm would miss other ranks'."""
+    """Megatron marks cut weights only while it draws random ones; unmarked,
+    the gradient norm would miss other ranks'.
+    """
     for module in model.modules():
         for kind, dim in _CUT:
             if isinstance(module, kind) and module.weight is not None:
@@ -117,22 +121,25 @@ def _mark(module: nn.Module, dim: int, config: TransformerConfig) -> None:
     if not hasattr(module.weight, "tensor_model_parallel"):
         set_tensor_model_parallel_attributes(module.weight, not repeated, dim, 1)
     if repeated:
-        # Whole experts on every tensor-parallel rank, each seeing its slice of the sequence. Without expert parallelism
-        # Megatron takes them for cut weights and would leave their gradients unsummed.
+        # Whole experts on every tensor-parallel rank, each seeing its slice of the sequence. Without expert
+        # parallelism Megatron takes them for cut weights and would leave their gradients unsummed.
         module.weight.sequence_parallel = True
 
 
 def wrap_for_training(
     config: TransformerConfig, ddp: DistributedDataParallelConfig, chunks: list[PackedGPTModel]
 ) -> list[nn.Module]:
-    """Each chunk with its gradient buffers; the schedules learn how gradients are finished and when to hold them back."""
+    """Each chunk with its gradient buffers; the schedules learn how gradients
+    are finished and when to hold them back.
+    """
     wrapped = [
         DistributedDataParallel(
             config, ddp, chunk, disable_bucketing=index > 0 and not ddp.overlap_grad_reduce
         )
         for index, chunk in enumerate(chunks)
     ]
-    # The denominators are in the loss already: without a token count gradients are summed and left as they are.
+    # The denominators are in the loss already: without a token count
+    # gradients are summed and left as they are.
     config.finalize_model_grads_func = lambda model, num_tokens=None, **kwargs: finalize_model_grads(
         model, None, **kwargs
     )

@@ -1,5 +1,6 @@
-"""What megatron-core 0.16.1 gets wrong about checkpoints: a server of its own outlives a trainer that is killed, and moments of
-experts are read only where as many optimizers are chained as when they were written."""
+"""What megatron-core 0.16.1 gets wrong about checkpoints: a server of its own outlives a trainer that is
+killed, and moments of experts are read only where as many optimizers are chained as when they were written.
+"""
 
 import multiprocessing
 import os
@@ -26,7 +27,9 @@ def own_results_server() -> None:
 
 
 def common_parts(state: dict[Any, Any], optimizer: Any) -> list[dict[str, Any]]:
-    """Of each chained optimizer in a sharded state: what is not cut over ranks (parameter groups, the kind of sharding)."""
+    """Of each chained optimizer in a sharded state: what is not cut over ranks
+    (parameter groups, the kind of sharding).
+    """
     return [
         {name: value for name, value in part.items() if name in _COMMON}
         for part in _members(state, optimizer)
@@ -34,9 +37,11 @@ def common_parts(state: dict[Any, Any], optimizer: Any) -> list[dict[str, Any]]:
 
 
 def with_common_parts(loaded: dict[Any, Any], own: list[dict[str, Any]], *, step: int) -> dict[Any, Any]:
-    """What was read, in the structure of this layout: with expert parallelism experts have an optimizer of their own.
+    """What was read, in the structure of this layout: with expert
+    parallelism experts have an optimizer of their own.
 
-    Moments are kept by parameter, so they fit any structure; the rest is that of this run, at the step of the checkpoint.
+    Moments are kept by parameter, so they fit any structure; the rest is that of
+    this run, at the step of the checkpoint.
     """
     found = []
     for part, common in zip(_parts(loaded, len(own)), own, strict=True):
@@ -47,7 +52,9 @@ def with_common_parts(loaded: dict[Any, Any], own: list[dict[str, Any]], *, step
 
 
 def with_own_groups(loaded: dict[Any, Any], optimizer: Any, *, step: int) -> dict[Any, Any]:
-    """The same for optimizers that are not distributed: moments as they were read, parameter groups of this run."""
+    """The same for optimizers that are not distributed: moments as they
+    were read, parameter groups of this run.
+    """
     found = []
     members = optimizer.chained_optimizers
     for part, member in zip(_parts(loaded, len(members)), members, strict=True):

@@ -1,11 +1,12 @@
 """Dense layers that no other rank shares run as one compiled function over Megatron's own parameters.
 
-Layer by layer Megatron launches norms, rotary angles and the gated activation as kernels of their own, and keeps what lies
-between them for the backward pass. Compiled as a whole, as the FSDP trainer does it, a layer takes less time and memory.
-Parameters, gradient buffers, optimizer and schedules stay Megatron's.
+Layer by layer Megatron launches norms, rotary angles and the gated activation as kernels of their own, and
+keeps what lies between them for the backward pass. Compiled as a whole, as the FSDP trainer does it, a layer
+takes less time and memory. Parameters, gradient buffers, optimizer and schedules stay Megatron's.
 
-Not covered, and left as Megatron runs them: layers cut over tensor- or context-parallel ranks, mixtures of experts,
-families with further modules in a layer, and what hooks into modules (--overlap-param-gather, selective recomputation).
+Not covered, and left as Megatron runs them: layers cut over tensor- or context-parallel ranks, mixtures of
+experts, families with further modules in a layer, and what hooks into modules (--overlap-param-gather,
+selective recomputation).
 """
 
 import types
@@ -42,7 +43,9 @@ def should_compile(args: Any, config: TransformerConfig, device: torch.device) -
 
 
 def compile_layers(chunks: Sequence[nn.Module], config: TransformerConfig, device: torch.device) -> int:
-    """Replace the forward of every plain dense layer; all share one compiled function. Returns how many there are."""
+    """Replace the forward of every plain dense layer; all share one
+    compiled function. Returns how many there are.
+    """
     if device.type == "cuda":
         packed.prepare(config.num_attention_heads // config.num_query_groups, config.kv_channels)
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT)
@@ -76,7 +79,8 @@ def is_plain(module: nn.Module) -> bool:
         module.pre_mlp_layernorm: RMSNorm,
         module.cross_attention: IdentityOp,
     }
-    # A branch may be normalised where it joins the residual stream; Megatron's own addition is a plain function.
+    # A branch may be normalised where it joins the residual stream;
+    # Megatron's own addition is a plain function.
     joins = (module.self_attn_bda, module.mlp_bda)
     return (
         not any(isinstance(join, nn.Module) for join in joins)

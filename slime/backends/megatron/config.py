@@ -21,8 +21,8 @@ from slime.backends.megatron.families.base import Dims
 from slime.backends.megatron.families.mimo import register_config
 from slime.backends.megatron.mla import LatentConfig
 
-# Fields of TransformerConfig that change what a layer computes and that none of these models uses: our attention and norms do not
-# read some of them, and would leave them without effect.
+# Fields of TransformerConfig that change what a layer computes and that none of these models uses: our
+# attention and norms do not read some of them, and would leave them without effect.
 _UNUSED = (
     *("activation_func_clamp_value", "glu_linear_offset", "layernorm_zero_centered_gamma"),
     *(
@@ -55,7 +55,8 @@ _UNUSED = (
     ),
     *("moe_router_num_groups", "moe_router_group_topk"),
 )
-# Megatron's others: the activation of grouped experts and its own latent projections, which are not used here.
+# Megatron's others: the activation of grouped experts and its own
+# latent projections, which are not used here.
 _RECOMPUTED = ("core_attn", "mlp", "layernorm", "moe", "shared_experts")
 # With one of these Megatron itself checks how stages share the layers.
 _UNEVEN = (
@@ -81,7 +82,9 @@ def read_hf_config(path: str) -> Any:
 
 
 def rotary_embedding(hf_config: Any) -> nn.Module:
-    """The HF model's own rotary embedding: cos and sin of positions, with whatever scaling the config names."""
+    """The HF model's own rotary embedding: cos and sin of
+    positions, with whatever scaling the config names.
+    """
     # Heavy import, only needed where a model is built.
     from transformers import AutoModelForCausalLM
 
@@ -110,12 +113,14 @@ def check_heads(args: Any, hf_config: Any) -> None:
         return
     if not num_heads(hf_config) or family_of(hf_config).heads is None:
         raise ValueError(
-            f"--enable-mtp-training is set, but --hf-checkpoint {args.hf_checkpoint} ({hf_config.model_type}) has no heads "
+            f"--enable-mtp-training is set, but --hf-checkpoint {args.hf_checkpoint} "
+            f"({hf_config.model_type}) has no heads "
             "that predict further tokens: remove the flag."
         )
     if args.context_parallel_size > 1 or hf_config.tie_word_embeddings:
         raise ValueError(
-            "--enable-mtp-training needs --context-parallel-size 1 and a model whose output matrix is not its embedding."
+            "--enable-mtp-training needs --context-parallel-size 1 and a model whose output matrix is not "
+            "its embedding."
         )
 
 
@@ -155,13 +160,15 @@ def transformer_config(
         "moe_token_dispatcher_type": args.moe_token_dispatcher_type,
         # Counts only with a coefficient, which is 0 unless it is given.
         "moe_router_load_balancing_type": "aux_loss",
-        # The bias that evens out the choice of experts was learnt in pretraining, and engines route with it as it is.
+        # The bias that evens out the choice of experts was learnt in
+        # pretraining, and engines route with it as it is.
         "moe_router_bias_update_rate": 0.0,
         "params_dtype": dtype,
         "pipeline_dtype": dtype if staged else None,
         "bf16": dtype == torch.bfloat16,
         "variable_seq_lengths": staged,
-        # Two stages that hold two chunks each exchange several messages at once; in one batch Megatron mixes them up.
+        # Two stages that hold two chunks each exchange several messages at
+        # once; in one batch Megatron mixes them up.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
         # Gradients are summed, never averaged: the loss is already divided by the counts of the whole step.
@@ -179,7 +186,9 @@ def transformer_config(
 
 
 def architecture(hf_config: Any) -> dict[str, Any]:
-    """What flags may repeat about the model and must not change: facts of its config, and features that no family here has."""
+    """What flags may repeat about the model and must not change: facts of its
+    config, and features that no family here has.
+    """
     unused = {
         field.name: field.default for field in dataclasses.fields(TransformerConfig) if field.name in _UNUSED
     }
@@ -205,7 +214,8 @@ def _check_architecture(given: dict[str, Any], known: dict[str, Any], path: str)
     for name, value in given.items():
         if name in known and _plain(name, value, known) != _plain(name, known[name], known):
             raise ValueError(
-                f"--{name.replace('_', '-')} is {value}, but the config of --hf-checkpoint {path} says {known[name]}: the "
+                f"--{name.replace('_', '-')} is {value}, but the config of --hf-checkpoint {path} says "
+                f"{known[name]}: the "
                 "architecture comes from the checkpoint; remove the flag."
             )
 
@@ -269,7 +279,9 @@ def _recompute(args: Any) -> dict[str, Any]:
 
 
 def _distributed_optimizer(args: Any) -> bool:
-    """Megatron shards Adam's moments over data-parallel ranks; SGD has none, and its sharded optimizer refuses it."""
+    """Megatron shards Adam's moments over data-parallel ranks; SGD has
+    none, and its sharded optimizer refuses it.
+    """
     return args.use_distributed_optimizer and args.optimizer == "adam"
 
 
@@ -294,8 +306,10 @@ def _check_overlap(config: TransformerConfig) -> None:
         return
     if config.pipeline_model_parallel_size == 2:
         raise ValueError(
-            "--virtual-pipeline-model-parallel-size with --pipeline-model-parallel-size 2 and overlap_p2p_comm off: "
-            "megatron-core then mixes up messages between the two stages and computes a wrong loss without an error; "
+            "--virtual-pipeline-model-parallel-size with --pipeline-model-parallel-size 2 and "
+            "overlap_p2p_comm off: "
+            "megatron-core then mixes up messages between the two stages and computes a wrong loss without "
+            "an error; "
             "leave overlap_p2p_comm on."
         )
 
@@ -316,18 +330,21 @@ def check_layout(args: Any, hf_config: Any, *, world_size: int, device: torch.de
     experts, layers = settings.get("num_moe_experts"), settings["num_layers"]
     if world_size % (tp * pp * cp):
         raise ValueError(
-            f"{world_size} trainer ranks are not a multiple of tensor {tp} x pipeline {pp} x context {cp} parallelism = "
+            f"{world_size} trainer ranks are not a multiple of tensor {tp} x pipeline {pp} x context {cp} "
+            "parallelism = "
             f"{tp * pp * cp}: change --actor-num-gpus-per-node or the parallel sizes."
         )
     if settings["num_attention_heads"] % tp:
         raise ValueError(
-            f"--tensor-model-parallel-size is {tp}, but the model has {settings['num_attention_heads']} attention heads: "
+            f"--tensor-model-parallel-size is {tp}, but the model has {settings['num_attention_heads']} "
+            "attention heads: "
             "use a divisor of that."
         )
     uneven = set(_UNEVEN) & set(args.megatron_config or {})
     if layers % (pp * (vpp or 1)) and not uneven:
         raise ValueError(
-            f"the model has {layers} layers, which {pp} pipeline stages{f' of {vpp} chunks' if vpp else ''} cannot share "
+            f"the model has {layers} layers, which {pp} pipeline stages{f' of {vpp} chunks' if vpp else ''} "
+            "cannot share "
             "evenly: use sizes whose product divides the layers, or --num-layers-in-first-pipeline-stage."
         )
     if vpp is not None and pp == 1:
@@ -341,7 +358,8 @@ def check_layout(args: Any, hf_config: Any, *, world_size: int, device: torch.de
         )
     if args.loss_type == "custom_loss" and cp > 1:
         raise ValueError(
-            "--loss-type custom_loss reads whole logits, which --context-parallel-size above 1 cuts over ranks: use 1."
+            "--loss-type custom_loss reads whole logits, which --context-parallel-size above 1 cuts over "
+            "ranks: use 1."
         )
     if experts is None:
         _refuse_experts(args, hf_config)
@@ -367,12 +385,14 @@ def check_layout(args: Any, hf_config: Any, *, world_size: int, device: torch.de
         )
     if args.moe_token_dispatcher_type == "allgather" and pp > 1:
         raise ValueError(
-            "--moe-token-dispatcher-type allgather with --pipeline-model-parallel-size above 1: megatron-core has it only "
+            "--moe-token-dispatcher-type allgather with --pipeline-model-parallel-size above 1: "
+            "megatron-core has it only "
             "for micro-batches of one length, and packed ones differ; use alltoall."
         )
     if pp > 1 and "moe" in (args.recompute_modules or ()):
         raise ValueError(
-            "--recompute-modules moe with --pipeline-model-parallel-size above 1: when experts alone are computed again, "
+            "--recompute-modules moe with --pipeline-model-parallel-size above 1: when experts alone are "
+            "computed again, "
             "they no longer know which micro-batch they compute; use --recompute-granularity full."
         )
 

@@ -1,7 +1,9 @@
-"""Lets megatron-core run on a machine without CUDA: it names CUDA devices literally, these patches answer with the CPU.
+"""Lets megatron-core run on a machine without CUDA: it names CUDA devices
+literally, these patches answer with the CPU.
 
-Imported and installed only in a trainer process on CPU. Each patch says which habit of megatron-core 0.16.1 it serves.
-Not covered: streams and events do nothing, so overlap of copies and computation is not exercised here.
+Imported and installed only in a trainer process on CPU. Each patch says which habit of megatron-core 0.16.1
+it serves. Not covered: streams and events do nothing, so overlap of copies and computation is not exercised
+here.
 """
 
 import contextlib
@@ -57,8 +59,9 @@ def install() -> None:
     if _installed:
         return
     _installed = True
-    # torch remembers which functions a device context (`with torch.device("meta")`) applies to. Asked for the first time after
-    # they are replaced, it would apply to none, and the FSDP trainer in the same process would build a wrong model.
+    # torch remembers which functions a device context (`with torch.device("meta")`) applies to. Asked for the
+    # first time after they are replaced, it would apply to none, and the FSDP trainer in the same process
+    # would build a wrong model.
     torch.utils._device._device_constructors()
     _patch_device_queries()
     _patch_factories()
@@ -79,7 +82,9 @@ def _patch_device_queries() -> None:
 
 
 def _patch_factories() -> None:
-    """`torch.zeros(..., device="cuda")` in schedules, gradient clipping and the optimizer; pinned memory in RoPE."""
+    """`torch.zeros(..., device="cuda")` in schedules, gradient clipping
+    and the optimizer; pinned memory in RoPE.
+    """
     for name in _FACTORIES:
         original = getattr(torch, name)
 

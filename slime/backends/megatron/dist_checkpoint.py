@@ -1,7 +1,7 @@
 """Trainer checkpoints by megatron-core's distributed format (torch_dist): resume under any other layout.
 
-A folder holds `dist/` (weights and, with --optimizer adam, moments), `trainer.json` (format version, architecture, schedule
-position) and `rng_<rank>.pt`. The caller makes the folder appear atomically.
+A folder holds `dist/` (weights and, with --optimizer adam, moments), `trainer.json` (format version,
+architecture, schedule position) and `rng_<rank>.pt`. The caller makes the folder appear atomically.
 """
 
 import json
@@ -27,9 +27,9 @@ from slime.backends.shared.trainer_folder import (
 
 BACKEND = "megatron"
 STATE = "dist"  # the folder of weights and moments in a checkpoint
-# Moments are written whole per parameter, so that any other sizes can read them; the default kind cannot be written.
-# Each layer has tensors of its own: stacked over layers they could not be written where some layers are frozen and have no moments.
-# Given away as copies: Megatron adds the process groups of the day to it.
+# Moments are written whole per parameter, so that any other sizes can read them; the default kind cannot be
+# written. Each layer has tensors of its own: stacked over layers they could not be written where some layers
+# are frozen and have no moments. Given away as copies: Megatron adds the process groups of the day to it.
 METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
@@ -61,7 +61,8 @@ def check_same_decoder(critic: Any, actor: Any) -> None:
     ]
     if wrong:
         raise ValueError(
-            f"--critic-load {critic.args.hf_checkpoint} is of another size or family than --hf-checkpoint ({wrong[0]}): it "
+            f"--critic-load {critic.args.hf_checkpoint} is of another size or family than --hf-checkpoint "
+            f"({wrong[0]}): it "
             "must have the same decoder; leave --critic-load out to start from --hf-checkpoint."
         )
 
@@ -132,7 +133,9 @@ def load(backend: Any, path: Path, *, weights_only: bool) -> dict[str, Any]:
 
 
 def load_weights(backend: Any, path: Path) -> None:
-    """Into the live model, leaving the optimizer alone: the caller copies them elsewhere and restores the model."""
+    """Into the live model, leaving the optimizer alone: the caller
+    copies them elsewhere and restores the model.
+    """
     _read(backend, path, with_optimizer=False, reload=False)
 
 
@@ -167,7 +170,9 @@ def _read(backend: Any, path: Path, *, with_optimizer: bool, reload: bool = True
 
 
 def _check_moments(state: dict[str, Any], path: Path) -> None:
-    """Every parameter that trains now must have trained when the checkpoint was written; all ranks refuse together."""
+    """Every parameter that trains now must have trained when the
+    checkpoint was written; all ranks refuse together.
+    """
     with unreadable_named(path):
         written = dist_checkpointing.load_tensors_metadata(str(path))
     wanted = {part.key for part in nested_values(extract_sharded_tensors_and_factories(state)[0])}
@@ -176,8 +181,10 @@ def _check_moments(state: dict[str, Any], path: Path) -> None:
     missing = sorted({key for keys in everywhere for key in keys})
     if missing:
         raise ValueError(
-            f"checkpoint {path.parent} has no Adam state for {len(missing)} tensors that train now, the first is {missing[0]}: "
-            "resume with the --freeze-params-name-list or --only-train-params-name-list that it was saved with, or start Adam anew "
+            f"checkpoint {path.parent} has no Adam state for {len(missing)} tensors that train now, the "
+            f"first is {missing[0]}: "
+            "resume with the --freeze-params-name-list or --only-train-params-name-list that it was saved "
+            "with, or start Adam anew "
             "with --no-load-optim."
         )
 
@@ -198,7 +205,8 @@ def check_model(backend: Any, path: Path) -> dict[str, Any]:
     manifest = read_manifest(path)
     if manifest.get("backend") != BACKEND:
         raise ValueError(
-            f"checkpoint {path} was written by --train-backend {manifest.get('backend', 'fsdp')}: load it there, or start "
+            f"checkpoint {path} was written by --train-backend {manifest.get('backend', 'fsdp')}: load it "
+            "there, or start "
             "from a Hugging Face folder that it wrote (--save-hf)."
         )
     own = fingerprint(backend)

@@ -1,4 +1,6 @@
-"""Where a user's functions take part in the Megatron trainer: after start, before passes and steps, and building the model."""
+"""Where a user's functions take part in the Megatron trainer: after start, before
+passes and steps, and building the model.
+"""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -77,8 +79,10 @@ def provide_model(
         )
     if not isinstance(model, PackedGPTModel):
         raise ValueError(
-            f"--custom-model-provider-path {path} returned a {type(model).__name__}: the trainer runs packed samples, so it "
-            "needs a slime.backends.megatron.model.PackedGPTModel (a GPTModel); take the `build` keyword and change what "
+            f"--custom-model-provider-path {path} returned a {type(model).__name__}: the trainer runs "
+            "packed samples, so it "
+            "needs a slime.backends.megatron.model.PackedGPTModel (a GPTModel); take the `build` keyword "
+            "and change what "
             "it returns."
         )
     return model

@@ -1,4 +1,6 @@
-"""Our parts of Megatron's layers: packed attention with the HF model's rotary angles, and an RMS norm for every layout."""
+"""Our parts of Megatron's layers: packed attention with the HF model's rotary
+angles, and an RMS norm for every layout.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +17,9 @@ from slime.backends.megatron.stream import PackedStream
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
-    """Rotary embedding of x [T, H, D] by angles [T, 1, d], d <= D; `interleaved` pairs neighbours instead of halves."""
+    """Rotary embedding of x [T, H, D] by angles [T, 1, d], d <= D;
+    `interleaved` pairs neighbours instead of halves.
+    """
     turned, kept = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     if interleaved:
@@ -88,7 +92,9 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class NormedAdd(RMSNorm):
-    """Takes the place of Megatron's bias, dropout and add: a branch's output is normalised before it joins the residual."""
+    """Takes the place of Megatron's bias, dropout and add: a branch's output is
+    normalised before it joins the residual.
+    """
 
     def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
         return self._add

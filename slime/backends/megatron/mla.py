@@ -24,7 +24,9 @@ _LATENT_EPS = 1e-6  # whatever the config says: hub models fix it for the norms 
 
 @dataclass
 class LatentConfig(MLATransformerConfig):
-    """Megatron's own knows one kind of rotation for latent attention, and refuses the field that tells others apart."""
+    """Megatron's own knows one kind of rotation for latent attention, and
+    refuses the field that tells others apart.
+    """
 
     rotates_neighbours: bool = True  # False: halves
 
@@ -63,7 +65,9 @@ class PackedLatentAttention(MLASelfAttention):
         *,
         inference_params: Any = None,
     ) -> tuple[Tensor, ...]:
-        """hidden [T, 1, H] -> query and key [T, heads, D], value [T, heads, V] of this rank's heads, and the latents."""
+        """hidden [T, 1, H] -> query and key [T, heads, D], value [T, heads,
+        V] of this rank's heads, and the latents.
+        """
         config, stream = self.config, packed_seq_params
         narrow, turned = config.qk_head_dim, config.qk_pos_emb_head_dim
         latent_query = hidden_states

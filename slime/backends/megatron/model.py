@@ -1,4 +1,6 @@
-"""Megatron's GPT model as the trainer sees it: a packed stream in, what the loss needs of the response tokens out."""
+"""Megatron's GPT model as the trainer sees it: a packed stream in, what
+the loss needs of the response tokens out.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -35,7 +37,9 @@ class ModelCall:
 
 
 class ScalarHead(MegatronModule):
-    """One row in place of the output matrix: the value of a critic, the score of a reward model. Alike on all TP ranks."""
+    """One row in place of the output matrix: the value of a critic, the score
+    of a reward model. Alike on all TP ranks.
+    """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
@@ -43,7 +47,9 @@ class ScalarHead(MegatronModule):
 
 
 class PackedGPTModel(GPTModel):
-    """Computes log-probs from hidden states and the vocabulary's slice, so that whole logits exist only if asked for."""
+    """Computes log-probs from hidden states and the vocabulary's slice, so
+    that whole logits exist only if asked for.
+    """
 
     real_vocab_size: int  # set by the builder: without the rows that pad the vocabulary
     padding_id: int | None = (
@@ -52,7 +58,9 @@ class PackedGPTModel(GPTModel):
     heads_losses: list[Tensor]  # set by the builder: what each micro-batch adds, until the trainer takes it
 
     def forward(self, stream: PackedStream, call: ModelCall, mb: MicroBatch) -> Tensor | TokenOutputs:
-        """Hidden states [T_local, 1, H] on all stages but the last; there TokenOutputs of all R response tokens."""
+        """Hidden states [T_local, 1, H] on all stages but the last;
+        there TokenOutputs of all R response tokens.
+        """
         decoder_input = None
         if self.pre_process:
             decoder_input = self._embed(stream)
@@ -74,8 +82,9 @@ class PackedGPTModel(GPTModel):
     def _embed(self, stream: PackedStream) -> Tensor:
         """[T_local, 1, H]. The padding token is looked up and not trained, as in the models of transformers.
 
-        Its row is zero there, where a norm has a gradient of thousands: one such token in an answer would otherwise decide the
-        gradient norm of the step, and clipping would take the step from all other weights.
+        Its row is zero there, where a norm has a gradient of thousands: one such token in an answer would
+        otherwise decide the gradient norm of the step, and clipping would take the step from all other
+        weights.
         """
         embedded = self.embedding(stream.input_ids, stream.position_ids)
         if self.padding_id is None or not embedded.requires_grad:
@@ -87,7 +96,9 @@ class PackedGPTModel(GPTModel):
         return torch.where(padding[:, None, None], embedded.detach(), embedded)
 
     def _values(self, hidden: Tensor, stream: PackedStream) -> TokenOutputs:
-        """Every tensor-parallel rank computes all of them, so that no gradient must be summed. No temperature: no logits."""
+        """Every tensor-parallel rank computes all of them, so that no gradient
+        must be summed. No temperature: no logits.
+        """
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp

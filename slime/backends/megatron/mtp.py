@@ -1,7 +1,8 @@
-"""Heads that predict further tokens: Megatron's layers on the last stage, trained beside the policy without touching it.
+"""Heads that predict further tokens: Megatron's layers on the last stage,
+trained beside the policy without touching it.
 
-A head reads the model's hidden states, the embedding and the output matrix without a gradient to them, so that the
-policy trains exactly as it would without heads. Not covered: context parallelism, tied embeddings.
+A head reads the model's hidden states, the embedding and the output matrix without a gradient to them, so
+that the policy trains exactly as it would without heads. Not covered: context parallelism, tied embeddings.
 """
 
 from collections.abc import Callable
@@ -32,7 +33,9 @@ from slime.backends.megatron.vocab_parallel import VocabSlice, vocab_parallel_lo
 
 
 class PackedHead(MultiTokenPredictionLayer):
-    """Megatron's own, but for recomputation: it would keep every argument as a tensor, and a stream is none."""
+    """Megatron's own, but for recomputation: it would keep every
+    argument as a tensor, and a stream is none.
+    """
 
     def _checkpointed_forward(self, forward_func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         tensors = kwargs.pop("hidden_states"), kwargs.pop("decoder_input")
@@ -63,7 +66,9 @@ def heads_spec(
 
 
 class _NoGradient(torch.autograd.Function):
-    """Zeros flow back instead of nothing: a parameter that never gets a gradient would stall overlapped reductions."""
+    """Zeros flow back instead of nothing: a parameter that never gets a
+    gradient would stall overlapped reductions.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -95,9 +100,11 @@ def also_train(values: Tensor, loss: Tensor) -> Tensor:
 def heads_loss(
     model: nn.Module, hidden: Tensor, stream: PackedStream, matrix: VocabSlice, mb: MicroBatch
 ) -> Tensor:
-    """Sum over masked response tokens of their negative log-prob as the heads predict them, averaged over the heads.
+    """Sum over masked response tokens of their negative log-prob as the
+    heads predict them, averaged over the heads.
 
-    `hidden` [T_local, 1, H] comes from the decoder. Head k predicts a token from k + 2 places before it, where there is one.
+    `hidden` [T_local, 1, H] comes from the decoder. Head k predicts a token from k
+    + 2 places before it, where there is one.
     """
     assert stream.plan is None, "heads with context parallelism are refused when the backend starts"
     count = model.config.mtp_num_layers
@@ -127,7 +134,9 @@ def heads_loss(
 
 
 def _whole(states: Tensor, model: nn.Module) -> Tensor:
-    """[T, H] on every tensor-parallel rank; the gradients of their slices of the vocabulary are summed on the way back."""
+    """[T, H] on every tensor-parallel rank; the gradients of their slices of
+    the vocabulary are summed on the way back.
+    """
     group = model.pg_collection.tp
     if model.config.sequence_parallel:
         return gather_from_sequence_parallel_region(states, tensor_parallel_output_grad=True, group=group)[

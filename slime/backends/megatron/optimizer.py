@@ -1,4 +1,6 @@
-"""Megatron's optimizers under our flags: one learning rate schedule for all backends, steps only with finite gradients."""
+"""Megatron's optimizers under our flags: one learning rate schedule for all
+backends, steps only with finite gradients.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,7 +12,9 @@ from torch import nn
 
 
 def build_optimizer(config: OptimizerConfig, chunks: Sequence[nn.Module], *, cpu: bool) -> Any:
-    """Matrices decay, vectors do not. Megatron's own scheduler would apply `wd_mult`; we have none, so it is done here."""
+    """Matrices decay, vectors do not. Megatron's own scheduler would apply
+    `wd_mult`; we have none, so it is done here.
+    """
     optimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=not cpu)
     for group in optimizer.param_groups:
         group["weight_decay"] = config.weight_decay * group["wd_mult"]
@@ -45,14 +49,17 @@ def step(optimizer: Any, grad_norm: float, clip_grad: float) -> None:
 
 
 def move_buffer(buffer: Any, device: torch.device, away: dict[int, tuple[torch.Tensor | None, int]]) -> None:
-    """Put Megatron's flat parameters on a device and leave its flat gradients without storage while they are away.
+    """Put Megatron's flat parameters on a device and leave its flat
+    gradients without storage while they are away.
 
-    Parameters and gradients are views of the two flat tensors, so only these two change their storage. `away` remembers
-    those without storage: their values on the host (None: gradients, which start from zero) and their size.
+    Parameters and gradients are views of the two flat tensors, so only these two change their storage. `away`
+    remembers those without storage: their values on the host (None: gradients, which start from zero) and
+    their size.
     """
     if buffer.param_data is None:
         raise ValueError(
-            "the trainer cannot leave its GPU without --use-distributed-optimizer: only there parameters are one buffer."
+            "the trainer cannot leave its GPU without --use-distributed-optimizer: only there parameters "
+            "are one buffer."
         )
     for flat, keep in ((buffer.param_data, True), (buffer.grad_data, False)):
         storage, nbytes = flat.untyped_storage(), flat.untyped_storage().nbytes()

@@ -1,4 +1,6 @@
-"""What megatron-core 0.16.1 gets wrong about checkpoints of torch's Adam, which it uses where TransformerEngine is missing."""
+"""What megatron-core 0.16.1 gets wrong about checkpoints of torch's Adam, which it
+uses where TransformerEngine is missing.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -30,7 +32,9 @@ def create_moments(optimizer: Any) -> None:
 
 
 def adam_step(optimizer: Any) -> int:
-    """How many steps Adam's moments have seen; 0 where there are none. All ranks call this: some may train nothing."""
+    """How many steps Adam's moments have seen; 0 where there are none. All
+    ranks call this: some may train nothing.
+    """
     steps = [
         state["step"]
         for inner in _torch_optimizers(optimizer)
@@ -58,8 +62,9 @@ def _on_its_device(step: Tensor, parameter: Tensor, group: dict[str, Any]) -> Te
 
 
 def install() -> None:
-    """Before a save or load. The distributed optimizer copies loaded values into its shards, but stumbles over the step among
-    them; and it cannot tell the step where a rank trains nothing."""
+    """Before a save or load. The distributed optimizer copies loaded values into its shards, but stumbles
+    over the step among them; and it cannot tell the step where a rank trains nothing.
+    """
     global _installed
     if _installed:
         return

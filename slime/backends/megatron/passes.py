@@ -1,4 +1,6 @@
-"""Micro-batches through Megatron's schedules: the same call is a plain loop, a pipeline or an interleaved pipeline."""
+"""Micro-batches through Megatron's schedules: the same call is a plain
+loop, a pipeline or an interleaved pipeline.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,8 @@
-"""How tokens are routed to experts: choices that are replayed or recorded, balance losses, and how the load is spread.
+"""How tokens are routed to experts: choices that are replayed or recorded,
+balance losses, and how the load is spread.
 
-A micro-batch's routes travel with its stream to every mixture layer. Choices can be given (those of the engine that
-sampled, or of an earlier pass), and can be recorded. Padding counts in no loss and no statistic.
+A micro-batch's routes travel with its stream to every mixture layer. Choices can be given (those of the
+engine that sampled, or of an earlier pass), and can be recorded. Padding counts in no loss and no statistic.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +28,9 @@ Recorded = dict[int, Tensor]  # layer -> chosen experts [T, topk] of this rank's
 
 @dataclass(slots=True)
 class Routes:
-    """What the routers of one micro-batch need to know of this rank's T tokens, in the order in which they see them."""
+    """What the routers of one micro-batch need to know of this rank's T
+    tokens, in the order in which they see them.
+    """
 
     padding: Tensor  # [T] bool
     groups: Tensor  # [T] which set of tokens each is balanced with
@@ -48,7 +51,9 @@ class Routes:
 
 @dataclass(frozen=True, slots=True)
 class RoutingPlan:
-    """What a pass does with its micro-batches' choices. Recorded ones are kept by the samples of a micro-batch."""
+    """What a pass does with its micro-batches' choices. Recorded ones
+    are kept by the samples of a micro-batch.
+    """
 
     step_tokens: float = 1.0
     follow_engine: bool = False  # use the choices that came with the samples
@@ -59,7 +64,9 @@ class RoutingPlan:
 def build_routes(
     mb: MicroBatch, stream: PackedStream, config: TransformerConfig, plan: RoutingPlan, tp: tuple[int, int]
 ) -> Routes:
-    """`tp`: number and index of the ranks that share this rank's tokens (sequence parallelism), else (1, 0)."""
+    """`tp`: number and index of the ranks that share this rank's
+    tokens (sequence parallelism), else (1, 0).
+    """
     lengths = stream.documents.lengths
     device = mb.input_ids.device
     padding = torch.ones(sum(lengths), dtype=torch.bool, device=device)
@@ -95,14 +102,17 @@ def check_engine_choices(mb: MicroBatch, config: TransformerConfig) -> None:
     found = mb.routed_experts
     if found is None:
         raise ValueError(
-            "--use-rollout-routing-replay: the samples carry no rollout_routed_experts; use engines that return them, or "
+            "--use-rollout-routing-replay: the samples carry no rollout_routed_experts; use engines that "
+            "return them, or "
             "--use-routing-replay, which needs none."
         )
     expected = (config.num_layers, config.moe_router_topk)
     if tuple(found.shape[1:]) != expected or int(found.max()) >= config.num_moe_experts:
         raise ValueError(
-            f"--use-rollout-routing-replay: the samples carry choices of {tuple(found.shape[1:])} (layers, experts per token) "
-            f"with expert {int(found.max())} among them; the model has {expected} and {config.num_moe_experts} experts. "
+            f"--use-rollout-routing-replay: the samples carry choices of {tuple(found.shape[1:])} (layers, "
+            "experts per token) "
+            f"with expert {int(found.max())} among them; the model has {expected} and "
+            f"{config.num_moe_experts} experts. "
             "Engines and trainer must run the same model."
         )
 
@@ -157,8 +167,9 @@ class PackedRouter(TopKRouter):
 class BalanceLosses:
     """Load balancing and z-loss of one layer, as means over the real tokens of an optimizer step.
 
-    Load balancing of a set of n tokens is E sum_i f_i p_i, with f_i the share of choices that fell on expert i and p_i its
-    mean probability: 1 where all are used alike. Sets are whole micro-batches (aux_loss) or samples (seq_aux_loss).
+    Load balancing of a set of n tokens is E sum_i f_i p_i, with f_i the share of choices that fell on expert
+    i and p_i its mean probability: 1 where all are used alike. Sets are whole micro-batches (aux_loss) or
+    samples (seq_aux_loss).
     """
 
     config: Any
@@ -184,7 +195,9 @@ class BalanceLosses:
     def _balance(
         self, logits: Tensor, routing_map: Tensor, routes: Routes, group: dist.ProcessGroup
     ) -> Tensor:
-        """This rank's part: its tokens' probabilities against the counts of all ranks that share the micro-batch."""
+        """This rank's part: its tokens' probabilities against the counts
+        of all ranks that share the micro-batch.
+        """
         real = (~routes.padding).float()[:, None]
         if self.config.moe_router_score_function == "sigmoid":
             scores = torch.sigmoid(logits.float())
@@ -226,7 +239,8 @@ def routers_of(chunks: Sequence[nn.Module]) -> list[PackedRouter]:
 
 
 def take_metrics(routers: Sequence[PackedRouter], num_experts: int) -> tuple[Tensor, dict[str, float]]:
-    """Counts [layers, experts] over all ranks and layers since the last call, and the balance losses as means over layers.
+    """Counts [layers, experts] over all ranks and layers since the last call, and
+    the balance losses as means over layers.
 
     A collective of all ranks.
     """

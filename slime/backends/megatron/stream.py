@@ -1,7 +1,9 @@
-"""A micro-batch as Megatron sees it: this rank's tokens, boundaries and rotary angles, and where the response logits are.
+"""A micro-batch as Megatron sees it: this rank's tokens, boundaries and rotary
+angles, and where the response logits are.
 
-Documents are padded at their end where context parallelism cuts them into equal chunks, or where sequence parallelism
-needs a divisible count. Under a causal mask no real token sees the padding, and no loss term reads it.
+Documents are padded at their end where context parallelism cuts them into equal chunks, or where sequence
+parallelism needs a divisible count. Under a causal mask no real token sees the padding, and no loss term
+reads it.
 """
 
 from dataclasses import dataclass
@@ -59,10 +61,11 @@ def build_stream(
     after_token: bool = False,
     equal_over: dist.ProcessGroup | None = None,
 ) -> PackedStream:
-    """`rotary` is the HF model's own rotary embedding, so that every kind of RoPE scaling is the one of the hub model.
+    """`rotary` is the HF model's own rotary embedding, so that every kind of
+    RoPE scaling is the one of the hub model.
 
-    `after_token`: the rows are those of the response tokens, not of the tokens before them. `equal_over`: ranks that must hold
-    equally many tokens, on which all of them call this.
+    `after_token`: the rows are those of the response tokens, not of the tokens before them. `equal_over`:
+    ranks that must hold equally many tokens, on which all of them call this.
     """
     device = mb.input_ids.device
     lengths = padded_lengths(mb.documents.lengths, cp_size=cp_size, token_multiple=token_multiple)

@@ -1,7 +1,9 @@
-"""TransformerEngine's attention in Megatron's layers, where it is installed and computes what our own attention does.
+"""TransformerEngine's attention in Megatron's layers, where it is installed
+and computes what our own attention does.
 
-`--attention-backend` chooses. Before a model is built both attentions are given the same small packed batch; another output or
-another gradient on any rank, and TransformerEngine's is not used. Positions stay ours: queries and keys arrive rotated.
+`--attention-backend` chooses. Before a model is built both attentions are given the same small packed batch;
+another output or another gradient on any rank, and TransformerEngine's is not used. Positions stay ours:
+queries and keys arrive rotated.
 
 Not covered, and refused: context parallelism, which TransformerEngine cuts into messages of its own.
 """
@@ -27,12 +29,15 @@ logger = logging.getLogger(__name__)
 
 # Documents of the trial: shorter and longer than the blocks that kernels work in.
 _TRIAL_LENGTHS = (33, 1, 129, 7, 64)
-# Of the largest value: the rounding of 16-bit numbers is 0.004, a wrong mask or scale is off by more than a tenth.
+# Of the largest value: the rounding of 16-bit numbers is 0.004, a wrong
+# mask or scale is off by more than a tenth.
 _TOLERANCE = 0.02
 
 
 class TransformerEngineAttention(PackedCoreAttention):
-    """Our core attention but for the kernel: `engine` is a class built and called like megatron-core's TEDotProductAttention."""
+    """Our core attention but for the kernel: `engine` is a class built and called
+    like megatron-core's TEDotProductAttention.
+    """
 
     engine: type  # set by `with_engine`
 
@@ -44,7 +49,8 @@ class TransformerEngineAttention(PackedCoreAttention):
         options["softmax_scale"] = width**-0.5 if self.scale is None else self.scale
         if k_channels is not None:
             options |= {"k_channels": k_channels, "v_channels": v_channels}
-        # Inside a tuple it is no submodule: it has no weights, and its entries would make checkpoints differ by attention.
+        # Inside a tuple it is no submodule: it has no weights, and its entries
+        # would make checkpoints differ by attention.
         self._engine = (self.engine(**options),)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, stream: PackedStream) -> Tensor:
@@ -68,7 +74,9 @@ def _boundaries(documents: PackedDocuments) -> PackedSeqParams:
 
 
 def with_engine(ours: type[PackedCoreAttention], engine: type) -> type[PackedCoreAttention]:
-    """`ours` with the kernel of `engine`; a class, because Megatron's modules build their attention from one."""
+    """`ours` with the kernel of `engine`; a class, because
+    Megatron's modules build their attention from one.
+    """
     return type(f"TransformerEngine{ours.__name__}", (TransformerEngineAttention, ours), {"engine": engine})
 
 
@@ -83,7 +91,9 @@ def installed_engine() -> type | None:
 def choose_attention(
     args: Any, config: TransformerConfig, device: torch.device, engine: type | None = None
 ) -> type[PackedCoreAttention]:
-    """The core attention of a model, the same on all ranks, which call this together. `engine`: in place of the installed one."""
+    """The core attention of a model, the same on all ranks, which call this together.
+    `engine`: in place of the installed one.
+    """
     ours = LatentCoreAttention if config.multi_latent_attention else PackedCoreAttention
     choice = args.attention_backend
     if choice == "local":
@@ -97,7 +107,8 @@ def choose_attention(
         return with_engine(ours, engine)
     if choice != "auto":
         raise ValueError(
-            f"--attention-backend is {choice}, a kernel of TransformerEngine's, but {reason}; use auto or local."
+            f"--attention-backend is {choice}, a kernel of TransformerEngine's, but {reason}; use auto or "
+            "local."
         )
     _log_once(f"attention: slime's own, because {reason}")
     return ours
@@ -122,7 +133,9 @@ def why_unfit(args: Any, config: TransformerConfig, device: torch.device) -> str
 def why_refused(
     ours: type[PackedCoreAttention], engine: type | None, config: TransformerConfig, device: torch.device
 ) -> str | None:
-    """Builds and runs both attentions: why this rank cannot use `engine`, or None where outputs and gradients agree."""
+    """Builds and runs both attentions: why this rank cannot use `engine`,
+    or None where outputs and gradients agree.
+    """
     if engine is None:
         return "the package transformer_engine is not installed"
     inputs = _trial_inputs(config, device)
@@ -143,7 +156,9 @@ def why_refused(
 def _trial_inputs(
     config: TransformerConfig, device: torch.device
 ) -> tuple[list[Tensor], Tensor, PackedStream]:
-    """Query, key and value of one rank's heads, the gradient of the output, and the boundaries and angles of the documents."""
+    """Query, key and value of one rank's heads, the gradient of the output, and
+    the boundaries and angles of the documents.
+    """
     tp, width = config.tensor_model_parallel_size, config.kv_channels
     heads, groups = config.num_attention_heads // tp, max(config.num_query_groups // tp, 1)
     value_width = config.v_head_dim if config.multi_latent_attention else width

@@ -1,4 +1,6 @@
-"""A model beside the trained one that never trains: a teacher of another size, cut over the ranks in the same way."""
+"""A model beside the trained one that never trains: a teacher of another
+size, cut over the ranks in the same way.
+"""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +28,9 @@ from slime.backends.megatron.weights import HubWeights
 
 
 class FrozenModel:
-    """Weights without gradients and without an optimizer, in host memory between passes. All ranks call its methods together."""
+    """Weights without gradients and without an optimizer, in host memory between
+    passes. All ranks call its methods together.
+    """
 
     def __init__(
         self, args: Any, path: str | Path, layout: Layout, dtype: torch.dtype, device: torch.device

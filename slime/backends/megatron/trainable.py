@@ -11,7 +11,9 @@ from slime.backends.megatron.weights import Entry
 
 
 def freeze(args: Any, entries: Sequence[Entry]) -> None:
-    """Freeze what --only-train-params-name-list leaves out, or what --freeze-params-name-list names; before the optimizer."""
+    """Freeze what --only-train-params-name-list leaves out, or what
+    --freeze-params-name-list names; before the optimizer.
+    """
     only, frozen = args.only_train_params_name_list, args.freeze_params_name_list
     if not (only or frozen):
         return
@@ -35,7 +37,8 @@ def _matches(flag: str, patterns: Iterable[str], entry: Entry) -> bool:
         inside = next(name for name, matched in found.items() if matched)
         outside = next(name for name, matched in found.items() if not matched)
         raise ValueError(
-            f"{flag} matches {inside} but not {outside}: Megatron keeps both in one matrix, which trains or stays as a "
+            f"{flag} matches {inside} but not {outside}: Megatron keeps both in one matrix, which trains or "
+            "stays as a "
             "whole; name both (or use --train-backend fsdp)."
         )
     return next(iter(found.values()))

@@ -1,7 +1,9 @@
-"""Log-probs and entropy where each tensor-parallel rank holds a slice of the vocabulary, a chunk of tokens at a time.
+"""Log-probs and entropy where each tensor-parallel rank holds a slice of the
+vocabulary, a chunk of tokens at a time.
 
-The same mathematics as `slime.algorithms.logprobs`: full logits never exist, the backward pass computes each chunk's
-logits again from the saved log-sum-exp. Per chunk three numbers per token cross the ranks, and never a logit.
+The same mathematics as `slime.algorithms.logprobs`: full logits never exist, the backward pass computes each
+chunk's logits again from the saved log-sum-exp. Per chunk three numbers per token cross the ranks, and never
+a logit.
 """
 
 from dataclasses import dataclass
@@ -85,7 +87,9 @@ class _VocabParallelLogProbs(torch.autograd.Function):
 
 
 def _cut(logits: Tensor, nucleus: Nucleus | None, targets: Tensor, part: slice, first: int) -> Tensor:
-    """The rows `part` of this rank's slice, which starts at vocabulary entry `first`, cut to what their tokens were drawn from."""
+    """The rows `part` of this rank's slice, which starts at vocabulary entry `first`,
+    cut to what their tokens were drawn from.
+    """
     if nucleus is None:
         return logits
     return nucleus.rows(part.start, part.start + logits.shape[0]).cut_(logits, targets[part], first)
@@ -110,11 +114,12 @@ def vocab_parallel_log_probs(
     memory_gib: float = 0.0,
     nucleus: Nucleus | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs [T] and entropies [T], the same on all ranks of `group`; `weight` [V / size, H] is this rank's slice.
+    """Log-probs [T] and entropies [T], the same on all ranks of `group`;
+    `weight` [V / size, H] is this rank's slice.
 
-    The gradient of `hidden` is this rank's part: the caller sums it over the ranks. Rows at or above `vocab_size` pad.
-    `memory_gib` is for logits kept for the backward pass, where one rank has the whole vocabulary. `nucleus`: of T
-    rows, over whose ids each softmax goes; None: over all.
+    The gradient of `hidden` is this rank's part: the caller sums it over the ranks. Rows at or above
+    `vocab_size` pad. `memory_gib` is for logits kept for the backward pass, where one rank has the whole
+    vocabulary. `nucleus`: of T rows, over whose ids each softmax goes; None: over all.
     """
     if group.size() == 1 and weight.shape[0] == vocab_size:
         return chunked_log_probs(
@@ -235,7 +240,9 @@ class VocabSlice:
         temperature: float,
         chunk_size: int,
     ) -> Tensor:
-        """[R] in fp32, the same on all ranks. The gradient of `hidden` is this rank's part: the caller sums it."""
+        """[R] in fp32, the same on all ranks. The gradient of `hidden`
+        is this rank's part: the caller sums it.
+        """
         rows = chunk_size if chunk_size > 0 else max(1, MAX_CHUNK_ELEMENTS // self.weight.shape[0])
         theirs = teacher_hidden.to(teacher.weight.dtype)
         return _VocabParallelReverseKL.apply(

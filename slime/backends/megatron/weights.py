@@ -1,6 +1,8 @@
-"""Weights in and out under hub names: read from a checkpoint folder into any layout, exported from any layout by buckets.
+"""Weights in and out under hub names: read from a checkpoint folder into any
+layout, exported from any layout by buckets.
 
-Every parameter is mapped exactly once. What is missing, left over or wrongly shaped is one error that lists it.
+Every parameter is mapped exactly once. What is missing, left over or
+wrongly shaped is one error that lists it.
 """
 
 import json
@@ -36,7 +38,9 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """An exported parameter as every rank of the pipeline knows it; `hub` holds the names per expert-parallel rank."""
+    """An exported parameter as every rank of the pipeline knows it; `hub`
+    holds the names per expert-parallel rank.
+    """
 
     kind: str
     is_expert: bool
@@ -110,7 +114,7 @@ class HubWeights:
         """What belongs to the weights without being trained; copies of the weights must include it."""
         return [entry.parameter for entry in self.entries if not isinstance(entry.parameter, nn.Parameter)]
 
-    # -- in ----------------------------------------------------------------------------------------------------------
+    # -- in --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def load(self, path: str | Path) -> None:
@@ -162,7 +166,7 @@ class HubWeights:
         pattern = self._family.heads_pattern(self._dims)
         return {name for name in names if pattern is not None and pattern.fullmatch(name)}
 
-    # -- out ---------------------------------------------------------------------------------------------------------
+    # -- out -------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def buckets(self, bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[Bucket]:
@@ -196,7 +200,9 @@ class HubWeights:
         return [entry for entry in self.entries if entry.shown]
 
     def untrained(self, path: str | Path, bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[Bucket]:
-        """Heads that predict further tokens, from the folder they came with: they are no part of the model built here."""
+        """Heads that predict further tokens, from the folder they came with:
+        they are no part of the model built here.
+        """
         with CheckpointFolder(path) as folder:
             bucket: Bucket = []
             trained = {
@@ -298,7 +304,9 @@ def _shards(rule: Rule) -> tuple[int, int]:
 
 
 def _grouped(pieces: list[Piece], bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[list[Piece]]:
-    """Neighbours of one kind of ownership and dtype whose gathered size stays within the limit (a larger one alone)."""
+    """Neighbours of one kind of ownership and dtype whose gathered size
+    stays within the limit (a larger one alone).
+    """
     group: list[Piece] = []
     size = 0
     for piece in pieces:

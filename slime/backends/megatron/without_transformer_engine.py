@@ -1,5 +1,6 @@
-"""megatron-core 0.16.1 with and without TransformerEngine: what it leaves undefined where the package is missing, and its optimizers,
-which are never used."""
+"""megatron-core 0.16.1 with and without TransformerEngine: what it leaves undefined where the package is
+missing, and its optimizers, which are never used.
+"""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -25,8 +26,9 @@ def install() -> None:
 
 
 def _use_torch_optimizers() -> None:
-    """Where TransformerEngine or Apex is installed, Megatron takes Adam from there, which counts its steps elsewhere: checkpoints
-    are written and read for torch's."""
+    """Where TransformerEngine or Apex is installed, Megatron takes Adam from there, which counts its steps
+    elsewhere: checkpoints are written and read for torch's.
+    """
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
     from torch.optim import SGD

@@ -7,7 +7,9 @@ from pathlib import Path
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """torch wraps what a rank met in an exception that is no `Exception`, and would end the process unheard."""
+    """torch wraps what a rank met in an exception that is no
+    `Exception`, and would end the process unheard.
+    """
     # Only where a checkpoint is written or read.
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -26,6 +28,7 @@ def unreadable_named(path: Path) -> Iterator[None]:
             yield
     except Exception as error:  # readers of half a file raise anything: EOFError, KeyError, RuntimeError, ...
         raise ValueError(
-            f"checkpoint {path} cannot be read: it is damaged or incomplete ({type(error).__name__}: {error}); restore it, or "
+            f"checkpoint {path} cannot be read: it is damaged or incomplete ({type(error).__name__}: "
+            f"{error}); restore it, or "
             "use the one before it (--ckpt-step)."
         ) from error

@@ -1,4 +1,6 @@
-"""Writes a folder that `from_pretrained` reads, from a stream of weight buckets; it appears whole or not at all."""
+"""Writes a folder that `from_pretrained` reads, from a stream of weight
+buckets; it appears whole or not at all.
+"""
 
 import itertools
 import json
@@ -33,8 +35,8 @@ def save(
 ) -> None:
     """Write config, generation config, tokenizer and safetensors next to `path`, then rename. Rank 0 writes.
 
-    `source` is the HF model the weights were trained from; all ranks walk through `buckets`. With `scalar` the weights are
-    those of a sequence classification with one label: a reward model.
+    `source` is the HF model the weights were trained from; all ranks walk through `buckets`. With `scalar`
+    the weights are those of a sequence classification with one label: a reward model.
     """
     # Heavy import, only needed where a model is saved.
     from transformers import AutoConfig, GenerationConfig
@@ -106,7 +108,9 @@ def _copy_tokenizer(source: str, folder: Path) -> None:
 
 
 def _replace(new: Path, path: Path) -> None:
-    """Rename `new` to `path`; an older folder there is moved aside first, to a name that nobody has, and removed after."""
+    """Rename `new` to `path`; an older folder there is moved aside first, to a
+    name that nobody has, and removed after.
+    """
     if not path.exists():
         new.rename(path)
         return

@@ -1,4 +1,6 @@
-"""Builds packed micro-batches from a rank's batch: concatenation and index arithmetic, no loop over tokens."""
+"""Builds packed micro-batches from a rank's batch: concatenation
+and index arithmetic, no loop over tokens.
+"""
 
 from collections.abc import Sequence
 
@@ -14,11 +16,14 @@ from slime.utils.types import RolloutBatch
 def build_micro_batch(
     batch: RolloutBatch, positions: Sequence[int], token_keys: Sequence[str] = (), *, replay: bool = False
 ) -> MicroBatch:
-    """The samples at `positions` as one packed stream; `token_keys` name per-token lists of the batch to carry along.
+    """The samples at `positions` as one packed stream; `token_keys` name
+    per-token lists of the batch to carry along.
 
-    `replay`: with the experts that the engine chose. The ids that it drew tokens from come along wherever they were recorded.
+    `replay`: with the experts that the engine chose. The ids that it drew tokens
+    from come along wherever they were recorded.
 
-    No positions: a two-token stream whose one target has mask 0, so that a rank without samples runs the same passes.
+    No positions: a two-token stream whose one target has mask 0, so that a
+    rank without samples runs the same passes.
     """
     if not positions:
         return _empty_micro_batch(token_keys)

@@ -1,4 +1,5 @@
-"""Heads that predict further tokens and that a trainer did not build: copied unchanged from the model it started from.
+"""Heads that predict further tokens and that a trainer did not build: copied
+unchanged from the model it started from.
 
 Without them a written folder would announce heads in its config that it does not hold.
 """
@@ -22,7 +23,9 @@ _LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
 
 
 def is_further_head(name: str, num_layers: int) -> bool:
-    """Whether a hub tensor belongs to a head: by its name, or because its layer comes after the decoder's last."""
+    """Whether a hub tensor belongs to a head: by its name, or because
+    its layer comes after the decoder's last.
+    """
     layer = _LAYER.search(name)
     return bool(_NAMED.search(name)) or (layer is not None and int(layer[2]) >= num_layers)
 

@@ -18,7 +18,9 @@ FILE = "kept_versions.json"
 
 
 class KeptVersions:
-    """One per rank. An asynchronous run trains on samples of an older push; which one stands on the samples."""
+    """One per rank. An asynchronous run trains on samples of an
+    older push; which one stands on the samples.
+    """
 
     def __init__(self, backend: TrainBackend) -> None:
         self._backend = backend
@@ -33,14 +35,17 @@ class KeptVersions:
         self._numbers[NEWEST] = number
 
     def save(self, path: Path) -> None:
-        """Which versions the copies in the checkpoint `path` are. One rank calls it; the backend saves the copies."""
+        """Which versions the copies in the checkpoint `path` are. One
+        rank calls it; the backend saves the copies.
+        """
         (path / FILE).write_text(json.dumps(self._numbers))
 
     def load(self, path: Path) -> None:
         """Go on with what `save` wrote, after the backend has loaded the copies."""
         if not (path / FILE).is_file():
             logger.warning(
-                "--keep-old-actor: checkpoint %s holds no weights of earlier pushes (it was saved without the flag): samples "
+                "--keep-old-actor: checkpoint %s holds no weights of earlier pushes (it was saved without "
+                "the flag): samples "
                 "that it left unfinished or untrained cannot be trained on, and stop the run.",
                 path,
             )
@@ -50,12 +55,15 @@ class KeptVersions:
         for tag, number in self._numbers.items():
             if not self._backend.has_weights(tag):
                 raise ValueError(
-                    f"checkpoint {path} says that it keeps the weights of push {number}, but its folder {tag} is missing: "
+                    f"checkpoint {path} says that it keeps the weights of push {number}, but its folder "
+                    f"{tag} is missing: "
                     f"restore it, or remove {FILE} to go on without them."
                 )
 
     def tag_of(self, batch: RolloutBatch, current: int | None) -> str:
-        """The tag of the weights that sampled the batch; "actor" where they are the live ones (version `current`)."""
+        """The tag of the weights that sampled the batch; "actor" where
+        they are the live ones (version `current`).
+        """
         if "versions" not in batch:
             raise ValueError(
                 "--keep-old-actor: the samples do not say which weights made them; use an engine that does."
@@ -73,8 +81,10 @@ class KeptVersions:
             if kept == number:
                 return tag
         raise ValueError(
-            f"--keep-old-actor keeps the weights of the last two pushes ({sorted(self._numbers.values())}), but the batch was "
-            f"sampled by version {number}; push weights more rarely (--update-weights-interval), or use --use-rollout-logprobs."
+            f"--keep-old-actor keeps the weights of the last two pushes ({sorted(self._numbers.values())}), "
+            "but the batch was "
+            f"sampled by version {number}; push weights more rarely (--update-weights-interval), or use "
+            "--use-rollout-logprobs."
         )
 
 

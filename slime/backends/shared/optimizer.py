@@ -1,4 +1,6 @@
-"""The optimizer and its learning rate, from the flags: AdamW or SGD; constant, linear or cosine after a warm-up."""
+"""The optimizer and its learning rate, from the flags: AdamW or SGD;
+constant, linear or cosine after a warm-up.
+"""
 
 import math
 from collections.abc import Iterable
@@ -16,7 +18,8 @@ def learning_rate(args: Any, step: int, decay_steps: int | None) -> float:
         return args.lr
     if not decay_steps:
         raise ValueError(
-            f"--lr-decay-style is {args.lr_decay_style} but the number of steps to decay over is unknown: set --lr-decay-iters."
+            f"--lr-decay-style is {args.lr_decay_style} but the number of steps to decay over is unknown: "
+            "set --lr-decay-iters."
         )
     span = max(decay_steps - args.lr_warmup_iters, 1)
     progress = min((step - args.lr_warmup_iters) / span, 1.0)
@@ -50,7 +53,9 @@ def build_optimizer(args: Any, named_parameters: Iterable[tuple[str, nn.Paramete
 
 
 def init_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create the state that AdamW would create in its first step, so that a checkpoint can be read into it."""
+    """Create the state that AdamW would create in its first step,
+    so that a checkpoint can be read into it.
+    """
     if not isinstance(optimizer, torch.optim.AdamW):
         return
     for group in optimizer.param_groups:

@@ -54,19 +54,24 @@ def load_critic(critic: Any, args: Any, path: Path) -> None:
         logger.warning("checkpoint %s has no critic: it starts from %s.", path, critic.args.hf_checkpoint)
     else:
         raise ValueError(
-            f"checkpoint {path} has no critic, but --advantage-estimator {args.advantage_estimator} trains one: resume with the "
+            f"checkpoint {path} has no critic, but --advantage-estimator {args.advantage_estimator} trains "
+            "one: resume with the "
             "estimator it was saved with, or take only its weights with --finetune."
         )
 
 
 def moving_copies(args: Any) -> tuple[str, ...]:
-    """Tags of the copies that change as the run goes on, so that a checkpoint must hold them beside the live weights."""
+    """Tags of the copies that change as the run goes on, so that a
+    checkpoint must hold them beside the live weights.
+    """
     reference = ("ref",) if args.ref_update_interval else ()
     return (*reference, *(old_policy.TAGS if args.keep_old_actor else ()))
 
 
 def save_copies(args: Any, copies: WeightCopies, path: Path, write: Callable[[Path], None]) -> None:
-    """Each into a folder of its own in the checkpoint `path`; `write` saves the weights that the live model holds then."""
+    """Each into a folder of its own in the checkpoint `path`; `write` saves
+    the weights that the live model holds then.
+    """
     for tag in moving_copies(args):
         if tag in copies:
             with copies.active(tag):
@@ -74,7 +79,9 @@ def save_copies(args: Any, copies: WeightCopies, path: Path, write: Callable[[Pa
 
 
 def load_copies(args: Any, copies: WeightCopies, path: Path, read: Callable[[Path], None]) -> None:
-    """What `save_copies` wrote; `read` puts the weights of a folder into the live model. --finetune starts copies anew."""
+    """What `save_copies` wrote; `read` puts the weights of a folder into the
+    live model. --finetune starts copies anew.
+    """
     if args.finetune:
         return
     for tag in moving_copies(args):

@@ -1,4 +1,6 @@
-"""What the checkpoint folders of both trainers have in common: `trainer.json` and the random state of each rank."""
+"""What the checkpoint folders of both trainers have in common:
+`trainer.json` and the random state of each rank.
+"""
 
 import json
 import logging
@@ -25,13 +27,17 @@ def is_checkpoint(path: str | Path) -> bool:
 
 
 def check_content(path: Path, args: Any) -> None:
-    """Before a checkpoint is read as a model beside the policy: its files are what was written, each rank reads its share."""
+    """Before a checkpoint is read as a model beside the policy: its files are
+    what was written, each rank reads its share.
+    """
     if not args.no_load_verify:
         check_trainer_folder(path, share=(dist.get_rank(), dist.get_world_size()))
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """What `trainer.json` says; a folder that is no trainer checkpoint or of another format is a ValueError."""
+    """What `trainer.json` says; a folder that is no trainer
+    checkpoint or of another format is a ValueError.
+    """
     file = path / MANIFEST
     if not file.is_file():
         raise ValueError(f"{path} is no trainer checkpoint: {MANIFEST} is missing.")
@@ -47,12 +53,14 @@ def check_optimizer(manifest: dict[str, Any], optimizer: str, path: Path) -> Non
     """ValueError where the saved moments are missing, or of another optimizer."""
     if manifest["optimizer"] is None:
         raise ValueError(
-            f"checkpoint {path} was saved without optimizer state: go on with --no-load-optim, or take only its weights "
+            f"checkpoint {path} was saved without optimizer state: go on with --no-load-optim, or take only "
+            "its weights "
             "with --finetune."
         )
     if manifest["optimizer"] != optimizer:
         raise ValueError(
-            f"checkpoint {path} holds the state of --optimizer {manifest['optimizer']}, this run uses {optimizer}: use the "
+            f"checkpoint {path} holds the state of --optimizer {manifest['optimizer']}, this run uses "
+            f"{optimizer}: use the "
             "same, or load it with --finetune (weights only)."
         )
 

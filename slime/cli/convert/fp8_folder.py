@@ -1,4 +1,6 @@
-"""A Hugging Face folder with its linear weights in FP8: file by file, and the new folder appears whole or not at all."""
+"""A Hugging Face folder with its linear weights in FP8: file by file, and
+the new folder appears whole or not at all.
+"""
 
 import argparse
 import json
@@ -107,13 +109,17 @@ def _write(file: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _stays(name: str, tensors: dict[str, Tensor]) -> bool:
-    """Whether this is a linear layer that was left as it is; readers of the folder must know. Embeddings are none."""
+    """Whether this is a linear layer that was left as it is; readers of
+    the folder must know. Embeddings are none.
+    """
     matrix = name.endswith(".weight") and tensors[name].ndim == 2 and not name.endswith(_EMBEDDINGS)
     return matrix and tensors[name].element_size() > 1
 
 
 def _copy_rest(source: Path, target: Path) -> None:
-    """Tokenizer, generation config, chat template, code: everything but weights and what was written already."""
+    """Tokenizer, generation config, chat template, code: everything
+    but weights and what was written already.
+    """
     for file in source.iterdir():
         weights = file.suffix in (".safetensors", ".bin", ".pt", ".pth") or file.name.endswith(".index.json")
         if file.is_file() and not weights and not (target / file.name).exists():

@@ -1,6 +1,8 @@
-"""Hugging Face folders into trainer checkpoints and back, by the trainer's own code, in one process on the CPU.
+"""Hugging Face folders into trainer checkpoints and back, by the
+trainer's own code, in one process on the CPU.
 
-FSDP keeps fp32 weights, four bytes per parameter; Megatron keeps the model's own dtype and a gradient buffer beside it.
+FSDP keeps fp32 weights, four bytes per parameter; Megatron keeps the model's
+own dtype and a gradient buffer beside it.
 """
 
 import argparse
@@ -34,7 +36,9 @@ def from_hf(options: argparse.Namespace) -> None:
 
 
 def to_hf(options: argparse.Namespace) -> None:
-    """The weights of a checkpoint with config, generation config and tokenizer of the model it started from."""
+    """The weights of a checkpoint with config, generation config
+    and tokenizer of the model it started from.
+    """
     source, target = Path(options.hf_checkpoint), Path(options.save)
     _refuse_existing(target)
     _need_model(source)
@@ -48,11 +52,14 @@ def to_hf(options: argparse.Namespace) -> None:
 
 
 def _name_left_out(source: Path, target: Path) -> None:
-    """A trainer writes what it builds, and copies heads that predict further tokens; what else a folder holds is left out."""
+    """A trainer writes what it builds, and copies heads that predict further
+    tokens; what else a folder holds is left out.
+    """
     left = sorted(_tensors(source) - _tensors(target))
     if left:
         print(
-            f"left out, because this trainer does not build them: {len(left)} tensors of {source}, the first is {left[0]}"
+            f"left out, because this trainer does not build them: {len(left)} tensors of {source}, the "
+            f"first is {left[0]}"
         )
 
 
@@ -75,9 +82,11 @@ def _find(folder: Path, step: int | None) -> Path:
     steps = step_folders(folder)
     if not steps:
         raise ValueError(
-            f"--load {folder} holds no checkpoint: give a folder that --save of a run wrote, or one step_* in it."
+            f"--load {folder} holds no checkpoint: give a folder that --save of a run wrote, or one step_* "
+            "in it."
         )
-    # Chosen by number: a damaged one is refused and the one before it offered, where a run would go on from that.
+    # Chosen by number: a damaged one is refused and the one before it
+    # offered, where a run would go on from that.
     return find_step(folder, max(steps) if step is None else step, damage_of=by_content).trainer
 
 
@@ -95,7 +104,9 @@ def _need_model(source: Path) -> None:
 
 @contextmanager
 def _trainer(kind: str, source: Path) -> Iterator[Any]:
-    """The trainer of one process with the weights of `source`. SGD, because Adam would take room for its moments."""
+    """The trainer of one process with the weights of `source`. SGD,
+    because Adam would take room for its moments.
+    """
     # Heavy import, only needed here.
     from transformers import AutoConfig
 

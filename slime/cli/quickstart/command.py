@@ -97,9 +97,11 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
 
 
 def rehearse(options: Options, screen: Screen) -> None:
-    """Everything up to the first step of training, in a folder that is thrown away: what is wrong is told here.
+    """Everything up to the first step of training, in a folder that is
+    thrown away: what is wrong is told here.
 
-    Nothing of an earlier quick start is touched before this has passed, and no flag fails only after the warm-up.
+    Nothing of an earlier quick start is touched before this has passed,
+    and no flag fails only after the warm-up.
     """
     recipe = recipe_of(options)
     with tempfile.TemporaryDirectory(prefix="slime-quickstart-") as name:
@@ -154,7 +156,8 @@ def check_evaluations(args: Args) -> None:
         raise ValueError("--skip-eval-before-train: a quick start compares before with after; leave it out.")
     if args.eval_interval is None or args.eval_interval > args.num_rollout:
         raise ValueError(
-            f"--eval-interval is {args.eval_interval}, but the run has {args.num_rollout} steps: a quick start compares "
+            f"--eval-interval is {args.eval_interval}, but the run has {args.num_rollout} steps: a quick "
+            "start compares "
             "before with after; use at most that."
         )
 
@@ -272,7 +275,8 @@ def report(outcome: Outcome, summary: dict, recipe: Recipe, options: Options, sc
         screen.say("No plot: matplotlib is missing (pip install 'slime[plot]').")
     screen.show_outcome(outcome, recipe.task, num_held_out=summary["num_held_out"], control=options.control)
     screen.say(
-        f"{summary['num_samples']} samples, {summary['weight_pushes']} weight pushes, {summary['wall_s']:.0f} s. "
+        f"{summary['num_samples']} samples, {summary['weight_pushes']} weight pushes, "
+        f"{summary['wall_s']:.0f} s. "
         f"Written to {folder}: {written}."
     )
 
@@ -282,6 +286,7 @@ def verdict(summary: dict, options: Options, screen: Screen) -> int:
     if options.require_accuracy is None or summary["accuracy_after"] >= options.require_accuracy:
         return 0
     screen.say(
-        f"Held-out accuracy {summary['accuracy_after']:.3f} is below --require-accuracy {options.require_accuracy}."
+        f"Held-out accuracy {summary['accuracy_after']:.3f} is below --require-accuracy "
+        f"{options.require_accuracy}."
     )
     return 1

@@ -1,4 +1,6 @@
-"""Writes the files a quick-start run reads: SFT conversations, RL prompts, held-out questions and the eval config."""
+"""Writes the files a quick-start run reads: SFT conversations, RL
+prompts, held-out questions and the eval config.
+"""
 
 import itertools
 import json
@@ -50,7 +52,9 @@ def write_data(task: Task, folder: Path, *, seed: int, num_sft: int, num_rl: int
 
 
 def eval_config(task: Task, held_out: Path) -> dict:
-    """The same questions asked twice: greedily, and sampled as in training. Always scored by the true reward."""
+    """The same questions asked twice: greedily, and sampled as in
+    training. Always scored by the true reward.
+    """
     defaults = {
         "path": str(held_out),
         "input_key": "prompt",

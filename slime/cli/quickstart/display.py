@@ -1,4 +1,6 @@
-"""What the quick start shows: a live line per phase on a terminal, plain lines elsewhere, and tables at the end."""
+"""What the quick start shows: a live line per phase on a terminal,
+plain lines elsewhere, and tables at the end.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -19,7 +19,9 @@ Record = dict[str, Any]
 
 
 class MetricsReader:
-    """Hands out the records of a growing file, each once; a line still being written is left for the next time."""
+    """Hands out the records of a growing file, each once; a line still
+    being written is left for the next time.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -37,7 +39,9 @@ class MetricsReader:
 
 
 class MetricsFollower:
-    """Calls `on_record` for every record while a `with` block runs; all records have been seen when the block ends."""
+    """Calls `on_record` for every record while a `with` block runs; all
+    records have been seen when the block ends.
+    """
 
     def __init__(self, path: Path, on_record: Callable[[Record], None]) -> None:
         self._reader = MetricsReader(path)

@@ -1,4 +1,6 @@
-"""What a quick-start run has shown: accuracy before and after, rewards, example answers; and the summary file."""
+"""What a quick-start run has shown: accuracy before and after,
+rewards, example answers; and the summary file.
+"""
 
 import json
 import platform
@@ -43,12 +45,15 @@ class Outcome:
 
 
 def read_outcome(run_dir: Path, questions: list[Problem]) -> Outcome:
-    """Collect the outcome from the files that the RL run left in `run_dir`; `questions` are the held-out ones."""
+    """Collect the outcome from the files that the RL run left in
+    `run_dir`; `questions` are the held-out ones.
+    """
     records = MetricsReader(run_dir / "metrics.jsonl").new_records()
     evaluations = [record for record in records if all(key in record for key in ACCURACY.values())]
     if len(evaluations) < 2:
         raise ValueError(
-            f"{run_dir}/metrics.jsonl holds fewer than two evaluations: a quick start compares before with after, so "
+            f"{run_dir}/metrics.jsonl holds fewer than two evaluations: a quick start compares before with "
+            "after, so "
             "leave --eval-interval and --eval-config alone and do not skip the evaluation before training."
         )
     return Outcome(
@@ -63,7 +68,9 @@ def read_outcome(run_dir: Path, questions: list[Problem]) -> Outcome:
 
 
 def read_examples(folder: Path, questions: list[Problem]) -> list[Example]:
-    """Pair the greedy answers of the first and the last evaluation; questions whose answer changed come first."""
+    """Pair the greedy answers of the first and the last evaluation;
+    questions whose answer changed come first.
+    """
     by_step = sorted(folder.glob("*.jsonl"), key=lambda path: int(path.stem))
     if len(by_step) < 2:
         return []
@@ -93,7 +100,9 @@ def summarise(
     estimator: str,
     wall_s: float,
 ) -> dict:
-    """The content of summary.json; accuracies are on held-out questions, `reward_*` is their sampled score."""
+    """The content of summary.json; accuracies are on held-out
+    questions, `reward_*` is their sampled score.
+    """
     # Here, so that `slime --help` does not pay for importing them.
     import torch
     import transformers

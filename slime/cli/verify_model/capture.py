@@ -42,7 +42,9 @@ class Piece:
 def recording(
     layers: Sequence[tuple[int, nn.Module]], mbs: Sequence[MicroBatch], ids: Sequence[int], share: Share
 ) -> Iterator[list[Piece]]:
-    """Collects pieces while the block runs one pass over `mbs`; `ids` are the documents of this rank's batch."""
+    """Collects pieces while the block runs one pass over `mbs`;
+    `ids` are the documents of this rank's batch.
+    """
     pieces: list[Piece] = []
     handles = [hook for layer in layers for hook in _hook_layer(*layer, mbs, ids, share, pieces)]
     try:

@@ -1,4 +1,6 @@
-"""The documents that all trainers are given, and what each hands back: outputs, weights and activations by hub name."""
+"""The documents that all trainers are given, and what each hands back:
+outputs, weights and activations by hub name.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -51,7 +53,9 @@ def take(batch: dict[str, list[Any]], chosen: Sequence[int]) -> dict[str, list[A
 
 
 def linear_loss() -> Loss:
-    """The weighted sum of log-probs: its gradient reaches every parameter, and nothing in it can hide a difference."""
+    """The weighted sum of log-probs: its gradient reaches every parameter,
+    and nothing in it can hide a difference.
+    """
 
     def compute(out: TokenOutputs, mb: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         value = (mb.tokens["advantages"] * mb.loss_mask * out.log_probs).sum()

@@ -1,4 +1,6 @@
-"""An outcome against the reference: one number for each thing compared, and the name of what diverges first."""
+"""An outcome against the reference: one number for each thing
+compared, and the name of what diverges first.
+"""
 
 import math
 from collections.abc import Iterable
@@ -16,7 +18,9 @@ EXACT = "round trip"
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`errors` by column; `first` names the first thing that diverges, in the order of computation (None: nothing)."""
+    """`errors` by column; `first` names the first thing that diverges, in
+    the order of computation (None: nothing).
+    """
 
     errors: dict[str, float]
     first: str | None

@@ -1,4 +1,6 @@
-"""A real engine serving the small model: log-probs of tokens that it draws, against transformers on the same tokens."""
+"""A real engine serving the small model: log-probs of tokens that it draws,
+against transformers on the same tokens.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,6 @@
-"""Layouts by name: `tp2`, `pp2`, `cp2`, `ep2`, `dp2`, `tp2sp`, `tp2pp2`, ... and how many processes each takes."""
+"""Layouts by name: `tp2`, `pp2`, `cp2`, `ep2`, `dp2`, `tp2sp`,
+`tp2pp2`, ... and how many processes each takes.
+"""
 
 import re
 from dataclasses import dataclass
@@ -32,7 +34,9 @@ class Target:
 
 
 def parse_layout(text: str, *, experts: bool) -> Target:
-    """`tp2pp2` -> the Megatron trainer on four ranks. With experts, tensor parallelism brings sequence parallelism."""
+    """`tp2pp2` -> the Megatron trainer on four ranks. With experts, tensor
+    parallelism brings sequence parallelism.
+    """
     sizes = {} if text == "single" else _sizes(text)
     tp, cp, pp = (sizes.get(name, 1) for name in ("tp", "cp", "pp"))
     dp = sizes.get("dp", 1)
@@ -47,7 +51,8 @@ def _sizes(text: str) -> dict[str, int]:
     parts = list(_PART.finditer(text))
     if not parts or "".join(part.group() for part in parts) != text:
         raise ValueError(
-            f"--layouts names {text!r}: a layout is `single`, or sizes behind each other such as tp2, pp2, tp2sp, "
+            f"--layouts names {text!r}: a layout is `single`, or sizes behind each other such as tp2, pp2, "
+            "tp2sp, "
             f"pp2vpp2, cp2, ep2, dp2, tp2pp2."
         )
     return {part.group(1) or "sp": int(part.group(2) or 1) for part in parts}

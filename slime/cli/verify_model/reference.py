@@ -1,4 +1,6 @@
-"""What transformers itself computes for the documents, one at a time: the values that everything is held against."""
+"""What transformers itself computes for the documents, one at a time:
+the values that everything is held against.
+"""
 
 import warnings
 from pathlib import Path
@@ -22,7 +24,9 @@ def be_quiet() -> None:
 
 
 def compute(model: Path, after: Path, vocabulary: int) -> Outcome:
-    """Passes over single documents, gradients of the same loss, one step of SGD; `after` is a folder for its weights."""
+    """Passes over single documents, gradients of the same loss, one step of
+    SGD; `after` is a folder for its weights.
+    """
     # Heavy import, only needed here.
     from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,6 @@
-"""A small model of the user's own architecture: a few layers, narrow, with random weights, from config.json alone."""
+"""A small model of the user's own architecture: a few layers, narrow,
+with random weights, from config.json alone.
+"""
 
 import json
 import shutil
@@ -23,7 +25,9 @@ _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.index.json", "config.json", "gener
 
 
 def type_for_megatron_alone(path: str) -> str | None:
-    """The model type of a config whose model transformers computes under another name only, so that no other trainer builds it."""
+    """The model type of a config whose model transformers computes under another name
+    only, so that no other trainer builds it.
+    """
     file = Path(path) / "config.json"
     kind = json.loads(file.read_text()).get("model_type") if file.is_file() else None
     return kind if kind == mimo.MODEL_TYPE else None
@@ -49,14 +53,17 @@ def read_config(path: str) -> Any:
         return CONFIG_MAPPING[mimo.COMPUTED_AS].from_dict(values | {"model_type": mimo.COMPUTED_AS})
     if kind is not None and kind not in CONFIG_MAPPING:
         raise ValueError(
-            f"--hf-checkpoint {path}: this transformers has no model of type {kind!r}, so there is nothing to hold the "
+            f"--hf-checkpoint {path}: this transformers has no model of type {kind!r}, so there is nothing "
+            "to hold the "
             "trainers against; models whose code is on the hub cannot be verified."
         )
     return AutoConfig.from_pretrained(path)
 
 
 def shrink(config: Any, *, layers: int, full_width: bool = False) -> Any:
-    """The same architecture with `layers` layers, a small vocabulary and few experts; narrow unless `full_width`."""
+    """The same architecture with `layers` layers, a small vocabulary and
+    few experts; narrow unless `full_width`.
+    """
     values = config.to_dict()
     changes = _fewer_layers(values, layers) | _fewer_experts(values)
     changes["vocab_size"] = min(values["vocab_size"], VOCABULARY)
@@ -129,7 +136,9 @@ def _narrower(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def build(config: Any, folder: Path, source: str, *, seed: int = 0) -> None:
-    """Write the model with random weights as a hub checkpoint, with the tokenizer of `source` if it is a folder."""
+    """Write the model with random weights as a hub checkpoint, with the
+    tokenizer of `source` if it is a folder.
+    """
     # Heavy import, only needed here.
     from transformers import AutoModelForCausalLM
 
@@ -150,7 +159,9 @@ def build(config: Any, folder: Path, source: str, *, seed: int = 0) -> None:
 
 @torch.no_grad()
 def draw(model: nn.Module) -> None:
-    """Weights under which every tensor matters: norms are not all one, biases are not zero, matrices keep the scale."""
+    """Weights under which every tensor matters: norms are not all one,
+    biases are not zero, matrices keep the scale.
+    """
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name.endswith("inv_freq") or not tensor.is_floating_point():
             continue

@@ -1,4 +1,6 @@
-"""One trainer under one layout, in processes of its own: they end with a result, an error or at the deadline."""
+"""One trainer under one layout, in processes of its own: they end
+with a result, an error or at the deadline.
+"""
 
 import importlib
 import multiprocessing
@@ -27,7 +29,9 @@ from slime.utils.process_groups import stay_on_loopback
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """`before_build` is called in every process first; tests make a mistake there that the check must find."""
+    """`before_build` is called in every process first; tests make
+    a mistake there that the check must find.
+    """
 
     model: str
     target: Target

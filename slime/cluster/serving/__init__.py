@@ -1,1 +1,3 @@
-"""Served models: how their engines are started, the fleet that keeps them alive, the address before them, their weights."""
+"""Served models: how their engines are started, the fleet that keeps them
+alive, the address before them, their weights.
+"""

@@ -1,7 +1,8 @@
 """An engine of ours wherever it runs: the object that owns its process lives on the machine of its devices.
 
-That object is an `EngineServer`, placed by the runtime: in this process, or in an actor on another machine. It chooses
-the port, writes and reads the log and ends the process there; only answers travel. An engine ends with its owner.
+That object is an `EngineServer`, placed by the runtime: in this process, or in an actor on another machine.
+It chooses the port, writes and reads the log and ends the process there; only answers travel. An engine ends
+with its owner.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ _SIGNS_DEADLINE_S = 5.0
 
 
 class HostedEngine:
-    """Stands in a fleet for an engine. `own`: places an owner for the given port (0: any); asked again when one is lost."""
+    """Stands in a fleet for an engine. `own`: places an owner for the given
+    port (0: any); asked again when one is lost.
+    """
 
     def __init__(self, plan: LaunchPlan, own: Callable[[int], Handle]):
         self.plan, self._own = plan, own

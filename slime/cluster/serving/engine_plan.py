@@ -19,7 +19,8 @@ from slime.runtime.placement import Slot
 from slime.utils.processes import import_environment, thread_environment
 from slime.weight_sync.fp8 import SERVED_BLOCK, served_config
 
-# What all-linear of --lora-target-modules comes to in the dense families; an engine must know it before it sees adapters.
+# What all-linear of --lora-target-modules comes to in the dense families; an
+# engine must know it before it sees adapters.
 _LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -68,7 +69,9 @@ class EngineSite:
 
 
 def _default_threads(args: Args, slots: Sequence[Slot]) -> int:
-    """A share of a machine's cores. SGLang runs three processes, whose threads get in each other's way on a CPU machine."""
+    """A share of a machine's cores. SGLang runs three processes, whose threads
+    get in each other's way on a CPU machine.
+    """
     crowd = max(Counter(slot.machine for slot in slots).values(), default=1)
     return 1 if args.rollout_engine == "sglang" else max(1, (os.cpu_count() or 1) // crowd)
 
@@ -127,7 +130,9 @@ def _serves_fp8(args: Args, model: ServedModel) -> bool:
 
 
 def _fp8_words(args: Args, model: ServedModel) -> tuple[str, ...]:
-    """What makes SGLang an engine of FP8 weights without a checkpoint of them: the first push brings all of its weights."""
+    """What makes SGLang an engine of FP8 weights without a checkpoint of them:
+    the first push brings all of its weights.
+    """
     if not _serves_fp8(args, model):
         return ()
     config = json.dumps({"quantization_config": served_config(model.model_path)})

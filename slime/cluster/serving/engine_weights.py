@@ -1,7 +1,8 @@
-"""What weights the engines hold, and how they come to the next version: paused, given it, asked, and let go on.
+"""What weights the engines hold, and how they come to the next
+version: paused, given it, asked, and let go on.
 
-Lives in the rollout stage. `receive` takes a parcel that engines fetch. A live push is `begin_live`, what the trainer
-sends, `finish_live`, and then `receive` again with the copy for those that failed or come late.
+Lives in the rollout stage. `receive` takes a parcel that engines fetch. A live push is `begin_live`, what the
+trainer sends, `finish_live`, and then `receive` again with the copy for those that failed or come late.
 """
 
 from __future__ import annotations
@@ -70,13 +71,13 @@ class EngineWeights:
     def _control(self, url: str) -> EngineControl:
         return EngineControl(url, self._args.update_weight_timeout_s)
 
-    # ---- a parcel ------------------------------------------------------------------------------------------------
+    # ---- a parcel ------------------------------------------------------------------------------------------
 
     def receive(self, parcel: Parcel) -> dict[str, float]:
         """Brings every engine to the parcel's version; after a live push, those that it did not reach.
 
-        One that fails is evicted; the fleet starts it again and brings it to this parcel before it serves. A cause
-        that persists therefore ends the run as engines that keep dying.
+        One that fails is evicted; the fleet starts it again and brings it to this parcel before it serves. A
+        cause that persists therefore ends the run as engines that keep dying.
         """
         started = time.monotonic()
         failures = 0
@@ -121,7 +122,7 @@ class EngineWeights:
                 f"engine {url} differs from the trainer in {len(different)} tensors: {different[:8]}"
             )
 
-    # ---- a live push ---------------------------------------------------------------------------------------------
+    # ---- a live push ---------------------------------------------------------------------------------------
 
     def begin_live(self) -> tuple[Target, ...]:
         """Pauses the engines and opens an update on each; returns those that wait for the trainer."""
@@ -165,10 +166,12 @@ class EngineWeights:
             "perf/engines_evicted": failures,
         }
 
-    # ---- verification --------------------------------------------------------------------------------------------
+    # ---- verification --------------------------------------------------------------------------------------
 
     def _check_deeply(self, parcel: Parcel, urls: list[str]) -> int:
-        """Engines' own checksums, over all of them; on the first push also against a load from files. Evicts whom it finds."""
+        """Engines' own checksums, over all of them; on the first push also against
+        a load from files. Evicts whom it finds.
+        """
         first, interval = self._num_pushes == 0, self._args.weight_checksum_interval
         if not urls or not (first or (interval and self._num_pushes % interval == 0)):
             return 0
@@ -198,11 +201,13 @@ class EngineWeights:
 
         return compare
 
-    # ---- all engines ---------------------------------------------------------------------------------------------
+    # ---- all engines ---------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _membership(self):
-        """The engines that are alive; nobody joins meanwhile. Goes on with the freeze of a live push, if there is one."""
+        """The engines that are alive; nobody joins meanwhile. Goes on with
+        the freeze of a live push, if there is one.
+        """
         if self._live is None:
             with self._fleet.frozen() as urls:
                 yield urls
@@ -238,9 +243,9 @@ class EngineWeights:
 async def _pause(control: EngineControl, info: EngineInfo, *, keep: bool = True) -> None:
     """No request runs on, and no cached prefix is left: KV of old weights must not meet new ones.
 
-    An engine that says which tokens came from which version keeps its requests, which start again from their tokens.
-    From one that does not, they come back, and are sent again: each part then has one version. So they do where the
-    transport does not let it `keep` them.
+    An engine that says which tokens came from which version keeps its requests, which start again from their
+    tokens. From one that does not, they come back, and are sent again: each part then has one version. So
+    they do where the transport does not let it `keep` them.
     """
     await control.pause("retract" if info.has_spans and keep else "abort")
     for attempt in range(1, _FLUSH_ATTEMPTS + 1):

@@ -1,4 +1,6 @@
-"""One address before engines: the engine itself where there is one, the built-in balancer, or SGLang's router."""
+"""One address before engines: the engine itself where there is one,
+the built-in balancer, or SGLang's router.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from slime.utils.misc import load_function
 
 
 class Front:
-    """`name`: of the router's log. `rotation` hears who leaves and returns; None: a single engine needs no telling."""
+    """`name`: of the router's log. `rotation` hears who leaves and
+    returns; None: a single engine needs no telling.
+    """
 
     def __init__(self, args: Args, plan: RouterPlan, servers: Sequence[Server], name: str):
         self._args, self._plan, self.servers, self._name = args, plan, tuple(servers), name
@@ -43,7 +47,8 @@ class Front:
                 self._router.enroll(server)
             return self._router.start()
         asked = port is not None or args.router_middleware_paths
-        # An engine that asks for a token cannot be asked directly by code that has none: the balancer adds it.
+        # An engine that asks for a token cannot be asked directly by
+        # code that has none: the balancer adds it.
         here = servers[0].url.startswith("http://127.0.0.1:") and token_of(servers[0].url) is None
         if len(servers) == 1 and not asked and here:
             return int(servers[0].url.rpartition(":")[2])

@@ -18,7 +18,8 @@ from slime.runtime.placement import Placement, Slot
 
 
 class ModelService:
-    """Engines of one model and what stands before them. `on_join`: brings an engine that was started again up to date.
+    """Engines of one model and what stands before them. `on_join`: brings an
+    engine that was started again up to date.
 
     `num_reserved`: the last so many engines are in the fleet, and behind an address of their own.
     """
@@ -54,7 +55,9 @@ class ModelService:
         return tuple(server.url for server in self._front.servers)
 
     def start_routers(self, run_: Run, port: int | None) -> tuple[int, int | None]:
-        """What requests go to: the port, and that of the reserved engines. `port`: the one that was asked for."""
+        """What requests go to: the port, and that of the reserved
+        engines. `port`: the one that was asked for.
+        """
         self.fleet.follow(Rotations(self._fronts))
         first = self._front.start(run_, port)
         return first, self._reserved.start(run_, None) if self._reserved is not None else None
@@ -77,12 +80,14 @@ def make_servers(args: Args, run_: Run, slots: tuple[Slot, ...], runtime: Runtim
         engines = discover(args.rollout_external_engine_addrs, args.hf_checkpoint)
         if args.rollout_router != "sglang" and any(engine.worker_type != "regular" for engine in engines):
             raise ValueError(
-                "--rollout-external-engine-addrs names prefill or decode engines, which need SGLang's router; "
+                "--rollout-external-engine-addrs names prefill or decode engines, which need SGLang's "
+                "router; "
                 "use --rollout-router sglang."
             )
         if args.eval_num_engines and any(engine.worker_type != "regular" for engine in engines):
             raise ValueError(
-                "--eval-num-engines with prefill and decode engines: they work in pairs behind one router; remove it."
+                "--eval-num-engines with prefill and decode engines: they work in pairs behind one router; "
+                "remove it."
             )
         patience_s = args.engine_start_timeout_s
         return {args.engine_topology.policy.name: [ExternalServer(engine, patience_s) for engine in engines]}
@@ -111,7 +116,9 @@ def ranks_on_engines(args: Args, placement: Placement) -> tuple[tuple[int, ...],
 
 
 def trains_on_every_gpu(args: Args, placement: Placement) -> bool:
-    """Whether each GPU of an engine that gets weights has a trainer rank on it, which can hand them over in its memory."""
+    """Whether each GPU of an engine that gets weights has a trainer rank on
+    it, which can hand them over in its memory.
+    """
     training = {gpu for slot in placement.trainer for gpu in slot.gpus}
     return all(training.issuperset(slot.gpus) for slot in _policy_slots(args, placement.engines))
 

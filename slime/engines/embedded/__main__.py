@@ -52,14 +52,15 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     if not is_loopback(args.host) and not os.environ.get(TOKEN_VARIABLE):
         sys.exit(
-            f"--host is {args.host}: other machines would reach an engine that obeys anybody. Set {TOKEN_VARIABLE} to a secret "
+            f"--host is {args.host}: other machines would reach an engine that obeys anybody. Set "
+            f"{TOKEN_VARIABLE} to a secret "
             "here and where its clients run, or use 127.0.0.1."
         )
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s engine %(levelname)s %(message)s")
     if args.life_fd is not None:
         _die_with_parent(args)
-    # Small tensor operations give up the interpreter lock hundreds of times per step; with the default of 5 ms every
-    # one of them could wait that long behind the HTTP thread.
+    # Small tensor operations give up the interpreter lock hundreds of times per step; with the default of 5
+    # ms every one of them could wait that long behind the HTTP thread.
     sys.setswitchinterval(2e-4)
     if args.threads:
         import torch  # late: parsing and --help stay fast

@@ -1,8 +1,8 @@
 """Low-rank adapters on the weights of a model: the product is added to what the weights were without them.
 
-The weights without adapters are kept in host memory, so that the next adapters, or fewer of them, start from the same
-values: nothing is subtracted, and no rounding adds up. Names are those of peft. Not covered: layers other than linear
-ones, and the variants of LoRA that its config can ask for.
+The weights without adapters are kept in host memory, so that the next adapters, or fewer of them, start from
+the same values: nothing is subtracted, and no rounding adds up. Names are those of peft. Not covered: layers
+other than linear ones, and the variants of LoRA that its config can ask for.
 """
 
 import math
@@ -42,7 +42,8 @@ class AdapterConfig:
         for name, neutral in {**_NEUTRAL, "alpha_pattern": {}, "modules_to_save": None}.items():
             if config.get(name, neutral) not in (neutral, None):
                 raise BadWeights(
-                    f"the adapter's {name} is {shown(config[name])}: the embedded engine takes {neutral!r} only"
+                    f"the adapter's {name} is {shown(config[name])}: the embedded engine takes {neutral!r} "
+                    "only"
                 )
         try:
             scale = float(config["lora_alpha"]) / int(config["r"])
@@ -67,7 +68,9 @@ class AdaptedWeights:
         self._base, self._factors, self.name = {}, {}, None
 
     def check(self, source: Source) -> None:
-        """Raise BadWeights unless every tensor is a factor of a layer's, with the layer's shape, and none stands alone."""
+        """Raise BadWeights unless every tensor is a factor of a layer's, with
+        the layer's shape, and none stands alone.
+        """
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
         pairs: dict[str, dict[str, tuple[int, ...]]] = {}
         for name, shape in source.shapes.items():
@@ -83,7 +86,8 @@ class AdaptedWeights:
             (rank_a, columns), (rows, rank_b) = (shapes[factor] for factor in _FACTORS)
             if rank_a != rank_b or (rows, columns) != tuple(parameters[weight].shape):
                 raise BadWeights(
-                    f"the adapter of {weight} has factors {[rows, rank_b]} and {[rank_a, columns]}, the weight is "
+                    f"the adapter of {weight} has factors {[rows, rank_b]} and {[rank_a, columns]}, the "
+                    "weight is "
                     f"{list(parameters[weight].shape)}"
                 )
 
@@ -125,7 +129,9 @@ class AdaptedWeights:
         )
 
     def checksums(self, of_weights: Mapping[str, int]) -> dict[str, int]:
-        """Of the weights without adapters and of the factors: the same on any machine, which products need not be."""
+        """Of the weights without adapters and of the factors: the same on
+        any machine, which products need not be.
+        """
         base = {name: byte_checksum(tensor_bytes(tensor)) for name, tensor in self._base.items()}
         return {
             **of_weights,

@@ -1,7 +1,7 @@
 """Attention over a paged KV pool, registered with transformers so that any model class can run on it.
 
-One forward pass is one packed row of tokens: first one token of each decoding sequence, then the prompt chunks. No
-mask over the whole row ever exists: each group of sequences attends to its own pages only.
+One forward pass is one packed row of tokens: first one token of each decoding sequence, then the prompt
+chunks. No mask over the whole row ever exists: each group of sequences attends to its own pages only.
 
 Not covered: sliding windows, attention sinks, soft caps. They raise by name.
 """
@@ -51,14 +51,17 @@ class BatchPlan:
 
 
 class KVPool:
-    """Keys and values of all layers: `[num_blocks * block_size, kv_heads, head_dim]` each, in pages of block_size."""
+    """Keys and values of all layers: `[num_blocks * block_size, kv_heads,
+    head_dim]` each, in pages of block_size.
+    """
 
     def __init__(
         self, num_layers: int, num_blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype, device
     ):
         self.block_size = block_size
         shape = (num_blocks * block_size, kv_heads, head_dim)
-        # zeroed: masked garbage would still poison a row through 0 * NaN; and what does not fit fails now, not later
+        # zeroed: masked garbage would still poison a row through 0 * NaN; and
+        # what does not fit fails now, not later
         make = lambda: torch.empty(shape, dtype=dtype, device=device).zero_()  # noqa: E731
         self.keys = [make() for _ in range(num_layers)]
         self.values = [make() for _ in range(num_layers)]
@@ -75,7 +78,9 @@ class KVPool:
 def paged_attention(
     module, query, key, value, attention_mask, *, scaling=None, plan=None, pool=None, **kwargs
 ):
-    """transformers' attention interface: query `[1, H, T, D]`, key and value `[1, H_kv, T, D]` -> `[1, T, H, D]`."""
+    """transformers' attention interface: query `[1, H, T, D]`, key and
+    value `[1, H_kv, T, D]` -> `[1, T, H, D]`.
+    """
     refused = [
         n for n in ("sliding_window", "s_aux", "softcap", "position_bias") if kwargs.get(n) is not None
     ]
@@ -95,7 +100,8 @@ def paged_attention(
 
 def _decode(group: DecodeGroup, q, keys, values, block_size: int, scaling) -> torch.Tensor:
     kv_heads, head_dim = keys.shape[1:]
-    # The query heads that share a key head stand where a kernel expects query positions: they share a mask too.
+    # The query heads that share a key head stand where a kernel expects
+    # query positions: they share a mask too.
     q = q[group.start : group.start + group.count].reshape(group.count, kv_heads, -1, head_dim)
     k, v = (
         pool.view(-1, block_size * kv_heads * head_dim)
@@ -125,7 +131,9 @@ def _prefill(group: PrefillGroup, q, k, v, keys, values, scaling) -> torch.Tenso
 
 
 def register() -> None:
-    """Make `attn_implementation="slime_paged"` known; without a mask function transformers builds no mask for it."""
+    """Make `attn_implementation="slime_paged"` known; without a mask
+    function transformers builds no mask for it.
+    """
     from transformers import AttentionInterface  # late: transformers takes seconds to import
 
     AttentionInterface.register(NAME, paged_attention)

@@ -1,7 +1,9 @@
-"""The engine: one `step` is schedule, forward, sample, record. Everything here runs on the engine's own thread.
+"""The engine: one `step` is schedule, forward, sample, record.
+Everything here runs on the engine's own thread.
 
-Control operations (pause, abort, new weights, memory) run between two steps on that same thread, so none of them needs
-a lock and none of them sees a half-done step. An exception in a step fails the requests in it, and no others.
+Control operations (pause, abort, new weights, memory) run between two steps on that same thread, so none of
+them needs a lock and none of them sees a half-done step. An exception in a step fails the requests in it, and
+no others.
 """
 
 import logging
@@ -54,7 +56,8 @@ class Engine:
         self._make_scheduler()
 
     def _make_scheduler(self) -> None:
-        # One at a time: each request is computed alone, to the same bits whatever came before it or waits beside it.
+        # One at a time: each request is computed alone, to the same bits
+        # whatever came before it or waits beside it.
         self.allocator = BlockAllocator(self.runner.num_blocks, BLOCK_SIZE, reuse=self.max_running > 1)
         self.scheduler = Scheduler(
             self.allocator,
@@ -78,14 +81,16 @@ class Engine:
 
     @property
     def is_mixed(self) -> bool:
-        """Some weights are of the next version already: requests wait until all are, or a whole update comes."""
+        """Some weights are of the next version already: requests
+        wait until all are, or a whole update comes.
+        """
         return self._arriving is not None
 
     @property
     def _everyone(self) -> tuple[Sequence, ...]:
         return (*self.scheduler.running, *self.scheduler.waiting, *self.scoring)
 
-    # -- requests -------------------------------------------------------------------------------------------------
+    # -- requests --------------------------------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> list[Sequence]:
         """Queue a request. Returns it when it is finished already: one that asks for no token."""
@@ -100,7 +105,9 @@ class Engine:
         return []
 
     def step(self) -> list[Sequence]:
-        """One forward pass. Returns the sequences that HTTP must hear about: finished and failed ones, and streams."""
+        """One forward pass. Returns the sequences that HTTP must hear
+        about: finished and failed ones, and streams.
+        """
         if self.scoring:
             return self._score(self.scoring.popleft())
         try:
@@ -151,7 +158,7 @@ class Engine:
             self._wipe_cache()
         return heard
 
-    # -- failures -------------------------------------------------------------------------------------------------
+    # -- failures --------------------------------------------------------------------------------------------
 
     def _fail(self, sequences: Iterable[Sequence], error: Exception) -> list[Sequence]:
         """The pass of these raised: they end with the cause. Raises when the device is of no use any more."""
@@ -168,7 +175,9 @@ class Engine:
         return members
 
     def _start_over(self, error: Exception) -> list[Sequence]:
-        """A pass could not be laid out, so the queues may be half changed: who is in them fails, and they begin anew."""
+        """A pass could not be laid out, so the queues may be half changed:
+        who is in them fails, and they begin anew.
+        """
         everyone = list(dict.fromkeys([*self.scheduler.running, *self.scheduler.waiting]))
         for sequence in everyone:
             sequence.slot = -1
@@ -176,7 +185,9 @@ class Engine:
         return self._fail(everyone, error)
 
     def _wipe_cache(self) -> None:
-        """Values that are no numbers spoil whoever reads their page next, even where a mask hides them from him."""
+        """Values that are no numbers spoil whoever reads their page
+        next, even where a mask hides them from him.
+        """
         self.scheduler.retract_all()
         self.allocator.flush()
         self.runner.wipe_pool()
@@ -226,10 +237,12 @@ class Engine:
     def resume(self) -> None:
         self.paused = None
 
-    # -- weights --------------------------------------------------------------------------------------------------
+    # -- weights ---------------------------------------------------------------------------------------------
 
     def update_weights(self, source: Source, version: str) -> tuple[int, int]:
-        """Replace all parameters. Requests in flight go on from the KV they have; nobody reuses it afterwards."""
+        """Replace all parameters. Requests in flight go on from the
+        KV they have; nobody reuses it afterwards.
+        """
         self._refuse_without_memory()
         self.weights.check(source)
 
@@ -240,7 +253,9 @@ class Engine:
         return self._change_weights(apply, version)
 
     def update_part(self, source: Source, version: str) -> tuple[int, int]:
-        """Replace some parameters. The engine holds `version` when every parameter has come under that name."""
+        """Replace some parameters. The engine holds `version` when
+        every parameter has come under that name.
+        """
         self._refuse_without_memory()
         self.weights.check_part(source)
         self.weights.check_finite(source)
@@ -282,10 +297,12 @@ class Engine:
         for sequence in self._everyone:
             sequence.enter_version(version)
 
-    # -- memory ---------------------------------------------------------------------------------------------------
+    # -- memory ----------------------------------------------------------------------------------------------
 
     def release(self, tags: Iterable[str]) -> None:
-        """Nothing is generated until everything released is resumed; requests in flight are computed again then."""
+        """Nothing is generated until everything released is resumed;
+        requests in flight are computed again then.
+        """
         tags = set(tags)
         if "kv_cache" in tags - self.released:
             self.scheduler.retract_all()
@@ -303,7 +320,7 @@ class Engine:
             self.runner.restore_pool()
         self.released -= tags
 
-    # -- state ----------------------------------------------------------------------------------------------------
+    # -- state -----------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """Counters and state for /server_info."""

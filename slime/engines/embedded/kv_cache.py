@@ -1,8 +1,8 @@
 """Who owns which page of the KV pool: allocation, sharing of common prefixes, eviction.
 
-A page (block) is free, held by one or more sequences, or kept for reuse: full pages of finished prompts stay, keyed by
-their tokens and the page before them, until their memory is needed (least recently used first). Keys are exact, not
-hashes of tokens, so two prompts can never be confused.
+A page (block) is free, held by one or more sequences, or kept for reuse: full pages of finished prompts stay,
+keyed by their tokens and the page before them, until their memory is needed (least recently used first). Keys
+are exact, not hashes of tokens, so two prompts can never be confused.
 """
 
 from collections import OrderedDict, deque
@@ -59,7 +59,8 @@ class BlockAllocator:
         return block
 
     def match(self, tokens: Sequence[int]) -> list[int]:
-        """The longest run of kept blocks that `tokens` starts with; the caller must `hold` them before any `take`.
+        """The longest run of kept blocks that `tokens` starts with; the
+        caller must `hold` them before any `take`.
 
         At least one token is left over: its forward pass gives the first logits.
         """
@@ -91,7 +92,8 @@ class BlockAllocator:
                 self._cached[block] = _CachedBlock(key, self._next_serial)
                 self._next_serial += 1
             if known is None:
-                return  # this block already stands for other content after a flush: nothing to hang the rest on
+                # This block already stands for other content after a flush: nothing to hang the rest on.
+                return
             serial = self._cached[known].serial
 
     def drop(self, blocks: Sequence[int]) -> None:
@@ -105,7 +107,9 @@ class BlockAllocator:
                     self._free.append(block)
 
     def flush(self) -> None:
-        """Forget all kept content. Blocks in use stay with their holders and are no longer found by `match`."""
+        """Forget all kept content. Blocks in use stay with their
+        holders and are no longer found by `match`.
+        """
         self._free.extend(self._idle)
         self._idle.clear()
         self._by_key.clear()

@@ -1,7 +1,7 @@
 """The thread that runs the engine, and the hand-over between it and the asyncio thread that serves HTTP.
 
-Commands and requests wait in an inbox that is emptied between two steps; what HTTP must hear goes back with one
-wake-up per step, however many sequences it concerns.
+Commands and requests wait in an inbox that is emptied between two steps; what HTTP must hear goes back with
+one wake-up per step, however many sequences it concerns.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ class EngineLoop:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
-    # -- asyncio thread -----------------------------------------------------------------------------------------
+    # -- asyncio thread --------------------------------------------------------------------------------------
 
     def submit(self, sequence: Sequence) -> Listener:
         listener = self._listeners[sequence] = Listener()
@@ -93,7 +93,7 @@ class EngineLoop:
             if listener is not None:
                 listener.notify()
 
-    # -- engine thread ------------------------------------------------------------------------------------------
+    # -- engine thread ---------------------------------------------------------------------------------------
 
     def _tell_later(self, heard: list[Sequence]) -> None:
         if heard:

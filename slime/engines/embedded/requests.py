@@ -35,7 +35,9 @@ class Limits:
 
 
 class RequestReader:
-    """Turns the body of /generate into sequences. `seed` makes the seeds of requests that bring none reproducible."""
+    """Turns the body of /generate into sequences. `seed` makes the seeds
+    of requests that bring none reproducible.
+    """
 
     def __init__(self, limits: Limits, detokenizer: Detokenizer, seed: int):
         self.limits = limits
@@ -131,7 +133,8 @@ class RequestReader:
                 raise BadRequest(f"{name} is not supported by the embedded engine; leave it at {value}")
         if any(i >= self.limits.vocab_size for i in sampling.stop_token_ids):
             raise BadRequest(
-                f"stop_token_ids {shown(sampling.stop_token_ids)}: the vocabulary is 0..{self.limits.vocab_size - 1}"
+                f"stop_token_ids {shown(sampling.stop_token_ids)}: the vocabulary is "
+                f"0..{self.limits.vocab_size - 1}"
             )
         self._check_stops(sampling)
         return sampling
@@ -155,7 +158,8 @@ class RequestReader:
     def _check_scored(self, prompt: list[int], sampling: SamplingParams, return_logprob: bool) -> None:
         if sampling.max_new_tokens != 0 or not return_logprob:
             raise BadRequest(
-                "logprob_start_len = 0 scores an input and generates nothing: it takes max_new_tokens = 0 and return_logprob"
+                "logprob_start_len = 0 scores an input and generates nothing: it takes max_new_tokens = 0 "
+                "and return_logprob"
             )
         if len(prompt) * self.limits.vocab_size > MAX_SCORED_LOGITS:
             longest = MAX_SCORED_LOGITS // self.limits.vocab_size

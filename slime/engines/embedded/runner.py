@@ -1,4 +1,6 @@
-"""Holds the model and its KV pool on one device and runs forward passes; can give their memory back and take it again."""
+"""Holds the model and its KV pool on one device and runs forward passes; can
+give their memory back and take it again.
+"""
 
 import psutil
 import torch
@@ -20,7 +22,8 @@ def resolve_device(name: str) -> torch.device:
 
 
 class ModelRunner:
-    """`max_total_tokens` None: derived from the memory that is free, and no more than all requests could need.
+    """`max_total_tokens` None: derived from the memory that is free,
+    and no more than all requests could need.
 
     `fp8_block`: updates bring FP8 weights in such blocks; None: as the checkpoint holds its own.
     """
@@ -110,7 +113,9 @@ class ModelRunner:
         return out.logits[0]
 
     def score(self, tokens: list[int]) -> list[float]:
-        """Log-probs of all tokens but the first, each given those before it, of the model as it is (temperature 1)."""
+        """Log-probs of all tokens but the first, each given those before
+        it, of the model as it is (temperature 1).
+        """
         count = len(tokens)
         ids, positions = (torch.tensor(x, device=self.device) for x in (tokens, range(count)))
         # All keys go to the page that is padding: what is scored leaves nothing behind.
@@ -128,12 +133,14 @@ class ModelRunner:
         return psutil.Process().memory_info().rss
 
     def check_device(self) -> None:
-        """After a pass that failed: raises when the device answers to nothing any more, as CUDA does after an assertion."""
+        """After a pass that failed: raises when the device answers to nothing
+        any more, as CUDA does after an assertion.
+        """
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
 
-    # -- memory ---------------------------------------------------------------------------------------------------
+    # -- memory ----------------------------------------------------------------------------------------------
 
     def release_pool(self) -> None:
         self.pool = None

@@ -1,8 +1,10 @@
-"""Draws one token per row, with noise that depends on nothing but the request's seed and the token's position.
+"""Draws one token per row, with noise that depends on nothing but the
+request's seed and the token's position.
 
-A row's uniform number is a hash of (seed, absolute position), so its token does not depend on who else is in the batch,
-and a request that is resubmitted with its first tokens as prompt continues the same stream. The number is turned into
-a token by inverting the cumulative distribution: one hash per row, not one per vocabulary entry.
+A row's uniform number is a hash of (seed, absolute position), so its token does not depend on who else is in
+the batch, and a request that is resubmitted with its first tokens as prompt continues the same stream. The
+number is turned into a token by inverting the cumulative distribution: one hash per row, not one per
+vocabulary entry.
 """
 
 from dataclasses import dataclass, field
@@ -51,7 +53,9 @@ class SampleRows:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """One token per row. `kept`: of a recorded row the ids that it was drawn from; none when that is all of them."""
+    """One token per row. `kept`: of a recorded row the ids that it was
+    drawn from; none when that is all of them.
+    """
 
     tokens: list[int]
     log_probs: list[float]
@@ -60,10 +64,11 @@ class Draws:
 
 @torch.inference_mode()
 def sample(logits: torch.Tensor, rows: SampleRows) -> Draws:
-    """Log-probs are of the temperature-scaled full distribution (unscaled for greedy rows), and of recorded rows over the
-    ids that they were drawn from.
+    """Log-probs are of the temperature-scaled full distribution (unscaled for greedy rows), and of recorded
+    rows over the ids that they were drawn from.
 
-    A row whose logits are no numbers, or that leaves no token to draw, gets some token with a log-prob that is not finite.
+    A row whose logits are no numbers, or that leaves no token to draw, gets some
+    token with a log-prob that is not finite.
     """
     logits = logits.float()
     greedy = rows.temperature == 0.0
@@ -116,8 +121,8 @@ def _ban(log_probs: torch.Tensor, rows: SampleRows) -> torch.Tensor:
 
 
 def _draw(log_probs: torch.Tensor, u: np.ndarray) -> torch.Tensor:
-    # A CPU adds one after the other: in float32 the sum over a large vocabulary would swallow the tail. A GPU adds in a
-    # tree, where float32 is exact enough and half as slow.
+    # A CPU adds one after the other: in float32 the sum over a large vocabulary would swallow the tail. A GPU
+    # adds in a tree, where float32 is exact enough and half as slow.
     dtype = torch.float64 if log_probs.device.type == "cpu" else torch.float32
     cumulative = log_probs.exp().cumsum(dim=-1, dtype=dtype)
     total = cumulative[:, -1:]

@@ -1,8 +1,9 @@
 """Decides which sequences take part in the next forward pass, and lays their tokens out.
 
-Running sequences each decode one token per pass; waiting ones join as soon as a slot and pages are free, their prompts
-in the same pass, up to a token budget (long prompts take several passes). When pages run out the youngest running
-sequence is retracted: it loses its pages and waits at the front, to be computed again from its tokens.
+Running sequences each decode one token per pass; waiting ones join as soon as a slot and pages are free,
+their prompts in the same pass, up to a token budget (long prompts take several passes). When pages run out
+the youngest running sequence is retracted: it loses its pages and waits at the front, to be computed again
+from its tokens.
 """
 
 import itertools
@@ -17,8 +18,8 @@ from slime.engines.embedded.kv_cache import BlockAllocator
 from slime.engines.embedded.sampler import Draws, SampleRows
 from slime.engines.embedded.sequence import Sequence
 
-# Below this many gathered bytes per layer, one padded decode group is cheaper than several exact ones: what counts on
-# a GPU is the number of kernels.
+# Below this many gathered bytes per layer, one padded decode group is cheaper than several exact ones: what
+# counts on a GPU is the number of kernels.
 _SPLIT_DECODE_BYTES = {"cpu": 8 << 20, "cuda": 1 << 30}
 
 
@@ -37,7 +38,9 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One forward pass: the plan for the model, and the sequences that get a token, in the order of the logits."""
+    """One forward pass: the plan for the model, and the sequences that
+    get a token, in the order of the logits.
+    """
 
     plan: BatchPlan
     samplers: list[Sequence]  # first those that decode, then those whose prompt ends here
@@ -52,7 +55,9 @@ class Pass:
 
 
 class SlotTable:
-    """Per-slot facts of running sequences as arrays, so that a pass is laid out without a Python loop over them."""
+    """Per-slot facts of running sequences as arrays, so that a pass is
+    laid out without a Python loop over them.
+    """
 
     def __init__(self, max_running: int, max_blocks: int):
         self.length = np.zeros(
@@ -78,7 +83,9 @@ class SlotTable:
 
 
 class Scheduler:
-    """Queues and pages. `row_bytes`: bytes of one token's key in one layer (decides how decode groups are split)."""
+    """Queues and pages. `row_bytes`: bytes of one token's key in one
+    layer (decides how decode groups are split).
+    """
 
     def __init__(
         self,
@@ -103,7 +110,7 @@ class Scheduler:
         self._slots = SlotTable(max_running, allocator.blocks_for(max_tokens))
         self._free_slots = list(range(max_running))[::-1]
 
-    # -- queues -------------------------------------------------------------------------------------------------
+    # -- queues ----------------------------------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
@@ -144,7 +151,7 @@ class Scheduler:
         for sequence in reversed(self.running.copy()):
             self.retract(sequence)
 
-    # -- one pass -----------------------------------------------------------------------------------------------
+    # -- one pass --------------------------------------------------------------------------------------------
 
     def schedule(self) -> Pass | None:
         """The next pass, or None when there is nothing to compute."""
@@ -157,7 +164,9 @@ class Scheduler:
         return self._lay_out(decoding, chunks)
 
     def _grow_running(self) -> None:
-        """Give every decoding sequence the page that its newest token needs; retract from the back if there is none."""
+        """Give every decoding sequence the page that its newest token
+        needs; retract from the back if there is none.
+        """
         size = self.allocator.block_size
         for sequence in self.running.copy():
             if sequence.slot < 0 or len(sequence.blocks) * size >= sequence.num_tokens:
@@ -202,7 +211,8 @@ class Scheduler:
             end = sequence.num_computed + min(missing, budget)
             chunks.append(Chunk(sequence, sequence.num_computed, end))
             budget -= end - sequence.num_computed
-        # Same shapes side by side: they share one kernel call. Stable, so admission order holds inside a group.
+        # Same shapes side by side: they share one kernel call. Stable,
+        # so admission order holds inside a group.
         return sorted(chunks, key=lambda c: (c.end - c.start, c.start))
 
     def _lay_out(self, decoding: list[Sequence], chunks: list[Chunk]) -> Pass:
@@ -259,7 +269,9 @@ class Scheduler:
     def _prefill_groups(
         self, chunks, start: int, ids: list, positions: list, rows: list
     ) -> list[PrefillGroup]:
-        """Groups of equal shape; appends the tokens, positions and pool rows of the chunks to the given lists."""
+        """Groups of equal shape; appends the tokens, positions and
+        pool rows of the chunks to the given lists.
+        """
         groups, size = [], self.allocator.block_size
         index = 0
         while index < len(chunks):
@@ -316,7 +328,7 @@ class Scheduler:
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
 
-    # -- after the pass -----------------------------------------------------------------------------------------
+    # -- after the pass --------------------------------------------------------------------------------------
 
     def commit(self, done: Pass, draws: Draws) -> None:
         """Record what was computed and the new token of each sampler."""

@@ -11,7 +11,9 @@ from slime.wire.protocol import SamplingParams
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """Written by the engine thread only; the HTTP thread reads it when told, never beyond `len(log_probs)`."""
+    """Written by the engine thread only; the HTTP thread reads it
+    when told, never beyond `len(log_probs)`.
+    """
 
     rid: str
     prompt: list[int]

@@ -1,4 +1,6 @@
-"""The HTTP face of the embedded engine: SGLang's endpoints, and one of our own for weights in shared memory."""
+"""The HTTP face of the embedded engine: SGLang's endpoints, and one
+of our own for weights in shared memory.
+"""
 
 import asyncio
 import json
@@ -49,7 +51,9 @@ class RequestFailed(Exception):
 
 
 class Server:
-    """Handlers. Each lets the engine thread do the work; what takes long before that (text, weights) has threads too."""
+    """Handlers. Each lets the engine thread do the work; what takes long
+    before that (text, weights) has threads too.
+    """
 
     def __init__(self, engine: Engine, static_info: dict[str, Any], seed: int, token: str | None = None):
         self.engine, self._token = engine, token
@@ -63,7 +67,8 @@ class Server:
         self.model_path = static_info["model_path"]
         self.loop: EngineLoop | None = None  # set by start
         self.bent_by_others: dict[str, Any] = {"count": 0, "why": None}
-        # Of its own: whoever waits for weights takes a thread for long, and requests must not wait behind that.
+        # Of its own: whoever waits for weights takes a thread for long,
+        # and requests must not wait behind that.
         self._reading = ThreadPoolExecutor(1, "requests")
 
     async def start(self, app: web.Application) -> None:
@@ -117,7 +122,7 @@ class Server:
                 return web.json_response({"error": "Unauthorized"}, status=401)
         return await handler(request)
 
-    # -- generation -----------------------------------------------------------------------------------------------
+    # -- generation ------------------------------------------------------------------------------------------
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         if self.engine.awaiting_weights:
@@ -142,7 +147,9 @@ class Server:
         return await asyncio.get_running_loop().run_in_executor(self._reading, self.reader.read, body)
 
     def _note_bent(self, sequences: list[Sequence]) -> None:
-        """Count tokens asked for in a way that must not be trained on: of our own clients' requests the sender knows."""
+        """Count tokens asked for in a way that must not be trained on: of
+        our own clients' requests the sender knows.
+        """
         for sequence in sequences:
             told, size = sequence.sampling.return_top_p_token_ids, self.engine.runner.vocab_size
             why = refusal(asdict(sequence.sampling), vocab_size=size, nucleus_told=told)
@@ -210,7 +217,7 @@ class Server:
         await self.loop.call(self.engine.resume)
         return web.json_response({"status": "ok"})
 
-    # -- state ----------------------------------------------------------------------------------------------------
+    # -- state -----------------------------------------------------------------------------------------------
 
     async def health(self, request: web.Request) -> web.Response:
         return web.Response(status=200 if self.loop.alive else 503)
@@ -218,8 +225,8 @@ class Server:
     async def health_generate(self, request: web.Request) -> web.Response:
         """One token through the whole engine.
 
-        A busy engine shows it by its next forward pass, without queueing behind thousands of requests; one that may
-        not generate now (paused, released, without weights) only has to answer between steps.
+        A busy engine shows it by its next forward pass, without queueing behind thousands of requests; one
+        that may not generate now (paused, released, without weights) only has to answer between steps.
         """
         engine = self.engine
         if engine.paused or engine.released or engine.awaiting_weights or engine.is_mixed:
@@ -263,7 +270,7 @@ class Server:
         await self.loop.call(self.engine.allocator.flush)
         return web.Response(text="Cache flushed.\n")
 
-    # -- weights --------------------------------------------------------------------------------------------------
+    # -- weights ---------------------------------------------------------------------------------------------
 
     async def _update(
         self,
@@ -271,7 +278,9 @@ class Server:
         held: WeightStore | AdaptedWeights,
         apply: Callable[[Source], tuple[int, int]],
     ) -> tuple[int, int]:
-        """Opened and checked beside generation, on another thread; only the copy stops it. Returns (tensors, bytes)."""
+        """Opened and checked beside generation, on another thread; only the
+        copy stops it. Returns (tensors, bytes).
+        """
 
         def checked() -> Source:
             source = open_source()
@@ -337,7 +346,9 @@ class Server:
         return web.json_response({"success": left, "message": message}, status=200 if left else 400)
 
     async def update_weights_from_group(self, request: web.Request) -> web.Response:
-        """One bucket. The bytes come beside generation; only the copy stops it, and it stays so until the last bucket."""
+        """One bucket. The bytes come beside generation; only the copy stops
+        it, and it stays so until the last bucket.
+        """
         body = await _read_json(request)
         version = str(body.get("weight_version") or self.engine.version)
         tensors = await asyncio.to_thread(self.groups.receive, body.get("group_name"), read_bucket(body))
@@ -372,7 +383,7 @@ class Server:
             f"action is {shown(action)}: expected checksum, or compare or compare_adapter with a manifest"
         )
 
-    # -- memory ---------------------------------------------------------------------------------------------------
+    # -- memory ----------------------------------------------------------------------------------------------
 
     async def release_memory(self, request: web.Request) -> web.Response:
         await self.loop.call(self.engine.release, _tags(await _read_json(request)))

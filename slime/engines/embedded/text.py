@@ -7,7 +7,9 @@ from slime.wire.protocol import SamplingParams
 
 
 class Detokenizer:
-    """Wraps a tokenizer; without one (a model folder that has none) text is empty and stop strings are refused."""
+    """Wraps a tokenizer; without one (a model folder that has none)
+    text is empty and stop strings are refused.
+    """
 
     def __init__(self, tokenizer: Any | None):
         self.tokenizer = tokenizer
@@ -45,7 +47,8 @@ class Detokenizer:
 
     def find_stop(self, output: Ids[int], sampling: SamplingParams) -> str | None:
         """The stop string that the newest token completed. Only the tail is decoded."""
-        # A token decodes to a character or more, but a character may take several byte tokens: hence the factor.
+        # A token decodes to a character or more, but a character may take
+        # several byte tokens: hence the factor.
         tail = 4 * max(len(s) for s in sampling.stop) + 4
         text = self.decode(output[-tail:], sampling)
         hits = [(text.find(s), s) for s in sampling.stop if s in text]

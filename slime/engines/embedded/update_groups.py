@@ -1,4 +1,6 @@
-"""The engine's end of process groups in which a trainer rank broadcasts weights: one per pipeline stage of the trainer."""
+"""The engine's end of process groups in which a trainer rank broadcasts
+weights: one per pipeline stage of the trainer.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ class GroupPlace:
             or numbers[1] >= numbers[2]
         ):
             raise BadRequest(
-                "master_port, rank_offset and world_size must be integers below 65536, 0 < rank_offset < world_size"
+                "master_port, rank_offset and world_size must be integers below 65536, 0 < rank_offset < "
+                "world_size"
             )
         if body.get("backend") not in _BACKENDS:
             raise BadRequest(f"backend is {shown(body.get('backend'))}: expected one of {_BACKENDS}")

@@ -1,10 +1,12 @@
-"""Replaces the parameters of a model. From shared memory or a checkpoint folder: verified first, then applied whole.
+"""Replaces the parameters of a model. From shared memory or a checkpoint
+folder: verified first, then applied whole.
 
-Over a process group they come bucket by bucket and are applied so; the engine serves none of it before all have come.
+Over a process group they come bucket by bucket and are applied so; the
+engine serves none of it before all have come.
 
-Names are those of hub checkpoints. Experts, which transformers keeps as one tensor per matrix, are taken one by one under the
-names of the Qwen families. Not covered: families with other names for what is fused in memory; these are refused, and
-nothing is applied.
+Names are those of hub checkpoints. Experts, which transformers keeps as one tensor per matrix, are taken one
+by one under the names of the Qwen families. Not covered: families with other names for what is fused in
+memory; these are refused, and nothing is applied.
 """
 
 import json
@@ -77,7 +79,8 @@ def _open_verified(bucket) -> shm.Segment:
     found = byte_checksum(segment.buffer[: bucket.nbytes])
     if found != bucket.checksum:
         raise BadWeights(
-            f"segment {bucket.segment} has checksum {found:#018x}, the manifest says {bucket.checksum:#018x}: "
+            f"segment {bucket.segment} has checksum {found:#018x}, the manifest says "
+            f"{bucket.checksum:#018x}: "
             "its bytes changed on the way"
         )
     return segment
@@ -169,7 +172,9 @@ class GroupSource:
 
 
 class DequantizedSource:
-    """A source whose FP8 weights have become those that they stand for: this engine computes with no others."""
+    """A source whose FP8 weights have become those that they stand
+    for: this engine computes with no others.
+    """
 
     def __init__(self, source: Source, block: tuple[int, int]):
         self._source, self._block = source, block
@@ -243,7 +248,8 @@ class WeightStore:
 
     @torch.no_grad()
     def check_finite(self, source: Source) -> None:
-        """Raise BadWeights at the first tensor of integers, or with a value that is no finite number in the model's dtype.
+        """Raise BadWeights at the first tensor of integers, or with a value that
+        is no finite number in the model's dtype.
 
         Call `check` first. It reads every tensor, which takes as long as copying them.
         """
@@ -258,7 +264,9 @@ class WeightStore:
 
     @torch.no_grad()
     def apply(self, source: Source) -> tuple[int, int]:
-        """Copy every tensor in; returns (tensors, bytes) that came. Call `check` first: this must not fail half-way."""
+        """Copy every tensor in; returns (tensors, bytes) that came. Call
+        `check` first: this must not fail half-way.
+        """
         parameters, nbytes = self._parameters(), 0
         for name, tensor in self._plain(source).tensors():
             parameters[name].copy_(tensor)
@@ -267,7 +275,9 @@ class WeightStore:
 
     @torch.no_grad()
     def differing(self, source: Source) -> list[str]:
-        """Names whose values differ from the source's in the model's dtype, and parameters the source lacks."""
+        """Names whose values differ from the source's in the
+        model's dtype, and parameters the source lacks.
+        """
         source, parameters = self._plain(source), self._parameters()
         names, seen = [], set()
         for name, tensor in source.tensors():
@@ -291,7 +301,9 @@ def refuse_non_finite(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> No
 
 
 def _experts(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Views of the single experts in a tensor [experts, out, in] under their hub names; empty for other tensors."""
+    """Views of the single experts in a tensor [experts, out, in] under
+    their hub names; empty for other tensors.
+    """
     layer, _, matrix = name.rpartition(".")
     if tensor.dim() != 3 or not layer.endswith(".experts"):
         return {}

@@ -69,7 +69,8 @@ def sglang_command(options: SGLangOptions) -> Callable[[int, Path, int], list[st
     """For a launch plan: gets the port to bind (0: any), the ready file and the life pipe's fd."""
 
     def command(port: int, ready_file: Path, life_fd: int) -> list[str]:
-        # -P: the folder of these scripts must not be on the path, where its file names could hide other modules.
+        # -P: the folder of these scripts must not be on the path, where
+        # its file names could hide other modules.
         supervisor = [
             sys.executable,
             "-P",

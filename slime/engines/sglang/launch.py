@@ -1,7 +1,8 @@
 """Runs an SGLang server, or prints its flags; executed as a script by the interpreter that has SGLang.
 
-On a CPU machine five gaps of the wheel are filled first. That happens when the module is loaded, because SGLang
-spawns its workers, and a spawned process loads the main module again. Nothing on the path of a request is replaced.
+On a CPU machine five gaps of the wheel are filled first. That happens when the module is loaded, because
+SGLang spawns its workers, and a spawned process loads the main module again. Nothing on the path of a request
+is replaced.
 """
 
 import functools
@@ -29,12 +30,14 @@ class _NoKernels(types.ModuleType):
 
 
 def fill_cpu_gaps():
-    """What a CPU machine lacks: the choice of the native code paths, two operators, the kernel package, page-locked memory (asked for
-    by flag, and by hand)."""
+    """What a CPU machine lacks: the choice of the native code paths, two operators, the kernel package,
+    page-locked memory (asked for by flag, and by hand).
+    """
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     import torch  # only after the choice above is made
 
-    # The torchvision of PyPI is linked against CUDA; with its operators declared its Python part imports all the same.
+    # The torchvision of PyPI is linked against CUDA; with its operators
+    # declared its Python part imports all the same.
     schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
     for name in ("torchvision::nms", "torchvision::qnms"):
         torch.library.define(name, schema)
@@ -69,7 +72,9 @@ def _without_pinning(make):
 
 
 def spread_over_cores(ranks):
-    """SGLang gives each rank a NUMA node, and refuses more ranks than nodes unless it is told which cores are whose."""
+    """SGLang gives each rank a NUMA node, and refuses more ranks than nodes
+    unless it is told which cores are whose.
+    """
     cores = sorted(os.sched_getaffinity(0))
     shares = [
         cores[i * len(cores) // ranks : (i + 1) * len(cores) // ranks] or cores[:1] for i in range(ranks)
@@ -89,7 +94,9 @@ if "cpu" in _values(sys.argv, "--device"):
 
 
 def print_flags():
-    """The command line of the installed server as JSON: {"version", "flags": [{options, dest, nargs, ...}]}."""
+    """The command line of the installed server as JSON: {"version",
+    "flags": [{options, dest, nargs, ...}]}.
+    """
     import argparse
 
     import sglang
@@ -116,7 +123,8 @@ def print_flags():
 
 
 def token_words():
-    """What asks clients for a token, on every endpoint but /health. It comes in the environment: command lines are seen by all.
+    """What asks clients for a token, on every endpoint but /health. It comes in the
+    environment: command lines are seen by all.
 
     The admin key alone would not do: /server_info is open then, and tells it.
     """

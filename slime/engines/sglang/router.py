@@ -1,4 +1,6 @@
-"""SGLang's own router before the engines: a supervised process that knows its workers again after a restart."""
+"""SGLang's own router before the engines: a supervised process that
+knows its workers again after a restart.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ def router_command(python: str, policy: str, extra: Sequence[str] = ()) -> Comma
     def command(port: int, ready_file: Path, life_fd: int) -> list[str]:
         words = [sys.executable, "-P", supervisor.__file__, "--host", "127.0.0.1", "--port", str(port)]
         words += ["--probe", _LIVENESS, "--ready-file", str(ready_file), "--life-fd", str(life_fd), "--"]
-        # The second port that the supervisor holds serves the metrics; left to itself the router shows them to all machines.
+        # The second port that the supervisor holds serves the metrics; left to itself
+        # the router shows them to all machines.
         words += [python, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", PORT]
         words += ["--prometheus-host", "127.0.0.1", "--prometheus-port", NCCL_PORT, "--policy", policy]
         words += ["--health-check-interval-secs", "3", "--health-failure-threshold", "2"]
@@ -50,7 +53,8 @@ class RouterKeepsDying(RunStopped):
 
 
 class SGLangRouter:
-    """Keeps its port over restarts, so that nobody learns a new address, and tells a new life of it who works.
+    """Keeps its port over restarts, so that nobody learns a new
+    address, and tells a new life of it who works.
 
     `failure` gets the exception that ends the run.
     """
@@ -84,14 +88,15 @@ class SGLangRouter:
         """Serves with all workers known; returns the port."""
         if self._server.port and not http_utils.is_port_available(self._server.port):
             raise ValueError(
-                f"--sglang-router-port is {self._server.port}: another program has it; choose another, or leave it out."
+                f"--sglang-router-port is {self._server.port}: another program has it; choose another, or "
+                "leave it out."
             )
         self._bring_up()
         threading.Thread(target=self._watch, name="router-watch", daemon=True).start()
         self._pulse.start()
         return self._server.port
 
-    # ---- who is in rotation --------------------------------------------------------------------------------------
+    # ---- who is in rotation --------------------------------------------------------------------------------
 
     def enroll(self, server: Server) -> None:
         """Before the start: one more worker to register."""
@@ -116,7 +121,7 @@ class SGLangRouter:
         except (http_utils.HttpError, OSError, aiohttp.ClientError, TimeoutError) as error:
             logger.warning("the router at %s did not take a change of its workers: %s", self.url, error)
 
-    # ---- its life ------------------------------------------------------------------------------------------------
+    # ---- its life ------------------------------------------------------------------------------------------
 
     def _bring_up(self) -> None:
         self._serves = False

@@ -1,8 +1,9 @@
-"""A small process around one SGLang server: finds its ports, says when it serves, and lets nothing outlive the run.
+"""A small process around one SGLang server: finds its ports, says when it
+serves, and lets nothing outlive the run.
 
-SGLang does not know the life pipe, so this process holds it. It leads the process group in which the server and its
-workers run; when the pipe ends, when it is told to stop, or when any of them dies, the whole group goes. Only the
-standard library is used, so that a supervisor costs next to nothing.
+SGLang does not know the life pipe, so this process holds it. It leads the process group in which the server
+and its workers run; when the pipe ends, when it is told to stop, or when any of them dies, the whole group
+goes. Only the standard library is used, so that a supervisor costs next to nothing.
 """
 
 import argparse
@@ -33,8 +34,8 @@ _BIND_ERRORS = ("address already in use", "port is already in use", "port not av
 class PortHold:
     """A port that is ours from now until the server binds it.
 
-    The socket is bound and never listens: with SO_REUSEADDR on both sides the server may bind the same port, while
-    the system gives it to nobody who asks for any port.
+    The socket is bound and never listens: with SO_REUSEADDR on both sides the server may bind the same port,
+    while the system gives it to nobody who asks for any port.
     """
 
     def __init__(self, host: str, port: int):
@@ -96,7 +97,9 @@ class Supervisor:
         return code
 
     def _hold(self, port: int) -> PortHold:
-        """The port of an earlier life of this engine may still be held by a process on its way out: ask again."""
+        """The port of an earlier life of this engine may still be
+        held by a process on its way out: ask again.
+        """
         for _ in range(_HOLD_ATTEMPTS):
             try:
                 return PortHold(self._options.host, port)
@@ -121,7 +124,8 @@ class Supervisor:
             if not all(states):
                 print("supervisor: a worker of the server died; the server is ended", flush=True)
                 self._end_group()
-            # Polls are counted, not seconds: when this process was stopped with the others, they go on together.
+            # Polls are counted, not seconds: when this process was
+            # stopped with the others, they go on together.
             stopped_polls = stopped_polls + 1 if "T" in (*states, _state(self._server.pid)) else 0
             if stopped_polls > self._options.stopped_limit_s / _POLL_S:
                 print(
@@ -164,7 +168,9 @@ class Supervisor:
 
 
 def _die_with_parent() -> None:
-    """In the child before exec: the kernel ends it when the supervisor is killed. The main thread spawns, so that holds."""
+    """In the child before exec: the kernel ends it when the supervisor is
+    killed. The main thread spawns, so that holds.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

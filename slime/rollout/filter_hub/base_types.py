@@ -12,8 +12,8 @@ from typing import Any
 class DynamicFilterOutput:
     """The verdict on one group.
 
-    `reason` names a drop in the metrics. With `keep_when_insufficient` a dropped group is used after all when the
-    groups still in flight cannot fill the batch.
+    `reason` names a drop in the metrics. With `keep_when_insufficient` a dropped group is used after all when
+    the groups still in flight cannot fill the batch.
     """
 
     keep: bool
@@ -39,7 +39,9 @@ def call_dynamic_filter(fn: Callable[..., Any] | None, *args: Any, **kwargs: Any
 def should_drop_dynamic_filter_output(
     output: DynamicFilterOutput, *, remaining_batch_size: int, target_data_size: int
 ) -> bool:
-    """Whether the group goes. `remaining_batch_size`: groups that can still end up in the batch, this one included."""
+    """Whether the group goes. `remaining_batch_size`: groups that can
+    still end up in the batch, this one included.
+    """
     if output.keep:
         return False
     return not (output.keep_when_insufficient and remaining_batch_size <= target_data_size)

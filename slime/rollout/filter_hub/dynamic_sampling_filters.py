@@ -25,7 +25,9 @@ def check_reward_nonzero_std(args: Any, samples: Sequence[Any], **kwargs: Any) -
 def check_reward_nonzero_std_with_fallback(
     args: Any, samples: Sequence[Any], **kwargs: Any
 ) -> DynamicFilterOutput:
-    """Like `check_reward_nonzero_std`, but a group of equal rewards still fills a batch that would come up short."""
+    """Like `check_reward_nonzero_std`, but a group of equal rewards
+    still fills a batch that would come up short.
+    """
     output = check_reward_nonzero_std(args, samples, **kwargs)
     if not output.keep and output.reason != "no_scored_sample":
         output.keep_when_insufficient = True
@@ -33,7 +35,9 @@ def check_reward_nonzero_std_with_fallback(
 
 
 def _scored_rewards(args: Any, samples: Sequence[Sample]) -> list[float]:
-    """Rewards of the samples that have one. A sample whose reward failed has no say; one never scored is a bug."""
+    """Rewards of the samples that have one. A sample whose reward
+    failed has no say; one never scored is a bug.
+    """
     unscored = [s.index for s in samples if s.reward is None and s.reward_failure is None]
     if unscored:
         raise ValueError(f"dynamic sampling filter called before samples {unscored} were scored")

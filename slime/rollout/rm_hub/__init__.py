@@ -1,7 +1,9 @@
-"""Rewards: the hub of built-in ones, custom and remote ones, and the one entry the rollout calls, `score_samples`.
+"""Rewards: the hub of built-in ones, custom and remote ones, and the one
+entry the rollout calls, `score_samples`.
 
-The public names load on first use. The light modules of this package (`math_utils`, `math_check`, ...) run inside
-check workers, which must start in milliseconds and therefore must not import torch by way of this file.
+The public names load on first use. The light modules of this package (`math_utils`, `math_check`, ...) run
+inside check workers, which must start in milliseconds and therefore must not import torch by way of this
+file.
 """
 
 from __future__ import annotations

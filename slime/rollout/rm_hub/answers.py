@@ -1,7 +1,8 @@
 """The text of an answer as rewards compare it: `Sample.response` without the tokenizer's special tokens.
 
-By default responses end in the token that ended them ("42<|im_end|>"), as the engine's text does. The built-in rewards
-all read `answer_text`; a reward function of one's own gets `sample.response` as it is and may call it too.
+By default responses end in the token that ended them ("42<|im_end|>"), as the engine's text does. The
+built-in rewards all read `answer_text`; a reward function of one's own gets `sample.response` as it is and
+may call it too.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ _TAIL = re.compile(
 
 
 def answer_text(args: Any, sample: Sample) -> str:
-    """The sample's response without special tokens: those of the run's tokenizer, and any family's at the end."""
+    """The sample's response without special tokens: those of the
+    run's tokenizer, and any family's at the end.
+    """
     # A namespace that a test or a script made itself may name no model.
     return without_special_tokens(sample.response, special_tokens_of(vars(args).get("hf_checkpoint")))
 
@@ -85,8 +88,10 @@ def hint_about_ending(args: Any, sample: Sample, path: str) -> None:
         return
     _hinted.add(path)
     logger.warning(
-        "sample.response ends in %r: --custom-rm-path %s gets the engine's text, special tokens included. A reward that "
-        "compares text should compare slime.rollout.rm_hub.answer_text(args, sample), which leaves them out; or set "
+        "sample.response ends in %r: --custom-rm-path %s gets the engine's text, special tokens included. A "
+        "reward that "
+        "compares text should compare slime.rollout.rm_hub.answer_text(args, sample), which leaves them "
+        "out; or set "
         "--rollout-skip-special-tokens.",
         ending,
         path,

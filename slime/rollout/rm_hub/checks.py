@@ -1,4 +1,6 @@
-"""How the hub runs a comparison: in the check pool, where a deadline reaches it; what is too large is wrong, and counted."""
+"""How the hub runs a comparison: in the check pool, where a deadline reaches it;
+what is too large is wrong, and counted.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,11 @@ _num_not_compared = 0  # over the life of the process; only for how often it is 
 
 
 async def check(args: Any, sample: Sample, function: str, response: str, *truth: Any, wrong: Any = 0) -> Any:
-    """What `function` ("module:name" of this package) returns in a worker for the response and the truth it is held against.
+    """What `function` ("module:name" of this package) returns in a worker for the
+    response and the truth it is held against.
 
-    An answer that is too large to be compared scores `wrong`: whoever writes a tower of powers is not right, and must
-    not be able to end a run.
+    An answer that is too large to be compared scores `wrong`: whoever writes a tower of powers is not
+    right, and must not be able to end a run.
     """
     outcome = await _in_pool(args, function, response, *truth)
     if not isinstance(outcome, AnswerTooLarge):

@@ -1,7 +1,7 @@
 """Reads short LaTeX or plain-text expressions into sympy without ever evaluating text as code.
 
-Covers arithmetic, fractions, roots, powers, percentages, the usual functions, pi and one-letter symbols. Anything
-else is a ValueError, which graders treat as "not comparable".
+Covers arithmetic, fractions, roots, powers, percentages, the usual functions, pi and one-letter symbols.
+Anything else is a ValueError, which graders treat as "not comparable".
 """
 
 from __future__ import annotations

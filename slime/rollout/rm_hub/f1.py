@@ -1,4 +1,6 @@
-"""The `f1` reward: overlap of words between an answer and the reference, as in extractive question answering."""
+"""The `f1` reward: overlap of words between an answer and the
+reference, as in extractive question answering.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ def normalize_answer(s: str) -> str:
 
 
 def f1_score(prediction: str | None, ground_truth: str) -> tuple[float, float, float]:
-    """(f1, precision, recall). A yes/no answer must match whole: sharing words with a sentence is no credit."""
+    """(f1, precision, recall). A yes/no answer must match whole:
+    sharing words with a sentence is no credit.
+    """
     nothing = (0.0, 0.0, 0.0)
     if prediction is None:
         return nothing

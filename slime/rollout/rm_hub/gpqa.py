@@ -11,7 +11,8 @@ _DEFAULT_LETTERS = "ABCDEFGH"
 
 
 def compute_gpqa_reward(response: str | None, label: Any, metadata: Mapping[str, Any] | None = None) -> float:
-    """1.0 or 0.0. The right answer is metadata `correct_letter`, or the label: a letter, an index or a choice's text.
+    """1.0 or 0.0. The right answer is metadata `correct_letter`, or the
+    label: a letter, an index or a choice's text.
 
     metadata may hold `choices` (list of texts, or a mapping from letter to text) and `valid_letters`.
     """
@@ -58,9 +59,11 @@ def _correct_letter(correct: Any, label: Any, choices: dict[str, str], letters: 
 
 
 def _chosen_letter(answer: str, letters: str) -> str | None:
-    """The letter of the last explicit statement; strong forms (boxed, "answer is X") before weak ones (a lone X).
+    """The letter of the last explicit statement; strong forms (boxed,
+    "answer is X") before weak ones (a lone X).
 
-    Every pattern reads a text once: white space is single blanks by then, and what may repeat ends where it cannot.
+    Every pattern reads a text once: white space is single blanks by then,
+    and what may repeat ends where it cannot.
     """
     letter = f"([{re.escape(letters)}])"
     boxed = rf"\\boxed ?\{{ ?(?:\\(?:text|mathrm|textbf) ?\{{)? ?\(?{letter}\)?[^a-zA-Z{{}}]*\}}"

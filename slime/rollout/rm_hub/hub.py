@@ -47,7 +47,9 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
 
 
 async def batched_async_rm(args: Any, samples: Sequence[Sample], **kwargs: Any) -> list[Any]:
-    """One value per sample. With --group-rm the custom function sees the group; otherwise each sample alone."""
+    """One value per sample. With --group-rm the custom function
+    sees the group; otherwise each sample alone.
+    """
     if scores_groups(args, samples):
         values = await call_custom(args, args.custom_rm_path, list(samples), **kwargs)
         return _one_per_sample(args.custom_rm_path, values, samples)
@@ -55,7 +57,9 @@ async def batched_async_rm(args: Any, samples: Sequence[Sample], **kwargs: Any) 
 
 
 def scores_groups(args: Any, samples: Sequence[Sample]) -> bool:
-    """Only --group-rm asks for the batch signature; a function named by the sample itself is always single."""
+    """Only --group-rm asks for the batch signature; a function
+    named by the sample itself is always single.
+    """
     return bool(args.group_rm and args.custom_rm_path) and not any(
         sample.custom_rm_path for sample in samples
     )
@@ -78,7 +82,9 @@ def rm_type_of(args: Any, sample: Sample) -> str:
 
 
 async def call_custom(args: Any, path: str, subject: Any, **kwargs: Any) -> Any:
-    """Call a user's reward function, async or plain, with the deadline of a generation; a mistake in it ends the run."""
+    """Call a user's reward function, async or plain, with the deadline of a
+    generation; a mistake in it ends the run.
+    """
     function = load_function(path)
     try:
         async with asyncio.timeout(args.generate_timeout_s) as deadline:
@@ -94,7 +100,9 @@ async def call_custom(args: Any, path: str, subject: Any, **kwargs: Any) -> Any:
 
 
 async def _in_thread(call: Callable[[], Any]) -> Any:
-    """Run a plain function beside the loop. The thread is a daemon: one that hangs must not hold up our exit."""
+    """Run a plain function beside the loop. The thread is a daemon:
+    one that hangs must not hold up our exit.
+    """
     loop = asyncio.get_running_loop()
     future: asyncio.Future = loop.create_future()
 
@@ -199,7 +207,9 @@ async def _ifbench(args: Any, sample: Sample, response: str) -> Any:
 
 
 def _entries(metadata: dict[str, Any], *names: str) -> dict[str, Any]:
-    """What a check reads of the metadata: the rest may be large, or of a kind that its worker does not know."""
+    """What a check reads of the metadata: the rest may be large, or
+    of a kind that its worker does not know.
+    """
     return {name: metadata[name] for name in names if name in metadata}
 
 

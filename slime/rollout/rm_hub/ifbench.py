@@ -16,8 +16,8 @@ def compute_ifbench_reward(
 ) -> float | RewardFailure:
     """1.0 or 0.0; `invalid` when the instructions are missing, unknown or their arguments do not fit.
 
-    `instruction_id_list` (list of ids) and `kwargs` (one mapping per id; null values are ignored) come from the
-    metadata, or from the label when that is such a mapping or its JSON text.
+    `instruction_id_list` (list of ids) and `kwargs` (one mapping per id; null values are ignored) come from
+    the metadata, or from the label when that is such a mapping or its JSON text.
     """
     source = _instruction_source(label, metadata or {})
     ids = source.get("instruction_id_list")

@@ -1,7 +1,7 @@
 """Verifiable instructions: one small function per instruction id, each asking whether a response obeys it.
 
-A function takes the response and the instruction's keyword arguments. The table at the end is the whole registry;
-nothing is downloaded and no language model is asked.
+A function takes the response and the instruction's keyword arguments. The table at the end is the whole
+registry; nothing is downloaded and no language model is asked.
 """
 
 from __future__ import annotations

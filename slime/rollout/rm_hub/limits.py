@@ -1,7 +1,7 @@
 """What an answer may cost: limits of the comparisons, and word of those that were given up.
 
-A comparison that meets its limit is "not equal" for whoever called it. A check worker also wants to know that it was
-not compared at all, so it opens a `noting()` around the check. Light: imported in check workers.
+A comparison that meets its limit is "not equal" for whoever called it. A check worker also wants to know that
+it was not compared at all, so it opens a `noting()` around the check. Light: imported in check workers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The `math` reward as a worker runs it: boxed answers compared by math-verify. Imported in check workers only."""
+"""The `math` reward as a worker runs it: boxed answers compared by
+math-verify. Imported in check workers only.
+"""
 
 from __future__ import annotations
 

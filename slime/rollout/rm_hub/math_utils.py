@@ -14,7 +14,9 @@ _REST_OF_LINE = re.compile(r"[^$\n]*")
 
 
 def last_boxed_only_string(string: str) -> str | None:
-    """The last complete `\\boxed{...}` (or `\\fbox{...}`, or `\\boxed 7`), with the command itself; None: none."""
+    """The last complete `\\boxed{...}` (or `\\fbox{...}`, or `\\boxed
+    7`), with the command itself; None: none.
+    """
     closed: dict[int, int] | None = None
     for match in reversed(list(_BOX.finditer(string))):
         brace = _OPENING.match(string, match.end())
@@ -85,8 +87,8 @@ def grade_answer_mathd(given_answer: str, ground_truth: str) -> bool:
 def grade_answer_sympy(given_answer: str, ground_truth: str) -> bool:
     """Equal as mathematics, element by element for tuples and intervals.
 
-    A whole-number reference wants a whole number and a fraction wants a reduced one: otherwise a model earns the
-    reward by boxing the unevaluated question (12*34 for 408).
+    A whole-number reference wants a whole number and a fraction wants a reduced one: otherwise a model earns
+    the reward by boxing the unevaluated question (12*34 for 408).
     """
     if _too_long(given_answer, ground_truth):
         return False

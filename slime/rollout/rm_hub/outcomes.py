@@ -20,7 +20,9 @@ class RewardFailuresExceeded(RunStopped):
 
 
 def settle_reward(args: Any, sample: Sample, value: Any, *, evaluation: bool = False) -> None:
-    """Store what a reward function returned: the score in `sample.reward`, or the reason in `reward_failure`."""
+    """Store what a reward function returned: the score in
+    `sample.reward`, or the reason in `reward_failure`.
+    """
     outcome = judge(args, value, evaluation=evaluation)
     if isinstance(outcome, RewardFailure):
         sample.reward, sample.reward_failure = None, outcome
@@ -29,7 +31,9 @@ def settle_reward(args: Any, sample: Sample, value: Any, *, evaluation: bool = F
 
 
 def judge(args: Any, value: Any, *, evaluation: bool = False) -> Any:
-    """The value as a score (number, or dict whose chosen key is one), or the RewardFailure that it amounts to."""
+    """The value as a score (number, or dict whose chosen key is one),
+    or the RewardFailure that it amounts to.
+    """
     if isinstance(value, RewardFailure):
         return value
     if isinstance(value, dict):

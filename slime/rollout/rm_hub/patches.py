@@ -1,7 +1,8 @@
-"""Limits put into sympy inside check workers: whatever a parser made of an answer, no number grows without bound.
+"""Limits put into sympy inside check workers: whatever a parser made of
+an answer, no number grows without bound.
 
-One multiplication of two giant integers is a single C call, which nothing interrupts but the end of the process. So
-powers and factorials are refused before they are worked out. Only `math_check` installs this.
+One multiplication of two giant integers is a single C call, which nothing interrupts but the end of the
+process. So powers and factorials are refused before they are worked out. Only `math_check` installs this.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Reward checks in worker processes with a hard deadline: a check that hangs is killed, and the pool stays usable.
+"""Reward checks in worker processes with a hard deadline: a check that
+hangs is killed, and the pool stays usable.
 
 A symbolic comparison or a regular expression can run for ever inside one C call; no thread, signal handler or
-asyncio timeout interrupts that. So each check runs in a process of its own kind, and at the deadline that process
-gets SIGKILL and is replaced when the next check needs it. A process that is stopped, or does not take a check up, is
-replaced after the same deadline; that is not held against the answer.
+asyncio timeout interrupts that. So each check runs in a process of its own kind, and at the deadline that
+process gets SIGKILL and is replaced when the next check needs it. A process that is stopped, or does not take
+a check up, is replaced after the same deadline; that is not held against the answer.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ _PROJECT_ROOT = Path(__file__).parents[3]
 class CheckPool:
     """`await pool.check("pkg.mod:func", *plain_args)` runs the function in a worker process.
 
-    Workers start when first needed. Waiting for a free worker does not count against the deadline. Use from any
-    event loop; `close()` ends the workers, and they also die with this process.
+    Workers start when first needed. Waiting for a free worker does not count against the deadline. Use from
+    any event loop; `close()` ends the workers, and they also die with this process.
     """
 
     def __init__(self, num_workers: int, deadline_s: float):
@@ -54,8 +55,9 @@ class CheckPool:
         self._closed = False
         self._workers: set[_Worker] = set()
         self._jobs: queue.SimpleQueue[tuple[Future, str, tuple[Any, ...]] | None] = queue.SimpleQueue()
-        # Each thread starts and owns one worker. The kernel kills a worker when the thread that started it ends,
-        # so the threads last as long as the pool; they are daemons, so a running check never delays our exit.
+        # Each thread starts and owns one worker. The kernel kills a worker when the thread that started it
+        # ends, so the threads last as long as the pool; they are daemons, so a running check never delays our
+        # exit.
         self._threads = [
             threading.Thread(target=self._serve, name=f"reward-check-{i}", daemon=True)
             for i in range(num_workers)
@@ -68,8 +70,9 @@ class CheckPool:
             return sorted(worker.pid for worker in self._workers if worker.is_alive())
 
     async def check(self, function: str, *arguments: Any) -> Any:
-        """The function's value; `too_large` when the check gave up or was killed, `invalid` when it raised, `infra_error`
-        when its worker broke."""
+        """The function's value; `too_large` when the check gave up or was killed, `invalid` when it
+        raised, `infra_error` when its worker broke.
+        """
         future: Future = Future()
         with self._lock:
             if self._closed:
@@ -156,7 +159,8 @@ class _Worker:
 
     def run(self, function: str, arguments: tuple[Any, ...], deadline_s: float) -> Any:
         self._send((function, arguments, deadline_s), deadline_s if self._loaded else _START_TIMEOUT_S)
-        # Imports are slow and not the check's fault. A worker that has the function answers at once, or is ill.
+        # Imports are slow and not the check's fault. A worker that has
+        # the function answers at once, or is ill.
         allowed_s = deadline_s if function in self._loaded else max(_START_TIMEOUT_S, deadline_s)
         if not self._answers_within(allowed_s, look_every_s=deadline_s):
             state = "is stopped" if self._is_stopped() else "did not take it up"

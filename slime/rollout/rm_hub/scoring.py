@@ -1,4 +1,6 @@
-"""`score_samples`: the one entry by which the rollout gets rewards, with retries and a breaker for the whole run."""
+"""`score_samples`: the one entry by which the rollout gets rewards, with
+retries and a breaker for the whole run.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,9 @@ _RETRY_DELAY_S = 0.1
 async def score_samples(args: Any, samples: Sequence[Any], *, evaluation: bool = False) -> None:
     """Give each sample (fan-out lists included) a score in `reward` or a cause in `reward_failure`.
 
-    Samples that already have a reward keep it, except that a group reward sees its whole group. Raises PluginError at
-    the first mistake in a user's function, RewardConfigError when a reward can never work as it is configured, and
-    RewardFailuresExceeded when rewards keep failing.
+    Samples that already have a reward keep it, except that a group reward sees its whole group. Raises
+    PluginError at the first mistake in a user's function, RewardConfigError when a reward can never work as
+    it is configured, and RewardFailuresExceeded when rewards keep failing.
     """
     flat = flatten_samples(samples)
     if scores_groups(args, flat):
@@ -77,7 +79,9 @@ async def _score_group(args: Any, samples: list[Sample], evaluation: bool) -> No
 
 
 async def _guarded(call: Coroutine[Any, Any, Any], custom_path: str | None) -> Any:
-    """What the reward returned; an exception that may pass becomes a failure that says where it was raised."""
+    """What the reward returned; an exception that may pass becomes
+    a failure that says where it was raised.
+    """
     try:
         return await call
     except asyncio.CancelledError:
@@ -94,7 +98,9 @@ async def _guarded(call: Coroutine[Any, Any, Any], custom_path: str | None) -> A
 
 
 def _judged(args: Any, sample: Sample, value: Any, evaluation: bool) -> Any:
-    """A score or a failure. No judge can do anything about a value that is neither: its author is told at once."""
+    """A score or a failure. No judge can do anything about a value
+    that is neither: its author is told at once.
+    """
     outcome = judge(args, value, evaluation=evaluation)
     if not isinstance(outcome, RewardFailure) or isinstance(value, RewardFailure):
         return outcome
@@ -124,7 +130,9 @@ async def _with_retries(
 
 
 def _worth_retrying(args: Any, sample: Sample, failure: RewardFailure) -> bool:
-    """What broke may work the next time; an answer that cannot be judged stays one. A remote judge was asked often enough."""
+    """What broke may work the next time; an answer that cannot be judged stays
+    one. A remote judge was asked often enough.
+    """
     custom = custom_path_of(args, sample) is not None
     return failure.kind == "infra_error" and (
         custom or rm_type_of(args, sample).removeprefix("boxed_") != "remote_rm"

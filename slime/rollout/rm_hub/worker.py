@@ -1,16 +1,16 @@
 """A reward check worker: a small process that runs one check at a time and answers over a pipe.
 
-Started by `pool.CheckPool` as a script, so that nothing heavy is imported: only what the checks themselves need.
-For each request it answers twice: ("ready", pid) once the function is imported (imports are slow and are not the
-check's fault), then the outcome, one of
+Started by `pool.CheckPool` as a script, so that nothing heavy is imported: only what the checks themselves
+need. For each request it answers twice: ("ready", pid) once the function is imported (imports are slow and
+are not the check's fault), then the outcome, one of
 
     ("ok", value)             what the check returned
     ("too large", reason)     the check gave the answer up: its size, depth or digits are beyond the limits
     ("exhausted", reason)     the check used up its CPU time or memory and was broken off: this process is spent
     ("error", reason)         the check raised
 
-Where imports took long, the process that holds them forks: the child serves, and when a check was broken off in it
-another child takes its place at once.
+Where imports took long, the process that holds them forks: the child serves, and when a check was broken off
+in it another child takes its place at once.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class _OutOfTime(BaseException):
 class _Budget:
     """Breaks a check off, wherever its Python code stands, once it has used up its CPU time.
 
-    CPU time, not time on the clock: on a busy machine an answer is judged as on an idle one. What hangs inside one C
-    call is not reached; the pool kills it at the deadline.
+    CPU time, not time on the clock: on a busy machine an answer is judged as on an idle one. What hangs
+    inside one C call is not reached; the pool kills it at the deadline.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,8 @@ def main() -> None:
 
 
 def _die_with(parent_pid: int) -> None:
-    # A check stuck inside a C call holds the interpreter, so no watching thread would run: the kernel must do it.
+    # A check stuck inside a C call holds the interpreter, so no watching
+    # thread would run: the kernel must do it.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
@@ -116,7 +117,9 @@ class _Worker:
         return self._become_template()
 
     def _become_template(self) -> bool:
-        """Returns True in a child, and False in each that takes the place of a spent one; this process only waits."""
+        """Returns True in a child, and False in each that takes the place
+        of a spent one; this process only waits.
+        """
         template_pid, is_first = os.getpid(), True
         while (child_pid := os.fork()) != 0:
             is_first = False
@@ -128,7 +131,8 @@ class _Worker:
         return is_first
 
     def _run(self, function: Callable[..., Any], arguments: tuple[Any, ...], deadline_s: float) -> None:
-        # Second line of defence, for a parent that cannot kill: the default action of SIGALRM ends the process.
+        # Second line of defence, for a parent that cannot kill: the
+        # default action of SIGALRM ends the process.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, deadline_s + _GRACE_S)
         kind, value = _outcome(self._budget, function, arguments, deadline_s)

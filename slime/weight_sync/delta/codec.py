@@ -1,11 +1,13 @@
 """What changed between two versions of a tensor's bytes, made small, and put back bit by bit.
 
-A payload is one zstd frame. Its first byte says how the rest is laid out: *sparse* (how many elements changed, the gaps
-between their positions, one value each) or *dense* (one value for every element), whichever the share of changed
-elements makes smaller. A value is `old ^ new` with the encoding "xor" and `new` with "overwrite". Gaps and values are
-laid out by byte plane: the upper bytes are nearly all alike, and compress to nothing.
+A payload is one zstd frame. Its first byte says how the rest is laid out: *sparse* (how many elements
+changed, the gaps between their positions, one value each) or *dense* (one value for every element), whichever
+the share of changed elements makes smaller. A value is `old ^ new` with the encoding "xor" and `new` with
+"overwrite". Gaps and values are laid out by byte plane: the upper bytes are nearly all alike, and compress to
+nothing.
 
-Measured on a bfloat16 matrix of which 3.0 % of the elements change: 7.1 MB are sent as 133 kB (xor) or 251 kB (overwrite).
+Measured on a bfloat16 matrix of which 3.0 % of the elements change: 7.1 MB are
+sent as 133 kB (xor) or 251 kB (overwrite).
 """
 
 from __future__ import annotations
@@ -66,7 +68,8 @@ def checksum_function(name: str) -> Callable[[Any], str]:
     except ImportError as error:
         package = {"xxh3-128": "'slime[delta]'", "blake3": "blake3"}[name]
         raise ValueError(
-            f"--update-weight-delta-checksum {name} needs a package that is not installed; pip install {package}, "
+            f"--update-weight-delta-checksum {name} needs a package that is not installed; pip install "
+            f"{package}, "
             "or use --update-weight-delta-checksum adler32."
         ) from error
     raise ValueError(f"--update-weight-delta-checksum is {name!r}; choose one of {', '.join(CHECKSUMS)}.")

@@ -4,8 +4,9 @@
     weights-<version>/           a checkpoint that an engine loads from disk
     incoming.tmp/                the version on its way; worthless until it is renamed
 
-A new version is written beside the current one, verified tensor by tensor, synced and renamed; then state.json names
-it. Whatever ends the process meanwhile, the current version is untouched. Several processes may share a copy.
+A new version is written beside the current one, verified tensor by tensor, synced and renamed; then
+state.json names it. Whatever ends the process meanwhile, the current version is untouched. Several processes
+may share a copy.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What `bring_to` did. `route`: "held" (nothing to do), "delta" or "full"; `nbytes`: of published files it read."""
+    """What `bring_to` did. `route`: "held" (nothing to do), "delta" or
+    "full"; `nbytes`: of published files it read.
+    """
 
     version: str
     folder: Path
@@ -84,7 +87,9 @@ class _Broken(DeltaError):
 
 
 def find_route(index: Index, held: str | None, target: str, without: Sequence[str] = ()) -> Route | None:
-    """From what is held if that is less to read, else from the newest full copy on the way. None: there is none."""
+    """From what is held if that is less to read, else from the newest
+    full copy on the way. None: there is none.
+    """
     usable = [entry for entry in index.entries if entry.folder not in without]
     fulls = {entry.version: entry for entry in usable if entry.base is None}
     deltas = {entry.version: entry for entry in usable if entry.base is not None}
@@ -132,10 +137,11 @@ class LocalCopy:
     def bring_to(
         self, source: Source, version: str | None = None, *, exact: bool = False, deadline_s: float = 600.0
     ) -> Arrival:
-        """At least `version` (None: the newest), or exactly it; waits for it to be published until the deadline.
+        """At least `version` (None: the newest), or exactly it; waits
+        for it to be published until the deadline.
 
-        A delta that does not apply (damaged, another base) is left aside and a full copy taken; where there is none
-        the trainer is asked for one.
+        A delta that does not apply (damaged, another base) is left aside and a full copy taken; where
+        there is none the trainer is asked for one.
         """
         started = time.monotonic()
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -180,7 +186,9 @@ class LocalCopy:
         return Arrival(target, folder, kind, len(route.deltas), route.nbytes, time.monotonic() - started)
 
     def _learn(self, route: Route, error: _Broken, attempts: _Attempts) -> None:
-        """The copy here may be what is wrong: it is left aside first. What fails on a full copy too is broken itself."""
+        """The copy here may be what is wrong: it is left aside first. What
+        fails on a full copy too is broken itself.
+        """
         logger.warning("weights do not apply: %s", error)
         attempts.why.append(str(error))
         if route.full is None and not error.surely:
@@ -195,11 +203,12 @@ class LocalCopy:
             latest = f"unknown, as {error}"
         why = f" What was tried: {'; '.join(attempts.why)}." if attempts.why else ""
         return (
-            f"no way from weights {self.version} in {self._folder} to {version or 'the newest'}: {source} publishes "
+            f"no way from weights {self.version} in {self._folder} to {version or 'the newest'}: {source} "
+            "publishes "
             f"up to {latest}.{why} The copy here is unchanged."
         )
 
-    # ---- one route -----------------------------------------------------------------------------------------------
+    # ---- one route -----------------------------------------------------------------------------------------
 
     def _follow(self, route: Route, source: Source, target: str, state: Mapping[str, str] | None) -> Path:
         staging = self._folder / _STAGING
@@ -279,7 +288,7 @@ def _target(index: Index, version: str | None, exact: bool) -> str | None:
     return latest
 
 
-# ---- bytes -------------------------------------------------------------------------------------------------------
+# ---- bytes -------------------------------------------------------------------------------------------------
 
 
 def _read_manifest(entry: Entry, source: Source) -> Manifest:
@@ -290,7 +299,8 @@ def _read_manifest(entry: Entry, source: Source) -> Manifest:
     if (manifest.version, manifest.base) != (entry.version, entry.base):
         raise _Broken(
             entry,
-            f"made from {manifest.base} to {manifest.version}, where {INDEX} says from {entry.base} to {entry.version}",
+            f"made from {manifest.base} to {manifest.version}, where {INDEX} says from {entry.base} to "
+            f"{entry.version}",
             surely=True,
         )
     return manifest
@@ -362,7 +372,9 @@ def _closing(steps: _Steps) -> Iterator[None]:
 def _rewrite(
     base: Path, target: Path, steps: _Steps, pool: concurrent.futures.ThreadPoolExecutor, *, link: bool
 ) -> None:
-    """Every file of `base` into `target`, changed by the deltas, each tensor verified. `link`: unchanged files are shared."""
+    """Every file of `base` into `target`, changed by the deltas, each tensor
+    verified. `link`: unchanged files are shared.
+    """
     finals = {record.name: record for record in steps.last.tensors}
     seen: set[str] = set()
     for path in sorted(base.iterdir()):
@@ -423,7 +435,9 @@ def _builder(
 
 
 def read_header(path: Path) -> tuple[bytes, dict[str, tuple[int, int]]]:
-    """A safetensors file: the bytes before the data, and name -> (offset in the file, bytes), in the order they lie."""
+    """A safetensors file: the bytes before the data, and name -> (offset in
+    the file, bytes), in the order they lie.
+    """
     with open(path, "rb") as file:
         prefix = file.read(8)
         length = int.from_bytes(prefix, "little")

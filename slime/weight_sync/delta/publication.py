@@ -5,8 +5,8 @@
     delta-<version>/             changed bytes: delta-00001.bin, ... and weights.json
     full.wanted                  left by a reader that no route leads to the version it needs; the trainer answers
 
-Every folder appears whole, by a rename. weights.json lists *all* tensors of the version with their checksums, also
-those that a delta leaves alone: who follows a delta verifies the whole copy.
+Every folder appears whole, by a rename. weights.json lists *all* tensors of the version with their checksums,
+also those that a delta leaves alone: who follows a delta verifies the whole copy.
 
 A reader needs only the folder or plain HTTP: nothing is pickled, nothing is executed.
 """
@@ -89,8 +89,9 @@ class Index:
 class TensorRecord:
     """One tensor of a version.
 
-    `checksum` is that of all its bytes in this version. `size` bytes of payload lie at `offset` of `file`; 0: it is
-    the same as in the base. In a full checkpoint the bytes are in the safetensors files, and `file` is empty.
+    `checksum` is that of all its bytes in this version. `size` bytes of payload lie at `offset` of `file`; 0:
+    it is the same as in the base. In a full checkpoint the bytes are in the safetensors files, and `file` is
+    empty.
     """
 
     name: str
@@ -140,7 +141,7 @@ def check_name(name: str) -> None:
         raise DeltaError(f"{name!r} is no name of a published file or folder")
 
 
-# ---- durable writes ----------------------------------------------------------------------------------------------
+# ---- durable writes ----------------------------------------------------------------------------------------
 
 
 def sync_path(path: Path) -> None:
@@ -161,7 +162,7 @@ def replace_text(path: Path, text: str) -> None:
     sync_path(path.parent)
 
 
-# ---- readers -----------------------------------------------------------------------------------------------------
+# ---- readers -----------------------------------------------------------------------------------------------
 
 
 class Source(Protocol):

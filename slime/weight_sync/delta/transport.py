@@ -1,8 +1,9 @@
-"""Only what changed: a full copy once, then the changed bytes of each version, in a folder that copies are kept from.
+"""Only what changed: a full copy once, then the changed bytes of each
+version, in a folder that copies are kept from.
 
-The trainer remembers the bytes it published last (one copy of the model in host memory) and compares. A copy of the
-weights beside the engines follows (`local_copy.py`), and the engines load from it; they need no patch. Engines on other
-machines have an agent of their own (`weight_agent.py`), which is asked for the version.
+The trainer remembers the bytes it published last (one copy of the model in host memory) and compares. A copy
+of the weights beside the engines follows (`local_copy.py`), and the engines load from it; they need no patch.
+Engines on other machines have an agent of their own (`weight_agent.py`), which is asked for the version.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class Published:
 
 
 class DeltaSender:
-    """Publishes a full copy first, deltas after it, and a full copy again where the deltas outgrow it or one is asked for.
+    """Publishes a full copy first, deltas after it, and a full copy again where
+    the deltas outgrow it or one is asked for.
 
     Full copies after the first are written beside training, from the remembered bytes.
     """
@@ -89,7 +91,7 @@ class DeltaSender:
     def _staging(self) -> Path:
         return self._folder / "delta.tmp"
 
-    # ---- a push --------------------------------------------------------------------------------------------------
+    # ---- a push --------------------------------------------------------------------------------------------
 
     def send(self, bucket: NamedTensors) -> None:
         with self._pushing("weights"):
@@ -163,7 +165,7 @@ class DeltaSender:
             shutil.rmtree(self._staging, ignore_errors=True)
             raise
 
-    # ---- what is published ---------------------------------------------------------------------------------------
+    # ---- what is published ---------------------------------------------------------------------------------
 
     def _write_delta(self, version: str, records: list[TensorRecord]) -> Entry:
         for file in [path for path in self._staging.iterdir() if not path.stat().st_size]:
@@ -207,7 +209,9 @@ class DeltaSender:
         return Entry(version, base, target.name, sum(files.values()) + (target / MANIFEST).stat().st_size)
 
     def _publish(self, entry: Entry) -> None:
-        """A full copy that comes late goes to its place in the order. What it makes superfluous is removed afterwards."""
+        """A full copy that comes late goes to its place in the order. What it
+        makes superfluous is removed afterwards.
+        """
         if not self._index:
             self._clear_old_run()
             self._options.after_writing(self._folder)
@@ -222,7 +226,8 @@ class DeltaSender:
     def _superfluous(self) -> list[Entry]:
         """What nobody needs who goes to the newest version or to the one before it.
 
-        Of the versions up to the full copy they start from, only the step to it stays: for those one version behind.
+        Of the versions up to the full copy they start from, only the step
+        to it stays: for those one version behind.
         """
         fulls = [
             i for i, entry in enumerate(self._index) if entry.base is None and entry.version != self._version
@@ -242,7 +247,7 @@ class DeltaSender:
                     if entry.version.rpartition(":")[0] != str(self._version).rpartition(":")[0]:
                         shutil.rmtree(self._folder / entry.folder, ignore_errors=True)
 
-    # ---- full copies beside training -----------------------------------------------------------------------------
+    # ---- full copies beside training -----------------------------------------------------------------------
 
     def _start_background(self) -> None:
         if self._background is None:
@@ -269,7 +274,9 @@ class DeltaSender:
             return len(chain) >= _MAX_CHAIN or sum(e.nbytes for e in chain) > self._index[newest].nbytes
 
     def _write_full_late(self) -> bool:
-        """False: not now, a push is under way. A copy that is there already is written again: its reader found it broken."""
+        """False: not now, a push is under way. A copy that is there already is
+        written again: its reader found it broken.
+        """
         with self._state:
             if self._version is None:
                 return False
@@ -318,7 +325,7 @@ def _shards(tensors: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
     return shards
 
 
-# ---- the engines' side -------------------------------------------------------------------------------------------
+# ---- the engines' side -------------------------------------------------------------------------------------
 
 
 async def prepare(parcel: Parcel, control: EngineControl) -> None:

@@ -1,5 +1,6 @@
-"""Heads that predict further tokens train beside the policy: they compute what transformers' layers compute, on every layout,
-and leave the policy as it would be without them."""
+"""Heads that predict further tokens train beside the policy: they compute what transformers' layers compute,
+on every layout, and leave the policy as it would be without them.
+"""
 
 import pytest
 import torch

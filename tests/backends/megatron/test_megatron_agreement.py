@@ -1,4 +1,6 @@
-"""Engine against trainer under every way to split a sample or a model: the same numbers, and the same end on every rank."""
+"""Engine against trainer under every way to split a sample or a model: the same
+numbers, and the same end on every rank.
+"""
 
 import pytest
 
@@ -19,7 +21,9 @@ TWO = {
 
 
 def compare(rank: int, world_size: int, model: str, cases: dict) -> dict:
-    """Per case: what one rollout on samples with random engine log-probs tells, and how it ends with a threshold."""
+    """Per case: what one rollout on samples with random engine log-probs
+    tells, and how it ends with a threshold.
+    """
     from slime.backends import fsdp, megatron
     from slime.batch.convert import samples_to_batch
     from slime.batch.schedule import split_for_ranks

@@ -1,7 +1,9 @@
-"""Every algorithm of the FSDP trainer gives the same numbers here: loss, gradient norm, and weights after SGD.
+"""Every algorithm of the FSDP trainer gives the same numbers here:
+loss, gradient norm, and weights after SGD.
 
-The reference is the FSDP trainer on one process; PPO, reward models, DPO, SFT, distillation from a teacher of the same and
-of another size, and frozen parameters, each on one process, under tensor, sequence, pipeline and context parallelism.
+The reference is the FSDP trainer on one process; PPO, reward models, DPO, SFT, distillation from a teacher of
+the same and of another size, and frozen parameters, each on one process, under tensor, sequence, pipeline and
+context parallelism.
 """
 
 import pytest
@@ -203,7 +205,9 @@ def test_two_ranks_equal_fsdp(one, two, name, layout):
 
 
 def test_a_custom_loss_divides_raw_logits_by_the_temperature_itself(one):
-    """At temperature 1 raw and divided logits are the same, so the loss is compared with SFT at the same temperature."""
+    """At temperature 1 raw and divided logits are the same, so the loss is
+    compared with SFT at the same temperature.
+    """
     for prefix in ("", "fsdp "):
         found, expected = one[f"{prefix}raw logits"]["metrics"], one[f"{prefix}warm sft"]["metrics"]
         assert found["train/loss"] == pytest.approx(expected["train/loss"], rel=1e-5)
@@ -244,7 +248,9 @@ def test_patterns_and_critics_that_do_not_fit_are_refused(folder, models):
 
 
 def step_without_tokens(rank, world_size, models):
-    """Under Adam with decay: a step, one in which no token trains, another. How far the weights moved in each."""
+    """Under Adam with decay: a step, one in which no token trains,
+    another. How far the weights moved in each.
+    """
     from slime.backends.megatron import create_backend
     from slime.batch.convert import samples_to_batch
     from slime.batch.schedule import split_for_ranks

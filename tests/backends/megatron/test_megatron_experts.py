@@ -1,7 +1,8 @@
-"""Mixtures of experts: balance losses against plain autograd, counts of the load, and experts that are replayed, on every layout.
+"""Mixtures of experts: balance losses against plain autograd, counts of the load, and
+experts that are replayed, on every layout.
 
-The reference is one process; what one process computes is compared with the FSDP trainer (load) and with a forward pass
-of transformers whose router losses are written out (balance).
+The reference is one process; what one process computes is compared with the FSDP trainer (load) and with a
+forward pass of transformers whose router losses are written out (balance).
 """
 
 import numpy as np
@@ -38,7 +39,9 @@ CASES = [(name, layout) for layout in TWO for name in SETTINGS]
 
 
 def routed_samples():
-    """Samples with experts that no router would choose: drawn at random, two different ones per token and layer."""
+    """Samples with experts that no router would choose: drawn at
+    random, two different ones per token and layer.
+    """
     samples = random_samples(5, 3, vocab=127)
     generator = np.random.default_rng(0)
     for sample in samples:

@@ -1,4 +1,6 @@
-"""The Megatron trainer on one GPU in bf16: compiled layers, next to FSDP, and a resume that goes on as if uninterrupted."""
+"""The Megatron trainer on one GPU in bf16: compiled layers, next to FSDP, and a
+resume that goes on as if uninterrupted.
+"""
 
 import pytest
 import torch
@@ -56,7 +58,8 @@ def test_compiled_layers_train_like_megatrons_own_and_like_fsdp(model):
         ("fsdp", fsdp, False),
     ):
         args = megatron_args(model, compile=compiled, **SETTINGS)
-        # One step: Adam's first update has the size of the rate whatever the gradient, so 16-bit noise decides later ones.
+        # One step: Adam's first update has the size of the rate whatever the
+        # gradient, so 16-bit noise decides later ones.
         metrics[name] = train(build(module, args), args, 0)
     close(metrics["compiled"], metrics["own"])
     close(metrics["fsdp"], metrics["own"])

@@ -1,4 +1,6 @@
-"""Layouts that megatron-core would refuse late or compute wrongly are refused at once, with the reason; names map once."""
+"""Layouts that megatron-core would refuse late or compute wrongly are refused
+at once, with the reason; names map once.
+"""
 
 import pytest
 import torch

@@ -1,7 +1,8 @@
-"""Every layout does what one process does: loss, gradient norm and weights after three GRPO steps, export exact.
+"""Every layout does what one process does: loss, gradient norm and
+weights after three GRPO steps, export exact.
 
-The reference is the FSDP trainer on one process. Weights are compared after SGD, where a difference in a gradient stays one;
-the distributed optimizer knows Adam only, whose weights are compared more loosely.
+The reference is the FSDP trainer on one process. Weights are compared after SGD, where a difference in a
+gradient stays one; the distributed optimizer knows Adam only, whose weights are compared more loosely.
 """
 
 import pytest

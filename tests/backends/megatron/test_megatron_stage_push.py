@@ -1,4 +1,6 @@
-"""Each pipeline stage sends what it holds, and nothing else: together it is the whole model, in an engine and beside it."""
+"""Each pipeline stage sends what it holds, and nothing else: together it is the
+whole model, in an engine and beside it.
+"""
 
 import contextlib
 from pathlib import Path
@@ -41,7 +43,9 @@ SMALL = dict(update_weight_buffer_size=20_000)  # several buckets per stage
 def push_all(
     rank: int, world_size: int, cases: dict[str, tuple[str, dict]], urls: dict[str, str], folder: str
 ) -> dict:
-    """For each case: what each stage exported, and what came of a push to the case's engine, if it has one."""
+    """For each case: what each stage exported, and what came of a
+    push to the case's engine, if it has one.
+    """
     from slime.backends.megatron import create_backend
 
     results = {}
@@ -133,7 +137,9 @@ def four(models, served, folder):
 
 
 def check_stages(found) -> None:
-    """The first ranks' buckets, stage after stage, are the whole model: names, order and bytes, nothing twice."""
+    """The first ranks' buckets, stage after stage, are the whole
+    model: names, order and bytes, nothing twice.
+    """
     firsts = sorted((stage, own) for stage, is_first, own in found["stages"] if is_first)
     assert [stage for stage, _ in firsts] == list(range(len(firsts)))
     together = [item for _, own in firsts for bucket in own for item in bucket]

@@ -1,4 +1,6 @@
-"""TransformerEngine's attention is used only where it computes what ours does. The package is not here: fakes stand for it."""
+"""TransformerEngine's attention is used only where it computes what ours does. The
+package is not here: fakes stand for it.
+"""
 
 import itertools
 from types import SimpleNamespace
@@ -23,7 +25,9 @@ GROUPS = SimpleNamespace(cp=None, tp=None)
 
 
 class FakeTransformerEngineAttention(torch.nn.Module):
-    """Built and called as megatron-core's TEDotProductAttention is; a loop over documents computes the result."""
+    """Built and called as megatron-core's TEDotProductAttention is; a
+    loop over documents computes the result.
+    """
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, **options):
         super().__init__()

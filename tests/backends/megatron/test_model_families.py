@@ -1,4 +1,6 @@
-"""Every model family computes what transformers' own model computes, trains like the FSDP trainer, and exports what it read."""
+"""Every model family computes what transformers' own model computes, trains like
+the FSDP trainer, and exports what it read.
+"""
 
 import json
 from pathlib import Path
@@ -57,7 +59,8 @@ def models(folder):
 
 @pytest.fixture(scope="module")
 def one(folder, models):
-    # The other trainer last: what lets Megatron run without CUDA stays in the process, and must not change what it computes.
+    # The other trainer last: what lets Megatron run without CUDA stays in the
+    # process, and must not change what it computes.
     cases = {name: (models[name][0], {}) for name in FAMILIES}
     cases |= {f"{name} fsdp": (models[name][1], dict(fsdp=True)) for name in FAMILIES}
     return in_processes(1, family_cases, folder, cases, str(folder))
@@ -85,7 +88,9 @@ def test_log_probs_equal_the_hub_models_on_two_ranks(models, two, name):
 
 @pytest.mark.parametrize("name", ONE)
 def test_a_change_of_any_tensor_would_be_noticed(models, one, name):
-    """The comparison can fail: one element of each tensor of the reference in turn; of all experts at once, as not all are used."""
+    """The comparison can fail: one element of each tensor of the reference in turn; of
+    all experts at once, as not all are used.
+    """
     lm = load_hf(models[name][1])
     token = samples_of_tests()[0].tokens[0]
     unnoticed = []

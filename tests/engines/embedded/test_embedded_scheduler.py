@@ -1,4 +1,6 @@
-"""What is scheduled how never changes what is generated: small pools, chunked prompts, split decode groups."""
+"""What is scheduled how never changes what is generated: small
+pools, chunked prompts, split decode groups.
+"""
 
 import random
 

@@ -1,4 +1,6 @@
-"""The engine as a process: it starts, reports its port, waits for weights, dies with its parent, leaves nothing."""
+"""The engine as a process: it starts, reports its port, waits for
+weights, dies with its parent, leaves nothing.
+"""
 
 import subprocess
 import sys

@@ -1,4 +1,6 @@
-"""Requests that nobody in his senses sends: each is refused or answered, and the engine serves the next one."""
+"""Requests that nobody in his senses sends: each is refused or
+answered, and the engine serves the next one.
+"""
 
 import asyncio
 import gzip
@@ -276,7 +278,7 @@ def test_ending_a_request_that_is_not_there_is_no_error(engine):
     assert_serves(engine)
 
 
-# -- weights ----------------------------------------------------------------------------------------------------------
+# -- weights -------------------------------------------------------------------------------------------------
 
 NAME = "model.layers.1.mlp.up_proj.weight"
 
@@ -418,7 +420,7 @@ def test_a_manifest_that_says_nothing_sound_is_a_400(engine):
     assert_serves(engine)
 
 
-# -- off the event loop -----------------------------------------------------------------------------------------------
+# -- off the event loop --------------------------------------------------------------------------------------
 
 
 async def _longest_silence(engine, busy) -> float:
@@ -500,7 +502,7 @@ def test_two_pushes_at_once_leave_the_weights_of_one_of_them(engine, folder):
     run(engine.control.set_version("default"))
 
 
-# -- whatever else ----------------------------------------------------------------------------------------------------
+# -- whatever else -------------------------------------------------------------------------------------------
 
 numbers = st.one_of(
     st.integers(), st.integers(-3, 300), st.floats(), st.sampled_from([2**31, 2**63, 2**64, -(2**63)])

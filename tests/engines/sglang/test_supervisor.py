@@ -1,4 +1,6 @@
-"""The process around an SGLang server, with a stand-in for the server: ports, readiness, and an end that leaves nothing."""
+"""The process around an SGLang server, with a stand-in for the server: ports,
+readiness, and an end that leaves nothing.
+"""
 
 import os
 import signal
@@ -15,7 +17,8 @@ from slime.engines.server import EngineServer, EngineStartError, LaunchPlan
 from slime.engines.sglang import supervisor
 from slime.engines.sglang.command import SGLangOptions, server_words
 
-# Serves /health_generate after a moment, with one worker process; `--taken N` ends N times as if the port were taken.
+# Serves /health_generate after a moment, with one worker process; `--taken N`
+# ends N times as if the port were taken.
 SERVER = """
 import http.server, os, subprocess, sys, time
 port, folder, taken = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])

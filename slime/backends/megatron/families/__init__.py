@@ -13,7 +13,8 @@ FAMILIES: dict[str, Family] = {
 
 # Types that are asked for and cannot be built, and what is missing.
 MISSING = {
-    "qwen3_next": "megatron-core 0.16.1 computes its gated delta net layers only with flash-linear-attention (CUDA), and "
+    "qwen3_next": "megatron-core 0.16.1 computes its gated delta net layers only with "
+    "flash-linear-attention (CUDA), and "
     "not for packed sequences",
 }
 
@@ -27,6 +28,7 @@ def family_of(hf_config: Any) -> Family:
     if kind not in FAMILIES:
         raise ValueError(
             f"--train-backend megatron knows no model of type {kind!r} (--hf-checkpoint); it knows "
-            f"{', '.join(sorted(FAMILIES))}. Use --train-backend fsdp, or add a file to slime/backends/megatron/families."
+            f"{', '.join(sorted(FAMILIES))}. Use --train-backend fsdp, or add a file to "
+            "slime/backends/megatron/families."
         )
     return FAMILIES[kind]

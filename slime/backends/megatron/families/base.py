@@ -1,7 +1,8 @@
-"""What a model family is made of: settings read from the HF config, and rules that pair Megatron's parameters with the hub's.
+"""What a model family is made of: settings read from the HF config, and rules that
+pair Megatron's parameters with the hub's.
 
-A rule works both ways. `to_local` cuts hub tensors into what one tensor-parallel rank holds; `to_hub` joins all ranks'
-parts again. What a rank holds is decided by the rule's kind:
+A rule works both ways. `to_local` cuts hub tensors into what one tensor-parallel rank holds; `to_hub` joins
+all ranks' parts again. What a rank holds is decided by the rule's kind:
 
     replicated   the same tensor on every rank
     exact        the same, and exported in fp32 whatever the dtype of the rest
@@ -28,10 +29,11 @@ KINDS = ("replicated", "exact", "column", "swapped", "row", "vocab", "qkv", "gat
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """`mcore` is the parameter's name inside Megatron's model, `hub` the names in the checkpoint, in the kind's order.
+    """`mcore` is the parameter's name inside Megatron's model, `hub` the
+    names in the checkpoint, in the kind's order.
 
-    `{layer}` and `{expert}` stand for numbers, counted over the whole model; `{head}` for that of a head which predicts a
-    further token, `{beyond}` for the same counted on from the decoder's layers.
+    `{layer}` and `{expert}` stand for numbers, counted over the whole model; `{head}` for that of a head
+    which predicts a further token, `{beyond}` for the same counted on from the decoder's layers.
     """
 
     mcore: str
@@ -69,7 +71,8 @@ class Family:
     settings: Callable[[Any], dict[str, Any]]
     rules: tuple[Rule, ...]
     ignored: tuple[str, ...] = (r".*rotary_emb\.inv_freq",)  # in checkpoints, not parameters
-    # Where checkpoints keep heads that predict further tokens: part of the model only where they train, else saved as read.
+    # Where checkpoints keep heads that predict further tokens: part of the model
+    # only where they train, else saved as read.
     heads: str | None = None
     joints: tuple[Rule, ...] = ()  # what such a head has besides a decoder layer
     branch_norms: bool = (
@@ -144,7 +147,9 @@ def in_layer(mcore: str, hub: Sequence[str] | str, kind: str) -> Rule:
 def joints(
     heads: str, embedding_norm: str, hidden_norm: str, join: str, last_norm: str, kind: str
 ) -> tuple[Rule, ...]:
-    """Rules for what joins a head to the model; `kind` is the one of the matrix over embedding and hidden state."""
+    """Rules for what joins a head to the model; `kind` is the one of
+    the matrix over embedding and hidden state.
+    """
     return (
         Rule(HEAD + "enorm.weight", (f"{heads}.{embedding_norm}.weight",), "replicated"),
         Rule(HEAD + "hnorm.weight", (f"{heads}.{hidden_norm}.weight",), "replicated"),

@@ -1,4 +1,6 @@
-"""Mixtures of experts: rules for routed and shared experts, and the settings of routers that score by sigmoid."""
+"""Mixtures of experts: rules for routed and shared experts, and the
+settings of routers that score by sigmoid.
+"""
 
 from typing import Any
 
@@ -28,7 +30,9 @@ CORRECTION_BIAS = in_layer("mlp.router.expert_bias", "mlp.gate.e_score_correctio
 
 
 def sigmoid_settings(hf: Any) -> dict[str, Any]:
-    """Sigmoid scores, a bias that only decides who is chosen, experts in groups, and shared experts beside them."""
+    """Sigmoid scores, a bias that only decides who is chosen, experts
+    in groups, and shared experts beside them.
+    """
     _refuse(hf)
     dense = hf.first_k_dense_replace
     groups = hf.n_group if hf.n_group and hf.n_group > 1 else None
@@ -51,11 +55,15 @@ def _refuse(hf: Any) -> None:
     chosen, groups = hf.num_experts_per_tok, hf.n_group or 1
     if not hf.norm_topk_prob or chosen == 1:
         raise ValueError(
-            f"{hf.model_type} with norm_topk_prob={hf.norm_topk_prob} and num_experts_per_tok={chosen}: megatron-core "
-            "divides sigmoid scores by their sum exactly where several experts are chosen; use --train-backend fsdp."
+            f"{hf.model_type} with norm_topk_prob={hf.norm_topk_prob} and num_experts_per_tok={chosen}: "
+            "megatron-core "
+            "divides sigmoid scores by their sum exactly where several experts are chosen; use "
+            "--train-backend fsdp."
         )
     if groups > 1 and chosen // hf.topk_group != 2:
         raise ValueError(
-            f"{hf.model_type} with num_experts_per_tok={chosen} and topk_group={hf.topk_group}: megatron-core ranks groups "
-            f"by their best {chosen // hf.topk_group} experts, the model by its best 2; use --train-backend fsdp."
+            f"{hf.model_type} with num_experts_per_tok={chosen} and topk_group={hf.topk_group}: "
+            "megatron-core ranks groups "
+            f"by their best {chosen // hf.topk_group} experts, the model by its best 2; use --train-backend "
+            "fsdp."
         )

@@ -1,4 +1,6 @@
-"""GLM-4.5, 4.6 and 4.7: dense layers first, then mixtures with shared experts; a part of each head is rotated."""
+"""GLM-4.5, 4.6 and 4.7: dense layers first, then mixtures with shared
+experts; a part of each head is rotated.
+"""
 
 from typing import Any
 
