@@ -199,8 +199,7 @@ def show(rows: list[dict], num_elements: int, lr: float) -> None:
         changed = "" if row["changed"] is None else f"{row['changed']:.3%}"
         print(
             f"{row['moment']:12s} {row['way']:18s} {changed:>9s} {row['bytes']:>13,} "
-            f"{row['bytes'] / full:>8.2%} "
-            f"{row['send']['cpu_s']:>8.2f} {row['take']['cpu_s']:>8.2f}"
+            f"{row['bytes'] / full:>8.2%} {row['send']['cpu_s']:>8.2f} {row['take']['cpu_s']:>8.2f}"
         )
 
 

@@ -171,8 +171,7 @@ def compare(args: argparse.Namespace, url: str, model, requests: list[tuple[list
         walls["model.generate in batches"].append(generate_s)
         ratios.append(generate_s / engine_s)
     print(f"{len(requests)} requests, {useful} useful tokens, at most {args.max_running} running, "
-          f"{args.device}, "
-          f"{args.threads} threads, {args.rounds} rounds")  # fmt: skip
+          f"{args.device}, {args.threads} threads, {args.rounds} rounds")  # fmt: skip
     print(f"{'side':28} {'wall s (median)':>16} {'useful tokens/s':>16}")
     for side, values in walls.items():
         print(f"{side:28} {statistics.median(values):16.2f} {useful / statistics.median(values):16.0f}")

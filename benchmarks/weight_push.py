@@ -210,8 +210,7 @@ def print_row(row: dict[str, Any]) -> None:
     gib = row["first"]["bytes"] / 2**30
     times = ", ".join(f"{part} {row[part]:.3f}" for part in PARTS if part in row)
     print(f"buckets of {row['bucket_mib']} MiB, {gib:.2f} GiB in all, seconds: {times}; first push: pause "
-          "to continue "
-          f"{row['first']['pause to continue']:.3f}, check {row['first']['check']:.3f}; "
+          f"to continue {row['first']['pause to continue']:.3f}, check {row['first']['check']:.3f}; "
           f"engine's checksums again {row['checksum_s']:.3f}", flush=True)  # fmt: skip
 
 

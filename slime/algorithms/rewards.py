@@ -83,8 +83,7 @@ def success_rate_baseline(group: GroupRollouts) -> Baselines:
     if min(group.rewards) < 0:
         raise ValueError(
             f"a reward of {min(group.rewards)}: --advantage-estimator maxrl divides by the mean reward, so "
-            "rewards must be at "
-            "least 0; shift them, or choose another estimator."
+            "rewards must be at least 0; shift them, or choose another estimator."
         )
     return [(group.mean, group.mean or 1.0)] * len(group.rewards)
 

@@ -320,8 +320,7 @@ def _apply_custom_config(draft: Draft, path: str) -> None:
         if name in draft and draft.source(name) == COMMAND_LINE and getattr(draft, name) != value:
             raise ValueError(
                 f"{key} is {value!r} in --custom-config-path {path} and {getattr(draft, name)!r} on the "
-                "command line; "
-                "keep one of them."
+                "command line; keep one of them."
             )
         draft.set(name, value, f"file {path}")
 

@@ -77,8 +77,7 @@ def needed_flags(draft: Draft) -> None:
     if asks_engines and draft.debug_train_only and not draft.load_debug_rollout_data:
         raise ValueError(
             "--debug-train-only starts no engines, but the default rollout function asks them for samples; "
-            "replay a dump "
-            "with --load-debug-rollout-data, or use --rollout-function-path "
+            "replay a dump with --load-debug-rollout-data, or use --rollout-function-path "
             "slime.rollout.sft_rollout.generate_rollout."
         )
     own_data = draft.data_source_path != DEFAULT_DATA_SOURCE or not draft.rollout_global_dataset
@@ -90,8 +89,7 @@ def needed_flags(draft: Draft) -> None:
     if asks_engines and not draft.debug_train_only and draft.rollout_max_response_len is None:
         raise ValueError(
             "--rollout-max-response-len is required: without it an engine cuts responses at a default of "
-            "its own; "
-            "give the longest response in tokens."
+            "its own; give the longest response in tokens."
         )
 
 
@@ -99,15 +97,13 @@ def sampling(draft: Draft) -> None:
     if not draft.rollout_temperature > 0:
         raise ValueError(
             f"--rollout-temperature is {draft.rollout_temperature:g}: greedy decoding is not a policy RL "
-            "can improve; "
-            "use a value > 0."
+            "can improve; use a value > 0."
         )
     if draft.loss_type in SUPERVISED_LOSSES and draft.rollout_temperature != 1:
         raise ValueError(
             f"--rollout-temperature is {draft.rollout_temperature:g} with --loss-type {draft.loss_type}: "
-            "the trainer computes at that "
-            "temperature, and a supervised loss is that of the model as it is; use 1 (evaluation has "
-            "--eval-temperature)."
+            "the trainer computes at that temperature, and a supervised loss is that of the model as it "
+            "is; use 1 (evaluation has --eval-temperature)."
         )
     if draft.rollout_top_k == 0:
         raise ValueError("--rollout-top-k is 0, which keeps no token at all; use -1 for all tokens.")
@@ -124,8 +120,7 @@ def context_length(draft: Draft) -> None:
         elif draft_len > limit - 1:
             raise ValueError(
                 f"--rollout-max-prompt-len is {draft_len}, but --rollout-max-context-len is {limit}: a "
-                "prompt must "
-                f"leave room for a response; use at most {limit - 1}."
+                f"prompt must leave room for a response; use at most {limit - 1}."
             )
     if draft.eval_max_context_len is None and limit is not None:
         draft.derive("eval_max_context_len", limit, "same as rollout_max_context_len")
@@ -151,8 +146,7 @@ def length_of_run(draft: Draft) -> None:
     if draft.num_rollout is not None and draft.num_epoch is not None:
         raise ValueError(
             f"--num-rollout is {draft.num_rollout} and --num-epoch is {draft.num_epoch}: both say how long "
-            "to train; "
-            "keep one of them."
+            "to train; keep one of them."
         )
     if draft.num_epoch is not None and not draft.rollout_global_dataset:
         raise ValueError(
@@ -171,14 +165,12 @@ def loss(draft: Draft) -> None:
     ):
         raise ValueError(
             "--disable-compute-advantages-and-returns leaves --loss-type policy_loss without advantages; "
-            "remove it, or set them "
-            "in --rollout-data-postprocess-path."
+            "remove it, or set them in --rollout-data-postprocess-path."
         )
     if draft.loss_type == "sft_loss" and draft.n_samples_per_prompt != 1:
         raise ValueError(
             f"--n-samples-per-prompt is {draft.n_samples_per_prompt} with --loss-type sft_loss: SFT trains "
-            "on the given "
-            "answer, and copies of it add nothing; use 1."
+            "on the given answer, and copies of it add nothing; use 1."
         )
     if draft.advantage_estimator.startswith("reinforce_plus_plus") and not draft.normalize_advantages:
         raise ValueError(f"--advantage-estimator {draft.advantage_estimator} needs --normalize-advantages.")
@@ -236,8 +228,7 @@ def evaluation(draft: Draft) -> None:
     if draft.eval_interval is not None and not draft.eval_datasets and not own_evaluation:
         raise ValueError(
             f"--eval-interval is {draft.eval_interval}, but there is nothing to evaluate on; add "
-            "--eval-prompt-data name "
-            "file or --eval-config."
+            "--eval-prompt-data name file or --eval-config."
         )
 
 
@@ -309,9 +300,8 @@ def reproducible_engine(draft: Draft) -> None:
     elif draft.embedded_max_running_requests != 1:
         raise ValueError(
             f"--embedded-max-running-requests is {draft.embedded_max_running_requests} with "
-            "--deterministic-mode: log-probs of requests "
-            "that are computed together depend on which they are, and that on timing; leave it out, or do "
-            "without --deterministic-mode."
+            "--deterministic-mode: log-probs of requests that are computed together depend on which they "
+            "are, and that on timing; leave it out, or do without --deterministic-mode."
         )
 
 

@@ -36,10 +36,8 @@ def samples_to_batch(args: Any, samples: Iterable[Any], *, engine_version: str |
         if replays_nucleus(args) and "rollout_top_p_token_ids" not in batch:
             raise ValueError(
                 f"{source} returned no rollout_top_p_token_ids and rollout_top_p_token_offsets, which "
-                "--rollout-top-p and "
-                "--rollout-top-k need: pass on those of the samples, or accept log-probs of another "
-                "distribution with "
-                "--allow-sampling-mismatch."
+                "--rollout-top-p and --rollout-top-k need: pass on those of the samples, or accept "
+                "log-probs of another distribution with --allow-sampling-mismatch."
             )
     else:
         check_samples(flat)
@@ -190,8 +188,7 @@ def _all_or_none(samples: list[Sample], name: str) -> bool:
     if missing and len(missing) < len(samples):
         raise ValueError(
             f"{len(missing)} of {len(samples)} samples have no {name}, first sample {missing[0].index} "
-            "(group "
-            f"{missing[0].group_index}): record it for every sample of a rollout, or for none."
+            f"(group {missing[0].group_index}): record it for every sample of a rollout, or for none."
         )
     return not missing
 

@@ -33,14 +33,11 @@ def _require(args: Any, batch: RolloutBatch, samples: Sequence[Sample]) -> None:
         if sample.rollout_top_p_token_offsets is None and mask.any():
             raise ValueError(
                 f"sample {sample.index} (group {sample.group_index}) does not carry the token ids that it "
-                "was drawn from "
-                f"(rollout_top_p_token_ids), which --rollout-top-p {args.rollout_top_p:g} and "
-                "--rollout-top-k "
-                f"{args.rollout_top_k} need: let the generate function send its sampling_params as it gets "
-                "them (custom_params "
-                f"has {top_p.REQUEST_FIELD!r}) and pass the answer's meta_info to "
-                "sample.append_response_tokens; or accept "
-                "log-probs of another distribution with --allow-sampling-mismatch."
+                f"was drawn from (rollout_top_p_token_ids), which --rollout-top-p {args.rollout_top_p:g} "
+                f"and --rollout-top-k {args.rollout_top_k} need: let the generate function send its "
+                f"sampling_params as it gets them (custom_params has {top_p.REQUEST_FIELD!r}) and pass the "
+                "answer's meta_info to sample.append_response_tokens; or accept log-probs of another "
+                "distribution with --allow-sampling-mismatch."
             )
 
 

@@ -21,8 +21,7 @@ def check_reward(sample: Sample, value: Any) -> float:
     hint = " It is a dict: choose its key with --reward-key." if isinstance(value, dict) else ""
     raise ValueError(
         f"the reward of sample {sample.index} (group {sample.group_index}) is {value!r}{failure}: only a "
-        "finite number can "
-        f"be trained on.{hint}"
+        f"finite number can be trained on.{hint}"
     )
 
 
@@ -36,14 +35,12 @@ def check_samples(samples: Sequence[Sample]) -> None:
         if length > len(sample.tokens) - 1:
             raise ValueError(
                 f"{name} has response_length {length} but {len(sample.tokens)} tokens: at least one prompt "
-                "token must "
-                "come before the response."
+                "token must come before the response."
             )
         if sample.loss_mask is not None and len(sample.loss_mask) != length:
             raise ValueError(
                 f"loss_mask has {len(sample.loss_mask)} entries for {length} response tokens in {name}: "
-                "every appended "
-                "token needs a mask value."
+                "every appended token needs a mask value."
             )
         if not {0, 1}.issuperset(sample.loss_mask or ()):
             other = next(value for value in sample.loss_mask if value not in (0, 1))

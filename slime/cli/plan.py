@@ -141,8 +141,7 @@ def _topology(options: argparse.Namespace) -> Topology:
         if options.rollout_num_gpus not in (None, topology.num_gpus):
             raise ValueError(
                 f"--rollout-num-gpus is {options.rollout_num_gpus}, but the groups of {options.topology} "
-                "have "
-                f"{topology.num_gpus} GPUs together; use that, or leave it out."
+                f"have {topology.num_gpus} GPUs together; use that, or leave it out."
             )
         return topology
     if options.rollout_num_gpus is None or options.hf_checkpoint is None:

@@ -106,14 +106,12 @@ def _check(model: dict[str, Any], sizes: Sizes) -> None:
     if sizes.ranks % (sizes.tp * sizes.pp * sizes.cp):
         raise ValueError(
             f"{sizes.ranks} trainer ranks are not a multiple of tensor {sizes.tp} x pipeline {sizes.pp} x "
-            "context "
-            f"{sizes.cp} parallelism: change the sizes or --actor-num-gpus-per-node."
+            f"context {sizes.cp} parallelism: change the sizes or --actor-num-gpus-per-node."
         )
     if model["num_attention_heads"] % sizes.tp:
         raise ValueError(
             f"--tensor-model-parallel-size is {sizes.tp}, but the model has {model['num_attention_heads']} "
-            "attention heads: use "
-            "a divisor of that."
+            "attention heads: use a divisor of that."
         )
     if sizes.vpp > 1 and sizes.pp == 1:
         raise ValueError(
@@ -133,8 +131,7 @@ def _check(model: dict[str, Any], sizes: Sizes) -> None:
     if sizes.ranks % (sizes.etp * sizes.ep * sizes.pp):
         raise ValueError(
             f"{sizes.ranks} trainer ranks are not a multiple of expert-tensor {sizes.etp} x expert "
-            f"{sizes.ep} x "
-            f"pipeline {sizes.pp} parallelism: use smaller sizes."
+            f"{sizes.ep} x pipeline {sizes.pp} parallelism: use smaller sizes."
         )
 
 

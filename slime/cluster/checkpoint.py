@@ -65,8 +65,7 @@ def resolve_load(
     if checkpoint is None and not same_folder(load, save):
         raise ValueError(
             f"--load {load} holds no complete checkpoint (step_*/manifest.json): give a folder written by "
-            "--save, "
-            "or the same folder as --save to start fresh and resume later"
+            "--save, or the same folder as --save to start fresh and resume later"
         )
     return checkpoint
 
@@ -139,8 +138,7 @@ def stage_checkpoint(
     if free < needed_bytes:
         raise RunStopped(
             f"--save {folder}: the disk is too full for the checkpoint of rollout {manifest.rollout_id}: "
-            f"{free >> 20} MiB free, "
-            f"it needs about {needed_bytes >> 20} MiB"
+            f"{free >> 20} MiB free, it needs about {needed_bytes >> 20} MiB"
         )
     discard_staged(folder)
     staging = step_path(folder, manifest.rollout_id).with_suffix(".tmp")

@@ -85,9 +85,8 @@ def tell_differences(
     if (done + 1) % args.update_weights_interval:
         _tell(
             "the checkpoint lies between two weight pushes (--update-weights-interval %d) and engines get "
-            "its weights now: rollouts "
-            "until the next push are made with newer weights; save at a multiple of that interval to resume "
-            "exactly",
+            "its weights now: rollouts until the next push are made with newer weights; save at a multiple "
+            "of that interval to resume exactly",
             args.update_weights_interval,
         )
     if args.rollout_function_path.endswith(_FULLY_ASYNC):

@@ -230,10 +230,9 @@ class RolloutManager:
             self._told_of_bent = True
             logger.warning(
                 "%d requests whose %s reached the engines by another HTTP client than slime's, which looks "
-                "at what is asked for. "
-                "If their tokens are trained on, the trainer computes another distribution than they were "
-                "drawn from: ask "
-                "through slime.utils.http_utils.post, or accept it with --allow-sampling-mismatch.",
+                "at what is asked for. If their tokens are trained on, the trainer computes another "
+                "distribution than they were drawn from: ask through slime.utils.http_utils.post, or accept "
+                "it with --allow-sampling-mismatch.",
                 sum(count for count, _ in found),
                 found[0][1],
             )

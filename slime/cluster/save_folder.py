@@ -59,8 +59,7 @@ def prepare_folder(flag: str, folder: Path, needed_bytes: int = 0) -> None:
     if free < needed_bytes:
         raise ValueError(
             f"{flag} {folder} has {free >> 20} MiB free, and a checkpoint of this model takes at least "
-            f"{needed_bytes >> 20} MiB: "
-            "free room there, or give another folder."
+            f"{needed_bytes >> 20} MiB: free room there, or give another folder."
         )
 
 
@@ -125,8 +124,7 @@ def _refuse_other_run(args: Args, folder: Path) -> None:
         hint = "without --finetune" if args.finetune else f"with --load {args.save}"
         raise FolderTaken(
             f"--save {args.save} holds checkpoints of an earlier run (the last are of rollouts {found}): go "
-            f"on with it {hint}, or "
-            "give another folder."
+            f"on with it {hint}, or give another folder."
         )
 
 

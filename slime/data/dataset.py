@@ -149,8 +149,7 @@ class Dataset:
         if not kept:
             raise ValueError(
                 f"{flag} {_show(path)}: all {len(read)} prompts are longer than {length_flag} {max_length} "
-                "tokens, "
-                f"0 are left; raise {length_flag} or use shorter prompts."
+                f"tokens, 0 are left; raise {length_flag} or use shorter prompts."
             )
         if len(kept) < len(read):
             logger.info(

@@ -120,8 +120,7 @@ def render_prompt(
     if dropped is not None:
         raise ValueError(
             f"{where}: the chat template drops message {dropped}, whose role {messages[dropped]['role']!r} "
-            "it does not "
-            "know; write a role it knows (system, user, assistant, tool)."
+            "it does not know; write a role it knows (system, user, assistant, tool)."
         )
     return text
 

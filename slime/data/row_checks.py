@@ -112,8 +112,7 @@ def check_encodable(text: str, what: str) -> None:
     except UnicodeEncodeError as error:
         raise ValueError(
             f"{what} has \\u{ord(text[error.start]):04x} at character {error.start + 1}, half of a pair "
-            "that makes one "
-            "character; write both halves or drop it."
+            "that makes one character; write both halves or drop it."
         ) from None
 
 

@@ -129,8 +129,7 @@ def _check_model(engine: ExternalEngine, ours: Mapping[str, Any], hf_checkpoint:
         if key in ours and key in theirs and ours[key] != theirs[key]:
             raise ValueError(
                 f"{_FLAG}: the engine at {engine.url} serves {info.model_path} with {key} {theirs[key]}, "
-                "but --hf-checkpoint "
-                f"{hf_checkpoint} has {ours[key]}; it must serve the same model."
+                f"but --hf-checkpoint {hf_checkpoint} has {ours[key]}; it must serve the same model."
             )
 
 

@@ -136,8 +136,7 @@ class EngineServer:
         except waits.WaitTimeout as error:
             raise EngineStartError(
                 f"port {self.port} of {self.plan.name} was taken by another program while the engine was "
-                "down, and "
-                "clients know no other: end that program, or start the run again with --load"
+                "down, and clients know no other: end that program, or start the run again with --load"
             ) from error
 
     def wait_ready(self) -> str:
@@ -194,8 +193,7 @@ class EngineServer:
         elif now - self._last_moved > _STOPPED_PATIENCE_S:
             raise EngineStartError(
                 f"{self.plan.name} (pid {self.pid}) was stopped (SIGSTOP) while it started, and not "
-                "continued for "
-                f"{_STOPPED_PATIENCE_S:.0f} s"
+                f"continued for {_STOPPED_PATIENCE_S:.0f} s"
             )
 
     def alive(self) -> bool:

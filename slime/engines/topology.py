@@ -76,15 +76,13 @@ def _devices(name: str, gpus: Sequence[Gpu], pool: Sequence[Gpu]) -> tuple[int, 
     if len(gpus) > per_machine:
         raise ValueError(
             f"{name} needs {len(gpus)} GPUs and a machine has {per_machine}: an engine over several "
-            "machines is not built; "
-            f"use at most {per_machine} GPUs per engine."
+            f"machines is not built; use at most {per_machine} GPUs per engine."
         )
     machine = gpus[0][0]
     if gpus[-1][0] != machine:
         raise ValueError(
             f"{name} would get {len(gpus)} GPUs from {_named(gpus[0])} to {_named(gpus[-1])}, which lie on "
-            "two machines: "
-            "reorder the groups, or fill the gap with a placeholder group."
+            "two machines: reorder the groups, or fill the gap with a placeholder group."
         )
     return machine, tuple(gpu for _, gpu in gpus)
 

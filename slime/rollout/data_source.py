@@ -203,8 +203,8 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
                 size = len(group) if isinstance(group, list) else type(group).__name__
                 raise ValueError(
                     f"add_samples takes groups of --n-samples-per-prompt {self.args.n_samples_per_prompt} "
-                    "entries; "
-                    f"got {size}" + (f" for {describe(group)}." if isinstance(group, list) and group else ".")
+                    f"entries; got {size}"
+                    + (f" for {describe(group)}." if isinstance(group, list) and group else ".")
                 )
         self.journal.returned(samples)
         self.buffer.extend(samples)

@@ -219,8 +219,7 @@ def _check(args: Any, data_source: Any) -> None:
     if state_dict is not None and "held" not in inspect.signature(state_dict).parameters:
         raise ValueError(
             f"the state_dict of data source {type(data_source).__name__} takes no `held`: groups in flight "
-            "would be "
-            "missing from checkpoints. Add the parameter (groups to put first in the buffer)."
+            "would be missing from checkpoints. Add the parameter (groups to put first in the buffer)."
         )
     name = "--rollout-function-path ...generate_rollout_fully_async"
     if args.colocate:

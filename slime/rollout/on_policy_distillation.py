@@ -64,8 +64,7 @@ def response_log_probs(answer: dict[str, Any], sample: Sample) -> list[float]:
     if len(entries) != len(sample.tokens):
         raise ValueError(
             f"the teacher returned {len(entries)} input_token_logprobs for {len(sample.tokens)} tokens: it "
-            "must score the whole "
-            "input (logprob_start_len 0)."
+            "must score the whole input (logprob_start_len 0)."
         )
     # The first token has nothing before it, so its entry is empty; the response is the tail in any case.
     tail = entries[len(entries) - sample.response_length :]
@@ -74,7 +73,6 @@ def response_log_probs(answer: dict[str, Any], sample: Sample) -> list[float]:
         if entry[1] != token or entry[0] is None:
             raise ValueError(
                 f"the teacher scored token {entry[1]} where response token {position} is {token}: it must "
-                "share the policy's "
-                "tokenizer."
+                "share the policy's tokenizer."
             )
     return [float(entry[0]) for entry in tail]

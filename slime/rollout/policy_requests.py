@@ -155,8 +155,7 @@ class PolicyRequests:
             raise SamplingRefused(
                 f"the generate function was told which ids the tokens of {describe(sample)} were drawn from "
                 f"({top_p.REQUEST_FIELD}), but the sample does not carry them: pass the answer's meta_info "
-                "to "
-                "sample.append_response_tokens, or set sample.rollout_top_p_token_ids and "
+                "to sample.append_response_tokens, or set sample.rollout_top_p_token_ids and "
                 "rollout_top_p_token_offsets."
             )
 

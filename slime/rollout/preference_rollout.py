@@ -58,8 +58,7 @@ def make_pair(args: Any, sample: Sample, masks: MultiTurnLossMaskGenerator) -> l
         if not isinstance(messages, list):
             raise ValueError(
                 f"{describe(sample)}: {flag} must name a list of messages, found {type(messages).__name__}; "
-                "a pair is read "
-                "with --input-key chosen --label-key rejected."
+                "a pair is read with --input-key chosen --label-key rejected."
             )
     shared = _shared_turns(*conversations)
     pair = []

@@ -96,8 +96,7 @@ def _check_template(use: PromptUse, template: bool, multimodal_keys: Any, what: 
     if use is PromptUse.CONVERSATION and template:
         raise ValueError(
             f"{what}: --apply-chat-template makes text of conversations, and supervised training needs the "
-            "messages; "
-            "drop the flag, the template is applied there."
+            "messages; drop the flag, the template is applied there."
         )
     if use is PromptUse.ENGINE and multimodal_keys and not template:
         raise ValueError(

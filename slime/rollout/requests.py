@@ -97,8 +97,7 @@ def token_budget(
         if room <= 0 and sample.response_length == 0:
             raise PromptError(
                 f"the prompt of {describe(sample)} has {len(sample.tokens)} tokens, {name} is {limit}: no "
-                "room for an "
-                f"answer; filter such prompts with --rollout-max-prompt-len {limit - 1} or less."
+                f"room for an answer; filter such prompts with --rollout-max-prompt-len {limit - 1} or less."
             )
         budgets.append(room)
     return max(0, min(budgets)) if budgets else None

@@ -214,8 +214,7 @@ class RayRuntime:
         if not self._group.wait(_CLAIM_DEADLINE_S):
             raise RunStopped(
                 f"the Ray cluster gave no machines with {_listed(needs)} GPUs within "
-                f"{_CLAIM_DEADLINE_S:.0f} s: other "
-                "jobs hold them (`ray status` says who)"
+                f"{_CLAIM_DEADLINE_S:.0f} s: other jobs hold them (`ray status` says who)"
             )
         looks = [_look_around(self._group, bundle, needed) for bundle, needed in enumerate(needs)]
         found = ray.get(looks, timeout=_CLAIM_DEADLINE_S)

@@ -133,8 +133,7 @@ def _engine_gpus(args: Args, training: list[Gpu], wanted: int, machines: tuple[i
         )
         raise ValueError(
             f"{len(training)} trainer ranks and {_num_engines(args)} engines on {wanted} GPUs need {needed} "
-            "GPUs, "
-            f"but {there}: lower --actor-num-gpus-per-node or --rollout-num-gpus, or use --colocate"
+            f"GPUs, but {there}: lower --actor-num-gpus-per-node or --rollout-num-gpus, or use --colocate"
         )
     others = [gpu for gpu in gpu_pool(num_machines, per_machine) if gpu not in training]
     return [*training, *others] if args.colocate else others

@@ -136,10 +136,8 @@ class Agreement:
             self.hints.tell(
                 "one-sided difference",
                 f"log-probs of engine and trainer differ by {difference.fresh:.3g} on average over "
-                f"{difference.num_fresh} "
-                f"tokens of version {difference.version}, below --logprob-diff-threshold {threshold:g}, but "
-                "not as rounding "
-                f"does.{cause}",
+                f"{difference.num_fresh} tokens of version {difference.version}, below "
+                f"--logprob-diff-threshold {threshold:g}, but not as rounding does.{cause}",
             )
 
     def _judge_stale(self, difference: Difference, threshold: float) -> None:
@@ -147,13 +145,10 @@ class Agreement:
             self.hints.tell(
                 "stale tokens apart",
                 f"log-probs of engine and trainer differ by {difference.stale:.3g} on average over "
-                f"{difference.num_stale} "
-                f"tokens that older weights sampled ({difference.mean_lag:.1f} versions behind "
-                f"{difference.version}), more than "
-                f"--logprob-diff-threshold {threshold:g}: the policy has moved far since, or engines and "
-                "trainer compute "
-                "differently. A smaller --lr, more frequent pushes or a smaller --max-weight-staleness "
-                "bring them together.",
+                f"{difference.num_stale} tokens that older weights sampled ({difference.mean_lag:.1f} "
+                f"versions behind {difference.version}), more than --logprob-diff-threshold {threshold:g}: "
+                "the policy has moved far since, or engines and trainer compute differently. A smaller "
+                "--lr, more frequent pushes or a smaller --max-weight-staleness bring them together.",
             )
 
     def _judge_trend(self, args: Any, difference: Difference, threshold: float) -> None:
@@ -163,12 +158,10 @@ class Agreement:
         self.hints.tell(
             "difference grows",
             f"log-probs of engine and trainer lie {drift.now:.3g} apart on fresh tokens, {drift.num_pushes} "
-            "weight pushes after "
-            f"they lay {drift.first:.3g} apart: a difference that grows with the pushes is a policy that "
-            "the engines do not "
-            f"have, and samples of it teach less and less.{_fp8_remedy(args)} --check-weight-update-equal "
-            "compares every tensor "
-            "of the engines after each push.",
+            f"weight pushes after they lay {drift.first:.3g} apart: a difference that grows with the pushes "
+            "is a policy that the engines do not have, and samples of it teach less and "
+            f"less.{_fp8_remedy(args)} --check-weight-update-equal compares every tensor of the engines "
+            "after each push.",
         )
 
     def _judge_correction(self, args: Any, difference: Difference) -> None:
@@ -182,11 +175,9 @@ class Agreement:
         self.hints.tell(
             "stale tokens as on-policy",
             f"{share:.0%} of the trained tokens were sampled by older weights ({difference.mean_lag:.1f} "
-            "versions behind on "
-            f"average, log-probs {difference.stale:.3g} apart) and are trained as if the current weights "
-            "had sampled them. "
-            "--use-tis weights each token by the ratio of the two policies; docs/algorithms.md lists the "
-            "other corrections.",
+            f"versions behind on average, log-probs {difference.stale:.3g} apart) and are trained as if the "
+            "current weights had sampled them. --use-tis weights each token by the ratio of the two "
+            "policies; docs/algorithms.md lists the other corrections.",
         )
 
 
@@ -267,8 +258,7 @@ def _likely_cause(args: Any, difference: Difference) -> str:
         near, where = (before, "before") if before < after else (after, "after")
         return (
             f" The engine's log-prob of the token {where} is nearer ({near:.3g}): they are shifted by one. "
-            "rollout_log_probs[t] "
-            "belongs to response token t."
+            "rollout_log_probs[t] belongs to response token t."
         )
     bias = difference.signed / max(difference.num_fresh, 1)
     if abs(bias) > difference.fresh * ONE_SIDED_SHARE:
@@ -300,10 +290,9 @@ def _apart(
     ]
     return (
         f"log-probs of engine and trainer differ by {difference.fresh:.4g} on average over "
-        f"{difference.num_fresh} tokens of "
-        f"version {difference.version} (--logprob-diff-threshold {threshold:g}): they hold different "
-        "weights or compute "
-        f"differently.{cause} Largest differences on this rank:\n" + "\n".join(lines)
+        f"{difference.num_fresh} tokens of version {difference.version} (--logprob-diff-threshold "
+        f"{threshold:g}): they hold different weights or compute differently.{cause} Largest differences on "
+        "this rank:\n" + "\n".join(lines)
     )
 
 

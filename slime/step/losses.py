@@ -52,8 +52,7 @@ def _warn_of_logits() -> None:
     """Once in a process, not at every step."""
     logger.warning(
         "--loss-type custom_loss: full fp32 logits [tokens, vocabulary] are materialised for each "
-        "micro-batch; keep "
-        "--max-tokens-per-gpu small."
+        "micro-batch; keep --max-tokens-per-gpu small."
     )
 
 
@@ -61,9 +60,8 @@ def _warn_of_logits() -> None:
 def _warn_of_nucleus() -> None:
     logger.warning(
         "--loss-type custom_loss: the samples were drawn from parts of the vocabulary, over which their "
-        "recorded log-probs are; "
-        "cut the logits to them (rollout_top_p_token_ids of the batch, slime.algorithms.nucleus) before you "
-        "compare."
+        "recorded log-probs are; cut the logits to them (rollout_top_p_token_ids of the batch, "
+        "slime.algorithms.nucleus) before you compare."
     )
 
 

@@ -102,10 +102,8 @@ def find_pairs(batch: RolloutBatch, positions: tuple[int, ...]) -> tuple[Tensor,
         if len(places) != 2 or rewards[0] == rewards[1]:
             raise ValueError(
                 f"the samples with rollout id {rollout_id} are no pair (rewards {rewards}): a preference "
-                "loss needs two "
-                "answers with one rollout_id, the preferred one with the larger reward; use "
-                "--rollout-function-path "
-                "slime.rollout.preference_rollout.generate_rollout."
+                "loss needs two answers with one rollout_id, the preferred one with the larger reward; use "
+                "--rollout-function-path slime.rollout.preference_rollout.generate_rollout."
             )
         best = 0 if rewards[0] > rewards[1] else 1
         chosen.append(places[best])

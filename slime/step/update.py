@@ -83,8 +83,7 @@ def run_update(
     if args.loss_type == "policy_loss" and "advantages" not in batch:
         raise ValueError(
             "--disable-compute-advantages-and-returns: the samples have no advantages for --loss-type "
-            "policy_loss; set "
-            "rollout_data['advantages'] in --rollout-data-postprocess-path."
+            "policy_loss; set rollout_data['advantages'] in --rollout-data-postprocess-path."
         )
     metrics = _rollout_metrics(backend, batch)
     if "values" in batch and "returns" in batch:
@@ -131,8 +130,7 @@ def _tell_of_empty_step(hints: Hints, rollout_id: int, index: int, step: RankSte
     hints.tell(
         f"empty step: {cause}",
         f"rollout {rollout_id}: optimizer step {index} is not applied, {cause}. Weights, optimizer and "
-        "learning-rate schedule "
-        "stay as they are; train/empty_steps counts such steps.",
+        "learning-rate schedule stay as they are; train/empty_steps counts such steps.",
     )
 
 
@@ -242,8 +240,7 @@ def _check_token_lists(args: Any, batch: RolloutBatch) -> None:
             if len(values) != batch["response_lengths"][position]:
                 raise ValueError(
                     f"--custom-advantage-function-path {args.custom_advantage_function_path}: {key} of "
-                    "sample "
-                    f"{batch['sample_indices'][position]} has {len(values)} values for "
+                    f"sample {batch['sample_indices'][position]} has {len(values)} values for "
                     f"{batch['response_lengths'][position]} response tokens."
                 )
 

@@ -62,8 +62,7 @@ def check_on_policy(backend: TrainBackend, stats: StepStats, num_tokens: float) 
             f"the first optimizer step on new samples has {name} {metrics[name]:.3g} and a mean ratio of "
             f"{metrics['ois']:.6f}, but the policy has not changed since its log-probs were recorded (limit "
             f"{limit:g}). The two passes disagree: dropout, another precision, or kernels that depend on "
-            "the batch. "
-            "--skip-on-policy-check trains on regardless."
+            "the batch. --skip-on-policy-check trains on regardless."
         )
 
 

@@ -60,8 +60,7 @@ class FolderLock:
             if time.monotonic() - started > patience_s:
                 raise FolderTaken(
                     f"{self._flag} {self._folder} is in use by {_describe(holder)}: two runs in one folder "
-                    "would mix; wait "
-                    "for its end, or give another folder."
+                    "would mix; wait for its end, or give another folder."
                 )
             time.sleep(_POLL_S)
 

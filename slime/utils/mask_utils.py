@@ -50,8 +50,7 @@ class MultiTurnLossMaskGenerator:
         if dropped is not None:
             raise ValueError(
                 f"the chat template drops message {dropped}, whose role {messages[dropped]['role']!r} it "
-                "does not know; "
-                "write a role it knows (system, user, assistant, tool)."
+                "does not know; write a role it knows (system, user, assistant, tool)."
             )
 
     def get_response_lengths(self, loss_masks: list[list[int]]) -> list[int]:
@@ -102,9 +101,8 @@ class MultiTurnLossMaskGenerator:
             if ids[: len(before)] != before or ids[: len(through)] != through:
                 raise ValueError(
                     f"the chat template rewrites earlier turns (message {i} reads differently once others "
-                    "follow): "
-                    "use --loss-mask-type qwen3 (each turn as the newest) or qwen3_5 (as the template "
-                    "writes it)."
+                    "follow): use --loss-mask-type qwen3 (each turn as the newest) or qwen3_5 (as the "
+                    "template writes it)."
                 )
             if _is_trained(message):
                 mask[len(before) : len(through)] = [1] * (len(through) - len(before))

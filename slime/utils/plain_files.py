@@ -24,8 +24,7 @@ def save_plain(value: Any, path: Path) -> None:
     if found is not None:
         raise ValueError(
             f"{path.name} cannot hold {found}: keep numbers, text, lists, dicts, tensors or arrays there "
-            "(metadata of samples, "
-            "state of a data source)."
+            "(metadata of samples, state of a data source)."
         )
     torch.save(value, path)
 

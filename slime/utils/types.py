@@ -292,9 +292,8 @@ class Sample:
         if offsets is not None and len(offsets) != self.response_length + 1:
             raise ValueError(
                 f"{len(offsets)} top-p offsets for {self.response_length} response tokens in "
-                f"{self._name()}: pass the "
-                "engine's meta_info with every answer, and ask for it with custom_params "
-                "{{top_p.REQUEST_FIELD!r}: True}."
+                f"{self._name()}: pass the engine's meta_info with every answer, and ask for it with "
+                "custom_params {{top_p.REQUEST_FIELD!r}: True}."
             )
 
 

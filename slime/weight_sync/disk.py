@@ -111,9 +111,8 @@ def room_for(what: str, folder: Path, flag: str) -> Iterator[None]:
             raise
         raise RunStopped(
             f"no room for {what} in {folder} ({error.strerror}, {shutil.disk_usage(folder).free} bytes "
-            "free); the versions "
-            "before it are intact, and engines serve the last of them. Free some space, or name another "
-            f"folder with {flag}."
+            "free); the versions before it are intact, and engines serve the last of them. Free some "
+            f"space, or name another folder with {flag}."
         ) from error
 
 

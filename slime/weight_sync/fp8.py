@@ -54,15 +54,13 @@ class Fp8Format:
         if method != "fp8" or layout != "e4m3":
             raise ValueError(
                 f"quantization_config has quant_method {method!r} and fmt {layout!r}: weights are only "
-                "written as fp8 in "
-                "e4m3; use a checkpoint of that kind, or one that is not quantised."
+                "written as fp8 in e4m3; use a checkpoint of that kind, or one that is not quantised."
             )
         block = config.get("weight_block_size")
         if block is None or len(block) != 2 or min(block) < 1:
             raise ValueError(
                 f"quantization_config has weight_block_size {block!r}: weights are only written in blocks, "
-                "such as "
-                "[128, 128]."
+                "such as [128, 128]."
             )
         if config.get("activation_scheme", "dynamic") != "dynamic":
             raise ValueError(

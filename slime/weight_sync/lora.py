@@ -140,6 +140,5 @@ def choose_adapter_transport(offered: Iterable[str]) -> Transport:
             return transport
     raise ValueError(
         "--lora-sync adapter needs engines that take adapters (the embedded engine, or SGLang 0.5.23 or "
-        "later started with "
-        f"--enable-lora); these take {', '.join(sorted(offered))}: use --lora-sync merged"
+        f"later started with --enable-lora); these take {', '.join(sorted(offered))}: use --lora-sync merged"
     )

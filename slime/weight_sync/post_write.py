@@ -31,8 +31,7 @@ class PostWrite:
             path = self._args.custom_update_weight_post_write_path
             raise RunStopped(
                 f"{FLAG} raised on rank {self._rank} for {folder}: {type(error).__name__}: {error}; the "
-                "engines were not "
-                f"told of these weights.\n  at {place_of(error, path)}"
+                f"engines were not told of these weights.\n  at {place_of(error, path)}"
             ) from error
 
     def on_every_rank(self, folder: Path | None) -> None:

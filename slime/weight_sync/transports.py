@@ -48,8 +48,7 @@ def choose_transport(
     if taken:
         raise ValueError(
             f"--update-weight-transport {wanted} does not work between a trainer and engines on the same "
-            "GPUs: "
-            "use --update-weight-transport auto"
+            "GPUs: use --update-weight-transport auto"
         )
     needs = " or ".join(sorted({repr(transport.engine_needs) for transport in allowed}))
     raise ValueError(

@@ -119,8 +119,7 @@ def test_gpus_that_are_not_there_are_told(laptop):
     [told] = parse(num_gpus_per_node=8).warnings
     assert told == (
         "--num-gpus-per-node is 8, but this machine shows no GPU(s): the run has 1 trainer rank(s) and 1 "
-        "engine(s) on its "
-        "cores."
+        "engine(s) on its cores."
     )
 
 

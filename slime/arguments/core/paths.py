@@ -29,8 +29,7 @@ def check_paths_exist(draft: Draft) -> None:
     if draft.load is not None and draft.load != draft.save and not Path(draft.load).expanduser().is_dir():
         raise ValueError(
             f"--load is {draft.load}: there is no such folder. (A folder that may not exist yet is allowed "
-            "only where "
-            "--save names the same one.)"
+            "only where --save names the same one.)"
         )
 
 

@@ -69,10 +69,9 @@ def _sequence_ratios(draft: Draft) -> None:
         spelling = " (--calculate-per-token-loss)" if draft.was_given("calculate_per_token_loss") else ""
         raise ValueError(
             f"--loss-reduction is {draft.loss_reduction}{spelling} with --policy-loss-type "
-            f"{draft.policy_loss_type}, which has one "
-            "ratio per sample: each sample would count as often as it has tokens; use rollout_mean or "
-            "sample_mean, or a loss with "
-            "a ratio per token (--policy-loss-type ppo)."
+            f"{draft.policy_loss_type}, which has one ratio per sample: each sample would count as often as "
+            "it has tokens; use rollout_mean or sample_mean, or a loss with a ratio per token "
+            "(--policy-loss-type ppo)."
         )
 
 
@@ -86,10 +85,8 @@ def group_normalisation(draft: Draft) -> None:
         lacks = "no standard deviation to divide by" if divides else "nothing to be compared with"
         raise ValueError(
             f"--n-samples-per-prompt is 1 with --advantage-estimator {estimator}: a group of one answer has "
-            f"{lacks}, so every "
-            "advantage would be 0; use at least 2, an estimator without groups (reinforce_plus_plus, ppo, "
-            "remax), or raw rewards "
-            "(--disable-rewards-normalization)."
+            f"{lacks}, so every advantage would be 0; use at least 2, an estimator without groups "
+            "(reinforce_plus_plus, ppo, remax), or raw rewards (--disable-rewards-normalization)."
         )
     if draft.grpo_std_normalization:
         draft.derive("grpo_std_normalization", False, "a group of one sample has no standard deviation")
@@ -113,8 +110,7 @@ def reference_model(draft: Draft) -> None:
     if draft.kl_coef != 0 and draft.kl_loss_coef != 0:
         raise ValueError(
             f"--kl-coef is {draft.kl_coef:g} and --kl-loss-coef is {draft.kl_loss_coef:g}: the KL would "
-            "count twice, in the "
-            "reward and in the loss; keep one of them."
+            "count twice, in the reward and in the loss; keep one of them."
         )
     own_estimator = draft.custom_advantage_function_path is not None  # it may read rollout_data["kl"]
     if (
@@ -124,8 +120,7 @@ def reference_model(draft: Draft) -> None:
     ):
         raise ValueError(
             f"--kl-coef is {draft.kl_coef:g}, but {draft.advantage_estimator} never subtracts a KL from the "
-            "reward; use "
-            f"--use-kl-loss --kl-loss-coef {draft.kl_coef:g}."
+            f"reward; use --use-kl-loss --kl-loss-coef {draft.kl_coef:g}."
         )
     _kl_loss(draft)
     if (draft.kl_coef != 0 or draft.use_kl_loss) and draft.ref_load is None:
@@ -157,8 +152,7 @@ def off_policy(draft: Draft) -> None:
     if draft.use_tis and draft.use_rollout_logprobs:
         raise ValueError(
             "--use-tis corrects from the engine's policy to the trainer's, but --use-rollout-logprobs makes "
-            "the engine's the "
-            "one that ratios are taken against; keep one of them."
+            "the engine's the one that ratios are taken against; keep one of them."
         )
     if draft.tis_clip_low > draft.tis_clip:
         raise ValueError(f"--tis-clip-low is {draft.tis_clip_low:g}, above --tis-clip {draft.tis_clip:g}.")
@@ -180,14 +174,12 @@ def reward_shaping(draft: Draft) -> None:
     if longest is None or draft.overlong_buffer_len > longest:
         raise ValueError(
             f"--overlong-buffer-len is {draft.overlong_buffer_len}, but --rollout-max-response-len is "
-            f"{longest}: the buffer is "
-            "the last part of the longest response; use less."
+            f"{longest}: the buffer is the last part of the longest response; use less."
         )
     if draft.advantage_estimator == "maxrl" and draft.overlong_penalty_factor != 0:
         raise ValueError(
             "--overlong-buffer-len makes rewards of long answers negative, and --advantage-estimator maxrl "
-            "divides by the mean "
-            "reward, which must be at least 0; remove it, or choose another estimator."
+            "divides by the mean reward, which must be at least 0; remove it, or choose another estimator."
         )
 
 

@@ -38,8 +38,7 @@ def _check_global_batch(draft: Draft, total: int) -> None:
     if size > total:
         raise ValueError(
             f"--global-batch-size is {size}, but one rollout makes only {_product(draft)} = {total}: no "
-            "optimizer step "
-            f"would ever be full. Use at most {total}, or raise --rollout-batch-size."
+            f"optimizer step would ever be full. Use at most {total}, or raise --rollout-batch-size."
         )
     if total % size:
         steps, rest = divmod(total, size)
@@ -62,9 +61,8 @@ def _check_steps(draft: Draft, total: int) -> None:
     if size is not None and size * steps != total:
         raise ValueError(
             f"--global-batch-size is {size} and --num-steps-per-rollout is {steps}: together {size * steps} "
-            "samples, but "
-            f"{_product(draft)} = {total}. Give only one of them, or make them agree ({steps} steps of "
-            f"{total // steps})."
+            f"samples, but {_product(draft)} = {total}. Give only one of them, or make them agree ({steps} "
+            f"steps of {total // steps})."
         )
 
 

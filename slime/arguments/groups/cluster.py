@@ -29,8 +29,7 @@ class ClusterFlags:
     worker_silence_timeout_s: float = flag(
         60.0,
         "a process of the run (a trainer rank) that gives no sign of life for this long ends it, one that "
-        "is seen to compute "
-        "gets 12 times as much; its work may take as long as it needs; 0: never",
+        "is seen to compute gets 12 times as much; its work may take as long as it needs; 0: never",
         ge=0,
     )
     trainer_threads: int | None = flag(

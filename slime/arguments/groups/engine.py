@@ -47,8 +47,7 @@ class EngineFlags:
     engine_silence_timeout_s: float = flag(
         10.0,
         "an engine that gives no sign of life for this long is replaced; one that is seen to compute gets "
-        "12 times as "
-        "much; 0: never",
+        "12 times as much; 0: never",
         ge=0,
     )
     use_fault_tolerance: bool = flag(False, "also ask engines for a token, and for the weights they hold")
@@ -74,8 +73,7 @@ class WeightSyncFlags:
     update_weight_mode: str = flag(
         "full",
         "delta: only changed bytes travel, through a folder, to a copy of the weights beside the engines, "
-        "which load it "
-        "from disk; needs the extra `delta`",
+        "which load it from disk; needs the extra `delta`",
         choices=("full", "delta"),
     )
     update_weight_delta_encoding: str = flag(
@@ -94,8 +92,7 @@ class WeightSyncFlags:
     weight_agent_addrs: list[str] | None = flag(
         None,
         "one `slime weight-agent` for each of --rollout-external-engine-addrs, in that order: they keep the "
-        "copies, for "
-        "delta; default: the engines read this machine's disk",
+        "copies, for delta; default: the engines read this machine's disk",
         metavar="HOST:PORT",
     )
     update_weight_disk_dir: str | None = flag(
@@ -112,16 +109,14 @@ class WeightSyncFlags:
     rollout_quantization: str = flag(
         "none",
         "fp8: engines serve the linear layers of a 16-bit --hf-checkpoint in FP8 blocks, made from the "
-        "trainer's weights at "
-        "each push; the trainer keeps its 16-bit start, and no second folder is needed",
+        "trainer's weights at each push; the trainer keeps its 16-bit start, and no second folder is needed",
         choices=("none", "fp8"),
     )
     fp8_rounding: str = flag(
         "auto",
         "how weights become FP8 at a push; stochastic: up or down by a number of each weight's own (from "
-        "--seed), right on "
-        "average; auto: stochastic where the trainer starts from FP8 weights, from which nearest would not "
-        "move, else nearest",
+        "--seed), right on average; auto: stochastic where the trainer starts from FP8 weights, from which "
+        "nearest would not move, else nearest",
         choices=FP8_ROUNDINGS,
     )
     update_weights_interval: int = flag(1, "rollouts between weight updates (train_async.py only)", ge=1)

@@ -22,8 +22,7 @@ class EvaluationFlags:
     eval_num_engines: int = flag(
         0,
         "so many of the policy's engines, the last ones, serve evaluation alone; they get every push; 0: "
-        "evaluation asks the "
-        "engines of the rollout",
+        "evaluation asks the engines of the rollout",
         ge=0,
     )
     skip_eval_before_train: bool = flag(False, "do not evaluate before the first rollout")

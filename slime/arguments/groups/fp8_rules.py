@@ -19,8 +19,7 @@ def engine_precision(draft: Draft) -> None:
         if draft.was_given("fp8_rounding") and draft.fp8_rounding != "auto":
             raise ValueError(
                 f"--fp8-rounding is {draft.fp8_rounding}, but the engines hold no FP8 weights; remove it, "
-                "or serve FP8 with "
-                "--rollout-quantization fp8."
+                "or serve FP8 with --rollout-quantization fp8."
             )
         return
     on_grid = bool(draft.hf_checkpoint and block_size_of(draft.hf_checkpoint))
@@ -54,14 +53,12 @@ def _from_16_bit(draft: Draft, from_folder: bool) -> None:
     if from_folder:
         raise ValueError(
             f"{flag}: {draft.engine_topology.policy.model_path} holds FP8 weights already. Give the 16-bit "
-            "checkpoint as "
-            "--hf-checkpoint, from which the trainer starts better, or remove the flag."
+            "checkpoint as --hf-checkpoint, from which the trainer starts better, or remove the flag."
         )
     if draft.rollout_external_engine_addrs:
         raise ValueError(
             f"{flag} with --rollout-external-engine-addrs: engines that run already decide themselves what "
-            "they hold; start "
-            "them from an FP8 checkpoint and remove the flag."
+            "they hold; start them from an FP8 checkpoint and remove the flag."
         )
     if draft.debug_rollout_only or draft.debug_train_only:
         raise ValueError(f"{flag}: a run with only one stage pushes nothing to engines; remove it.")

@@ -18,8 +18,7 @@ class FSDPFlags:
     router_aux_loss_coef: float | None = flag(
         None,
         "coefficient of a loss that evens out the use of experts within each sample; default: that of the "
-        "model's config "
-        "where it sets output_router_logits, else none",
+        "model's config where it sets output_router_logits, else none",
         ge=0,
     )
     lora_rank: int = flag(
@@ -33,7 +32,6 @@ class FSDPFlags:
     lora_sync: str = flag(
         "merged",
         "what engines get; merged: the whole model with the adapters' products added; adapter: the adapters "
-        "alone, for "
-        "engines that started with --hf-checkpoint",
+        "alone, for engines that started with --hf-checkpoint",
         choices=("merged", "adapter"),
     )

@@ -29,16 +29,14 @@ def kept_models(draft: Draft) -> None:
             if step is not None:
                 raise ValueError(
                     f"{step_flag} is {step}, but {flag} {model} holds no checkpoints (step_*): give a "
-                    "folder written by --save, "
-                    f"or leave {step_flag} out."
+                    f"folder written by --save, or leave {step_flag} out."
                 )
             continue
         _check_trainer(draft, flag, model)
         if step is None and draft.save is not None and Path(model).resolve() == Path(draft.save).resolve():
             raise ValueError(
                 f"{flag} {model} is also the folder of --save: its latest checkpoint changes as the run "
-                "goes on; choose one with "
-                f"{step_flag}."
+                f"goes on; choose one with {step_flag}."
             )
         chosen = find_step(Path(model).expanduser(), max(folders) if step is None else step, flag=step_flag)
         why = "its latest checkpoint" if step is None else step_name
@@ -49,6 +47,5 @@ def _check_trainer(draft: Draft, flag: str, model: str) -> None:
     if draft.train_backend != "fsdp":
         raise ValueError(
             f"{flag} {model} holds trainer checkpoints, which only --train-backend fsdp reads for a model "
-            "beside the policy; "
-            "give the Hugging Face folder that --save-hf wrote."
+            "beside the policy; give the Hugging Face folder that --save-hf wrote."
         )

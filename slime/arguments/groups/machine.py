@@ -45,8 +45,7 @@ def _tell_of_nothing_to_share(draft: Draft) -> None:
     if given:
         draft.warn(
             f"{', '.join(given)}: this machine shows no GPU to share; trainer and engines are processes "
-            "beside each other "
-            "on its cores."
+            "beside each other on its cores."
         )
 
 
@@ -55,10 +54,9 @@ def _tell_of_cores(draft: Draft, cores: int) -> None:
     if ranks + engines > CROWDED * cores:
         draft.warn(
             f"{ranks} trainer rank(s) and {engines} engine(s) share {cores} core(s): each is a process that "
-            "loads torch and its "
-            f"part of the model, so the start takes minutes and a step longer than with fewer; without GPUs, "
-            f"--actor-num-gpus-per-node and --rollout-num-gpus count processes (here {max(1, cores // 2)} "
-            "each would do)."
+            "loads torch and its part of the model, so the start takes minutes and a step longer than with "
+            "fewer; without GPUs, --actor-num-gpus-per-node and --rollout-num-gpus count processes (here "
+            f"{max(1, cores // 2)} each would do)."
         )
 
 

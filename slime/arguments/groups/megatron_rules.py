@@ -52,8 +52,7 @@ def megatron_trainer(draft: Draft) -> None:
     if "mtp_num_layers" in (draft.megatron_config or {}) and not draft.enable_mtp_training:
         raise ValueError(
             "--mtp-num-layers is given without --enable-mtp-training: heads that do not train are saved as "
-            "they were read; "
-            "remove it, or add that flag."
+            "they were read; remove it, or add that flag."
         )
     for name in draft.megatron_config or {}:
         option = "--" + name.replace("_", "-")
@@ -81,8 +80,7 @@ def _experts(draft: Draft) -> None:
     if draft.use_routing_replay and draft.use_rollout_logprobs and not draft.use_rollout_routing_replay:
         raise ValueError(
             "--use-routing-replay with --use-rollout-logprobs: no pass of the old policy runs, so nothing "
-            "is recorded; use "
-            "--use-rollout-routing-replay."
+            "is recorded; use --use-rollout-routing-replay."
         )
 
 

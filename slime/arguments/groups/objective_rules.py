@@ -29,8 +29,7 @@ def distillation(draft: Draft) -> None:
     if draft.opd_type == "engine" and draft.opd_kl == "full":
         raise ValueError(
             "--opd-kl full needs the teacher's whole distribution, and an engine returns the sampled "
-            "token's log-prob; use "
-            "--opd-type trainer."
+            "token's log-prob; use --opd-type trainer."
         )
 
 
@@ -45,8 +44,7 @@ def preference_pairs(draft: Draft) -> None:
     if draft.loss_type == "rm_loss" and not draft.debug_train_only:
         raise ValueError(
             "--loss-type rm_loss trains a scorer that no engine can sample from; add --debug-train-only and "
-            "read the pairs with "
-            "--rollout-function-path slime.rollout.preference_rollout.generate_rollout."
+            "read the pairs with --rollout-function-path slime.rollout.preference_rollout.generate_rollout."
         )
     if draft.loss_type == "dpo_loss" and draft.ref_load is None:
         draft.derive("ref_load", draft.hf_checkpoint, "DPO needs a reference; taken from hf_checkpoint")

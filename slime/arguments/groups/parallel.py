@@ -16,8 +16,7 @@ class ParallelFlags:
     activation_checkpointing: str = flag(
         "none",
         "what the backward pass computes again instead of keeping: nothing, all but matrix products and "
-        "attention, or "
-        "whole layers",
+        "attention, or whole layers",
         choices=("none", "selective", "full"),
         alias="--recompute-granularity",
     )

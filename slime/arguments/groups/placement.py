@@ -83,8 +83,7 @@ def _check_node_size(draft: Draft) -> None:
     if draft.actor_num_nodes > 1 and draft.runtime == "local":
         raise ValueError(
             f"--actor-num-nodes is {draft.actor_num_nodes}, but --runtime local has this machine alone; use "
-            "--runtime ray on a "
-            "cluster of that many, or --actor-num-nodes 1."
+            "--runtime ray on a cluster of that many, or --actor-num-nodes 1."
         )
     if draft.actor_num_gpus_per_node > draft.num_gpus_per_node:
         raise ValueError(

@@ -44,8 +44,7 @@ def _on_cpu(draft: Draft) -> None:
         if not has_units:
             draft.warn(
                 f"--dtype bfloat16: this CPU {how}, so it emulates bfloat16, several times slower than "
-                "float32; "
-                "--dtype auto takes float32 here."
+                "float32; --dtype auto takes float32 here."
             )
         return
     stored = stored_dtype(draft.hf_checkpoint)

@@ -32,8 +32,7 @@ class TopologyFlags:
     rollout_router: str = flag(
         "builtin",
         "what stands before several engines; builtin: slime's own balancer; sglang: SGLang's router as a "
-        "process of its "
-        "own, taken by itself where prefill groups or its flags (--router-...) need it",
+        "process of its own, taken by itself where prefill groups or its flags (--router-...) need it",
         choices=("builtin", "sglang"),
     )
     router_python: str | None = flag(
@@ -216,8 +215,7 @@ def _check_worker_types(model: ServedModel, where: str) -> None:
     if "regular" in kinds and len(kinds) > 1:
         raise ValueError(
             f"{where} ({model.name}) mixes regular groups with {', '.join(sorted(kinds - {'regular'}))}: a "
-            "router serves "
-            "either kind; make it two models."
+            "router serves either kind; make it two models."
         )
     if kinds in ({"prefill"}, {"decode"}):
         other = {"prefill": "decode", "decode": "prefill"}[kinds.pop()]
@@ -237,8 +235,7 @@ def _check_models(models: tuple[ServedModel, ...], path: str) -> None:
     if len(learning) > 1:
         raise ValueError(
             f"--sglang-config {path}: update_weights is true for {', '.join(learning)}: one model learns; "
-            "set it to false "
-            "for the others."
+            "set it to false for the others."
         )
     if not any(model.num_engines for model in models):
         raise ValueError(f"--sglang-config {path}: every group is a placeholder, so nothing would serve.")

@@ -25,9 +25,8 @@ def topology_source(draft: Draft) -> None:
         elif draft.rollout_num_gpus != topology.num_gpus:
             raise ValueError(
                 f"--rollout-num-gpus is {draft.rollout_num_gpus}, but the groups of --sglang-config "
-                f"{draft.sglang_config} "
-                f"have {topology.num_gpus} GPUs together; use that, or leave it out (a placeholder group "
-                "keeps GPUs free)."
+                f"{draft.sglang_config} have {topology.num_gpus} GPUs together; use that, or leave it out "
+                "(a placeholder group keeps GPUs free)."
             )
         draft.derive("engine_topology", topology, "sglang_config")
     if draft.rollout_external_engine_addrs:
@@ -62,8 +61,7 @@ def topology(draft: Draft) -> None:
     if not learns and not draft.debug_rollout_only and not draft.debug_train_only:
         raise ValueError(
             f"--sglang-config {draft.sglang_config}: no model gets the trainer's weights; set "
-            "update_weights: true for the "
-            "policy, or leave its model_path out (it is then --hf-checkpoint)."
+            "update_weights: true for the policy, or leave its model_path out (it is then --hf-checkpoint)."
         )
 
 
@@ -75,8 +73,7 @@ def _check_evaluation_engines(draft: Draft) -> None:
     if wanted >= count:
         raise ValueError(
             f"--eval-num-engines is {wanted}, but the policy has {count} engines: at least one must "
-            "generate for training; "
-            "use less, or more engines (--rollout-num-gpus)."
+            "generate for training; use less, or more engines (--rollout-num-gpus)."
         )
     if policy.is_disaggregated:
         raise ValueError(
@@ -86,8 +83,7 @@ def _check_evaluation_engines(draft: Draft) -> None:
     if any(model.name == EVALUATION_ENGINES for model in draft.engine_topology.models):
         raise ValueError(
             f"--sglang-config {draft.sglang_config}: a model is called {EVALUATION_ENGINES!r}, which "
-            "--eval-num-engines uses "
-            "for its own; give the model another name."
+            "--eval-num-engines uses for its own; give the model another name."
         )
 
 
@@ -130,8 +126,7 @@ def router(draft: Draft) -> None:
     if draft.rollout_engine != "sglang" and not draft.rollout_external_engine_addrs:
         raise ValueError(
             f"{reason or '--rollout-router sglang'} means SGLang's router, which adds fields of its own to "
-            "requests that "
-            f"--rollout-engine {draft.rollout_engine} refuses; use --rollout-engine sglang."
+            f"requests that --rollout-engine {draft.rollout_engine} refuses; use --rollout-engine sglang."
         )
     if draft.router_middleware_paths:
         raise ValueError(

@@ -79,8 +79,7 @@ def refusal(
         if params.get(name):
             return (
                 f"{spelling(name)} is set: the engine then samples from a constrained distribution whose "
-                "log-probs the trainer "
-                f"does not compute, so importance ratios are wrong. {_accept(name)}"
+                f"log-probs the trainer does not compute, so importance ratios are wrong. {_accept(name)}"
             )
     return None
 
@@ -118,8 +117,7 @@ def trained_sampling(draft: Draft) -> None:
     if draft.loss_type in SUPERVISED_LOSSES:
         raise ValueError(
             f"{given} with --loss-type {draft.loss_type}: a supervised loss is that of the model as it is; "
-            "use "
-            f"{NEUTRAL[name]:g} (evaluation has --eval-top-p and --eval-top-k)."
+            f"use {NEUTRAL[name]:g} (evaluation has --eval-top-p and --eval-top-k)."
         )
     if draft.use_opd and draft.opd_type == "engine":
         raise ValueError(

@@ -8,8 +8,7 @@ def trainable_parameters(draft: Draft) -> None:
     if draft.only_train_params_name_list and draft.freeze_params_name_list:
         raise ValueError(
             "--only-train-params-name-list and --freeze-params-name-list are both set: one says what "
-            "trains, the other what "
-            "does not; keep one."
+            "trains, the other what does not; keep one."
         )
     chosen = draft.only_train_params_name_list or draft.freeze_params_name_list
     if draft.lora_rank and chosen:
@@ -27,8 +26,7 @@ def _adapters_alone(draft: Draft) -> None:
     if draft.update_weight_transport not in ("auto", "tensor"):
         raise ValueError(
             f"--lora-sync adapter with --update-weight-transport {draft.update_weight_transport}: adapters "
-            "alone go in "
-            "memory only; use auto, or --lora-sync merged."
+            "alone go in memory only; use auto, or --lora-sync merged."
         )
     if draft.update_weight_mode != "full":
         raise ValueError(
@@ -38,8 +36,7 @@ def _adapters_alone(draft: Draft) -> None:
     if draft.offload_rollout and draft.rollout_engine == "sglang":
         raise ValueError(
             "--lora-sync adapter with --offload-rollout on SGLang engines: they lose the model with their "
-            "memory, and adapters "
-            "alone do not bring it back; use --lora-sync merged."
+            "memory, and adapters alone do not bring it back; use --lora-sync merged."
         )
     functions = ("custom_generate_function_path", "rollout_function_path", "eval_function_path")
     own = [
@@ -51,8 +48,7 @@ def _adapters_alone(draft: Draft) -> None:
         flag = "--" + own[0].replace("_", "-")
         raise ValueError(
             f"--lora-sync adapter with {flag} on SGLang engines: requests of one's own that do not name the "
-            "adapter would "
-            "be answered by the model without it; use --lora-sync merged."
+            "adapter would be answered by the model without it; use --lora-sync merged."
         )
 
 
@@ -63,8 +59,7 @@ def weight_copies(draft: Draft) -> None:
     if draft.weight_copies == "device" and draft.offload_train:
         raise ValueError(
             "--weight-copies device with --offload-train: the copies would stay on the device that the "
-            "trainer leaves to the "
-            "engines; use --weight-copies host, or --no-offload-train."
+            "trainer leaves to the engines; use --weight-copies host, or --no-offload-train."
         )
 
 

@@ -17,8 +17,7 @@ class TrainingFlags:
     dtype: str = flag(
         "auto",
         "compute precision (master weights are float32); auto: bfloat16 where the device has units for it, "
-        "else float32; on a CPU "
-        "only for models stored in 16 bits",
+        "else float32; on a CPU only for models stored in 16 bits",
         choices=("auto", "float32", "bfloat16"),
     )
     global_batch_size: int | None = flag(

@@ -400,9 +400,8 @@ class FSDPBackend:
         if own != theirs:
             raise ValueError(
                 f"--opd-teacher-load {path} has {theirs} tokens in its vocabulary, --hf-checkpoint has "
-                f"{own}: a teacher "
-                "scores the policy's own tokens, so both must share one tokenizer; choose a teacher of the "
-                "same family."
+                f"{own}: a teacher scores the policy's own tokens, so both must share one tokenizer; choose "
+                "a teacher of the same family."
             )
         if (
             dcp_checkpoint.fingerprint(source)["digest"]

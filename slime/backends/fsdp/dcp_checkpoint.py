@@ -102,8 +102,7 @@ def check_same_model(saved: dict[str, Any], own: dict[str, Any], path: Path) -> 
     more = f" and {len(differences) - 4} more" if len(differences) > 4 else ""
     raise ValueError(
         f"checkpoint {path} is of another model than --hf-checkpoint: {'; '.join(differences[:4])}{more}. "
-        "Use the checkpoint "
-        "of this model, or the --hf-checkpoint that it was trained from."
+        "Use the checkpoint of this model, or the --hf-checkpoint that it was trained from."
     )
 
 
@@ -124,8 +123,7 @@ def check_same_decoder(lm: nn.Module, own: nn.Module, flag: str, path: str) -> N
     if differences:
         raise ValueError(
             f"{flag} {path} is of another size or family than --hf-checkpoint ({differences[0]}): it must "
-            "have the same decoder; leave "
-            f"{flag} out to start from --hf-checkpoint."
+            f"have the same decoder; leave {flag} out to start from --hf-checkpoint."
         )
 
 

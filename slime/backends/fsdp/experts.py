@@ -96,13 +96,11 @@ def balance_coefficient(args: Any, lm: nn.Module) -> float:
     if asked and (known is None or not routers(lm)):
         raise ValueError(
             f"--router-aux-loss-coef is {asked}, but {config.model_type} has no router that such a loss is "
-            "known for: "
-            "remove it."
+            "known for: remove it."
         )
     if asked and args.context_parallel_size > 1:
         raise ValueError(
             f"--router-aux-loss-coef {asked}: how evenly a sample uses the experts is only known where all "
-            "its tokens are; "
-            "use --context-parallel-size 1, or --router-aux-loss-coef 0."
+            "its tokens are; use --context-parallel-size 1, or --router-aux-loss-coef 0."
         )
     return float(asked)

@@ -84,8 +84,7 @@ def plan_of(lm: nn.Module, size: int) -> tuple[dict[str, str], list[nn.Module]]:
     if (declared or routers(lm)) and not 0 < len(experts) == len(routers(lm)):
         raise ValueError(
             f"--tensor-model-parallel-size {size}: {config.model_type} keeps its experts in a way that this "
-            "version cannot "
-            "share out over ranks; use 1."
+            "version cannot share out over ranks; use 1."
         )
     sizes = {
         name: getattr(config, name)
@@ -97,8 +96,7 @@ def plan_of(lm: nn.Module, size: int) -> tuple[dict[str, str], list[nn.Module]]:
         if value % size:
             raise ValueError(
                 f"--tensor-model-parallel-size {size} does not divide {name} = {value} of "
-                f"{config.model_type}: use a size "
-                "that does."
+                f"{config.model_type}: use a size that does."
             )
     return plan, experts
 
@@ -127,6 +125,5 @@ def _style(name: str, size: int, model_type: str) -> Any:
         return _STYLES[name]
     raise ValueError(
         f"--tensor-model-parallel-size {size}: the plan of {model_type} asks for {name!r}, which this "
-        "version does not know; "
-        "use 1."
+        "version does not know; use 1."
     )

@@ -410,10 +410,8 @@ class MegatronBackend:
         if theirs.vocab_size != self.hf_config.vocab_size:
             raise ValueError(
                 f"--opd-teacher-load {path} has {theirs.vocab_size} tokens in its vocabulary, "
-                "--hf-checkpoint has "
-                f"{self.hf_config.vocab_size}: a teacher scores the policy's own tokens, so both must share "
-                "one tokenizer; "
-                "choose a teacher of the same family."
+                f"--hf-checkpoint has {self.hf_config.vocab_size}: a teacher scores the policy's own "
+                "tokens, so both must share one tokenizer; choose a teacher of the same family."
             )
         if same_architecture(theirs, self.hf_config):
             self.load_hf(path, weights="teacher")

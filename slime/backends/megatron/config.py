@@ -114,8 +114,7 @@ def check_heads(args: Any, hf_config: Any) -> None:
     if not num_heads(hf_config) or family_of(hf_config).heads is None:
         raise ValueError(
             f"--enable-mtp-training is set, but --hf-checkpoint {args.hf_checkpoint} "
-            f"({hf_config.model_type}) has no heads "
-            "that predict further tokens: remove the flag."
+            f"({hf_config.model_type}) has no heads that predict further tokens: remove the flag."
         )
     if args.context_parallel_size > 1 or hf_config.tie_word_embeddings:
         raise ValueError(
@@ -215,8 +214,7 @@ def _check_architecture(given: dict[str, Any], known: dict[str, Any], path: str)
         if name in known and _plain(name, value, known) != _plain(name, known[name], known):
             raise ValueError(
                 f"--{name.replace('_', '-')} is {value}, but the config of --hf-checkpoint {path} says "
-                f"{known[name]}: the "
-                "architecture comes from the checkpoint; remove the flag."
+                f"{known[name]}: the architecture comes from the checkpoint; remove the flag."
             )
 
 
@@ -307,10 +305,8 @@ def _check_overlap(config: TransformerConfig) -> None:
     if config.pipeline_model_parallel_size == 2:
         raise ValueError(
             "--virtual-pipeline-model-parallel-size with --pipeline-model-parallel-size 2 and "
-            "overlap_p2p_comm off: "
-            "megatron-core then mixes up messages between the two stages and computes a wrong loss without "
-            "an error; "
-            "leave overlap_p2p_comm on."
+            "overlap_p2p_comm off: megatron-core then mixes up messages between the two stages and computes "
+            "a wrong loss without an error; leave overlap_p2p_comm on."
         )
 
 
@@ -331,14 +327,12 @@ def check_layout(args: Any, hf_config: Any, *, world_size: int, device: torch.de
     if world_size % (tp * pp * cp):
         raise ValueError(
             f"{world_size} trainer ranks are not a multiple of tensor {tp} x pipeline {pp} x context {cp} "
-            "parallelism = "
-            f"{tp * pp * cp}: change --actor-num-gpus-per-node or the parallel sizes."
+            f"parallelism = {tp * pp * cp}: change --actor-num-gpus-per-node or the parallel sizes."
         )
     if settings["num_attention_heads"] % tp:
         raise ValueError(
             f"--tensor-model-parallel-size is {tp}, but the model has {settings['num_attention_heads']} "
-            "attention heads: "
-            "use a divisor of that."
+            "attention heads: use a divisor of that."
         )
     uneven = set(_UNEVEN) & set(args.megatron_config or {})
     if layers % (pp * (vpp or 1)) and not uneven:

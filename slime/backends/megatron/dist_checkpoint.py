@@ -182,10 +182,8 @@ def _check_moments(state: dict[str, Any], path: Path) -> None:
     if missing:
         raise ValueError(
             f"checkpoint {path.parent} has no Adam state for {len(missing)} tensors that train now, the "
-            f"first is {missing[0]}: "
-            "resume with the --freeze-params-name-list or --only-train-params-name-list that it was saved "
-            "with, or start Adam anew "
-            "with --no-load-optim."
+            f"first is {missing[0]}: resume with the --freeze-params-name-list or "
+            "--only-train-params-name-list that it was saved with, or start Adam anew with --no-load-optim."
         )
 
 
@@ -206,8 +204,7 @@ def check_model(backend: Any, path: Path) -> dict[str, Any]:
     if manifest.get("backend") != BACKEND:
         raise ValueError(
             f"checkpoint {path} was written by --train-backend {manifest.get('backend', 'fsdp')}: load it "
-            "there, or start "
-            "from a Hugging Face folder that it wrote (--save-hf)."
+            "there, or start from a Hugging Face folder that it wrote (--save-hf)."
         )
     own = fingerprint(backend)
     wrong = [f"{name} is {manifest['model'].get(name)} there and {own[name]} here" for name in own]

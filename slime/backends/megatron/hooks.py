@@ -80,9 +80,7 @@ def provide_model(
     if not isinstance(model, PackedGPTModel):
         raise ValueError(
             f"--custom-model-provider-path {path} returned a {type(model).__name__}: the trainer runs "
-            "packed samples, so it "
-            "needs a slime.backends.megatron.model.PackedGPTModel (a GPTModel); take the `build` keyword "
-            "and change what "
-            "it returns."
+            "packed samples, so it needs a slime.backends.megatron.model.PackedGPTModel (a GPTModel); take "
+            "the `build` keyword and change what it returns."
         )
     return model

@@ -103,17 +103,14 @@ def check_engine_choices(mb: MicroBatch, config: TransformerConfig) -> None:
     if found is None:
         raise ValueError(
             "--use-rollout-routing-replay: the samples carry no rollout_routed_experts; use engines that "
-            "return them, or "
-            "--use-routing-replay, which needs none."
+            "return them, or --use-routing-replay, which needs none."
         )
     expected = (config.num_layers, config.moe_router_topk)
     if tuple(found.shape[1:]) != expected or int(found.max()) >= config.num_moe_experts:
         raise ValueError(
             f"--use-rollout-routing-replay: the samples carry choices of {tuple(found.shape[1:])} (layers, "
-            "experts per token) "
-            f"with expert {int(found.max())} among them; the model has {expected} and "
-            f"{config.num_moe_experts} experts. "
-            "Engines and trainer must run the same model."
+            f"experts per token) with expert {int(found.max())} among them; the model has {expected} and "
+            f"{config.num_moe_experts} experts. Engines and trainer must run the same model."
         )
 
 

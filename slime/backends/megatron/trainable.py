@@ -38,8 +38,7 @@ def _matches(flag: str, patterns: Iterable[str], entry: Entry) -> bool:
         outside = next(name for name, matched in found.items() if not matched)
         raise ValueError(
             f"{flag} matches {inside} but not {outside}: Megatron keeps both in one matrix, which trains or "
-            "stays as a "
-            "whole; name both (or use --train-backend fsdp)."
+            "stays as a whole; name both (or use --train-backend fsdp)."
         )
     return next(iter(found.values()))
 

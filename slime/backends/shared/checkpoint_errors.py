@@ -29,6 +29,5 @@ def unreadable_named(path: Path) -> Iterator[None]:
     except Exception as error:  # readers of half a file raise anything: EOFError, KeyError, RuntimeError, ...
         raise ValueError(
             f"checkpoint {path} cannot be read: it is damaged or incomplete ({type(error).__name__}: "
-            f"{error}); restore it, or "
-            "use the one before it (--ckpt-step)."
+            f"{error}); restore it, or use the one before it (--ckpt-step)."
         ) from error

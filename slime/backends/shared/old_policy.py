@@ -56,8 +56,7 @@ class KeptVersions:
             if not self._backend.has_weights(tag):
                 raise ValueError(
                     f"checkpoint {path} says that it keeps the weights of push {number}, but its folder "
-                    f"{tag} is missing: "
-                    f"restore it, or remove {FILE} to go on without them."
+                    f"{tag} is missing: restore it, or remove {FILE} to go on without them."
                 )
 
     def tag_of(self, batch: RolloutBatch, current: int | None) -> str:
@@ -82,9 +81,8 @@ class KeptVersions:
                 return tag
         raise ValueError(
             f"--keep-old-actor keeps the weights of the last two pushes ({sorted(self._numbers.values())}), "
-            "but the batch was "
-            f"sampled by version {number}; push weights more rarely (--update-weights-interval), or use "
-            "--use-rollout-logprobs."
+            f"but the batch was sampled by version {number}; push weights more rarely "
+            "(--update-weights-interval), or use --use-rollout-logprobs."
         )
 
 

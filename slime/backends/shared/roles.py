@@ -55,8 +55,7 @@ def load_critic(critic: Any, args: Any, path: Path) -> None:
     else:
         raise ValueError(
             f"checkpoint {path} has no critic, but --advantage-estimator {args.advantage_estimator} trains "
-            "one: resume with the "
-            "estimator it was saved with, or take only its weights with --finetune."
+            "one: resume with the estimator it was saved with, or take only its weights with --finetune."
         )
 
 

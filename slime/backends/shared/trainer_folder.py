@@ -54,14 +54,12 @@ def check_optimizer(manifest: dict[str, Any], optimizer: str, path: Path) -> Non
     if manifest["optimizer"] is None:
         raise ValueError(
             f"checkpoint {path} was saved without optimizer state: go on with --no-load-optim, or take only "
-            "its weights "
-            "with --finetune."
+            "its weights with --finetune."
         )
     if manifest["optimizer"] != optimizer:
         raise ValueError(
             f"checkpoint {path} holds the state of --optimizer {manifest['optimizer']}, this run uses "
-            f"{optimizer}: use the "
-            "same, or load it with --finetune (weights only)."
+            f"{optimizer}: use the same, or load it with --finetune (weights only)."
         )
 
 

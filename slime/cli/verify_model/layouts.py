@@ -52,8 +52,7 @@ def _sizes(text: str) -> dict[str, int]:
     if not parts or "".join(part.group() for part in parts) != text:
         raise ValueError(
             f"--layouts names {text!r}: a layout is `single`, or sizes behind each other such as tp2, pp2, "
-            "tp2sp, "
-            f"pp2vpp2, cp2, ep2, dp2, tp2pp2."
+            "tp2sp, pp2vpp2, cp2, ep2, dp2, tp2pp2."
         )
     return {part.group(1) or "sp": int(part.group(2) or 1) for part in parts}
 

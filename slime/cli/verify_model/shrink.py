@@ -54,8 +54,7 @@ def read_config(path: str) -> Any:
     if kind is not None and kind not in CONFIG_MAPPING:
         raise ValueError(
             f"--hf-checkpoint {path}: this transformers has no model of type {kind!r}, so there is nothing "
-            "to hold the "
-            "trainers against; models whose code is on the hub cannot be verified."
+            "to hold the trainers against; models whose code is on the hub cannot be verified."
         )
     return AutoConfig.from_pretrained(path)
 

@@ -81,8 +81,7 @@ def make_servers(args: Args, run_: Run, slots: tuple[Slot, ...], runtime: Runtim
         if args.rollout_router != "sglang" and any(engine.worker_type != "regular" for engine in engines):
             raise ValueError(
                 "--rollout-external-engine-addrs names prefill or decode engines, which need SGLang's "
-                "router; "
-                "use --rollout-router sglang."
+                "router; use --rollout-router sglang."
             )
         if args.eval_num_engines and any(engine.worker_type != "regular" for engine in engines):
             raise ValueError(

@@ -53,8 +53,7 @@ def main(argv: list[str] | None = None) -> None:
     if not is_loopback(args.host) and not os.environ.get(TOKEN_VARIABLE):
         sys.exit(
             f"--host is {args.host}: other machines would reach an engine that obeys anybody. Set "
-            f"{TOKEN_VARIABLE} to a secret "
-            "here and where its clients run, or use 127.0.0.1."
+            f"{TOKEN_VARIABLE} to a secret here and where its clients run, or use 127.0.0.1."
         )
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s engine %(levelname)s %(message)s")
     if args.life_fd is not None:

@@ -87,8 +87,7 @@ class AdaptedWeights:
             if rank_a != rank_b or (rows, columns) != tuple(parameters[weight].shape):
                 raise BadWeights(
                     f"the adapter of {weight} has factors {[rows, rank_b]} and {[rank_a, columns]}, the "
-                    "weight is "
-                    f"{list(parameters[weight].shape)}"
+                    f"weight is {list(parameters[weight].shape)}"
                 )
 
     @torch.no_grad()

@@ -80,8 +80,7 @@ def _open_verified(bucket) -> shm.Segment:
     if found != bucket.checksum:
         raise BadWeights(
             f"segment {bucket.segment} has checksum {found:#018x}, the manifest says "
-            f"{bucket.checksum:#018x}: "
-            "its bytes changed on the way"
+            f"{bucket.checksum:#018x}: its bytes changed on the way"
         )
     return segment
 

@@ -89,10 +89,8 @@ def hint_about_ending(args: Any, sample: Sample, path: str) -> None:
     _hinted.add(path)
     logger.warning(
         "sample.response ends in %r: --custom-rm-path %s gets the engine's text, special tokens included. A "
-        "reward that "
-        "compares text should compare slime.rollout.rm_hub.answer_text(args, sample), which leaves them "
-        "out; or set "
-        "--rollout-skip-special-tokens.",
+        "reward that compares text should compare slime.rollout.rm_hub.answer_text(args, sample), which "
+        "leaves them out; or set --rollout-skip-special-tokens.",
         ending,
         path,
     )

@@ -69,8 +69,7 @@ def checksum_function(name: str) -> Callable[[Any], str]:
         package = {"xxh3-128": "'slime[delta]'", "blake3": "blake3"}[name]
         raise ValueError(
             f"--update-weight-delta-checksum {name} needs a package that is not installed; pip install "
-            f"{package}, "
-            "or use --update-weight-delta-checksum adler32."
+            f"{package}, or use --update-weight-delta-checksum adler32."
         ) from error
     raise ValueError(f"--update-weight-delta-checksum is {name!r}; choose one of {', '.join(CHECKSUMS)}.")
 

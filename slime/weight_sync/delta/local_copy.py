@@ -204,8 +204,7 @@ class LocalCopy:
         why = f" What was tried: {'; '.join(attempts.why)}." if attempts.why else ""
         return (
             f"no way from weights {self.version} in {self._folder} to {version or 'the newest'}: {source} "
-            "publishes "
-            f"up to {latest}.{why} The copy here is unchanged."
+            f"publishes up to {latest}.{why} The copy here is unchanged."
         )
 
     # ---- one route -----------------------------------------------------------------------------------------

@@ -56,14 +56,12 @@ def _refuse(hf: Any) -> None:
     if not hf.norm_topk_prob or chosen == 1:
         raise ValueError(
             f"{hf.model_type} with norm_topk_prob={hf.norm_topk_prob} and num_experts_per_tok={chosen}: "
-            "megatron-core "
-            "divides sigmoid scores by their sum exactly where several experts are chosen; use "
-            "--train-backend fsdp."
+            "megatron-core divides sigmoid scores by their sum exactly where several experts are chosen; "
+            "use --train-backend fsdp."
         )
     if groups > 1 and chosen // hf.topk_group != 2:
         raise ValueError(
             f"{hf.model_type} with num_experts_per_tok={chosen} and topk_group={hf.topk_group}: "
-            "megatron-core ranks groups "
-            f"by their best {chosen // hf.topk_group} experts, the model by its best 2; use --train-backend "
-            "fsdp."
+            f"megatron-core ranks groups by their best {chosen // hf.topk_group} experts, the model by its "
+            "best 2; use --train-backend fsdp."
         )
