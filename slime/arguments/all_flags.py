@@ -25,7 +25,8 @@ from slime.arguments.groups.tracking import TrackingFlags
 from slime.arguments.groups.training import TrainingFlags
 from slime.arguments.passthrough.megatron import MegatronFlags
 
-GROUPS = (
+
+class Flags(
     RunFlags,
     DataFlags,
     RolloutFlags,
@@ -49,7 +50,11 @@ GROUPS = (
     WeightSyncFlags,
     TrackingFlags,
     DebugFlags,
-)
+):
+    """Every flag of a run as an attribute with its type: what `Args` and `PluginArgs` have in common."""
+
+
+GROUPS = Flags.__bases__
 
 
 @functools.cache

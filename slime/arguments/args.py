@@ -4,58 +4,16 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-from slime.arguments.all_flags import all_specs
-from slime.arguments.groups.algorithm import AlgorithmFlags
-from slime.arguments.groups.checkpoints import CheckpointFlags
-from slime.arguments.groups.cluster import ClusterFlags
-from slime.arguments.groups.data import DataFlags
-from slime.arguments.groups.debug import DebugFlags
-from slime.arguments.groups.engine import EngineFlags, WeightSyncFlags
+from slime.arguments.all_flags import Flags, all_specs
 from slime.arguments.groups.eval_config import EvalDatasetConfig
-from slime.arguments.groups.evaluation import EvaluationFlags
-from slime.arguments.groups.fsdp import FSDPFlags
-from slime.arguments.groups.objectives import CriticFlags, DistillationFlags, KeptPolicyFlags, PreferenceFlags
-from slime.arguments.groups.off_policy import OffPolicyFlags
-from slime.arguments.groups.optimizer import OptimizerFlags
-from slime.arguments.groups.parallel import ParallelFlags
-from slime.arguments.groups.rewards import RewardFlags
-from slime.arguments.groups.rollout import RolloutFlags
-from slime.arguments.groups.run import RunFlags
-from slime.arguments.groups.topology import Topology, TopologyFlags
-from slime.arguments.groups.tracking import TrackingFlags
-from slime.arguments.groups.training import TrainingFlags
-from slime.arguments.passthrough.megatron import MegatronFlags
+from slime.arguments.groups.topology import Topology
 
 
 def secret_names() -> list[str]:
     return [name for name, spec in all_specs().items() if spec.info.secret]
 
 
-class Args(
-    RunFlags,
-    DataFlags,
-    RolloutFlags,
-    RewardFlags,
-    AlgorithmFlags,
-    OffPolicyFlags,
-    KeptPolicyFlags,
-    CriticFlags,
-    DistillationFlags,
-    PreferenceFlags,
-    TrainingFlags,
-    ParallelFlags,
-    FSDPFlags,
-    MegatronFlags,
-    OptimizerFlags,
-    EvaluationFlags,
-    CheckpointFlags,
-    ClusterFlags,
-    EngineFlags,
-    TopologyFlags,
-    WeightSyncFlags,
-    TrackingFlags,
-    DebugFlags,
-):
+class Args(Flags):
     """Every flag is an attribute: `--rollout-batch-size 32` is `args.rollout_batch_size == 32`.
 
     Built by `parse_args`. Nothing is written to it afterwards: facts that appear while a run is going (router

@@ -5,6 +5,7 @@ plug-ins see: arguments plus those facts.
 import argparse
 from dataclasses import dataclass, field
 
+from slime.arguments.all_flags import Flags
 from slime.arguments.args import Args
 
 # The name among `model_routers` of what stands before the engines that
@@ -37,11 +38,30 @@ class RunInfo:
     )  # by model; the policy's is also above
 
 
-def plugin_args(args: Args, run_info: RunInfo) -> argparse.Namespace:
-    """A plain namespace for plug-ins: a copy of all arguments overlaid with
-    the facts of this run. Theirs to change.
+class PluginArgs(argparse.Namespace, Flags):
+    """What a plug-in gets as `args`: every flag, the facts of the run, and the
+    keys of --custom-config-path. A copy, theirs to change.
     """
-    return argparse.Namespace(
+
+    sglang_router_ip: str | None
+    sglang_router_port: int | None
+    sglang_model_routers: dict[str, tuple[str, int]]
+    start_rollout_id: int
+    run_id: str
+    run_dir: str
+    engine_urls: list[str]
+    rollout_num_engines: int
+    vocab_size: int | None
+    max_context_len: int | None
+    num_layers: int | None
+    moe_router_topk: int | None
+
+    __setattr__ = object.__setattr__  # the flags are declared in frozen classes
+
+
+def plugin_args(args: Args, run_info: RunInfo) -> PluginArgs:
+    """A copy of all arguments, with the facts of this run laid over them."""
+    return PluginArgs(
         **args.to_dict()
         | {
             "sglang_router_ip": run_info.router_ip,

@@ -2,10 +2,9 @@
 one training step (`update.run_update`).
 """
 
-from typing import Any
-
 import torch
 
+from slime.arguments import Args
 from slime.backends.base import TrainBackend
 from slime.utils.misc import load_function
 
@@ -16,6 +15,6 @@ BACKENDS = {
 }
 
 
-def create_backend(args: Any, *, rank: int, world_size: int, device: torch.device) -> TrainBackend:
+def create_backend(args: Args, *, rank: int, world_size: int, device: torch.device) -> TrainBackend:
     """The trainer that `--train-backend` names, on this rank."""
     return load_function(BACKENDS[args.train_backend])(args, rank=rank, world_size=world_size, device=device)

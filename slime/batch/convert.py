@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from slime.algorithms.rewards import GREEDY_REWARD_KEY, overlong_penalty, subtract_baselines
+from slime.arguments import Args
 from slime.arguments.groups.objectives import SUPERVISED_LOSSES
 from slime.arguments.groups.trained_sampling import replays_nucleus
 from slime.batch.nucleus import add_nuclei
@@ -19,7 +20,9 @@ from slime.utils.plugin_errors import plugin_call, wrong_return
 from slime.utils.types import RolloutBatch, Sample, flatten_samples, version_number
 
 
-def samples_to_batch(args: Any, samples: Iterable[Any], *, engine_version: str | None = None) -> RolloutBatch:
+def samples_to_batch(
+    args: Args, samples: Iterable[Any], *, engine_version: str | None = None
+) -> RolloutBatch:
     """The train data of one rollout, checked; nested lists (groups, fan-out) are flattened in order.
 
     `engine_version` is what the engines held when the rollout began:
@@ -64,7 +67,7 @@ def fill_rollout_ids(samples: Sequence[Sample]) -> list[int]:
 
 
 def post_process_rewards(
-    args: Any, samples: Sequence[Sample], rollout_ids: Sequence[int]
+    args: Args, samples: Sequence[Sample], rollout_ids: Sequence[int]
 ) -> tuple[list, list]:
     """(raw rewards, rewards that become advantages): the custom hook,
     or shaping and the estimator's baseline.
@@ -98,7 +101,7 @@ def post_process_rewards(
     return raw, rewards
 
 
-def _custom_rewards(path: str, args: Any, samples: Sequence[Sample]) -> tuple[list, list]:
+def _custom_rewards(path: str, args: Args, samples: Sequence[Sample]) -> tuple[list, list]:
     option, subject = "--custom-reward-post-process-path", f"{len(samples)} samples"
     with plugin_call(option, path, lambda: subject):
         made = load_function(path)(args, samples)
@@ -115,7 +118,7 @@ def _custom_rewards(path: str, args: Any, samples: Sequence[Sample]) -> tuple[li
     return raw, rewards
 
 
-def _length_penalty(args: Any, sample: Sample) -> float:
+def _length_penalty(args: Args, sample: Sample) -> float:
     if args.overlong_buffer_len is None:
         return 0.0
     return overlong_penalty(
@@ -126,7 +129,7 @@ def _length_penalty(args: Any, sample: Sample) -> float:
     )
 
 
-def _raw_reward(args: Any, sample: Sample) -> float:
+def _raw_reward(args: Args, sample: Sample) -> float:
     if sample.reward is None and sample.reward_failure is None and args.loss_type == "sft_loss":
         return 0.0  # supervised data is not scored
     if isinstance(sample.reward, dict) and args.reward_key and args.reward_key not in sample.reward:
@@ -145,7 +148,7 @@ def mask_sums_by_rollout(loss_masks: Sequence[torch.Tensor], rollout_ids: Sequen
     return [totals[rollout_id] for rollout_id in rollout_ids]
 
 
-def _convert(args: Any, samples: list[Sample]) -> RolloutBatch:
+def _convert(args: Args, samples: list[Sample]) -> RolloutBatch:
     rollout_ids = fill_rollout_ids(samples)
     raw_reward, rewards = post_process_rewards(args, samples, rollout_ids)
     loss_masks = [_loss_mask(sample) for sample in samples]

@@ -1,17 +1,17 @@
 """The token ids that samples were drawn from, as train data: for every sample of a batch, or for none."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
+from slime.arguments import Args
 from slime.arguments.groups.objectives import SUPERVISED_LOSSES
 from slime.arguments.groups.trained_sampling import replays_nucleus
 from slime.utils import top_p
 from slime.utils.types import RolloutBatch, Sample
 
 
-def add_nuclei(args: Any, batch: RolloutBatch, samples: Sequence[Sample]) -> None:
+def add_nuclei(args: Args, batch: RolloutBatch, samples: Sequence[Sample]) -> None:
     """Add what `samples` recorded; tokens of a sample that recorded
     nothing were drawn from the whole vocabulary.
 
@@ -28,7 +28,7 @@ def add_nuclei(args: Any, batch: RolloutBatch, samples: Sequence[Sample]) -> Non
     batch["rollout_top_p_token_offsets"] = [offsets for _, offsets in pairs]
 
 
-def _require(args: Any, batch: RolloutBatch, samples: Sequence[Sample]) -> None:
+def _require(args: Args, batch: RolloutBatch, samples: Sequence[Sample]) -> None:
     for sample, mask in zip(samples, batch["loss_masks"], strict=True):
         if sample.rollout_top_p_token_offsets is None and mask.any():
             raise ValueError(

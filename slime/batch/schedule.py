@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slime.arguments import Args
 from slime.arguments.groups.objectives import PAIR_LOSSES
 from slime.batch.flops import typical_cost
 from slime.batch.packing import balance, pack_first_fit, split_largest
@@ -61,7 +62,7 @@ class RankData:
 
 
 def build_schedule(
-    args: Any,
+    args: Args,
     batch_lengths: Sequence[int],
     rollout_ids: Sequence[int],
     *,
@@ -100,7 +101,7 @@ def build_schedule(
     return Schedule(steps)
 
 
-def _units(args: Any, rollouts: list[list[int]]) -> list[list[int]]:
+def _units(args: Args, rollouts: list[list[int]]) -> list[list[int]]:
     """What a micro-batch holds whole or not at all: a sample, or both answers of a pair that is compared."""
     if args.loss_type in PAIR_LOSSES:
         return rollouts
@@ -108,7 +109,7 @@ def _units(args: Any, rollouts: list[list[int]]) -> list[list[int]]:
 
 
 def _split_step(
-    args: Any,
+    args: Args,
     units: list[list[int]],
     lengths: Sequence[int],
     dp_size: int,
@@ -156,7 +157,7 @@ def _even_bins(
 
 
 def _pack(
-    args: Any, positions: list[int], lengths: Sequence[int], samples_per_unit: int, cp_size: int
+    args: Args, positions: list[int], lengths: Sequence[int], samples_per_unit: int, cp_size: int
 ) -> list[list[int]]:
     """Bins of units; `positions` and `lengths` are theirs."""
     if not positions:
@@ -190,7 +191,7 @@ def take(batch: RolloutBatch, positions: Sequence[int]) -> RolloutBatch:
 
 
 def split_for_ranks(
-    args: Any,
+    args: Args,
     batch: RolloutBatch,
     dp_size: int,
     *,

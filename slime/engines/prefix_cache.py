@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from slime.arguments import Args
 from slime.engines.middleware import Forward, RouterAnswer, RouterRequest
 from slime.utils import top_p
 from slime.utils.processing_utils import load_tokenizer
@@ -147,7 +148,7 @@ def _split(node: _Node, length: int) -> _Node:
 class PrefixCacheMiddleware:
     """See the module. Ids that a client sends itself (`input_ids`) pass unchanged."""
 
-    def __init__(self, args: Any):
+    def __init__(self, args: Args):
         self._tokenizer = load_tokenizer(args.hf_checkpoint)
         self._tree = RadixTree()
 

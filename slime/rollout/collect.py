@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from slime.arguments import PluginArgs
 from slime.rollout.data_source import DataSource, take_groups
 from slime.rollout.filter_hub.base_types import (
     MetricGatherer,
@@ -69,7 +70,7 @@ class BatchCollector:
 
     def __init__(
         self,
-        args: Any,
+        args: PluginArgs,
         rollout_id: int,
         data_source: Any,
         start_group: Callable[[Group], Awaitable[Group]],

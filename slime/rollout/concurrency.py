@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slime.arguments import PluginArgs
 from slime.utils import http_utils
 
 logger = logging.getLogger(__name__)
@@ -152,7 +153,7 @@ def _retracted(rank: Mapping[str, Any]) -> int:
     return int((rank.get("queues") or {}).get("retracted") or 0)
 
 
-def make_limit(args: Any, ceiling: int) -> Limit:
+def make_limit(args: PluginArgs, ceiling: int) -> Limit:
     """The limit of a run: fixed at `ceiling`, or with --adaptive-concurrency moving below it."""
     if not args.adaptive_concurrency:
         return Limit(ceiling)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from slime.arguments import PluginArgs
 from slime.data.dataset import Dataset
 from slime.rollout.groups import Group, copy_sample, describe, group_from_plain, group_to_plain
 from slime.rollout.journal import CountingJournal, Journal, Outcome
@@ -55,7 +56,7 @@ class DataSource(abc.ABC):
 class RolloutDataSource(DataSource):
     """Groups from the dataset, in the order of each epoch, for as many epochs as are asked for."""
 
-    def __init__(self, args: Any, journal: Journal | None = None):
+    def __init__(self, args: PluginArgs, journal: Journal | None = None):
         self.args = args
         self.epoch_id = 0
         self.sample_group_index = 0  # next group's index
@@ -172,7 +173,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     out first, chosen by --buffer-filter-path.
     """
 
-    def __init__(self, args: Any, journal: Journal | None = None):
+    def __init__(self, args: PluginArgs, journal: Journal | None = None):
         super().__init__(args, journal)
         self.buffer: list[Group] = []
         self.buffer_filter = (
@@ -232,7 +233,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         self.buffer = [group_from_plain(group) for group in state.get("buffer", [])]
 
 
-def take_groups(data_source: Any, args: Any, num_groups: int) -> list[Group]:
+def take_groups(data_source: Any, args: PluginArgs, num_groups: int) -> list[Group]:
     """`get_samples` of any data source; one of a user's own that makes a mistake is named with its line."""
     if type(data_source).__module__.startswith("slime."):
         return data_source.get_samples(num_groups)
@@ -240,7 +241,7 @@ def take_groups(data_source: Any, args: Any, num_groups: int) -> list[Group]:
         return data_source.get_samples(num_groups)
 
 
-def pop_first(args: Any, rollout_id: int | None, buffer: list[Group], num_samples: int) -> list[Group]:
+def pop_first(args: PluginArgs, rollout_id: int | None, buffer: list[Group], num_samples: int) -> list[Group]:
     """The default buffer filter: oldest first. It takes the groups out of the buffer."""
     taken = buffer[:num_samples]
     del buffer[:num_samples]
@@ -251,7 +252,7 @@ def state_path(folder: str, rollout_id: int) -> Path:
     return Path(folder) / "rollout" / f"global_dataset_state_dict_{rollout_id}.pt"
 
 
-def build_dataset(args: Any) -> Dataset:
+def build_dataset(args: PluginArgs) -> Dataset:
     """The training prompts that the flags describe."""
     if args.prompt_data is None:
         raise ValueError(

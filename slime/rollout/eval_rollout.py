@@ -9,6 +9,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from slime.arguments import PluginArgs
 from slime.arguments.groups.eval_config import EvalDatasetConfig
 from slime.data.dataset import Dataset
 from slime.rollout.base_types import RolloutFnEvalOutput
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 RunGroup = Callable[..., Awaitable[Group]]
 
 
-async def evaluate(args: Any, run_group: RunGroup) -> RolloutFnEvalOutput:
+async def evaluate(args: PluginArgs, run_group: RunGroup) -> RolloutFnEvalOutput:
     """{name: {"rewards", "truncated", "samples"}} for each dataset; `run_group` is generate_and_rm_group."""
     results = await all_or_none([_evaluate_dataset(args, config, run_group) for config in args.eval_datasets])
     data, metrics = {}, {}
@@ -41,7 +42,7 @@ async def evaluate(args: Any, run_group: RunGroup) -> RolloutFnEvalOutput:
 
 
 async def _evaluate_dataset(
-    args: Any, config: EvalDatasetConfig, run_group: RunGroup
+    args: PluginArgs, config: EvalDatasetConfig, run_group: RunGroup
 ) -> tuple[dict[str, Any], int]:
     # On this thread, although reading holds up the loop once: fast
     # tokenizers must not be used by two threads.
@@ -90,7 +91,7 @@ def make_groups(config: EvalDatasetConfig, dataset: Dataset) -> list[Group]:
     return groups
 
 
-def eval_sampling_params(args: Any, config: EvalDatasetConfig) -> dict[str, Any]:
+def eval_sampling_params(args: PluginArgs, config: EvalDatasetConfig) -> dict[str, Any]:
     """The dataset's sampling parameters; what it leaves open is not sent."""
     params = {
         "temperature": config.temperature,
@@ -108,7 +109,7 @@ def eval_sampling_params(args: Any, config: EvalDatasetConfig) -> dict[str, Any]
     return {name: value for name, value in params.items() if value is not None}
 
 
-def load_eval_dataset(args: Any, config: EvalDatasetConfig) -> Dataset:
+def load_eval_dataset(args: PluginArgs, config: EvalDatasetConfig) -> Dataset:
     """Read once per process: evaluation comes back to the same files many times."""
     key = (*config.cache_key, args.hf_checkpoint, args.eval_max_prompt_len)
     return _load(_Key(key, args, config))
@@ -117,7 +118,7 @@ def load_eval_dataset(args: Any, config: EvalDatasetConfig) -> Dataset:
 class _Key:
     """Hashes by what decides the dataset's content and carries what is needed to read it."""
 
-    def __init__(self, key: tuple, args: Any, config: EvalDatasetConfig):
+    def __init__(self, key: tuple, args: PluginArgs, config: EvalDatasetConfig):
         self.key, self.args, self.config = key, args, config
 
     def __hash__(self) -> int:

@@ -15,6 +15,7 @@ import inspect
 import logging
 from typing import Any
 
+from slime.arguments import PluginArgs
 from slime.rollout import sglang_rollout
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.collect import BatchCollector, Ticket
@@ -48,7 +49,7 @@ class AsyncRolloutWorker:
     (its cursor is taken) bracket each rollout.
     """
 
-    def __init__(self, args: Any, data_source: Any):
+    def __init__(self, args: PluginArgs, data_source: Any):
         _check(args, data_source)
         self.args, self.data_source = args, data_source
         self.tickets: dict[int, Ticket] = {}  # in flight or done, not decided; in order of issue
@@ -213,7 +214,7 @@ def _as_returned(ticket: Ticket) -> Group:
     return task.result() if finished else ticket.origin
 
 
-def _check(args: Any, data_source: Any) -> None:
+def _check(args: PluginArgs, data_source: Any) -> None:
     """What contradicts a pool that never stands still."""
     state_dict = getattr(data_source, "state_dict", None)
     if state_dict is not None and "held" not in inspect.signature(state_dict).parameters:
@@ -305,14 +306,16 @@ def _from_prompt(origin: Group) -> Group:
 _workers: dict[int, AsyncRolloutWorker] = {}  # the pool of each data source, by its id, while it is open
 
 
-def _worker_for(args: Any, data_source: Any) -> AsyncRolloutWorker:
+def _worker_for(args: PluginArgs, data_source: Any) -> AsyncRolloutWorker:
     worker = _workers.get(id(data_source))
     if worker is None:
         worker = _workers[id(data_source)] = AsyncRolloutWorker(args, data_source)
     return worker
 
 
-async def _collect(args: Any, rollout_id: int, data_source: Any) -> tuple[AsyncRolloutWorker, PoolCollector]:
+async def _collect(
+    args: PluginArgs, rollout_id: int, data_source: Any
+) -> tuple[AsyncRolloutWorker, PoolCollector]:
     worker = _worker_for(args, data_source)
     path = args.dynamic_sampling_filter_path
     collector = PoolCollector(worker, rollout_id, load_function(path) if path is not None else None)
@@ -344,7 +347,7 @@ def stop_pool(data_source: Any) -> None:
 
 
 def generate_rollout_fully_async(
-    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+    args: PluginArgs, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """The plug-in point --rollout-function-path. Evaluation goes beside the pool and is not part of it."""
     if evaluation:

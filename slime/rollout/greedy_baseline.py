@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from slime.algorithms.rewards import GREEDY_REWARD_KEY
+from slime.arguments import PluginArgs
 from slime.rollout.groups import Group, first_sample, without_response
 from slime.rollout.policy_requests import not_trained
 from slime.rollout.tasks import all_or_none
@@ -15,7 +16,7 @@ GenerateGroup = Callable[[Group, dict[str, Any]], Awaitable[Group]]
 
 
 async def with_greedy_baseline(
-    args: Any, group: Group, sampling_params: dict[str, Any], generate_group: GenerateGroup
+    args: PluginArgs, group: Group, sampling_params: dict[str, Any], generate_group: GenerateGroup
 ) -> Group:
     """Generate the group and beside it a greedy answer to its prompt, whose
     reward every sample's metadata then holds.

@@ -9,11 +9,12 @@ with `input_token_logprobs`. The reward itself is 0: what is learnt comes from t
 from collections.abc import Sequence
 from typing import Any
 
+from slime.arguments import PluginArgs
 from slime.utils.http_utils import HttpError, post
 from slime.utils.types import RewardFailure, Sample, infra_error, invalid
 
 
-async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> float | RewardFailure:
+async def reward_func(args: PluginArgs, sample: Sample, **kwargs: Any) -> float | RewardFailure:
     """Asks the teacher at --rm-url once per sample and keeps its log-probs on the sample."""
     del kwargs
     if not args.rm_url:
@@ -39,14 +40,14 @@ async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> float | Rewar
     return 0.0
 
 
-async def zero_reward(args: Any, sample: Sample, **kwargs: Any) -> float:
+async def zero_reward(args: PluginArgs, sample: Sample, **kwargs: Any) -> float:
     """For a teacher that the trainer holds: no reward of its own, only the distance to the teacher."""
     del args, sample, kwargs
     return 0.0
 
 
 def post_process_rewards(
-    args: Any, samples: Sequence[Sample], **kwargs: Any
+    args: PluginArgs, samples: Sequence[Sample], **kwargs: Any
 ) -> tuple[list[float], list[float]]:
     """(raw, trained) rewards of 0 for each sample, for recipes that name
     it as --custom-reward-post-process-path.

@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from typing import Any
 from urllib.parse import urlsplit
 
+from slime.arguments import PluginArgs
 from slime.arguments.groups.trained_sampling import engines_tell_nucleus, refusal
 from slime.rollout.groups import describe
 from slime.utils import http_utils, top_p
@@ -50,7 +51,7 @@ def is_trained() -> bool:
     return _trained.get()
 
 
-def check_sampling(args: Any, params: Mapping[str, Any]) -> None:
+def check_sampling(args: PluginArgs, params: Mapping[str, Any]) -> None:
     """Raise SamplingRefused where trained tokens must not be drawn with `params`;
     a temperature that differs is told once.
     """
@@ -91,7 +92,7 @@ def _warn_of_temperature(asked: float, computed: float) -> None:
 class PolicyRequests:
     """Of one call of a generate function: what it may ask, what it was refused, which weights answered."""
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: PluginArgs) -> None:
         self._args = args
         self._addresses = _policy_addresses(args)
         self.refused: SamplingRefused | None = None
@@ -177,7 +178,7 @@ class PolicyRequests:
         return [one if isinstance(one, Mapping) else {} for one in several]
 
 
-def _policy_addresses(args: Any) -> set[str]:
+def _policy_addresses(args: PluginArgs) -> set[str]:
     addresses = {_address(urlsplit(url).netloc) for url in args.engine_urls}
     return addresses | {_address(f"{args.sglang_router_ip}:{args.sglang_router_port}")}
 

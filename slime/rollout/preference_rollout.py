@@ -9,6 +9,7 @@ import logging
 from collections import Counter
 from typing import Any
 
+from slime.arguments import PluginArgs
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.data_source import DataSource
 from slime.rollout.groups import Group, copy_sample, describe
@@ -22,7 +23,7 @@ Messages = list[dict[str, Any]]
 
 
 def generate_rollout(
-    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+    args: PluginArgs, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput:
     """`--rollout-batch-size` pairs. One that cannot be compared is left out with its reason and replaced."""
     if evaluation:
@@ -51,7 +52,7 @@ def generate_rollout(
     return RolloutFnTrainOutput(samples=pairs, metrics=metrics or None)
 
 
-def make_pair(args: Any, sample: Sample, masks: MultiTurnLossMaskGenerator) -> list[Sample] | str:
+def make_pair(args: PluginArgs, sample: Sample, masks: MultiTurnLossMaskGenerator) -> list[Sample] | str:
     """[preferred, rejected] with one rollout id, or the reason why the row cannot be compared."""
     conversations = (sample.prompt, sample.label)
     for messages, flag in zip(conversations, ("--input-key", "--label-key"), strict=True):
@@ -82,7 +83,7 @@ def _shared_turns(chosen: Messages, rejected: Messages) -> int:
 
 
 def _answer(
-    args: Any, sample: Sample, messages: Messages, shared: int, masks: MultiTurnLossMaskGenerator
+    args: PluginArgs, sample: Sample, messages: Messages, shared: int, masks: MultiTurnLossMaskGenerator
 ) -> Sample | str:
     # A turn that both have is part of the prompt, whoever wrote it.
     marked = [{**m, "step_loss_mask": 0} if i < shared else m for i, m in enumerate(messages)]

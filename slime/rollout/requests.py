@@ -6,6 +6,7 @@ import functools
 from typing import Any
 from uuid import uuid4
 
+from slime.arguments import PluginArgs
 from slime.arguments.groups.trained_sampling import engines_tell_nucleus, is_cut, replays_nucleus
 from slime.data.mix import mix64
 from slime.rollout.groups import attempt_of, describe
@@ -26,7 +27,7 @@ class PromptError(ValueError):
     """
 
 
-def sampling_params_of(args: Any) -> dict[str, Any]:
+def sampling_params_of(args: PluginArgs) -> dict[str, Any]:
     """The run's sampling parameters as a plain dict, a new one at each
     call; generate functions may change theirs.
     """
@@ -44,7 +45,7 @@ def sampling_params_of(args: Any) -> dict[str, Any]:
     }
 
 
-def sampling_seed(args: Any, sample: Sample) -> int:
+def sampling_seed(args: PluginArgs, sample: Sample) -> int:
     """A positive 31-bit seed from nothing but the run's seed and where the
     sample stands: a rerun draws the same tokens.
 
@@ -82,7 +83,7 @@ def _encode(tokenizer: Any, prompt: str) -> tuple[int, ...]:
 
 
 def token_budget(
-    args: Any, sample: Sample, max_new_tokens: int | None, context_limit: int | None
+    args: PluginArgs, sample: Sample, max_new_tokens: int | None, context_limit: int | None
 ) -> int | None:
     """How many tokens may still be generated; 0: the sample is full; None: no limit is known on this side.
 
@@ -103,7 +104,7 @@ def token_budget(
     return max(0, min(budgets)) if budgets else None
 
 
-def check_token_ids(args: Any, sample: Sample) -> None:
+def check_token_ids(args: PluginArgs, sample: Sample) -> None:
     """A token id outside the vocabulary takes some engines down, so it must not leave this process."""
     if not sample.tokens:
         raise PromptError(f"the prompt of {describe(sample)} is empty: there is nothing to continue.")
@@ -115,7 +116,7 @@ def check_token_ids(args: Any, sample: Sample) -> None:
         )
 
 
-def check_answer(args: Any, request: GenerateRequest, answer: Generation) -> None:
+def check_answer(args: PluginArgs, request: GenerateRequest, answer: Generation) -> None:
     """An answer that no engine in its senses gives must not become training data; it is asked for again."""
     wrong = _wrong_with(args, request.sampling.max_new_tokens, answer) or _wrong_nucleus(
         args, request, answer
@@ -124,7 +125,7 @@ def check_answer(args: Any, request: GenerateRequest, answer: Generation) -> Non
         raise EngineAnswerError(f"the engine's answer to request {request.rid} cannot be right: {wrong}")
 
 
-def _wrong_with(args: Any, budget: int | None, answer: Generation) -> str | None:
+def _wrong_with(args: PluginArgs, budget: int | None, answer: Generation) -> str | None:
     ids, log_probs = answer.ids, answer.log_probs
     if not ids:
         return f"no token, although it says {answer.finish!r}" if answer.finish != "abort" else None
@@ -138,7 +139,7 @@ def _wrong_with(args: Any, budget: int | None, answer: Generation) -> str | None
     return None
 
 
-def _wrong_nucleus(args: Any, request: GenerateRequest, answer: Generation) -> str | None:
+def _wrong_nucleus(args: PluginArgs, request: GenerateRequest, answer: Generation) -> str | None:
     if not request.sampling.return_top_p_token_ids:
         return None
     found = top_p.from_meta(answer.meta)
@@ -147,7 +148,7 @@ def _wrong_nucleus(args: Any, request: GenerateRequest, answer: Generation) -> s
     return top_p.wrong_with(*found, answer.ids, args.vocab_size)
 
 
-def _needs_what_is_kept(args: Any, sample: Sample, params: dict[str, Any]) -> bool:
+def _needs_what_is_kept(args: PluginArgs, sample: Sample, params: dict[str, Any]) -> bool:
     """Whether a request for training must ask which ids its tokens are drawn from:
     it cuts some, or earlier tokens have them.
     """
@@ -157,7 +158,12 @@ def _needs_what_is_kept(args: Any, sample: Sample, params: dict[str, Any]) -> bo
 
 
 def build_request(
-    args: Any, sample: Sample, sampling_params: dict[str, Any], budget: int | None, *, stream: bool = False
+    args: PluginArgs,
+    sample: Sample,
+    sampling_params: dict[str, Any],
+    budget: int | None,
+    *,
+    stream: bool = False,
 ) -> GenerateRequest:
     """Continue the sample's tokens. A `sampling_seed` that the caller set is kept."""
     check_token_ids(args, sample)

@@ -6,6 +6,7 @@ import inspect
 from contextvars import ContextVar
 from typing import Any
 
+from slime.arguments import PluginArgs
 from slime.rollout.groups import describe_fully
 from slime.utils.loop_watch import loop_watch
 from slime.utils.misc import load_function
@@ -23,7 +24,7 @@ def set_current_rollout_id(rollout_id: int | None) -> None:
 
 
 async def apply_rollout_sample_hooks(
-    args: Any, sample: Sample | list, *, evaluation: bool = False, rollout_id: int | None = None
+    args: PluginArgs, sample: Sample | list, *, evaluation: bool = False, rollout_id: int | None = None
 ) -> Sample | list:
     """Run every hook on every sample; lists keep their shape. A hook that
     returns None changed the sample in place.
@@ -44,7 +45,7 @@ async def apply_rollout_sample_hooks(
     return sample
 
 
-async def _call_hook(path: str, args: Any, sample: Sample, context: dict[str, Any]) -> Sample:
+async def _call_hook(path: str, args: PluginArgs, sample: Sample, context: dict[str, Any]) -> Sample:
     hook = load_function(path)
     with plugin_call(_OPTION, path, lambda: describe_fully(sample)):
         name = f"{_OPTION} {path}"

@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from typing import Any
 
+from slime.arguments import PluginArgs
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.data_source import DataSource
 from slime.rollout.groups import Group, describe
@@ -17,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def generate_rollout(
-    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+    args: PluginArgs, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput:
     """A batch of masked conversations. One without a trained token
     is left out with its reason and replaced.
@@ -49,7 +50,7 @@ def generate_rollout(
     return RolloutFnTrainOutput(samples=groups, metrics=metrics or None)
 
 
-def _prepare(args: Any, sample: Sample, masks: MultiTurnLossMaskGenerator) -> str | None:
+def _prepare(args: PluginArgs, sample: Sample, masks: MultiTurnLossMaskGenerator) -> str | None:
     """Fill tokens and mask; the reason when the sample cannot be trained on."""
     try:
         token_ids, loss_mask = masks.get_loss_mask(sample.prompt, tools=sample.metadata.get("tools"))

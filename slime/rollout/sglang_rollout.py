@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 from uuid import uuid4
 
+from slime.arguments import PluginArgs
 from slime.arguments.run_info import EVALUATION_ENGINES
 from slime.rollout import eval_rollout as evaluation_run
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
@@ -69,7 +70,7 @@ class _StatePerArgs(type):
 
     _states: list[tuple[Any, "GenerateState"]] = []  # noqa: RUF012 - shared on purpose
 
-    def __call__(cls, args: Any) -> "GenerateState":
+    def __call__(cls, args: PluginArgs) -> "GenerateState":
         for known, state in cls._states:
             if known is args:
                 return state
@@ -84,7 +85,7 @@ class GenerateState(metaclass=_StatePerArgs):
     parameters, the cap on requests in flight.
     """
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: PluginArgs) -> None:
         self.args = args
         self.tokenizer = load_tokenizer(args.hf_checkpoint)
         self.processor = load_processor(args.hf_checkpoint) if args.multimodal_keys else None
@@ -150,7 +151,7 @@ class GenerateState(metaclass=_StatePerArgs):
             return await self.client.generate(request)
 
 
-def get_model_url(args: Any, model_name: str = "default", endpoint: str = "/generate") -> str:
+def get_model_url(args: PluginArgs, model_name: str = "default", endpoint: str = "/generate") -> str:
     """Where requests for a model go: its own router where a topology
     serves several models, else the run's router.
 
@@ -174,7 +175,7 @@ def get_model_url(args: Any, model_name: str = "default", endpoint: str = "/gene
     return f"http://{ip}:{port}{endpoint}"
 
 
-async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+async def generate(args: PluginArgs, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """Continue the sample until it stops, is full, or the rollout is aborted;
     tokens, log-probs and versions are kept.
     """
@@ -215,7 +216,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
 
 
 async def generate_and_rm(
-    args: Any, sample: Entry, sampling_params: dict[str, Any], evaluation: bool = False
+    args: PluginArgs, sample: Entry, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Entry:
     """Generate one sample and score it. A custom generate function may turn it into several (fan-out)."""
     if not evaluation and args.partial_rollout and args.mask_offpolicy_in_partial_rollout:
@@ -244,7 +245,7 @@ def _mask_earlier_tokens(sample: Entry) -> None:
 
 
 async def _call_until_ended(
-    args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
+    args: PluginArgs, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
 ) -> Entry:
     """A generate function of one's own may give up on what a weight push took from the engine.
 
@@ -266,7 +267,7 @@ async def _call_until_ended(
 
 
 async def _call_generate(
-    args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
+    args: PluginArgs, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
 ) -> Entry:
     path = sample.generate_function_path or args.custom_generate_function_path
     if path is None:
@@ -319,7 +320,7 @@ def _check_fan_out(path: str, source: Sample, result: list[Sample]) -> list[Samp
     return result
 
 
-async def _score(args: Any, samples: Sequence[Sample], evaluation: bool) -> None:
+async def _score(args: PluginArgs, samples: Sequence[Sample], evaluation: bool) -> None:
     """Rewards for those that have none and were not cut off; what cannot be scored carries its failure."""
     ended = [s for s in samples if s.status is not Sample.Status.ABORTED]
     if any(s.reward is None for s in ended):
@@ -328,7 +329,7 @@ async def _score(args: Any, samples: Sequence[Sample], evaluation: bool) -> None
 
 
 async def generate_and_rm_group(
-    args: Any, group: Group, sampling_params: dict[str, Any], evaluation: bool = False
+    args: PluginArgs, group: Group, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Group:
     """All samples of a group at once; with --group-rm their rewards are computed together."""
     if GenerateState(args).aborted:
@@ -349,7 +350,7 @@ async def generate_and_rm_group(
 
 
 async def _generate_with_retries(
-    args: Any, entry: Entry, sampling_params: dict[str, Any], evaluation: bool
+    args: PluginArgs, entry: Entry, sampling_params: dict[str, Any], evaluation: bool
 ) -> Entry:
     """Failures that may pass are tried again from the sample as it was, with the same seed."""
     origin, allowed = copy_group([entry]), args.group_max_attempts
@@ -367,7 +368,7 @@ async def _generate_with_retries(
     raise AssertionError("the last attempt either returns or raises")
 
 
-async def abort(args: Any, rollout_id: int) -> None:
+async def abort(args: PluginArgs, rollout_id: int) -> None:
     """End the requests of the current rollout, by their ids, at every worker. Evaluation has another scope.
 
     Each request then answers with the tokens made so far. A worker that cannot be reached is only
@@ -376,7 +377,7 @@ async def abort(args: Any, rollout_id: int) -> None:
     await abort_scope(args, GenerateState(args).scope, rollout_id)
 
 
-async def abort_scope(args: Any, scope: RequestScope, rollout_id: int) -> None:
+async def abort_scope(args: PluginArgs, scope: RequestScope, rollout_id: int) -> None:
     """End the requests of one scope."""
     scope.aborted = True
     rids = sorted(scope.rids)
@@ -392,7 +393,7 @@ async def abort_scope(args: Any, scope: RequestScope, rollout_id: int) -> None:
         logger.warning("abort of %d requests: %s", len(rids), error)
 
 
-async def _worker_urls(args: Any) -> list[str]:
+async def _worker_urls(args: PluginArgs) -> list[str]:
     """The workers as the router knows them now (one that was restarted
     may have moved), else those of start-up.
     """
@@ -403,7 +404,7 @@ async def _worker_urls(args: Any) -> list[str]:
         return list(args.engine_urls)
 
 
-async def start_group(args: Any, group: Group, sampling_params: dict[str, Any]) -> Group:
+async def start_group(args: PluginArgs, group: Group, sampling_params: dict[str, Any]) -> Group:
     """What training asks of a group: its samples, and for remax a greedy answer beside them."""
     if args.advantage_estimator != "remax":
         return await generate_and_rm_group(args, group, sampling_params)
@@ -413,7 +414,7 @@ async def start_group(args: Any, group: Group, sampling_params: dict[str, Any]) 
 
 
 async def generate_rollout_async(
-    args: Any, rollout_id: int, data_source: Any
+    args: PluginArgs, rollout_id: int, data_source: Any
 ) -> tuple[RolloutFnTrainOutput, list[Group]]:
     """One training batch, and all groups that were decided about;
     BatchCollector says what happens to each.
@@ -434,7 +435,7 @@ async def generate_rollout_async(
     return RolloutFnTrainOutput(samples=groups, metrics=collector.metrics()), collector.decided
 
 
-def call_batch_hooks(args: Any, kept: list[Group], decided: list[Group], data_source: Any) -> None:
+def call_batch_hooks(args: PluginArgs, kept: list[Group], decided: list[Group], data_source: Any) -> None:
     """The plug-ins that see the whole rollout; fan-out siblings stand in their group as single samples."""
     path = args.rollout_sample_filter_path
     if path is not None:
@@ -446,7 +447,7 @@ def call_batch_hooks(args: Any, kept: list[Group], decided: list[Group], data_so
             load_function(path)(args, [flatten_samples(group) for group in decided], data_source)
 
 
-async def eval_rollout(args: Any, rollout_id: int) -> RolloutFnEvalOutput:
+async def eval_rollout(args: PluginArgs, rollout_id: int) -> RolloutFnEvalOutput:
     """All evaluation datasets at once, each with its own reward, sampling and generate function."""
     set_current_rollout_id(rollout_id)
     engines = EVALUATION_ENGINES if EVALUATION_ENGINES in args.sglang_model_routers else "default"
@@ -455,7 +456,7 @@ async def eval_rollout(args: Any, rollout_id: int) -> RolloutFnEvalOutput:
 
 
 def generate_rollout(
-    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+    args: PluginArgs, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """The plug-in point --rollout-function-path, as called for training (a batch) and for evaluation."""
     if evaluation:

@@ -12,6 +12,7 @@ import asyncio
 import logging
 from typing import Any
 
+from slime.arguments import PluginArgs
 from slime.rollout.collect import GroupFailed
 from slime.rollout.groups import describe
 from slime.rollout.requests import build_request, check_answer, prepare_prompt, token_budget
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 MAX_BREAKS = 60  # streams that end without a token, one after another
 
 
-async def generate_streaming(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+async def generate_streaming(args: PluginArgs, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """Like the default `generate`, over a stream."""
     state = GenerateState(args)
     prepare_prompt(sample, state.tokenizer, state.processor)
@@ -56,7 +57,7 @@ async def generate_streaming(args: Any, sample: Sample, sampling_params: dict[st
             await asyncio.sleep(min(5.0, 0.05 * 2 ** min(idle, 10)))
 
 
-async def _read_onto(args: Any, sample: Sample, request: GenerateRequest) -> HttpError | None:
+async def _read_onto(args: PluginArgs, sample: Sample, request: GenerateRequest) -> HttpError | None:
     """One stream; its last event ends up on the sample. Returns why it broke, when that may pass."""
     state = GenerateState(args)
     last: dict[str, Any] | None = None
@@ -75,7 +76,7 @@ async def _read_onto(args: Any, sample: Sample, request: GenerateRequest) -> Htt
         _write(args, sample, last)
 
 
-def _write(args: Any, sample: Sample, event: dict[str, Any] | None) -> None:
+def _write(args: PluginArgs, sample: Sample, event: dict[str, Any] | None) -> None:
     sample.status = Sample.Status.ABORTED  # unless the event says how it ended
     if event is None:
         return

@@ -8,11 +8,11 @@ token of a run with engines.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from slime.arguments import Args
 from slime.arguments.groups.algorithm import LOGPROB_DIFF_THRESHOLDS
 from slime.arguments.groups.off_policy import CORRECTIONS
 from slime.backends.base import TrainBackend
@@ -94,7 +94,7 @@ class Agreement:
     def check(
         self,
         backend: TrainBackend,
-        args: Any,
+        args: Args,
         batch: RolloutBatch,
         log_probs: LogProbs | None,
         version: int | None,
@@ -125,7 +125,7 @@ class Agreement:
         return difference.metrics()
 
     def _judge_fresh(
-        self, args: Any, batch: RolloutBatch, log_probs: LogProbs, difference: Difference, threshold: float
+        self, args: Args, batch: RolloutBatch, log_probs: LogProbs, difference: Difference, threshold: float
     ) -> None:
         if not difference.num_fresh:
             return
@@ -151,7 +151,7 @@ class Agreement:
                 "--lr, more frequent pushes or a smaller --max-weight-staleness bring them together.",
             )
 
-    def _judge_trend(self, args: Any, difference: Difference, threshold: float) -> None:
+    def _judge_trend(self, args: Args, difference: Difference, threshold: float) -> None:
         drift = self._trend.note(difference.version, difference.fresh, difference.num_fresh, threshold)
         if drift is None:
             return
@@ -164,7 +164,7 @@ class Agreement:
             "after each push.",
         )
 
-    def _judge_correction(self, args: Any, difference: Difference) -> None:
+    def _judge_correction(self, args: Args, difference: Difference) -> None:
         if (
             not difference.num_stale
             or args.loss_type != "policy_loss"
@@ -192,7 +192,7 @@ def _cannot_run(batch: RolloutBatch, log_probs: LogProbs | None, version: int | 
     return None
 
 
-def threshold_of(backend: TrainBackend, args: Any) -> float:
+def threshold_of(backend: TrainBackend, args: Args) -> float:
     """--logprob-diff-threshold, or what the precision of both sides allows. An engine
     follows the trainer unless told otherwise.
     """
@@ -247,7 +247,7 @@ def _lags(batch: RolloutBatch, position: int, version: int) -> Tensor:
     return torch.where(versions >= 0, (version - versions).clamp(min=0), 0)
 
 
-def _likely_cause(args: Any, difference: Difference) -> str:
+def _likely_cause(args: Args, difference: Difference) -> str:
     """A sentence about a difference that is no rounding, with a blank
     before it; empty: nothing points anywhere.
     """
@@ -270,7 +270,7 @@ def _likely_cause(args: Any, difference: Difference) -> str:
     return ""
 
 
-def _fp8_remedy(args: Any) -> str:
+def _fp8_remedy(args: Args) -> str:
     """A sentence with a blank before it, where engines in FP8 may have missed small updates; else empty."""
     if args.fp8_rounding != "nearest":
         return ""

@@ -2,12 +2,12 @@
 
 import time
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from slime.algorithms.distillation import sampled_reverse_kl, subtract_reverse_kl
+from slime.arguments import Args
 from slime.backends.base import (
     Denominators,
     HeadFunction,
@@ -27,7 +27,7 @@ from slime.utils.types import RolloutBatch
 
 
 def train_critic(
-    backend: TrainBackend, args: Any, batch: RolloutBatch, step: RankStep, watch: TokenWatch
+    backend: TrainBackend, args: Args, batch: RolloutBatch, step: RankStep, watch: TokenWatch
 ) -> dict[str, float]:
     """One optimizer step of the critic towards the returns; its metrics are `train/critic-*`."""
     mbs = build_micro_batches(batch, step.micro_batches, ["values", "returns"])
@@ -66,12 +66,12 @@ def explained_variance(backend: TrainBackend, batch: RolloutBatch) -> float:
     return 1.0 - (error_squares / count - (errors / count) ** 2) / variance if variance > 1e-12 else 0.0
 
 
-def wants_full_kl(args: Any) -> bool:
+def wants_full_kl(args: Args) -> bool:
     return args.use_opd and args.opd_kl == "full"
 
 
 def add_teacher(
-    backend: TrainBackend, args: Any, mbs: list[MicroBatch], batch: RolloutBatch
+    backend: TrainBackend, args: Args, mbs: list[MicroBatch], batch: RolloutBatch
 ) -> dict[str, float]:
     """Add `teacher_log_probs` (and the hidden states that the full KL needs); returns seconds by pass."""
     if args.opd_type != "trainer":
@@ -91,7 +91,7 @@ def add_teacher(
     return {"teacher_log_probs": time.perf_counter() - started}
 
 
-def add_reverse_kl(args: Any, batch: RolloutBatch, student: list[Tensor] | None) -> None:
+def add_reverse_kl(args: Args, batch: RolloutBatch, student: list[Tensor] | None) -> None:
     """Record `opd_reverse_kl` and, unless the KL is a loss of its own, subtract it from the advantages."""
     assert student is not None, "distillation needs the policy's log-probs of its samples"
     batch["opd_reverse_kl"] = sampled_reverse_kl(student, batch["teacher_log_probs"])
@@ -101,7 +101,7 @@ def add_reverse_kl(args: Any, batch: RolloutBatch, student: list[Tensor] | None)
         )
 
 
-def with_distillation(loss: Loss, backend: TrainBackend, args: Any) -> Loss:
+def with_distillation(loss: Loss, backend: TrainBackend, args: Args) -> Loss:
     """The loss that also reports the reverse KL to the teacher and,
     where the full KL is asked for, adds it.
     """
@@ -119,7 +119,7 @@ def with_distillation(loss: Loss, backend: TrainBackend, args: Any) -> Loss:
     return replace(loss, fn=loss_fn, at_head=_full_kl_at_head(backend, args) if full else None)
 
 
-def _full_kl_at_head(backend: TrainBackend, args: Any) -> HeadFunction:
+def _full_kl_at_head(backend: TrainBackend, args: Args) -> HeadFunction:
     """KL(policy || teacher) over the vocabulary at each response token;
     needs `teacher_hidden` among the tokens.
     """

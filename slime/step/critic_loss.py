@@ -1,16 +1,15 @@
 """The loss of the critic, as the backend runs it: clipped regression of values on returns."""
 
-from typing import Any
-
 from torch import Tensor
 
 from slime.algorithms.reduce import token_weights, weighted_sum
 from slime.algorithms.value_loss import compute_value_loss
+from slime.arguments import Args
 from slime.backends.base import Loss, Metrics, MicroBatch, TokenOutputs
 from slime.step.watch import TokenWatch
 
 
-def build_value_loss(args: Any, watch: TokenWatch) -> Loss:
+def build_value_loss(args: Args, watch: TokenWatch) -> Loss:
     """Needs `values` (those before the update) and `returns` among the micro-batch's tokens."""
 
     def loss_fn(out: TokenOutputs, mb: MicroBatch) -> tuple[Tensor, Metrics]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from slime.algorithms.sft_loss import compute_sft_loss
+from slime.arguments import Args
 from slime.backends.base import Loss, Metrics, MicroBatch, TokenOutputs
 from slime.step.policy import loss_reducer, policy_loss
 from slime.step.preference_loss import build_dpo_loss, build_reward_model_loss
@@ -23,7 +24,7 @@ from slime.utils.types import RolloutBatch
 logger = logging.getLogger(__name__)
 
 
-def build_loss(args: Any, batch: RolloutBatch, watch: TokenWatch | None = None) -> Loss:
+def build_loss(args: Args, batch: RolloutBatch, watch: TokenWatch | None = None) -> Loss:
     """The loss that `--loss-type` names, over the given batch (custom losses see its per-sample lists).
 
     `watch` sees the per-token terms; a loss of the user's own has none that we know.
@@ -65,7 +66,7 @@ def _warn_of_nucleus() -> None:
     )
 
 
-def _sft_loss(args: Any, watch: TokenWatch) -> Callable[[TokenOutputs, MicroBatch], tuple[Tensor, Metrics]]:
+def _sft_loss(args: Args, watch: TokenWatch) -> Callable[[TokenOutputs, MicroBatch], tuple[Tensor, Metrics]]:
     def loss_fn(out: TokenOutputs, mb: MicroBatch) -> tuple[Tensor, Metrics]:
         watch.record(mb, {"log_probs": out.log_probs})
         loss = loss_reducer(args, mb)(compute_sft_loss(out.log_probs))
@@ -75,7 +76,7 @@ def _sft_loss(args: Any, watch: TokenWatch) -> Callable[[TokenOutputs, MicroBatc
 
 
 def _custom_loss(
-    args: Any, batch: RolloutBatch
+    args: Args, batch: RolloutBatch
 ) -> Callable[[TokenOutputs, MicroBatch], tuple[Tensor, Metrics]]:
     path = args.custom_loss_function_path
 

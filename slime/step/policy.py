@@ -4,7 +4,6 @@ and KL terms, and what is reported of them.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from slime.algorithms.off_policy import (
 from slime.algorithms.policy_loss import PolicyInputs, PolicyOptions, PolicyTerms, compute_policy_terms
 from slime.algorithms.ratios import beyond_bound, exp_ratio
 from slime.algorithms.reduce import Reducer, reduction_weights, weighted_sum
+from slime.arguments import Args
 from slime.backends.base import TOKENS_LEFT, Metrics, MicroBatch, TokenOutputs, TrainBackend
 from slime.backends.shared.microbatch import split_by_sample
 from slime.step.watch import TokenWatch
@@ -44,7 +44,7 @@ class Corrected:
     mask: Tensor | None = None  # [R] times the loss mask, for policy, KL and entropy terms; None: all of it
 
 
-def policy_loss(args: Any, watch: TokenWatch | None = None) -> LossFn:
+def policy_loss(args: Args, watch: TokenWatch | None = None) -> LossFn:
     """The loss function of --loss-type policy_loss; `watch` sees the per-token terms of each micro-batch."""
     options = PolicyOptions(
         eps_clip=args.eps_clip,
@@ -101,7 +101,7 @@ def _watched(inputs: PolicyInputs) -> TokenMetrics:
     return {name: getattr(inputs, name) for name in ("log_probs", "old_log_probs", "advantages")}
 
 
-def loss_reducer(args: Any, mb: MicroBatch, mask: Tensor | None = None) -> Reducer:
+def loss_reducer(args: Args, mb: MicroBatch, mask: Tensor | None = None) -> Reducer:
     """Flat per-token values -> the sum that --loss-reduction asks for.
 
     `mask` [R] leaves tokens out of that sum; what it is divided by counts all trained tokens, as without it.
@@ -113,7 +113,7 @@ def loss_reducer(args: Any, mb: MicroBatch, mask: Tensor | None = None) -> Reduc
     return lambda values: weighted_sum(values, weights)
 
 
-def mean_reducer(args: Any, mb: MicroBatch) -> Reducer:
+def mean_reducer(args: Args, mb: MicroBatch) -> Reducer:
     """As `loss_reducer`, but always a mean over the step: a constant
     denominator would shift what is reported.
     """
@@ -122,7 +122,7 @@ def mean_reducer(args: Any, mb: MicroBatch) -> Reducer:
     return lambda values: weighted_sum(values, weights)
 
 
-def _pg_reducer(args: Any, mb: MicroBatch, default: Reducer, mask: Tensor | None) -> Reducer:
+def _pg_reducer(args: Args, mb: MicroBatch, default: Reducer, mask: Tensor | None) -> Reducer:
     """The reducer of the policy-gradient term alone, which a plug-in may replace."""
     if not args.custom_pg_loss_reducer_function_path or not mb.positions:
         return default
@@ -158,7 +158,7 @@ def _inputs(out: TokenOutputs, mb: MicroBatch) -> PolicyInputs:
 
 
 def _policy_terms(
-    args: Any, inputs: PolicyInputs, options: PolicyOptions
+    args: Args, inputs: PolicyInputs, options: PolicyOptions
 ) -> tuple[PolicyTerms, TokenMetrics]:
     if args.custom_policy_loss_function_path is None:
         return compute_policy_terms(args.policy_loss_type, inputs, options), {}
@@ -175,7 +175,7 @@ def _policy_terms(
     return PolicyTerms(loss, torch.zeros_like(ppo_kl), ppo_kl), dict(metrics)
 
 
-def _correct(args: Any, terms: PolicyTerms, inputs: PolicyInputs, mb: MicroBatch) -> Corrected:
+def _correct(args: Args, terms: PolicyTerms, inputs: PolicyInputs, mb: MicroBatch) -> Corrected:
     """Weights and rejection, and metrics about the distance to the engine's policy."""
     loss, metrics, mask = terms.loss, {}, None
     if args.use_opsm:
@@ -236,7 +236,7 @@ def _correct(args: Any, terms: PolicyTerms, inputs: PolicyInputs, mb: MicroBatch
 
 
 def tis_scale(
-    args: Any, backend: TrainBackend, batch: RolloutBatch, positions: Sequence[int]
+    args: Args, backend: TrainBackend, batch: RolloutBatch, positions: Sequence[int]
 ) -> list[Tensor]:
     """1 / mean weight over the step whose samples of this rank are at
     `positions`: for each sample of the batch [R_i].
@@ -257,7 +257,7 @@ def tis_scale(
     return [torch.full((length,), scale) for length in batch["response_lengths"]]
 
 
-def _custom_tis(args: Any, loss: Tensor, proximal: Tensor, behaviour: Tensor, mb: MicroBatch) -> Corrected:
+def _custom_tis(args: Args, loss: Tensor, proximal: Tensor, behaviour: Tensor, mb: MicroBatch) -> Corrected:
     """A plug-in's weights; the masks it returns leave tokens out of every
     term's numerator, never of its denominator.
     """
@@ -286,7 +286,7 @@ def _custom_tis(args: Any, loss: Tensor, proximal: Tensor, behaviour: Tensor, mb
     return Corrected(torch.where(mask != 0, corrected, torch.zeros_like(corrected)), dict(metrics), mask)
 
 
-def _reference_kl(args: Any, inputs: PolicyInputs, mb: MicroBatch) -> Tensor:
+def _reference_kl(args: Args, inputs: PolicyInputs, mb: MicroBatch) -> Tensor:
     """Per token; unbiased by the token's own ratio, whatever ratio the policy loss goes by."""
     ratio = exp_ratio(inputs.log_probs - inputs.old_log_probs) if args.use_unbiased_kl else None
     reference = _trained(mb, "ref_log_probs", inputs.log_probs)

@@ -5,13 +5,13 @@ which is which: the preferred answer has the larger one.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from slime.algorithms.preference import compute_bradley_terry_loss, compute_dpo_loss
 from slime.algorithms.reduce import segment_sum
+from slime.arguments import Args
 from slime.backends.base import Loss, Metrics, MicroBatch, TokenOutputs
 from slime.step.watch import TokenWatch
 from slime.utils.types import RolloutBatch
@@ -19,7 +19,7 @@ from slime.utils.types import RolloutBatch
 PairFunction = Callable[[TokenOutputs, MicroBatch, Tensor, Tensor], tuple[Tensor, Metrics]]
 
 
-def build_dpo_loss(args: Any, batch: RolloutBatch, watch: TokenWatch) -> Loss:
+def build_dpo_loss(args: Args, batch: RolloutBatch, watch: TokenWatch) -> Loss:
     """Needs `ref_log_probs` among the micro-batch's tokens."""
 
     def pair_loss(

@@ -4,7 +4,6 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch import Tensor
 from slime.algorithms.advantages import AdvantageInputs, compute_advantages, masked_moments, whiten
 from slime.algorithms.covariance import select_clip_cov, select_kl_cov
 from slime.algorithms.kl import compute_approx_kl
+from slime.arguments import Args
 from slime.backends.base import Denominators, NonFiniteStepError, StepPlace, StepStats, TrainBackend
 from slime.backends.shared.microbatch import build_micro_batches
 from slime.backends.shared.old_policy import KeptVersions
@@ -45,7 +45,7 @@ PER_SAMPLE_METRICS = ("rewards", "raw_reward", "truncated", "response_lengths")
 
 def run_update(
     backend: TrainBackend,
-    args: Any,
+    args: Args,
     rollout_id: int,
     rank_data: RankData,
     *,
@@ -110,7 +110,7 @@ def run_update(
 
 
 def _compare_first(
-    args: Any,
+    args: Args,
     compare: Callable[[LogProbs | None], dict[str, float]],
     watch: TokenWatch,
     metrics: dict[str, float],
@@ -134,7 +134,7 @@ def _tell_of_empty_step(hints: Hints, rollout_id: int, index: int, step: RankSte
     )
 
 
-def needs_old_log_probs(args: Any, num_steps: int) -> bool:
+def needs_old_log_probs(args: Args, num_steps: int) -> bool:
     """Whether a pass before training must record the old policy's log-probs.
 
     Not when the engine's stand in for them, and not for one step on the policy's own samples: there the ratio
@@ -154,7 +154,7 @@ def needs_old_log_probs(args: Any, num_steps: int) -> bool:
 
 
 def _add_passes(
-    backend: TrainBackend, args: Any, rank_data: RankData, batch: RolloutBatch, sampler: str
+    backend: TrainBackend, args: Args, rank_data: RankData, batch: RolloutBatch, sampler: str
 ) -> dict[str, float]:
     """Add what the models say about the samples, where this run needs it; returns seconds by pass.
 
@@ -198,7 +198,7 @@ def _add_passes(
     return seconds
 
 
-def _add_advantages(backend: TrainBackend, args: Any, batch: RolloutBatch) -> None:
+def _add_advantages(backend: TrainBackend, args: Args, batch: RolloutBatch) -> None:
     """Add `kl`, `advantages` and `returns`."""
     old = batch.get("rollout_log_probs") if args.use_rollout_logprobs else batch.get("log_probs")
     if args.kl_coef != 0:
@@ -233,7 +233,7 @@ def _add_advantages(backend: TrainBackend, args: Any, batch: RolloutBatch) -> No
         batch["advantages"] = whiten(batch["advantages"], moments)
 
 
-def _check_token_lists(args: Any, batch: RolloutBatch) -> None:
+def _check_token_lists(args: Args, batch: RolloutBatch) -> None:
     """What a custom advantage function set has one value per response token of each sample."""
     for key in ("advantages", "returns"):
         for position, values in enumerate(batch.get(key) or ()):
@@ -245,7 +245,7 @@ def _check_token_lists(args: Any, batch: RolloutBatch) -> None:
                 )
 
 
-def _token_keys(args: Any, batch: RolloutBatch) -> list[str]:
+def _token_keys(args: Args, batch: RolloutBatch) -> list[str]:
     wanted = (
         *(
             "advantages",
@@ -263,7 +263,7 @@ def _token_keys(args: Any, batch: RolloutBatch) -> list[str]:
 
 def _train_all(
     backend: TrainBackend,
-    args: Any,
+    args: Args,
     rollout_id: int,
     batch: RolloutBatch,
     step: RankStep,
@@ -289,7 +289,7 @@ def _train_all(
 
 def _train(
     backend: TrainBackend,
-    args: Any,
+    args: Args,
     rollout_id: int,
     batch: RolloutBatch,
     step: RankStep,
@@ -328,7 +328,7 @@ def _train(
 
 def _report_nonfinite(
     backend: TrainBackend,
-    args: Any,
+    args: Args,
     name: str,
     batch: RolloutBatch,
     step: RankStep,
@@ -344,7 +344,7 @@ def _report_nonfinite(
 
 
 def _select_tokens(
-    backend: TrainBackend, args: Any, rollout_id: int, batch: RolloutBatch, step: RankStep
+    backend: TrainBackend, args: Args, rollout_id: int, batch: RolloutBatch, step: RankStep
 ) -> list[Tensor]:
     """The tokens of this step that a covariance loss treats apart,
     as 0/1 per response token of every sample.

@@ -4,11 +4,11 @@ run and for the report of a broken step.
 
 import math
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from slime.arguments import Args
 from slime.backends.base import MicroBatch, NonFiniteStepError, StepStats, TrainBackend
 from slime.backends.shared.microbatch import split_by_sample
 from slime.utils.errors import RunStopped
@@ -68,7 +68,7 @@ def check_on_policy(backend: TrainBackend, stats: StepStats, num_tokens: float) 
 
 def save_nonfinite(
     backend: TrainBackend,
-    args: Any,
+    args: Args,
     name: str,
     batch: RolloutBatch,
     positions: list[int],

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slime.algorithms.expert_balance import load_metrics
+from slime.arguments import Args
 from slime.backends.attention.context_parallel import StreamShare
 from slime.backends.base import (
     Bucket,
@@ -54,7 +55,7 @@ from slime.utils import accelerator
 
 
 def create_backend(
-    args: Any,
+    args: Args,
     *,
     rank: int,
     world_size: int,
@@ -98,7 +99,7 @@ class FSDPBackend:
 
     def __init__(
         self,
-        args: Any,
+        args: Args,
         *,
         rank: int,
         world_size: int,
@@ -523,7 +524,7 @@ class FSDPBackend:
         torch.cuda.empty_cache()
 
 
-def build_model(args: Any, role: str) -> nn.Module:
+def build_model(args: Args, role: str) -> nn.Module:
     """The model of a role, without storage: a policy, a critic that looks before
     each token, a reward model that looks after.
     """

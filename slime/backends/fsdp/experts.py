@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from slime.algorithms.expert_balance import balance_losses
+from slime.arguments import Args
 from slime.backends.base import Denominators, Metrics, MicroBatch
 
 
@@ -86,7 +87,7 @@ def routers(lm: nn.Module) -> list[nn.Module]:
     ]
 
 
-def balance_coefficient(args: Any, lm: nn.Module) -> float:
+def balance_coefficient(args: Args, lm: nn.Module) -> float:
     """That of --router-aux-loss-coef; without it, that of a config whose training asks for the loss."""
     asked = args.router_aux_loss_coef
     config = lm.config.get_text_config()

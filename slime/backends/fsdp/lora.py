@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slime.arguments import Args
 from slime.backends.fsdp.model import gather_full
 
 NAME = "default"
@@ -29,7 +30,7 @@ def hub_name(name: str) -> str:
     return name.replace(ADAPTED, ".")
 
 
-def add_adapters(args: Any, lm: nn.Module) -> None:
+def add_adapters(args: Args, lm: nn.Module) -> None:
     """Freeze the model (parameters that already have values, such as a new head,
     still train) and add adapters with values.
 
@@ -90,7 +91,7 @@ def adapter_tensors(lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield "base_model.model." + name.replace(f".{NAME}.", "."), gather_full(parameter.detach())
 
 
-def adapter_config(args: Any, lm: nn.Module) -> dict[str, Any]:
+def adapter_config(args: Args, lm: nn.Module) -> dict[str, Any]:
     """What peft writes beside adapters: how they were made, and for which layers."""
     names = (name for name, _ in lm.named_parameters() if is_adapter(name))
     return {
@@ -106,7 +107,7 @@ def adapter_config(args: Any, lm: nn.Module) -> dict[str, Any]:
     }
 
 
-def save_adapter(args: Any, lm: nn.Module, path: Path, rank: int) -> None:
+def save_adapter(args: Args, lm: nn.Module, path: Path, rank: int) -> None:
     """Write the adapters alone, as peft reads them. All ranks call; the first writes."""
     from safetensors.torch import save_file  # with transformers, only needed here
 

@@ -1,11 +1,11 @@
 """Where a rank stands: ranks count tensor-parallel first, then context-parallel, then data-parallel."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from slime.arguments import Args
 from slime.backends.base import Layout
 
 
@@ -20,7 +20,7 @@ class Mesh:
     context_group: dist.ProcessGroup | None  # None: no context parallelism
 
     @classmethod
-    def build(cls, args: Any, rank: int, world_size: int, device_type: str) -> "Mesh":
+    def build(cls, args: Args, rank: int, world_size: int, device_type: str) -> "Mesh":
         """Example: 8 ranks, tensor 2, context 2: rank 5 = data 1, context 0, tensor 1."""
         tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
         if world_size % (tp * cp):

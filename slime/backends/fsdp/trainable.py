@@ -1,12 +1,13 @@
 """Which parameters of a model train: all, those that a pattern names, or all but those."""
 
 import re
-from typing import Any
 
 from torch import nn
 
+from slime.arguments import Args
 
-def choose_trainable(args: Any, lm: nn.Module) -> None:
+
+def choose_trainable(args: Args, lm: nn.Module) -> None:
     """Freeze what --only-train-params-name-list leaves out, or what --freeze-params-name-list names."""
     only, freeze = args.only_train_params_name_list, args.freeze_params_name_list
     if only and freeze:

@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 
+from slime.arguments import Args
+
 
 def create_backend(
-    args: Any,
+    args: Args,
     *,
     rank: int,
     world_size: int,

@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 from torch import Tensor
 
 from slime.algorithms.expert_balance import load_metrics
+from slime.arguments import Args
 from slime.backends.base import (
     Bucket,
     Denominators,
@@ -78,7 +79,7 @@ class MegatronBackend:
 
     def __init__(
         self,
-        args: Any,
+        args: Args,
         *,
         rank: int,
         world_size: int,

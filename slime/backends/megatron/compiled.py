@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
+from slime.arguments import Args
 from slime.backends.attention import packed
 from slime.backends.attention.packed import PackedDocuments, packed_attention
 from slime.backends.megatron.layers import PackedCoreAttention, RMSNorm, rotate
@@ -33,7 +34,7 @@ _FROM_WIDTH = 1024
 _RECOMPILE_LIMIT = 64
 
 
-def should_compile(args: Any, config: TransformerConfig, device: torch.device) -> bool:
+def should_compile(args: Args, config: TransformerConfig, device: torch.device) -> bool:
     """By default on GPUs for layers of some width; never where a layer is not computed by one rank alone."""
     alone = config.tensor_model_parallel_size == config.context_parallel_size == 1
     hooked = args.overlap_param_gather or config.recompute_granularity == "selective"

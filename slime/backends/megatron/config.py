@@ -14,6 +14,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
+from slime.arguments import Args
 from slime.arguments.passthrough.megatron import MODEL_FACTS
 from slime.backends.attention.packed import refuse_unsupported
 from slime.backends.megatron.families import family_of
@@ -102,13 +103,13 @@ def num_heads(hf_config: Any) -> int:
     return getattr(hf_config, "num_nextn_predict_layers", None) or 0
 
 
-def _heads(args: Any, hf_config: Any) -> dict[str, Any]:
+def _heads(args: Args, hf_config: Any) -> dict[str, Any]:
     if not args.enable_mtp_training or not num_heads(hf_config):
         return {}
     return {"mtp_num_layers": num_heads(hf_config), "mtp_loss_scaling_factor": args.mtp_loss_scaling_factor}
 
 
-def check_heads(args: Any, hf_config: Any) -> None:
+def check_heads(args: Args, hf_config: Any) -> None:
     if not args.enable_mtp_training:
         return
     if not num_heads(hf_config) or family_of(hf_config).heads is None:
@@ -134,7 +135,7 @@ def dims_of(hf_config: Any, config: TransformerConfig) -> Dims:
 
 
 def transformer_config(
-    args: Any, hf_config: Any, dtype: torch.dtype, device: torch.device
+    args: Args, hf_config: Any, dtype: torch.dtype, device: torch.device
 ) -> TransformerConfig:
     settings = family_of(hf_config).settings(hf_config) | _heads(args, hf_config)
     given = args.megatron_config or {}
@@ -227,7 +228,7 @@ def _plain(name: str, value: Any, known: dict[str, Any]) -> Any:
     return value
 
 
-def optimizer_config(args: Any, dtype: torch.dtype) -> OptimizerConfig:
+def optimizer_config(args: Args, dtype: torch.dtype) -> OptimizerConfig:
     values = {
         "optimizer": args.optimizer,
         "lr": args.lr,
@@ -246,7 +247,7 @@ def optimizer_config(args: Any, dtype: torch.dtype) -> OptimizerConfig:
     return OptimizerConfig(**(values | _fields_of(OptimizerConfig, args.megatron_config or {})))
 
 
-def ddp_config(args: Any) -> DistributedDataParallelConfig:
+def ddp_config(args: Args) -> DistributedDataParallelConfig:
     values = {
         "grad_reduce_in_fp32": True,
         "use_distributed_optimizer": _distributed_optimizer(args),
@@ -258,7 +259,7 @@ def ddp_config(args: Any) -> DistributedDataParallelConfig:
     )
 
 
-def _recompute(args: Any) -> dict[str, Any]:
+def _recompute(args: Args) -> dict[str, Any]:
     """Whole layers one by one, or the attention of each, unless the finer flags say otherwise."""
     if args.activation_checkpointing == "full":
         return {
@@ -276,7 +277,7 @@ def _recompute(args: Any) -> dict[str, Any]:
     return {}
 
 
-def _distributed_optimizer(args: Any) -> bool:
+def _distributed_optimizer(args: Args) -> bool:
     """Megatron shards Adam's moments over data-parallel ranks; SGD has
     none, and its sharded optimizer refuses it.
     """
@@ -310,7 +311,7 @@ def _check_overlap(config: TransformerConfig) -> None:
         )
 
 
-def check_layout(args: Any, hf_config: Any, *, world_size: int, device: torch.device) -> None:
+def check_layout(args: Args, hf_config: Any, *, world_size: int, device: torch.device) -> None:
     """Everything about sizes that Megatron would refuse late, in its own words, or not at all."""
     tp, pp, cp = (
         args.tensor_model_parallel_size,
@@ -391,7 +392,7 @@ def check_layout(args: Any, hf_config: Any, *, world_size: int, device: torch.de
         )
 
 
-def _refuse_experts(args: Any, hf_config: Any) -> None:
+def _refuse_experts(args: Args, hf_config: Any) -> None:
     """Flags that do nothing for a dense model."""
     if args.expert_model_parallel_size > 1 or args.expert_tensor_parallel_size > 1:
         raise ValueError(

@@ -7,10 +7,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+from slime.arguments import Args
 from slime.backends.base import Layout
 
 
-def init_groups(args: Any, device: torch.device) -> None:
+def init_groups(args: Args, device: torch.device) -> None:
     """Cut the ranks into groups (again, if a model of another layout was built before in this process)."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()

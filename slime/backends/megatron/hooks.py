@@ -10,6 +10,7 @@ from typing import Any
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
+from slime.arguments import Args
 from slime.backends.base import StepPlace
 from slime.backends.megatron.model import PackedGPTModel
 from slime.backends.shared.optimizer import learning_rate
@@ -21,7 +22,7 @@ from slime.utils.plugin_errors import plugin_call
 class Schedule:
     """What stands for Megatron's scheduler in a hook: the rate of the step that begins."""
 
-    args: Any
+    args: Args
     num_steps: int  # optimizer steps taken
     decay_steps: int | None
 
@@ -29,7 +30,7 @@ class Schedule:
         return learning_rate(self.args, self.num_steps, self.decay_steps)
 
 
-def after_init(args: Any) -> None:
+def after_init(args: Args) -> None:
     """Process groups stand, no model is built."""
     path = args.custom_megatron_init_path
     if path:
@@ -37,7 +38,7 @@ def after_init(args: Any) -> None:
             load_function(path)(args)
 
 
-def before_log_prob(args: Any, model: Sequence[nn.Module], weights: str) -> None:
+def before_log_prob(args: Args, model: Sequence[nn.Module], weights: str) -> None:
     """Before each pass that records log-probs; they go to the batch under `store_prefix` + "log_probs"."""
     path = args.custom_megatron_before_log_prob_hook_path
     if path:
@@ -47,7 +48,7 @@ def before_log_prob(args: Any, model: Sequence[nn.Module], weights: str) -> None
 
 
 def before_train_step(
-    args: Any, place: StepPlace, model: Sequence[nn.Module], optimizer: Any, rates: Schedule
+    args: Args, place: StepPlace, model: Sequence[nn.Module], optimizer: Any, rates: Schedule
 ) -> None:
     """Gradients are zero, nothing of the step has run."""
     path = args.custom_megatron_before_train_step_hook_path

@@ -19,6 +19,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from slime.arguments import Args
 from slime.backends.attention.packed import PackedDocuments
 from slime.backends.megatron.compiled import should_compile
 from slime.backends.megatron.layers import PackedCoreAttention
@@ -89,7 +90,7 @@ def installed_engine() -> type | None:
 
 
 def choose_attention(
-    args: Any, config: TransformerConfig, device: torch.device, engine: type | None = None
+    args: Args, config: TransformerConfig, device: torch.device, engine: type | None = None
 ) -> type[PackedCoreAttention]:
     """The core attention of a model, the same on all ranks, which call this together.
     `engine`: in place of the installed one.
@@ -114,7 +115,7 @@ def choose_attention(
     return ours
 
 
-def why_unfit(args: Any, config: TransformerConfig, device: torch.device) -> str | None:
+def why_unfit(args: Args, config: TransformerConfig, device: torch.device) -> str | None:
     """What speaks against TransformerEngine before it is tried; the same on all ranks."""
     if device.type != "cuda":
         return "it runs on GPUs only"

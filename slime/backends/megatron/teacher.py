@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slime.arguments import Args
 from slime.backends.base import Layout, MicroBatch
 from slime.backends.megatron.builder import build_chunks
 from slime.backends.megatron.config import (
@@ -33,7 +34,7 @@ class FrozenModel:
     """
 
     def __init__(
-        self, args: Any, path: str | Path, layout: Layout, dtype: torch.dtype, device: torch.device
+        self, args: Args, path: str | Path, layout: Layout, dtype: torch.dtype, device: torch.device
     ) -> None:
         hf_config = read_hf_config(str(path))
         args = _without_model_flags(args, hf_config)
@@ -71,14 +72,14 @@ class FrozenModel:
             chunk.to(device)
 
 
-def _without_model_flags(args: Any, hf_config: Any) -> SimpleNamespace:
+def _without_model_flags(args: Args, hf_config: Any) -> SimpleNamespace:
     """`args` without flags that describe the policy's architecture: a teacher has its own."""
     described = architecture(hf_config)
     fields = {name: value for name, value in (args.megatron_config or {}).items() if name not in described}
     return SimpleNamespace(**(vars(args) | {"megatron_config": fields}))
 
 
-def _without_experts(args: Any) -> SimpleNamespace:
+def _without_experts(args: Args) -> SimpleNamespace:
     """`args` as a dense model reads them beside a policy that is a mixture of experts."""
     fields = {
         name: value for name, value in (args.megatron_config or {}).items() if not name.startswith("moe_")

@@ -2,15 +2,15 @@
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
+from slime.arguments import Args
 from slime.backends.megatron.weights import Entry
 
 
-def freeze(args: Any, entries: Sequence[Entry]) -> None:
+def freeze(args: Args, entries: Sequence[Entry]) -> None:
     """Freeze what --only-train-params-name-list leaves out, or what
     --freeze-params-name-list names; before the optimizer.
     """

@@ -3,10 +3,10 @@
 import json
 import logging
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from slime.arguments import Args
 from slime.backends.base import TrainBackend
 from slime.backends.shared.checkpoint_errors import unreadable_named
 from slime.utils.types import RolloutBatch
@@ -86,5 +86,5 @@ class KeptVersions:
         )
 
 
-def keep_versions(args: Any, backend: TrainBackend) -> KeptVersions | None:
+def keep_versions(args: Args, backend: TrainBackend) -> KeptVersions | None:
     return KeptVersions(backend) if args.keep_old_actor else None

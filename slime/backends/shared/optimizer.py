@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from slime.arguments import Args
 
-def learning_rate(args: Any, step: int, decay_steps: int | None) -> float:
+
+def learning_rate(args: Args, step: int, decay_steps: int | None) -> float:
     """Learning rate of optimizer step `step` (from 0): linear warm-up to --lr, then decay to --min-lr."""
     if step < args.lr_warmup_iters:
         return args.lr * (step + 1) / args.lr_warmup_iters
@@ -34,7 +36,9 @@ def set_rate(optimizer: Any, rate: float) -> tuple[float, ...]:
     return (rate,) * len(optimizer.param_groups)
 
 
-def build_optimizer(args: Any, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+def build_optimizer(
+    args: Args, named_parameters: Iterable[tuple[str, nn.Parameter]]
+) -> torch.optim.Optimizer:
     """Two parameter groups: matrices with weight decay; vectors (norms, biases) without."""
     matrices, vectors = [], []
     for _, parameter in named_parameters:

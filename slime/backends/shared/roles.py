@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from slime.arguments import Args
 from slime.arguments.groups.objectives import SUPERVISED_LOSSES
 from slime.backends.shared import old_policy
 from slime.backends.shared.weight_copies import WeightCopies
@@ -14,23 +15,23 @@ from slime.catalog.estimators import ESTIMATORS
 logger = logging.getLogger(__name__)
 
 
-def needs_reference(args: Any) -> bool:
+def needs_reference(args: Args) -> bool:
     """Whether some term of the run compares the policy with a reference."""
     if args.loss_type == "dpo_loss":
         return True
     return args.loss_type not in SUPERVISED_LOSSES and (args.use_kl_loss or args.kl_coef != 0)
 
 
-def has_advantages(args: Any) -> bool:
+def has_advantages(args: Args) -> bool:
     """Whether rewards become advantages."""
     return args.compute_advantages_and_returns and args.loss_type not in SUPERVISED_LOSSES
 
 
-def needs_critic(args: Any) -> bool:
+def needs_critic(args: Args) -> bool:
     return has_advantages(args) and ESTIMATORS[args.advantage_estimator].needs_values
 
 
-def critic_settings(args: Any) -> SimpleNamespace:
+def critic_settings(args: Args) -> SimpleNamespace:
     """`args` as the critic's model, optimizer and schedule read them."""
     changes = {
         "hf_checkpoint": args.critic_load or args.hf_checkpoint,
@@ -46,7 +47,7 @@ def critic_settings(args: Any) -> SimpleNamespace:
     return SimpleNamespace(**(vars(args) | changes))
 
 
-def load_critic(critic: Any, args: Any, path: Path) -> None:
+def load_critic(critic: Any, args: Args, path: Path) -> None:
     """The critic that was saved beside the actor in the folder `path`; only --finetune may do without."""
     if (path / "critic").is_dir():
         critic.load(path / "critic")
@@ -59,7 +60,7 @@ def load_critic(critic: Any, args: Any, path: Path) -> None:
         )
 
 
-def moving_copies(args: Any) -> tuple[str, ...]:
+def moving_copies(args: Args) -> tuple[str, ...]:
     """Tags of the copies that change as the run goes on, so that a
     checkpoint must hold them beside the live weights.
     """
@@ -67,7 +68,7 @@ def moving_copies(args: Any) -> tuple[str, ...]:
     return (*reference, *(old_policy.TAGS if args.keep_old_actor else ()))
 
 
-def save_copies(args: Any, copies: WeightCopies, path: Path, write: Callable[[Path], None]) -> None:
+def save_copies(args: Args, copies: WeightCopies, path: Path, write: Callable[[Path], None]) -> None:
     """Each into a folder of its own in the checkpoint `path`; `write` saves
     the weights that the live model holds then.
     """
@@ -77,7 +78,7 @@ def save_copies(args: Any, copies: WeightCopies, path: Path, write: Callable[[Pa
                 write(path / tag)
 
 
-def load_copies(args: Any, copies: WeightCopies, path: Path, read: Callable[[Path], None]) -> None:
+def load_copies(args: Args, copies: WeightCopies, path: Path, read: Callable[[Path], None]) -> None:
     """What `save_copies` wrote; `read` puts the weights of a folder into the
     live model. --finetune starts copies anew.
     """

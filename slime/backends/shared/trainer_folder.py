@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from slime.arguments import Args
 from slime.backends.shared.checkpoint_errors import unreadable_named
 from slime.utils.step_folders import check_trainer_folder
 
@@ -26,7 +27,7 @@ def is_checkpoint(path: str | Path) -> bool:
     return (Path(path) / MANIFEST).is_file()
 
 
-def check_content(path: Path, args: Any) -> None:
+def check_content(path: Path, args: Args) -> None:
     """Before a checkpoint is read as a model beside the policy: its files are
     what was written, each rank reads its share.
     """

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from slime.arguments import Args
 from slime.backends.fsdp.layers import decoder_layers
 from slime.backends.shared.microbatch import build_micro_batch
 from slime.cli.settings import default_settings
@@ -151,7 +152,7 @@ def compute(rank: int, job: Job) -> Outcome | None:
     )
 
 
-def _layers_of(backend: Any, args: Any) -> tuple[list[tuple[int, torch.nn.Module]], Any]:
+def _layers_of(backend: Any, args: Args) -> tuple[list[tuple[int, torch.nn.Module]], Any]:
     if args.train_backend == "fsdp":
         return list(enumerate(decoder_layers(backend.model.lm))), capture.whole_stream
     chunks = [chunk.module for chunk in backend.model]

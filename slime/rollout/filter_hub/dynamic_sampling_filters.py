@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from slime.arguments import PluginArgs
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 from slime.utils.types import Sample, flatten_samples
 
 _MIN_STD = 1e-6
 
 
-def check_reward_nonzero_std(args: Any, samples: Sequence[Any], **kwargs: Any) -> DynamicFilterOutput:
+def check_reward_nonzero_std(args: PluginArgs, samples: Sequence[Any], **kwargs: Any) -> DynamicFilterOutput:
     """Keep a group whose rewards differ: equal rewards give zero advantages, so nothing to learn from."""
     rewards = _scored_rewards(args, flatten_samples(samples))
     if len(rewards) > 1 and np.std(np.asarray(rewards, dtype=np.float64), ddof=1) > _MIN_STD:
@@ -23,7 +24,7 @@ def check_reward_nonzero_std(args: Any, samples: Sequence[Any], **kwargs: Any) -
 
 
 def check_reward_nonzero_std_with_fallback(
-    args: Any, samples: Sequence[Any], **kwargs: Any
+    args: PluginArgs, samples: Sequence[Any], **kwargs: Any
 ) -> DynamicFilterOutput:
     """Like `check_reward_nonzero_std`, but a group of equal rewards
     still fills a batch that would come up short.
@@ -34,7 +35,7 @@ def check_reward_nonzero_std_with_fallback(
     return output
 
 
-def _scored_rewards(args: Any, samples: Sequence[Sample]) -> list[float]:
+def _scored_rewards(args: PluginArgs, samples: Sequence[Sample]) -> list[float]:
     """Rewards of the samples that have one. A sample whose reward
     failed has no say; one never scored is a bug.
     """

@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from typing import Any
 
+from slime.arguments import PluginArgs
 from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import Sample
 
@@ -56,7 +56,7 @@ _TAIL = re.compile(
 )
 
 
-def answer_text(args: Any, sample: Sample) -> str:
+def answer_text(args: PluginArgs, sample: Sample) -> str:
     """The sample's response without special tokens: those of the
     run's tokenizer, and any family's at the end.
     """
@@ -77,7 +77,7 @@ def ending_of(text: str) -> str | None:
     return tail[-1] if tail else None
 
 
-def hint_about_ending(args: Any, sample: Sample, path: str) -> None:
+def hint_about_ending(args: PluginArgs, sample: Sample, path: str) -> None:
     """Say once per reward function of a user's that it gets responses that end in a special token."""
     if path in _hinted or path.startswith("slime."):
         return

@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from slime.arguments import PluginArgs
 from slime.observability.metrics import NOT_COMPARED_KEY
 from slime.rollout.rm_hub.limits import MAX_RESPONSE_CHARS
 from slime.rollout.rm_hub.pool import get_pool
@@ -19,7 +20,9 @@ _HERE = __name__.rpartition(".")[0]
 _num_not_compared = 0  # over the life of the process; only for how often it is logged
 
 
-async def check(args: Any, sample: Sample, function: str, response: str, *truth: Any, wrong: Any = 0) -> Any:
+async def check(
+    args: PluginArgs, sample: Sample, function: str, response: str, *truth: Any, wrong: Any = 0
+) -> Any:
     """What `function` ("module:name" of this package) returns in a worker for the
     response and the truth it is held against.
 
@@ -33,12 +36,12 @@ async def check(args: Any, sample: Sample, function: str, response: str, *truth:
     return wrong
 
 
-async def box_of(args: Any, sample: Sample, response: str) -> str | RewardFailure:
+async def box_of(args: PluginArgs, sample: Sample, response: str) -> str | RewardFailure:
     """The content of the last box of a response, empty when there is none."""
     return await check(args, sample, "math_utils:extract_boxed_answer", response, wrong="") or ""
 
 
-async def _in_pool(args: Any, function: str, response: str, *truth: Any) -> Any:
+async def _in_pool(args: PluginArgs, function: str, response: str, *truth: Any) -> Any:
     if len(response) > MAX_RESPONSE_CHARS:
         return too_large(f"a response of {len(response)} characters, more than {MAX_RESPONSE_CHARS}")
     return await get_pool(args).check(f"{_HERE}.{function}", response, *truth)

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from slime.arguments import PluginArgs
 from slime.observability.metrics import NOT_COMPARED_KEY
 from slime.rollout.groups import describe_fully
 from slime.rollout.rm_hub.answers import answer_text
@@ -28,7 +29,7 @@ _MAX_REWARD_THREADS = 64
 _DAPO_WRONG = {"score": -1.0, "acc": False, "pred": "[TOO LARGE]"}
 
 
-async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
+async def async_rm(args: PluginArgs, sample: Sample, **kwargs: Any) -> Any:
     """What the sample's reward function returns: a number, a dict or a RewardFailure."""
     path = custom_path_of(args, sample)
     if path is not None:
@@ -46,7 +47,7 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
     return await reward(args, sample, response)
 
 
-async def batched_async_rm(args: Any, samples: Sequence[Sample], **kwargs: Any) -> list[Any]:
+async def batched_async_rm(args: PluginArgs, samples: Sequence[Sample], **kwargs: Any) -> list[Any]:
     """One value per sample. With --group-rm the custom function
     sees the group; otherwise each sample alone.
     """
@@ -56,7 +57,7 @@ async def batched_async_rm(args: Any, samples: Sequence[Sample], **kwargs: Any) 
     return list(await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in samples)))
 
 
-def scores_groups(args: Any, samples: Sequence[Sample]) -> bool:
+def scores_groups(args: PluginArgs, samples: Sequence[Sample]) -> bool:
     """Only --group-rm asks for the batch signature; a function
     named by the sample itself is always single.
     """
@@ -65,12 +66,12 @@ def scores_groups(args: Any, samples: Sequence[Sample]) -> bool:
     )
 
 
-def custom_path_of(args: Any, sample: Sample) -> str | None:
+def custom_path_of(args: PluginArgs, sample: Sample) -> str | None:
     """The custom reward of this sample: its own wins over the run's, and any custom one over `rm_type`."""
     return sample.custom_rm_path or args.custom_rm_path
 
 
-def rm_type_of(args: Any, sample: Sample) -> str:
+def rm_type_of(args: PluginArgs, sample: Sample) -> str:
     """The name of the sample's built-in reward: its metadata's `rm_type`, else --rm-type."""
     metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
     rm_type = (metadata.get("rm_type") or args.rm_type or "").strip()
@@ -81,7 +82,7 @@ def rm_type_of(args: Any, sample: Sample) -> str:
     return rm_type
 
 
-async def call_custom(args: Any, path: str, subject: Any, **kwargs: Any) -> Any:
+async def call_custom(args: PluginArgs, path: str, subject: Any, **kwargs: Any) -> Any:
     """Call a user's reward function, async or plain, with the deadline of a
     generation; a mistake in it ends the run.
     """
@@ -159,11 +160,11 @@ def _missing_label(rm_type: str, sample: Sample) -> Any:
     return invalid(f"--rm-type {rm_type} needs a label and sample {sample.index} has none: set --label-key")
 
 
-async def _remote(args: Any, sample: Sample, response: str) -> Any:
+async def _remote(args: PluginArgs, sample: Sample, response: str) -> Any:
     return await remote_rm(args, sample, response=response)
 
 
-async def _math(args: Any, sample: Sample, response: str) -> Any:
+async def _math(args: PluginArgs, sample: Sample, response: str) -> Any:
     if importlib.util.find_spec("math_verify") is None:
         raise RewardConfigError("--rm-type math needs the math-verify package: pip install 'slime[math]'")
     if sample.label in (None, ""):
@@ -171,13 +172,13 @@ async def _math(args: Any, sample: Sample, response: str) -> Any:
     return await check(args, sample, "math_check:check_math", response, str(sample.label))
 
 
-async def _deepscaler(args: Any, sample: Sample, response: str) -> Any:
+async def _deepscaler(args: PluginArgs, sample: Sample, response: str) -> Any:
     if sample.label in (None, ""):
         return _missing_label("deepscaler", sample)
     return await check(args, sample, "deepscaler:get_deepscaler_rule_based_reward", response, sample.label)
 
 
-async def _dapo(args: Any, sample: Sample, response: str) -> Any:
+async def _dapo(args: PluginArgs, sample: Sample, response: str) -> Any:
     if sample.label in (None, ""):
         return _missing_label("dapo", sample)
     return await check(
@@ -185,21 +186,21 @@ async def _dapo(args: Any, sample: Sample, response: str) -> Any:
     )
 
 
-async def _f1(args: Any, sample: Sample, response: str) -> Any:
+async def _f1(args: PluginArgs, sample: Sample, response: str) -> Any:
     if sample.label is None:
         return _missing_label("f1", sample)
     outcome = await check(args, sample, "f1:f1_score", response, str(sample.label), wrong=(0.0, 0.0, 0.0))
     return outcome if isinstance(outcome, RewardFailure) else outcome[0]
 
 
-async def _gpqa(args: Any, sample: Sample, response: str) -> Any:
+async def _gpqa(args: PluginArgs, sample: Sample, response: str) -> Any:
     if sample.label is None and "correct_letter" not in sample.metadata:
         return _missing_label("gpqa", sample)
     given = _entries(sample.metadata, "choices", "valid_letters", "correct_letter")
     return await check(args, sample, "gpqa:compute_gpqa_reward", response, sample.label, given, wrong=0.0)
 
 
-async def _ifbench(args: Any, sample: Sample, response: str) -> Any:
+async def _ifbench(args: PluginArgs, sample: Sample, response: str) -> Any:
     given = _entries(sample.metadata, "instruction_id_list", "kwargs")
     return await check(
         args, sample, "ifbench:compute_ifbench_reward", response, sample.label, given, wrong=0.0
@@ -213,7 +214,7 @@ def _entries(metadata: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: metadata[name] for name in names if name in metadata}
 
 
-async def _random(args: Any, sample: Sample, response: str) -> int:
+async def _random(args: PluginArgs, sample: Sample, response: str) -> int:
     """A coin that a resumed run tosses the same way: it depends on the seed, the sample and what it said."""
     seed = f"{args.rollout_seed}/{sample.index}/{response}".encode(
         errors="surrogatepass"

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from slime.algorithms.rewards import combine_rewards
+from slime.arguments import PluginArgs
 from slime.arguments.groups.algorithm_rules import WEIGHTED_REWARD_KEY
 from slime.utils.errors import RunStopped
 from slime.utils.types import RewardFailure, Sample, invalid, is_score
@@ -19,7 +20,7 @@ class RewardFailuresExceeded(RunStopped):
     """Rewards kept failing, so the run stops with the cause instead of training on nothing."""
 
 
-def settle_reward(args: Any, sample: Sample, value: Any, *, evaluation: bool = False) -> None:
+def settle_reward(args: PluginArgs, sample: Sample, value: Any, *, evaluation: bool = False) -> None:
     """Store what a reward function returned: the score in
     `sample.reward`, or the reason in `reward_failure`.
     """
@@ -30,7 +31,7 @@ def settle_reward(args: Any, sample: Sample, value: Any, *, evaluation: bool = F
         sample.reward, sample.reward_failure = outcome, None
 
 
-def judge(args: Any, value: Any, *, evaluation: bool = False) -> Any:
+def judge(args: PluginArgs, value: Any, *, evaluation: bool = False) -> Any:
     """The value as a score (number, or dict whose chosen key is one),
     or the RewardFailure that it amounts to.
     """
@@ -42,7 +43,7 @@ def judge(args: Any, value: Any, *, evaluation: bool = False) -> Any:
     return number if is_score(number) else invalid(f"reward is {_describe(value)}, not a finite number")
 
 
-def _judge_dict(args: Any, value: dict[str, Any], evaluation: bool) -> Any:
+def _judge_dict(args: PluginArgs, value: dict[str, Any], evaluation: bool) -> Any:
     flag, key = ("--reward-key", args.reward_key)
     if evaluation and args.eval_reward_key:
         flag, key = ("--eval-reward-key", args.eval_reward_key)

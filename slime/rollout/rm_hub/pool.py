@@ -27,6 +27,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from slime.arguments import PluginArgs
 from slime.arguments.groups.rewards import RewardFlags
 from slime.utils.processes import thread_environment
 from slime.utils.reward_failure import infra_error, invalid, too_large
@@ -230,7 +231,7 @@ _pools: dict[tuple[int, float], CheckPool] = {}
 _pools_lock = threading.Lock()
 
 
-def get_pool(args: Any) -> CheckPool:
+def get_pool(args: PluginArgs) -> CheckPool:
     """The process-wide pool of this size and deadline, made on first use."""
     # A namespace that a test or a script made itself may lack them.
     full_args = SimpleNamespace(**{**_DEFAULTS, **vars(args)})

@@ -6,6 +6,7 @@ import asyncio
 import weakref
 from typing import Any
 
+from slime.arguments import PluginArgs
 from slime.rollout.rm_hub.answers import answer_text
 from slime.rollout.rm_hub.outcomes import RewardConfigError
 from slime.utils.http_utils import HttpError, post
@@ -19,7 +20,7 @@ _gates: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] 
 
 
 async def remote_rm(
-    args: Any,
+    args: PluginArgs,
     sample: Sample,
     *,
     response: str | None = None,

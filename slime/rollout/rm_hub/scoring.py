@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+from slime.arguments import PluginArgs
 from slime.observability.trace_utils import trace_span
 from slime.rollout.groups import describe_fully
 from slime.rollout.rm_hub.answers import forget_hints, hint_about_ending
@@ -31,7 +32,7 @@ logger = logging.getLogger(__name__)
 _RETRY_DELAY_S = 0.1
 
 
-async def score_samples(args: Any, samples: Sequence[Any], *, evaluation: bool = False) -> None:
+async def score_samples(args: PluginArgs, samples: Sequence[Any], *, evaluation: bool = False) -> None:
     """Give each sample (fan-out lists included) a score in `reward` or a cause in `reward_failure`.
 
     Samples that already have a reward keep it, except that a group reward sees its whole group. Raises
@@ -55,7 +56,7 @@ async def score_samples(args: Any, samples: Sequence[Any], *, evaluation: bool =
             task.cancel()  # after a breach nobody waits for the rest
 
 
-async def _score_one(args: Any, sample: Sample, evaluation: bool) -> None:
+async def _score_one(args: PluginArgs, sample: Sample, evaluation: bool) -> None:
     async def attempt() -> list[Any]:
         value = await _guarded(async_rm(args, sample), custom_path_of(args, sample))
         return [_judged(args, sample, value, evaluation)]
@@ -65,7 +66,7 @@ async def _score_one(args: Any, sample: Sample, evaluation: bool) -> None:
     _conclude(args, sample, outcome, evaluation)
 
 
-async def _score_group(args: Any, samples: list[Sample], evaluation: bool) -> None:
+async def _score_group(args: PluginArgs, samples: list[Sample], evaluation: bool) -> None:
     async def attempt() -> list[Any]:
         values = await _guarded(batched_async_rm(args, samples), args.custom_rm_path)
         if isinstance(values, RewardFailure):
@@ -97,7 +98,7 @@ async def _guarded(call: Coroutine[Any, Any, Any], custom_path: str | None) -> A
         return infra_error(f"reward function raised {type(error).__name__}: {error}{place}")
 
 
-def _judged(args: Any, sample: Sample, value: Any, evaluation: bool) -> Any:
+def _judged(args: PluginArgs, sample: Sample, value: Any, evaluation: bool) -> Any:
     """A score or a failure. No judge can do anything about a value
     that is neither: its author is told at once.
     """
@@ -116,7 +117,7 @@ def _judged(args: Any, sample: Sample, value: Any, evaluation: bool) -> Any:
 
 
 async def _with_retries(
-    args: Any, samples: list[Sample], attempt: Callable[[], Coroutine[Any, Any, list[Any]]]
+    args: PluginArgs, samples: list[Sample], attempt: Callable[[], Coroutine[Any, Any, list[Any]]]
 ) -> list[Any]:
     outcomes = await attempt()
     for retry in range(args.reward_retries):
@@ -129,7 +130,7 @@ async def _with_retries(
     return outcomes
 
 
-def _worth_retrying(args: Any, sample: Sample, failure: RewardFailure) -> bool:
+def _worth_retrying(args: PluginArgs, sample: Sample, failure: RewardFailure) -> bool:
     """What broke may work the next time; an answer that cannot be judged stays
     one. A remote judge was asked often enough.
     """
@@ -139,7 +140,7 @@ def _worth_retrying(args: Any, sample: Sample, failure: RewardFailure) -> bool:
     )
 
 
-def _conclude(args: Any, sample: Sample, outcome: Any, evaluation: bool) -> None:
+def _conclude(args: PluginArgs, sample: Sample, outcome: Any, evaluation: bool) -> None:
     path = custom_path_of(args, sample)
     if path is not None:
         hint_about_ending(args, sample, path)
