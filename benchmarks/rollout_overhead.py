@@ -26,9 +26,9 @@ import aiohttp
 
 from slime.arguments import RunInfo, parse_args, plugin_args
 from slime.cli.quickstart import tiny
-from slime.rollout import requests
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.requests import build_request, prepare_prompt
+from slime.rollout.generation import requests
+from slime.rollout.generation.requests import build_request, prepare_prompt
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout
 from slime.utils.async_utils import run
 

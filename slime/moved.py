@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Sequence
 
 MOVED = {
+    "slime.rollout.policy_requests": "slime.rollout.generation.policy_requests",
     "slime.utils.arguments": "slime.arguments",
     "slime.utils.data": "slime.data.dataset",
     "slime.utils.eval_config": "slime.arguments.groups.eval_config",

@@ -31,7 +31,18 @@ NEVER = {
     "backends.megatron": ("backends.fsdp",),
     "engines.embedded": ("engines.sglang",),
     "engines.sglang": ("engines.embedded",),
-    "rollout.rm_hub": ("rollout.filter_hub", "rollout.sglang_rollout", "rollout.collect"),
+    "rollout.rm_hub": (
+        "rollout.filter_hub",
+        "rollout.sglang_rollout",
+        "rollout.collection",
+        "rollout.generation",
+    ),
+    "rollout.generation": (
+        "rollout.collection",
+        "rollout.rm_hub",
+        "rollout.filter_hub",
+        "rollout.sglang_rollout",
+    ),
     "cluster.serving": (
         "cluster.cluster",
         "cluster.train_group",

@@ -29,8 +29,8 @@ from slime.engines.pulse import Patient
 from slime.engines.router import Balancer
 from slime.engines.server import EngineServer
 from slime.engines.sglang.router import SGLangRouter
+from slime.rollout.generation.policy_requests import PolicyRequests
 from slime.rollout.journal import CountingJournal, Journal
-from slime.rollout.policy_requests import PolicyRequests
 from slime.runtime.base import Future, Guarded, Handle, Runtime
 from slime.runtime.heartbeat import Beating
 from slime.runtime.local import InProcessHandle, LocalFuture, LocalRuntime, ProcessHandle

@@ -24,7 +24,7 @@ from slime.observability.logging_utils import configure_logger
 from slime.observability.metrics import eval_metrics, rollout_metrics
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
 from slime.rollout.dumps import load_rollout_dump, save_rollout_dump
-from slime.rollout.policy_requests import PolicyRequests, not_trained
+from slime.rollout.generation.policy_requests import PolicyRequests, not_trained
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.runtime.base import Runtime, in_background
 from slime.runtime.placement import Placement

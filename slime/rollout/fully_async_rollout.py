@@ -18,8 +18,10 @@ from typing import Any
 from slime.arguments import PluginArgs
 from slime.rollout import sglang_rollout
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
-from slime.rollout.collect import BatchCollector, Ticket
+from slime.rollout.collection.collector import BatchCollector, Ticket
+from slime.rollout.collection.versions import newest_version, newest_version_held, oldest_version
 from slime.rollout.data_source import take_groups
+from slime.rollout.generation.scope import RequestScope
 from slime.rollout.groups import (
     Group,
     attempt_of,
@@ -31,8 +33,6 @@ from slime.rollout.groups import (
     without_response,
 )
 from slime.rollout.sample_hooks import set_current_rollout_id
-from slime.rollout.scope import RequestScope
-from slime.rollout.versions import newest_version, newest_version_held, oldest_version
 from slime.utils.async_utils import run
 from slime.utils.errors import RunStopped
 from slime.utils.misc import load_function

@@ -16,13 +16,14 @@ from slime.arguments import PluginArgs
 from slime.arguments.run_info import EVALUATION_ENGINES
 from slime.rollout import eval_rollout as evaluation_run
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
-from slime.rollout.collect import BatchCollector, GroupFailed, is_permanent
-from slime.rollout.concurrency import Limit, make_limit
-from slime.rollout.failed_samples import keep_the_rest, share_rewards
-from slime.rollout.greedy_baseline import with_greedy_baseline
-from slime.rollout.groups import Entry, Group, copy_group, describe, describe_fully, is_finished
-from slime.rollout.policy_requests import PolicyRequests, not_trained
-from slime.rollout.requests import (
+from slime.rollout.collection.collector import BatchCollector, GroupFailed, is_permanent
+from slime.rollout.collection.failed_samples import keep_the_rest, share_rewards
+from slime.rollout.collection.greedy_baseline import with_greedy_baseline
+from slime.rollout.collection.tasks import all_or_none
+from slime.rollout.collection.versions import name_versions
+from slime.rollout.generation.concurrency import Limit, make_limit
+from slime.rollout.generation.policy_requests import PolicyRequests, not_trained
+from slime.rollout.generation.requests import (
     PromptError,
     build_request,
     check_answer,
@@ -30,11 +31,10 @@ from slime.rollout.requests import (
     sampling_params_of,
     token_budget,
 )
+from slime.rollout.generation.scope import RequestScope, current_scope
+from slime.rollout.groups import Entry, Group, copy_group, describe, describe_fully, is_finished
 from slime.rollout.rm_hub import RewardConfigError, score_samples
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks, set_current_rollout_id
-from slime.rollout.scope import RequestScope, current_scope
-from slime.rollout.tasks import all_or_none
-from slime.rollout.versions import name_versions
 from slime.utils import http_utils, waits
 from slime.utils.async_utils import run
 from slime.utils.errors import RunStopped

@@ -13,9 +13,9 @@ import logging
 from typing import Any
 
 from slime.arguments import PluginArgs
-from slime.rollout.collect import GroupFailed
+from slime.rollout.collection.collector import GroupFailed
+from slime.rollout.generation.requests import build_request, check_answer, prepare_prompt, token_budget
 from slime.rollout.groups import describe
-from slime.rollout.requests import build_request, check_answer, prepare_prompt, token_budget
 from slime.rollout.sglang_rollout import GenerateState
 from slime.utils.errors import EngineAnswerError
 from slime.utils.http_utils import HttpError

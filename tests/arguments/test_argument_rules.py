@@ -11,7 +11,7 @@ from slime.arguments.core.draft import Draft
 from slime.arguments.groups.placement import derive_offload, derive_sizes
 from slime.arguments.groups.trained_sampling import replays_nucleus
 from slime.arguments.no_effect import NO_EFFECT
-from slime.rollout.requests import sampling_params_of
+from slime.rollout.generation.requests import sampling_params_of
 
 SGLANG = {"rollout_engine": "sglang", "sglang_python": sys.executable}
 

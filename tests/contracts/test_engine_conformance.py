@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 from engine_under_test import CONTEXT, VOCAB, largest_difference, plain_log_probs
 
-from slime.rollout.concurrency import EngineLoad, read_loads
+from slime.rollout.generation.concurrency import EngineLoad, read_loads
 from slime.utils import http_utils
 from slime.utils.async_utils import run
 from slime.utils.http_utils import HttpError

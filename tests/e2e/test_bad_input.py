@@ -14,8 +14,8 @@ from loop_helpers import flags, make_world, run_train, series, start_train
 from tiny_model import make_tiny_model
 
 from slime.cli import train as cli_train
-from slime.rollout.rm_hub.pool import close_pools
 from slime.rollout.rm_hub.scoring import reset_breaker
+from slime.rollout.rm_hub.workers.pool import close_pools
 from slime.utils import shm
 
 PLUGINS = '''

@@ -5,8 +5,8 @@ import asyncio
 from fake_engine import FakeEngine
 from rollout_helpers import assert_conserved, make_args, make_source
 
-from slime.rollout import concurrency
-from slime.rollout.concurrency import Aimd, EngineLoad, Limit, read_loads
+from slime.rollout.generation import concurrency
+from slime.rollout.generation.concurrency import Aimd, EngineLoad, Limit, read_loads
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout
 from slime.utils.async_utils import run
 

@@ -10,7 +10,7 @@ from rollout_helpers import assert_conserved, counts, make_args, make_source
 
 from slime.rollout import fully_async_rollout
 from slime.rollout.base_types import call_rollout_fn
-from slime.rollout.collect import GroupFailed
+from slime.rollout.collection.collector import GroupFailed
 from slime.rollout.data_source import RolloutDataSource
 from slime.rollout.fully_async_rollout import generate_rollout_fully_async, stop_pool
 from slime.rollout.rm_hub.scoring import reset_breaker

@@ -6,7 +6,7 @@ from fake_engine import FakeEngine
 from rollout_helpers import assert_conserved, counts, make_args, make_source
 
 from slime.batch.convert import samples_to_batch
-from slime.rollout.collect import MAX_FAILED_IN_A_ROW, GroupFailed
+from slime.rollout.collection.collector import MAX_FAILED_IN_A_ROW, GroupFailed
 from slime.rollout.rm_hub.scoring import reset_breaker
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils.http_utils import HttpError

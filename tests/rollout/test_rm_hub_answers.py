@@ -13,8 +13,8 @@ from tiny_model import make_tiny_tokenizer
 
 from slime.rollout.rm_hub import answer_text, async_rm, batched_async_rm, score_samples
 from slime.rollout.rm_hub.answers import ending_of, special_tokens_of, without_special_tokens
-from slime.rollout.rm_hub.pool import close_pools
 from slime.rollout.rm_hub.scoring import reset_breaker
+from slime.rollout.rm_hub.workers.pool import close_pools
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils.types import Sample, flatten_samples
 

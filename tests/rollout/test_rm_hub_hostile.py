@@ -16,7 +16,7 @@ from hostile_answers import EXPRESSIONS, TEXTS, answers_for
 from slime.observability.metrics import NOT_COMPARED_KEY, sample_metrics
 from slime.rollout.rm_hub import score_samples
 from slime.rollout.rm_hub.instructions import CHECKS
-from slime.rollout.rm_hub.pool import close_pools, get_pool
+from slime.rollout.rm_hub.workers.pool import close_pools, get_pool
 from slime.utils.types import Sample
 
 CPU_LIMIT_S = 2.0

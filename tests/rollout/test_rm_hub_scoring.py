@@ -20,8 +20,8 @@ from slime.rollout.rm_hub import (
     score_samples,
     settle_reward,
 )
-from slime.rollout.rm_hub.pool import close_pools, get_pool
 from slime.rollout.rm_hub.scoring import reset_breaker
+from slime.rollout.rm_hub.workers.pool import close_pools, get_pool
 from slime.utils.http_utils import close_session
 from slime.utils.plugin_errors import PluginError
 from slime.utils.types import Sample, invalid

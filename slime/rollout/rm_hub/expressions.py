@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from slime.rollout.rm_hub.limits import TooLarge, check_power, note, refuse
+from slime.rollout.rm_hub.workers.limits import TooLarge, check_power, note, refuse
 
 _MAX_LENGTH = 400
 _MAX_EXPONENT = 10_000

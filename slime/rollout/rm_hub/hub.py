@@ -15,9 +15,9 @@ from slime.arguments import PluginArgs
 from slime.observability.metrics import NOT_COMPARED_KEY
 from slime.rollout.groups import describe_fully
 from slime.rollout.rm_hub.answers import answer_text
-from slime.rollout.rm_hub.checks import box_of, check
 from slime.rollout.rm_hub.outcomes import RewardConfigError
 from slime.rollout.rm_hub.remote import remote_rm
+from slime.rollout.rm_hub.workers.checks import box_of, check
 from slime.utils.loop_watch import loop_watch
 from slime.utils.misc import load_function
 from slime.utils.plugin_errors import plugin_call, wrong_return

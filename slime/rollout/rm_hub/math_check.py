@@ -10,9 +10,9 @@ import re
 from math_verify import parse, verify
 
 from slime.rollout.rm_hub.expressions import parse_expression
-from slime.rollout.rm_hub.limits import TooLarge, check_text, note, refuse
 from slime.rollout.rm_hub.math_utils import extract_boxed_answer, grade_answer_mathd
-from slime.rollout.rm_hub.patches import limit_sympy
+from slime.rollout.rm_hub.workers.limits import TooLarge, check_text, note, refuse
+from slime.rollout.rm_hub.workers.patches import limit_sympy
 
 # It warns on every call that timeouts are off; here they are off on purpose.
 logging.getLogger("math_verify").setLevel(logging.ERROR)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from slime.rollout.rm_hub.expressions import expressions_equal
-from slime.rollout.rm_hub.limits import MAX_ANSWER_CHARS, note
+from slime.rollout.rm_hub.workers.limits import MAX_ANSWER_CHARS, note
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])")
 _OPENING = re.compile(r"\s*\{")

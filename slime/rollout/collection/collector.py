@@ -18,6 +18,7 @@ from slime.rollout.filter_hub.base_types import (
     call_dynamic_filter,
     should_drop_dynamic_filter_output,
 )
+from slime.rollout.generation.requests import PromptError
 from slime.rollout.groups import (
     Group,
     attempt_of,
@@ -29,7 +30,6 @@ from slime.rollout.groups import (
     is_finished,
     is_scored,
 )
-from slime.rollout.requests import PromptError
 from slime.utils.errors import RunStopped
 from slime.utils.http_utils import HttpError
 from slime.utils.loop_watch import loop_watch

@@ -36,7 +36,7 @@ _START_TIMEOUT_S = 120.0  # interpreter start and imports, on a busy machine
 _PIPE_BYTES = 32 << 10  # what a pipe surely takes without its reader
 _DEFAULTS = dataclasses.asdict(RewardFlags())
 _WORKER = Path(__file__).with_name("worker.py")
-_PROJECT_ROOT = Path(__file__).parents[3]
+_PROJECT_ROOT = Path(__file__).parents[4]
 
 
 class CheckPool:

@@ -149,7 +149,7 @@ class _Worker:
 def _outcome(
     budget: _Budget, function: Callable[..., Any], arguments: tuple[Any, ...], deadline_s: float
 ) -> tuple[str, Any]:
-    from slime.rollout.rm_hub import limits  # here: `main` first sets the search path
+    from slime.rollout.rm_hub.workers import limits  # here: `main` first sets the search path
 
     seconds = min(limits.CPU_BUDGET_S, deadline_s)
     try:

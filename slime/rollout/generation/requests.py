@@ -9,8 +9,8 @@ from uuid import uuid4
 from slime.arguments import PluginArgs
 from slime.arguments.groups.trained_sampling import engines_tell_nucleus, is_cut, replays_nucleus
 from slime.data.mix import mix64
+from slime.rollout.generation.policy_requests import check_sampling, is_trained
 from slime.rollout.groups import attempt_of, describe
-from slime.rollout.policy_requests import check_sampling, is_trained
 from slime.utils import top_p
 from slime.utils.errors import EngineAnswerError
 from slime.utils.processing_utils import encode_image_for_rollout_engine

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from slime.rollout.collect import GroupFailed, is_permanent
+from slime.rollout.collection.collector import GroupFailed, is_permanent
 from slime.rollout.groups import Entry, Group, copy_sample, describe, first_sample
 from slime.utils.types import Sample, flatten_samples
 

@@ -9,14 +9,14 @@ from typing import Any
 
 from slime.arguments import PluginArgs
 from slime.observability.metrics import NOT_COMPARED_KEY
-from slime.rollout.rm_hub.limits import MAX_RESPONSE_CHARS
-from slime.rollout.rm_hub.pool import get_pool
+from slime.rollout.rm_hub.workers.limits import MAX_RESPONSE_CHARS
+from slime.rollout.rm_hub.workers.pool import get_pool
 from slime.utils.reward_failure import AnswerTooLarge, RewardFailure, too_large
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 
-_HERE = __name__.rpartition(".")[0]
+_REWARDS = __name__.rpartition(".workers")[0]
 _num_not_compared = 0  # over the life of the process; only for how often it is logged
 
 
@@ -44,7 +44,7 @@ async def box_of(args: PluginArgs, sample: Sample, response: str) -> str | Rewar
 async def _in_pool(args: PluginArgs, function: str, response: str, *truth: Any) -> Any:
     if len(response) > MAX_RESPONSE_CHARS:
         return too_large(f"a response of {len(response)} characters, more than {MAX_RESPONSE_CHARS}")
-    return await get_pool(args).check(f"{_HERE}.{function}", response, *truth)
+    return await get_pool(args).check(f"{_REWARDS}.{function}", response, *truth)
 
 
 def _count(sample: Sample, outcome: AnswerTooLarge) -> None:

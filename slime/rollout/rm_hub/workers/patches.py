@@ -15,7 +15,7 @@ import sympy
 from sympy.core import numbers
 from sympy.functions.combinatorial import factorials
 
-from slime.rollout.rm_hub.limits import MAX_FACTORIAL, check_power, refuse
+from slime.rollout.rm_hub.workers.limits import MAX_FACTORIAL, check_power, refuse
 
 
 def limit_sympy() -> None:

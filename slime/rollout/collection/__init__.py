@@ -1,0 +1,1 @@
+"""Filling a training batch: which groups are kept, returned or given up, and how old their tokens are."""

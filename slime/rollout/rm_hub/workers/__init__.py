@@ -1,0 +1,1 @@
+"""Worker processes that compare an answer with its reference, each comparison under limits and a deadline."""
