@@ -51,7 +51,28 @@ class Flags(
     TrackingFlags,
     DebugFlags,
 ):
-    """Every flag of a run as an attribute with its type: what `Args` and `PluginArgs` have in common."""
+    """Every flag of a run as an attribute with its type: what `Args` and `PluginArgs` have in common.
+
+    Those below may be left out on the command line and then are derived, so a run always has a value of them.
+    """
+
+    rollout_batch_size: int
+    over_sampling_batch_size: int
+    global_batch_size: int
+    num_steps_per_rollout: int
+    policy_loss_type: str
+    loss_reduction: str
+    eps_clip_high: float
+    rs_lower: float
+    eval_function_path: str
+    actor_num_gpus_per_node: int
+    rollout_num_gpus: int
+    num_gpus_per_node: int
+    offload_train: bool
+    offload_rollout: bool
+    distributed_backend: str
+    run_dir: str
+    hf_checkpoint: str  # None only where --debug-rollout-only runs a rollout function of one's own
 
 
 GROUPS = Flags.__bases__

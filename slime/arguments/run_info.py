@@ -56,8 +56,6 @@ class PluginArgs(argparse.Namespace, Flags):
     num_layers: int | None
     moe_router_topk: int | None
 
-    __setattr__ = object.__setattr__  # the flags are declared in frozen classes
-
 
 def plugin_args(args: Args, run_info: RunInfo) -> PluginArgs:
     """A copy of all arguments, with the facts of this run laid over them."""

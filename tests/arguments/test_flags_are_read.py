@@ -43,9 +43,10 @@ USED_WHILE_PARSING = {
 
 
 def names_read_outside_arguments() -> set[str]:
-    files = [path for path in (ROOT / "slime").rglob("*.py") if "arguments" not in path.parts]
     names = set()
-    for path in files:
+    for path in (ROOT / "slime").rglob("*.py"):
+        if path.is_relative_to(ROOT / "slime" / "arguments"):
+            continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
                 owner = (

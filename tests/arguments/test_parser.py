@@ -9,7 +9,7 @@ import pytest
 from argument_helpers import base_argv, parse
 
 from slime.arguments import Args, PluginArgs, RunInfo, parse_args, plugin_args
-from slime.arguments.all_flags import GROUPS, all_specs
+from slime.arguments.all_flags import GROUPS, Flags, all_specs
 from slime.arguments.core.flag import FlagInfo, FlagSpec, convert
 from slime.arguments.core.unbuilt import UNBUILT_FLAGS
 
@@ -326,3 +326,8 @@ def test_parsing_does_not_load_torch():
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, *base_argv()], check=True)
+
+
+def test_flags_that_a_run_always_has_a_value_of_are_never_none():
+    args = parse()
+    assert [name for name in vars(Flags)["__annotations__"] if getattr(args, name) is None] == []

@@ -11,7 +11,7 @@ LOSS_TYPES = ("policy_loss", "sft_loss", "dpo_loss", "rm_loss", "custom_loss")
 LOGPROB_DIFF_THRESHOLDS = {"float32": 0.02, "bfloat16": 0.2, "fp8": 0.2}
 
 
-@dataclass(frozen=True)
+@dataclass
 class AlgorithmFlags:
     """Algorithm."""
 

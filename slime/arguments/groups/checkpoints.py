@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from slime.arguments.core.flag import flag
 
 
-@dataclass(frozen=True)
+@dataclass
 class CheckpointFlags:
     """Checkpoint."""
 

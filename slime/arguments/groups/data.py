@@ -7,7 +7,7 @@ from slime.arguments.core.flag import flag
 DEFAULT_DATA_SOURCE = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
 
 
-@dataclass(frozen=True)
+@dataclass
 class DataFlags:
     """Data."""
 

@@ -9,7 +9,7 @@ ENCODINGS = ("xor", "overwrite")
 CHECKSUMS = ("xxh3-128", "blake3", "adler32")
 
 
-@dataclass(frozen=True)
+@dataclass
 class EngineFlags:
     """Engine."""
 
@@ -59,7 +59,7 @@ class EngineFlags:
     )
 
 
-@dataclass(frozen=True)
+@dataclass
 class WeightSyncFlags:
     """Weight sync."""
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from slime.arguments.core.flag import flag
 
 
-@dataclass(frozen=True)
+@dataclass
 class EvaluationFlags:
     """Evaluation (unset values follow those of the rollout)."""
 

@@ -12,7 +12,7 @@ SUPERVISED_LOSSES = ("sft_loss", *PAIR_LOSSES)
 OPD_TYPE_ALIASES = {"sglang": "engine", "megatron": "trainer"}
 
 
-@dataclass(frozen=True)
+@dataclass
 class KeptPolicyFlags:
     """Kept policies."""
 
@@ -27,7 +27,7 @@ class KeptPolicyFlags:
     )
 
 
-@dataclass(frozen=True)
+@dataclass
 class CriticFlags:
     """Critic."""
 
@@ -47,7 +47,7 @@ class CriticFlags:
     num_critic_only_steps: int = flag(0, "rollouts at the start that train the critic alone", ge=0)
 
 
-@dataclass(frozen=True)
+@dataclass
 class DistillationFlags:
     """On-policy distillation."""
 
@@ -75,7 +75,7 @@ class DistillationFlags:
     )
 
 
-@dataclass(frozen=True)
+@dataclass
 class PreferenceFlags:
     """Preference pairs."""
 

@@ -9,7 +9,7 @@ LEVELS = ("token", "sequence", "geometric")
 CORRECTIONS = ("use_tis", "use_rs", "use_rollout_logprobs", "keep_old_actor")
 
 
-@dataclass(frozen=True)
+@dataclass
 class OffPolicyFlags:
     """Off-policy correction."""
 

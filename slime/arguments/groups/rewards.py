@@ -8,7 +8,7 @@ from slime.arguments.core.flag import flag
 RM_TYPES = ("math", "dapo", "deepscaler", "f1", "gpqa", "ifbench", "remote_rm", "random")
 
 
-@dataclass(frozen=True)
+@dataclass
 class RewardFlags:
     """Rewards."""
 

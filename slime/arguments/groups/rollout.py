@@ -8,7 +8,7 @@ DEFAULT_ROLLOUT_FUNCTION = "slime.rollout.sglang_rollout.generate_rollout"
 FULLY_ASYNC_ROLLOUT_FUNCTION = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 
 
-@dataclass(frozen=True)
+@dataclass
 class RolloutFlags:
     """Rollout."""
 

@@ -14,7 +14,7 @@ _MODEL_KEYS = ("name", "model_path", "update_weights", "num_gpus_per_engine", "s
 _GROUP_KEYS = ("worker_type", "num_gpus", "num_gpus_per_engine", "overrides")
 
 
-@dataclass(frozen=True)
+@dataclass
 class TopologyFlags:
     """Topology and routing."""
 

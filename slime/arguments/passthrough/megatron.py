@@ -42,7 +42,7 @@ SPELLINGS: dict[str, tuple[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass
 class MegatronFlags:
     """Megatron trainer."""
 
