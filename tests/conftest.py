@@ -1,9 +1,16 @@
-"""Settings of the whole suite: generated examples are the same in
-every run, so that a red run can be repeated.
-"""
+"""Settings of the whole suite. Nothing heavy is imported here: a file of pure tests answers in a second or two."""
 
-from hypothesis import settings
+import os
 
-settings.register_profile("repeatable", derandomize=True)
+from hypothesis import HealthCheck, settings
+
+# Generated examples are the same in every run, so that a red run can be repeated, and a busy machine may be slow.
+settings.register_profile(
+    "repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 # `pytest --hypothesis-profile default` looks further, with new examples each time.
 settings.load_profile("repeatable")
+
+# Workers of `pytest -n` share the cores: each computes with one thread, and so do the processes it starts.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -5,8 +5,6 @@ a folder the way a hub checkpoint looks.
 import string
 from pathlib import Path
 
-import torch
-
 SPECIAL_TOKENS = ("<|pad|>", "<|im_start|>", "<|im_end|>", "<|unk|>")
 CHARACTERS = "\n" + string.digits + string.ascii_letters + string.punctuation + " "
 NUM_TOKENS = len(SPECIAL_TOKENS) + len(CHARACTERS)  # 100
@@ -48,6 +46,7 @@ def make_tiny_model(
     """Write config, fp32 weights and tokenizer to `path` and return
     it. The same seed gives the same weights.
     """
+    import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(

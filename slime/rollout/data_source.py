@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from slime.arguments import PluginArgs
 from slime.data.dataset import Dataset
 from slime.rollout.groups import Group, copy_sample, describe, group_from_plain, group_to_plain
@@ -155,6 +153,8 @@ class RolloutDataSource(DataSource):
             path = state_path(self.args.save, rollout_id)
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_suffix(".tmp")
+            import torch  # here: reading prompts needs none of it
+
             torch.save(self.state_dict(), temporary)
             temporary.rename(path)
 

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from slime.utils.plain_files import load_plain
 from slime.utils.types import Sample, flatten_samples
 
@@ -25,6 +23,8 @@ def save_rollout_dump(path_template: str, rollout_id: int | str, samples: Sequen
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     content = {"rollout_id": rollout_id, "samples": [s.to_dict() for s in flatten_samples(samples)]}
+    import torch  # here: whoever never dumps needs none of it
+
     torch.save(content, temporary)
     temporary.rename(path)
     return path

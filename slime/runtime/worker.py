@@ -74,7 +74,7 @@ class _Worker:
     def _call(self, method: str, args: tuple) -> Any:
         if method == "__init__":
             from slime.utils.misc import (
-                load_function,  # here, where the heartbeat is on: it loads torch, which takes long
+                load_function,  # here, where the heartbeat is on: what it loads may take long
             )
 
             path, rest = args[0], args[1:]

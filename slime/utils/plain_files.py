@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 _ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None)})
 _ARRAY_TYPES = (
@@ -26,6 +25,8 @@ def save_plain(value: Any, path: Path) -> None:
             f"{path.name} cannot hold {found}: keep numbers, text, lists, dicts, tensors or arrays there "
             "(metadata of samples, state of a data source)."
         )
+    import torch  # imported where it is used: most processes that import this file never get here
+
     torch.save(value, path)
 
 
@@ -33,6 +34,8 @@ def load_plain(path: Path) -> Any:
     """Inverse of `save_plain`; code in a file is refused.
     ValueError where it cannot be read, with its name.
     """
+    import torch  # as above
+
     try:
         # Arrays are admitted by the restricted loader only when their parts are named.
         with torch.serialization.safe_globals(_array_globals()):
@@ -50,7 +53,11 @@ def load_plain(path: Path) -> Any:
 def foreign_value(value: Any, where: str = "") -> str | None:
     """`a Thing at ['metadata'][3]`, the first value that is not plain; None: all are."""
     kind = type(value)
-    if kind in _ATOMS or isinstance(value, (torch.Tensor, np.generic)):
+    if kind in _ATOMS:
+        return None
+    import torch  # as above
+
+    if isinstance(value, (torch.Tensor, np.generic)):
         return None
     if isinstance(value, np.ndarray) and value.dtype.name in _ARRAY_TYPES.split():
         return None

@@ -13,7 +13,6 @@ import tempfile
 from pathlib import Path
 
 import psutil
-import torch
 
 FOLDER = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
 
@@ -32,6 +31,8 @@ class Segment:
         self.name = name
         self.nbytes = nbytes
         self._mapping = mapping
+        import torch  # here: whoever lists or removes segments needs none of it
+
         self.buffer = (
             torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes) if nbytes else torch.empty(0).byte()
         )
@@ -42,7 +43,7 @@ class Segment:
 
     def close(self) -> None:
         """Forget the mapping; the memory goes when the last tensor over it does."""
-        self.buffer = torch.empty(0, dtype=torch.uint8)
+        self.buffer = self.buffer.new_empty(0)
         self._mapping = None
 
     def unlink(self) -> None:

@@ -5,14 +5,17 @@ without ids was drawn from the whole vocabulary, or by nobody: tool output. An e
 ids where there are any, else over the whole vocabulary.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from slime.utils.misc import decode_int32_meta_array, encode_int32_meta_array
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # What a request asks with, inside its sampling_params["custom_params"].
 REQUEST_FIELD = "return_top_p_token_ids"
@@ -39,6 +42,8 @@ def from_meta(meta: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
         return None
     if found[0] is None or found[1] is None:
         raise ValueError(f"{_IDS[0]} and {_OFFSETS[0]} belong together, and only one of them came")
+    import torch  # only answers with such ids need it
+
     ids, offsets = (torch.from_numpy(decode_int32_meta_array(value).copy()) for value in found)
     return ids, offsets
 
@@ -64,6 +69,8 @@ def wrong_with(ids: Any, offsets: Any, tokens: Sequence[int], vocab_size: int | 
 
 def joined(ids: Any, offsets: Any, more_ids: Any, more_offsets: Any) -> tuple[Tensor, Tensor]:
     """The ids of some tokens and of those behind them, int32."""
+    import torch  # as above
+
     ids, offsets, more_ids, more_offsets = (
         torch.as_tensor(part, dtype=torch.int32).reshape(-1)
         for part in (ids, offsets, more_ids, more_offsets)

@@ -9,16 +9,18 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
-import torch
 
 from slime.utils import top_p
 from slime.utils.misc import decode_int32_meta_array
 from slime.utils.reward_failure import RewardFailure
 from slime.utils.reward_failure import infra_error as infra_error  # plug-ins import both from here
 from slime.utils.reward_failure import invalid as invalid
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass
@@ -293,7 +295,7 @@ class Sample:
             raise ValueError(
                 f"{len(offsets)} top-p offsets for {self.response_length} response tokens in "
                 f"{self._name()}: pass the engine's meta_info with every answer, and ask for it with "
-                "custom_params {{top_p.REQUEST_FIELD!r}: True}."
+                f"custom_params {{{top_p.REQUEST_FIELD!r}: True}}."
             )
 
 

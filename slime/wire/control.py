@@ -1,12 +1,16 @@
 """The control plane of one engine worker: pause, weights, memory, health. Never through the router."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from slime.utils import http_utils, waits
-from slime.wire.manifest import WeightManifest
 from slime.wire.protocol import EngineInfo
+
+if TYPE_CHECKING:  # it imports torch, which the router and the rollout do not need
+    from slime.wire.manifest import WeightManifest
 
 PauseMode = Literal["abort", "retract", "in_place"]
 PAUSE_MODES: tuple[PauseMode, ...] = ("abort", "retract", "in_place")
