@@ -1,6 +1,7 @@
 """The smallest complete command line, for tests that change one thing about it."""
 
-from slime.arguments import Args, parse_args
+from slime.arguments import Args, PluginArgs, parse_args
+from slime.arguments.all_flags import all_specs
 
 # Sizes are explicit, so that no test depends on the machine it runs on.
 BASE = {
@@ -34,3 +35,8 @@ def base_argv(**changes: object) -> list[str]:
 
 def parse(*words: str, **changes: object) -> Args:
     return parse_args([*base_argv(**changes), *words])
+
+
+def declared(**changes: object) -> PluginArgs:
+    """What a plug-in gets, with every flag at its declared default and nothing derived, but for the changes."""
+    return PluginArgs(**{name: spec.default for name, spec in all_specs().items()} | changes)

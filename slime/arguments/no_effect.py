@@ -11,6 +11,7 @@ from slime.arguments.groups.objectives import PAIR_LOSSES, SUPERVISED_LOSSES
 from slime.arguments.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slime.catalog.estimators import ESTIMATORS
 from slime.catalog.policy_losses import POLICY_LOSSES
+from slime.catalog.rewards import REWARDS, find_reward
 
 
 @dataclass(frozen=True)
@@ -277,7 +278,7 @@ NO_EFFECT = (
     NoEffect(
         ("rm_url",),
         # The metadata of a row may ask for remote_rm, and a function of the user's own may read the address.
-        lambda d: d.rm_type is None or d.rm_type.endswith("remote_rm") or d.custom_rm_path is not None,
+        lambda d: d.custom_rm_path is not None or (find_reward(d.rm_type) or REWARDS["remote_rm"]).is_remote,
         "only --rm-type remote_rm calls it; use that",
     ),
     NoEffect(

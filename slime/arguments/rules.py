@@ -28,7 +28,6 @@ from slime.arguments.groups.objective_rules import distillation, preference_pair
 from slime.arguments.groups.objectives import SUPERVISED_LOSSES
 from slime.arguments.groups.placement import derive_offload, derive_sizes
 from slime.arguments.groups.precision import derive_precision
-from slime.arguments.groups.rewards import RM_TYPES
 from slime.arguments.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slime.arguments.groups.rollout_rules import fully_async_rollout
 from slime.arguments.groups.stale_tokens import correct_stale_tokens
@@ -38,6 +37,8 @@ from slime.arguments.groups.trainer_rules import model_parallel_sizes, trainable
 from slime.arguments.groups.weight_sync_rules import weight_sync
 from slime.arguments.no_effect import refuse_flags_without_effect
 from slime.arguments.passthrough.sglang import need_python
+from slime.catalog.datasets import ENDINGS
+from slime.catalog.rewards import BOXED, REWARDS
 from slime.utils.run_file import choose_run_folder, resumption_of
 
 Rule = Callable[[Draft], None]
@@ -83,7 +84,7 @@ def needed_flags(draft: Draft) -> None:
     own_data = draft.data_source_path != DEFAULT_DATA_SOURCE or not draft.rollout_global_dataset
     if draft.prompt_data is None and not own_data and not draft.load_debug_rollout_data:
         raise ValueError(
-            "--prompt-data is required: a .jsonl or .parquet file of prompts. "
+            f"--prompt-data is required: a {ENDINGS} file of prompts. "
             "If your rollout function brings its own prompts, say --disable-rollout-global-dataset."
         )
     if asks_engines and not draft.debug_train_only and draft.rollout_max_response_len is None:
@@ -209,13 +210,13 @@ def learning_rate(draft: Draft) -> None:
 
 def rewards(draft: Draft) -> None:
     if draft.rm_type is not None:
-        kind = draft.rm_type.removeprefix("boxed_")
-        if kind not in RM_TYPES:
-            near = get_close_matches(kind, RM_TYPES, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(RM_TYPES)}"
+        name = draft.rm_type.removeprefix(BOXED)
+        if name not in REWARDS:
+            near = get_close_matches(name, REWARDS, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(REWARDS)}"
             raise ValueError(f"--rm-type is {draft.rm_type!r}, which is no built-in reward; {hint}")
-        if kind == "remote_rm" and draft.rm_url is None:
-            raise ValueError("--rm-type remote_rm needs --rm-url: the server that scores samples.")
+        if REWARDS[name].is_remote and draft.rm_url is None:
+            raise ValueError(f"--rm-type {name} needs --rm-url: the server that scores samples.")
     if draft.eval_reward_key is None and draft.reward_key is not None:
         draft.derive("eval_reward_key", draft.reward_key, "same as reward_key")
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Any
 
+from slime.catalog.rewards import find_reward
+
 _EXAMPLE = '[{"role": "user", "content": "..."}]'
 # What an assistant's message may hold in place of content.
 _INSTEAD_OF_CONTENT = ("tool_calls", "function_call", "reasoning_content")
-# Rewards of ours that compare with a label, and whether it may be a list of accepted answers.
-_COMPARING = {"math": False, "dapo": False, "f1": False, "deepscaler": True}
 
 
 class PromptUse(Enum):
@@ -123,14 +123,14 @@ def check_label(label: Any, key: str, rm_type: str | None, where: object) -> Non
     what = f"{where}: the label in {key!r} (--label-key)"
     if isinstance(label, float) and not math.isfinite(label):
         raise ValueError(f"{what} is {label}, which equals no answer; write the answer or drop the row.")
-    kind = (rm_type or "").strip().removeprefix("boxed_")
-    if kind not in _COMPARING:
+    reward = find_reward(rm_type)
+    if reward is None or reward.label == "any":
         return
     if label is None or label == "" or label == []:
         raise ValueError(
             f"{what} is {_show(label)}, and --rm-type {rm_type} compares with it; write the answer."
         )
-    if isinstance(label, dict) or (isinstance(label, list) and not _COMPARING[kind]):
+    if isinstance(label, dict) or (isinstance(label, list) and reward.label == "one"):
         raise ValueError(
             f"{what} is {_show(label)}; --rm-type {rm_type} compares with one answer: text or a number."
         )

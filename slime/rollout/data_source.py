@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.arguments import PluginArgs
+from slime.catalog.datasets import ENDINGS
 from slime.data.dataset import Dataset
 from slime.rollout.groups import Group, copy_sample, describe, group_from_plain, group_to_plain
 from slime.rollout.journal import CountingJournal, Journal, Outcome
@@ -256,8 +257,7 @@ def build_dataset(args: PluginArgs) -> Dataset:
     """The training prompts that the flags describe."""
     if args.prompt_data is None:
         raise ValueError(
-            "--prompt-data is not set: name a .jsonl or .parquet file, or give "
-            "--disable-rollout-global-dataset."
+            f"--prompt-data is not set: name a {ENDINGS} file, or give --disable-rollout-global-dataset."
         )
     needs_tokenizer = args.apply_chat_template or args.rollout_max_prompt_len is not None
     tokenizer = load_tokenizer(args.hf_checkpoint) if needs_tokenizer else None

@@ -10,7 +10,7 @@ import pytest
 from rollout_helpers import make_args
 from tiny_model import make_tiny_tokenizer
 
-from slime.data import reader
+from slime.data import jsonl
 from slime.data.dataset import Dataset
 from slime.rollout.data_source import RolloutDataSource
 from slime.rollout.prompt_formats import check_prompt_files
@@ -139,7 +139,7 @@ def test_files_that_are_no_text_say_what_they_are(tmp_path):
 
 
 def test_one_giant_line_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(reader, "_MAX_LINE_CHARACTERS", 100)
+    monkeypatch.setattr(jsonl, "_MAX_LINE_CHARACTERS", 100)
     path = third_line(tmp_path, json.dumps({"input": "a" * 1000, "label": 1}))
     with pytest.raises(
         ValueError, match=r"line 3: longer than 100 characters; write one JSON object per line"

@@ -3,9 +3,9 @@
 import asyncio
 import json
 import logging
-from types import SimpleNamespace
 
 import pytest
+from argument_helpers import declared
 from fake_engine import FakeEngine
 from rollout_helpers import make_args as make_run_args
 from rollout_helpers import make_source
@@ -59,11 +59,6 @@ RIGHT = [
 ]  # fmt: skip
 
 
-def make_args(**overrides):
-    defaults = dict(rm_type=None, rm_url=None, custom_rm_path=None, group_rm=False, rollout_seed=42)
-    return SimpleNamespace(**{**defaults, **overrides})
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _no_workers_left():
     yield
@@ -77,7 +72,7 @@ def _fresh():
 
 @pytest.mark.parametrize("rm_type, response, label, metadata, score", RIGHT)
 def test_a_right_answer_is_right_with_every_family_s_end_tokens(rm_type, response, label, metadata, score):
-    args = make_args(rm_type=rm_type)
+    args = declared(rm_type=rm_type)
     samples = [
         Sample(index=i, response=response + end, label=label, metadata=metadata)
         for i, end in enumerate(["", *ENDS])
@@ -99,10 +94,10 @@ def test_the_coin_and_the_judge_see_the_answer_without_its_end(monkeypatch):
 
     monkeypatch.setattr("slime.rollout.rm_hub.remote.post", judge)
     sample = Sample(index=3, prompt="p", response="yes<|im_end|>", label="yes")
-    assert asyncio.run(async_rm(make_args(rm_type="remote_rm", rm_url="http://judge"), sample)) == 1.0
+    assert asyncio.run(async_rm(declared(rm_type="remote_rm", rm_url="http://judge"), sample)) == 1.0
     assert sent == ["yes"]
     bare = Sample(index=3, response="yes")
-    coins = [asyncio.run(async_rm(make_args(rm_type="random"), one)) for one in (sample, bare)]
+    coins = [asyncio.run(async_rm(declared(rm_type="random"), one)) for one in (sample, bare)]
     assert coins[0] == coins[1]
 
 
@@ -135,7 +130,7 @@ def test_the_run_s_own_special_tokens_go_wherever_they_stand(tmp_path):
     tokens = special_tokens_of(str(tmp_path))
     assert "«turn»" in tokens and tokenizer.eos_token in tokens
     assert "</think>" not in tokens and "!" not in tokens  # rewards read the one, people write the other
-    args = make_args(hf_checkpoint=str(tmp_path), rm_type="dapo")
+    args = declared(hf_checkpoint=str(tmp_path), rm_type="dapo")
     sample = Sample(index=0, response="«turn»hm</think> so!\nAnswer: 4«turn»2«turn»", label="42")
     assert answer_text(args, sample) == "hm</think> so!\nAnswer: 42"
     assert asyncio.run(async_rm(args, sample))["acc"]
@@ -144,7 +139,7 @@ def test_the_run_s_own_special_tokens_go_wherever_they_stand(tmp_path):
 def test_a_model_folder_without_a_tokenizer_still_has_answers_with_ends(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     sample = Sample(index=0, response="42<|im_end|>")
-    assert answer_text(make_args(hf_checkpoint=str(tmp_path)), sample) == "42"
+    assert answer_text(declared(hf_checkpoint=str(tmp_path)), sample) == "42"
 
 
 def test_the_author_of_a_reward_is_told_once_that_responses_end_in_a_token(tmp_path, caplog):
@@ -174,7 +169,7 @@ def test_nobody_is_told_about_endings_that_are_not_there(tmp_path, caplog):
 
 
 def test_built_in_rewards_need_no_such_word(caplog):
-    args = make_args(
+    args = declared(
         rm_type="f1", reward_key=None, reward_retries=0, reward_failure_limit=1, reward_failure_action="stop"
     )
     sample = Sample(index=0, response="yes<|im_end|>", label="yes")

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from argument_helpers import declared
 from hostile_answers import EXPRESSIONS, TEXTS, answers_for
 
 from slime.observability.metrics import NOT_COMPARED_KEY, sample_metrics
@@ -49,16 +50,10 @@ def instructions():
 
 
 def make_args(rm_type):
-    return SimpleNamespace(
+    return declared(
         rm_type=rm_type,
-        custom_rm_path=None,
-        group_rm=False,
         reward_key="score",
-        eval_reward_key=None,
-        reward_weights=None,
-        custom_reward_post_process_path=None,
         rollout_seed=1,
-        reward_num_workers=1,
         reward_timeout_s=120.0,  # nothing here may need it
         reward_retries=0,
         reward_failure_limit=1,

@@ -1,9 +1,9 @@
 """The built-in rewards on hand-checked answers."""
 
 import asyncio
-from types import SimpleNamespace
 
 import pytest
+from argument_helpers import declared
 
 from slime.rollout.rm_hub import RewardConfigError, async_rm
 from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
@@ -31,21 +31,8 @@ from slime.rollout.rm_hub.workers.pool import close_pools
 from slime.utils.types import RewardFailure, Sample
 
 
-def make_args(**overrides):
-    defaults = dict(
-        rm_type=None,
-        rm_url=None,
-        custom_rm_path=None,
-        group_rm=False,
-        reward_key=None,
-        eval_reward_key=None,
-        custom_reward_post_process_path=None,
-        rollout_seed=42,
-        reward_num_workers=1,
-        reward_timeout_s=20.0,
-        generate_timeout_s=30.0,
-    )
-    return SimpleNamespace(**{**defaults, **overrides})
+def make_args(**changes):
+    return declared(**{"reward_timeout_s": 20.0, "generate_timeout_s": 30.0, **changes})
 
 
 def reward(rm_type, response, label=None, **metadata):

@@ -1,28 +1,22 @@
-"""score_samples: outcomes, retries, the breaker, custom and group rewards, and a judge over real HTTP."""
+"""score_samples: retries, the breaker, custom and group rewards."""
 
 import asyncio
-import contextlib
 import sys
 import threading
 import time
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
-import torch
-from aiohttp import web
+from argument_helpers import declared
 
+from slime.catalog.rewards import REWARDS, Reward
 from slime.rollout.rm_hub import (
     RewardConfigError,
     RewardFailuresExceeded,
     batched_async_rm,
-    remote_rm,
     score_samples,
-    settle_reward,
 )
 from slime.rollout.rm_hub.scoring import reset_breaker
 from slime.rollout.rm_hub.workers.pool import close_pools, get_pool
-from slime.utils.http_utils import close_session
 from slime.utils.plugin_errors import PluginError
 from slime.utils.types import Sample, invalid
 
@@ -36,24 +30,8 @@ def _fresh():
     reset_breaker()
 
 
-def make_args(**overrides):
-    defaults = dict(
-        rm_type=None,
-        rm_url=None,
-        custom_rm_path=None,
-        group_rm=False,
-        reward_key=None,
-        eval_reward_key=None,
-        custom_reward_post_process_path=None,
-        rollout_seed=42,
-        reward_num_workers=1,
-        reward_timeout_s=1.0,
-        reward_retries=2,
-        reward_failure_limit=32,
-        reward_failure_action="requeue",
-        generate_timeout_s=30.0,
-    )
-    return SimpleNamespace(**{**defaults, **overrides})
+def make_args(**changes):
+    return declared(**{"reward_timeout_s": 1.0, "generate_timeout_s": 30.0, **changes})
 
 
 def here(name):
@@ -140,6 +118,11 @@ async def own_timeout_reward(args, sample):
     raise TimeoutError("upstream judge")
 
 
+async def endless_reward(args, sample, *, response):
+    CALLS.append(sample.index)
+    return await get_pool(args).check("re:match", r"(a+)+$", "a" * 60 + "b")
+
+
 async def group_reward(args, samples):
     CALLS.append([s.index for s in samples])
     return [1.0 if s is samples[0] else 0.0 for s in samples]
@@ -163,55 +146,6 @@ async def half_group_reward(args, samples):
 
 def score(args, *samples, **kwargs):
     asyncio.run(score_samples(args, list(samples), **kwargs))
-
-
-# Outcomes
-@pytest.mark.parametrize(
-    "value, stored",
-    [(1, 1), (0.5, 0.5), (True, 1.0), (np.float32(2), 2.0), (torch.tensor(3.0), 3.0), (np.int64(4), 4)],
-)
-def test_finite_numbers_are_stored_as_plain_numbers(value, stored):
-    sample = Sample(index=0, reward_failure=invalid("before"))
-    settle_reward(make_args(), sample, value)
-    assert sample.reward == stored and type(sample.reward) in (int, float)
-    assert sample.reward_failure is None
-
-
-@pytest.mark.parametrize(
-    "value",
-    [None, float("nan"), float("inf"), "1.0", [1.0], torch.tensor([1.0, 2.0]), np.float64("nan"), object()],
-)
-def test_anything_else_is_a_failure_and_never_a_number(value):
-    sample = Sample(index=0, reward=1.0)
-    settle_reward(make_args(), sample, value)
-    assert sample.reward is None
-    assert sample.reward_failure.kind == "invalid" and "not a finite number" in sample.reward_failure.reason
-
-
-def test_dict_needs_a_finite_number_at_the_chosen_key():
-    args = make_args(reward_key="score")
-    sample = Sample(index=0)
-    settle_reward(args, sample, {"score": torch.tensor(1.0), "pred": "x"})
-    assert sample.reward == {"score": 1.0, "pred": "x"}
-    settle_reward(args, sample, {"score": float("nan")})
-    assert sample.reward is None and "reward['score'] is nan" in sample.reward_failure.reason
-    settle_reward(args, sample, {"acc": 1})
-    assert "no --reward-key 'score'" in sample.reward_failure.reason
-
-
-def test_evaluation_reads_its_own_key():
-    args = make_args(reward_key="score", eval_reward_key="acc")
-    sample = Sample(index=0)
-    settle_reward(args, sample, {"acc": 1.0}, evaluation=True)
-    assert sample.reward == {"acc": 1.0}
-
-
-def test_dict_without_reward_key_is_a_configuration_error_unless_a_hook_chooses():
-    with pytest.raises(RewardConfigError, match="--reward-key"):
-        settle_reward(make_args(), Sample(index=0), {"score": 1.0})
-    sample = Sample(index=0)
-    settle_reward(make_args(custom_reward_post_process_path="x.y"), sample, {"score": 1.0})
-    assert sample.reward == {"score": 1.0}
 
 
 # Custom rewards
@@ -382,18 +316,12 @@ def test_time_out_raised_by_the_function_keeps_its_own_words():
 
 
 def test_built_in_check_that_hangs_is_invalid_and_is_not_tried_again(monkeypatch):
-    from slime.rollout.rm_hub import hub
-
-    async def endless(args, sample, response):
-        CALLS.append(sample.index)
-        return await get_pool(args).check("re:match", r"(a+)+$", "a" * 60 + "b")
-
-    monkeypatch.setitem(hub.RM_TYPES, "endless", endless)
+    monkeypatch.setitem(REWARDS, "endless", Reward(here("endless_reward"), "never ends", in_worker=False))
     args = make_args(rm_type="endless", reward_timeout_s=0.5)
     hung, fine = Sample(index=0), Sample(index=1, response="cat", label="cat", metadata={"rm_type": "f1"})
     score(args, hung, fine)
     close_pools()
-    assert CALLS == [0]
+    assert calls_of(here("endless_reward")) == [0]
     assert hung.reward is None and hung.reward_failure.reason.startswith("timeout")
     assert fine.reward == 1.0
 
@@ -432,100 +360,3 @@ def test_stop_action_ends_the_run_at_the_first_failure():
     )
     with pytest.raises(RewardFailuresExceeded, match="--reward-failure-action stop"):
         score(args, Sample(index=0))
-
-
-# remote_rm
-@contextlib.asynccontextmanager
-async def judge_server(handler):
-    app = web.Application()
-    app.router.add_post("/score", handler)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    port = site._server.sockets[0].getsockname()[1]
-    try:
-        yield f"http://127.0.0.1:{port}/score"
-    finally:
-        await close_session()
-        await runner.cleanup()
-
-
-def test_remote_judge_gets_prompt_response_and_label_and_its_number_is_the_score():
-    seen = []
-
-    async def handler(request):
-        seen.append(await request.json())
-        return web.json_response(0.75)
-
-    async def main():
-        sample = Sample(index=0, prompt="p", response="r", label="l")
-        async with judge_server(handler) as url:
-            await score_samples(make_args(rm_type="remote_rm", rm_url=url), [sample])
-        return sample
-
-    assert asyncio.run(main()).reward == 0.75
-    assert seen == [{"prompt": "p", "response": "r", "label": "l"}]
-
-
-def test_remote_judge_that_stumbles_is_asked_again():
-    answers = [web.Response(status=500), web.Response(status=503), web.json_response({"score": 1.0})]
-
-    async def handler(request):
-        return answers.pop(0)
-
-    async def main():
-        sample = Sample(index=0)
-        async with judge_server(handler) as url:
-            await score_samples(make_args(rm_type="remote_rm", rm_url=url, reward_key="score"), [sample])
-        return sample
-
-    assert asyncio.run(main()).reward == {"score": 1.0}
-    assert answers == []
-
-
-def test_remote_judge_that_refuses_is_an_infra_error_without_retries():
-    hits = []
-
-    async def handler(request):
-        hits.append(1)
-        return web.Response(status=422, text="label missing")
-
-    async def main():
-        async with judge_server(handler) as url:
-            return await remote_rm(make_args(rm_url=url), Sample(index=0))
-
-    failure = asyncio.run(main())
-    assert failure.kind == "infra_error" and "422" in failure.reason and "label missing" in failure.reason
-    assert hits == [1]
-
-
-def test_remote_judge_that_is_down_is_an_infra_error_naming_the_url():
-    async def main():
-        try:
-            return await remote_rm(make_args(rm_url="http://127.0.0.1:9/score"), Sample(index=0), max_tries=2)
-        finally:
-            await close_session()
-
-    failure = asyncio.run(main())
-    assert failure.kind == "infra_error" and "http://127.0.0.1:9/score" in failure.reason
-
-
-def test_remote_judge_that_never_answers_ends_at_the_total_deadline():
-    async def handler(request):
-        await asyncio.sleep(1.5)
-
-    async def main():
-        async with judge_server(handler) as url:
-            start = time.monotonic()
-            failure = await remote_rm(make_args(rm_url=url), Sample(index=0), deadline_s=0.3)
-            return failure, time.monotonic() - start
-
-    failure, wall_s = asyncio.run(main())
-    assert failure.kind == "infra_error" and "within 0.3 s" in failure.reason
-    assert wall_s < 1.2
-
-
-def test_remote_judge_without_url_is_a_configuration_error():
-    with pytest.raises(RewardConfigError, match="--rm-url"):
-        score(make_args(rm_type="remote_rm"), Sample(index=0))

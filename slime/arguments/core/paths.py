@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from slime.arguments.core.draft import Draft
-from slime.utils.prompt_files import why_unreadable
+from slime.catalog.datasets import why_unreadable
 
 ROW_RANGE = re.compile(r"^(.*)@\[-?\d*:-?\d*\]$")
 # What a model hub calls a model: `name` or `owner/name`. Anything else is meant as a path.

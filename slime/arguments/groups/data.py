@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 
 from slime.arguments.core.flag import flag
+from slime.catalog.datasets import DATASET_FORMATS
 
+_FORMATS = "; ".join(f"{ending}: {row.help}" for ending, row in DATASET_FORMATS.items())
 DEFAULT_DATA_SOURCE = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
 
 
@@ -13,7 +15,7 @@ class DataFlags:
 
     prompt_data: str | list[str] | None = flag(
         None,
-        "jsonl or parquet file, with an optional row range: data.jsonl@[0:100]; several are joined",
+        f"prompt file ({_FORMATS}), with an optional row range: data.jsonl@[0:100]; several are joined",
         metavar="FILE",
     )
     rollout_batch_size: int | None = flag(None, "prompts per rollout (required)", ge=1)

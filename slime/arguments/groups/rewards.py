@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from slime.arguments.core.flag import flag
+from slime.catalog.rewards import BOXED, REWARDS
 
-# Also accepted with the prefix `boxed_`, which scores only the last \\boxed{...} of the response.
-RM_TYPES = ("math", "dapo", "deepscaler", "f1", "gpqa", "ifbench", "remote_rm", "random")
+_RM_TYPES = "; ".join(f"{name}: {reward.help}" for name, reward in REWARDS.items())
 
 
 @dataclass
@@ -13,7 +13,9 @@ class RewardFlags:
     """Rewards."""
 
     rm_type: str | None = flag(
-        None, f"built-in reward: {', '.join(RM_TYPES)} (also boxed_<name>)", metavar="NAME"
+        None,
+        f"built-in reward. {_RM_TYPES}. {BOXED}<name> scores only the last \\boxed{{...}}",
+        metavar="NAME",
     )
     custom_rm_path: str | None = flag(None, "your own reward function", metavar="PATH")
     group_rm: bool = flag(False, "the reward function scores a whole group at a time")

@@ -1,6 +1,4 @@
-"""The `f1` reward: overlap of words between an answer and the
-reference, as in extractive question answering.
-"""
+"""The `f1` reward: overlap of words between an answer and the reference, as in extractive question answering."""
 
 from __future__ import annotations
 
@@ -18,10 +16,13 @@ def normalize_answer(s: str) -> str:
     return " ".join(_ARTICLES.sub(" ", s.lower().translate(_PUNCTUATION)).split())
 
 
+def f1_reward(response: str, label: str) -> float:
+    """The f1 score of the response, from 0 to 1."""
+    return f1_score(response, label)[0]
+
+
 def f1_score(prediction: str | None, ground_truth: str) -> tuple[float, float, float]:
-    """(f1, precision, recall). A yes/no answer must match whole:
-    sharing words with a sentence is no credit.
-    """
+    """(f1, precision, recall). A yes/no answer must match whole: sharing words with a sentence is no credit."""
     nothing = (0.0, 0.0, 0.0)
     if prediction is None:
         return nothing

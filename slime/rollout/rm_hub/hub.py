@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import difflib
 import importlib.util
 import inspect
-import random
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from slime.arguments import PluginArgs
+from slime.catalog.rewards import BOXED, REWARDS, Reward
 from slime.observability.metrics import NOT_COMPARED_KEY
 from slime.rollout.groups import describe_fully
 from slime.rollout.rm_hub.answers import answer_text
 from slime.rollout.rm_hub.outcomes import RewardConfigError
-from slime.rollout.rm_hub.remote import remote_rm
 from slime.rollout.rm_hub.workers.checks import box_of, check
 from slime.utils.loop_watch import loop_watch
 from slime.utils.misc import load_function
@@ -24,9 +24,7 @@ from slime.utils.plugin_errors import plugin_call, wrong_return
 from slime.utils.types import RewardFailure, Sample, infra_error, invalid
 
 CUSTOM_RM = "--custom-rm-path"
-_BOXED = "boxed_"
 _MAX_REWARD_THREADS = 64
-_DAPO_WRONG = {"score": -1.0, "acc": False, "pred": "[TOO LARGE]"}
 
 
 async def async_rm(args: PluginArgs, sample: Sample, **kwargs: Any) -> Any:
@@ -35,16 +33,46 @@ async def async_rm(args: PluginArgs, sample: Sample, **kwargs: Any) -> Any:
     if path is not None:
         return await call_custom(args, path, sample, **kwargs)
     rm_type = rm_type_of(args, sample)
-    reward = _reward_of_type(rm_type.removeprefix(_BOXED))
+    name = rm_type.removeprefix(BOXED)
+    reward = _reward_named(name)
     sample.metadata.pop(NOT_COMPARED_KEY, None)  # of an earlier answer
-    response: str | RewardFailure = answer_text(args, sample)
-    if rm_type.startswith(_BOXED) and reward not in (_math, _deepscaler):  # those read nothing but the box
-        response = await box_of(args, sample, response)
-        if isinstance(response, RewardFailure):
-            return response
-        if reward is _dapo and "answer" not in response.lower():
-            response = f"Answer: {response}"  # the box is the answer, so it needs no line that says so
-    return await reward(args, sample, response)
+    response = answer_text(args, sample)
+    if rm_type != name and not reward.reads_box:
+        boxed = await box_of(args, sample, response)
+        if isinstance(boxed, RewardFailure):
+            return boxed
+        needs_line = reward.reads_answer_line and "answer" not in boxed.lower()
+        response = f"Answer: {boxed}" if needs_line else boxed
+    if not reward.in_worker:
+        return await load_function(reward.function)(args, sample, response=response)
+    return await _compare(args, sample, name, reward, response)
+
+
+async def _compare(args: PluginArgs, sample: Sample, name: str, reward: Reward, response: str) -> Any:
+    """The score of a response, by a comparison in a worker process."""
+    if reward.package is not None and importlib.util.find_spec(reward.package.replace("-", "_")) is None:
+        raise RewardConfigError(
+            f"--rm-type {name} needs the {reward.package} package: pip install 'slime[{reward.extra}]'"
+        )
+    missing = sample.label is None or (sample.label == "" and not reward.empty_label)
+    if reward.needs_label and missing and reward.label_entry not in sample.metadata:
+        return invalid(f"--rm-type {name} needs a label and sample {sample.index} has none: set --label-key")
+    truth = [str(sample.label) if reward.label == "one" else sample.label]
+    if reward.metadata:
+        # The other entries may be large, or of a kind that the worker does not know.
+        truth.append({entry: sample.metadata[entry] for entry in reward.metadata if entry in sample.metadata})
+    return await check(args, sample, reward.function, response, *truth, wrong=copy.copy(reward.wrong))
+
+
+def _reward_named(name: str) -> Reward:
+    if name not in REWARDS:
+        near = difflib.get_close_matches(name, REWARDS, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise RewardConfigError(
+            f"unknown --rm-type {name!r}: {hint}known types are {', '.join(sorted(REWARDS))}, "
+            f"each also with the prefix {BOXED!r}"
+        )
+    return REWARDS[name]
 
 
 async def batched_async_rm(args: PluginArgs, samples: Sequence[Sample], **kwargs: Any) -> list[Any]:
@@ -143,92 +171,3 @@ def _one_per_sample(path: str, values: Any, samples: Sequence[Sample]) -> list[A
         complaint = f"returned {len(listed)} rewards for {len(samples)} samples"
         wrong_return(CUSTOM_RM, path, complaint, describe_fully(samples))
     return listed
-
-
-def _reward_of_type(rm_type: str) -> Callable[[Any, Sample, str], Awaitable[Any]]:
-    if rm_type not in RM_TYPES:
-        near = difflib.get_close_matches(rm_type, RM_TYPES, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise RewardConfigError(
-            f"unknown --rm-type {rm_type!r}: {hint}known types are {', '.join(sorted(RM_TYPES))}, "
-            f"each also with the prefix {_BOXED!r}"
-        )
-    return RM_TYPES[rm_type]
-
-
-def _missing_label(rm_type: str, sample: Sample) -> Any:
-    return invalid(f"--rm-type {rm_type} needs a label and sample {sample.index} has none: set --label-key")
-
-
-async def _remote(args: PluginArgs, sample: Sample, response: str) -> Any:
-    return await remote_rm(args, sample, response=response)
-
-
-async def _math(args: PluginArgs, sample: Sample, response: str) -> Any:
-    if importlib.util.find_spec("math_verify") is None:
-        raise RewardConfigError("--rm-type math needs the math-verify package: pip install 'slime[math]'")
-    if sample.label in (None, ""):
-        return _missing_label("math", sample)
-    return await check(args, sample, "math_check:check_math", response, str(sample.label))
-
-
-async def _deepscaler(args: PluginArgs, sample: Sample, response: str) -> Any:
-    if sample.label in (None, ""):
-        return _missing_label("deepscaler", sample)
-    return await check(args, sample, "deepscaler:get_deepscaler_rule_based_reward", response, sample.label)
-
-
-async def _dapo(args: PluginArgs, sample: Sample, response: str) -> Any:
-    if sample.label in (None, ""):
-        return _missing_label("dapo", sample)
-    return await check(
-        args, sample, "math_dapo_utils:compute_score", response, sample.label, wrong=dict(_DAPO_WRONG)
-    )
-
-
-async def _f1(args: PluginArgs, sample: Sample, response: str) -> Any:
-    if sample.label is None:
-        return _missing_label("f1", sample)
-    outcome = await check(args, sample, "f1:f1_score", response, str(sample.label), wrong=(0.0, 0.0, 0.0))
-    return outcome if isinstance(outcome, RewardFailure) else outcome[0]
-
-
-async def _gpqa(args: PluginArgs, sample: Sample, response: str) -> Any:
-    if sample.label is None and "correct_letter" not in sample.metadata:
-        return _missing_label("gpqa", sample)
-    given = _entries(sample.metadata, "choices", "valid_letters", "correct_letter")
-    return await check(args, sample, "gpqa:compute_gpqa_reward", response, sample.label, given, wrong=0.0)
-
-
-async def _ifbench(args: PluginArgs, sample: Sample, response: str) -> Any:
-    given = _entries(sample.metadata, "instruction_id_list", "kwargs")
-    return await check(
-        args, sample, "ifbench:compute_ifbench_reward", response, sample.label, given, wrong=0.0
-    )
-
-
-def _entries(metadata: dict[str, Any], *names: str) -> dict[str, Any]:
-    """What a check reads of the metadata: the rest may be large, or
-    of a kind that its worker does not know.
-    """
-    return {name: metadata[name] for name in names if name in metadata}
-
-
-async def _random(args: PluginArgs, sample: Sample, response: str) -> int:
-    """A coin that a resumed run tosses the same way: it depends on the seed, the sample and what it said."""
-    seed = f"{args.rollout_seed}/{sample.index}/{response}".encode(
-        errors="surrogatepass"
-    )  # half a character is no error
-    return random.Random(seed).randint(0, 1)
-
-
-RM_TYPES: dict[str, Callable[[Any, Sample, str], Awaitable[Any]]] = {
-    "remote_rm": _remote,
-    "math": _math,
-    "deepscaler": _deepscaler,
-    "dapo": _dapo,
-    "f1": _f1,
-    "gpqa": _gpqa,
-    "ifbench": _ifbench,
-    "random": _random,
-}

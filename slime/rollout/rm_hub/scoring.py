@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from slime.arguments import PluginArgs
+from slime.catalog.rewards import find_reward
 from slime.observability.trace_utils import trace_span
 from slime.rollout.groups import describe_fully
 from slime.rollout.rm_hub.answers import forget_hints, hint_about_ending
@@ -111,7 +112,7 @@ def _judged(args: PluginArgs, sample: Sample, value: Any, evaluation: bool) -> A
         wrong_return(
             CUSTOM_RM, path, f"returned no score: {outcome.reason}. {expected}.", describe_fully(sample)
         )
-    if rm_type_of(args, sample).removeprefix("boxed_") == "remote_rm":
+    if _is_remote(args, sample):
         return outcome  # the judge's, who may know better the next time
     raise RewardConfigError(f"--rm-type {rm_type_of(args, sample)}: {outcome.reason}")
 
@@ -135,9 +136,12 @@ def _worth_retrying(args: PluginArgs, sample: Sample, failure: RewardFailure) ->
     one. A remote judge was asked often enough.
     """
     custom = custom_path_of(args, sample) is not None
-    return failure.kind == "infra_error" and (
-        custom or rm_type_of(args, sample).removeprefix("boxed_") != "remote_rm"
-    )
+    return failure.kind == "infra_error" and (custom or not _is_remote(args, sample))
+
+
+def _is_remote(args: PluginArgs, sample: Sample) -> bool:
+    reward = find_reward(rm_type_of(args, sample))
+    return reward is not None and reward.is_remote
 
 
 def _conclude(args: PluginArgs, sample: Sample, outcome: Any, evaluation: bool) -> None:

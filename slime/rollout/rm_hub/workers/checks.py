@@ -16,15 +16,13 @@ from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 
-_REWARDS = __name__.rpartition(".workers")[0]
 _num_not_compared = 0  # over the life of the process; only for how often it is logged
 
 
 async def check(
     args: PluginArgs, sample: Sample, function: str, response: str, *truth: Any, wrong: Any = 0
 ) -> Any:
-    """What `function` ("module:name" of this package) returns in a worker for the
-    response and the truth it is held against.
+    """What the function at this path returns in a worker for the response and the truth to compare it with.
 
     An answer that is too large to be compared scores `wrong`: whoever writes a tower of powers is not
     right, and must not be able to end a run.
@@ -38,13 +36,17 @@ async def check(
 
 async def box_of(args: PluginArgs, sample: Sample, response: str) -> str | RewardFailure:
     """The content of the last box of a response, empty when there is none."""
-    return await check(args, sample, "math_utils:extract_boxed_answer", response, wrong="") or ""
+    return (
+        await check(args, sample, "slime.rollout.rm_hub.math_utils.extract_boxed_answer", response, wrong="")
+        or ""
+    )
 
 
 async def _in_pool(args: PluginArgs, function: str, response: str, *truth: Any) -> Any:
     if len(response) > MAX_RESPONSE_CHARS:
         return too_large(f"a response of {len(response)} characters, more than {MAX_RESPONSE_CHARS}")
-    return await get_pool(args).check(f"{_REWARDS}.{function}", response, *truth)
+    module, _, name = function.rpartition(".")
+    return await get_pool(args).check(f"{module}:{name}", response, *truth)
 
 
 def _count(sample: Sample, outcome: AnswerTooLarge) -> None:

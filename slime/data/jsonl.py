@@ -1,0 +1,66 @@
+"""Prompt files of one JSON object per line."""
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+from slime.data.reader import Place, PlacedRows, Row
+from slime.data.strict_json import parse_json
+
+_MAX_LINE_CHARACTERS = 2**28
+
+
+def read_jsonl(path: Path) -> PlacedRows:
+    """The rows of a file; blank lines are skipped."""
+    # Bytes that are no UTF-8 become lone surrogates, so that they are found in their line.
+    with path.open(encoding="utf-8-sig", errors="surrogateescape") as file:
+        for number, line in enumerate(_lines(path, file), start=1):
+            place = Place(str(path), "line", number)
+            _check_encoding(place, line)
+            text = line.strip().lstrip("\ufeff")  # files that were joined have byte order marks inside
+            if text:
+                yield place, _parse_line(place, text)
+
+
+def _lines(path: Path, file: TextIO) -> Iterator[str]:
+    for number in itertools.count(1):
+        line = file.readline(_MAX_LINE_CHARACTERS)
+        if len(line) == _MAX_LINE_CHARACTERS:
+            raise ValueError(
+                f"{path}, line {number}: longer than {_MAX_LINE_CHARACTERS} characters; write one JSON "
+                "object per line."
+            )
+        if not line:
+            return
+        yield line
+
+
+def _parse_line(place: Place, line: str) -> Row:
+    try:
+        row = parse_json(line)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}; each line must be one JSON object.") from None
+    if not isinstance(row, dict):
+        raise ValueError(
+            f'{place}: expected a JSON object, found {type(row).__name__}; write {{"input": "..."}} on each '
+            "line."
+        )
+    return row
+
+
+def _check_encoding(place: Place, line: str) -> None:
+    if line.isascii():
+        return
+    try:
+        line.encode()
+    except UnicodeEncodeError as error:
+        raw = line[error.start : error.start + 4].encode(errors="surrogateescape")
+        hint = "save the file as UTF-8"
+        if place.number == 1 and raw[:2] in (b"\xff\xfe", b"\xfe\xff"):
+            hint = "it looks like UTF-16: " + hint
+        if line.startswith("\x1f\udc8b"):
+            hint = "it is a gzip file: unpack it first"
+        raise ValueError(
+            f"{place}: not UTF-8 text (byte 0x{raw[0]:02x} at column {error.start + 1}); {hint}."
+        ) from None
