@@ -6,8 +6,8 @@ by chance, and a policy that learns leaves it soon. The run is an ordinary one (
 makes the model, and then reads the metrics: reward and loss per step, seconds of each part, and the peak of
 device memory in each phase.
 
-    python benchmarks/colocated_grpo.py --shape tiny                                          (embedded engine, any machine)
-    python benchmarks/colocated_grpo.py --shape 0.6b --engine sglang --sglang-python PATH [--sglang-...]   (one GPU)
+    python benchmarks/colocated_grpo.py --shape tiny                     # embedded engine, any machine
+    python benchmarks/colocated_grpo.py --shape 0.6b --engine sglang --sglang-python PATH    # one GPU
 """
 
 import argparse

@@ -10,7 +10,7 @@ must end up with the trainer's bits, or the benchmark fails.
 Seconds are CPU seconds of all threads of this process, because the machine may
 be shared; wall seconds are in the JSON.
 
-    python benchmarks/delta_sync.py --model-path DIR          (a checkpoint, for example SmolLM2 of the quick start)
+    python benchmarks/delta_sync.py --model-path DIR    # for example SmolLM2 of the quick start
     python benchmarks/delta_sync.py                           (random weights in the shape of SmolLM2-135M)
     python benchmarks/delta_sync.py --shape tiny              (does the script work?)
 """

@@ -6,8 +6,8 @@ The same GRPO run (colocated_grpo.py), once in 16 bit and then with FP8 engines:
 the number of pushes is a policy that the engine does not have. Every push is compared with a load of the same
 weights from files, so what grows is the rounding.
 
-    python benchmarks/fp8_drift.py --shape 0.6b --engine sglang --sglang-python PATH [--sglang-...]   (one GPU)
-    python benchmarks/fp8_drift.py --shape tiny --steps 4                                            (any machine)
+    python benchmarks/fp8_drift.py --shape 0.6b --engine sglang --sglang-python PATH    # one GPU
+    python benchmarks/fp8_drift.py --shape tiny --steps 4                               # any machine
 """
 
 import argparse

@@ -32,6 +32,7 @@ from slime.rollout.generation.requests import build_request, prepare_prompt
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout
 from slime.utils.async_utils import run
 
+NONZERO_STD = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
 NUM_TOKENS = 64
 GROUP_SIZE = 8
 TARGET_RATIO = 4.0
@@ -125,7 +126,7 @@ def make_args(folder: Path, port: int, num_samples: int, concurrency: int) -> An
         "--rollout-max-response-len": NUM_TOKENS,
         "--sglang-server-concurrency": concurrency,
         "--custom-rm-path": f"{__file__}:reward",
-        "--dynamic-sampling-filter-path": "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",
+        "--dynamic-sampling-filter-path": NONZERO_STD,
     }
     args = parse_args([str(token) for item in flags.items() for token in item])
     info = RunInfo(
@@ -237,9 +238,9 @@ def main() -> int:
             args = make_args(Path(folder), port, size, options.concurrency)
             url = f"http://127.0.0.1:{port}/generate"
             rows.append(measure(size, args, url, options.rounds, options.concurrency))
-            print("{in_flight:6d} in flight: bare {bare_us:6.0f} us, rollout {rollout_us:6.0f} us a sample "
-                  "(CPU), "
-                  "ratio {ratio:.2f}, {connections} connections, {bytes_per_sample:.0f} bytes a sample".format(**rows[-1]), flush=True)  # fmt: skip
+            line = "{in_flight:6d} in flight: bare {bare_us:6.0f} us, rollout {rollout_us:6.0f} us a sample (CPU)"
+            line += ", ratio {ratio:.2f}, {connections} connections, {bytes_per_sample:.0f} bytes a sample"
+            print(line.format(**rows[-1]), flush=True)
     server.terminate()
     options.json.parent.mkdir(parents=True, exist_ok=True)
     result = {"engine": "FakeInstantEngine", "target_ratio": TARGET_RATIO, "rows": rows}

@@ -41,6 +41,7 @@ from slime.utils.accelerator import device_count
 from slime.utils.async_utils import run
 from slime.utils.types import flatten_samples
 
+NONZERO_STD = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
 GOAL = 0.97
 
 
@@ -112,7 +113,7 @@ def read_flags(options: argparse.Namespace, extra: list[str], folder: Path, mode
         "--rollout-max-response-len": options.output_tokens,
         "--sglang-server-concurrency": options.concurrency,
         "--custom-rm-path": f"{__file__}:reward",
-        "--dynamic-sampling-filter-path": "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",
+        "--dynamic-sampling-filter-path": NONZERO_STD,
         "--rollout-engine": options.engine,
     }
     words = [str(token) for item in flags.items() for token in item]

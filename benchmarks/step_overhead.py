@@ -1,7 +1,7 @@
 """What share of a training step is neither the engine's forward passes nor
 the trainer's forward and backward passes?
 
-    python benchmarks/step_overhead.py --run-dir runs/quickstart/rl      reads what a run left in metrics.jsonl
+    python benchmarks/step_overhead.py --run-dir runs/quickstart/rl    # reads the run's metrics.jsonl
 
 The first two steps are left out: they load code and fill caches.
 "Optimizer" is listed apart; it counts as overhead.

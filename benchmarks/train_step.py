@@ -8,7 +8,7 @@ against the bare matrix products, and the balance of work over eight data-parall
 its own.
 
     python benchmarks/train_step.py [--part kernels --part 0.6b --part 4b --part balance] [--profile]
-    python benchmarks/train_step.py --backend megatron --part 0.6b --part 4b    (the Megatron trainer beside FSDP's)
+    python benchmarks/train_step.py --backend megatron --part 0.6b --part 4b    # Megatron beside FSDP
     python benchmarks/train_step.py --device cpu --tiny        (does the script work?)
 """
 

@@ -12,9 +12,9 @@ the pushes of
 
 After each size the engine's checksums must be those of the push that was compared with the files.
 
-    python benchmarks/weight_push.py --shape tiny                                  (embedded engine, shared memory)
-    python benchmarks/weight_push.py --shape tiny --engine sglang                  (SGLang on a CPU, request bodies)
-    python benchmarks/weight_push.py --shape 4b --engine sglang --sglang-python PATH [--sglang-...]   (CUDA IPC)
+    python benchmarks/weight_push.py --shape tiny                     # embedded engine, shared memory
+    python benchmarks/weight_push.py --shape tiny --engine sglang     # SGLang on a CPU, request bodies
+    python benchmarks/weight_push.py --shape 4b --engine sglang --sglang-python PATH    # CUDA IPC
 """
 
 import argparse

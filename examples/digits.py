@@ -1,13 +1,12 @@
-"""The task that the small examples share: sort the digits of a number. Makes the
-model and the data, scores what was learnt.
+"""The task that the small examples share: sort the digits of a number.
 
-python examples/digits.py model DIR          a three-layer character model with random weights
-python examples/digits.py talks FILE         conversations of two questions, answered right
-python examples/digits.py habits FILE        one question each, answered by one of four habits, sorting among them
-python examples/digits.py pairs FILE         one question each, a sorted answer preferred to another habit
-python examples/digits.py prompts FILE       questions alone
-python examples/digits.py score DIR...       share of held-out questions that the model in each DIR answers right
-python examples/digits.py judge DIR          share of held-out pairs that the reward model in DIR ranks right
+python examples/digits.py model DIR      make a three-layer character model with random weights
+python examples/digits.py talks FILE     write conversations of two questions, answered right
+python examples/digits.py habits FILE    write questions, answered by one of four habits (one sorts)
+python examples/digits.py pairs FILE     write questions with a sorted answer preferred to another habit
+python examples/digits.py prompts FILE   write questions alone
+python examples/digits.py score DIR...   the share of held-out questions that each model answers right
+python examples/digits.py judge DIR      the share of held-out pairs that a reward model ranks right
 """
 
 import argparse

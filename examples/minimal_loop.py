@@ -45,7 +45,8 @@ def settings(folder: Path) -> Args:
     flags += (
         f" --n-samples-per-prompt 8 --rollout-max-response-len {MAX_NEW_TOKENS} --num-rollout {NUM_STEPS}"
     )
-    flags += " --lr 5e-3 --lr-decay-style constant --dtype float32 --use-dynamic-batch-size --max-tokens-per-gpu 8192"
+    flags += " --lr 5e-3 --lr-decay-style constant --dtype float32 --use-dynamic-batch-size"
+    flags += " --max-tokens-per-gpu 8192"
     return parse_args(flags.split())
 
 
