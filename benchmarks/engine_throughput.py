@@ -23,7 +23,8 @@ from pathlib import Path
 import torch
 
 from slime.cli.quickstart import tiny
-from slime.engines.server import EngineServer, LaunchPlan, embedded_command
+from slime.engines.embedded.command import embedded_command
+from slime.engines.server import EngineServer, LaunchPlan
 from slime.utils import http_utils
 from slime.utils.async_utils import run
 from slime.utils.processes import thread_environment

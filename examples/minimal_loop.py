@@ -20,7 +20,8 @@ from slime.backends import TrainBackend, create_backend
 from slime.batch.convert import samples_to_batch
 from slime.batch.schedule import split_for_ranks
 from slime.cli.quickstart import tiny
-from slime.engines.server import EngineServer, LaunchPlan, embedded_command
+from slime.engines.embedded.command import embedded_command
+from slime.engines.server import EngineServer, LaunchPlan
 from slime.rollout.data_source import RolloutDataSource
 from slime.step.update import run_update
 from slime.utils import shm

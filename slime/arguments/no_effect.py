@@ -9,6 +9,7 @@ from slime.arguments.all_flags import all_specs
 from slime.arguments.core.draft import Draft
 from slime.arguments.groups.objectives import PAIR_LOSSES, SUPERVISED_LOSSES
 from slime.arguments.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
+from slime.catalog.engines import ENGINES
 from slime.catalog.estimators import ESTIMATORS
 from slime.catalog.policy_losses import POLICY_LOSSES
 from slime.catalog.rewards import REWARDS, find_reward
@@ -307,15 +308,9 @@ NO_EFFECT = (
         "no dump is replayed; add --load-debug-rollout-data",
     ),
     NoEffect(("ckpt_step", "finetune"), lambda d: d.load is not None, "no checkpoint is loaded; add --load"),
-    NoEffect(
-        ("sglang_python",),
-        lambda d: d.rollout_engine == "sglang",
-        "no SGLang is started; add --rollout-engine sglang",
-    ),
-    NoEffect(
-        ("embedded_device", "embedded_dtype", "embedded_max_running_requests", "embedded_max_total_tokens"),
-        lambda d: d.rollout_engine == "embedded",
-        "SGLang is the engine; use its own flags (--sglang-...)",
+    *(
+        NoEffect(kind.flags, lambda d, kind=kind: ENGINES[d.rollout_engine] is kind, kind.flags_unread)
+        for kind in ENGINES.values()
     ),
     NoEffect(
         ("update_weight_disk_dir", "update_weight_disk_keep_files", "custom_update_weight_post_write_path"),

@@ -36,6 +36,7 @@ from slime.arguments.passthrough.sglang import (
 )
 from slime.arguments.rules import apply_rules
 from slime.arguments.show import render_config, render_help
+from slime.catalog.engines import ENGINES
 
 logger = logging.getLogger(__name__)
 
@@ -215,9 +216,10 @@ def _apply_server_flags(draft: Draft, found: dict[str, list[str]]) -> None:
         near = get_close_matches(option.replace("_", "-"), _OWN_SGLANG_OPTIONS, n=1, cutoff=0.9)
         if near or is_unbuilt(option.removeprefix("--").replace("_", "-")):
             raise ValueError(_explain_unknown_flag(option, near))
-    if draft.rollout_engine == "embedded":
+    engine = draft.rollout_engine
+    if engine in ENGINES and not ENGINES[engine].takes_sglang_flags:
         raise ValueError(
-            f"{first} is set, but --rollout-engine embedded starts no SGLang; remove one of them."
+            f"{first} is set, but --rollout-engine {engine} starts no SGLang; remove one of them."
         )
     values, words = read_server_flags(found, need_python(draft.sglang_python, first))
     for name, value in values.items():

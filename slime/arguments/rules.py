@@ -5,6 +5,7 @@ with a reason and a fix, or derives a value.
 from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
+from pkgutil import resolve_name
 
 from slime.arguments.core.devices import visible_gpus
 from slime.arguments.core.draft import Draft
@@ -36,8 +37,8 @@ from slime.arguments.groups.trained_sampling import trained_sampling
 from slime.arguments.groups.trainer_rules import model_parallel_sizes, trainable_parameters, weight_copies
 from slime.arguments.groups.weight_sync_rules import weight_sync
 from slime.arguments.no_effect import refuse_flags_without_effect
-from slime.arguments.passthrough.sglang import need_python
 from slime.catalog.datasets import ENDINGS
+from slime.catalog.engines import DEFAULT_ENGINE, ENGINES
 from slime.catalog.rewards import BOXED, REWARDS
 from slime.utils.run_file import choose_run_folder, resumption_of
 
@@ -273,36 +274,32 @@ def _check_template(flag: str, template: str) -> None:
 
 
 def engine_choice(draft: Draft) -> None:
-    if draft.rollout_engine == "auto":
-        engine, why = (
-            ("sglang", "flags of SGLang are given")
-            if draft.sglang_options or draft.sglang_config or draft.prefill_num_servers
-            else ("embedded", "needs nothing")
-        )
-        draft.derive("rollout_engine", engine, why)
-    if (
-        draft.rollout_engine == "sglang"
-        and not draft.debug_train_only
-        and not draft.rollout_external_engine_addrs
-    ):
-        python = need_python(draft.sglang_python, "--rollout-engine sglang")
-        if draft.sglang_python is None:
-            draft.derive("sglang_python", python, "where SGLang is installed")
+    if draft.rollout_engine not in ENGINES:  # auto
+        meant = [name for name, row in ENGINES.items() if any(getattr(draft, f) for f in row.chosen_by)]
+        engine = meant[0] if meant else DEFAULT_ENGINE
+        draft.derive("rollout_engine", engine, ENGINES[engine].chosen_why or "needs nothing")
+    kind = ENGINES[draft.rollout_engine]
+    if kind.find_python and not draft.debug_train_only and not draft.rollout_external_engine_addrs:
+        given, reason = getattr(draft, kind.python_flag), f"--rollout-engine {draft.rollout_engine}"
+        python = resolve_name(kind.find_python)(given, reason)
+        if given is None:
+            draft.derive(kind.python_flag, python, f"where {kind.label} is installed")
 
 
 def reproducible_engine(draft: Draft) -> None:
     """What is computed together decides the last bits of log-probs, and
     what arrives together is a matter of timing.
     """
-    if not draft.deterministic_mode or draft.rollout_engine != "embedded":
+    flag = ENGINES[draft.rollout_engine].single_request_flag
+    if not draft.deterministic_mode or flag is None:
         return
-    if not draft.was_given("embedded_max_running_requests"):
-        draft.derive("embedded_max_running_requests", 1, "--deterministic-mode")
-    elif draft.embedded_max_running_requests != 1:
+    if not draft.was_given(flag):
+        draft.derive(flag, 1, "--deterministic-mode")
+    elif getattr(draft, flag) != 1:
         raise ValueError(
-            f"--embedded-max-running-requests is {draft.embedded_max_running_requests} with "
-            "--deterministic-mode: log-probs of requests that are computed together depend on which they "
-            "are, and that on timing; leave it out, or do without --deterministic-mode."
+            f"--{flag.replace('_', '-')} is {getattr(draft, flag)} with --deterministic-mode: log-probs of "
+            "requests that are computed together depend on which they are, and that on timing; leave it "
+            "out, or do without --deterministic-mode."
         )
 
 

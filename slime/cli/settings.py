@@ -10,7 +10,7 @@ def default_settings(**changes: Any) -> SimpleNamespace:
     """Every flag at its default, except those named."""
     values = {name: spec.default for name, spec in all_specs().items()}
     # What the parser derives where these are left open.
-    values |= {"policy_loss_type": "ppo", "loss_reduction": "rollout_mean"}
+    values |= {"policy_loss_type": "ppo", "loss_reduction": "rollout_mean", "sglang_options": []}
     unknown = sorted(set(changes) - set(values))
     assert not unknown, f"no such flag: {', '.join(unknown)}"
     return SimpleNamespace(**(values | changes))

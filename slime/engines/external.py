@@ -23,7 +23,6 @@ from slime.wire.protocol import EngineInfo
 _FLAG = "--rollout-external-engine-addrs"
 _ASK_DEADLINE_S = 20.0
 _LOOK_INTERVAL_S, _LOOK_TIMEOUT_S = 2.0, 2.0
-_OLDEST_SGLANG = (0, 5)
 # What two folders of the same model agree on.
 _CONFIG_KEYS = ("architectures", "vocab_size", "hidden_size", "num_hidden_layers")
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -135,7 +134,7 @@ def _check_model(engine: ExternalEngine, ours: Mapping[str, Any], hf_checkpoint:
 
 def _check_version(engine: ExternalEngine) -> None:
     version = version_tuple(str(engine.info.raw.get("version", "")))
-    if engine.info.dialect.name.startswith("sglang") and version and version < _OLDEST_SGLANG:
+    if version and version < engine.info.dialect.oldest_version:
         raise ValueError(
             f"{_FLAG}: the engine at {engine.url} is SGLang {engine.info.raw['version']}; at least 0.5 is "
             "needed."

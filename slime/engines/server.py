@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -234,48 +233,3 @@ def _kill_group(process: subprocess.Popen) -> None:
     """The process leads a group of its own (it was started in a new session): its workers go with it."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-
-
-def embedded_command(
-    *,
-    model_path: str,
-    device: str,
-    dtype: str,
-    threads: int,
-    max_running_requests: int,
-    max_total_tokens: int | None,
-    seed: int,
-    shm_prefix: str,
-    await_weights: bool,
-    fp8_block: tuple[int, int] | None = None,
-    host: str = "127.0.0.1",
-) -> Command:
-    """The command line of our own engine."""
-
-    def command(port: int, ready_file: Path, life_fd: int) -> list[str]:
-        options = {
-            "--model-path": model_path,
-            "--host": host,
-            "--port": port,
-            "--ready-file": ready_file,
-            "--life-fd": life_fd,
-            "--device": device,
-            "--dtype": dtype,
-            "--threads": threads,
-            "--max-running-requests": max_running_requests,
-            "--max-total-tokens": max_total_tokens,
-            "--seed": seed,
-            "--shm-prefix": shm_prefix,
-        }
-        words = [str(word) for name, value in options.items() if value is not None for word in (name, value)]
-        words += ["--fp8-block", *map(str, fp8_block)] if fp8_block else []
-        return [
-            sys.executable,
-            "-P",
-            "-m",
-            "slime.engines.embedded",
-            *words,
-            *(["--await-weights"] if await_weights else []),
-        ]
-
-    return command

@@ -39,6 +39,23 @@ class EnginePlace:
     words: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class EngineSite:
+    """All that decides how one engine of a run is started, besides the arguments of the run.
+
+    `quantization`: the quantization_config in which it holds the trainer's weights; None: as the model has them.
+    """
+
+    model_path: str
+    update_weights: bool  # it gets every push of the trainer's weights
+    place: EnginePlace
+    gpu_ids: tuple[int, ...]  # empty on a CPU machine
+    host: str
+    shm_prefix: str
+    threads: int
+    quantization: dict[str, Any] | None = None
+
+
 def gpu_pool(num_machines: int, per_machine: int, first: int = 0) -> list[Gpu]:
     """Every GPU of so many machines alike, machine by machine, without the first ones."""
     return [divmod(gpu, per_machine) for gpu in range(first, num_machines * per_machine)]

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, fields
 from operator import itemgetter
 from typing import Any, Literal
 
+from slime.catalog.engines import Dialect
 from slime.utils import top_p
-from slime.wire.dialects import Dialect, dialect_of
+from slime.wire.dialects import dialect_of
 
 Finish = Literal["stop", "length", "abort"]
 FINISH_TYPES: tuple[Finish, ...] = ("stop", "length", "abort")

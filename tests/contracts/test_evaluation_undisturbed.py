@@ -14,9 +14,10 @@ from engine_under_test import CONTEXT, largest_difference, plain_log_probs
 from rollout_helpers import assert_conserved, make_args, make_source, write_prompts
 
 from slime.cluster.serving.engine_weights import EngineWeights
+from slime.engines.embedded.command import embedded_command
 from slime.engines.fleet import EngineFleet, WatchPolicy
 from slime.engines.router import Balancer
-from slime.engines.server import EngineServer, LaunchPlan, embedded_command
+from slime.engines.server import EngineServer, LaunchPlan
 from slime.rollout.rm_hub.scoring import reset_breaker
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils import shm

@@ -23,8 +23,9 @@ from slime.batch.convert import samples_to_batch
 from slime.batch.schedule import split_for_ranks
 from slime.cluster.serving.engine_plan import _adapter_words
 from slime.cluster.serving.engine_weights import EngineWeights
+from slime.engines.embedded.command import embedded_command
 from slime.engines.fleet import EngineFleet, WatchPolicy
-from slime.engines.server import EngineServer, LaunchPlan, embedded_command
+from slime.engines.server import EngineServer, LaunchPlan
 from slime.engines.sglang.command import SGLangOptions, sglang_command
 from slime.step.update import run_update
 from slime.utils import shm

@@ -16,9 +16,10 @@ from trainer_helpers import init_process_group, trainer_args
 
 from slime.backends.fsdp import create_backend
 from slime.cluster.train_actor import TrainActor
+from slime.engines.embedded.command import embedded_command
 from slime.engines.embedded.runner import ModelRunner
 from slime.engines.embedded.weights import DiskSource, WeightStore
-from slime.engines.server import EngineServer, LaunchPlan, embedded_command
+from slime.engines.server import EngineServer, LaunchPlan
 from slime.utils import shm
 from slime.utils.async_utils import run
 from slime.utils.fp8 import FP8, dequantize_blocks

@@ -11,6 +11,7 @@ import pytest
 import torch
 from aiohttp import web
 
+from slime.catalog.engines import ENGINES
 from slime.cluster.serving.engine_weights import EngineWeights
 from slime.engines.fleet import EngineFleet, WatchPolicy
 from slime.utils.async_utils import run
@@ -21,7 +22,6 @@ from slime.weight_sync.base import Parcel, SenderOptions
 from slime.weight_sync.disk import until_written
 from slime.weight_sync.late_copy import LateCopySender
 from slime.wire.control import EngineControl
-from slime.wire.dialects import SGLANG
 from slime.wire.protocol import EngineInfo
 
 UPDATE_FROM_DISK = EngineControl.update_from_disk  # before a fixture replaces it
@@ -129,7 +129,7 @@ class Server:
 @pytest.fixture
 def member(monkeypatch):
     """(fleet, weights, server): one engine, whose control plane says yes to everything."""
-    info = EngineInfo(SGLANG, "model", "default", 128, 64, {})
+    info = EngineInfo(ENGINES["sglang"].dialect, "model", "default", 128, 64, {})
 
     async def yes(*args, **kwargs):
         return None

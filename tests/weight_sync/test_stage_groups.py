@@ -12,8 +12,9 @@ from stage_ranks import StageRanks
 from tiny_model import make_tiny_model
 
 from slime.cluster.serving.engine_weights import EngineWeights
+from slime.engines.embedded.command import embedded_command
 from slime.engines.fleet import EngineFleet, WatchPolicy
-from slime.engines.server import EngineServer, LaunchPlan, embedded_command
+from slime.engines.server import EngineServer, LaunchPlan
 from slime.utils import shm
 from slime.utils.async_utils import run
 from slime.utils.processes import thread_environment

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, safe_open
 from tiny_model import make_tiny_model
 
-from slime.engines.server import EngineServer, LaunchPlan, embedded_command
+from slime.engines.embedded.command import embedded_command
+from slime.engines.server import EngineServer, LaunchPlan
 from slime.utils import shm
 from slime.utils.async_utils import run
 from slime.utils.errors import RunStopped

@@ -18,7 +18,8 @@ from aiohttp import web
 from delta_world import load_folder, make_sender, publish
 from tiny_model import make_tiny_model
 
-from slime.engines.server import EngineServer, LaunchPlan, embedded_command
+from slime.engines.embedded.command import embedded_command
+from slime.engines.server import EngineServer, LaunchPlan
 from slime.utils import shm
 from slime.utils.async_utils import run
 from slime.utils.processes import stop_process, thread_environment

@@ -2,7 +2,8 @@
 
 import pytest
 
-from slime.wire.dialects import EMBEDDED, SGLANG, SGLANG_BEFORE_0_5_23, dialect_of
+from slime.catalog.engines import ENGINES
+from slime.wire.dialects import dialect_of
 from slime.wire.protocol import EngineInfo, GenerateRequest, Generation, SamplingParams, VersionSpan
 
 RECORDED_ANSWER = {
@@ -118,9 +119,9 @@ def test_a_request_carries_its_extra_fields():
 
 
 def test_the_dialect_is_read_from_the_server_info():
-    assert dialect_of({"engine": "embedded"}) is EMBEDDED
-    assert dialect_of({"version": "0.5.16"}) is SGLANG_BEFORE_0_5_23
-    assert dialect_of({"version": "0.5.23.post1"}) is SGLANG
+    assert dialect_of({"engine": "embedded"}) is ENGINES["embedded"].dialect
+    assert dialect_of({"version": "0.5.16"}).name == "sglang<0.5.23"
+    assert dialect_of({"version": "0.5.23.post1"}) is ENGINES["sglang"].dialect
 
 
 def test_engine_info_of_sglang_takes_the_version_from_model_info():

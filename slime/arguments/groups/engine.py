@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from slime.arguments.core.flag import flag
+from slime.catalog.engines import ENGINES
 
 FP8_ROUNDINGS = ("auto", "nearest", "stochastic")
 ENCODINGS = ("xor", "overwrite")
@@ -16,7 +17,7 @@ class EngineFlags:
     rollout_engine: str = flag(
         "auto",
         "inference engine; auto: sglang where flags of its own (--sglang-...) are given, else embedded",
-        choices=("auto", "embedded", "sglang"),
+        choices=("auto", *ENGINES),
     )
     sglang_python: str | None = flag(
         None,

@@ -7,6 +7,7 @@ from slime.arguments.groups.topology import Topology, plain_topology, prefill_to
 from slime.arguments.passthrough.router import need_router_python, read_router_flags
 from slime.arguments.passthrough.sglang import PREFIX, need_python, server_flags
 from slime.arguments.run_info import EVALUATION_ENGINES
+from slime.catalog.engines import ENGINES
 
 _SOURCES = ("sglang_config", "prefill_num_servers", "rollout_external_engine_addrs")
 
@@ -91,7 +92,7 @@ def _check_engine_kind(draft: Draft, topology: Topology) -> None:
     special = [m.name for m in topology.models if m.is_disaggregated or any(g.overrides for g in m.groups)]
     if not special or draft.debug_train_only:
         return
-    if draft.rollout_engine != "sglang":
+    if not ENGINES[draft.rollout_engine].takes_sglang_flags:
         raise ValueError(
             f"model {special[0]!r} of the topology has prefill groups or overrides, which --rollout-engine "
             f"{draft.rollout_engine} does not know; use --rollout-engine sglang."
@@ -123,7 +124,7 @@ def router(draft: Draft) -> None:
     if draft.rollout_router == "builtin" or draft.debug_train_only:
         draft.set("router_options", [], draft.source("router_options"))
         return
-    if draft.rollout_engine != "sglang" and not draft.rollout_external_engine_addrs:
+    if not ENGINES[draft.rollout_engine].takes_sglang_flags and not draft.rollout_external_engine_addrs:
         raise ValueError(
             f"{reason or '--rollout-router sglang'} means SGLang's router, which adds fields of its own to "
             f"requests that --rollout-engine {draft.rollout_engine} refuses; use --rollout-engine sglang."

@@ -12,6 +12,7 @@ from typing import Any
 
 from slime.arguments.core.draft import Draft
 from slime.arguments.groups.objectives import SUPERVISED_LOSSES
+from slime.catalog.engines import ENGINES
 
 # What bends the distribution -> the value that does not.
 NEUTRAL: dict[str, float] = {
@@ -32,7 +33,7 @@ CONSTRAINTS = ("regex", "json_schema", "ebnf", "structural_tag", "logit_bias", "
 
 def engines_tell_nucleus(args: Any) -> bool:
     """Whether the run's engines can say which ids they drew a token from."""
-    return args.rollout_engine == "embedded" and not args.rollout_external_engine_addrs
+    return ENGINES[args.rollout_engine].dialect.tells_nucleus and not args.rollout_external_engine_addrs
 
 
 def is_cut(params: Mapping[str, Any], vocab_size: int | None = None) -> bool:

@@ -1,6 +1,7 @@
 """Rules about the trainer's parallel sizes, and about which parameters train."""
 
 from slime.arguments.core.draft import Draft
+from slime.catalog.engines import ENGINES
 
 
 def trainable_parameters(draft: Draft) -> None:
@@ -33,9 +34,10 @@ def _adapters_alone(draft: Draft) -> None:
             f"--lora-sync adapter with --update-weight-mode {draft.update_weight_mode}: adapters go whole; "
             "keep one of them."
         )
-    if draft.offload_rollout and draft.rollout_engine == "sglang":
+    engine = ENGINES[draft.rollout_engine]
+    if draft.offload_rollout and engine.loses_weights_with_memory:
         raise ValueError(
-            "--lora-sync adapter with --offload-rollout on SGLang engines: they lose the model with their "
+            f"--lora-sync adapter with --offload-rollout on {engine.label} engines: they lose the model with their "
             "memory, and adapters alone do not bring it back; use --lora-sync merged."
         )
     functions = ("custom_generate_function_path", "rollout_function_path", "eval_function_path")
@@ -44,10 +46,10 @@ def _adapters_alone(draft: Draft) -> None:
         for name in functions
         if not (getattr(draft, name) or "slime.rollout.").startswith("slime.rollout.")
     ]
-    if own and draft.rollout_engine == "sglang":
+    if own and engine.requests_name_adapters:
         flag = "--" + own[0].replace("_", "-")
         raise ValueError(
-            f"--lora-sync adapter with {flag} on SGLang engines: requests of one's own that do not name the "
+            f"--lora-sync adapter with {flag} on {engine.label} engines: requests of one's own that do not name the "
             "adapter would be answered by the model without it; use --lora-sync merged."
         )
 

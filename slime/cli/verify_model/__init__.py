@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from slime.catalog.engines import ENGINES
 from slime.cli.main import user_errors
 
 FAILED = 1  # exit code: something diverges
@@ -42,9 +43,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="LIST",
         help="Megatron layouts, such as tp2,pp2,tp2pp2 [all of two ranks, one of four]",
     )
-    parser.add_argument(
-        "--engine", choices=("embedded", "sglang"), help="also an engine that serves the model"
-    )
+    parser.add_argument("--engine", choices=tuple(ENGINES), help="also an engine that serves the model")
     parser.add_argument("--tolerance", type=float, default=1e-4, help="relative to the largest value [1e-4]")
     parser.add_argument("--deadline-s", type=float, default=300.0, help="of one layout [300]")
     return parser

@@ -1,17 +1,18 @@
-"""A real engine serving the small model: log-probs of tokens that it draws,
-against transformers on the same tokens.
-"""
+"""A real engine that serves the small model: log-probs of what it draws, against transformers on the same tokens."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from slime.arguments.passthrough.sglang import need_python
+from slime.catalog.engines import ENGINES, EngineKind
+from slime.cli.settings import default_settings
 from slime.cli.verify_model.reference import token_values
-from slime.engines.server import Command, EngineServer, LaunchPlan, embedded_command
-from slime.engines.sglang.command import SGLangOptions, sglang_command
+from slime.engines.server import Command, EngineServer, LaunchPlan
+from slime.engines.topology import EnginePlace, EngineSite
 from slime.utils import shm
 from slime.utils.async_utils import run
+from slime.utils.misc import load_function
 from slime.utils.processes import import_environment, thread_environment
 from slime.wire.client import EngineClient
 from slime.wire.protocol import GenerateRequest, SamplingParams
@@ -20,14 +21,14 @@ NEW_TOKENS = 12
 
 
 def check_engine(
-    kind: str, model: Path, prompts: list[list[int]], folder: Path, *, deadline_s: float
+    name: str, model: Path, prompts: list[list[int]], folder: Path, *, deadline_s: float
 ) -> float:
     """The largest difference of a log-prob between the engine and transformers."""
-    prefix = shm.make_prefix()
+    kind, prefix = ENGINES[name], shm.make_prefix()
     plan = LaunchPlan(
-        name=f"{kind} engine",
-        command=_command(kind, model, prefix),
-        env={**thread_environment(1), **(import_environment() if kind == "embedded" else {})},
+        name=f"{name} engine",
+        command=_command(kind, f"--engine {name}", model, prefix),
+        env={**thread_environment(1), **({} if kind.find_python else import_environment())},
         log_path=folder / "engine.log",
         start_timeout_s=deadline_s,
     )
@@ -42,23 +43,18 @@ def check_engine(
     return _difference(model, prompts, drawn)
 
 
-def _command(kind: str, model: Path, prefix: str) -> Command:
-    if kind == "sglang":
-        python = need_python(None, "--engine sglang")
-        # A folder with only a config has no tokenizer, and tokens are all that is asked here.
-        words = () if any(model.glob("tokenizer*")) else ("--skip-tokenizer-init",)
-        return sglang_command(SGLangOptions(python, str(model), True, "float32", 1, 1234, False, extra=words))
-    return embedded_command(
-        model_path=str(model),
-        device="cpu",
-        dtype="float32",
-        threads=1,
-        max_running_requests=16,
-        max_total_tokens=4096,
-        seed=1,
-        shm_prefix=prefix,
-        await_weights=False,
-    )
+def _command(kind: EngineKind, flag: str, model: Path, prefix: str) -> Command:
+    changes: dict[str, Any] = {"embedded_max_running_requests": 16, "embedded_max_total_tokens": 4096}
+    if kind.find_python:
+        changes[kind.python_flag] = load_function(kind.find_python)(None, flag)
+    # A folder with only a config has no tokenizer, and tokens are all that is asked here.
+    skip = kind.takes_sglang_flags and not any(model.glob("tokenizer*"))
+    words = ("--skip-tokenizer-init",) if skip else ()
+    place = EnginePlace("engine", "default", "regular", machine=0, gpu_ids=(), num_gpus=1, words=words)
+    site = EngineSite(str(model), False, place, gpu_ids=(), host="127.0.0.1", shm_prefix=prefix, threads=1)
+    args = default_settings(dtype="float32", embedded_device="cpu", **changes)
+    command: Command = load_function(kind.command)(args, site)
+    return command
 
 
 def _draw(url: str, prompt: list[int], deadline_s: float) -> tuple[tuple[int, ...], tuple[float, ...]]:

@@ -15,6 +15,7 @@ from typing import Any
 from aiohttp import web
 
 from slime.arguments.groups.trained_sampling import refusal
+from slime.catalog.engines import ENGINES
 from slime.engines.embedded.adapter import AdaptedWeights, AdapterConfig
 from slime.engines.embedded.engine import Engine
 from slime.engines.embedded.loop import EngineLoop
@@ -31,11 +32,12 @@ from slime.engines.embedded.weights import (
 )
 from slime.utils.http_utils import CLIENT
 from slime.wire.control import PAUSE_MODES, TAGS
-from slime.wire.dialects import EMBEDDED
 from slime.wire.manifest import WeightManifest
 from slime.wire.protocol import shown
 
 logger = logging.getLogger(__name__)
+
+_DIALECT = ENGINES["embedded"].dialect
 
 _MAX_BODY_BYTES = 32 << 20  # JSON is read in one go, and nobody else is served meanwhile: a second at most
 _BODY_DEADLINE_S = 120.0
@@ -398,12 +400,12 @@ def make_static_info(engine: Engine, model_path: str, version: str) -> dict[str,
     """The part of /server_info that does not change."""
     runner = engine.runner
     return {
-        "engine": EMBEDDED.name,
+        "engine": _DIALECT.name,
         "version": version,
         "model_path": model_path,
         "vocab_size": runner.vocab_size,
         "context_length": runner.context_len,
-        "transports": list(EMBEDDED.transports),
+        "transports": list(_DIALECT.transports),
         "enable_lora": True,
         "device": str(runner.device),
         "dtype": str(runner.dtype).removeprefix("torch."),

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from slime.arguments import Args
+from slime.engines.server import Command
 from slime.engines.sglang.supervisor import NCCL_PORT, PORT
+from slime.engines.topology import EngineSite
 
 _HERE = Path(__file__).parent
 # What makes a server work and rest on a machine without a GPU.
@@ -16,6 +20,9 @@ _CPU_WORDS = (
     *("--disable-overlap-schedule", "--sleep-on-idle"),
 )
 _CPU_MAX_TOTAL_TOKENS, _CPU_MAX_RUNNING = 65536, 64
+# What all-linear of --lora-target-modules comes to in the dense families: a server must know it before it
+# sees adapters.
+_LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,28 +41,54 @@ class SGLangOptions:
     extra: Sequence[str] = ()
 
 
+def run_command(args: Args, site: EngineSite) -> Command:
+    """How a server of a run is started."""
+    assert args.sglang_python is not None, "the rules of the arguments find SGLang's interpreter"
+    cpu = not site.gpu_ids
+    return sglang_command(
+        SGLangOptions(
+            python=args.sglang_python,
+            model_path=site.model_path,
+            cpu=cpu,
+            # That of the trainer, so that both have the same distribution.
+            dtype=args.dtype if args.dtype != "auto" else "float32" if cpu else "bfloat16",
+            tensor_parallel=site.place.num_gpus,
+            seed=args.seed,
+            # A model that gets no push could not be filled again.
+            memory_saver=bool(args.offload_rollout) and site.update_weights and not cpu,
+            host=site.host,
+            extra=(
+                *(_pushed_words(args, site) if site.update_weights else ()),
+                *args.sglang_options,
+                *site.place.words,
+            ),
+        )
+    )
+
+
+def _pushed_words(args: Args, site: EngineSite) -> list[str]:
+    """What a server is told if it gets the trainer's weights."""
+    words = ["--enable-return-routed-experts"] if args.use_rollout_routing_replay else []
+    if site.quantization:
+        # Serves FP8 without a checkpoint in FP8: the first push brings all weights.
+        config = json.dumps({"quantization_config": site.quantization})
+        words += ["--load-format", "dummy", "--json-model-override-args", config]
+    if args.lora_sync == "adapter":
+        # It sizes the memory of adapters before it knows them. One adapter, and requests without any: a
+        # health probe is one.
+        targets = args.lora_target_modules
+        words += ["--enable-lora", "--max-lora-rank", str(args.lora_rank), "--max-loras-per-batch", "2"]
+        words += ["--lora-target-modules", *(_LINEAR_LAYERS if targets == ["all-linear"] else targets)]
+        words += [] if site.gpu_ids else ["--lora-backend", "torch_native"]
+    return words
+
+
 def server_words(options: SGLangOptions) -> list[str]:
     """The server's own command line; the ports are left for the supervisor to fill in."""
     given = {word for word in options.extra if word.startswith("--")}
-    words = [
-        "--model-path",
-        options.model_path,
-        "--host",
-        options.host,
-        "--port",
-        PORT,
-        "--nccl-port",
-        NCCL_PORT,
-    ]
-    words += [
-        "--dtype",
-        options.dtype,
-        "--random-seed",
-        str(options.seed),
-        "--weight-version",
-        options.weight_version,
-    ]
-    words += ["--tp-size", str(options.tensor_parallel)]
+    words = ["--model-path", options.model_path, "--host", options.host, "--port", PORT]
+    words += ["--nccl-port", NCCL_PORT, "--dtype", options.dtype, "--random-seed", str(options.seed)]
+    words += ["--weight-version", options.weight_version, "--tp-size", str(options.tensor_parallel)]
     if options.cpu:
         words += _CPU_WORDS
         limits = {"--max-total-tokens": _CPU_MAX_TOTAL_TOKENS, "--max-running-requests": _CPU_MAX_RUNNING}
@@ -65,22 +98,13 @@ def server_words(options: SGLangOptions) -> list[str]:
     return [*words, *options.extra]
 
 
-def sglang_command(options: SGLangOptions) -> Callable[[int, Path, int], list[str]]:
+def sglang_command(options: SGLangOptions) -> Command:
     """For a launch plan: gets the port to bind (0: any), the ready file and the life pipe's fd."""
 
     def command(port: int, ready_file: Path, life_fd: int) -> list[str]:
-        # -P: the folder of these scripts must not be on the path, where
-        # its file names could hide other modules.
-        supervisor = [
-            sys.executable,
-            "-P",
-            str(_HERE / "supervisor.py"),
-            "--host",
-            options.host,
-            "--port",
-            str(port),
-        ]
-        supervisor += ["--ready-file", str(ready_file), "--life-fd", str(life_fd), "--"]
-        return [*supervisor, options.python, "-P", str(_HERE / "launch.py"), *server_words(options)]
+        # -P: the folder of these scripts must not be on the path, where its files could hide other modules.
+        words = [sys.executable, "-P", str(_HERE / "supervisor.py"), "--host", options.host]
+        words += ["--port", str(port), "--ready-file", str(ready_file), "--life-fd", str(life_fd), "--"]
+        return [*words, options.python, "-P", str(_HERE / "launch.py"), *server_words(options)]
 
     return command

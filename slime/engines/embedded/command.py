@@ -1,0 +1,67 @@
+"""The command line of one embedded engine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from slime.arguments import Args
+from slime.engines.server import Command
+from slime.engines.topology import EngineSite
+
+
+def run_command(args: Args, site: EngineSite) -> Command:
+    """How an engine of a run is started."""
+    return embedded_command(
+        model_path=site.model_path,
+        device=args.embedded_device,
+        dtype=args.embedded_dtype if args.embedded_dtype != "auto" else args.dtype,
+        threads=site.threads,
+        max_running_requests=args.embedded_max_running_requests,
+        max_total_tokens=args.embedded_max_total_tokens,
+        seed=args.seed,
+        shm_prefix=site.shm_prefix,
+        await_weights=site.update_weights and not args.debug_rollout_only,
+        fp8_block=site.quantization["weight_block_size"] if site.quantization else None,
+        host=site.host,
+    )
+
+
+def embedded_command(
+    *,
+    model_path: str,
+    device: str,
+    dtype: str,
+    threads: int,
+    max_running_requests: int,
+    max_total_tokens: int | None,
+    seed: int,
+    shm_prefix: str,
+    await_weights: bool,
+    fp8_block: Sequence[int] | None = None,
+    host: str = "127.0.0.1",
+) -> Command:
+    """For a launch plan: gets the port to bind (0: any), the ready file and the life pipe's fd."""
+
+    def command(port: int, ready_file: Path, life_fd: int) -> list[str]:
+        options = {
+            "--model-path": model_path,
+            "--host": host,
+            "--port": port,
+            "--ready-file": ready_file,
+            "--life-fd": life_fd,
+            "--device": device,
+            "--dtype": dtype,
+            "--threads": threads,
+            "--max-running-requests": max_running_requests,
+            "--max-total-tokens": max_total_tokens,
+            "--seed": seed,
+            "--shm-prefix": shm_prefix,
+        }
+        words = [str(word) for name, value in options.items() if value is not None for word in (name, value)]
+        words += ["--fp8-block", *map(str, fp8_block)] if fp8_block else []
+        words += ["--await-weights"] if await_weights else []
+        return [sys.executable, "-P", "-m", "slime.engines.embedded", *words]
+
+    return command
