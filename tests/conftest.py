@@ -1,10 +1,10 @@
-"""Settings of the whole suite. Nothing heavy is imported here: a file of pure tests answers in a second or two."""
+"""Settings of the whole suite. Nothing heavy is imported here, so that pure tests answer in a second."""
 
 import os
 
 from hypothesis import HealthCheck, settings
 
-# Generated examples are the same in every run, so that a red run can be repeated, and a busy machine may be slow.
+# Generated examples are the same in every run, so that a red run can be repeated; a machine may be slow.
 settings.register_profile(
     "repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

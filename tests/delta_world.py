@@ -1,5 +1,5 @@
-"""What the tests of deltas share: a small model's tensors, an optimizer that
-moves a few of them, readers of folders.
+"""What the tests of deltas share: a small model's tensors,
+an optimizer that moves a few of them, readers of folders.
 """
 
 from pathlib import Path

@@ -33,9 +33,7 @@ VOCAB = 128
 def start_engine(
     model: Path, folder: Path, *flags: str, token: str | None = None
 ) -> Iterator[tuple[str, subprocess.Popen, LifePipe, str]]:
-    """An embedded engine process: (url, process, life pipe,
-    shared-memory prefix). `token`: what it asks for.
-    """
+    """An embedded engine: (url, process, life pipe, shared-memory prefix). `token`: what it asks for."""
     ready, life, prefix = folder / f"ready-{secrets.token_hex(4)}", LifePipe(), shm.make_prefix()
     command = [
         sys.executable,
@@ -132,8 +130,8 @@ class EngineUnderTest:
                 segment.close()
 
     async def push(self, model, version: str) -> Receipt:
-        """By the first transport that leaves a parcel; an engine that does
-        not empty its cache by itself is told to.
+        """By the first transport that leaves a parcel; an engine
+        that does not empty its cache by itself is told to.
         """
         transport = next(t for t in TRANSPORTS.values() if t.engine_needs in self.can.transports)
         sender = transport.make_sender(

@@ -1,7 +1,7 @@
 """FakeEngine: a scripted HTTP server that answers /generate like an engine does. It computes nothing.
 
-Tokens are a function of the request's prompt and seed. It can delay, hold requests until they are aborted,
-answer errors or garbage, and it records everything it was asked.
+Tokens are a function of the request's prompt and seed. It can delay, hold requests until
+they are aborted, answer errors or garbage, and it records everything it was asked.
 """
 
 import asyncio

@@ -1,5 +1,5 @@
-"""Answers that a policy may come to write and that cost a careless
-reward its time, its memory or its process.
+"""Answers that a policy may come to write and that cost
+a careless reward its time, its memory or its process.
 """
 
 TEXTS = {

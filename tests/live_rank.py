@@ -1,9 +1,9 @@
-"""One trainer rank of a live push by handles, as a process of its own:
-`python live_rank.py RANK WORLD PORT JOB`.
+"""One trainer rank of a live push by handles, as a process
+of its own: `python live_rank.py RANK WORLD PORT JOB`.
 
-JOB is JSON: `targets` (url and GPUs of each engine), `version`, and `model` (a folder whose weights are sent)
-or `segments` (the prefix of shared memory that stands in for a device's). Without a model, rank r sends
-tensors of value 10 b + r in bucket b.
+JOB is JSON: `targets` (url and GPUs of each engine), `version`, and `model` (a folder
+whose weights are sent) or `segments` (the prefix of shared memory that stands in for
+a device's). Without a model, rank r sends tensors of value 10 b + r in bucket b.
 """
 
 import json

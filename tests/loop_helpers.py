@@ -1,5 +1,5 @@
-"""What the end-to-end tests share: a tiny model, a task, command
-lines, and readers of what a run left behind.
+"""What the end-to-end tests share: a tiny model, a task,
+command lines, and readers of what a run left behind.
 """
 
 import json

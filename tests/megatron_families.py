@@ -1,5 +1,5 @@
-"""Shared by the tests of the Megatron model families: a tiny random
-checkpoint of each, as the hub would hold it.
+"""Shared by the tests of the Megatron model families: a
+tiny random checkpoint of each, as the hub would hold it.
 """
 
 import json
@@ -104,11 +104,11 @@ LAYERS = COMMON["num_hidden_layers"]
 
 
 def make_checkpoint(folder: Path, name: str, **changes) -> tuple[str, str]:
-    """(checkpoint as the hub holds it, the same without further heads
-    and of a type that transformers computes).
+    """(checkpoint as the hub holds it, the same without
+    further heads and of a type that transformers computes).
 
-    Weights are drawn so that every tensor matters: norms around one, biases around zero. The decoder layer of
-    a head is the last one of a deeper model, which stays in the folder `{name}-deep`.
+    Weights are drawn so that every tensor matters: norms around one, biases around zero. The decoder
+    layer of a head is the last one of a deeper model, which stays in the folder `{name}-deep`.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -159,8 +159,8 @@ def _split_heads(folder: Path, name: str) -> tuple[str, str]:
 
 
 def heads_log_probs(folder: Path, name: str) -> list[torch.Tensor]:
-    """Log-probs of the samples' response tokens under the head, from transformers'
-    own layers; nan where it sees too little.
+    """Log-probs of the samples' response tokens under the head,
+    from transformers' own layers; nan where it sees too little.
     """
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
@@ -203,8 +203,8 @@ def samples_of_tests():
 
 
 def family_cases(rank: int, world_size: int, cases: dict[str, tuple[str, dict]], folder: str) -> dict:
-    """For each name -> (checkpoint, settings): log-probs, three GRPO
-    steps, and an HF folder written before them.
+    """For each name -> (checkpoint, settings): log-probs,
+    three GRPO steps, and an HF folder written before them.
     """
     from megatron_helpers import GRPO, megatron_args, train
 

@@ -1,6 +1,4 @@
-"""Whether a class does what a Protocol declares: members,
-parameters and types, as a type checker would ask.
-"""
+"""Whether a class does what a Protocol declares: members, parameters, types, as a type checker asks."""
 
 import ast
 import inspect
@@ -159,8 +157,8 @@ def attributes_of(names: Iterable[str], files: Iterable[Path]) -> dict[str, str]
 
 
 def calls_by_name(file: Path, callers: Iterable[str]) -> list[tuple[str, list[ast.expr], int]]:
-    """`handle.call("method", ...)`: the method, what is passed and the
-    line, for callables with one of these names.
+    """`handle.call("method", ...)`: the method, what is passed
+    and the line, for callables with one of these names.
     """
     calls = []
     for node in ast.walk(ast.parse(file.read_text())):

@@ -19,8 +19,8 @@ def write_prompts(path: Path, count: int, **columns: Any) -> Path:
 
 
 def make_args(folder: Path, engine: FakeEngine | None = None, *flags: str, prompts: int = 16, **facts: Any):
-    """The namespace that a rollout function gets, for a run of 4 groups
-    of 2 samples unless flags say otherwise.
+    """The namespace that a rollout function gets, for a run
+    of 4 groups of 2 samples unless flags say otherwise.
     """
     checkpoint = folder / "model"
     if not checkpoint.exists():

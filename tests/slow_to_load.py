@@ -1,6 +1,4 @@
-"""A module with a `warm_up`, as the checks have whose imports take
-long: a check worker keeps a copy of it.
-"""
+"""A module with a `warm_up`, as checks with slow imports have: a check worker keeps a copy of it."""
 
 import os
 

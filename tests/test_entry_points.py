@@ -1,5 +1,5 @@
-"""Commands run slime's own loops: a stranger's `train.py` in the working
-folder or on the path is never imported.
+"""Commands run slime's own loops: a stranger's `train.py`
+in the working folder or on the path is never imported.
 """
 
 import ast

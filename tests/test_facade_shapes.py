@@ -1,5 +1,5 @@
-"""Old names give results of the shapes that users' code was written
-against: a wrong one would broadcast silently.
+"""Old names give results of the shapes that users' code
+was written against: a wrong one would broadcast silently.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""What runs without a model imports no torch: a router, a command's help or a test of flags starts in a moment."""
+"""What runs without a model imports no torch: a router, a help text or a test of flags starts at once."""
 
 import os
 import subprocess

@@ -1,6 +1,4 @@
-"""Every class that stands behind a protocol has what it declares,
-and nobody asks for more than is declared.
-"""
+"""Every class behind a protocol has what it declares, and nobody asks for more than is declared."""
 
 import inspect
 import typing

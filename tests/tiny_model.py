@@ -1,6 +1,4 @@
-"""A tiny random Qwen3 with a character-level tokenizer, written to
-a folder the way a hub checkpoint looks.
-"""
+"""A tiny random Qwen3 with a character-level tokenizer, in a folder that looks like a hub checkpoint."""
 
 import string
 from pathlib import Path
@@ -43,9 +41,7 @@ def make_tiny_model(
     seed: int = 0,
     init_std: float = 0.1,
 ) -> Path:
-    """Write config, fp32 weights and tokenizer to `path` and return
-    it. The same seed gives the same weights.
-    """
+    """Write config, fp32 weights and tokenizer to `path`, and return it. A seed gives the same weights."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 

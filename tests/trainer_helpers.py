@@ -1,5 +1,5 @@
-"""Shared by the trainer tests: settings without a command line,
-random ragged batches, a single-process group.
+"""Shared by the trainer tests: settings without a command
+line, random ragged batches, a single-process group.
 """
 
 import atexit
@@ -214,8 +214,8 @@ def engine_samples(backend, args, num_groups=2, group_size=4, noise=0.0, version
 
 
 def with_nuclei(samples: list[Sample], *, vocab: int = 128, seed: int = 0) -> list[Sample]:
-    """The same samples, two of three drawn from recorded parts of the
-    vocabulary, and some tokens from all of it.
+    """The same samples, two of three drawn from recorded
+    parts of the vocabulary, and some tokens from all of it.
     """
     generator = torch.Generator().manual_seed(seed)
     for sample in samples:
@@ -241,8 +241,8 @@ def init_process_group(rank: int = 0, world_size: int = 1, address: str | None =
 
 
 def meeting_point() -> str:
-    """Where the ranks of one group find each other: a new file. A port that
-    is free now may be taken a moment later.
+    """Where the ranks of one group find each other: a new
+    file. A port that is free now may be taken a moment later.
     """
     path = Path(tempfile.gettempdir(), f"slime-ranks-{secrets.token_hex(8)}")
     atexit.register(path.unlink, missing_ok=True)

@@ -1,6 +1,4 @@
-"""`slime docs`: writes docs/flags.md and docs/plugins.md from the
-declarations, so that they cannot disagree.
-"""
+"""`slime docs`: writes docs/flags.md and docs/plugins.md from the declarations, so that they always agree."""
 
 import argparse
 from collections.abc import Sequence

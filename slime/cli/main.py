@@ -92,12 +92,12 @@ def render_help() -> str:
 
 @contextlib.contextmanager
 def user_errors(traceback_file: Path | None = None) -> Iterator[None]:
-    """End with one `error: ...` on stderr when the exception says what to
-    fix; anything else is a defect and rises.
+    """End with one `error: ...` on stderr when the exception
+    says what to fix; anything else is a defect and rises.
 
-    ValueError and FileNotFoundError are mistakes of a user, exit code 2; RunStopped and an overdue wait end
-    with 1. Each can also be a defect of ours, so a run that got far enough to have a folder keeps the
-    traceback there.
+    ValueError and FileNotFoundError are mistakes of a user, exit code 2;
+    RunStopped and an overdue wait end with 1. Each can also be a defect of ours,
+    so a run that got far enough to have a folder keeps the traceback there.
     """
     try:
         yield

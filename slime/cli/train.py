@@ -10,8 +10,8 @@ from slime.cli.main import user_errors
 
 
 def load_args(argv: Sequence[str] | None = None, *, training_loop: str = SYNCHRONOUS) -> Args:
-    """Settings that are ready to run: parsed, checked, and with every
-    plug-in loaded once and bound to its call.
+    """Settings that are ready to run: parsed, checked, and
+    with every plug-in loaded once and bound to its call.
     """
     args = parse_args(argv, training_loop=training_loop)
     # Here, because loading functions loads torch, and a misspelt flag should be told at once.
@@ -27,8 +27,8 @@ def main(
     train: Callable[[Args], Any] | None = None,
     training_loop: str = SYNCHRONOUS,
 ) -> int:
-    """Run one training. `train` is the loop, and `training_loop` its
-    kind; without one it is the synchronous loop.
+    """Run one training. `train` is the loop, and `training_loop`
+    its kind; without one it is the synchronous loop.
     """
     with user_errors():
         args = load_args(argv, training_loop=training_loop)

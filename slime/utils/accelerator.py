@@ -32,11 +32,11 @@ def process_group_backend() -> str:
 
 
 def take_peak_memory() -> int | None:
-    """Most bytes in use on this process's device since this was last asked,
-    those of others included; None on a CPU.
+    """Most bytes in use on this process's device since this
+    was last asked, those of others included; None on a CPU.
 
-    Others count with what they hold now: engines take their memory at
-    their start, and keep it or release it whole.
+    Others count with what they hold now: engines take their
+    memory at their start, and keep it or release it whole.
     """
     if not torch.cuda.is_available():
         return None

@@ -12,9 +12,7 @@ def has_uncommon_role(messages: Sequence[dict[str, Any]]) -> bool:
 
 
 def find_dropped_message(messages: Sequence[dict[str, Any]], text: str) -> int | None:
-    """The first message of an uncommon role whose content is not
-    in the rendered text; None: all are there.
-    """
+    """The first message of an uncommon role whose content the rendered text lacks; None: it has all."""
     for number, message in enumerate(messages):
         content = message.get("content")
         if message.get("role") in _COMMON_ROLES or not isinstance(content, str):

@@ -20,17 +20,15 @@ _MOST_THREADS = 8
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """What a file was when it was written. Example: FileRecord(5,
-    "3610a686") is a file that holds `hello`.
-    """
+    """What a file was when it was written: FileRecord(5, "3610a686") is a file that holds `hello`."""
 
     num_bytes: int
     checksum: str  # eight hexadecimal digits
 
 
 def record_files(folder: Path, names: Iterable[str], *, sync: bool = False) -> dict[str, FileRecord]:
-    """Size and checksum of each named file of a folder; `sync`: they
-    are on the disk itself when this returns.
+    """Size and checksum of each named file of a folder;
+    `sync`: they are on the disk itself when this returns.
     """
     names = sorted(names)
     if sync:
@@ -45,8 +43,8 @@ def record_files(folder: Path, names: Iterable[str], *, sync: bool = False) -> d
 
 
 def find_damage(folder: Path, files: Mapping[str, FileRecord], *, read: bool = True) -> list[str]:
-    """`name: why` for each file that is not what was recorded. Without
-    `read`: only what its size tells, at once.
+    """`name: why` for each file that is not what was recorded.
+    Without `read`: only what its size tells, at once.
     """
     damage: list[str] = []
     sizes: dict[str, int] = {}

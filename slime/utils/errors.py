@@ -6,9 +6,7 @@ class RunStopped(RuntimeError):
 
 
 class FolderTaken(ValueError):
-    """A folder that a run was given belongs to another: nothing is
-    written there, not even about this error.
-    """
+    """A folder that a run was given belongs to another run: nothing is written there, not even this error."""
 
 
 class EngineAnswerError(ValueError):

@@ -13,9 +13,7 @@ def _extremes(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def is_finite(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> bool:
-    """`dtype`: also in that one. Rounding keeps the order, so the
-    least and the greatest value tell for all.
-    """
+    """Whether all values are finite, also when rounded to `dtype`: the least and the greatest tell."""
     if not tensor.numel() or not tensor.is_floating_point():
         return True
     return bool(_extremes(tensor).to(dtype or torch.float64).isfinite().all())

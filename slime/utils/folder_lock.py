@@ -1,6 +1,4 @@
-"""One process at a time in a folder: a lock that the system takes
-back when its holder ends, however it ends.
-"""
+"""One process at a time in a folder: a lock that the system takes back when its holder ends in any way."""
 
 import errno
 import fcntl
@@ -23,11 +21,11 @@ _POLL_S = 0.1
 
 
 class FolderLock:
-    """Held from its making until `release` or the end of the process.
-    Another one that wants it raises `FolderTaken`.
+    """Held from its making until `release` or the end of the
+    process. Another one that wants it raises `FolderTaken`.
 
-    The file goes with the release. Who waited for it meanwhile holds a file
-    that is no longer there, and begins anew.
+    The file goes with the release. Who waited for it meanwhile
+    holds a file that is no longer there, and begins anew.
     """
 
     def __init__(self, folder: Path, flag: str):

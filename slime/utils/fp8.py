@@ -1,7 +1,7 @@
 """FP8 weights in blocks: e4m3 values and one fp32 factor per block, as FP8 checkpoints on the hub hold them.
 
-A block is `weight_block_size` rows and columns (128 x 128 as a rule); the last ones may be smaller. The
-stored factor is the one to multiply with, although checkpoints call it `weight_scale_inv`.
+A block is `weight_block_size` rows and columns (128 x 128 as a rule); the last ones may be smaller.
+The stored factor is the one to multiply with, although checkpoints call it `weight_scale_inv`.
 """
 
 import torch
@@ -41,8 +41,8 @@ def quantize_blocks(
 def uniform_noise(shape: torch.Size, seed: int, device: torch.device | str) -> Tensor:
     """Numbers in (0, 1) that depend on the seed and the place in the tensor alone: the same on every device.
 
-    None is within 2^-17 of 0 or 1: what stands for an e4m3 number up to a
-    rounding in fp32 is then rounded to that one.
+    None is within 2^-17 of 0 or 1: what stands for an e4m3
+    number up to a rounding in fp32 is then rounded to that one.
     """
     x = torch.arange(shape.numel(), dtype=torch.int32, device=device)
     # A hash of the place, in 32 bits that wrap around; shifts are masked because the sign would come along.
@@ -59,8 +59,8 @@ def _signed(number: int) -> int:
 
 
 def _round_by(noise: Tensor, values: Tensor) -> Tensor:
-    """Each value to the e4m3 number below it, or above it where the
-    noise is larger than what is missing to that.
+    """Each value to the e4m3 number below it, or above it
+    where the noise is larger than what is missing to that.
     """
     _, exponent = torch.frexp(values)
     # Numbers of one binade stand 2^(exponent - 4) apart; those below the
@@ -82,8 +82,8 @@ def dequantize_blocks(values: Tensor, scale: Tensor, block: tuple[int, int], dty
 
 
 def dequantize_part(values: Tensor, scale: Tensor, block: tuple[int, int], start: tuple[int, int]) -> Tensor:
-    """`dequantize_blocks` in fp32 for a part of the weight whose first row
-    and column are `start`; `scale` is whole.
+    """`dequantize_blocks` in fp32 for a part of the weight
+    whose first row and column are `start`; `scale` is whole.
     """
     rows = torch.arange(start[0], start[0] + values.shape[0]) // block[0]
     columns = torch.arange(start[1], start[1] + values.shape[1]) // block[1]

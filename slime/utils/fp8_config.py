@@ -9,8 +9,8 @@ from typing import Any
 def block_size_of(folder: str | Path) -> tuple[int, int] | None:
     """The blocks of an FP8 checkpoint; None: its weights are in no blocks of FP8."""
     file = Path(folder) / "config.json"
-    config = json.loads(file.read_text()).get("quantization_config") if file.is_file() else None
-    block = (config or {}).get("weight_block_size")
+    config = (json.loads(file.read_text()).get("quantization_config") if file.is_file() else None) or {}
+    block = config.get("weight_block_size")
     return (int(block[0]), int(block[1])) if block and config.get("quant_method") == "fp8" else None
 
 

@@ -1,8 +1,8 @@
 """HTTP for rollout code: one session per event loop, retries where they help, errors that say what happened.
 
-A 4xx is the caller's mistake and is raised at once; 5xx, refused and broken connections are retried with
-back-off, because an engine that died is being restarted meanwhile. Engines that ask for a token get it
-(`authorize`).
+A 4xx is the caller's mistake and is raised at once; 5xx, refused and broken
+connections are retried with back-off, because an engine that died is being
+restarted meanwhile. Engines that ask for a token get it (`authorize`).
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def token_of(url: str) -> str | None:
 
 
 def with_token(url: str, headers: Mapping[str, str] | None) -> dict[str, str]:
-    """The headers of a request to `url`; the token of an engine takes
-    the place of what a client may have sent.
+    """The headers of a request to `url`; the token of an
+    engine takes the place of what a client may have sent.
     """
     token, headers = token_of(url), dict(headers or {})
     if token is not None:
@@ -223,8 +223,8 @@ async def stream(
 ) -> AsyncIterator[Any]:
     """POST JSON and yield the server-sent events as they come, decoded. Nothing is sent again.
 
-    Raises `HttpError`: with the status of an error answer, or 0 when the
-    connection ends before the event [DONE].
+    Raises `HttpError`: with the status of an error answer,
+    or 0 when the connection ends before the event [DONE].
     """
     observer = _observer.get()
     if observer is not None:
@@ -265,7 +265,7 @@ def find_available_port(base_port: int = 0) -> int:
     if base_port == 0:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            return probe.getsockname()[1]
+            return int(probe.getsockname()[1])
     for port in range(base_port, 65536):
         if is_port_available(port):
             return port

@@ -1,8 +1,8 @@
 """Tells which of a user's functions holds up the event loop, on which every sample of a run waits.
 
-A coroutine that sleeps without `await`, computes for long or meets a catastrophic regular expression stops
-all others; no deadline of asyncio reaches it. Nothing here ends such a call: it is named, with its line,
-while it lasts.
+A coroutine that sleeps without `await`, computes for long or meets a
+catastrophic regular expression stops all others; no deadline of asyncio reaches
+it. Nothing here ends such a call: it is named, with its line, while it lasts.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class LoopWatch:
         self._thread: threading.Thread | None = None
 
     async def run(self, name: str, call: Awaitable[Any]) -> Any:
-        """The result of `call`, a coroutine of the function `name` (anything
-        else that can be awaited is not watched).
+        """The result of `call`, a coroutine of the function
+        `name` (anything else that can be awaited is not watched).
         """
         if not isinstance(call, Coroutine):
             return await call
@@ -114,7 +114,8 @@ class LoopWatch:
             return
         self._told.add(step.name)
         logger.warning(
-            "%s %s: all other samples waited. Let it `await` what takes long, e.g. asyncio.to_thread(f, ...).",
+            "%s %s: all other samples waited. "
+            "Let it `await` what takes long, e.g. asyncio.to_thread(f, ...).",
             step.name,
             what,
         )
@@ -152,8 +153,8 @@ def _line_of(thread: int) -> str:
 
 
 def _dump_if_nobody_runs() -> None:
-    with contextlib.suppress(ValueError, AttributeError, OSError):  # a process without stderr
-        if os.fstat(sys.__stderr__.fileno()):
+    with contextlib.suppress(ValueError, OSError):  # a process whose stderr is closed
+        if sys.__stderr__ is not None and os.fstat(sys.__stderr__.fileno()):
             faulthandler.dump_traceback_later(_NOBODY_RUNS_S, file=sys.__stderr__)
 
 

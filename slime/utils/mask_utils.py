@@ -1,32 +1,35 @@
 """Loss masks for supervised conversations: 1 on the tokens the assistant wrote, 0 on everything else.
 
-Where a message begins and ends is found by rendering conversations and comparing, not by known token ids, so
-a template of the same family with other special tokens works too.
+Where a message begins and ends is found by rendering conversations and comparing, not by
+known token ids, so a template of the same family with other special tokens works too.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from slime.utils.chat_roles import find_dropped_message, has_uncommon_role
 
 Messages = list[dict[str, Any]]
+Tools = list[dict[str, Any]] | None  # what a template is told of tools, as JSON schemas
+IdsAndMask = tuple[list[int], list[int]]  # of equal length
 
 _DISTILL_MARK = "<｜Assistant｜>"
 _PROBE_USER = {"role": "user", "content": "?"}
 
 
 class MultiTurnLossMaskGenerator:
-    """Token ids and loss mask of a conversation. `tokenizer_type` names
-    how its chat template treats earlier turns.
+    """Token ids and loss mask of a conversation. `tokenizer_type`
+    names how its chat template treats earlier turns.
 
-    qwen: turns are rendered alike wherever they stand. qwen3: the template drops the thinking of earlier
-    turns, so each turn is rendered as if it were the newest. qwen3_5: the whole conversation as the template
-    writes it, earlier thinking dropped. distill_qwen: one question, one answer.
+    qwen: turns are rendered alike wherever they stand. qwen3: the template drops the thinking of
+    earlier turns, so each turn is rendered as if it were the newest. qwen3_5: the whole conversation
+    as the template writes it, earlier thinking dropped. distill_qwen: one question, one answer.
     """
 
-    def __init__(self, tokenizer: Any, tokenizer_type: str = "qwen"):
+    def __init__(self, tokenizer: Any, tokenizer_type: str = "qwen") -> None:
         self.tokenizer = tokenizer
         self.tokenizer_type = tokenizer_type
-        families = {
+        families: dict[str, Callable[[Messages, Tools], IdsAndMask]] = {
             "qwen": self.gen_multi_turn_loss_mask_qwen,
             "qwen3": self.gen_multi_turn_loss_mask_qwen3,
             "qwen3_5": self.gen_multi_turn_loss_mask_qwen3_5,
@@ -38,14 +41,14 @@ class MultiTurnLossMaskGenerator:
             self.tokenizer_type = "distill_qwen"
         self._generate = families[self.tokenizer_type]
 
-    def get_loss_mask(self, messages: Messages, tools: list | None = None) -> tuple[list[int], list[int]]:
-        """(token ids, mask), of equal length."""
+    def get_loss_mask(self, messages: Messages, tools: Tools = None) -> IdsAndMask:
+        """The token ids of a conversation, and which of them are trained."""
         _check_messages(messages)
         if has_uncommon_role(messages):
             self._check_nothing_dropped(messages, tools)
         return self._generate(messages, tools)
 
-    def _check_nothing_dropped(self, messages: Messages, tools: list | None) -> None:
+    def _check_nothing_dropped(self, messages: Messages, tools: Tools) -> None:
         dropped = find_dropped_message(messages, self._render(messages, tools))
         if dropped is not None:
             raise ValueError(
@@ -58,10 +61,10 @@ class MultiTurnLossMaskGenerator:
         return [len(mask) - mask.index(1) if 1 in mask else 0 for mask in loss_masks]
 
     def get_loss_mask_with_multimodal_alignment(
-        self, messages: Messages, input_ids: list[int], tools: list | None = None
-    ) -> tuple[list[int], list[int]]:
-        """The mask for `input_ids` in which media took more tokens
-        than the text has: zeros are put before it.
+        self, messages: Messages, input_ids: list[int], tools: Tools = None
+    ) -> IdsAndMask:
+        """The mask for `input_ids` in which media took more
+        tokens than the text has: zeros are put before it.
         """
         text_only = [{**m, "content": _text_of(m.get("content"))} for m in messages]
         _, mask = self.get_loss_mask(text_only, tools)
@@ -85,9 +88,9 @@ class MultiTurnLossMaskGenerator:
 
     # -- families --------------------------------------------------------------------------------------------
 
-    def gen_multi_turn_loss_mask_qwen(self, messages: Messages, tools: list | None = None):
-        """One rendering; each assistant turn lies between the prefix that
-        asks for it and the prefix that ends it.
+    def gen_multi_turn_loss_mask_qwen(self, messages: Messages, tools: Tools = None) -> IdsAndMask:
+        """One rendering; each assistant turn lies between the
+        prefix that asks for it and the prefix that ends it.
         """
         ids = self._encode(self._render(messages, tools))
         mask = [0] * len(ids)
@@ -108,7 +111,7 @@ class MultiTurnLossMaskGenerator:
                 mask[len(before) : len(through)] = [1] * (len(through) - len(before))
         return ids, mask
 
-    def gen_multi_turn_loss_mask_qwen3(self, messages: Messages, tools: list | None = None):
+    def gen_multi_turn_loss_mask_qwen3(self, messages: Messages, tools: Tools = None) -> IdsAndMask:
         """Turns rendered one by one behind a probe question, so that each keeps its thinking, then joined."""
         first = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
         ids = self._encode(self._render(messages[:first], tools)) if first else []
@@ -122,9 +125,9 @@ class MultiTurnLossMaskGenerator:
             mask += [0] * len(header) + [1] * (len(turn) - len(header)) if trained else [0] * len(turn)
         return ids, mask
 
-    def gen_multi_turn_loss_mask_qwen3_5(self, messages: Messages, tools: list | None = None):
-        """One rendering, turns found in its text; needs a fast
-        tokenizer, which knows where each token stands.
+    def gen_multi_turn_loss_mask_qwen3_5(self, messages: Messages, tools: Tools = None) -> IdsAndMask:
+        """One rendering, turns found in its text; needs a
+        fast tokenizer, which knows where each token stands.
         """
         if not self.tokenizer.is_fast:
             raise ValueError(
@@ -140,7 +143,7 @@ class MultiTurnLossMaskGenerator:
         mask = [int(any(a <= start < b for a, b in spans)) for start, _ in encoded["offset_mapping"]]
         return list(encoded["input_ids"]), mask
 
-    def gen_multi_turn_loss_mask_distill_qwen(self, messages: Messages, tools: list | None = None):
+    def gen_multi_turn_loss_mask_distill_qwen(self, messages: Messages, tools: Tools = None) -> IdsAndMask:
         """The first message asks, the last one answers."""
         prompt = self._encode(self._render(messages[:1], tools, ask=True))
         last = messages[-1]
@@ -160,8 +163,8 @@ class MultiTurnLossMaskGenerator:
         return ids[: next(ends, 0)]
 
     def _find_turns(self, text: str, messages: Messages) -> list[tuple[int, int]]:
-        """Character spans of the assistant turns: after the header (and the
-        opening of thinking), through the end mark.
+        """Character spans of the assistant turns: after the header
+        (and the opening of thinking), through the end mark.
         """
         ask = _without_prefix(self._render([_PROBE_USER], None, ask=True), self._render([_PROBE_USER], None))
         header, opening = ask[: ask.index("\n") + 1], ask[ask.index("\n") + 1 :]
@@ -179,18 +182,20 @@ class MultiTurnLossMaskGenerator:
         if len(spans) != len(_turns(messages)):
             raise ValueError(
                 f"the rendered conversation has {len(spans)} assistant headers for {len(_turns(messages))} "
-                "assistant "
-                "messages: a message contains the header's text, or the template drops or joins turns."
+                "assistant messages: a message contains the header's text, or the template drops or joins "
+                "turns."
             )
         return spans
 
-    def _render(self, messages: Messages, tools: list | None, *, ask: bool = False) -> str:
-        return self.tokenizer.apply_chat_template(
+    def _render(self, messages: Messages, tools: Tools, *, ask: bool = False) -> str:
+        text: str = self.tokenizer.apply_chat_template(
             messages, tools=tools, tokenize=False, add_generation_prompt=ask
         )
+        return text
 
     def _encode(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
 
 
 def _check_messages(messages: Any) -> None:
@@ -206,9 +211,7 @@ def _check_messages(messages: Any) -> None:
 
 
 def _runs(messages: Messages) -> list[Messages]:
-    """Assistant turns alone; what stands between them together, as
-    templates join consecutive tool answers.
-    """
+    """Each assistant turn alone; what stands between two of them together, as templates join tool answers."""
     runs: list[Messages] = []
     for message in messages:
         alone = message["role"] == "assistant" or not runs or runs[-1][-1]["role"] == "assistant"
@@ -223,8 +226,8 @@ def _turns(messages: Messages) -> Messages:
     return [m for m in messages if m["role"] == "assistant"]
 
 
-def _is_trained(message: dict) -> bool:
-    return message.get("step_loss_mask", 1) == 1
+def _is_trained(message: dict[str, Any]) -> bool:
+    return bool(message.get("step_loss_mask", 1) == 1)
 
 
 def _text_of(content: Any) -> str:

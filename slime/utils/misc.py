@@ -1,5 +1,5 @@
-"""Small helpers shared by everything: loading a function by path,
-grouping, periodic actions, binary metadata.
+"""Small helpers shared by everything: loading a function
+by path, grouping, periodic actions, binary metadata.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ def _load_file(file: str) -> Any:
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, resolved)
+    assert spec is not None and spec.loader is not None, f"Python has no loader for {resolved}"
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
@@ -100,8 +101,8 @@ def should_run_periodic_action(
     num_rollout_per_epoch: int | None = None,
     num_rollout: int | None = None,
 ) -> bool:
-    """True after every `interval` rollouts, at each epoch's end and,
-    when `num_rollout` is given, after the last.
+    """True after every `interval` rollouts, at each epoch's
+    end and, when `num_rollout` is given, after the last.
     """
     if interval is None:
         return False

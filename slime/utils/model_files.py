@@ -1,5 +1,5 @@
-"""Whether a model can be loaded: its folder or its name on the hub, and its
-tokenizer; asked before any process starts.
+"""Whether a model can be loaded: its folder or its name on
+the hub, and its tokenizer; asked before any process starts.
 """
 
 import concurrent.futures
@@ -24,9 +24,9 @@ TOKENIZER_FILES = (
 def check_model(flag: str, model: str, *, tokenizer: bool = False, whole: bool = True) -> None:
     """Raises ValueError, in a sentence, where `model` is no model folder and no model that the hub gives us.
 
-    `tokenizer`: prompts will be made with it. `whole`: a folder must hold config.json; a checkpoint of ours
-    does not. A name on the hub is looked up there, once and with a short deadline; the libraries would ask
-    again and again for a minute and a half.
+    `tokenizer`: prompts will be made with it. `whole`: a folder must hold config.json;
+    a checkpoint of ours does not. A name on the hub is looked up there, once and with
+    a short deadline; the libraries would ask again and again for a minute and a half.
     """
     folder = Path(model)
     if folder.is_dir():
@@ -93,10 +93,10 @@ def _ask_hub(model: str) -> str | None:
 
 
 def _within(ask: Callable[[], object]) -> None:
-    """Call it on a thread that nobody waits for longer: looking up a
-    name may take minutes, whatever the timeout.
+    """Call it on a thread that nobody waits for longer:
+    looking up a name may take minutes, whatever the timeout.
     """
-    answer: concurrent.futures.Future = concurrent.futures.Future()
+    answer: concurrent.futures.Future[object] = concurrent.futures.Future()
 
     def call() -> None:
         try:

@@ -1,5 +1,5 @@
-"""Files of plain values (numbers, text, lists, dicts, tensors, arrays):
-written whole, and read without running code.
+"""Files of plain values (numbers, text, lists, dicts, tensors,
+arrays): written whole, and read without running code.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ _ARRAY_TYPES = (
 
 
 def save_plain(value: Any, path: Path) -> None:
-    """ValueError where the value holds something that `load_plain` would
-    refuse: it is told now, not at the resume.
+    """ValueError where the value holds something that
+    `load_plain` would refuse: it is told now, not at the resume.
     """
     found = foreign_value(value)
     if found is not None:
@@ -31,9 +31,7 @@ def save_plain(value: Any, path: Path) -> None:
 
 
 def load_plain(path: Path) -> Any:
-    """Inverse of `save_plain`; code in a file is refused.
-    ValueError where it cannot be read, with its name.
-    """
+    """Inverse of `save_plain`; code in a file is refused. ValueError names a file that cannot be read."""
     import torch  # as above
 
     try:
@@ -76,5 +74,7 @@ def foreign_value(value: Any, where: str = "") -> str | None:
 
 
 def _array_globals() -> list[Any]:
-    parts = [np.ndarray, np.dtype, np._core.multiarray._reconstruct, np._core.multiarray.scalar]
+    from numpy._core import multiarray  # private, and what the pickle of an array names
+
+    parts: list[Any] = [np.ndarray, np.dtype, multiarray._reconstruct, multiarray.scalar]
     return parts + [type(np.dtype(name)) for name in _ARRAY_TYPES.split()]

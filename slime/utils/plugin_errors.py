@@ -1,8 +1,8 @@
 """When a user's function raises: whether another try may pass, and what its author is told if not.
 
-A mistake in the code (a missing key, a wrong type) comes again at every try, so it ends the run at once with
-the file, the line and what the function was called for. What depends on the world outside (a judge that is
-down, a time-out, a full disk) is left to whoever called: it may pass.
+A mistake in the code (a missing key, a wrong type) comes again at every try, so it ends the run
+at once with the file, the line and what the function was called for. What depends on the world
+outside (a judge that is down, a time-out, a full disk) is left to whoever called: it may pass.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class PluginError(RunStopped):
 def may_pass(error: BaseException) -> bool:
     """Whether it comes from the world outside: time-outs, connections, HTTP, the operating system.
 
-    Exceptions of a library or of the user's own making count as such unless they are a kind of TypeError,
-    ValueError and the like; a plain Exception or RuntimeError only if one of these caused it.
+    Exceptions of a library or of the user's own making count as such unless they are a kind of
+    TypeError, ValueError and the like; a plain Exception or RuntimeError only if one of these caused it.
     """
     if isinstance(error, BaseExceptionGroup):
         return all(may_pass(one) for one in error.exceptions)
@@ -85,15 +85,13 @@ def plugin_call(
 ) -> Iterator[None]:
     """Around a call of the function at `path`: its mistakes become a PluginError, the rest rises as it is.
 
-    `subject` names what it was called for. `keep` are exceptions of slime that
-    its functions may raise through the user's.
+    `subject` names what it was called for. `keep` are exceptions
+    of slime that its functions may raise through the user's.
     """
     try:
         yield
-    except (RunStopped, *keep):
-        raise
     except (Exception, SystemExit) as error:
-        if may_pass(error):
+        if isinstance(error, (RunStopped, *keep)) or may_pass(error):
             raise
         raise PluginError(mistake(option, path, error, subject())) from error
 
@@ -145,13 +143,16 @@ def _function_of(path: str) -> Callable[..., Any] | None:
 
 
 def _file_of(path: str) -> str | None:
+    function = _function_of(path)
     with contextlib.suppress(TypeError):
-        return inspect.getsourcefile(_function_of(path))
+        return inspect.getsourcefile(function) if function is not None else None
     return None
 
 
 def _definition_of(path: str) -> str:
     function = _function_of(path)
+    if function is None:
+        return ""
     try:
         return f"{inspect.getsourcefile(function)}:{inspect.getsourcelines(function)[1]} (its definition)"
     except (TypeError, OSError):

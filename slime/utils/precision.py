@@ -1,5 +1,5 @@
-"""What a CPU can compute with: whether it has units for bfloat16, or would
-emulate it many times slower than float32.
+"""What a CPU can compute with: whether it has units for
+bfloat16, or would emulate it many times slower than float32.
 """
 
 import platform
@@ -13,8 +13,8 @@ _ARM_FLAGS = ("bf16", "svebf16")
 
 
 def bfloat16_units(cpuinfo: str | None = None) -> tuple[bool, str]:
-    """Whether this CPU multiplies bfloat16 itself, and how that is known:
-    (False, "has no amx_bf16, avx512_bf16").
+    """Whether this CPU multiplies bfloat16 itself, and how
+    that is known: (False, "has no amx_bf16, avx512_bf16").
 
     `cpuinfo`: text in the form of /proc/cpuinfo. Where there is nothing to ask the answer is no.
     """

@@ -5,30 +5,30 @@ from __future__ import annotations
 import datetime
 import os
 import socket
+from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import Store, TCPStore
 
 LOOPBACK = "127.0.0.1"
 
 
-def open_store(host: str, world_size: int, timeout: datetime.timedelta | None = None) -> dist.TCPStore:
+def open_store(host: str, world_size: int, timeout: datetime.timedelta | None = None) -> TCPStore:
     """The meeting point of a group, held by this process on a free port: `store.port`.
 
-    It listens at the address `host` alone. Left to itself torch listens on every interface of the
-    machine, and the store asks nobody who he is.
+    It listens at the address `host` alone. Left to itself torch listens on
+    every interface of the machine, and the store asks nobody who he is.
     """
     listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     port = listener.getsockname()[1]
-    patience = {"timeout": timeout} if timeout is not None else {}
-    return dist.TCPStore(
+    patience: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    return TCPStore(
         host, port, world_size, True, wait_for_workers=False, master_listen_fd=listener.detach(), **patience
     )
 
 
 def network_environment(host: str) -> dict[str, str]:
-    """Ranks of one machine talk over loopback, whatever its host
-    name resolves to. `host`: where they meet.
-    """
+    """Ranks that meet at loopback talk over it, whatever the host name of the machine resolves to."""
     return {"GLOO_SOCKET_IFNAME": "lo"} if host == LOOPBACK and os.path.isdir("/sys/class/net/lo") else {}
 
 
@@ -39,19 +39,26 @@ def stay_on_loopback() -> None:
 
 
 def group_beside_the_default(
-    store: dist.Store, rank: int, world_size: int, backend: str, name: str, timeout: datetime.timedelta
+    store: Store, rank: int, world_size: int, backend: str, name: str, timeout: datetime.timedelta
 ) -> dist.ProcessGroup:
     """Joins the group `name` as `rank`; returns when all `world_size` ranks have met at the store.
 
-    `new_group` only splits the default group, so this takes the step below it, as SGLang does on its side;
-    names and prefixes must be those it uses.
+    `new_group` only splits the default group, so this takes the step below
+    it, as SGLang does on its side; names and prefixes must be those it uses.
     """
     # Private parts of torch, checked on 2.11 and 2.13; imported here so that nothing else depends on them.
     from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
 
     store.set_timeout(timeout)
+    group: dist.ProcessGroup
     group, _ = _new_process_group_helper(
-        world_size, rank, [], Backend(backend), PrefixStore(name, store), group_name=name, timeout=timeout
+        world_size,
+        rank,
+        [],
+        Backend(backend),
+        PrefixStore(name, store),
+        group_name=name,  # type: ignore[arg-type] # a NewType of str, which not every release has
+        timeout=timeout,
     )
     _world.pg_group_ranks[group] = {member: member for member in range(world_size)}
     return group

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from typing import Any
 
 
 class LifePipe:
@@ -31,8 +32,8 @@ class LifePipe:
 
 
 def watch_parent(fd: int, on_death: Callable[[], None] | None = None) -> None:
-    """In a child: end this process at once when the parent is gone.
-    `on_death` cleans up what the parent owned.
+    """In a child: end this process at once when the parent
+    is gone. `on_death` cleans up what the parent owned.
     """
 
     def wait_for_eof() -> None:
@@ -53,8 +54,8 @@ def watch_parent(fd: int, on_death: Callable[[], None] | None = None) -> None:
 def import_environment() -> dict[str, str]:
     """Environment of a Python child that finds modules where this process does; start it with `-P`.
 
-    Without `-P`, `python -m` looks into the working folder first, where a
-    user's `queue.py` would shadow Python's own.
+    Without `-P`, `python -m` looks into the working folder
+    first, where a user's `queue.py` would shadow Python's own.
     """
     return {"PYTHONPATH": os.pathsep.join(dict.fromkeys(path or os.getcwd() for path in sys.path))}
 
@@ -72,7 +73,7 @@ def thread_environment(num_threads: int) -> dict[str, str]:
     }
 
 
-def stop_process(process: subprocess.Popen, grace_s: float = 5.0) -> None:
+def stop_process(process: subprocess.Popen[Any], grace_s: float = 5.0) -> None:
     """Ask, wait, then kill; returns when the process is gone."""
     if process.poll() is not None:
         return

@@ -13,9 +13,7 @@ logger = logging.getLogger(__name__)
 def load_tokenizer(
     name_or_path: str, chat_template_path: str | None = None, *, trust_remote_code: bool = False
 ) -> Any:
-    """The tokenizer of a hub name or folder. Code that ships with
-    a model runs only if `trust_remote_code`.
-    """
+    """The tokenizer of a hub name or folder; code that ships with it runs only if `trust_remote_code`."""
     from transformers import AutoTokenizer  # slow to import, and plug-ins import this module for other names
 
     if name_or_path is None:
@@ -49,9 +47,7 @@ def load_processor(name_or_path: str, *, trust_remote_code: bool = False) -> Any
 
 
 def encode_image_for_rollout_engine(image: Any) -> str:
-    """A PIL image (or text that already is a path, address or data
-    URI) as the PNG data URI engines accept.
-    """
+    """A PIL image as the PNG data URI that engines accept; text (a path, an address, a URI) stays."""
     if isinstance(image, str):
         return image
     buffer = io.BytesIO()

@@ -1,8 +1,10 @@
 """`run.json`: what the folder of a run says of the run it belongs to.
 
-    {"id": "3f9c01aa", "name": "tiny-1234", "start": "2026-03-01T12:00:00+00:00", "end": null, "exit": null, "resumed": null,
-     "checkpoints": "/runs/ckpt", "settings": {"lr": {"value": 1e-06, "source": "default"}, ...}, "versions": {"torch": "2.11.0", ...},
-     "machine": {"host": "a", ...}, "earlier": [{"start": ..., "end": ..., "exit": ..., "settings": ..., ...}]}
+    {"id": "3f9c01aa", "name": "tiny-1234", "start": "2026-03-01T12:00:00+00:00", "end": null, "exit": null,
+     "resumed": null, "checkpoints": "/runs/ckpt",
+     "settings": {"lr": {"value": 1e-06, "source": "default"}, ...},
+     "versions": {"torch": "2.11.0", ...}, "machine": {"host": "a", ...},
+     "earlier": [{"start": ..., "end": ..., "exit": ..., "settings": ..., ...}]}
 
 A folder belongs to one run. Resuming continues it: the start before moves to `earlier`, and id and name stay.
 """
@@ -44,8 +46,8 @@ _FINISHED, _LOST = "finished", "lost: the process ended without a word"
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """One start of a run. `end` and `exit` None: it runs, or was killed.
-    `resumed`: the checkpoint it went on from.
+    """One start of a run. `end` and `exit` None: it runs, or
+    was killed. `resumed`: the checkpoint it went on from.
     """
 
     start: str
@@ -83,8 +85,8 @@ class Resumption:
     run_id: str | None
 
     def continues(self, record: RunRecord | None) -> bool:
-        """Whether it goes on with the run of a folder. None: a folder of an
-        earlier version, which says nothing of its run.
+        """Whether it goes on with the run of a folder. None: a
+        folder of an earlier version, which says nothing of its run.
         """
         if record is None:
             return True
@@ -108,12 +110,13 @@ def is_used(folder: Path) -> bool:
 
 
 def choose_run_folder(base: str, resumption: Resumption | None) -> str:
-    """The folder of the run that is resumed among `base`, `base-2`,
-    ..., or else the first of them that is free.
+    """The folder of the run that is resumed among `base`,
+    `base-2`, ..., or else the first of them that is free.
     """
     free: str | None = None
-    for number in itertools.count(1):
-        name = base if number == 1 else f"{base}-{number}"
+    names = itertools.chain([base], (f"{base}-{number}" for number in itertools.count(2)))
+    while True:
+        name = next(names)
         folder = Path(name)
         if is_used(folder):
             if resumption is not None and resumption.continues(read_run(folder)):
@@ -129,10 +132,10 @@ def open_run_file(
     settings: dict[str, Any],
     checkpoints: str | None,
     resumption: Resumption | None,
-    resumed: dict | None,
+    resumed: dict[str, Any] | None,
 ) -> RunRecord:
-    """The record of the run that starts in `folder`; the caller holds its
-    lock. FolderTaken: it belongs to another run.
+    """The record of the run that starts in `folder`; the caller
+    holds its lock. FolderTaken: it belongs to another run.
     """
     before = read_run(folder)
     goes_on = resumption is not None and resumption.continues(before)
@@ -145,7 +148,7 @@ def open_run_file(
     if goes_on and before is not None:
         record = replace(before, last=start, earlier=(*before.earlier, _as_ended(before.last)))
     else:
-        known = resumption.run_id if goes_on and is_used(folder) else None
+        known = resumption.run_id if resumption is not None and goes_on and is_used(folder) else None
         record = RunRecord(known or secrets.token_hex(4), folder.name, start)
     write_run(folder, record)
     return record

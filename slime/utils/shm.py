@@ -1,7 +1,7 @@
 """Blocks of bytes that processes of one machine share: plain files in memory, cleaned up by name prefix.
 
-A segment's name starts with the run's prefix (`slime-<pid of the driver>-...`), so that whoever survives a
-crash can remove all of them, and the next start removes those whose driver is gone.
+A segment's name starts with the run's prefix (`slime-<pid of the driver>-...`), so that whoever
+survives a crash can remove all of them, and the next start removes those whose driver is gone.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ def make_prefix() -> str:
 
 
 class Segment:
-    """A mapped file. `buffer` is a uint8 tensor over the bytes,
-    shared with every process that opens the name.
+    """A mapped file. `buffer` is a uint8 tensor over the
+    bytes, shared with every process that opens the name.
     """
 
     def __init__(self, name: str, mapping: mmap.mmap, nbytes: int):
         self.name = name
         self.nbytes = nbytes
-        self._mapping = mapping
+        self._mapping: mmap.mmap | None = mapping
         import torch  # here: whoever lists or removes segments needs none of it
 
         self.buffer = (

@@ -1,7 +1,7 @@
-"""The folders that `--save` fills, one complete checkpoint each, and the
-manifest by which each says what it holds.
+"""The folders that `--save` fills, one complete checkpoint
+each, and the manifest by which each says what it holds.
 
-    <save>/step_0000007/manifest.json    rollout, run, number of pushes; size and checksum of every other file; its own checksum
+    <save>/step_0000007/manifest.json    rollout, run, number of pushes; checksums of all files
 
 A folder that ends in .tmp was interrupted, one that ends in .aside was replaced; neither is ever read.
 """
@@ -114,8 +114,8 @@ def find_step(
 ) -> StepFolder | None:
     """The checkpoint of rollout `step`, or the latest that is whole; None: the folder holds no checkpoints.
 
-    One that is damaged is named, and the one before it is taken, unless the step was chosen: then it is
-    offered. Those after `latest` are passed over: they are known to be damaged.
+    One that is damaged is named, and the one before it is taken, unless the step was chosen:
+    then it is offered. Those after `latest` are passed over: they are known to be damaged.
     """
     steps = {
         number: path for number, path in step_folders(folder).items() if latest is None or number <= latest
@@ -151,8 +151,8 @@ def find_step(
 def check_trainer_folder(folder: Path, *, share: tuple[int, int] = (0, 1)) -> None:
     """Raise where the trainer's part of a checkpoint is not what was written: file and why.
 
-    `share` (i, n): the i-th of n processes that read it checks its part. A folder
-    outside of a checkpoint has no manifest.
+    `share` (i, n): the i-th of n processes that read it checks
+    its part. A folder outside of a checkpoint has no manifest.
     """
     if folder.name != TRAINER or not (folder.parent / MANIFEST).is_file():
         return

@@ -1,6 +1,4 @@
-"""Pickling of values that hold many small tensors: torch's own way
-spends a tenth of a millisecond on each.
-"""
+"""Pickles values that hold many small tensors: torch's own way spends a tenth of a millisecond on each."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The token ids that an engine drew each token from (its nucleus), as answers and samples carry them.
 
-`ids` of all tokens stand behind each other; those of token i are `ids[offsets[i]:offsets[i + 1]]`. A token
-without ids was drawn from the whole vocabulary, or by nobody: tool output. An engine's log-probs are over the
-ids where there are any, else over the whole vocabulary.
+`ids` of all tokens stand behind each other; those of token i are `ids[offsets[i]:offsets[i
++ 1]]`. A token without ids was drawn from the whole vocabulary, or by nobody: tool output.
+An engine's log-probs are over the ids where there are any, else over the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def to_meta(kept: Sequence[np.ndarray]) -> dict[str, str]:
 
 
 def from_meta(meta: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
-    """(ids, offsets) of an answer, int32; None: it brings neither.
-    ValueError where it brings one of them alone.
+    """(ids, offsets) of an answer, int32; None: it brings
+    neither. ValueError where it brings one of them alone.
     """
     found = [
         next((meta[name] for name in names if meta.get(name) is not None), None) for names in (_IDS, _OFFSETS)

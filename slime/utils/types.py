@@ -1,5 +1,5 @@
-"""The nouns of slime: one trajectory (`Sample`), what training receives
-(`RolloutBatch`), and why a reward is missing.
+"""The nouns of slime: one trajectory (`Sample`), what training
+receives (`RolloutBatch`), and why a reward is missing.
 """
 
 from __future__ import annotations
@@ -95,6 +95,9 @@ _STATUS_OF_FINISH = {
     "abort": SampleStatus.ABORTED,
     "stop": SampleStatus.COMPLETED,
 }
+# Inside Sample their names stand for its own attributes.
+_SpecInfo = SpecInfo
+_PrefixCacheInfo = PrefixCacheInfo
 
 
 @dataclass
@@ -102,8 +105,8 @@ class Sample:
     """One trajectory. Token ids are the truth: text is never tokenised again after generation.
 
     Example: prompt ids [5, 6], response ids [7, 8, 2] of which 8 came from a tool: tokens=[5, 6, 7, 8, 2],
-    response_length=3, loss_mask=[1, 0, 1], rollout_log_probs=[-.1, 0.0, -.2], version_spans=[("run:3", 0, 1),
-    ("run:4", 2, 3)] (response coordinates; the tool token belongs to no version).
+    response_length=3, loss_mask=[1, 0, 1], rollout_log_probs=[-.1, 0.0, -.2], version_spans=[("run:3", 0,
+    1), ("run:4", 2, 3)] (response coordinates; the tool token belongs to no version).
     """
 
     Status = SampleStatus
@@ -146,8 +149,8 @@ class Sample:
     train_metadata: dict[str, Any] | None = None
     session_id: str | None = None
     non_generation_time: float = 0.0
-    spec_info: SpecInfo = field(default_factory=SpecInfo)
-    prefix_cache_info: PrefixCacheInfo = field(default_factory=PrefixCacheInfo)
+    spec_info: _SpecInfo = field(default_factory=SpecInfo)
+    prefix_cache_info: _PrefixCacheInfo = field(default_factory=PrefixCacheInfo)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain types (and tensors or arrays a plug-in put in), with attributes attached later included."""
@@ -176,7 +179,10 @@ class Sample:
         return sample
 
     def get_reward_value(self, args: Any) -> float:
-        return self.reward if not args.reward_key else self.reward[args.reward_key]
+        """The score, or the part of it that --reward-key names."""
+        reward: Any = self.reward
+        value: float = reward[args.reward_key] if args.reward_key else reward
+        return value
 
     @property
     def effective_response_length(self) -> int:
@@ -253,19 +259,19 @@ class Sample:
         if meta.get("weight_version") is not None:
             self.weight_versions.append(str(meta["weight_version"]))
         finish = meta["finish_reason"] or {}
-        self.status = _STATUS_OF_FINISH.get(finish.get("type"), self.status)
+        self.status = _STATUS_OF_FINISH.get(str(finish.get("type")), self.status)
 
     def _merge_top_p(self, meta: dict[str, Any], start: int, count: int, trainable: bool) -> None:
         """Take the ids that the new tokens were drawn from; tokens of other origin have none."""
-        found = top_p.from_meta(meta)
+        found: tuple[Any, Any] | None = top_p.from_meta(meta)
         if found is None:
             if self.rollout_top_p_token_offsets is None or trainable:
                 return
             found = [], [0] * (count + 1)
         elif wrong := top_p.wrong_with(*found, self.tokens[len(self.tokens) - count :]):
             raise ValueError(f"{self._name()}, {count} new tokens: {wrong}")
-        held = self.rollout_top_p_token_ids, self.rollout_top_p_token_offsets
-        held = ([], [0] * (start + 1)) if held[1] is None else held
+        ids, offsets = self.rollout_top_p_token_ids, self.rollout_top_p_token_offsets
+        held = ([], [0] * (start + 1)) if offsets is None else (ids, offsets)
         self.rollout_top_p_token_ids, self.rollout_top_p_token_offsets = top_p.joined(*held, *found)
 
     def _merge_routed_experts(self, args: Any, meta: dict[str, Any]) -> None:
@@ -280,9 +286,10 @@ class Sample:
         self.rollout_routed_experts = routed if held is None else np.concatenate([held[:start], routed])
 
     def _check_lengths(self) -> None:
-        if len(self.loss_mask) != self.response_length:
+        masked = len(self.loss_mask or ())
+        if masked != self.response_length:
             raise ValueError(
-                f"loss_mask has {len(self.loss_mask)} entries for {self.response_length} response tokens in "
+                f"loss_mask has {masked} entries for {self.response_length} response tokens in "
                 f"{self._name()}: every appended token needs a mask value."
             )
         if self.rollout_log_probs is not None and len(self.rollout_log_probs) != self.response_length:
@@ -300,8 +307,8 @@ class Sample:
 
 
 class RolloutBatch(TypedDict, total=False):
-    """What training receives: N samples as per-sample lists. L_i: total
-    length, R_i: response length of sample i.
+    """What training receives: N samples as per-sample lists.
+    L_i: total length, R_i: response length of sample i.
 
     Optional keys are there for all N samples or not at all. Keys not listed here travel with the batch.
     """
@@ -339,8 +346,8 @@ def flatten_samples(groups: Iterable[Any]) -> list[Sample]:
 
 
 def version_number(version: str | int | None) -> int | None:
-    """The n of a weight version "run:n"; None when the text ends in no number
-    (an engine that was given no version yet).
+    """The n of a weight version "run:n"; None when the text
+    ends in no number (an engine that was given no version yet).
     """
     tail = str(version).rpartition(":")[2]
     return int(tail) if tail.isdecimal() else None

@@ -24,8 +24,8 @@ _BUSY_FACTOR, _UNSEEN_FACTOR = 12.0, 3.0
 class Signs:
     """What the system says of a process or a group of them.
 
-    `stopped`: by SIGSTOP, or from a terminal. `held`: by a debugger, or
-    waiting for a disk: its silence is no hang.
+    `stopped`: by SIGSTOP, or from a terminal. `held`: by a
+    debugger, or waiting for a disk: its silence is no hang.
     """
 
     stopped: bool
@@ -67,8 +67,8 @@ def _read_stat(path: Path) -> list[str] | None:
 
 
 class SilenceClock:
-    """How long somebody has been silent, and whether that is too long. Time in
-    which the asker itself slept is not counted.
+    """How long somebody has been silent, and whether that is too
+    long. Time in which the asker itself slept is not counted.
     """
 
     def __init__(self, limit_s: float, longest_step_s: float):
@@ -91,17 +91,12 @@ class SilenceClock:
     def allowed_s(self) -> float:
         if self._signs is None:
             return self._limit_s * _UNSEEN_FACTOR
-        busy = self._is_busy or self._signs.held
+        busy = self._computes(self._signs) or self._signs.held
         return self._limit_s * (_BUSY_FACTOR if busy and not self._signs.stopped else 1.0)
 
     @property
     def is_overdue(self) -> bool:
         return self.silent_s >= self.allowed_s
-
-    @property
-    def _is_busy(self) -> bool:
-        used_s = self._signs.cpu_s - (self._first_cpu_s or 0.0)
-        return used_s > _BUSY_SHARE * self.silent_s
 
     def describe(self) -> str:
         """What is known of the cause, for a message that says who and how long."""
@@ -111,8 +106,10 @@ class SilenceClock:
             return "its process is stopped (SIGSTOP; SIGCONT lets it go on)"
         if self._signs.held:
             return "its process waits for a disk, or for a debugger"
-        return (
-            "its process computes and does not answer"
-            if self._is_busy
-            else "its process does nothing: it hangs"
-        )
+        if self._computes(self._signs):
+            return "its process computes and does not answer"
+        return "its process does nothing: it hangs"
+
+    def _computes(self, signs: Signs) -> bool:
+        used_s = signs.cpu_s - (self._first_cpu_s or 0.0)
+        return used_s > _BUSY_SHARE * self.silent_s

@@ -89,8 +89,8 @@ def until(
 
 @contextlib.contextmanager
 def telling(state: Callable[[], str], interval_s: float = TELL_S) -> Iterator[None]:
-    """Logs `state()` after `interval_s` and then ever less often while
-    the block runs: silence looks like a hang.
+    """Logs `state()` after `interval_s` and then ever less
+    often while the block runs: silence looks like a hang.
     """
     ended, started = threading.Event(), time.monotonic()
 

@@ -1,6 +1,4 @@
-"""The `slime` command: help is readable, mistakes end with one line
-and exit code 2, subcommands load lazily.
-"""
+"""The `slime` command: readable help, mistakes that end with one line and exit code 2, lazy subcommands."""
 
 import subprocess
 import sys

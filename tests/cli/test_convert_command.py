@@ -1,5 +1,5 @@
-"""`slime convert`: round trips change no bit, FP8 folders say what they hold,
-mistakes are told before anything is written.
+"""`slime convert`: round trips change no bit, FP8 folders say
+what they hold, mistakes are told before anything is written.
 """
 
 import importlib.util

@@ -1,5 +1,5 @@
-"""SmolLM2 out of its package: the file is checked, and its tensors get
-the names and order Hugging Face expects.
+"""SmolLM2 out of its package: the file is checked, and
+its tensors get the names and order Hugging Face expects.
 """
 
 import pytest

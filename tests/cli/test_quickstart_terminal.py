@@ -1,5 +1,5 @@
-"""The quick start on a real terminal: one live line per phase, log
-lines in a file, everything within the width.
+"""The quick start on a real terminal: one live line per
+phase, log lines in a file, everything within the width.
 """
 
 import pytest
@@ -21,13 +21,16 @@ def loop(args):
     num_steps = args.num_rollout if rl else 400
     with open(folder / "metrics.jsonl", "w", buffering=1) as metrics:
         for step in range(num_steps):
-            logger.info("train %d: LOGLINE loss 0.1, grad_norm 2.5, entropy_loss 4.5, train_rollout_logprob_abs_diff 2e-7", step)
+            values = "loss 0.1, grad_norm 2.5, entropy_loss 4.5, train_rollout_logprob_abs_diff 2e-7"
+            logger.info("train %d: LOGLINE %s", step, values)
             warnings.warn("LOGLINE of a library %d" % step)
             sys.stderr.write("LOGLINE of a progress bar\\r")
             os.write(2, b"LOGLINE of C++\\n")
             if rl and step % args.eval_interval == 0 or rl and step == num_steps - 1:
-                metrics.write(json.dumps({"step": step, "eval/heldout_greedy": 0.5, "eval/heldout_sampled": 0.4}) + "\\n")
-            metrics.write(json.dumps({"step": step, "rollout/raw_reward" if rl else "train/loss": step / num_steps}) + "\\n")
+                row = {"step": step, "eval/heldout_greedy": 0.5, "eval/heldout_sampled": 0.4}
+                metrics.write(json.dumps(row) + "\\n")
+            row = {"step": step, "rollout/raw_reward" if rl else "train/loss": step / num_steps}
+            metrics.write(json.dumps(row) + "\\n")
     if not rl:
         command.warmed_up = lambda recipe, folder: folder.parent / "model"
     print("a line that a plug-in prints")

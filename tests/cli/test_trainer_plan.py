@@ -1,6 +1,4 @@
-"""What `slime plan` says of a trainer: golden tables of two models,
-and each estimate against a slower count.
-"""
+"""What `slime plan` says of a trainer: golden tables of two models, each estimate against a slow count."""
 
 import json
 import random
@@ -77,7 +75,8 @@ def test_dense_layout_has_its_golden_table(folder, capsys):
 
 
 def test_interleaved_layout_of_experts_has_its_golden_table(folder, capsys):
-    words = "--actor-num-nodes 2 --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"
+    words = "--actor-num-nodes 2 --tensor-model-parallel-size 2 --sequence-parallel"
+    words += " --pipeline-model-parallel-size 2"
     words += " --virtual-pipeline-model-parallel-size 2 --expert-model-parallel-size 8 --num-micro-batches 16"
     assert main(plan(folder(QWEN3_30B_A3B), 8, *words.split())) == 0
     assert capsys.readouterr().out == EXPERTS

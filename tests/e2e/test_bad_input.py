@@ -1,5 +1,5 @@
-"""What a user sees when something is wrong: one message that names it, an exit
-code that is not 0, nothing left behind.
+"""What a user sees when something is wrong: one message that
+names it, an exit code that is not 0, nothing left behind.
 """
 
 import json
@@ -49,7 +49,7 @@ class TooFew(RolloutDataSource):
 
 
 async def boxes(args, sample, sampling_params):
-    """The first group's answers are powers that a comparison of expressions never finishes; others are right."""
+    """The first group answers with powers that no comparison of expressions finishes; others are right."""
     text = "123456789^{987654321}" if sample.group_index == 0 else sample.label
     sample.response = "\\\\boxed{" + text + "}"
     tokenizer = load_tokenizer(args.hf_checkpoint)
@@ -77,8 +77,8 @@ def world(tmp_path_factory):
 
 @pytest.fixture
 def end(world, capfd):
-    """`end(run, **flags)`: `slime train` in this process (its engines and ranks
-    are processes as ever) until it gives up.
+    """`end(run, **flags)`: `slime train` in this process (its
+    engines and ranks are processes as ever) until it gives up.
     """
 
     def run(name: str, **changes) -> Ended:

@@ -1,5 +1,5 @@
-"""Every benchmark that needs no finished run still runs, on shapes that measure nothing: a
-renamed function must not wait for a GPU.
+"""Every benchmark that needs no finished run still runs, on shapes
+that measure nothing: a renamed function must not wait for a GPU.
 """
 
 import json

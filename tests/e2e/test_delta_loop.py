@@ -42,7 +42,8 @@ import torch.distributed as dist
 
 def note(args, version_dir, rollout_engines):
     held = json.load(urllib.request.urlopen(rollout_engines[0] + "/model_info"))["weight_version"]
-    row = {"rank": dist.get_rank(), "folder": version_dir, "held": held, "files": sorted(os.listdir(version_dir))}
+    files = sorted(os.listdir(version_dir))
+    row = {"rank": dist.get_rank(), "folder": version_dir, "held": held, "files": files}
     with open(Path(args.run_dir).parent / f"noted-{dist.get_rank()}.jsonl", "a") as out:
         out.write(json.dumps(row) + "\\n")
 
@@ -57,8 +58,8 @@ def notes(world, rank: int) -> list[dict]:
 
 
 def test_a_run_pushes_deltas_and_leaves_nothing(world):
-    """With every tensor of the engine compared after every push, and a
-    function of the user's before each is read.
+    """With every tensor of the engine compared after every
+    push, and a function of the user's before each is read.
     """
     (world / "post_write.py").write_text(POST_WRITE)
     run_train(

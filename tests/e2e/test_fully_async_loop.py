@@ -1,5 +1,5 @@
-"""train_async.py with a pool of groups in flight: real engine, real
-pushes in mid-generation, and a resumed run.
+"""train_async.py with a pool of groups in flight: real
+engine, real pushes in mid-generation, and a resumed run.
 """
 
 import pytest

@@ -1,5 +1,5 @@
-"""A generate function in the style of slime's examples: it posts to
-/generate and sets a sample's fields by hand.
+"""A generate function in the style of slime's examples:
+it posts to /generate and sets a sample's fields by hand.
 """
 
 import pytest
@@ -15,7 +15,8 @@ async def generate(args, sample, sampling_params):
     tokenizer = GenerateState(args).tokenizer
     prompt = tokenizer.encode(sample.prompt)
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
-    answer = await post(url, {"input_ids": prompt, "sampling_params": sampling_params, "return_logprob": True})
+    request = {"input_ids": prompt, "sampling_params": sampling_params, "return_logprob": True}
+    answer = await post(url, request)
     made = answer["meta_info"]["output_token_logprobs"]
     sample.tokens = prompt + [entry[1] for entry in made]
     sample.response_length = len(made)

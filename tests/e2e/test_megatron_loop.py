@@ -1,5 +1,5 @@
-"""The whole loop with the Megatron trainer: two tensor-parallel ranks train, save in the
-background, resume, and engines get their weights.
+"""The whole loop with the Megatron trainer: two tensor-parallel ranks
+train, save in the background, resume, and engines get their weights.
 """
 
 import pytest

@@ -1,5 +1,5 @@
-"""Whole runs in which two trainer ranks share one replica, or train adapters:
-same samples, same curve as one plain rank.
+"""Whole runs in which two trainer ranks share one replica, or
+train adapters: same samples, same curve as one plain rank.
 """
 
 import pytest

@@ -1,5 +1,5 @@
-"""A recorded rollout trains to the same numbers on every runtime and
-number of ranks; a live run starts the same.
+"""A recorded rollout trains to the same numbers on every
+runtime and number of ranks; a live run starts the same.
 """
 
 import json

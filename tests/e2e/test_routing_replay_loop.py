@@ -16,9 +16,10 @@ LAYERS, EXPERTS, CHOSEN = 2, 8, 2
 def make_mixture(folder):
     base = AutoConfig.from_pretrained(folder)
     config = Qwen3MoeConfig(
-        vocab_size=base.vocab_size, hidden_size=64, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=32, intermediate_size=128, moe_intermediate_size=64, num_experts=EXPERTS, num_experts_per_tok=CHOSEN,
-        norm_topk_prob=True, max_position_embeddings=base.max_position_embeddings, eos_token_id=base.eos_token_id,
+        vocab_size=base.vocab_size, hidden_size=64, num_hidden_layers=LAYERS, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, intermediate_size=128, moe_intermediate_size=64,
+        num_experts=EXPERTS, num_experts_per_tok=CHOSEN, norm_topk_prob=True,
+        max_position_embeddings=base.max_position_embeddings, eos_token_id=base.eos_token_id,
         pad_token_id=base.pad_token_id,
     )  # fmt: skip
     torch.manual_seed(0)

@@ -1,5 +1,5 @@
-"""Whole runs that sample from a part of the vocabulary: engine and trainer
-mean the same distribution, and it learns.
+"""Whole runs that sample from a part of the vocabulary:
+engine and trainer mean the same distribution, and it learns.
 """
 
 import torch

@@ -1,5 +1,5 @@
-"""Runs over other engines than one model's own: a frozen model beside
-the policy, and engines that already run.
+"""Runs over other engines than one model's own: a frozen
+model beside the policy, and engines that already run.
 """
 
 import json

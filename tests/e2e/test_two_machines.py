@@ -1,5 +1,5 @@
-"""A whole run on two machines (two Ray nodes with addresses of their
-own): a trainer rank and an engine on each.
+"""A whole run on two machines (two Ray nodes with addresses
+of their own): a trainer rank and an engine on each.
 """
 
 import os

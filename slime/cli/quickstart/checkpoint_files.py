@@ -1,6 +1,4 @@
-"""Small edits to the JSON files of a Hugging Face directory, so that
-older readers of the format open it too.
-"""
+"""Small edits to the JSON files of a Hugging Face folder, so that older versions of transformers read it."""
 
 import json
 from collections.abc import Collection
@@ -16,9 +14,7 @@ def edit_json(path: Path, changes: dict[str, Any], *, drop: Collection[str] = ()
 
 
 def widen_readers(folder: Path) -> None:
-    """Make what transformers 5 wrote readable by transformers 4,
-    which otherwise misreads it without a word.
-    """
+    """Make what transformers 5 wrote readable by transformers 4, which otherwise misreads it silently."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     # transformers 4 knows only these two names; without them it takes rope_theta 10000 and float32.
     names = {"rope_theta": config["rope_parameters"]["rope_theta"], "torch_dtype": config["dtype"]}

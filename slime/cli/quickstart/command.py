@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from slime.arguments import Args, parse_args
 from slime.cli.main import user_errors
@@ -63,7 +64,8 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
     parser = argparse.ArgumentParser(
         prog="slime quickstart",
         description=__doc__,
-        epilog="Any other flag is passed on to the RL run (see: slime train --help) and wins over the recipe.",
+        epilog="Any other flag is passed on to the RL run (see: slime train --help), "
+        "and wins over the recipe.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -97,11 +99,11 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
 
 
 def rehearse(options: Options, screen: Screen) -> None:
-    """Everything up to the first step of training, in a folder that is
-    thrown away: what is wrong is told here.
+    """Everything up to the first step of training, in a
+    folder that is thrown away: what is wrong is told here.
 
-    Nothing of an earlier quick start is touched before this has passed,
-    and no flag fails only after the warm-up.
+    Nothing of an earlier quick start is touched before this
+    has passed, and no flag fails only after the warm-up.
     """
     recipe = recipe_of(options)
     with tempfile.TemporaryDirectory(prefix="slime-quickstart-") as name:
@@ -154,6 +156,7 @@ def check_evaluations(args: Args) -> None:
     """A quick start compares before with after."""
     if args.skip_eval_before_train:
         raise ValueError("--skip-eval-before-train: a quick start compares before with after; leave it out.")
+    assert args.num_rollout is not None, "every recipe says how many steps it takes"
     if args.eval_interval is None or args.eval_interval > args.num_rollout:
         raise ValueError(
             f"--eval-interval is {args.eval_interval}, but the run has {args.num_rollout} steps: a quick "
@@ -177,7 +180,7 @@ def write_files(recipe: Recipe, options: Options) -> DataFiles:
     return write_data(recipe.task, folder, seed=seed, num_sft=num_sft, num_rl=recipe.num_rl_prompts)
 
 
-def run(options: Options, screen: Screen) -> dict:
+def run(options: Options, screen: Screen) -> dict[str, Any]:
     """Everything from an empty folder to summary.json, whose content it returns."""
     started = time.monotonic()
     recipe, folder = recipe_of(options), options.run_dir
@@ -187,6 +190,7 @@ def run(options: Options, screen: Screen) -> dict:
     if recipe.warm_up:
         checkpoint = run_warm_up(recipe, options, files, checkpoint, screen)
     args = load_args(rl_argv(recipe, options, files, checkpoint))
+    assert args.num_rollout is not None, "every recipe says how many steps it takes"
     phase = Phase("RL", args.num_rollout, REWARD, "reward")
     with screen.following(phase, folder / "rl" / "metrics.jsonl"):
         run_loop(args)
@@ -261,7 +265,9 @@ def run_warm_up(
     return warmed_up(recipe, folder)
 
 
-def report(outcome: Outcome, summary: dict, recipe: Recipe, options: Options, screen: Screen) -> None:
+def report(
+    outcome: Outcome, summary: dict[str, Any], recipe: Recipe, options: Options, screen: Screen
+) -> None:
     """Files first, so that they exist even where the screen fails."""
     folder = options.run_dir
     write_summary(summary, folder / "summary.json")
@@ -279,7 +285,7 @@ def report(outcome: Outcome, summary: dict, recipe: Recipe, options: Options, sc
     )
 
 
-def verdict(summary: dict, options: Options, screen: Screen) -> int:
+def verdict(summary: dict[str, Any], options: Options, screen: Screen) -> int:
     """Exit code 1 where --require-accuracy was not met."""
     if options.require_accuracy is None or summary["accuracy_after"] >= options.require_accuracy:
         return 0

@@ -1,5 +1,5 @@
-"""Writes the files a quick-start run reads: SFT conversations, RL
-prompts, held-out questions and the eval config.
+"""Writes the files a quick-start run reads: SFT conversations,
+RL prompts, held-out questions and the eval config.
 """
 
 import itertools
@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from slime.cli.quickstart.tasks import Problem, Task, draw_habits
 
@@ -51,10 +52,8 @@ def write_data(task: Task, folder: Path, *, seed: int, num_sft: int, num_rl: int
     return files
 
 
-def eval_config(task: Task, held_out: Path) -> dict:
-    """The same questions asked twice: greedily, and sampled as in
-    training. Always scored by the true reward.
-    """
+def eval_config(task: Task, held_out: Path) -> dict[str, Any]:
+    """The same questions twice: answered greedily and sampled as in training. The true reward scores both."""
     defaults = {
         "path": str(held_out),
         "input_key": "prompt",
@@ -72,14 +71,14 @@ def eval_config(task: Task, held_out: Path) -> dict:
     return {"eval": {"datasets": datasets}}
 
 
-def _conversation(problem: Problem) -> dict:
+def _conversation(problem: Problem) -> dict[str, Any]:
     user = {"role": "user", "content": problem.prompt}
     return {"messages": [user, {"role": "assistant", "content": problem.label}]}
 
 
-def _prompt(problem: Problem) -> dict:
+def _prompt(problem: Problem) -> dict[str, Any]:
     return {"prompt": problem.prompt, "label": problem.label}
 
 
-def _write_lines(path: Path, rows: Iterable[dict]) -> None:
+def _write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -1,5 +1,5 @@
-"""What the quick start shows: a live line per phase on a terminal,
-plain lines elsewhere, and tables at the end.
+"""What the quick start shows: a live line per phase on a
+terminal, plain lines elsewhere, and tables at the end.
 """
 
 from collections.abc import Iterator
@@ -44,10 +44,7 @@ class Screen:
     @contextmanager
     def following(self, phase: Phase, metrics: Path) -> Iterator[None]:
         """Show how `phase` goes, from the metrics it writes, while the `with` block runs it."""
-        if self.console.is_terminal:
-            view = LiveView(self.console, phase)
-        else:
-            view = PlainView(self.console, phase)
+        view = (LiveView if self.console.is_terminal else PlainView)(self.console, phase)
         with view, MetricsFollower(metrics, view.update):
             yield
 

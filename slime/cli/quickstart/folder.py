@@ -33,8 +33,8 @@ def opened(folder: Path) -> Iterator[Path | None]:
 
 
 def set_aside(folder: Path) -> Path | None:
-    """Make room for a new quick start in `folder`; returns where the
-    earlier one went, None if there was none.
+    """Make room for a new quick start in `folder`; returns
+    where the earlier one went, None if there was none.
 
     Names such as `data` are common: what no quick start made is refused rather than moved.
     """

@@ -19,8 +19,8 @@ Record = dict[str, Any]
 
 
 class MetricsReader:
-    """Hands out the records of a growing file, each once; a line still
-    being written is left for the next time.
+    """Hands out the records of a growing file, each once;
+    a line still being written is left for the next time.
     """
 
     def __init__(self, path: Path) -> None:
@@ -39,8 +39,8 @@ class MetricsReader:
 
 
 class MetricsFollower:
-    """Calls `on_record` for every record while a `with` block runs; all
-    records have been seen when the block ends.
+    """Calls `on_record` for every record while a `with` block
+    runs; all records have been seen when the block ends.
     """
 
     def __init__(self, path: Path, on_record: Callable[[Record], None]) -> None:

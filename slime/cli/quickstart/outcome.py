@@ -1,11 +1,12 @@
-"""What a quick-start run has shown: accuracy before and after,
-rewards, example answers; and the summary file.
+"""What a quick-start run has shown: accuracy before and
+after, rewards, example answers; and the summary file.
 """
 
 import json
 import platform
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from slime.cli.quickstart.data import GREEDY, DataFiles
 from slime.cli.quickstart.metrics import (
@@ -45,8 +46,8 @@ class Outcome:
 
 
 def read_outcome(run_dir: Path, questions: list[Problem]) -> Outcome:
-    """Collect the outcome from the files that the RL run left in
-    `run_dir`; `questions` are the held-out ones.
+    """Collect the outcome from the files that the RL run
+    left in `run_dir`; `questions` are the held-out ones.
     """
     records = MetricsReader(run_dir / "metrics.jsonl").new_records()
     evaluations = [record for record in records if all(key in record for key in ACCURACY.values())]
@@ -68,8 +69,8 @@ def read_outcome(run_dir: Path, questions: list[Problem]) -> Outcome:
 
 
 def read_examples(folder: Path, questions: list[Problem]) -> list[Example]:
-    """Pair the greedy answers of the first and the last evaluation;
-    questions whose answer changed come first.
+    """Pair the greedy answers of the first and the last
+    evaluation; questions whose answer changed come first.
     """
     by_step = sorted(folder.glob("*.jsonl"), key=lambda path: int(path.stem))
     if len(by_step) < 2:
@@ -99,10 +100,8 @@ def summarise(
     control: str | None,
     estimator: str,
     wall_s: float,
-) -> dict:
-    """The content of summary.json; accuracies are on held-out
-    questions, `reward_*` is their sampled score.
-    """
+) -> dict[str, Any]:
+    """The content of summary.json: accuracies on held-out questions; `reward_*` is their sampled score."""
     # Here, so that `slime --help` does not pay for importing them.
     import torch
     import transformers
@@ -134,7 +133,7 @@ def summarise(
     }
 
 
-def write_summary(summary: dict, path: Path) -> None:
+def write_summary(summary: dict[str, Any], path: Path) -> None:
     path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
 
 

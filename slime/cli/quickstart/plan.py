@@ -172,11 +172,11 @@ def build_rl_argv(
     estimator: str = "grpo",
     extra: Iterable[str] = (),
 ) -> list[str]:
-    """Flags of the RL run: the recipe, the estimator's preset, then
-    `extra`, so that what the user wrote wins.
+    """Flags of the RL run: the recipe, the estimator's
+    preset, then `extra`, so that what the user wrote wins.
     """
     task = recipe.task
-    settings = {
+    settings: dict[str, object] = {
         "hf-checkpoint": checkpoint,
         "run-dir": run_dir,
         "seed": seed,
@@ -233,9 +233,7 @@ def machine_flags(extra: Iterable[str]) -> list[str]:
 
 
 def _even_interval(num_steps: int, longest: int) -> int:
-    """An interval that ends on the last step: the largest fit down
-    to half of `longest`, else the whole run.
-    """
+    """An interval that divides the run: the largest from `longest` down to half of it, else the whole run."""
     fits = (interval for interval in range(longest, longest // 2, -1) if num_steps % interval == 0)
     return next(fits, num_steps)
 

@@ -1,5 +1,5 @@
-"""What an advantage estimator changes in the quick start's recipe, which is that of
-GRPO. What the user writes wins over it.
+"""What an advantage estimator changes in the quick start's
+recipe, which is that of GRPO. What the user writes wins over it.
 """
 
 from dataclasses import dataclass
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """Flags that differ from GRPO's: those the estimator cannot do without,
-    and those tried on the tiny model alone.
+    """Flags that differ from GRPO's: those the estimator
+    cannot do without, and those tried on the tiny model alone.
     """
 
     needs: tuple[str, ...] = ()

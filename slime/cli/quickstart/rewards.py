@@ -1,14 +1,15 @@
-"""Rewards of the quick-start tasks: 1 for a right answer that ended by
-itself, 0 otherwise; and their random controls.
+"""Rewards of the quick-start tasks: 1 for a right answer
+that ended by itself, 0 otherwise; and their random controls.
 
-A control pays each sample by an independent coin instead, with about the same average, and changes nothing
-else: what still rises under it was not taught by the reward.
+A control pays each sample by an independent coin instead, with about the same average,
+and changes nothing else: what still rises under it was not taught by the reward.
 """
 
 import argparse
 import random
 import re
 from collections import deque
+from typing import Any
 
 from slime.cli.quickstart.tiny import EOS
 from slime.utils.types import Sample
@@ -18,23 +19,23 @@ NUM_REMEMBERED = 512  # about one step of samples
 _recent_scores: deque[float] = deque(maxlen=NUM_REMEMBERED)
 
 
-async def exact_match(args: argparse.Namespace, sample: Sample, **kwargs) -> float:
+async def exact_match(args: argparse.Namespace, sample: Sample, **kwargs: Any) -> float:
     """The whole reply is the label."""
     return float(_ended(sample) and sample.response.removesuffix(EOS) == sample.label)
 
 
-async def last_number(args: argparse.Namespace, sample: Sample, **kwargs) -> float:
+async def last_number(args: argparse.Namespace, sample: Sample, **kwargs: Any) -> float:
     """The last number in the reply is the label."""
     numbers = re.findall(r"\d+", sample.response)
     return float(_ended(sample) and bool(numbers) and numbers[-1] == sample.label)
 
 
-async def exact_match_control(args: argparse.Namespace, sample: Sample, **kwargs) -> float:
+async def exact_match_control(args: argparse.Namespace, sample: Sample, **kwargs: Any) -> float:
     """A coin in place of `exact_match`."""
     return _coin(args, sample, await exact_match(args, sample))
 
 
-async def last_number_control(args: argparse.Namespace, sample: Sample, **kwargs) -> float:
+async def last_number_control(args: argparse.Namespace, sample: Sample, **kwargs: Any) -> float:
     """A coin in place of `last_number`."""
     return _coin(args, sample, await last_number(args, sample))
 

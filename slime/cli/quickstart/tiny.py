@@ -1,5 +1,5 @@
-"""A model small enough to train in a minute on a laptop: a three-layer Qwen3
-that reads and writes single characters.
+"""A model small enough to train in a minute on a laptop: a
+three-layer Qwen3 that reads and writes single characters.
 
 It starts from random weights. The tokenizer has one token per printable ASCII character and a chat template
 that adds nothing but the end token after an answer, so that the usual SFT path works on it unchanged.
