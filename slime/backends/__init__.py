@@ -1,6 +1,4 @@
-"""Trainers behind one protocol (`base.TrainBackend`) and the order of
-one training step (`update.run_update`).
-"""
+"""Trainers behind one protocol, `base.TrainBackend`."""
 
 import torch
 
@@ -17,4 +15,6 @@ BACKENDS = {
 
 def create_backend(args: Args, *, rank: int, world_size: int, device: torch.device) -> TrainBackend:
     """The trainer that `--train-backend` names, on this rank."""
-    return load_function(BACKENDS[args.train_backend])(args, rank=rank, world_size=world_size, device=device)
+    create = load_function(BACKENDS[args.train_backend])
+    backend: TrainBackend = create(args, rank=rank, world_size=world_size, device=device)
+    return backend

@@ -93,13 +93,29 @@ _TENSOR_FIELDS = (
 class TokenOutputs:
     """What the model says about each response token of a micro-batch."""
 
-    log_probs: Tensor  # [R] fp32, over the micro-batch's nucleus where it has one
+    log_probs: Tensor  # [R] fp32, over the micro-batch's nucleus where it has one; [0] of a scalar head
     entropy: Tensor | None = None  # [R] fp32, likewise; None: not asked for
-    values: Tensor | None = None  # [R] fp32; None: no critic
+    values: Tensor | None = None  # [R] fp32 of a scalar head: a critic or a reward model; None: a policy
     logits: Tensor | None = (
-        None  # [1, T, V] fp32, not divided by the temperature; only for a loss that asks for them
+        None  # [1, T, V] fp32, before the temperature; None: the loss does not ask for them
     )
     extra: Tensor | None = None  # [R, ...] what `Loss.at_head` returned
+
+    @classmethod
+    def of_scalar_head(cls, values: Tensor) -> "TokenOutputs":
+        return cls(log_probs=values.new_empty(0), values=values)
+
+    def on_cpu(self) -> dict[str, Tensor]:
+        """What is known of single tokens, by name and detached: all but the logits."""
+        log_probs = self.log_probs if self.values is None else None
+        found = {"log_probs": log_probs, "entropy": self.entropy, "values": self.values, "extra": self.extra}
+        return {name: tensor.detach().cpu() for name, tensor in found.items() if tensor is not None}
+
+    @classmethod
+    def of_known(cls, known: dict[str, Tensor], device: torch.device) -> "TokenOutputs":
+        """What `on_cpu` returned, on a device again."""
+        moved = {name: tensor.to(device) for name, tensor in known.items()}
+        return cls(**{"log_probs": torch.empty(0, device=device), **moved})
 
 
 @dataclass(frozen=True, slots=True)

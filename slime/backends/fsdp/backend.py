@@ -1,7 +1,7 @@
 """The FSDP2 trainer: log-prob passes, optimizer steps, checkpoints and weight export of one rank."""
 
+import functools
 import math
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from slime.algorithms.expert_balance import load_metrics
 from slime.arguments import Args
@@ -21,12 +21,10 @@ from slime.backends.base import (
     HeadFunction,
     Loss,
     MicroBatch,
-    NonFiniteStepError,
     StepPlace,
     StepStats,
     TokenLists,
     TokenOutputs,
-    has_update,
 )
 from slime.backends.fsdp import dcp_checkpoint, hf_export, loading, lora, tensor_parallel
 from slime.backends.fsdp.experts import ExpertWatch, balance_coefficient
@@ -38,20 +36,15 @@ from slime.backends.fsdp.scalar_model import PackedScalarLM
 from slime.backends.fsdp.trainable import choose_trainable
 from slime.backends.fsdp.working_copy import WorkingCopy
 from slime.backends.shared.checkpoint_errors import plain_errors
-from slime.backends.shared.microbatch import split_by_sample
-from slime.backends.shared.optimizer import build_optimizer, learning_rate, set_rate
-from slime.backends.shared.roles import (
-    critic_settings,
-    load_copies,
-    load_critic,
-    needs_critic,
-    needs_reference,
-    save_copies,
-)
-from slime.backends.shared.trainer_folder import check_content, is_checkpoint
+from slime.backends.shared.microbatch import by_sample
+from slime.backends.shared.optimizer import build_optimizer
+from slime.backends.shared.trainer_base import TrainerBase
+from slime.backends.shared.trainer_folder import is_checkpoint
 from slime.backends.shared.weight_copies import LIVE, WeightCopies
 from slime.batch.flops import ModelShape, total_forward_flops
-from slime.utils import accelerator
+
+PackedLM = PackedCausalLM | PackedScalarLM
+_COMPILE_FROM_WIDTH = 1024
 
 
 def create_backend(
@@ -63,39 +56,37 @@ def create_backend(
     total_steps: int | None = None,
     random_weights: bool = False,
 ) -> "FSDPBackend":
-    """The trainer of this rank with the weights of --hf-checkpoint, and the
-    models that its algorithm needs beside it.
+    """The trainer of this rank with the weights of --hf-checkpoint, and the models that its algorithm needs.
 
     torch.distributed must be initialised. `total_steps` is the number of optimizer steps of the run, over
     which the learning rate decays when --lr-decay-iters is not given. `random_weights`: only the config is
     read, as speed tests do.
     """
     assert dist.is_initialized(), "torch.distributed must be initialised before a trainer is created"
-    place = {
-        "rank": rank,
-        "world_size": world_size,
-        "device": torch.device(device),
-        "total_steps": total_steps,
-    }
-    backend = FSDPBackend(args, **place, random_weights=random_weights)
-    if needs_reference(args):
-        backend.load_model(args.ref_load or args.hf_checkpoint, weights="ref")
-    if needs_critic(args):
-        critic = FSDPBackend(critic_settings(args), **place, role="critic")
+    build = functools.partial(
+        FSDPBackend,
+        rank=rank,
+        world_size=world_size,
+        device=torch.device(device),
+        total_steps=total_steps,
+    )
+    backend = build(args, random_weights=random_weights)
+
+    def build_critic(settings: Args) -> FSDPBackend:
+        critic = build(settings, role="critic")
         dcp_checkpoint.check_same_decoder(
-            critic.model.lm, backend.model.lm, "--critic-load", critic.args.hf_checkpoint
+            critic.model.lm, backend.model.lm, "--critic-load", critic.hf_checkpoint
         )
-        backend.critic = critic
-    if args.use_opd and args.opd_type == "trainer":
-        backend.load_teacher(args.opd_teacher_load)
+        return critic
+
+    backend.add_models(build_critic)
     return backend
 
 
-_COMPILE_FROM_WIDTH = 1024
-
-
-class FSDPBackend:
+class FSDPBackend(TrainerBase):
     """One rank's model shard and optimizer. Every public method is called by all ranks together."""
+
+    optimizer: torch.optim.Optimizer
 
     def __init__(
         self,
@@ -105,44 +96,39 @@ class FSDPBackend:
         world_size: int,
         device: torch.device,
         total_steps: int | None = None,
-        role: str = "actor",
+        role: str = LIVE,
         random_weights: bool = False,
     ) -> None:
-        self.args = args
-        self.critic: FSDPBackend | None = (
-            None  # set by create_backend: a second model and optimizer on the same ranks
-        )
-        self.teacher: PackedCausalLM | None = (
-            None  # a teacher of another shape; one of the same is a tagged copy
-        )
-        self.rank = rank
+        super().__init__(args, rank=rank, device=device, total_steps=total_steps, role=role)
+        self.teacher: PackedCausalLM | None = None  # of another shape; one of the same is a tagged copy
         self.mesh = Mesh.build(args, rank, world_size, device.type)
-        self.layout = self.mesh.layout
-        self.device = device
-        self.optimizer_device = device
-        self.compute_dtype = accelerator.compute_dtype(args.dtype, device)
-        self.decay_steps = args.lr_decay_iters or total_steps
-        self.step = 0  # optimizer steps taken
-        self.pending_save: Future | None = None  # with --async-save: what is being written
+        self.layout, self.data_group = self.mesh.layout, self.mesh.data_group
+        self.pending_save: Future[Any] | None = None  # with --async-save: what is being written
         self.save_group: dist.ProcessGroup | None = None  # set by the first such save
-        self.model = build_model(args, role)
+        self.model = self._build_model()
         self.shape = ModelShape.from_hf_config(self.model.lm.config)
         choose_trainable(args, self.model.lm)
         lora.add_adapters(args, self.model.lm)
         self.experts = ExpertWatch(self.model.lm, balance_coefficient(args, self.model.lm))
-        self.working = self._place(self.model, None if random_weights else args.hf_checkpoint)
+        self.working = self._place(self.model, None if random_weights else self.hf_checkpoint)
         self.optimizer = build_optimizer(args, self.model.lm.named_parameters())
         self._host = HostMemory()
         self.copies = WeightCopies(
             lambda: [local(p.data) for p in self.model.parameters()], on_device=args.weight_copies == "device"
         )
 
-    def _place(self, model: nn.Module, path: str | Path | None) -> WorkingCopy | None:
-        """Spread the model over the ranks, give it storage and read the
-        weights of `path` into it (None: random ones).
+    def _build_model(self) -> PackedLM:
+        """A policy, a critic that looks before each token, or a reward model that looks after it; no storage."""
+        lm = loading.empty_model(self.hf_checkpoint)
+        if not self.is_scalar:
+            return PackedCausalLM(lm)
+        after = self.role != "critic"
+        return PackedScalarLM(lm, self.hf_checkpoint, after_token=after, seed=self.args.seed)
 
-        A rank that is alone with its model needs no sharding; in 16 bit
-        it computes on a copy, which is returned.
+    def _place(self, model: PackedLM, path: str | Path | None) -> WorkingCopy | None:
+        """Spread the model over the ranks, give it storage and read the weights of `path` (None: random ones).
+
+        A rank that is alone with its model needs no sharding; in 16 bit it computes on a copy, which is returned.
         """
         args, layers = self.args, decoder_layers(model.lm)
         known = loading.known_values(model.lm)
@@ -190,48 +176,23 @@ class FSDPBackend:
         at_head: HeadFunction | None = None,
     ) -> TokenLists:
         """Log-probs (and entropies) of every response token under the weights tagged `weights`."""
-        passes = self._passes(mbs, weights, entropy=entropy, at_head=at_head)
-        found = {name: dict(values) for name, values in passes.items()}
-        ordered = {name: [values[p] for p in sorted(values)] for name, values in found.items()}
-        return TokenLists(ordered["log_probs"], ordered.get("entropy"), ordered.get("extra"))
+        found = self._outputs(mbs, weights, entropy=entropy, at_head=at_head)
+        return TokenLists(found["log_probs"], found.get("entropy"), found.get("extra"))
 
     def values(self, mbs: list[MicroBatch]) -> list[Tensor]:
         """The critic's value of every response token, [R_i] fp32 on the CPU."""
-        assert self.critic is not None, "this run has no critic"
-        found = dict(self.critic._passes(mbs, LIVE)["values"])
-        return [found[p] for p in sorted(found)]
+        return self._own_critic()._outputs(mbs, LIVE)["values"]
 
-    def _passes(
-        self, mbs: list[MicroBatch], weights: str, **options: Any
-    ) -> dict[str, list[tuple[int, Tensor]]]:
-        """(position, [R_i, ...]) of every sample for each kind of output, from passes without gradients."""
-        found: dict[str, list[tuple[int, Tensor]]] = {}
+    def _outputs(self, mbs: list[MicroBatch], weights: str, **options: Any) -> dict[str, list[Tensor]]:
+        """Each kind of output by sample, in the order of the batch, from passes without gradients."""
         with self._holding(weights) as model, torch.no_grad():
             sent = [self._send(mb, model) for mb in mbs]
             outputs = [self._forward(mb, share, model=model, **options) for mb, share in sent]
-            for mb, out in zip(mbs, outputs, strict=True):
-                for name in ("log_probs", "entropy", "values", "extra"):
-                    if (flat := getattr(out, name)) is not None:
-                        # zip stops at once for a micro-batch of weight zero: it has no positions.
-                        pairs = zip(mb.positions, split_by_sample(flat.cpu(), mb), strict=False)
-                        found.setdefault(name, []).extend(pairs)
-        return found
+            return by_sample(mbs, [out.on_cpu() for out in outputs])
 
-    def train_step(
-        self,
-        mbs: list[MicroBatch],
-        loss: Loss,
-        denominators: Denominators,
-        *,
-        model: str = "actor",
-        place: StepPlace | None = None,
-    ) -> StepStats:
-        """One optimizer step over all micro-batches; raises without
-        applying it when a number is not finite.
-        """
-        if model == "critic":
-            assert self.critic is not None, "this run has no critic"
-            return self.critic.train_step(mbs, loss, denominators)
+    def _accumulate(
+        self, mbs: list[MicroBatch], loss: Loss, denominators: Denominators, place: StepPlace | None
+    ) -> tuple[dict[str, float], float]:
         # FSDP averages gradients over the ranks that share parameters; the loss is a sum over them.
         scale = self.layout.dp_size * self.layout.cp_size / denominators.value
         sums: dict[str, Tensor] = {}
@@ -244,23 +205,24 @@ class FSDPBackend:
                         mb, share, entropy=loss.needs_entropy, logits=loss.needs_logits, at_head=loss.at_head
                     )
                 value, metrics = self.experts.add_balance(*loss.fn(out, mb), mb, denominators)
-                (value * scale).backward()
+                torch.autograd.backward(value * scale)
                 for name, metric in metrics.items():
                     sums[name] = sums[name] + metric if name in sums else metric
         self.model.eval()
-        metrics, grad_norm = self._reduce(sums, denominators)
+        reduced, grad_norm = self._reduce(sums, denominators)
         if (counts := self.experts.take()) is not None:
-            metrics |= load_metrics(self._sum_over_tokens(counts))
-        self._check_finite(metrics, grad_norm)
-        started = time.perf_counter()
-        rates = set_rate(self.optimizer, learning_rate(self.args, self.step, self.decay_steps))
-        applied = has_update(loss, denominators, metrics, grad_norm)
-        if applied:
-            self._apply(grad_norm)
-        self.optimizer.zero_grad(set_to_none=True)
-        return StepStats(metrics, grad_norm, rates, time.perf_counter() - started, applied)
+            reduced |= load_metrics(self._sum_over_tokens(counts))
+        return reduced, grad_norm
 
-    def _send(self, mb: MicroBatch, model: nn.Module) -> tuple[MicroBatch, StreamShare | None]:
+    def _finish_step(
+        self, loss: Loss, denominators: Denominators, metrics: dict[str, float], grad_norm: float
+    ) -> StepStats:
+        try:
+            return super()._finish_step(loss, denominators, metrics, grad_norm)
+        finally:
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def _send(self, mb: MicroBatch, model: PackedLM) -> tuple[MicroBatch, StreamShare | None]:
         """The micro-batch on the device, and this rank's share of it under context parallelism."""
         if self.mesh.context_group is None:
             return mb.to(self.device), None
@@ -270,11 +232,11 @@ class FSDPBackend:
         return mb.to(self.device), share.to(self.device)
 
     def _forward(
-        self, mb: MicroBatch, share: StreamShare | None, *, model: nn.Module | None = None, **options: Any
+        self, mb: MicroBatch, share: StreamShare | None, *, model: PackedLM | None = None, **options: Any
     ) -> TokenOutputs:
         model = model or self.model
         if isinstance(model, PackedScalarLM):
-            return TokenOutputs(log_probs=None, values=model(mb, share)[0])
+            return TokenOutputs.of_scalar_head(model(mb, share)[0])
         log_probs, entropies, full, extra = model(
             mb,
             share,
@@ -286,7 +248,7 @@ class FSDPBackend:
         return TokenOutputs(log_probs=log_probs, entropy=entropies, logits=full, extra=extra)
 
     @contextmanager
-    def _holding(self, weights: str) -> Iterator[nn.Module]:
+    def _holding(self, weights: str) -> Iterator[PackedLM]:
         """The model with the weights tagged `weights`, for passes without gradients."""
         if weights == "teacher" and self.teacher is not None:
             self.teacher.to(self.device)
@@ -308,9 +270,7 @@ class FSDPBackend:
         return [local(p.grad) for p in self.model.parameters() if p.grad is not None]
 
     def _square_of_gradients(self) -> Tensor:
-        """This rank's part of the squared gradient norm: what
-        tensor-parallel ranks hold alike counts once over them.
-        """
+        """This rank's part of the squared gradient norm: what tensor-parallel ranks hold alike counts once."""
         gradients = self._gradients()
         if not gradients:
             return torch.zeros((), dtype=torch.float64, device=self.device)
@@ -329,39 +289,17 @@ class FSDPBackend:
         values = torch.stack([*(sums[name].double() / alike for name in names), self._square_of_gradients()])
         if dist.get_world_size() > 1:
             dist.all_reduce(values)
-        values = values.tolist()
-        metrics = {name: value / denominators.value for name, value in zip(names, values, strict=False)}
-        return metrics, math.sqrt(values[-1]) if values[-1] >= 0 else math.nan
-
-    def _check_finite(self, metrics: dict[str, float], grad_norm: float) -> None:
-        bad = [f"{name}={value}" for name, value in metrics.items() if not math.isfinite(value)]
-        if not bad and math.isfinite(grad_norm):
-            return
-        self.optimizer.zero_grad(set_to_none=True)
-        raise NonFiniteStepError(
-            f"optimizer step {self.step} was not applied: {', '.join([*bad, f'grad_norm={grad_norm}'])}. "
-            "The weights are "
-            "those before the step; lower --lr or look for extreme log-probs or rewards in this batch."
-        )
+        *totals, square = values.tolist()
+        metrics = {name: total / denominators.value for name, total in zip(names, totals, strict=True)}
+        return metrics, math.sqrt(square) if square >= 0 else math.nan
 
     def _apply(self, grad_norm: float) -> None:
         if self.args.clip_grad and grad_norm > self.args.clip_grad:
             torch._foreach_mul_(self._gradients(), self.args.clip_grad / (grad_norm + 1e-6))
         self.optimizer.step()
-        self.step += 1
 
-    def reset_optimizer(self) -> None:
-        """Forget the moments of actor and critic; the schedules go on."""
+    def _forget_moments(self) -> None:
         self.optimizer.state.clear()
-        if self.critic is not None:
-            self.critic.reset_optimizer()
-
-    def sum_over_ranks(self, values: Tensor) -> Tensor:
-        """Element-wise sum over the data-parallel ranks, the same on all of them."""
-        if self.layout.dp_size > 1:
-            values = values.to(self.device)
-            dist.all_reduce(values, group=self.mesh.data_group)
-        return values
 
     def _sum_over_tokens(self, counts: Tensor) -> Tensor:
         """Sum over the ranks that hold different tokens."""
@@ -375,39 +313,19 @@ class FSDPBackend:
 
     # -- weights ---------------------------------------------------------------------------------------------
 
-    def load_hf(self, path: str | Path, *, weights: str = LIVE) -> None:
-        """Read the weights of an HF folder into the live model or under another tag."""
-        with self.copies.filling(weights):
-            dcp_checkpoint.load_hf_weights(self.model, path)
+    def _read_hf(self, path: str | Path) -> None:
+        dcp_checkpoint.load_hf_weights(self.model.lm, path)
 
-    def load_model(self, path: str | Path, *, weights: str) -> None:
-        """Read an HF folder, or a checkpoint of this same model, into the weights tagged `weights`."""
-        if not is_checkpoint(path):
-            self.load_hf(path, weights=weights)
-            return
-        check_content(Path(path), self.args)
-        with self.copies.filling(weights):
-            dcp_checkpoint.load(self, Path(path), weights_only=True)
+    def _read_checkpoint(self, path: Path) -> None:
+        dcp_checkpoint.load(self, path, weights_only=True)
 
     def load_teacher(self, path: str | Path) -> None:
-        """Keep the model of `path` under the tag "teacher"; its vocabulary must be the policy's.
-
-        `path` is an HF folder, or a checkpoint of a model of the policy's shape."""
         if is_checkpoint(path):
             self.load_model(path, weights="teacher")
             return
         source = loading.empty_model(path)
-        own, theirs = self.model.lm.config.vocab_size, source.config.vocab_size
-        if own != theirs:
-            raise ValueError(
-                f"--opd-teacher-load {path} has {theirs} tokens in its vocabulary, --hf-checkpoint has "
-                f"{own}: a teacher scores the policy's own tokens, so both must share one tokenizer; choose "
-                "a teacher of the same family."
-            )
-        if (
-            dcp_checkpoint.fingerprint(source)["digest"]
-            == dcp_checkpoint.fingerprint(self.model.lm)["digest"]
-        ):
+        self._check_vocabulary(path, source.config.vocab_size, self.model.lm.config.vocab_size)
+        if dcp_checkpoint.fingerprint(source) == dcp_checkpoint.fingerprint(self.model.lm):
             self.load_hf(path, weights="teacher")
             return
         self.teacher = PackedCausalLM(source).requires_grad_(False)
@@ -417,26 +335,13 @@ class FSDPBackend:
         self.teacher.eval()
 
     def output_matrix(self, weights: str) -> WholeMatrix:
-        """The whole output matrix [V, H] of the weights tagged `weights`, in
-        the dtype of the passes, on this device.
-        """
+        """The whole output matrix [V, H] of the weights tagged `weights`, in the dtype of the passes."""
         with self._holding(weights) as model:
             matrix = gather_full(model.lm.get_output_embeddings().weight.detach())
             return WholeMatrix(matrix.to(self.device, self.compute_dtype, copy=True))
 
-    def copy_weights(self, src: str, dst: str) -> None:
-        self.copies.copy(src, dst)
-
-    def has_weights(self, tag: str) -> bool:
-        return tag in self.copies
-
-    def export(
-        self, dtype: torch.dtype | None = None, *, weights: str = LIVE, bucket_bytes: int | None = None
-    ) -> Iterator[Bucket]:
-        """Buckets of (hub name, full tensor); a collective. Tensors are valid until the next bucket."""
-        limit = bucket_bytes or self.args.update_weight_buffer_size
-        with self.copies.active(weights):
-            yield from hf_export.buckets(self.model.lm, limit, dtype)
+    def _buckets(self, bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[Bucket]:
+        return hf_export.buckets(self.model.lm, bucket_bytes, dtype)
 
     def export_stage(self, dtype: torch.dtype | None = None) -> Iterator[Bucket]:
         """`export`: this trainer is one pipeline stage."""
@@ -452,15 +357,13 @@ class FSDPBackend:
         return lora.adapter_config(self.args, self.model.lm)
 
     def save_hf(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
-        """Write an HF folder that `from_pretrained` reads, with the tokenizer of
-        --hf-checkpoint; appears whole or not at all.
+        """Write an HF folder that `from_pretrained` reads, with the tokenizer of --hf-checkpoint; all or nothing.
 
         Adapters are merged into it, and stand alone in its folder `adapter`.
         """
-        limit = self.args.update_weight_buffer_size
-        scalar = isinstance(self.model, PackedScalarLM)
+        limit, source = self.args.update_weight_buffer_size, self.hf_checkpoint
         hf_export.save_folder(
-            self.model.lm, Path(path), self.args.hf_checkpoint, limit, dtype, self.rank, scalar=scalar
+            self.model.lm, Path(path), source, limit, dtype, self.rank, scalar=self.is_scalar
         )
         if self.args.lora_rank:
             lora.save_adapter(self.args, self.model.lm, Path(path) / "adapter", self.rank)
@@ -468,67 +371,32 @@ class FSDPBackend:
 
     # -- checkpoints -----------------------------------------------------------------------------------------
 
-    def save(self, path: str | Path) -> dict[str, Any]:
-        """Write weights, optimizer (unless --no-save-optim), schedule position
-        and random state into the folder `path`.
+    def _save_state(self, path: Path, *, with_optimizer: bool) -> dict[str, Any]:
+        return dcp_checkpoint.save(self, path, with_optimizer=with_optimizer)
 
-        A critic has a folder of its own in it, and so have copies
-        that move. Returns the manifest beside them.
-        """
-        if self.critic is not None:
-            self.critic.save(Path(path) / "critic")
-        save_copies(
-            self.args, self.copies, Path(path), lambda folder: dcp_checkpoint.save_weights(self, folder)
-        )
-        return dcp_checkpoint.save(self, Path(path), with_optimizer=not self.args.no_save_optim)
+    def _load_state(self, path: Path, *, weights_only: bool) -> dict[str, Any]:
+        return dcp_checkpoint.load(self, path, weights_only=weights_only)
 
-    def finish_save(self, *, wait: bool) -> bool:
-        """Whether all that `save` was given is on disk; `wait`: until it is."""
-        done = self.critic is None or self.critic.finish_save(wait=wait)
+    def _save_weights(self, path: Path) -> None:
+        dcp_checkpoint.save_weights(self, path)
+
+    def _load_weights(self, path: Path) -> None:
+        dcp_checkpoint.load_weights(self, path)
+
+    def _finish_own_save(self, wait: bool) -> bool:
         if self.pending_save is not None and (wait or self.pending_save.done()):
             pending, self.pending_save = self.pending_save, None
             with plain_errors():
                 pending.result()
-        return done and self.pending_save is None
+        return self.pending_save is None
 
-    def load(self, path: str | Path) -> dict[str, Any]:
-        """Read a folder written by `save`, also by another number of
-        ranks; with --finetune only its weights.
-        """
-        if self.critic is not None:
-            load_critic(self.critic, self.args, Path(path))
-        load_copies(
-            self.args, self.copies, Path(path), lambda folder: dcp_checkpoint.load_weights(self, folder)
-        )
-        return dcp_checkpoint.load(self, Path(path), weights_only=self.args.finetune)
-
-    def move(
-        self, *, params: str | torch.device | None = None, optimizer: str | torch.device | None = None
-    ) -> None:
-        """Put parameters and optimizer state on a device; None leaves
-        them where they are. Nothing to do on CPU.
-        """
-        if self.device.type == "cpu":
+    def _move_parameters(self, device: torch.device) -> None:
+        if self.args.fsdp_cpu_offload:
             return
-        if self.critic is not None:
-            # A push needs the actor alone: the critic's weights come only for training, with the optimizers.
-            self.critic.move(params=optimizer if params is not None else None, optimizer=optimizer)
-        if params is not None and not self.args.fsdp_cpu_offload:
-            self._host.move_model(self.model, torch.device(params))
-            if self.working is not None:
-                self.working.drop()
-        if optimizer is not None and not self.args.fsdp_cpu_offload:
-            self.optimizer_device = torch.device(optimizer)
-            self._host.move_state(self.optimizer, self.optimizer_device)
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
+        self._host.move_model(self.model, device)
+        if self.working is not None:
+            self.working.drop()
 
-
-def build_model(args: Args, role: str) -> nn.Module:
-    """The model of a role, without storage: a policy, a critic that looks before
-    each token, a reward model that looks after.
-    """
-    lm = loading.empty_model(args.hf_checkpoint)
-    if role == "critic" or args.loss_type == "rm_loss":
-        return PackedScalarLM(lm, args.hf_checkpoint, after_token=role != "critic", seed=args.seed)
-    return PackedCausalLM(lm)
+    def _move_optimizer(self, device: torch.device) -> None:
+        if not self.args.fsdp_cpu_offload:
+            self._host.move_state(self.optimizer, device)

@@ -6,15 +6,18 @@ fingerprint, schedule position) and `rng_<rank>.pt`. The caller makes the folder
 
 import hashlib
 import json
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
 
+from slime.arguments import Args
+from slime.backends.base import Layout
 from slime.backends.fsdp import loading
+from slime.backends.fsdp.layers import HFModel
 from slime.backends.fsdp.lora import hub_name, is_adapter
 from slime.backends.shared.checkpoint_errors import plain_errors, unreadable_named
 from slime.backends.shared.optimizer import init_state
@@ -28,17 +31,40 @@ from slime.backends.shared.trainer_folder import (
 )
 
 
-def fingerprint(lm: nn.Module, *, adapters: bool = True) -> dict[str, Any]:
-    """What must agree for weights to be exchangeable: the model
-    type, and name and shape of every parameter.
-    """
+class WrappedModel(Protocol):
+    """A model of transformers, as the trainer's passes run it."""
+
+    lm: HFModel
+
+
+class CheckpointedTrainer(Protocol):
+    """What a checkpoint is written from and read into: the parts of `FSDPBackend` that it holds."""
+
+    args: Args
+    rank: int
+    step: int
+    layout: Layout
+    optimizer: torch.optim.Optimizer
+    pending_save: Future[Any] | None
+    save_group: dist.ProcessGroup | None
+
+    @property
+    def model(self) -> WrappedModel: ...
+
+
+def fingerprint(lm: HFModel, *, adapters: bool = True) -> dict[str, Any]:
+    """What must agree for weights to be exchangeable: the model type, and name and shape of every parameter."""
     parameters = [(name, p) for name, p in lm.named_parameters() if adapters or not is_adapter(name)]
     shapes = {name if adapters else hub_name(name): list(parameter.shape) for name, parameter in parameters}
-    digest = hashlib.sha256(json.dumps([lm.config.model_type, shapes], sort_keys=True).encode()).hexdigest()
-    return {"model_type": lm.config.model_type, "shapes": shapes, "digest": digest}
+    text = json.dumps([lm.config.model_type, shapes], sort_keys=True)
+    return {
+        "model_type": lm.config.model_type,
+        "shapes": shapes,
+        "digest": hashlib.sha256(text.encode()).hexdigest(),
+    }
 
 
-def save(backend: Any, path: Path, *, with_optimizer: bool) -> dict[str, Any]:
+def save(backend: CheckpointedTrainer, path: Path, *, with_optimizer: bool) -> dict[str, Any]:
     path.mkdir(parents=True, exist_ok=True)
     init_state(backend.optimizer)
     _write(backend, path, _state(backend, with_optimizer))
@@ -56,7 +82,7 @@ def save(backend: Any, path: Path, *, with_optimizer: bool) -> dict[str, Any]:
     return manifest
 
 
-def _write(backend: Any, path: Path, state: dict[str, Any]) -> None:
+def _write(backend: CheckpointedTrainer, path: Path, state: dict[str, Any]) -> None:
     if not backend.args.async_save:
         with plain_errors():
             dcp.save(state, checkpoint_id=path)
@@ -71,7 +97,7 @@ def _write(backend: Any, path: Path, state: dict[str, Any]) -> None:
     backend.pending_save = dcp.async_save(copied, checkpoint_id=path, process_group=backend.save_group)
 
 
-def load(backend: Any, path: Path, *, weights_only: bool) -> dict[str, Any]:
+def load(backend: CheckpointedTrainer, path: Path, *, weights_only: bool) -> dict[str, Any]:
     manifest = read_manifest(path)
     check_same_model(manifest["model"], fingerprint(backend.model.lm), path)
     with_optimizer = not (weights_only or backend.args.no_load_optim)
@@ -106,7 +132,7 @@ def check_same_model(saved: dict[str, Any], own: dict[str, Any], path: Path) -> 
     )
 
 
-def check_same_decoder(lm: nn.Module, own: nn.Module, flag: str, path: str) -> None:
+def check_same_decoder(lm: HFModel, own: HFModel, flag: str, path: str) -> None:
     """A model that reads the policy's tokens beside it has its shape, whatever its head."""
     heads = (lm.get_output_embeddings(), own.get_output_embeddings())
     shapes = [
@@ -127,18 +153,18 @@ def check_same_decoder(lm: nn.Module, own: nn.Module, flag: str, path: str) -> N
         )
 
 
-def save_weights(backend: Any, path: Path) -> None:
+def save_weights(backend: CheckpointedTrainer, path: Path) -> None:
     """Only the weights that the live model holds now."""
     with plain_errors():
         dcp.save(_state(backend, with_optimizer=False), checkpoint_id=path)
 
 
-def load_weights(backend: Any, path: Path) -> None:
+def load_weights(backend: CheckpointedTrainer, path: Path) -> None:
     with unreadable_named(path):
         dcp.load(_state(backend, with_optimizer=False), checkpoint_id=path)
 
 
-def _state(backend: Any, with_optimizer: bool) -> dict[str, Any]:
+def _state(backend: CheckpointedTrainer, with_optimizer: bool) -> dict[str, Any]:
     """Live tensors by name; reading a checkpoint writes into them in place."""
     # With adapters the model itself is that of --hf-checkpoint, and stays there.
     trained_only = bool(backend.args.lora_rank)
@@ -152,11 +178,7 @@ def _state(backend: Any, with_optimizer: bool) -> dict[str, Any]:
     return state
 
 
-def load_hf_weights(model: nn.Module, path: str | Path) -> None:
-    """Read the weights of the HF folder `path` into the sharded
-    model; another architecture is a ValueError.
-    """
-    check_same_model(
-        fingerprint(loading.empty_model(path)), fingerprint(model.lm, adapters=False), Path(path)
-    )
-    loading.fill(model.lm, path)
+def load_hf_weights(lm: HFModel, path: str | Path) -> None:
+    """Read the weights of the HF folder `path` into a sharded model; another architecture is a ValueError."""
+    check_same_model(fingerprint(loading.empty_model(path)), fingerprint(lm, adapters=False), Path(path))
+    loading.fill(lm, path)

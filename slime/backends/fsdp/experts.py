@@ -1,48 +1,43 @@
-"""What a mixture of experts does while a step trains: how evenly its
-experts are used, and a loss that evens it out.
-"""
+"""What a mixture of experts does while a step trains: how evenly it is used, and a loss that evens it out."""
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from slime.algorithms.expert_balance import balance_losses
 from slime.arguments import Args
 from slime.backends.base import Denominators, Metrics, MicroBatch
+from slime.backends.fsdp.layers import HFModel
 
 
 class ExpertWatch:
-    """Listens to the routers of a model. A router is a module with `top_k` and
-    `num_experts` that returns chosen indices last.
+    """Listens to the routers of a model: modules with `top_k` and `num_experts` that return chosen indices last.
 
     `balance`: coefficient of the loss for even use; 0: none.
     """
 
-    def __init__(self, lm: nn.Module, balance: float = 0.0) -> None:
+    def __init__(self, lm: HFModel, balance: float = 0.0) -> None:
         self._balance = balance
         self._listens = False
         self._counts: dict[int, Tensor] = {}
-        self._routes: list[
-            tuple[Tensor, Tensor]
-        ] = []  # (logits [T, E], chosen [T, k]) by layer, of one forward pass
+        self._routes: list[tuple[Tensor, Tensor]] = []  # by layer: logits [T, E], chosen [T, k]
         for index, router in enumerate(routers(lm)):
-            router.register_forward_hook(lambda module, _, out, index=index: self._record(index, module, out))
+            router.register_forward_hook(functools.partial(self._record, index))
 
     @contextmanager
     def listening(self, mb: MicroBatch) -> Iterator[None]:
-        """Around a forward pass that trains. Not heard: what the backward pass
-        computes again, and tokens that are no sample's.
-        """
+        """Around a forward pass that trains; the backward pass's repetitions and padding tokens are not heard."""
         self._listens, self._routes = bool(mb.positions), []
         try:
             yield
         finally:
             self._listens = False
 
-    def _record(self, index: int, router: nn.Module, output: Any) -> None:
+    def _record(self, index: int, router: Any, _inputs: Any, output: Any) -> None:
         if not (self._listens and isinstance(output, tuple) and output[-1].dtype == torch.int64):
             return
         if self._balance:
@@ -55,9 +50,7 @@ class ExpertWatch:
     def add_balance(
         self, value: Tensor, metrics: Metrics, mb: MicroBatch, denominators: Denominators
     ) -> tuple[Tensor, Metrics]:
-        """The loss of a micro-batch and its metrics, with the balance of its
-        samples: a mean over layers and samples.
-        """
+        """The loss of a micro-batch and its metrics, with the balance of its samples: a mean over layers."""
         routes, self._routes = self._routes, []
         if not self._balance:
             return value, metrics
@@ -81,13 +74,13 @@ class ExpertWatch:
         return counts
 
 
-def routers(lm: nn.Module) -> list[nn.Module]:
+def routers(lm: HFModel) -> list[Any]:
     return [
         m for m in lm.modules() if hasattr(m, "top_k") and hasattr(m, "num_experts") and hasattr(m, "weight")
     ]
 
 
-def balance_coefficient(args: Args, lm: nn.Module) -> float:
+def balance_coefficient(args: Args, lm: HFModel) -> float:
     """That of --router-aux-loss-coef; without it, that of a config whose training asks for the loss."""
     asked = args.router_aux_loss_coef
     config = lm.config.get_text_config()

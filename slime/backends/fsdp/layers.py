@@ -1,6 +1,4 @@
-"""How decoder layers run: what the backward pass computes again instead
-of keeping, and whether they are compiled.
-"""
+"""How decoder layers run: what the backward pass computes again instead of keeping, and whether they compile."""
 
 import functools
 import types
@@ -12,6 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from slime.backends.attention import packed
+
+HFModel = Any  # a `PreTrainedModel` of transformers, which the type checker does not look into
 
 # Results that cost a matrix product or an attention pass are kept; the rest is cheap to compute again.
 _KEPT_OPERATORS = (
@@ -25,12 +25,11 @@ _KEPT_OPERATORS = (
     "flash4_attention",
 )
 _KEPT_PREFIXES = ("_scaled_dot_product",)
-# Compiled code is specialised to a bound on document lengths, a power of two,
-# and to passes with and without gradients.
+# Compiled code is specialised to a bound on document lengths (a power of two), with and without gradients.
 _RECOMPILE_LIMIT = 64
 
 
-def decoder_layers(lm: nn.Module) -> list[nn.Module]:
+def decoder_layers(lm: HFModel) -> list[nn.Module]:
     """The layers that transformers names as the smallest parts of a model that stay together."""
     names = set(lm._no_split_modules or ())
     return [module for module in lm.modules() if type(module).__name__ in names]

@@ -1,6 +1,4 @@
-"""An HF causal LM as the trainer sees it: packed tokens in, log-probs of
-the response tokens out; sharded by FSDP2.
-"""
+"""An HF causal LM as the trainer sees it: packed tokens in, log-probs of the response tokens out; FSDP2."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,24 +6,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
 
 from slime.algorithms.distillation import full_reverse_kl
 from slime.algorithms.logprobs import chunked_log_probs
 from slime.backends.attention.context_parallel import StreamShare
 from slime.backends.base import HeadFunction, MicroBatch
-from slime.backends.fsdp.layers import decoder_layers
+from slime.backends.fsdp.layers import HFModel, decoder_layers
 
 
-def run_decoder(lm: nn.Module, mb: MicroBatch, share: StreamShare | None) -> Tensor:
+def run_decoder(lm: HFModel, mb: MicroBatch, share: StreamShare | None) -> Tensor:
     """Hidden states [T, H] of the packed stream, or of this rank's share of it."""
     stream = mb if share is None else share
-    return lm.base_model(
+    out = lm.base_model(
         input_ids=stream.input_ids,
         position_ids=stream.position_ids,
         use_cache=False,
         documents=stream.documents,
-    ).last_hidden_state[0]
+    )
+    hidden: Tensor = out.last_hidden_state[0]
+    return hidden
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +66,9 @@ class PackedCausalLM(nn.Module):
     The output matrix is applied inside this forward, because only there FSDP has its full weight gathered.
     """
 
-    def __init__(self, lm: nn.Module) -> None:
+    lm: HFModel
+
+    def __init__(self, lm: HFModel) -> None:
         super().__init__()
         self.lm = lm
         head = lm.get_output_embeddings()
@@ -107,10 +116,8 @@ class PackedCausalLM(nn.Module):
         return log_probs, entropies, full, extra
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype, *, offload: bool = False) -> None:
-    """FSDP2 over the decoder layers and the root: fp32 shards,
-    computation in `compute_dtype`, reduction in fp32.
-    """
+def shard(model: Any, mesh: DeviceMesh, compute_dtype: torch.dtype, *, offload: bool = False) -> None:
+    """FSDP2 over decoder layers and root: fp32 shards, computation in `compute_dtype`, reduction in fp32."""
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute_dtype == torch.float32 else compute_dtype,
         reduce_dtype=None if compute_dtype == torch.float32 else torch.float32,
@@ -124,18 +131,18 @@ def shard(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype, *, off
 
 def reshard(model: nn.Module) -> None:
     """Without a backward FSDP keeps the root gathered; a later change of the shards would go unseen."""
-    if hasattr(model, "reshard"):
+    if isinstance(model, FSDPModule):
         model.reshard()
 
 
-def local(tensor: Any) -> Tensor:
+def local(tensor: Tensor) -> Tensor:
     """This rank's part of a (possibly sharded) tensor."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def gather_full(tensor: Any) -> Tensor:
+def gather_full(tensor: Tensor) -> Tensor:
     """The whole tensor on every rank; a collective when sharded."""
-    if not hasattr(tensor, "full_tensor"):
+    if not isinstance(tensor, DTensor):
         return tensor
     if tensor.device.type != tensor.device_mesh.device_type:
         # Offloaded shards: the group's collectives take only tensors of its own device.

@@ -2,6 +2,7 @@
 expert and data parallelism, on CPU or GPU.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -38,16 +39,17 @@ def create_backend(
     from slime.backends.megatron import without_transformer_engine
     from slime.backends.megatron.backend import MegatronBackend
     from slime.backends.megatron.dist_checkpoint import check_same_decoder
-    from slime.backends.shared.roles import critic_settings, needs_critic, needs_reference
 
     without_transformer_engine.install()
-    place = {"rank": rank, "world_size": world_size, "device": device, "total_steps": total_steps}
-    backend = MegatronBackend(args, **place, random_weights=random_weights)
-    if needs_reference(args):
-        backend.load_model(args.ref_load or args.hf_checkpoint, weights="ref")
-    if needs_critic(args):
-        backend.critic = MegatronBackend(critic_settings(args), **place, role="critic")
-        check_same_decoder(backend.critic, backend)
-    if args.use_opd and args.opd_type == "trainer":
-        backend.load_teacher(args.opd_teacher_load)
+    build = functools.partial(
+        MegatronBackend, rank=rank, world_size=world_size, device=device, total_steps=total_steps
+    )
+    backend = build(args, random_weights=random_weights)
+
+    def build_critic(settings: Args) -> MegatronBackend:
+        critic = build(settings, role="critic")
+        check_same_decoder(critic, backend)
+        return critic
+
+    backend.add_models(build_critic)
     return backend

@@ -1,16 +1,12 @@
 """The Megatron trainer: log-prob passes, optimizer steps, checkpoints and weight export of one rank."""
 
-import math
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from torch import Tensor
@@ -23,12 +19,9 @@ from slime.backends.base import (
     HeadFunction,
     Loss,
     MicroBatch,
-    NonFiniteStepError,
     StepPlace,
-    StepStats,
     TokenLists,
     TokenOutputs,
-    has_update,
 )
 from slime.backends.megatron import dist_checkpoint, hooks
 from slime.backends.megatron import optimizer as optimizer_module
@@ -49,7 +42,7 @@ from slime.backends.megatron.config import (
 from slime.backends.megatron.families import family_of
 from slime.backends.megatron.groups import current_layout, from_last_stage, init_groups
 from slime.backends.megatron.model import ModelCall
-from slime.backends.megatron.passes import Passes, outputs_on, outputs_on_cpu
+from slime.backends.megatron.passes import Passes
 from slime.backends.megatron.random_weights import draw_weights
 from slime.backends.megatron.routing import (
     Recorded,
@@ -65,16 +58,14 @@ from slime.backends.megatron.vocab_parallel import VocabSlice
 from slime.backends.megatron.weights import HubWeights
 from slime.backends.shared import hf_folder
 from slime.backends.shared.checkpoint_errors import plain_errors
-from slime.backends.shared.microbatch import split_by_sample
-from slime.backends.shared.optimizer import learning_rate, set_rate
-from slime.backends.shared.roles import load_copies, load_critic, save_copies
-from slime.backends.shared.trainer_folder import check_content, is_checkpoint
+from slime.backends.shared.microbatch import by_sample
+from slime.backends.shared.trainer_base import TrainerBase
+from slime.backends.shared.trainer_folder import is_checkpoint
 from slime.backends.shared.weight_copies import LIVE, WeightCopies
 from slime.batch.flops import ModelShape, total_forward_flops
-from slime.utils import accelerator
 
 
-class MegatronBackend:
+class MegatronBackend(TrainerBase):
     """One rank's part of the model and its optimizer. Every public method is called by all ranks together."""
 
     def __init__(
@@ -88,26 +79,17 @@ class MegatronBackend:
         random_weights: bool = False,
         role: str = "actor",
     ) -> None:
-        self.args, self.role = args, role
-        self.critic: MegatronBackend | None = None  # set by create_backend: a second model on the same ranks
-        self.teacher: FrozenModel | None = (
-            None  # a teacher of another shape; one of the same is a tagged copy
-        )
-        self.rank = rank
-        self.device = device
-        self.decay_steps = args.lr_decay_iters or total_steps
-        self.step = 0  # optimizer steps taken
-        self.compute_dtype = accelerator.compute_dtype(args.dtype, device)
-        self.hf_config = read_hf_config(args.hf_checkpoint)
+        super().__init__(args, rank=rank, device=device, total_steps=total_steps, role=role)
+        self.teacher: FrozenModel | None = None  # of another shape; one of the same is a tagged copy
+        self.hf_config = read_hf_config(self.hf_checkpoint)
         refuse_unknown_fields(args.megatron_config or {})
         check_layout(args, self.hf_config, world_size=world_size, device=device)
         check_heads(args, self.hf_config)
         if role == "actor":
             init_groups(args, device)
             hooks.after_init(args)
-        self.layout = current_layout()
+        self.layout, self.data_group = current_layout(), parallel_state.get_data_parallel_group()
         self.config = transformer_config(args, self.hf_config, self.compute_dtype, device)
-        self.is_scalar = role == "critic" or args.loss_type == "rm_loss"
         chunks = build_chunks(
             self.config,
             self.hf_config,
@@ -128,7 +110,7 @@ class MegatronBackend:
         if random_weights:
             draw_weights(chunks, args.seed)
         else:
-            self.hub.load(args.hf_checkpoint)
+            self.hub.load(self.hf_checkpoint)
         if should_compile(args, self.config, device):
             compile_layers(chunks, self.config, device)
         self.model = wrap_for_training(self.config, ddp_config(args), chunks)
@@ -189,8 +171,7 @@ class MegatronBackend:
 
     def values(self, mbs: list[MicroBatch]) -> list[Tensor]:
         """The critic's value of every response token, [R_i] fp32 on the CPU, on every rank."""
-        assert self.critic is not None, "this run has no critic"
-        return self.critic._forward(mbs, LIVE, self._call(), RoutingPlan())["values"]
+        return self._own_critic()._forward(mbs, LIVE, self._call(), RoutingPlan())["values"]
 
     def _plan_recording(self) -> RoutingPlan:
         if self.args.use_rollout_routing_replay:
@@ -215,28 +196,11 @@ class MegatronBackend:
         else:
             with self.copies.active(weights), torch.no_grad():
                 outputs = self.passes.forward(mbs, call, routing)
-        found: dict[str, dict[int, Tensor]] = {}
-        for mb, results in zip(mbs, from_last_stage(outputs), strict=True):
-            for name, flat in results.items():
-                # zip stops at once for a micro-batch of weight zero: it has no positions.
-                found.setdefault(name, {}).update(zip(mb.positions, split_by_sample(flat, mb), strict=False))
-        return {name: [values[p] for p in sorted(values)] for name, values in found.items()}
+        return by_sample(mbs, from_last_stage(outputs))
 
-    def train_step(
-        self,
-        mbs: list[MicroBatch],
-        loss: Loss,
-        denominators: Denominators,
-        *,
-        model: str = "actor",
-        place: StepPlace | None = None,
-    ) -> StepStats:
-        """One optimizer step over all micro-batches; raises without
-        applying it when a number is not finite.
-        """
-        if model == "critic":
-            assert self.critic is not None, "this run has no critic"
-            return self.critic.train_step(mbs, loss, denominators)
+    def _accumulate(
+        self, mbs: list[MicroBatch], loss: Loss, denominators: Denominators, place: StepPlace | None
+    ) -> tuple[dict[str, float], float]:
         for chunk in self.model:
             chunk.train()
             chunk.zero_grad_buffer()
@@ -255,7 +219,7 @@ class MegatronBackend:
             for name, metric in metrics.items():
                 sums[name] = sums[name] + metric if name in sums else metric
             if self.layout.pp_size > 1:
-                seen.append(outputs_on_cpu(out))
+                seen.append(out.on_cpu())
             return value / denominators.value
 
         call = self._call(entropy=loss.needs_entropy, logits=loss.needs_logits, at_head=loss.at_head)
@@ -268,15 +232,10 @@ class MegatronBackend:
             self._reduce(sums, denominators) | self._expert_metrics() | self._heads_metrics(call.heads_scale)
         )
         self.optimizer.prepare_grads()
-        grad_norm = float(self.optimizer.get_grad_norm())
-        self._check_finite(metrics, grad_norm)
-        started = time.perf_counter()
-        rates = set_rate(self.optimizer, learning_rate(self.args, self.step, self.decay_steps))
-        applied = has_update(loss, denominators, metrics, grad_norm)
-        if applied:
-            optimizer_module.step(self.optimizer, grad_norm, self.args.clip_grad)
-            self.step += 1
-        return StepStats(metrics, grad_norm, rates, time.perf_counter() - started, applied)
+        return metrics, float(self.optimizer.get_grad_norm())
+
+    def _apply(self, grad_norm: float) -> None:
+        optimizer_module.step(self.optimizer, grad_norm, self.args.clip_grad)
 
     @torch.no_grad()
     def _repeat_on_other_stages(
@@ -288,7 +247,7 @@ class MegatronBackend:
         results = from_last_stage(seen)
         if self.layout.pp_rank < self.layout.pp_size - 1:
             for mb, found in zip(mbs, results, strict=False):
-                loss.fn(outputs_on(found, self.device), mb.to(self.device))
+                loss.fn(TokenOutputs.of_known(found, self.device), mb.to(self.device))
 
     def _call(self, **options: Any) -> ModelCall:
         return ModelCall(
@@ -336,22 +295,9 @@ class MegatronBackend:
         asked = {"moe_aux_loss": balance_coefficient(self.config), "moe_z_loss": self.config.moe_z_loss_coeff}
         return load_metrics(counts) | {name: value for name, value in losses.items() if asked[name]}
 
-    def _check_finite(self, metrics: dict[str, float], grad_norm: float) -> None:
-        bad = [f"{name}={value}" for name, value in metrics.items() if not math.isfinite(value)]
-        if not bad and math.isfinite(grad_norm):
-            return
-        raise NonFiniteStepError(
-            f"optimizer step {self.step} was not applied: {', '.join([*bad, f'grad_norm={grad_norm}'])}. "
-            "The weights are "
-            "those before the step; lower --lr or look for extreme log-probs or rewards in this batch."
-        )
-
-    def reset_optimizer(self) -> None:
-        """Forget the moments of actor and critic; the schedules go on."""
+    def _forget_moments(self) -> None:
         for member in optimizer_module.members(self.optimizer):
             member.optimizer.state.clear()
-        if self.critic is not None:
-            self.critic.reset_optimizer()
 
     def output_matrix(self, weights: str) -> VocabSlice | None:
         """This rank's rows of the output matrix of the weights tagged
@@ -363,13 +309,6 @@ class MegatronBackend:
         with self.copies.active(weights):
             return output_matrix_of([chunk.module for chunk in self.model], self.device)
 
-    def sum_over_ranks(self, values: Tensor) -> Tensor:
-        """Element-wise sum over the data-parallel ranks, the same on all of them."""
-        if self.layout.dp_size > 1:
-            values = values.to(self.device)
-            dist.all_reduce(values, group=parallel_state.get_data_parallel_group())
-        return values
-
     def forward_flops(self, lengths: list[int]) -> float:
         """This rank's share of one forward pass over its replica's
         documents: all ranks of a replica work on them.
@@ -380,71 +319,38 @@ class MegatronBackend:
     # -- weights ---------------------------------------------------------------------------------------------
 
     def load_hf(self, path: str | Path, *, weights: str = LIVE) -> None:
-        """Read the weights of an HF folder into the live model or under another tag."""
-        self._settle()
-        with self._keep_live(weights):
-            self.hub.load(path)
-            self.copies.copy(LIVE, weights)
+        super().load_hf(path, weights=weights)
         if weights == LIVE:
             self.optimizer.reload_model_params()
 
-    def load_model(self, path: str | Path, *, weights: str) -> None:
-        """Read an HF folder, or a checkpoint of this same model, into the weights tagged `weights`."""
-        if not is_checkpoint(path):
-            self.load_hf(path, weights=weights)
-            return
-        check_content(Path(path), self.args)
+    def _read_hf(self, path: str | Path) -> None:
         self._settle()
-        with self._keep_live(weights):
-            dist_checkpoint.check_model(self, Path(path))
-            dist_checkpoint.load_weights(self, Path(path) / dist_checkpoint.STATE)
-            self.copies.copy(LIVE, weights)
+        self.hub.load(path)
+
+    def _read_checkpoint(self, path: Path) -> None:
+        self._settle()
+        dist_checkpoint.check_model(self, path)
+        dist_checkpoint.load_weights(self, path / dist_checkpoint.STATE)
 
     def load_teacher(self, path: str | Path) -> None:
-        """Keep the model of the HF folder `path` under the tag
-        "teacher"; its vocabulary must be the policy's.
-        """
         if is_checkpoint(path):
             self.load_model(path, weights="teacher")
             return
         theirs = read_hf_config(str(path))
-        if theirs.vocab_size != self.hf_config.vocab_size:
-            raise ValueError(
-                f"--opd-teacher-load {path} has {theirs.vocab_size} tokens in its vocabulary, "
-                f"--hf-checkpoint has {self.hf_config.vocab_size}: a teacher scores the policy's own "
-                "tokens, so both must share one tokenizer; choose a teacher of the same family."
-            )
+        self._check_vocabulary(path, theirs.vocab_size, self.hf_config.vocab_size)
         if same_architecture(theirs, self.hf_config):
             self.load_hf(path, weights="teacher")
         else:
             self.teacher = FrozenModel(self.args, path, self.layout, self.compute_dtype, self.device)
 
-    @contextmanager
-    def _keep_live(self, weights: str) -> Iterator[None]:
-        if weights == LIVE:
-            yield
-            return
-        self.copies.copy(LIVE, "_own")
-        try:
-            yield
-        finally:
-            self.copies.copy("_own", LIVE)
-
     def copy_weights(self, src: str, dst: str) -> None:
-        self.copies.copy(src, dst)
+        super().copy_weights(src, dst)
         if dst == LIVE:
             self.optimizer.reload_model_params()
 
-    def has_weights(self, tag: str) -> bool:
-        return tag in self.copies
-
-    def export(
-        self, dtype: torch.dtype | None = None, *, weights: str = LIVE, bucket_bytes: int | None = None
-    ) -> Iterator[Bucket]:
-        """Buckets of (hub name, full tensor); a collective. Tensors are valid until the next bucket."""
+    def _buckets(self, bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[Bucket]:
         self._settle()
-        with self.copies.active(weights):
-            yield from self.hub.buckets(bucket_bytes or self.args.update_weight_buffer_size, dtype)
+        return self.hub.buckets(bucket_bytes, dtype)
 
     def export_stage(self, dtype: torch.dtype | None = None) -> Iterator[Bucket]:
         """`export` of this rank's pipeline stage alone, on its ranks alone."""
@@ -462,7 +368,7 @@ class MegatronBackend:
         of --hf-checkpoint; whole or not at all.
         """
         dtype = dtype or self.hf_config.dtype or torch.float32
-        source = self.args.hf_checkpoint
+        source = self.hf_checkpoint
         buckets = self.export(dtype)
         if self.rank == 0 and not self.is_scalar:
             # The rank that writes adds what came with the checkpoint and is no part of the model.
@@ -471,54 +377,30 @@ class MegatronBackend:
 
     # -- checkpoints -----------------------------------------------------------------------------------------
 
-    def save(self, path: str | Path) -> dict[str, Any]:
-        """Write weights, optimizer (unless --no-save-optim), schedule position
-        and random state into the folder `path`.
-
-        A critic has a folder of its own in it, and so have copies that move.
-        """
+    def _save_state(self, path: Path, *, with_optimizer: bool) -> dict[str, Any]:
         self._settle()
-        if self.critic is not None:
-            self.critic.save(Path(path) / "critic")
-        save_copies(
-            self.args, self.copies, Path(path), lambda folder: dist_checkpoint.save_weights(self, folder)
-        )
-        return dist_checkpoint.save(self, Path(path), with_optimizer=not self.args.no_save_optim)
+        return dist_checkpoint.save(self, path, with_optimizer=with_optimizer)
 
-    def finish_save(self, *, wait: bool) -> bool:
-        """Whether all that `save` was given is on disk; `wait`: until it is."""
-        done = self.critic is None or self.critic.finish_save(wait=wait)
+    def _load_state(self, path: Path, *, weights_only: bool) -> dict[str, Any]:
+        self._settle()
+        return dist_checkpoint.load(self, path, weights_only=weights_only)
+
+    def _save_weights(self, path: Path) -> None:
+        dist_checkpoint.save_weights(self, path)
+
+    def _load_weights(self, path: Path) -> None:
+        dist_checkpoint.load_weights(self, path)
+
+    def _finish_own_save(self, wait: bool) -> bool:
         with plain_errors():
             self.saves.maybe_finalize_async_calls(blocking=wait)
-        return done and self.saves.get_num_unfinalized_calls() == 0
+        return bool(self.saves.get_num_unfinalized_calls() == 0)
 
-    def load(self, path: str | Path) -> dict[str, Any]:
-        """Read a folder written by `save`, also under another layout; with --finetune only its weights."""
+    def _move_parameters(self, device: torch.device) -> None:
         self._settle()
-        if self.critic is not None:
-            load_critic(self.critic, self.args, Path(path))
-        load_copies(
-            self.args, self.copies, Path(path), lambda folder: dist_checkpoint.load_weights(self, folder)
-        )
-        return dist_checkpoint.load(self, Path(path), weights_only=self.args.finetune)
+        for chunk in self.model:
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                optimizer_module.move_buffer(buffer, device, self._away)
 
-    def move(
-        self, *, params: str | torch.device | None = None, optimizer: str | torch.device | None = None
-    ) -> None:
-        """Put parameters and optimizer state on a device; None leaves
-        them where they are. Nothing to do on CPU.
-        """
-        if self.device.type == "cpu":
-            return
-        if self.critic is not None:
-            # A push needs the actor alone: the critic's weights come only for training, with the optimizers.
-            self.critic.move(params=optimizer if params is not None else None, optimizer=optimizer)
-        if params is not None:
-            self._settle()
-            for chunk in self.model:
-                for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-                    optimizer_module.move_buffer(buffer, torch.device(params), self._away)
-        if optimizer is not None:
-            optimizer_module.move_state(self.optimizer, torch.device(optimizer))
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
+    def _move_optimizer(self, device: torch.device) -> None:
+        optimizer_module.move_state(self.optimizer, device)

@@ -105,7 +105,7 @@ class PackedGPTModel(GPTModel):
             )
         rows = hidden[:, 0].index_select(0, stream.logit_rows)
         values = (rows @ self.output_layer.weight.T).squeeze(-1).float()
-        return TokenOutputs(log_probs=None, values=self._joined(values, stream))
+        return TokenOutputs.of_scalar_head(self._joined(values, stream))
 
     def _outputs(self, hidden: Tensor, stream: PackedStream, call: ModelCall, mb: MicroBatch) -> TokenOutputs:
         groups = self.pg_collection

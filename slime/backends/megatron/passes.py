@@ -19,7 +19,6 @@ from slime.backends.shared.microbatch import build_micro_batch
 
 LossOf = Callable[[TokenOutputs, MicroBatch], Tensor]
 _OWN_CHOICE = RoutingPlan()
-_RESULTS = ("log_probs", "entropy", "values", "extra")
 
 
 class Passes:
@@ -49,7 +48,7 @@ class Passes:
         results: list[dict[str, Tensor]] = []
 
         def keep(out: TokenOutputs, mb: MicroBatch) -> Tensor:
-            results.append(outputs_on_cpu(out))
+            results.append(out.on_cpu())
             return torch.zeros((), device=self._device)
 
         self._run(mbs, call, keep, routing, forward_only=True)
@@ -119,16 +118,6 @@ class Passes:
             tp = (self._layout.tp_size, self._layout.tp_rank) if split else (1, 0)
             stream.routes = build_routes(mb, stream, self._config, routing, tp)
         return stream
-
-
-def outputs_on_cpu(out: TokenOutputs) -> dict[str, Tensor]:
-    """What can travel between pipeline stages: all but whole logits."""
-    found = {name: getattr(out, name) for name in _RESULTS}
-    return {name: value.detach().cpu() for name, value in found.items() if value is not None}
-
-
-def outputs_on(results: dict[str, Tensor], device: torch.device) -> TokenOutputs:
-    return TokenOutputs(**{"log_probs": None, **{name: value.to(device) for name, value in results.items()}})
 
 
 def _weight_zero(like: MicroBatch) -> MicroBatch:

@@ -84,7 +84,17 @@ def _routed_experts(batch: RolloutBatch, positions: Sequence[int]) -> Tensor:
 
 def split_by_sample(values: Tensor, micro_batch: MicroBatch) -> list[Tensor]:
     """Flat per-token values [R] -> one tensor [R_i] per sample of the micro-batch."""
-    return list(torch.split(values, micro_batch.response_lengths))
+    return list(torch.split(values, list(micro_batch.response_lengths)))
+
+
+def by_sample(mbs: Sequence[MicroBatch], outputs: Sequence[dict[str, Tensor]]) -> dict[str, list[Tensor]]:
+    """Each micro-batch's outputs [R, ...] by name -> for each name one tensor [R_i, ...] per sample of the batch."""
+    found: dict[str, dict[int, Tensor]] = {}
+    for mb, flat in zip(mbs, outputs, strict=True):
+        for name, values in flat.items():
+            # zip stops at once for a micro-batch of weight zero: it has no positions.
+            found.setdefault(name, {}).update(zip(mb.positions, split_by_sample(values, mb), strict=False))
+    return {name: [values[position] for position in sorted(values)] for name, values in found.items()}
 
 
 def _ranges(starts: Tensor, counts: Tensor) -> Tensor:

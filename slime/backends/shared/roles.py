@@ -1,13 +1,13 @@
 """Which models stand beside the actor in a run, and the settings of the one that trains too."""
 
+import copy
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 from slime.arguments import Args
 from slime.arguments.groups.objectives import SUPERVISED_LOSSES
+from slime.backends.base import TrainBackend
 from slime.backends.shared import old_policy
 from slime.backends.shared.weight_copies import WeightCopies
 from slime.catalog.estimators import ESTIMATORS
@@ -31,28 +31,31 @@ def needs_critic(args: Args) -> bool:
     return has_advantages(args) and ESTIMATORS[args.advantage_estimator].needs_values
 
 
-def critic_settings(args: Args) -> SimpleNamespace:
+def critic_settings(args: Args) -> Args:
     """`args` as the critic's model, optimizer and schedule read them."""
-    changes = {
-        "hf_checkpoint": args.critic_load or args.hf_checkpoint,
-        "lr": args.lr if args.critic_lr is None else args.critic_lr,
-        "min_lr": args.critic_min_lr,
-        "lr_decay_style": args.critic_lr_decay_style,
-        "lr_warmup_iters": args.critic_lr_warmup_iters,
-        "clip_grad": args.critic_clip_grad,
+    settings = copy.copy(args)
+    vars(settings).update(
+        hf_checkpoint=args.critic_load or args.hf_checkpoint,
+        lr=args.lr if args.critic_lr is None else args.critic_lr,
+        min_lr=args.critic_min_lr,
+        lr_decay_style=args.critic_lr_decay_style,
+        lr_warmup_iters=args.critic_lr_warmup_iters,
+        clip_grad=args.critic_clip_grad,
         # Copies of older weights are the policy's.
-        "ref_update_interval": None,
-        "keep_old_actor": False,
-    }
-    return SimpleNamespace(**(vars(args) | changes))
+        ref_update_interval=None,
+        keep_old_actor=False,
+    )
+    return settings
 
 
-def load_critic(critic: Any, args: Args, path: Path) -> None:
+def load_critic(critic: TrainBackend, args: Args, path: Path) -> None:
     """The critic that was saved beside the actor in the folder `path`; only --finetune may do without."""
     if (path / "critic").is_dir():
         critic.load(path / "critic")
     elif args.finetune:
-        logger.warning("checkpoint %s has no critic: it starts from %s.", path, critic.args.hf_checkpoint)
+        logger.warning(
+            "checkpoint %s has no critic: it starts from %s.", path, args.critic_load or args.hf_checkpoint
+        )
     else:
         raise ValueError(
             f"checkpoint {path} has no critic, but --advantage-estimator {args.advantage_estimator} trains "
