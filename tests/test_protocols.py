@@ -10,6 +10,7 @@ from protocol_checks import attributes_of, calls_by_name, differences, members
 import slime
 from slime.backends.base import OutputMatrix, TrainBackend
 from slime.backends.fsdp.backend import FSDPBackend
+from slime.backends.fsdp.dcp_checkpoint import CheckpointedTrainer
 from slime.cluster.residency import Engines, Trainer
 from slime.cluster.rollout_manager import RolloutManager
 from slime.cluster.serving.engine_host import HostedEngine
@@ -42,6 +43,7 @@ PACKAGE = Path(slime.__file__).parent
 
 IMPLEMENTATIONS: dict[type, list[type]] = {
     TrainBackend: [FSDPBackend],
+    CheckpointedTrainer: [FSDPBackend],
     OutputMatrix: [typing.get_type_hints(FSDPBackend.output_matrix)["return"]],
     Server: [EngineServer, HostedEngine, ExternalServer],
     Patient: [EngineServer, HostedEngine, ExternalServer],

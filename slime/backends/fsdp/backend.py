@@ -32,7 +32,7 @@ from slime.backends.fsdp.layers import decoder_layers, prepare_layers
 from slime.backends.fsdp.mesh import Mesh
 from slime.backends.fsdp.model import PackedCausalLM, WholeMatrix, gather_full, local, reshard, shard
 from slime.backends.fsdp.offload import HostMemory
-from slime.backends.fsdp.scalar_model import PackedScalarLM
+from slime.backends.fsdp.scalar_model import PackedLM, PackedScalarLM
 from slime.backends.fsdp.trainable import choose_trainable
 from slime.backends.fsdp.working_copy import WorkingCopy
 from slime.backends.shared.checkpoint_errors import plain_errors
@@ -43,7 +43,6 @@ from slime.backends.shared.trainer_folder import is_checkpoint
 from slime.backends.shared.weight_copies import LIVE, WeightCopies
 from slime.batch.flops import ModelShape, total_forward_flops
 
-PackedLM = PackedCausalLM | PackedScalarLM
 _COMPILE_FROM_WIDTH = 1024
 
 
@@ -118,7 +117,7 @@ class FSDPBackend(TrainerBase):
         )
 
     def _build_model(self) -> PackedLM:
-        """A policy, a critic that looks before each token, or a reward model that looks after it; no storage."""
+        """A policy, a critic that reads before each token, or a reward model that reads after; no storage."""
         lm = loading.empty_model(self.hf_checkpoint)
         if not self.is_scalar:
             return PackedCausalLM(lm)
@@ -126,9 +125,9 @@ class FSDPBackend(TrainerBase):
         return PackedScalarLM(lm, self.hf_checkpoint, after_token=after, seed=self.args.seed)
 
     def _place(self, model: PackedLM, path: str | Path | None) -> WorkingCopy | None:
-        """Spread the model over the ranks, give it storage and read the weights of `path` (None: random ones).
+        """Spread the model over the ranks, allocate it and read the weights of `path` (None: random ones).
 
-        A rank that is alone with its model needs no sharding; in 16 bit it computes on a copy, which is returned.
+        A rank that is alone needs no sharding; in 16 bit it computes on a copy, which is returned.
         """
         args, layers = self.args, decoder_layers(model.lm)
         known = loading.known_values(model.lm)
@@ -270,7 +269,7 @@ class FSDPBackend(TrainerBase):
         return [local(p.grad) for p in self.model.parameters() if p.grad is not None]
 
     def _square_of_gradients(self) -> Tensor:
-        """This rank's part of the squared gradient norm: what tensor-parallel ranks hold alike counts once."""
+        """This rank's part of the squared gradient norm; what tensor-parallel ranks share counts once."""
         gradients = self._gradients()
         if not gradients:
             return torch.zeros((), dtype=torch.float64, device=self.device)
@@ -357,7 +356,7 @@ class FSDPBackend(TrainerBase):
         return lora.adapter_config(self.args, self.model.lm)
 
     def save_hf(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
-        """Write an HF folder that `from_pretrained` reads, with the tokenizer of --hf-checkpoint; all or nothing.
+        """Write an HF folder that `from_pretrained` reads; it appears whole or not at all.
 
         Adapters are merged into it, and stand alone in its folder `adapter`.
         """

@@ -19,6 +19,7 @@ from slime.backends.base import Layout
 from slime.backends.fsdp import loading
 from slime.backends.fsdp.layers import HFModel
 from slime.backends.fsdp.lora import hub_name, is_adapter
+from slime.backends.fsdp.scalar_model import PackedLM
 from slime.backends.shared.checkpoint_errors import plain_errors, unreadable_named
 from slime.backends.shared.optimizer import init_state
 from slime.backends.shared.trainer_folder import (
@@ -31,12 +32,6 @@ from slime.backends.shared.trainer_folder import (
 )
 
 
-class WrappedModel(Protocol):
-    """A model of transformers, as the trainer's passes run it."""
-
-    lm: HFModel
-
-
 class CheckpointedTrainer(Protocol):
     """What a checkpoint is written from and read into: the parts of `FSDPBackend` that it holds."""
 
@@ -47,13 +42,11 @@ class CheckpointedTrainer(Protocol):
     optimizer: torch.optim.Optimizer
     pending_save: Future[Any] | None
     save_group: dist.ProcessGroup | None
-
-    @property
-    def model(self) -> WrappedModel: ...
+    model: PackedLM
 
 
 def fingerprint(lm: HFModel, *, adapters: bool = True) -> dict[str, Any]:
-    """What must agree for weights to be exchangeable: the model type, and name and shape of every parameter."""
+    """What must agree for weights to be exchangeable: model type, name and shape of every parameter."""
     parameters = [(name, p) for name, p in lm.named_parameters() if adapters or not is_adapter(name)]
     shapes = {name if adapters else hub_name(name): list(parameter.shape) for name, parameter in parameters}
     text = json.dumps([lm.config.model_type, shapes], sort_keys=True)

@@ -15,7 +15,7 @@ from slime.backends.fsdp.layers import HFModel
 
 
 class ExpertWatch:
-    """Listens to the routers of a model: modules with `top_k` and `num_experts` that return chosen indices last.
+    """Listens to a model's routers: modules with `top_k` and `num_experts` that return chosen indices last.
 
     `balance`: coefficient of the loss for even use; 0: none.
     """
@@ -30,7 +30,7 @@ class ExpertWatch:
 
     @contextmanager
     def listening(self, mb: MicroBatch) -> Iterator[None]:
-        """Around a forward pass that trains; the backward pass's repetitions and padding tokens are not heard."""
+        """Around a forward pass that trains: what a backward pass repeats is not heard, nor is padding."""
         self._listens, self._routes = bool(mb.positions), []
         try:
             yield

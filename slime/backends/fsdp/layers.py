@@ -1,4 +1,4 @@
-"""How decoder layers run: what the backward pass computes again instead of keeping, and whether they compile."""
+"""How decoder layers run: what the backward pass recomputes instead of keeping, and what is compiled."""
 
 import functools
 import types

@@ -8,19 +8,21 @@ from torch import Tensor, nn
 
 from slime.backends.attention.context_parallel import StreamShare
 from slime.backends.base import MicroBatch
-from slime.backends.fsdp.model import run_decoder
+from slime.backends.fsdp.layers import HFModel
+from slime.backends.fsdp.model import PackedCausalLM, run_decoder
 from slime.backends.shared.scalar_head import HEAD, draw_head
 
 
 class PackedScalarLM(nn.Module):
-    """One number per response token: read before the token (what a critic
-    may know) or after it (what a judge sees).
+    """One number per response token: read before the token (what a critic may know) or after it (a judge).
 
-    The causal LM keeps its place, so that sharding, checkpoints and names are those of the
-    policy; only its output matrix becomes a row.
+    The causal LM keeps its place, so that sharding, checkpoints and names are those of the policy; only its
+    output matrix becomes a row.
     """
 
-    def __init__(self, lm: nn.Module, path: str | Path, *, after_token: bool, seed: int) -> None:
+    lm: HFModel
+
+    def __init__(self, lm: HFModel, path: str | Path, *, after_token: bool, seed: int) -> None:
         super().__init__()
         self.offset = 1 if after_token else 0
         hidden = lm.get_input_embeddings().embedding_dim
@@ -36,15 +38,16 @@ class PackedScalarLM(nn.Module):
         self.lm = lm
 
     def forward(self, mb: MicroBatch, share: StreamShare | None = None) -> tuple[Tensor]:
-        """Values [R] in fp32, in a tuple, so that FSDP finds the
-        tensor. No temperature: these are no logits.
-        """
+        """Values [R] in fp32; a tuple, so that FSDP finds the tensor. No temperature: these are no logits."""
         hidden = run_decoder(self.lm, mb, share)
         rows = mb.logit_positions + self.offset if share is None else share.rows
         values = self.lm.get_output_embeddings()(hidden.index_select(0, rows)).squeeze(-1)
         # A copy: FSDP must not hand out a view.
         values = values.to(torch.float32, copy=True)
         return (values if share is None else share.join(values, len(mb.targets)),)
+
+
+PackedLM = PackedCausalLM | PackedScalarLM
 
 
 def read_head(path: str | Path) -> Tensor | None:

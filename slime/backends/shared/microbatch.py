@@ -88,7 +88,7 @@ def split_by_sample(values: Tensor, micro_batch: MicroBatch) -> list[Tensor]:
 
 
 def by_sample(mbs: Sequence[MicroBatch], outputs: Sequence[dict[str, Tensor]]) -> dict[str, list[Tensor]]:
-    """Each micro-batch's outputs [R, ...] by name -> for each name one tensor [R_i, ...] per sample of the batch."""
+    """Outputs [R, ...] by name of each micro-batch -> by name one [R_i, ...] per sample, in batch order."""
     found: dict[str, dict[int, Tensor]] = {}
     for mb, flat in zip(mbs, outputs, strict=True):
         for name, values in flat.items():

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from slime.arguments import Args
 from slime.arguments.groups.objectives import SUPERVISED_LOSSES
-from slime.backends.base import TrainBackend
 from slime.backends.shared import old_policy
 from slime.backends.shared.weight_copies import WeightCopies
 from slime.catalog.estimators import ESTIMATORS
@@ -48,10 +47,10 @@ def critic_settings(args: Args) -> Args:
     return settings
 
 
-def load_critic(critic: TrainBackend, args: Args, path: Path) -> None:
+def load_critic(load: Callable[[Path], object], args: Args, path: Path) -> None:
     """The critic that was saved beside the actor in the folder `path`; only --finetune may do without."""
     if (path / "critic").is_dir():
-        critic.load(path / "critic")
+        load(path / "critic")
     elif args.finetune:
         logger.warning(
             "checkpoint %s has no critic: it starts from %s.", path, args.critic_load or args.hf_checkpoint

@@ -1,8 +1,8 @@
-"""What the FSDP and the Megatron trainer do alike: models beside the actor, the end of a step, checkpoints, moves."""
+"""What both trainers do alike: models beside the actor, the end of a step, checkpoints, moves."""
 
 import math
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
@@ -21,7 +21,6 @@ from slime.backends.base import (
     NonFiniteStepError,
     StepPlace,
     StepStats,
-    TrainBackend,
     has_update,
 )
 from slime.backends.shared.optimizer import learning_rate, set_rate
@@ -38,8 +37,8 @@ from slime.backends.shared.weight_copies import LIVE, WeightCopies
 from slime.utils import accelerator
 
 
-class TrainerBase(TrainBackend):
-    """One rank's part of a model, its optimizer, and the models beside it; a subclass says how they are spread.
+class TrainerBase(ABC):
+    """One rank's part of a model, its optimizer, and the models beside it; subclasses spread them over ranks.
 
     Every public method is called by all ranks together.
     """
@@ -87,7 +86,7 @@ class TrainerBase(TrainBackend):
         model: str = LIVE,
         place: StepPlace | None = None,
     ) -> StepStats:
-        """One optimizer step over all micro-batches; raises without applying it when a number is not finite."""
+        """One optimizer step over all micro-batches; where a number is not finite it raises and applies none."""
         if model == "critic":
             return self._own_critic().train_step(mbs, loss, denominators)
         metrics, grad_norm = self._accumulate(mbs, loss, denominators, place)
@@ -198,7 +197,7 @@ class TrainerBase(TrainBackend):
     def save(self, path: str | Path) -> dict[str, Any]:
         """Write weights, optimizer (unless --no-save-optim), schedule position and random state into `path`.
 
-        A critic has a folder of its own in it, and so have copies that move. Returns the manifest beside them.
+        A critic has a folder of its own in it, and so have copies that move. Returns the manifest.
         """
         if self.critic is not None:
             self.critic.save(Path(path) / "critic")
@@ -208,7 +207,7 @@ class TrainerBase(TrainBackend):
     def load(self, path: str | Path) -> dict[str, Any]:
         """Read a folder written by `save`, also under another layout; with --finetune only its weights."""
         if self.critic is not None:
-            load_critic(self.critic, self.args, Path(path))
+            load_critic(self.critic.load, self.args, Path(path))
         load_copies(self.args, self.copies, Path(path), self._load_weights)
         return self._load_state(Path(path), weights_only=self.args.finetune)
 
@@ -239,7 +238,7 @@ class TrainerBase(TrainBackend):
     def move(
         self, *, params: str | torch.device | None = None, optimizer: str | torch.device | None = None
     ) -> None:
-        """Put parameters and optimizer state on a device; None leaves them where they are. Nothing to do on CPU."""
+        """Put parameters and optimizer state on a device; None leaves them. Nothing to do on a CPU."""
         if self.device.type == "cpu":
             return
         if self.critic is not None:
