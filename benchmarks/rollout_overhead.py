@@ -238,7 +238,7 @@ def main() -> int:
             args = make_args(Path(folder), port, size, options.concurrency)
             url = f"http://127.0.0.1:{port}/generate"
             rows.append(measure(size, args, url, options.rounds, options.concurrency))
-            line = "{in_flight:6d} in flight: bare {bare_us:6.0f} us, rollout {rollout_us:6.0f} us a sample (CPU)"
+            line = "{in_flight:6d} in flight: bare {bare_us:6.0f} us, rollout {rollout_us:6.0f} us a sample"
             line += ", ratio {ratio:.2f}, {connections} connections, {bytes_per_sample:.0f} bytes a sample"
             print(line.format(**rows[-1]), flush=True)
     server.terminate()
