@@ -4,7 +4,6 @@ model, used, and never started or stopped.
 
 from __future__ import annotations
 
-import json
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from urllib.parse import urlsplit
 from slime.engines.server import EngineStartError, LaunchPlan
 from slime.utils import http_utils, waits
 from slime.utils.async_utils import run
+from slime.utils.model_config import read_config
 from slime.wire.control import EngineControl
 from slime.wire.dialects import version_tuple
 from slime.wire.protocol import EngineInfo
@@ -111,8 +111,7 @@ def _ask(url: str) -> EngineInfo:
 
 def _read_config(model: str | None) -> dict[str, Any]:
     """The model's config.json where it is a folder here; empty: nothing to compare with."""
-    file = Path(model).expanduser() / "config.json" if model else None
-    return json.loads(file.read_text(encoding="utf-8")) if file is not None and file.is_file() else {}
+    return read_config(model) if model else {}
 
 
 def _check_model(engine: ExternalEngine, ours: Mapping[str, Any], hf_checkpoint: str | None) -> None:

@@ -1,17 +1,19 @@
 """What a config.json says of FP8 weights: whether a folder holds them, and how that is written."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from slime.utils.model_config import read_config
+
 
 def block_size_of(folder: str | Path) -> tuple[int, int] | None:
     """The blocks of an FP8 checkpoint; None: its weights are in no blocks of FP8."""
-    file = Path(folder) / "config.json"
-    config = (json.loads(file.read_text()).get("quantization_config") if file.is_file() else None) or {}
-    block = config.get("weight_block_size")
-    return (int(block[0]), int(block[1])) if block and config.get("quant_method") == "fp8" else None
+    how = read_config(folder).get("quantization_config")
+    if not isinstance(how, dict) or how.get("quant_method") != "fp8" or not how.get("weight_block_size"):
+        return None
+    rows, columns = how["weight_block_size"]
+    return int(rows), int(columns)
 
 
 def quantization_config(

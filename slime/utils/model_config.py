@@ -1,0 +1,19 @@
+"""The `config.json` of a model folder, read as it is, without transformers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """Its content; empty where there is no such file. A damaged one is a ValueError that names it."""
+    file = Path(folder).expanduser() / "config.json"
+    if not file.is_file():
+        return {}
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{file} cannot be read ({error}); copy it again from the model.") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} holds a {type(config).__name__}, not a model's configuration.")
+    return config
