@@ -31,6 +31,7 @@ from typing import Any
 from shapes import SHAPES, write_model
 
 from slime.arguments import Args, parse_args
+from slime.catalog.transports import TRANSPORTS
 from slime.cluster.residency import GENERATE, SYNC, TRAIN, Phase, Residency
 from slime.cluster.run import open_run
 from slime.cluster.stages import RolloutStage
@@ -42,7 +43,7 @@ from slime.runtime.placement import plan_placement
 from slime.utils import shm
 from slime.utils.accelerator import device_count
 from slime.utils.async_utils import run
-from slime.weight_sync import LIVE_TRANSPORTS, Site, choose_transport
+from slime.weight_sync import Site, choose_transport
 from slime.wire.control import EngineControl
 
 GOAL_S = 0.5
@@ -114,7 +115,7 @@ class Stand:
         self._rollout = RolloutStage(args, self._run, self._runtime, self._placement)
         facts = gather([self._rollout.begin_start(0, None)])[0]
         site = Site(device_count() > 0, True)
-        self.transport = choose_transport(args.update_weight_transport, facts.transports, site).name
+        self.transport = choose_transport(args.update_weight_transport, facts.transports, site)
         self._engine = EngineControl(facts.engine_urls[0], deadline_s=600.0)
         self._seat, self._num_pushes = Seat(), 0
         self._residency = Residency(args, self._rollout, self._seat)
@@ -145,7 +146,7 @@ class Stand:
                 self._run.run_id,
                 "bfloat16" if device_count() else None,
                 self._num_pushes,
-                live=self.transport in LIVE_TRANSPORTS,
+                live=TRANSPORTS[self.transport].live,
             )
             return [self._push(push) for _ in range(num_pushes)]
         finally:

@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from slime.catalog.transports import TRANSPORTS
 from slime.utils import http_utils, shm
 from slime.utils.async_utils import run
 from slime.utils.processes import LifePipe, stop_process, thread_environment
+from slime.weight_sync import transport_of
 from slime.weight_sync.base import SenderOptions
-from slime.weight_sync.transports import TRANSPORTS
 from slime.wire.client import EngineClient
 from slime.wire.control import EngineControl, Receipt
 from slime.wire.manifest import WeightManifest, fill_bucket, plan_bucket
@@ -133,7 +134,10 @@ class EngineUnderTest:
         """By the first transport that leaves a parcel; an engine
         that does not empty its cache by itself is told to.
         """
-        transport = next(t for t in TRANSPORTS.values() if t.engine_needs in self.can.transports)
+        fetched = (name for name, row in TRANSPORTS.items() if not row.live)
+        transport = transport_of(
+            next(name for name in fetched if TRANSPORTS[name].engine_needs in self.can.transports)
+        )
         sender = transport.make_sender(
             SenderOptions(self.prefix, self.model.parent / "pushed", str(self.model))
         )

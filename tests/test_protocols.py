@@ -11,6 +11,7 @@ import slime
 from slime.backends.base import OutputMatrix, TrainBackend
 from slime.backends.fsdp.backend import FSDPBackend
 from slime.backends.fsdp.dcp_checkpoint import CheckpointedTrainer
+from slime.catalog.transports import TRANSPORTS
 from slime.cluster.residency import Engines, Trainer
 from slime.cluster.rollout_manager import RolloutManager
 from slime.cluster.serving.engine_host import HostedEngine
@@ -34,7 +35,7 @@ from slime.runtime.base import Future, Guarded, Handle, Runtime
 from slime.runtime.heartbeat import Beating
 from slime.runtime.local import InProcessHandle, LocalFuture, LocalRuntime, ProcessHandle
 from slime.utils.http_utils import Observer
-from slime.weight_sync import LIVE_TRANSPORTS, TRANSPORTS
+from slime.weight_sync import live_sender_of, transport_of
 from slime.weight_sync.base import LiveSender, Sender
 from slime.weight_sync.delta import publication
 from slime.weight_sync.late_copy import LateCopySender
@@ -49,8 +50,12 @@ IMPLEMENTATIONS: dict[type, list[type]] = {
     Patient: [EngineServer, HostedEngine, ExternalServer],
     Rotation: [Balancer, SGLangRouter, Rotations],
     Middleware: [PrefixCacheMiddleware],
-    Sender: sorted({t.make_sender for t in TRANSPORTS.values()} | {LateCopySender}, key=lambda c: c.__name__),
-    LiveSender: [t.make_sender for t in LIVE_TRANSPORTS.values()],
+    Sender: sorted(
+        {transport_of(name).make_sender for name, row in TRANSPORTS.items() if not row.live}
+        | {LateCopySender},
+        key=lambda c: c.__name__,
+    ),
+    LiveSender: [live_sender_of(name) for name, row in TRANSPORTS.items() if row.live],
     publication.Source: [publication.FolderSource, publication.HttpSource],
     embedded_weights.Source: [
         embedded_weights.SharedMemorySource,

@@ -9,6 +9,7 @@ from slime.arguments.all_flags import all_specs
 from slime.arguments.core.draft import Draft
 from slime.arguments.groups.objectives import PAIR_LOSSES, SUPERVISED_LOSSES
 from slime.arguments.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
+from slime.catalog.backends import BACKENDS
 from slime.catalog.engines import ENGINES
 from slime.catalog.estimators import ESTIMATORS
 from slime.catalog.policy_losses import POLICY_LOSSES
@@ -48,7 +49,7 @@ NO_EFFECT = (
     ),
     NoEffect(
         ("logits_memory_gib",),
-        lambda d: d.train_backend != "megatron" or d.tensor_model_parallel_size == 1,
+        lambda d: not BACKENDS[d.train_backend].splits_logits or d.tensor_model_parallel_size == 1,
         "no rank of Megatron's has whole logits with --tensor-model-parallel-size above 1; remove it",
     ),
     NoEffect(
@@ -247,14 +248,9 @@ NO_EFFECT = (
         lambda d: not d.use_dynamic_batch_size,
         "--use-dynamic-batch-size fills micro-batches by tokens (--max-tokens-per-gpu); remove one of them",
     ),
-    NoEffect(
-        (
-            "fsdp_cpu_offload",
-            "router_aux_loss_coef",
-            "lora_rank",
-        ),
-        lambda d: d.train_backend == "fsdp",
-        "only the FSDP trainer reads it; remove it or use --train-backend fsdp",
+    *(
+        NoEffect(row.flags, lambda d, row=row: BACKENDS[d.train_backend] is row, row.flags_unread)
+        for row in BACKENDS.values()
     ),
     NoEffect(
         ("lora_alpha", "lora_target_modules", "lora_sync"),

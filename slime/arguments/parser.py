@@ -36,6 +36,7 @@ from slime.arguments.passthrough.sglang import (
 )
 from slime.arguments.rules import apply_rules
 from slime.arguments.show import render_config, render_help
+from slime.catalog.backends import BACKENDS
 from slime.catalog.engines import ENGINES
 
 logger = logging.getLogger(__name__)
@@ -231,7 +232,7 @@ def _apply_megatron_flags(draft: Draft, found: dict[str, list[str]]) -> None:
     """Fields of Megatron's configuration; they join those of --megatron-config and of a file."""
     if not found:
         return
-    if draft.train_backend != "megatron":
+    if not BACKENDS[draft.train_backend].takes_megatron_flags:
         first = next(iter(found))
         raise ValueError(
             f"{first} is a flag of Megatron's, but --train-backend is {draft.train_backend}; use "

@@ -17,6 +17,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from slime.arguments import Args, explain_batch
+from slime.catalog.transports import TRANSPORTS
 from slime.cluster.checkpoint import (
     ROLLOUT,
     StagedCheckpoint,
@@ -49,8 +50,7 @@ from slime.utils.accelerator import device_count, has_bfloat16
 from slime.utils.folder_lock import FolderLock
 from slime.utils.plain_files import save_plain
 from slime.utils.step_folders import Manifest, StepFolder, step_path
-from slime.weight_sync import LIVE_TRANSPORTS, Site, choose_transport
-from slime.weight_sync.lora import choose_adapter_transport
+from slime.weight_sync import Site, choose_adapter_transport, choose_transport
 
 logger = logging.getLogger(__name__)
 
@@ -207,11 +207,11 @@ class Cluster:
             transport = choose_transport(
                 args.update_weight_transport, facts.transports, site, args.update_weight_mode
             )
-        logger.info("weights travel by %s", transport.name)
-        self._trainer.open_sender(transport.name, facts.engine_urls)
+        logger.info("weights travel by %s", transport)
+        self._trainer.open_sender(transport, facts.engine_urls)
         stages = (self._trainer, self._rollout, self._residency)
         self._push = WeightPush(
-            *stages, self._run.pushes_as, self._wire_dtype(), num_done, live=transport.name in LIVE_TRANSPORTS
+            *stages, self._run.pushes_as, self._wire_dtype(), num_done, live=TRANSPORTS[transport].live
         )
 
     def _wire_dtype(self) -> str | None:

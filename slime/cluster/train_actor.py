@@ -15,6 +15,7 @@ import torch.distributed as dist
 from slime.arguments import Args, RunInfo, plugin_args
 from slime.backends import create_backend
 from slime.backends.shared.old_policy import keep_versions
+from slime.catalog.transports import TRANSPORTS
 from slime.cluster.checkpoint import files_of_rank
 from slime.cluster.delta_options import delta_options
 from slime.cluster.run import Run
@@ -29,8 +30,8 @@ from slime.utils.finite import first_non_finite
 from slime.utils.http_utils import get_host_info
 from slime.utils.misc import load_function
 from slime.utils.process_groups import open_store
-from slime.weight_sync import LIVE_TRANSPORTS, TRANSPORTS, LiveReport, LiveSender, Parcel, Sender, Target
-from slime.weight_sync.base import LiveTransport, NamedTensors, SenderOptions, nothing_after_writing
+from slime.weight_sync import LiveReport, LiveSender, Parcel, Sender, Target, live_sender_of, transport_of
+from slime.weight_sync.base import NamedTensors, SenderOptions, nothing_after_writing
 from slime.weight_sync.fp8 import engine_format, quantize_named, served_config
 from slime.weight_sync.late_copy import LateCopySender
 from slime.weight_sync.post_write import PostWrite
@@ -124,25 +125,24 @@ class TrainActor:
         """
         for url in engine_urls:
             self._run.engine_token.use_for(url)
-        live = LIVE_TRANSPORTS.get(transport)
-        self._content = (live or TRANSPORTS[transport]).content
+        live, self._content = TRANSPORTS[transport].live, TRANSPORTS[transport].content
         self._post_write = self._load_post_write(engine_urls)
         self._quantization = (
             served_config(self._policy_path) if self._args.rollout_quantization == "fp8" else None
         )
         self._fp8 = engine_format(self._policy_path, self._quantization)
         self._dither_seed = self._args.seed if self._args.fp8_rounding == "stochastic" else None
-        if live is not None:
-            self._open_live(live)
+        if live:
+            self._open_live(transport)
         if self._rank == 0:
-            make_sender = LateCopySender if live else TRANSPORTS[transport].make_sender
+            make_sender = LateCopySender if live else transport_of(transport).make_sender
             self._sender = make_sender(self._sender_options())
 
-    def _open_live(self, live: LiveTransport) -> None:
-        layout = self._backend.layout
-        if live.every_rank or layout.is_first_of_stage:
-            self._live_sender = live.make_sender(self._sender_options())
-        if not live.every_rank:
+    def _open_live(self, transport: str) -> None:
+        layout, every_rank = self._backend.layout, TRANSPORTS[transport].every_rank
+        if every_rank or layout.is_first_of_stage:
+            self._live_sender = live_sender_of(transport)(self._sender_options())
+        if not every_rank:
             place = StagePlace(layout.pp_rank, layout.pp_size, layout.is_first_of_stage)
             self._turns = StageTurns(
                 place, self._live_sender, self._args.update_weight_timeout_s + _SENDER_SLACK_S

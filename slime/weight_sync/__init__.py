@@ -1,11 +1,14 @@
 """Ways to bring named weights from the trainer to the engines, one transport per file."""
 
 from slime.weight_sync.base import LiveReport, LiveSender, Parcel, Sender, Site, Target, Transport
-from slime.weight_sync.transports import LIVE_TRANSPORTS, TRANSPORTS, choose_transport
+from slime.weight_sync.transports import (
+    choose_adapter_transport,
+    choose_transport,
+    live_sender_of,
+    transport_of,
+)
 
 __all__ = [
-    "LIVE_TRANSPORTS",
-    "TRANSPORTS",
     "LiveReport",
     "LiveSender",
     "Parcel",
@@ -13,5 +16,8 @@ __all__ = [
     "Site",
     "Target",
     "Transport",
+    "choose_adapter_transport",
     "choose_transport",
+    "live_sender_of",
+    "transport_of",
 ]

@@ -145,44 +145,16 @@ async def nothing_to_prepare(parcel: Parcel, control: EngineControl) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """One way to move weights.
+    """The code of a transport that leaves parcels; what it can and needs is in its row of the catalog.
 
-    `choice`: the value of --update-weight-transport that allows it, `mode` that of --update-weight-mode.
-    `engine_needs`: the name that an engine's `transports` must contain. `suits`: whether it works between a
-    trainer and engines that stand like this. `prepare`: what can be done while the engine still generates,
-    before `deliver`. `content`: "model", or "adapter" for adapters alone. `keeps_requests`: paused requests
-    may wait in the engine meanwhile.
+    `prepare`: what can be done while the engine still generates, before `deliver`. `compare`: the names of
+    tensors that an engine holds otherwise than they were sent.
     """
 
-    name: str
-    choice: str
-    engine_needs: str
     make_sender: Callable[[SenderOptions], Sender]
     deliver: Callable[[Parcel, EngineControl, EngineInfo], Awaitable[Receipt]]
     compare: Callable[[Parcel, EngineControl, EngineInfo, str], Awaitable[list[str]]]
-    suits: Callable[[Site], bool] = lambda site: True
     prepare: Callable[[Parcel, EngineControl], Awaitable[None]] = nothing_to_prepare
-    mode: str = "full"
-    content: str = "model"
-    keeps_requests: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class LiveTransport:
-    """A transport that sends to waiting engines.
-
-    `every_rank`: each trainer rank sends the whole model to the engines on its device. Otherwise the first
-    rank of each pipeline stage sends its own stage to all engines, in turns (see `stage_turns`).
-    """
-
-    name: str
-    choice: str
-    engine_needs: str
-    make_sender: Callable[[SenderOptions], LiveSender]
-    suits: Callable[[Site], bool]
-    every_rank: bool
-    mode: str = "full"
-    content: str = "model"
 
 
 def check_receipt(parcel: Parcel, receipt: Receipt, engine: str) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from slime.utils.async_utils import run
-from slime.weight_sync.base import LiveReport, LiveTransport, NamedTensors, SenderOptions, Target
+from slime.weight_sync.base import LiveReport, NamedTensors, SenderOptions, Target
 from slime.weight_sync.sglang_format import pack_bucket
 from slime.wire.control import EngineControl
 from slime.wire.manifest import TensorEntry, plan_bucket
@@ -121,13 +121,3 @@ class CudaIpcSender:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-
-CUDA_IPC = LiveTransport(
-    name="cuda_ipc",
-    choice="tensor",
-    engine_needs="tensor",
-    make_sender=CudaIpcSender,
-    suits=lambda site: site.cuda and site.colocated and site.every_gpu_trains,
-    every_rank=True,
-)

@@ -32,6 +32,8 @@ _NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 class DiskSender:
     """One safetensors file per bucket, and an index that names them."""
 
+    transport = "disk"
+
     def __init__(self, options: SenderOptions):
         self._folder, self._options = options.folder, options
         self._keep_files = options.keep_files
@@ -65,7 +67,7 @@ class DiskSender:
         target = self._target(version)
         shutil.rmtree(target, ignore_errors=True)
         self._staging.rename(target)
-        parcel = Parcel(version, DISK.name, len(self._index), self._nbytes, None, target, written=target)
+        parcel = Parcel(version, self.transport, len(self._index), self._nbytes, None, target, written=target)
         self._forget()
         self._written.append(target)
         if not self._keep_files:
@@ -224,4 +226,4 @@ async def compare_with_folder(
         segment.unlink()
 
 
-DISK = Transport("disk", "disk", "disk", DiskSender, deliver, compare)
+DISK = Transport(DiskSender, deliver, compare)

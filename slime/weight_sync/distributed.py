@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from slime.utils.async_utils import get_loop
 from slime.utils.process_groups import group_beside_the_default, open_store
-from slime.weight_sync.base import LiveReport, LiveTransport, NamedTensors, SenderOptions, Target
+from slime.weight_sync.base import LiveReport, NamedTensors, SenderOptions, Target
 from slime.wire.control import EngineControl
 from slime.wire.manifest import DTYPE_NAMES
 
@@ -154,14 +154,3 @@ class DistributedSender:
 
     def close(self) -> None:
         self._leave()
-
-
-DISTRIBUTED = LiveTransport(
-    name="distributed",
-    choice="distributed",
-    engine_needs="distributed",
-    make_sender=DistributedSender,
-    # Two ranks of one NCCL group cannot share a device.
-    suits=lambda site: not (site.cuda and site.colocated),
-    every_rank=False,
-)

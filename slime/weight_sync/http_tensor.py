@@ -76,4 +76,4 @@ async def compare(parcel: Parcel, control: EngineControl, info: EngineInfo, shm_
         return await reload_and_compare(control, Path(folder), parcel.version)
 
 
-HTTP_TENSOR = Transport(HttpTensorSender.transport, "tensor", "tensor", HttpTensorSender, deliver, compare)
+HTTP_TENSOR = Transport(HttpTensorSender, deliver, compare)

@@ -11,7 +11,7 @@ import threading
 import torch
 
 from slime.weight_sync.base import NamedTensors, Parcel, SenderOptions
-from slime.weight_sync.disk import DISK, CopyRequest, DiskSender
+from slime.weight_sync.disk import CopyRequest, DiskSender
 from slime.wire.manifest import TensorEntry, plan_bucket
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class LateCopySender(DiskSender):
         self._superseded = threading.Event()
         self._writing = self._pool.submit(self._write_when_asked, entries, version, self._superseded)
         sizes = [entry.nbytes for bucket in entries for entry in bucket]
-        return Parcel(version, DISK.name, len(sizes), sum(sizes), None, self._target(version))
+        return Parcel(version, self.transport, len(sizes), sum(sizes), None, self._target(version))
 
     def _write_when_asked(
         self, entries: list[tuple[TensorEntry, ...]], version: str, superseded: threading.Event

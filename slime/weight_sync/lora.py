@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,34 +111,5 @@ def _pack(bucket: BucketManifest) -> tuple[str, dict[str, str]]:
     return pack_bucket(flat, bucket.tensors), checksums
 
 
-ADAPTER_SHARED_MEMORY = Transport(
-    name=AdapterSender.transport,
-    choice="tensor",
-    engine_needs=AdapterSender.transport,
-    make_sender=AdapterSender,
-    deliver=deliver_by_memory,
-    compare=compare_by_memory,
-    content="adapter",
-)
-ADAPTER_TENSORS = Transport(
-    name=AdapterTensorSender.transport,
-    choice="tensor",
-    engine_needs=AdapterTensorSender.transport,
-    make_sender=AdapterTensorSender,
-    deliver=deliver_by_tensors,
-    compare=compare_by_tensors,
-    content="adapter",
-    keeps_requests=False,
-)
-
-
-def choose_adapter_transport(offered: Iterable[str]) -> Transport:
-    """How engines that offer these ways take adapters alone."""
-    offered = set(offered)
-    for transport in (ADAPTER_SHARED_MEMORY, ADAPTER_TENSORS):
-        if transport.engine_needs in offered:
-            return transport
-    raise ValueError(
-        "--lora-sync adapter needs engines that take adapters (the embedded engine, or SGLang 0.5.23 or "
-        f"later started with --enable-lora); these take {', '.join(sorted(offered))}: use --lora-sync merged"
-    )
+ADAPTER_SHARED_MEMORY = Transport(AdapterSender, deliver_by_memory, compare_by_memory)
+ADAPTER_TENSORS = Transport(AdapterTensorSender, deliver_by_tensors, compare_by_tensors)

@@ -59,6 +59,4 @@ async def compare(parcel: Parcel, control: EngineControl, info: EngineInfo, shm_
     return await control.check_equal(parcel.payload)
 
 
-SHARED_MEMORY = Transport(
-    SharedMemorySender.transport, "tensor", "shared_memory", SharedMemorySender, deliver, compare
-)
+SHARED_MEMORY = Transport(SharedMemorySender, deliver, compare)

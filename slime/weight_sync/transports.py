@@ -1,57 +1,77 @@
-"""The table of transports, and which one a run uses."""
+"""Which transport a run uses, and the code behind its row of the catalog."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from slime.weight_sync.base import LiveTransport, Site, Transport
-from slime.weight_sync.cuda_ipc import CUDA_IPC
-from slime.weight_sync.delta.transport import DELTA
-from slime.weight_sync.disk import DISK
-from slime.weight_sync.distributed import DISTRIBUTED
-from slime.weight_sync.http_tensor import HTTP_TENSOR
-from slime.weight_sync.lora import ADAPTER_SHARED_MEMORY, ADAPTER_TENSORS
-from slime.weight_sync.shared_memory import SHARED_MEMORY
+from slime.catalog.transports import TRANSPORTS, TransportRow
+from slime.utils.misc import load_function
+from slime.weight_sync.base import LiveSender, SenderOptions, Site, Transport
 
-TRANSPORTS: dict[str, Transport] = {
-    t.name: t for t in (SHARED_MEMORY, HTTP_TENSOR, DISK, DELTA, ADAPTER_SHARED_MEMORY, ADAPTER_TENSORS)
-}
-LIVE_TRANSPORTS: dict[str, LiveTransport] = {t.name: t for t in (CUDA_IPC, DISTRIBUTED)}
-# For "auto", fastest first. Bodies of requests beat a group of gloo on a CPU machine, and lose to NCCL on
-# GPUs. Of two that are equally slow, a folder asks less of the network than a group.
-_ON_CPU: tuple[Transport | LiveTransport, ...] = (SHARED_MEMORY, HTTP_TENSOR, DISK, DISTRIBUTED, DELTA)
-_ON_CUDA: tuple[Transport | LiveTransport, ...] = (
-    SHARED_MEMORY,
-    CUDA_IPC,
-    DISTRIBUTED,
-    DISK,
-    HTTP_TENSOR,
-    DELTA,
-)
+
+def transport_of(name: str) -> Transport:
+    """A transport that leaves a parcel."""
+    assert not TRANSPORTS[name].live, f"{name} leaves no parcel"
+    transport: Transport = load_function(TRANSPORTS[name].code)
+    return transport
+
+
+def live_sender_of(name: str) -> Callable[[SenderOptions], LiveSender]:
+    """What makes the sender of a transport that engines wait for."""
+    assert TRANSPORTS[name].live, f"{name} is fetched, not sent"
+    make_sender: Callable[[SenderOptions], LiveSender] = load_function(TRANSPORTS[name].code)
+    return make_sender
 
 
 def choose_transport(
     wanted: str, offered: Iterable[str], site: Site | None = None, mode: str = "full"
-) -> Transport | LiveTransport:
-    """The first transport that --update-weight-transport and -mode allow, that
-    every engine takes and that suits the site.
-    """
+) -> str:
+    """The first that --update-weight-transport and -mode allow, that every engine takes and that suits the site."""
     offered, site = set(offered), site or Site()
-    order = _ON_CUDA if site.cuda else _ON_CPU
-    allowed = [
-        transport for transport in order if transport.mode == mode and wanted in ("auto", transport.choice)
-    ]
-    taken = [transport for transport in allowed if transport.engine_needs in offered]
-    for transport in taken:
-        if transport.suits(site):
-            return transport
+    allowed = {
+        name: row
+        for name, row in _in_order(site, "model").items()
+        if row.mode == mode and wanted in ("auto", row.choice)
+    }
+    taken = {name: row for name, row in allowed.items() if row.engine_needs in offered}
+    for name, row in taken.items():
+        if row.on_shared_gpus is None or row.on_shared_gpus == _shares_gpus(row, site):
+            return name
     if taken:
         raise ValueError(
             f"--update-weight-transport {wanted} does not work between a trainer and engines on the same "
             "GPUs: use --update-weight-transport auto"
         )
-    needs = " or ".join(sorted({repr(transport.engine_needs) for transport in allowed}))
+    needs = " or ".join(sorted({repr(row.engine_needs) for row in allowed.values()}))
     raise ValueError(
         f"--update-weight-transport {wanted} needs engines that take {needs}; "
         f"these take {', '.join(sorted(offered))}: use --update-weight-transport auto"
     )
+
+
+def choose_adapter_transport(offered: Iterable[str]) -> str:
+    """How engines that offer these ways take adapters alone."""
+    offered = set(offered)
+    for name, row in _in_order(Site(), "adapter").items():
+        if row.engine_needs in offered:
+            return name
+    raise ValueError(
+        "--lora-sync adapter needs engines that take adapters (the embedded engine, or SGLang 0.5.23 or "
+        f"later started with --enable-lora); these take {', '.join(sorted(offered))}: use --lora-sync merged"
+    )
+
+
+def _in_order(site: Site, content: str) -> dict[str, TransportRow]:
+    """Rows that can work on such machines, fastest first."""
+    places = {
+        name: row.order_on_cuda if site.cuda else row.order_on_cpu
+        for name, row in TRANSPORTS.items()
+        if row.content == content
+    }
+    known = {name: place for name, place in places.items() if place is not None}
+    return {name: TRANSPORTS[name] for name in sorted(known, key=known.__getitem__)}
+
+
+def _shares_gpus(row: TransportRow, site: Site) -> bool:
+    """Whether trainer and engines share GPUs; a transport that relies on it needs a trainer rank on each."""
+    return site.cuda and site.colocated and (site.every_gpu_trains or not row.on_shared_gpus)

@@ -24,7 +24,7 @@ from slime.utils import shm
 from slime.utils.async_utils import run
 from slime.utils.processes import thread_environment
 from slime.utils.types import Sample
-from slime.weight_sync import TRANSPORTS
+from slime.weight_sync import transport_of
 from slime.weight_sync.base import SenderOptions
 from slime.wire.control import EngineControl
 
@@ -156,7 +156,7 @@ def test_evaluation_goes_on_over_aborts_and_pushes_of_training(
         "60",
     )
     args = arguments(tmp_path, port, fleet.urls, *evaluation_flags(tmp_path), *over)
-    sender = TRANSPORTS[transport].make_sender(
+    sender = transport_of(transport).make_sender(
         SenderOptions(weights._shm_prefix, tmp_path / "weights", str(tiny_folder))
     )
     source = make_source(args)

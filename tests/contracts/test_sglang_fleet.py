@@ -22,9 +22,10 @@ from slime.utils import shm
 from slime.utils.async_utils import run
 from slime.utils.types import Sample, flatten_samples
 from slime.utils.waits import until
-from slime.weight_sync import LIVE_TRANSPORTS, TRANSPORTS, LiveReport
+from slime.weight_sync import LiveReport, transport_of
 from slime.weight_sync.base import DeltaOptions, SenderOptions
 from slime.weight_sync.delta.transport import DELTA
+from slime.weight_sync.distributed import DistributedSender
 from slime.weight_sync.verify import reload_and_compare
 from slime.wire.control import EngineControl
 
@@ -58,7 +59,7 @@ def halves(model):
 
 
 def make_parcel(transport: str, options, model, version: str):
-    sender = TRANSPORTS[transport].make_sender(options)
+    sender = transport_of(transport).make_sender(options)
     for bucket in halves(model):
         sender.send(bucket)
     return sender, sender.finish(version)
@@ -118,7 +119,7 @@ def test_a_process_group_brings_both_servers_to_the_trainer_s_weights(
 ):
     """Twice over the same group, there and back; the copy on disk comes after, for whoever is late."""
     _, weights, engines = servers
-    live = LIVE_TRANSPORTS["distributed"].make_sender(options)
+    live = DistributedSender(options)
     pushes = ((new_model, new_folder, "run:1"), (old_model, tiny_folder, "run:2"))
     for model, folder, version in pushes:
         targets = weights.begin_live()

@@ -14,7 +14,7 @@ from slime.engines.sglang.command import SGLangOptions, sglang_command
 from slime.utils import shm
 from slime.utils.async_utils import run
 from slime.utils.processes import thread_environment
-from slime.weight_sync import TRANSPORTS
+from slime.weight_sync import transport_of
 from slime.weight_sync.base import SenderOptions
 from slime.weight_sync.verify import reload_and_compare
 
@@ -61,7 +61,7 @@ def test_each_share_reads_what_the_trainer_rank_on_its_device_has_packed(
 def test_a_push_reaches_both_shares(server, tiny_folder, new_folder, new_model, tmp_path, name):
     options, transport = (
         SenderOptions(shm.make_prefix(), tmp_path / "weights", str(tiny_folder)),
-        TRANSPORTS[name],
+        transport_of(name),
     )
     sender = transport.make_sender(options)
     items = list(new_model.state_dict().items())

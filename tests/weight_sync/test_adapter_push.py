@@ -21,21 +21,21 @@ from slime.backends.fsdp import create_backend
 from slime.backends.shared.microbatch import build_micro_batch
 from slime.batch.convert import samples_to_batch
 from slime.batch.schedule import split_for_ranks
-from slime.cluster.serving.engine_plan import _adapter_words
+from slime.cli.settings import default_settings
 from slime.cluster.serving.engine_weights import EngineWeights
 from slime.engines.embedded.command import embedded_command
 from slime.engines.fleet import EngineFleet, WatchPolicy
 from slime.engines.server import EngineServer, LaunchPlan
-from slime.engines.sglang.command import SGLangOptions, sglang_command
+from slime.engines.sglang.command import run_command
+from slime.engines.topology import EnginePlace, EngineSite
 from slime.step.update import run_update
 from slime.utils import shm
 from slime.utils.async_utils import run
 from slime.utils.http_utils import HttpError
 from slime.utils.processes import thread_environment
 from slime.utils.types import Sample
+from slime.weight_sync import choose_adapter_transport, transport_of
 from slime.weight_sync.base import SenderOptions
-from slime.weight_sync.lora import choose_adapter_transport
-from slime.weight_sync.transports import TRANSPORTS
 from slime.wire.client import EngineClient
 from slime.wire.control import EngineControl
 from slime.wire.protocol import ADAPTER_NAME, GenerateRequest, SamplingParams
@@ -96,16 +96,17 @@ def sglang(model: Path, prefix: str):
     python = find_python(None)
     if python is None:
         pytest.skip("there is no SGLang: `make sglang-env`")
-    args = SimpleNamespace(lora_sync="adapter", lora_rank=4, lora_target_modules=["all-linear"])
-    words = _adapter_words(args, SimpleNamespace(update_weights=True), True)
-    extra = (*words, "--max-running-requests", "4", "--max-total-tokens", "4096")
-    return sglang_command(SGLangOptions(python, str(model), True, "float32", 1, 0, False, extra=extra))
+    limits = ["--max-running-requests", "4", "--max-total-tokens", "4096"]
+    lora = {"lora_sync": "adapter", "lora_rank": 4, "lora_target_modules": ["all-linear"]}
+    args = default_settings(sglang_python=python, dtype="float32", sglang_options=limits, seed=0, **lora)
+    place = EnginePlace("engine-0", "default", "regular", 0, (), 1)
+    return run_command(args, EngineSite(str(model), True, place, (), "127.0.0.1", prefix, 1))
 
 
 @pytest.fixture
 def sender(engines, trainer, tmp_path):
     fleet, weights, prefix = engines
-    transport = choose_adapter_transport(weights.info(fleet.urls[0]).transports)
+    transport = transport_of(choose_adapter_transport(weights.info(fleet.urls[0]).transports))
     options = SenderOptions(prefix, tmp_path, "model", adapter_config=trainer[0].adapter_config())
     made = transport.make_sender(options)
     yield made
@@ -194,7 +195,7 @@ def test_adapters_of_another_shape_are_refused_and_the_old_ones_stay(engines, tr
     bad = sender.finish("run:9")
     control = EngineControl(fleet.urls[0])
     with pytest.raises(HttpError, match="has factors"):
-        run(TRANSPORTS[bad.transport].deliver(bad, control, info))
+        run(transport_of(bad.transport).deliver(bad, control, info))
     answer = generate(fleet.urls[0])
     assert answer.weight_version == "run:8"
     assert largest_difference(trainer_log_probs(trainer, answer.ids), answer.log_probs) < 1e-4
@@ -232,7 +233,7 @@ def test_a_parcel_that_was_changed_on_the_way_is_not_taken(engines, trainer, sen
     segment.close()
     control, info = EngineControl(fleet.urls[0]), weights.info(fleet.urls[0])
     with pytest.raises((HttpError, RuntimeError), match="checksum"):
-        run(TRANSPORTS[parcel.transport].deliver(parcel, control, info))
+        run(transport_of(parcel.transport).deliver(parcel, control, info))
 
 
 def test_engines_that_take_no_adapters_are_told_so():

@@ -24,7 +24,7 @@ from slime.utils import shm
 from slime.utils.async_utils import run
 from slime.utils.fp8 import FP8, dequantize_blocks
 from slime.utils.processes import thread_environment
-from slime.weight_sync import TRANSPORTS
+from slime.weight_sync import transport_of
 from slime.weight_sync.base import SenderOptions, check_receipt
 from slime.weight_sync.fp8 import checkpoint_format, quantize_state
 from slime.wire.client import EngineClient
@@ -137,7 +137,7 @@ def test_the_engine_serves_and_takes_fp8_and_says_what_it_stands_for(
         name: tensor + 0.05 * torch.sin(torch.arange(tensor.numel()).float()).view(tensor.shape)
         for name, tensor in meant.items()
     }
-    transport = TRANSPORTS["shared_memory"]
+    transport = transport_of("shared_memory")
     sender = transport.make_sender(SenderOptions(prefix, tmp_path, str(model)))
     sender.send(list(quantize_state(changed.items(), CONFIG)))
     parcel = sender.finish("run:1")
@@ -185,7 +185,7 @@ def test_an_engine_of_a_16_bit_checkpoint_takes_fp8_where_it_is_told_to(plain, t
 
 
 def test_the_copy_of_a_16_bit_checkpoint_in_fp8_says_so(plain, tmp_path):
-    sender = TRANSPORTS["disk"].make_sender(
+    sender = transport_of("disk").make_sender(
         SenderOptions("slime-x", tmp_path, str(plain), quantization=CONFIG)
     )
     sender.send(list(quantize_state(load_file(plain / "model.safetensors").items(), CONFIG)))

@@ -13,8 +13,9 @@ from aiohttp import web
 from safetensors.torch import load_file
 
 from slime.utils.async_utils import run
-from slime.weight_sync import LIVE_TRANSPORTS, Site, Target, choose_transport
+from slime.weight_sync import Site, Target, choose_transport
 from slime.weight_sync.base import SenderOptions
+from slime.weight_sync.cuda_ipc import CudaIpcSender
 from slime.weight_sync.disk import until_written
 from slime.weight_sync.late_copy import LateCopySender
 from slime.weight_sync.sglang_format import pack_bucket
@@ -83,12 +84,12 @@ def test_a_bucket_in_sglang_s_format_is_read_back_bit_by_bit():
     ],
 )
 def test_sglang_gets_the_fastest_transport_that_its_place_allows(wanted, site, name):
-    assert choose_transport(wanted, SGLANG, site).name == name
+    assert choose_transport(wanted, SGLANG, site) == name
 
 
 def test_our_own_engine_keeps_shared_memory_wherever_it_stands():
     for site in (Site(), Site(cuda=True), Site(cuda=True, colocated=True)):
-        assert choose_transport("auto", ("shared_memory", "disk"), site).name == "shared_memory"
+        assert choose_transport("auto", ("shared_memory", "disk"), site) == "shared_memory"
 
 
 def test_a_process_group_over_one_shared_device_is_refused():
@@ -132,7 +133,7 @@ def test_buffers_in_turn_never_mix_buckets_and_only_the_engine_on_the_rank_s_dev
     receiver, tmp_path
 ):
     url, received = receiver
-    sender = LIVE_TRANSPORTS["cuda_ipc"].make_sender(SenderOptions("slime-x", tmp_path, "model", rank=1))
+    sender = CudaIpcSender(SenderOptions("slime-x", tmp_path, "model", rank=1))
     targets = (Target("http://127.0.0.1:9", 1, 1, (0,)), Target(url, 2, 1, (1,)))
     buckets = [named_tensors(seed) for seed in range(5)]
     report = live_push(sender, targets, "run:1", buckets)
@@ -144,7 +145,7 @@ def test_buffers_in_turn_never_mix_buckets_and_only_the_engine_on_the_rank_s_dev
 
 def test_an_engine_that_refuses_a_live_push_is_reported_and_the_next_push_is_free(receiver, tmp_path):
     url, received = receiver
-    sender = LIVE_TRANSPORTS["cuda_ipc"].make_sender(SenderOptions("slime-x", tmp_path, "model"))
+    sender = CudaIpcSender(SenderOptions("slime-x", tmp_path, "model"))
     targets = (Target(url, 2, 1, (0,)),)
     assert "no room" in live_push(sender, targets, "bad", [named_tensors()]).failures[url]
     assert live_push(sender, targets, "run:2", [named_tensors()]).failures == {}

@@ -21,7 +21,7 @@ from slime.utils.processes import thread_environment
 from slime.utils.waits import until
 from slime.weight_sync import LiveReport, Parcel
 from slime.weight_sync.base import SenderOptions
-from slime.weight_sync.distributed import DISTRIBUTED
+from slime.weight_sync.distributed import DistributedSender
 from slime.weight_sync.stage_turns import StagePlace, StageTurns
 from slime.wire.control import EngineControl
 
@@ -126,7 +126,7 @@ class OneStage:
     """A trainer without a pipeline, in this process: it needs no other ranks, and no default group."""
 
     def __init__(self):
-        self.sender = DISTRIBUTED.make_sender(
+        self.sender = DistributedSender(
             SenderOptions("slime-x", Path("unused"), "model", deadline_s=DEADLINE_S)
         )
 

@@ -17,7 +17,7 @@ from slime.utils import shm
 from slime.utils.async_utils import run
 from slime.utils.errors import RunStopped
 from slime.utils.processes import thread_environment
-from slime.weight_sync import TRANSPORTS, choose_transport
+from slime.weight_sync import choose_transport, transport_of
 from slime.weight_sync.base import SenderOptions, check_receipt
 from slime.wire.control import EngineControl
 from slime.wire.manifest import byte_checksum
@@ -60,7 +60,7 @@ def engine(model, tmp_path_factory):
 
 @pytest.fixture(params=["shared_memory", "disk"])
 def transport(request):
-    return TRANSPORTS[request.param]
+    return transport_of(request.param)
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_an_engine_with_other_weights_is_caught_by_its_receipt(sender, transport
 
 
 def test_a_checksum_that_differs_is_caught_although_the_version_agrees(engine, model, state, tmp_path):
-    shared_memory = TRANSPORTS["shared_memory"]
+    shared_memory = transport_of("shared_memory")
     sender = shared_memory.make_sender(SenderOptions(engine[2], tmp_path, str(model)))
     parcel = send(sender, state, "run:6")
     receipt = run(shared_memory.deliver(parcel, *engine[:2]))
@@ -158,7 +158,7 @@ def segments(parcel) -> list[str]:
 
 
 def test_shared_memory_takes_turns_between_two_sets_of_segments(prefix, tmp_path):
-    sender = TRANSPORTS["shared_memory"].make_sender(options(prefix, tmp_path))
+    sender = transport_of("shared_memory").make_sender(options(prefix, tmp_path))
     parcels = [send(sender, {"a": torch.ones(8) * i, "b": torch.ones(9) * i}, f"run:{i}") for i in range(5)]
     assert segments(parcels[0]) == segments(parcels[2]) == segments(parcels[4])
     assert segments(parcels[1]) == segments(parcels[3])
@@ -171,7 +171,7 @@ def test_shared_memory_takes_turns_between_two_sets_of_segments(prefix, tmp_path
 
 
 def test_a_segment_that_became_too_small_is_replaced_and_removed(prefix, tmp_path):
-    sender = TRANSPORTS["shared_memory"].make_sender(options(prefix, tmp_path))
+    sender = transport_of("shared_memory").make_sender(options(prefix, tmp_path))
     for version, size in enumerate((8, 8, 800, 800, 8)):
         parcel = send(sender, {"a": torch.ones(size), "b": torch.ones(size)}, f"run:{version}")
     assert parcel.nbytes == 2 * 32
@@ -180,7 +180,7 @@ def test_a_segment_that_became_too_small_is_replaced_and_removed(prefix, tmp_pat
 
 
 def test_the_disk_keeps_two_versions_that_can_be_read_back(prefix, tmp_path):
-    sender = TRANSPORTS["disk"].make_sender(options(prefix, tmp_path / "w"))
+    sender = transport_of("disk").make_sender(options(prefix, tmp_path / "w"))
     for version in range(4):
         parcel = send(sender, {"a": torch.ones(2) * version, "b": torch.ones(3)}, f"run:{version}")
     assert sorted(p.name for p in (tmp_path / "w").iterdir()) == ["weights-run-2", "weights-run-3"]
@@ -193,10 +193,10 @@ def test_the_disk_keeps_two_versions_that_can_be_read_back(prefix, tmp_path):
 
 def test_the_disk_shows_no_half_written_version_and_the_next_sender_clears_it(prefix, tmp_path):
     folder = tmp_path / "w"
-    crashed = TRANSPORTS["disk"].make_sender(options(prefix, folder))
+    crashed = transport_of("disk").make_sender(options(prefix, folder))
     crashed.send([("a", torch.ones(2))])  # and never finishes
     assert [p.name for p in folder.iterdir()] == ["incoming.tmp"]
-    sender = TRANSPORTS["disk"].make_sender(options(prefix, folder))
+    sender = transport_of("disk").make_sender(options(prefix, folder))
     parcel = send(sender, {"b": torch.ones(1), "c": torch.ones(1)}, "run:1")
     assert [p.name for p in folder.iterdir()] == ["weights-run-1"]
     assert sorted(name for file in parcel.payload.glob("*.safetensors") for name in load_file(file)) == [
@@ -208,7 +208,7 @@ def test_the_disk_shows_no_half_written_version_and_the_next_sender_clears_it(pr
 
 def test_a_full_disk_ends_the_run_with_the_folder_and_leaves_the_version_before(prefix, tmp_path):
     """A fake full disk: no file of this process may pass a size."""
-    sender = TRANSPORTS["disk"].make_sender(options(prefix, tmp_path / "w"))
+    sender = transport_of("disk").make_sender(options(prefix, tmp_path / "w"))
     first = send(sender, {"a": torch.ones(2), "b": torch.ones(3)}, "run:1")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
@@ -225,13 +225,13 @@ def test_a_full_disk_ends_the_run_with_the_folder_and_leaves_the_version_before(
 
 
 def test_auto_takes_shared_memory_where_every_engine_does():
-    assert choose_transport("auto", ["disk", "shared_memory"]).name == "shared_memory"
-    assert choose_transport("tensor", ["disk", "shared_memory"]).name == "shared_memory"
-    assert choose_transport("auto", ["disk"]).name == "disk"
+    assert choose_transport("auto", ["disk", "shared_memory"]) == "shared_memory"
+    assert choose_transport("tensor", ["disk", "shared_memory"]) == "shared_memory"
+    assert choose_transport("auto", ["disk"]) == "disk"
 
 
 def test_a_transport_that_the_engines_do_not_take_is_refused_by_flag():
-    assert choose_transport("disk", ["disk", "shared_memory"]).name == "disk"
+    assert choose_transport("disk", ["disk", "shared_memory"]) == "disk"
     with pytest.raises(
         ValueError, match=r"--update-weight-transport tensor needs .*'shared_memory'.*; these take disk"
     ):

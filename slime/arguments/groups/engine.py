@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from slime.arguments.core.flag import flag
 from slime.catalog.engines import ENGINES
+from slime.catalog.transports import MODES, TRANSPORT_CHOICES
 
 FP8_ROUNDINGS = ("auto", "nearest", "stochastic")
 ENCODINGS = ("xor", "overwrite")
@@ -66,16 +67,16 @@ class WeightSyncFlags:
 
     update_weight_transport: str = flag(
         "auto",
-        "how new weights reach the engines; tensor: in memory on one machine; distributed (also called "
-        "nccl): a process "
-        "group of trainer and engines; disk: a checkpoint folder; auto: the fastest that these engines take",
-        choices=("auto", "tensor", "distributed", "nccl", "disk"),
+        "how new weights reach the engines; "
+        + "".join(f"{choice}: {meaning}; " for choice, meaning in TRANSPORT_CHOICES.items())
+        + "auto: the fastest that these engines take",
+        choices=("auto", *TRANSPORT_CHOICES),
     )
     update_weight_mode: str = flag(
         "full",
         "delta: only changed bytes travel, through a folder, to a copy of the weights beside the engines, "
         "which load it from disk; needs the extra `delta`",
-        choices=("full", "delta"),
+        choices=MODES,
     )
     update_weight_delta_encoding: str = flag(
         "xor",

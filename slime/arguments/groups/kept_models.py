@@ -5,6 +5,7 @@ run: which folder of it they are read from.
 from pathlib import Path
 
 from slime.arguments.core.draft import Draft
+from slime.catalog.backends import BACKENDS
 from slime.utils.step_folders import find_step, step_folders
 
 # Flag that names the model -> flag that chooses among its checkpoints.
@@ -44,7 +45,7 @@ def kept_models(draft: Draft) -> None:
 
 
 def _check_trainer(draft: Draft, flag: str, model: str) -> None:
-    if draft.train_backend != "fsdp":
+    if not BACKENDS[draft.train_backend].reads_kept_checkpoints:
         raise ValueError(
             f"{flag} {model} holds trainer checkpoints, which only --train-backend fsdp reads for a model "
             "beside the policy; give the Hugging Face folder that --save-hf wrote."

@@ -6,6 +6,7 @@ from slime.arguments.all_flags import all_specs
 from slime.arguments.core.draft import Draft
 from slime.arguments.core.flag import specs_of
 from slime.arguments.passthrough.megatron import MegatronFlags
+from slime.catalog.backends import BACKENDS
 
 # Fields of megatron-core's configuration that are not the user's to set, and what decides them.
 OWNED = {
@@ -40,7 +41,7 @@ BALANCING = ("none", "aux_loss", "seq_aux_loss")
 
 def megatron_trainer(draft: Draft) -> None:
     """Runs before sizes are derived."""
-    if draft.train_backend != "megatron":
+    if not BACKENDS[draft.train_backend].takes_megatron_flags:
         for spec in specs_of(MegatronFlags):
             if draft.was_given(spec.name) and getattr(draft, spec.name) != spec.default:
                 raise ValueError(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.arguments.core.draft import Draft
+from slime.catalog.backends import BACKENDS
 from slime.utils.precision import bfloat16_units
 
 SIXTEEN_BITS = ("bfloat16", "float16")
@@ -52,7 +53,7 @@ def _on_cpu(draft: Draft) -> None:
         draft.derive("dtype", "float32", f"this CPU {how}")
     elif stored not in SIXTEEN_BITS:
         draft.derive("dtype", "float32", f"a CPU; the model is stored in {stored or 'an unknown precision'}")
-    elif draft.train_backend == "megatron":
+    elif BACKENDS[draft.train_backend].float32_on_cpu:
         draft.derive("dtype", "float32", "Megatron on a CPU")
     else:
         draft.derive("dtype", "bfloat16", f"this CPU {how}, and the model is stored in {stored}")

@@ -1,6 +1,7 @@
 """Rules about the trainer's parallel sizes, and about which parameters train."""
 
 from slime.arguments.core.draft import Draft
+from slime.catalog.backends import BACKENDS
 from slime.catalog.engines import ENGINES
 
 
@@ -71,7 +72,7 @@ def model_parallel_sizes(draft: Draft) -> None:
     tensor, context = draft.tensor_model_parallel_size, draft.context_parallel_size
     if context > 1:
         _whole_logits(draft)
-    if draft.train_backend == "fsdp" and ranks % (tensor * context):
+    if not BACKENDS[draft.train_backend].has_pipeline and ranks % (tensor * context):
         raise ValueError(
             f"--tensor-model-parallel-size {tensor} x --context-parallel-size {context} does not divide the "
             f"{ranks} trainer "
@@ -86,7 +87,7 @@ def _whole_logits(draft: Draft) -> None:
         raise ValueError(f"--loss-type custom_loss {reason}.")
     if draft.use_opd and draft.opd_kl == "full":
         raise ValueError(f"--opd-kl full {reason}.")
-    if draft.loss_type == "rm_loss" and draft.train_backend == "fsdp":
+    if draft.loss_type == "rm_loss" and not BACKENDS[draft.train_backend].scores_split_samples:
         raise ValueError(
             "--loss-type rm_loss reads the last token of whole samples; use --context-parallel-size 1."
         )

@@ -5,6 +5,7 @@ how samples are packed into micro-batches.
 from dataclasses import dataclass
 
 from slime.arguments.core.flag import flag
+from slime.catalog.backends import BACKENDS, DEFAULT_BACKEND
 
 
 @dataclass
@@ -12,7 +13,7 @@ class TrainingFlags:
     """Training."""
 
     train_backend: str = flag(
-        "fsdp", "trainer implementation", choices=("fsdp", "megatron"), alias="--backend"
+        DEFAULT_BACKEND, "trainer implementation", choices=tuple(BACKENDS), alias="--backend"
     )
     dtype: str = flag(
         "auto",

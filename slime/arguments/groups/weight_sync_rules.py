@@ -3,6 +3,7 @@
 import importlib.util
 
 from slime.arguments.core.draft import Draft
+from slime.catalog.transports import OLDER_NAMES
 
 # What each checksum imports, and how pip calls it; none: the standard library has it.
 _CHECKSUM_PACKAGES = {"xxh3-128": ("xxhash", "'slime[delta]'"), "blake3": ("blake3", "blake3")}
@@ -13,8 +14,9 @@ def weight_sync(draft: Draft) -> None:
         raise ValueError(
             "--update-weight-transport disk needs --update-weight-disk-dir: a folder that engines can read."
         )
-    if draft.update_weight_transport == "nccl":
-        draft.derive("update_weight_transport", "distributed", "nccl is its older name")
+    older = draft.update_weight_transport
+    if older in OLDER_NAMES:
+        draft.derive("update_weight_transport", OLDER_NAMES[older], f"{older} is its older name")
     if draft.update_weight_mode == "delta":
         _delta(draft)
 

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from slime.catalog.backends import BACKENDS, DEFAULT_BACKEND
 from slime.cli.main import user_errors
 
 
@@ -44,7 +45,10 @@ def _add_from_hf(commands: argparse._SubParsersAction) -> None:
         "--save", required=True, metavar="DIR", help="new folder, as --save of a run writes it"
     )
     command.add_argument(
-        "--train-backend", choices=("fsdp", "megatron"), default="fsdp", help="whose format [fsdp]"
+        "--train-backend",
+        choices=tuple(BACKENDS),
+        default=DEFAULT_BACKEND,
+        help=f"whose format [{DEFAULT_BACKEND}]",
     )
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from slime.backends.megatron.families import mimo
 from slime.backends.shared.trainer_folder import MANIFEST, is_checkpoint
+from slime.catalog.backends import BACKENDS, DEFAULT_BACKEND
 from slime.cli.settings import default_settings
 from slime.cluster.checkpoint import write_checkpoint
 from slime.utils.process_groups import stay_on_loopback
@@ -45,7 +46,7 @@ def to_hf(options: argparse.Namespace) -> None:
     checkpoint = _find(Path(options.load), options.ckpt_step)
     manifest = json.loads((checkpoint / MANIFEST).read_text())
     dtype = {None: None, "bfloat16": torch.bfloat16, "float32": torch.float32}[options.dtype]
-    with _trainer(manifest.get("backend", "fsdp"), source) as backend:
+    with _trainer(manifest.get("backend", DEFAULT_BACKEND), source) as backend:
         backend.load(checkpoint)
         backend.save_hf(target, dtype)
     _name_left_out(source, target)
@@ -112,7 +113,7 @@ def _trainer(kind: str, source: Path) -> Iterator[Any]:
 
     mimo.register_config()
     config = AutoConfig.from_pretrained(source)
-    in_16_bit = kind == "megatron" and config.dtype == torch.bfloat16
+    in_16_bit = BACKENDS[kind].weights_in_dtype and config.dtype == torch.bfloat16
     args = default_settings(
         hf_checkpoint=str(source),
         train_backend=kind,

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from slime.arguments import Args
 from slime.backends.fsdp.layers import decoder_layers
 from slime.backends.shared.microbatch import build_micro_batch
+from slime.catalog.backends import BACKENDS
 from slime.cli.settings import default_settings
 from slime.cli.verify_model import capture, reference
 from slime.cli.verify_model.cases import DENOMINATORS, LEARNING_RATE, Outcome, documents, linear_loss, take
@@ -153,7 +154,7 @@ def compute(rank: int, job: Job) -> Outcome | None:
 
 
 def _layers_of(backend: Any, args: Args) -> tuple[list[tuple[int, torch.nn.Module]], Any]:
-    if args.train_backend == "fsdp":
+    if BACKENDS[args.train_backend].trains_transformers_model:
         return list(enumerate(decoder_layers(backend.model.lm))), capture.whole_stream
     chunks = [chunk.module for chunk in backend.model]
     layers = [(layer.layer_number - 1, layer) for chunk in chunks for layer in chunk.decoder.layers]

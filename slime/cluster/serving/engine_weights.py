@@ -15,11 +15,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from slime.arguments import Args
+from slime.catalog.transports import TRANSPORTS
 from slime.engines.fleet import EngineFleet
 from slime.utils.async_utils import run
 from slime.utils.errors import RunStopped
 from slime.utils.http_utils import HttpError
-from slime.weight_sync import TRANSPORTS, LiveReport, Parcel, Target
+from slime.weight_sync import LiveReport, Parcel, Target, transport_of
 from slime.weight_sync.base import check_receipt
 from slime.weight_sync.verify import check_replicas
 from slime.wire.control import EngineControl
@@ -103,9 +104,9 @@ class EngineWeights:
 
     def _take(self, parcel: Parcel) -> Callable[[str, EngineInfo], Awaitable[None]]:
         async def take(url: str, info: EngineInfo) -> None:
-            control, transport = self._control(url), TRANSPORTS[parcel.transport]
+            control, transport = self._control(url), transport_of(parcel.transport)
             await transport.prepare(parcel, control)
-            await _pause(control, info, keep=transport.keeps_requests)
+            await _pause(control, info, keep=TRANSPORTS[parcel.transport].keeps_requests)
             check_receipt(parcel, await transport.deliver(parcel, control, info), url)
             if self._args.check_weight_update_equal:
                 await self._compare(parcel, url, info)
@@ -114,7 +115,7 @@ class EngineWeights:
         return take
 
     async def _compare(self, parcel: Parcel, url: str, info: EngineInfo) -> None:
-        different = await TRANSPORTS[parcel.transport].compare(
+        different = await transport_of(parcel.transport).compare(
             parcel, self._control(url), info, self._shm_prefix
         )
         if different:

@@ -152,7 +152,7 @@ class DeltaSender:
             )
         published = Published(self._folder, self._delta.local, self._delta.agents)
         written = self._folder / entry.folder
-        return Parcel(version, DELTA.name, len(records), nbytes, None, published, metrics, written)
+        return Parcel(version, "delta", len(records), nbytes, None, published, metrics, written)
 
     @contextlib.contextmanager
     def _pushing(self, what: str) -> Iterator[None]:
@@ -365,4 +365,4 @@ async def _local_folder(place: Published, version: str) -> Path:
     return (await asyncio.to_thread(copy.bring_to, source, version, exact=True)).folder
 
 
-DELTA = Transport("delta", "disk", "disk", DeltaSender, deliver, compare, prepare=prepare, mode="delta")
+DELTA = Transport(DeltaSender, deliver, compare, prepare)

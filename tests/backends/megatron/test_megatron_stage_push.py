@@ -17,8 +17,9 @@ from megatron_helpers import in_processes, make_family, megatron_args
 from tiny_model import make_tiny_model
 
 from slime.utils.async_utils import run
-from slime.weight_sync import LIVE_TRANSPORTS, TRANSPORTS, Target
+from slime.weight_sync import Target, transport_of
 from slime.weight_sync.base import SenderOptions
+from slime.weight_sync.distributed import DistributedSender
 from slime.weight_sync.stage_turns import StagePlace, StageTurns
 from slime.wire.control import EngineControl
 
@@ -74,7 +75,7 @@ def push(backend, rank: int, url: str, version: str):
     layout = backend.layout
     place = StagePlace(layout.pp_rank, layout.pp_size, layout.is_first_of_stage)
     options = SenderOptions("slime-x", Path("unused"), "model", rank, deadline_s=30.0, stage=place.stage)
-    sender = LIVE_TRANSPORTS["distributed"].make_sender(options) if place.is_first else None
+    sender = DistributedSender(options) if place.is_first else None
     report = StageTurns(place, sender).send(version, (Target(url, 1, 1, ()),), backend.export_stage())
     if sender is not None:
         sender.close()
@@ -82,7 +83,7 @@ def push(backend, rank: int, url: str, version: str):
 
 
 def written(named, folder: Path, model: str) -> Path:
-    sender = TRANSPORTS["disk"].make_sender(SenderOptions("slime-x", folder, model, keep_files=True))
+    sender = transport_of("disk").make_sender(SenderOptions("slime-x", folder, model, keep_files=True))
     sender.send(named)
     return sender.finish("run:disk").payload
 

@@ -1,0 +1,81 @@
+"""Weight transports: what `--update-weight-transport` and `--update-weight-mode` choose from."""
+
+from dataclasses import dataclass
+
+# Values of --update-weight-transport besides auto, and what they mean; each allows some of the rows below.
+TRANSPORT_CHOICES = {
+    "tensor": "in memory on one machine",
+    "distributed": "a process group of trainer and engines",
+    "nccl": "older name of distributed",
+    "disk": "a checkpoint folder",
+}
+OLDER_NAMES = {"nccl": "distributed"}
+
+
+@dataclass(frozen=True, slots=True)
+class TransportRow:
+    """One way to bring weights from the trainer to engines.
+
+    `code`: a `weight_sync.base.Transport`; of a live transport the class of its sender. Example: cuda_ipc sends
+    handles of device memory to engines that wait for them, and auto tries it second on GPUs.
+    """
+
+    code: str
+    choice: str  # the value of --update-weight-transport that allows it
+    engine_needs: str  # one of the transports that an engine's dialect must name
+    # Places in the order that auto tries, fastest first; None: never there. Bodies of requests beat a group of
+    # gloo on a CPU machine, and lose to NCCL on GPUs. Of two that are equally slow, a folder asks less of the
+    # network than a group.
+    order_on_cpu: int | None
+    order_on_cuda: int | None
+    mode: str = "full"  # of --update-weight-mode
+    content: str = "model"  # or "adapter": low-rank adapters alone
+    live: bool = False  # engines wait for it, and nothing is left for one that comes late
+    every_rank: bool = (
+        False  # each trainer rank sends, to the engines on its device; else each pipeline stage
+    )
+    on_shared_gpus: bool | None = (
+        None  # True: works only where trainer and engines share GPUs; False: only else
+    )
+    keeps_requests: bool = True  # paused requests may wait in the engine meanwhile
+
+
+_HOME = "slime.weight_sync"
+TRANSPORTS: dict[str, TransportRow] = {
+    "shared_memory": TransportRow(f"{_HOME}.shared_memory.SHARED_MEMORY", "tensor", "shared_memory", 0, 0),
+    "cuda_ipc": TransportRow(
+        f"{_HOME}.cuda_ipc.CudaIpcSender",
+        "tensor",
+        "tensor",
+        order_on_cpu=None,
+        order_on_cuda=1,
+        live=True,
+        every_rank=True,
+        on_shared_gpus=True,
+    ),
+    "http_tensor": TransportRow(f"{_HOME}.http_tensor.HTTP_TENSOR", "tensor", "tensor", 1, 4),
+    "distributed": TransportRow(
+        f"{_HOME}.distributed.DistributedSender",
+        "distributed",
+        "distributed",
+        order_on_cpu=3,
+        order_on_cuda=2,
+        live=True,
+        on_shared_gpus=False,  # two ranks of one NCCL group cannot share a device
+    ),
+    "disk": TransportRow(f"{_HOME}.disk.DISK", "disk", "disk", 2, 3),
+    "delta": TransportRow(f"{_HOME}.delta.transport.DELTA", "disk", "disk", 4, 5, mode="delta"),
+    "adapter_shared_memory": TransportRow(
+        f"{_HOME}.lora.ADAPTER_SHARED_MEMORY", "tensor", "adapter_shared_memory", 0, 0, content="adapter"
+    ),
+    "adapter_tensors": TransportRow(
+        f"{_HOME}.lora.ADAPTER_TENSORS",
+        "tensor",
+        "adapter_tensors",
+        order_on_cpu=1,
+        order_on_cuda=1,
+        content="adapter",
+        keeps_requests=False,
+    ),
+}
+MODES = tuple(dict.fromkeys(row.mode for row in TRANSPORTS.values()))
