@@ -42,8 +42,8 @@ from slime.arguments.all_flags import all_specs
 from slime.backends.attention import packed
 from slime.batch.convert import samples_to_batch
 from slime.batch.flops import ModelShape, forward_flops
-from slime.batch.schedule import build_schedule, split_for_ranks
-from slime.step.update import run_update
+from slime.batch.split import plan_steps, split_for_ranks
+from slime.step.training_step import TrainingStep
 from slime.utils.types import Sample
 
 PARTS = ("kernels", "0.6b", "4b", "balance")
@@ -298,10 +298,14 @@ def _our_step(
     batch = samples_to_batch(args, samples)
     data = split_for_ranks(args, batch, 1)[0]
     records = []
+
+    def train_once(settings: Any) -> None:
+        TrainingStep(backend, settings, 0, data).run()
+
     free_memory(device)
     for name, changes in (("on-policy step", {}), ("with an old-policy pass", {"use_rollout_entropy": True})):
         chosen = SimpleNamespace(**(vars(args) | changes))
-        step = functools.partial(run_update, backend, chosen, 0, data)
+        step = functools.partial(train_once, chosen)
         started = time.perf_counter()
         step()
         synchronize(device)
@@ -327,7 +331,7 @@ def _our_step(
             }
         )
     if options.profile:
-        records[0]["profile"] = profile_step(functools.partial(run_update, backend, args, 0, data), device)
+        records[0]["profile"] = profile_step(functools.partial(train_once, args), device)
     return records
 
 
@@ -438,7 +442,7 @@ def balance_part(options: argparse.Namespace) -> list[Record]:
     totals, in_step, allowed = [], [], 0
     for seed in range(3 if options.tiny else 20):
         lengths = draw_lengths(256, 16384, seed)
-        (step,) = build_schedule(args, lengths, list(range(256)), dp_size=8, cost=cost).steps
+        (step,) = plan_steps(args, lengths, list(range(256)), dp_size=8, cost=cost)
         work = [[sum(cost(lengths[p]) for p in mb) for mb in rank] for rank in step.ranks]
         mean = sum(map(sum, work)) / 8
         if max(map(cost, lengths)) > 1.05 * mean:

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from slime.arguments import Args, parse_args
 from slime.backends import TrainBackend, create_backend
 from slime.batch.convert import samples_to_batch
-from slime.batch.schedule import split_for_ranks
+from slime.batch.split import split_for_ranks
 from slime.cli.quickstart import tiny
 from slime.engines.embedded.command import embedded_command
 from slime.engines.server import EngineServer, LaunchPlan
 from slime.rollout.data_source import RolloutDataSource
-from slime.step.update import run_update
+from slime.step.training_step import TrainingStep
 from slime.utils import shm
 from slime.utils.http_utils import close_session
 from slime.utils.processes import thread_environment
@@ -109,7 +109,7 @@ async def main() -> list[float]:
             samples = [sample for group in groups for sample in group]
             await asyncio.gather(*(answer(client, tokenizer, sample) for sample in samples))
             (share,) = split_for_ranks(args, samples_to_batch(args, samples), 1)
-            metrics = run_update(backend, args, step, share, weight_version=step + 1)
+            metrics = TrainingStep(backend, args, step, share, weight_version=step + 1).run().summary
             rewards.append(sum(sample.reward for sample in samples) / len(samples))
             print(f"step {step:2d}: reward {rewards[-1]:.3f}, grad norm {metrics['train/grad_norm']:.3f}")
         await close_session()

@@ -122,16 +122,16 @@ def train(backend_of, args, rank: int, world_size: int) -> dict:
     norm) by step, and the exported weights before and after.
     """
     from slime.batch.convert import samples_to_batch
-    from slime.batch.schedule import split_for_ranks
-    from slime.step.update import run_update
+    from slime.batch.split import split_for_ranks
+    from slime.step.training_step import TrainingStep
 
     backend = backend_of(args, rank=rank, world_size=world_size, device="cpu")
     batch = samples_to_batch(args, with_nuclei(random_samples(5, 3, vocab=127), vocab=127))
     layout = backend.layout
     data = split_for_ranks(args, batch, layout.dp_size, cp_size=layout.cp_size)[layout.dp_rank]
     before = exported(backend)
-    steps = []
-    metrics = run_update(backend, args, 0, data, on_step=lambda index, values: steps.append(values))
+    report = TrainingStep(backend, args, 0, data).run()
+    metrics, steps = report.summary, report.steps
     return {
         "steps": [(step["train/loss"], step["train/grad_norm"]) for step in steps],
         "entropy": metrics["train/entropy_loss"],
@@ -191,8 +191,8 @@ def save_and_resume(
     """
     from slime.backends.megatron import create_backend
     from slime.batch.convert import samples_to_batch
-    from slime.batch.schedule import split_for_ranks
-    from slime.step.update import run_update
+    from slime.batch.split import split_for_ranks
+    from slime.step.training_step import TrainingStep
 
     place = dict(rank=rank, world_size=world_size, device="cpu")
 
@@ -200,8 +200,7 @@ def save_and_resume(
         batch = samples_to_batch(args, random_samples(5, 3, vocab=127, seed=1))
         layout = backend.layout
         data = split_for_ranks(args, batch, layout.dp_size, cp_size=layout.cp_size)[layout.dp_rank]
-        steps = []
-        run_update(backend, args, 1, data, on_step=lambda index, values: steps.append(values))
+        steps = TrainingStep(backend, args, 1, data).run().steps
         return {
             "steps": [(s["train/loss"], s["train/grad_norm"]) for s in steps],
             "weights": exported(backend),

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from slime.backends.fsdp import create_backend
 from slime.backends.shared.microbatch import build_micro_batches
 from slime.batch.convert import samples_to_batch
-from slime.batch.schedule import split_for_ranks
+from slime.batch.split import split_for_ranks
 from slime.catalog.estimators import ESTIMATORS
-from slime.step.update import run_update
+from slime.step.training_step import TrainingStep
 from slime.utils.types import Sample
 
 
@@ -196,7 +196,7 @@ def backend_of(args):
 
 def train(backend, args, samples, **options):
     batch = samples_to_batch(args, samples)
-    return run_update(backend, args, 0, split_for_ranks(args, batch, 1)[0], **options)
+    return TrainingStep(backend, args, 0, split_for_ranks(args, batch, 1)[0], **options).run().summary
 
 
 def engine_samples(backend, args, num_groups=2, group_size=4, noise=0.0, version=None):

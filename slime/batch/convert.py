@@ -1,32 +1,39 @@
-"""Samples -> `RolloutBatch`: rewards post-processed by group, masks,
-log-probs and weight versions as tensors.
-"""
+"""Samples -> `RolloutBatch`: rewards post-processed by group, masks, log-probs and weight versions as tensors."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from slime.algorithms.rewards import GREEDY_REWARD_KEY, overlong_penalty, subtract_baselines
-from slime.arguments import Args
+from slime.arguments import Flags
 from slime.arguments.groups.objectives import SUPERVISED_LOSSES
 from slime.arguments.groups.trained_sampling import replays_nucleus
-from slime.batch.nucleus import add_nuclei
 from slime.batch.validate import check_reward, check_samples, validate_batch
 from slime.catalog.estimators import ESTIMATORS
+from slime.utils import top_p
 from slime.utils.misc import load_function
 from slime.utils.plugin_errors import plugin_call, wrong_return
-from slime.utils.types import RolloutBatch, Sample, flatten_samples, version_number
+from slime.utils.types import RolloutBatch, Sample, TokenKey, flatten_samples, version_number
+
+_DTYPES = {
+    "tokens": torch.int64,
+    "loss_masks": torch.int32,
+    "rollout_log_probs": torch.float32,
+    "teacher_log_probs": torch.float32,
+    "versions": torch.int32,
+    "rollout_top_p_token_ids": torch.int32,
+    "rollout_top_p_token_offsets": torch.int32,
+}
 
 
 def samples_to_batch(
-    args: Args, samples: Iterable[Any], *, engine_version: str | None = None
+    args: Flags, samples: Iterable[Any], *, engine_version: str | None = None
 ) -> RolloutBatch:
     """The train data of one rollout, checked; nested lists (groups, fan-out) are flattened in order.
 
-    `engine_version` is what the engines held when the rollout began:
-    that of tokens which name none themselves.
+    `engine_version` is what the engines held when the rollout began: that of tokens which name none themselves.
     """
     flat = flatten_samples(samples)
     if not flat:
@@ -67,41 +74,40 @@ def fill_rollout_ids(samples: Sequence[Sample]) -> list[int]:
 
 
 def post_process_rewards(
-    args: Args, samples: Sequence[Sample], rollout_ids: Sequence[int]
-) -> tuple[list, list]:
-    """(raw rewards, rewards that become advantages): the custom hook,
-    or shaping and the estimator's baseline.
-    """
+    args: Flags, samples: Sequence[Sample], rollout_ids: Sequence[int]
+) -> tuple[list[Any], list[float]]:
+    """(raw rewards, rewards that become advantages): the custom hook, or shaping and the estimator's baseline."""
     if args.custom_reward_post_process_path:
         return _custom_rewards(args.custom_reward_post_process_path, args, samples)
     raw = [_raw_reward(args, sample) for sample in samples]
     if args.loss_type in SUPERVISED_LOSSES or not args.compute_advantages_and_returns:
         return raw, list(raw)
-    rewards = [reward + _length_penalty(args, sample) for reward, sample in zip(raw, samples, strict=True)]
+    pairs = zip(raw, samples, strict=True)
+    rewards = [reward + _length_penalty(args, sample.response_length) for reward, sample in pairs]
     estimator = ESTIMATORS[args.advantage_estimator]
     if estimator.baseline is None or not args.rewards_normalization:
         return raw, rewards
-    ungrouped = [sample.index for sample in samples if sample.group_index is None]
-    if ungrouped:
+    groups = [sample.group_index for sample in samples if sample.group_index is not None]
+    if len(groups) < len(samples):
+        ungrouped = next(sample.index for sample in samples if sample.group_index is None)
         raise ValueError(
-            f"sample {ungrouped[0]} has no group_index ({len(ungrouped)} such samples): "
+            f"sample {ungrouped} has no group_index ({len(samples) - len(groups)} such samples): "
             f"{args.advantage_estimator} compares "
             "rewards within a group; set group_index in the rollout, or pass --disable-rewards-normalization."
         )
+    scaled = estimator.scale_rewards and args.grpo_std_normalization
     rewards = subtract_baselines(
         rewards,
-        [sample.group_index for sample in samples],
+        groups,
         rollout_ids,
-        baseline="mean_std"
-        if estimator.scale_rewards and args.grpo_std_normalization
-        else estimator.baseline,
+        baseline="mean_std" if scaled else estimator.baseline,
         lengths=[float(_loss_mask(sample).sum()) for sample in samples],
         greedy_rewards=[sample.metadata.get(GREEDY_REWARD_KEY) for sample in samples],
     )
     return raw, rewards
 
 
-def _custom_rewards(path: str, args: Args, samples: Sequence[Sample]) -> tuple[list, list]:
+def _custom_rewards(path: str, args: Flags, samples: Sequence[Sample]) -> tuple[list[Any], list[float]]:
     option, subject = "--custom-reward-post-process-path", f"{len(samples)} samples"
     with plugin_call(option, path, lambda: subject):
         made = load_function(path)(args, samples)
@@ -118,18 +124,15 @@ def _custom_rewards(path: str, args: Args, samples: Sequence[Sample]) -> tuple[l
     return raw, rewards
 
 
-def _length_penalty(args: Args, sample: Sample) -> float:
+def _length_penalty(args: Flags, length: int) -> float:
     if args.overlong_buffer_len is None:
         return 0.0
-    return overlong_penalty(
-        sample.response_length,
-        args.rollout_max_response_len,
-        args.overlong_buffer_len,
-        args.overlong_penalty_factor,
-    )
+    longest = args.rollout_max_response_len
+    assert longest is not None, "parsing asks for --rollout-max-response-len with --overlong-buffer-len"
+    return overlong_penalty(length, longest, args.overlong_buffer_len, args.overlong_penalty_factor)
 
 
-def _raw_reward(args: Args, sample: Sample) -> float:
+def _raw_reward(args: Flags, sample: Sample) -> float:
     if sample.reward is None and sample.reward_failure is None and args.loss_type == "sft_loss":
         return 0.0  # supervised data is not scored
     if isinstance(sample.reward, dict) and args.reward_key and args.reward_key not in sample.reward:
@@ -148,7 +151,7 @@ def mask_sums_by_rollout(loss_masks: Sequence[torch.Tensor], rollout_ids: Sequen
     return [totals[rollout_id] for rollout_id in rollout_ids]
 
 
-def _convert(args: Args, samples: list[Sample]) -> RolloutBatch:
+def _convert(args: Flags, samples: list[Sample]) -> RolloutBatch:
     rollout_ids = fill_rollout_ids(samples)
     raw_reward, rewards = post_process_rewards(args, samples, rollout_ids)
     loss_masks = [_loss_mask(sample) for sample in samples]
@@ -165,14 +168,16 @@ def _convert(args: Args, samples: list[Sample]) -> RolloutBatch:
         "truncated": [int(sample.status == Sample.Status.TRUNCATED) for sample in samples],
     }
     _add_optional(batch, samples)
-    add_nuclei(args, batch, samples)
+    if args.loss_type not in SUPERVISED_LOSSES:  # these train the model as it is, whoever wrote the tokens
+        _add_nuclei(args, batch, samples)
     return batch
 
 
 def _add_optional(batch: RolloutBatch, samples: list[Sample]) -> None:
-    for name, key in (("rollout_log_probs", "rollout_log_probs"), ("teacher_log_probs", "teacher_log_probs")):
-        if _all_or_none(samples, name):
-            batch[key] = [torch.as_tensor(getattr(s, name), dtype=torch.float32) for s in samples]
+    keys: tuple[TokenKey, ...] = ("rollout_log_probs", "teacher_log_probs")
+    for key in keys:
+        if _all_or_none(samples, key):
+            batch[key] = [torch.as_tensor(getattr(s, key), dtype=torch.float32) for s in samples]
     if _all_or_none(samples, "rollout_routed_experts"):
         batch["routed_experts"] = [torch.tensor(s.rollout_routed_experts) for s in samples]
     versions = [_token_versions(sample) for sample in samples]
@@ -196,6 +201,39 @@ def _all_or_none(samples: list[Sample], name: str) -> bool:
     return not missing
 
 
+def _add_nuclei(args: Flags, batch: RolloutBatch, samples: Sequence[Sample]) -> None:
+    """Add the token ids that samples were drawn from; one that recorded none drew from the whole vocabulary."""
+    if replays_nucleus(args):
+        _require_nuclei(args, batch, samples)
+    if all(sample.rollout_top_p_token_offsets is None for sample in samples):
+        return
+    pairs = [_nucleus(sample) for sample in samples]
+    batch["rollout_top_p_token_ids"] = [ids for ids, _ in pairs]
+    batch["rollout_top_p_token_offsets"] = [offsets for _, offsets in pairs]
+
+
+def _require_nuclei(args: Flags, batch: RolloutBatch, samples: Sequence[Sample]) -> None:
+    for sample, mask in zip(samples, batch["loss_masks"], strict=True):
+        if sample.rollout_top_p_token_offsets is None and mask.any():
+            raise ValueError(
+                f"sample {sample.index} (group {sample.group_index}) does not carry the token ids that it "
+                f"was drawn from (rollout_top_p_token_ids), which --rollout-top-p {args.rollout_top_p:g} "
+                f"and --rollout-top-k {args.rollout_top_k} need: let the generate function send its "
+                f"sampling_params as it gets them (custom_params has {top_p.REQUEST_FIELD!r}) and pass the "
+                "answer's meta_info to sample.append_response_tokens; or accept log-probs of another "
+                "distribution with --allow-sampling-mismatch."
+            )
+
+
+def _nucleus(sample: Sample) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids, offsets) of one sample."""
+    ids, offsets = sample.rollout_top_p_token_ids, sample.rollout_top_p_token_offsets
+    if offsets is None:
+        ids, offsets = None, [0] * (sample.response_length + 1)
+    ids = torch.as_tensor([] if ids is None else ids, dtype=torch.int32)
+    return ids.reshape(-1), torch.as_tensor(offsets, dtype=torch.int32).reshape(-1)
+
+
 def _loss_mask(sample: Sample) -> torch.Tensor:
     if sample.remove_sample:
         return torch.zeros(sample.response_length, dtype=torch.int32)
@@ -204,7 +242,7 @@ def _loss_mask(sample: Sample) -> torch.Tensor:
     return torch.tensor(sample.loss_mask, dtype=torch.int32)
 
 
-def _shown_rewards(samples: list[Sample], raw_reward: list) -> list:
+def _shown_rewards(samples: list[Sample], raw_reward: list[Any]) -> list[Any]:
     """A rollout may report another number for people than the one it trains on: metadata["raw_reward"]."""
     if not any("raw_reward" in sample.metadata for sample in samples):
         return raw_reward
@@ -237,30 +275,20 @@ def _fill_versions(batch: RolloutBatch, engine_version: str) -> None:
     ]
 
 
-def _complete(batch: dict[str, Any]) -> RolloutBatch:
+def _complete(made: dict[str, Any]) -> RolloutBatch:
     """Tensors and derivable keys for train data that a custom converter built from plain lists."""
-    required = ("tokens", "response_lengths", "rewards")
-    missing = [key for key in required if key not in batch]
+    missing = [key for key in ("tokens", "response_lengths", "rewards") if key not in made]
     if missing:
         raise ValueError(f"--custom-convert-samples-to-train-data-path returned no {', '.join(missing)}.")
-    batch = dict(batch)
+    batch = dict(made)
     num_samples = len(batch["tokens"])
-    batch["tokens"] = [torch.as_tensor(tokens, dtype=torch.int64) for tokens in batch["tokens"]]
-    default_masks = [torch.ones(length, dtype=torch.int32) for length in batch["response_lengths"]]
-    batch["loss_masks"] = [
-        torch.as_tensor(m, dtype=torch.int32) for m in batch.get("loss_masks", default_masks)
-    ]
-    for key in ("rollout_log_probs", "teacher_log_probs"):
+    batch.setdefault("loss_masks", [torch.ones(length) for length in batch["response_lengths"]])
+    for key, dtype in _DTYPES.items():
         if key in batch:
-            batch[key] = [torch.as_tensor(values, dtype=torch.float32) for values in batch[key]]
-    if "versions" in batch:
-        batch["versions"] = [torch.as_tensor(values, dtype=torch.int32) for values in batch["versions"]]
-    for key in ("rollout_top_p_token_ids", "rollout_top_p_token_offsets"):
-        if key in batch:
-            batch[key] = [torch.as_tensor(values, dtype=torch.int32) for values in batch[key]]
+            batch[key] = [torch.as_tensor(values, dtype=dtype) for values in batch[key]]
     batch.setdefault("raw_reward", list(batch["rewards"]))
     batch.setdefault("truncated", [0] * num_samples)
     batch.setdefault("sample_indices", list(range(num_samples)))
     batch.setdefault("rollout_ids", list(range(num_samples)))
     batch.setdefault("rollout_mask_sums", mask_sums_by_rollout(batch["loss_masks"], batch["rollout_ids"]))
-    return batch
+    return cast(RolloutBatch, batch)  # `validate_batch` looks at what the converter made

@@ -1,6 +1,4 @@
-"""Floating-point operations of a transformer's forward pass, for
-balance between ranks and for TFLOP/s metrics.
-"""
+"""Floating-point operations of a transformer's forward pass, for balance between ranks and for TFLOP/s metrics."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,9 +19,8 @@ class ModelShape:
         """Reads a transformers config; fields that a family lacks fall back to what that family implies."""
         text = config.get_text_config()
         layers, hidden = text.num_hidden_layers, text.hidden_size
-        projections, widths = (
-            _latent_attention(text) if _read(text, "kv_lora_rank") else _plain_attention(text)
-        )
+        attention = _latent_attention if _read(text, "kv_lora_rank") else _plain_attention
+        projections, widths = attention(text)
         # Gate, up and down.
         feed_forward = 3 * hidden * sum(_feed_forward_widths(text))
         matrices = layers * projections + feed_forward + hidden * text.vocab_size
@@ -43,7 +40,7 @@ def _plain_attention(text: Any) -> tuple[int, int]:
 
 
 def _latent_attention(text: Any) -> tuple[int, int]:
-    """The same where keys and values come from a low-rank vector (DeepSeek)."""
+    """The same for MLA (DeepSeek), where keys and values come from a low-rank vector."""
     hidden, heads, rank = text.hidden_size, text.num_attention_heads, text.kv_lora_rank
     key = text.qk_nope_head_dim + text.qk_rope_head_dim
     query_rank = _read(text, "q_lora_rank")
@@ -75,7 +72,5 @@ def total_forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
 
 
 def typical_cost(length: int) -> float:
-    """Relative cost of a document when no model is known: linear work plus
-    the attention share of a mid-size model.
-    """
+    """Relative cost of a document when no model is known: linear work plus a mid-size model's attention."""
     return length * (1.0 + length / 24576)

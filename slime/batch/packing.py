@@ -1,15 +1,14 @@
-"""Bin packing on plain numbers: first-fit under a cap, and
-Karmarkar-Karp balance over a fixed number of bins.
-"""
+"""Bin packing on plain numbers: first-fit under a cap, and Karmarkar-Karp balance over a number of bins."""
 
 import heapq
 import itertools
 from collections.abc import Sequence
 
+Partition = list[tuple[float, list[int]]]  # the cost and the members of each bin
+
 
 def pack_first_fit(sizes: Sequence[int], cap: int) -> list[list[int]]:
-    """Indices of `sizes` packed into bins of total <= cap, largest
-    first; an item above the cap gets its own bin.
+    """Indices of `sizes` packed into bins of total <= cap, largest first; one above the cap gets its own bin.
 
     Example: pack_first_fit([5, 4, 3, 2], cap=7) -> [[0, 3], [1, 2]].
     """
@@ -27,8 +26,7 @@ def pack_first_fit(sizes: Sequence[int], cap: int) -> list[list[int]]:
 
 
 def balance(costs: Sequence[float], num_bins: int) -> list[list[int]]:
-    """Partition of all indices into `num_bins` sets (some may be empty)
-    with nearly equal cost (Karmarkar-Karp).
+    """Partition of all indices into `num_bins` sets (some may be empty) of nearly equal cost (Karmarkar-Karp).
 
     Repeatedly joins the two most uneven partial partitions, putting the heaviest bin of one with the lightest
     of the other; this ends far closer to even than placing the largest item into the lightest bin.
@@ -36,9 +34,9 @@ def balance(costs: Sequence[float], num_bins: int) -> list[list[int]]:
     if not costs:
         return [[] for _ in range(num_bins)]
     order = itertools.count()
-    heap = []
+    heap: list[tuple[float, int, Partition]] = []
     for index, cost in enumerate(costs):
-        partition = [(cost, [index])] + [(0.0, []) for _ in range(num_bins - 1)]
+        partition: Partition = [(cost, [index])] + [(0.0, []) for _ in range(num_bins - 1)]
         heapq.heappush(heap, (-cost if num_bins > 1 else 0.0, next(order), partition))
     while len(heap) > 1:
         _, _, first = heapq.heappop(heap)

@@ -1,13 +1,13 @@
 """Checks on samples and train data: one clear error for each thing that would otherwise train on nonsense."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slime.utils import top_p
-from slime.utils.types import RolloutBatch, Sample, is_score
+from slime.utils.types import RolloutBatch, Sample, TokenKey, is_score
 
-PER_TOKEN_KEYS = ("loss_masks", "rollout_log_probs", "teacher_log_probs", "versions")
+PER_TOKEN_KEYS: tuple[TokenKey, ...] = ("loss_masks", "rollout_log_probs", "teacher_log_probs", "versions")
 REQUIRED_KEYS = ("tokens", "response_lengths", "loss_masks", "rewards", "rollout_ids", "rollout_mask_sums")
 
 
@@ -26,9 +26,7 @@ def check_reward(sample: Sample, value: Any) -> float:
 
 
 def check_samples(samples: Sequence[Sample]) -> None:
-    """Lengths of one sample's fields agree; a mask or log-probs of
-    another length is named with its sample.
-    """
+    """Lengths of one sample's fields agree; a mask or log-probs of another length is named with its sample."""
     for sample in samples:
         name = f"sample {sample.index} (group {sample.group_index})"
         length = sample.response_length
@@ -43,7 +41,7 @@ def check_samples(samples: Sequence[Sample]) -> None:
                 "every appended token needs a mask value."
             )
         if not {0, 1}.issuperset(sample.loss_mask or ()):
-            other = next(value for value in sample.loss_mask if value not in (0, 1))
+            other = next(value for value in sample.loss_mask or () if value not in (0, 1))
             raise ValueError(f"loss_mask holds {other!r} in {name}: a token is trained (1) or not (0).")
         for field in ("rollout_log_probs", "teacher_log_probs"):
             values = getattr(sample, field)
@@ -52,18 +50,17 @@ def check_samples(samples: Sequence[Sample]) -> None:
 
 
 def validate_batch(batch: RolloutBatch, *, source: str = "the train data") -> None:
-    """Raise ValueError unless every key fits: same number of
-    samples, same response lengths, finite numbers.
-    """
+    """Raise ValueError unless every key fits: same number of samples, same response lengths, finite numbers."""
     missing = [key for key in REQUIRED_KEYS if key not in batch]
     if missing:
         raise ValueError(f"{source} has no {', '.join(missing)}: training needs {', '.join(REQUIRED_KEYS)}.")
     num_samples = len(batch["tokens"])
     if num_samples == 0:
         raise ValueError(f"{source} holds no samples.")
+    lists: Mapping[str, Any] = batch
     for key in (*REQUIRED_KEYS, *PER_TOKEN_KEYS, "rollout_top_p_token_ids", "rollout_top_p_token_offsets"):
-        if key in batch and len(batch[key]) != num_samples:
-            raise ValueError(f"{key} of {source} has {len(batch[key])} entries for {num_samples} samples.")
+        if key in lists and len(lists[key]) != num_samples:
+            raise ValueError(f"{key} of {source} has {len(lists[key])} entries for {num_samples} samples.")
     if ("rollout_top_p_token_ids" in batch) != ("rollout_top_p_token_offsets" in batch):
         raise ValueError(
             f"{source} has one of rollout_top_p_token_ids and rollout_top_p_token_offsets: it needs both."

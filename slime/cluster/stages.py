@@ -9,9 +9,9 @@ from typing import Any
 from slime.arguments import Args
 from slime.cluster.rollout_manager import Generated, RolloutManager
 from slime.cluster.run import Run
-from slime.cluster.train_actor import TrainReport
 from slime.runtime.base import CONTROL, Future, Guarded, Runtime, WorkerSpec
 from slime.runtime.placement import Placement
+from slime.step.metrics import StepReport
 from slime.utils.checksums import FileRecord, find_damage
 from slime.utils.types import RolloutBatch
 from slime.weight_sync import LiveReport, Parcel, Target
@@ -72,8 +72,8 @@ class NoTrainer:
     def describe_start(self) -> str:
         return "no trainer"
 
-    def train(self, rollout_id: int, batch: RolloutBatch | None) -> TrainReport:
-        return TrainReport({}, [], [])
+    def train(self, rollout_id: int, batch: RolloutBatch | None) -> StepReport:
+        return StepReport({}, [], [])
 
     def move(self, *, params: str, optimizer: str) -> None:
         """Nothing to move."""

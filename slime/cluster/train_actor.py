@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import datetime
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,8 @@ from slime.cluster.run import Run
 from slime.observability.logging_utils import configure_logger
 from slime.runtime.base import fetch, in_background
 from slime.step.agreement import Agreement
-from slime.step.update import run_update
+from slime.step.metrics import StepReport
+from slime.step.training_step import TrainingStep
 from slime.utils import accelerator
 from slime.utils.checksums import FileRecord, find_damage, record_files
 from slime.utils.errors import RunStopped
@@ -39,17 +39,6 @@ from slime.weight_sync.stage_turns import StagePlace, StageTurns
 
 # What ranks wait for one that sends weights beyond its own wait for an engine.
 _SENDER_SLACK_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class TrainReport:
-    """What training on one rollout gave: metrics of the rollout, and of each
-    optimizer step; hints that were not told before.
-    """
-
-    metrics: dict[str, float]
-    steps: list[dict[str, float]]
-    hints: list[str]
 
 
 class WeightsNotFinite(RunStopped):
@@ -179,24 +168,22 @@ class TrainActor:
         """As engines reach it: the first rank is where the run listens, others may be on other machines."""
         return self._run.host if self._rank == 0 or self._run.host == "127.0.0.1" else get_host_info()[1]
 
-    def train(self, rollout_id: int, ref: Any) -> TrainReport:
-        steps: list[dict[str, float]] = []
-        metrics = run_update(
+    def train(self, rollout_id: int, ref: Any) -> StepReport:
+        step = TrainingStep(
             self._backend,
             self._plugin_args,
             rollout_id,
             fetch(ref),
-            on_step=lambda _, values: steps.append(values),
             weight_version=self._version,
             kept=self._kept,
             agreement=self._agreement,
         )
+        report = step.run()
         if self._version is not None:
             self._version += (
                 1  # the weights have moved on, whether or not they are pushed before the next batch
             )
-        rollout_metrics = {k: v for k, v in metrics.items() if not k.startswith("train/")}
-        return TrainReport(rollout_metrics, steps, self._agreement.hints.take())
+        return report
 
     def export(self, version: str, dtype: str | None) -> Parcel | None:
         """The model or its adapters, bucket by bucket, into the

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from slime.arguments import Args
-from slime.batch.schedule import split_for_ranks
+from slime.batch.split import split_for_ranks
 from slime.cluster.run import Run
-from slime.cluster.train_actor import TrainActor, TrainReport
+from slime.cluster.train_actor import TrainActor
 from slime.runtime.base import Future, Handle, Runtime, WorkerSpec, gather
 from slime.runtime.placement import Slot
+from slime.step.metrics import StepReport
 from slime.utils.checksums import FileRecord
 from slime.utils.process_groups import network_environment
 from slime.utils.processes import thread_environment
@@ -68,7 +69,7 @@ class TrainGroup:
     def open_sender(self, transport: str, engine_urls: tuple[str, ...]) -> None:
         self._call("open_sender", transport, engine_urls)
 
-    def train(self, rollout_id: int, batch: RolloutBatch) -> TrainReport:
+    def train(self, rollout_id: int, batch: RolloutBatch) -> StepReport:
         """One rollout's optimizer steps; returns the report, which is the same on all ranks."""
         sizes = self._layouts[0]
         shares = split_for_ranks(self._args, batch, sizes["dp_size"], cp_size=sizes["cp_size"])

@@ -1,3 +1,1 @@
-"""The training step: what one batch goes through, from reference
-log-probs over advantages to optimizer steps.
-"""
+"""The training step: what one batch goes through, from its first pass to the optimizer. Begin at training_step.py."""

@@ -1,8 +1,7 @@
-"""Whether engine and trainer hold one policy: their log-probs of the same tokens,
-by how old the weights behind a token are.
+"""Whether engine and trainer hold one policy: their log-probs of the same tokens, by the age of the weights.
 
 Tokens that the trainer's own version sampled are *fresh* and must agree; those of older versions differ by
-what was learnt since. A token that names no version is taken as fresh: the rollout stage names one for every
+what was learnt since. A token that names no version is taken as fresh: the rollout names one for every
 token of a run with engines.
 """
 
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slime.arguments import Args
+from slime.arguments import Flags
 from slime.arguments.groups.algorithm import LOGPROB_DIFF_THRESHOLDS
 from slime.arguments.groups.off_policy import CORRECTIONS
 from slime.backends.base import TrainBackend
@@ -24,8 +23,7 @@ from slime.utils.types import RolloutBatch
 # Lags of versions that are told apart; the last stands for itself and all above.
 LAGS = 5
 SHOWN_TOKENS = 5
-# Rounding scatters to both sides; a mean difference above the first with more than
-# the second to one side is something else.
+# Rounding scatters to both sides; a mean difference above FROM with more than SHARE to one side is another thing.
 ONE_SIDED_FROM = 0.02
 ONE_SIDED_SHARE = 0.5
 ONE_SIDED_TOKENS = 256  # of fewer it may be chance
@@ -48,7 +46,7 @@ class Difference:
     signed: float  # trainer - engine, of fresh tokens
     shifted: tuple[
         float, float
-    ]  # mean absolute difference of fresh tokens to the engine's log-prob of the token before, after
+    ]  # mean absolute difference to the engine's log-prob of the token before, after
 
     @property
     def num_fresh(self) -> int:
@@ -69,7 +67,7 @@ class Difference:
 
     @property
     def mean_lag(self) -> float:
-        """Of the tokens that are not fresh."""
+        """How many versions the tokens that are not fresh lie behind, on average."""
         return self.lags / max(self.num_stale, 1)
 
     def metrics(self) -> dict[str, float]:
@@ -83,9 +81,7 @@ class Difference:
 
 
 class Agreement:
-    """The checks of one rank over a whole run. Sums are over all ranks,
-    so that all come to the same conclusion.
-    """
+    """The checks of one rank over a whole run. Sums are over all ranks, so that all conclude the same."""
 
     def __init__(self) -> None:
         self.hints = Hints()
@@ -94,25 +90,23 @@ class Agreement:
     def check(
         self,
         backend: TrainBackend,
-        args: Args,
+        args: Flags,
         batch: RolloutBatch,
         log_probs: LogProbs | None,
         version: int | None,
     ) -> dict[str, float]:
-        """Compare the trainer's `log_probs`, computed under the weights that
-        engines know as `version`, with the engine's.
+        """Compare the trainer's `log_probs`, of the weights that engines know as `version`, with the engine's.
 
         `log_probs` None: a loss of the user's own made them and kept them to itself. `version` None: no
         engine knows the weights. Stops the run where fresh tokens differ by more than the threshold, warns
         about all else; returns metrics.
         """
-        why_not = _cannot_run(batch, log_probs, version)
-        if why_not is not None:
+        if log_probs is None or version is None or "rollout_log_probs" not in batch:
             if args.logprob_diff_threshold != 0:
                 self.hints.tell(
                     "agreement cannot run",
                     "log-probs of engine and trainer are not compared in this run "
-                    f"(--logprob-diff-threshold): {why_not}",
+                    f"(--logprob-diff-threshold): {_why_not(batch, version)}",
                 )
             return {}
         difference = measure(backend, batch, log_probs, version)
@@ -125,13 +119,15 @@ class Agreement:
         return difference.metrics()
 
     def _judge_fresh(
-        self, args: Args, batch: RolloutBatch, log_probs: LogProbs, difference: Difference, threshold: float
+        self, args: Flags, batch: RolloutBatch, log_probs: LogProbs, difference: Difference, threshold: float
     ) -> None:
         if not difference.num_fresh:
             return
-        cause = _likely_cause(args, difference)
+        cause = _likely_cause(difference, args.rollout_temperature)
         if difference.fresh > threshold:
-            raise RunStopped(_apart(batch, log_probs, difference, threshold, cause or _fp8_remedy(args)))
+            raise RunStopped(
+                _apart(batch, log_probs, difference, threshold, cause or _fp8_remedy(args.fp8_rounding))
+            )
         if cause and difference.num_fresh >= ONE_SIDED_TOKENS:
             self.hints.tell(
                 "one-sided difference",
@@ -151,7 +147,7 @@ class Agreement:
                 "--lr, more frequent pushes or a smaller --max-weight-staleness bring them together.",
             )
 
-    def _judge_trend(self, args: Args, difference: Difference, threshold: float) -> None:
+    def _judge_trend(self, args: Flags, difference: Difference, threshold: float) -> None:
         drift = self._trend.note(difference.version, difference.fresh, difference.num_fresh, threshold)
         if drift is None:
             return
@@ -160,11 +156,11 @@ class Agreement:
             f"log-probs of engine and trainer lie {drift.now:.3g} apart on fresh tokens, {drift.num_pushes} "
             f"weight pushes after they lay {drift.first:.3g} apart: a difference that grows with the pushes "
             "is a policy that the engines do not have, and samples of it teach less and "
-            f"less.{_fp8_remedy(args)} --check-weight-update-equal compares every tensor of the engines "
+            f"less.{_fp8_remedy(args.fp8_rounding)} --check-weight-update-equal compares every tensor of the engines "
             "after each push.",
         )
 
-    def _judge_correction(self, args: Args, difference: Difference) -> None:
+    def _judge_correction(self, args: Flags, difference: Difference) -> None:
         if (
             not difference.num_stale
             or args.loss_type != "policy_loss"
@@ -181,21 +177,20 @@ class Agreement:
         )
 
 
-def _cannot_run(batch: RolloutBatch, log_probs: LogProbs | None, version: int | None) -> str | None:
-    """Why there is nothing to compare; None: there is. The same on all ranks."""
+def _why_not(batch: RolloutBatch, version: int | None) -> str:
+    """Why there is nothing to compare, the same on all ranks."""
     if "rollout_log_probs" not in batch:
-        return "the samples have no rollout_log_probs; ask the engine for them (return_logprob) and set one for each response token."
+        return (
+            "the samples have no rollout_log_probs; ask the engine for them (return_logprob) and set one for "
+            "each response token."
+        )
     if version is None:
         return "no engines got the trainer's weights (--debug-train-only, or replayed samples)."
-    if log_probs is None:
-        return "--loss-type custom_loss has no pass of ours before it (it has one where advantages are computed)."
-    return None
+    return "--loss-type custom_loss has no pass of ours before it (it has one where advantages are computed)."
 
 
-def threshold_of(backend: TrainBackend, args: Args) -> float:
-    """--logprob-diff-threshold, or what the precision of both sides allows. An engine
-    follows the trainer unless told otherwise.
-    """
+def threshold_of(backend: TrainBackend, args: Flags) -> float:
+    """--logprob-diff-threshold, or what the precision of both sides allows; engines follow the trainer's."""
     if args.logprob_diff_threshold is not None:
         return args.logprob_diff_threshold
     alike = backend.compute_dtype == torch.float32 and args.embedded_dtype != "bfloat16"
@@ -205,9 +200,8 @@ def threshold_of(backend: TrainBackend, args: Args) -> float:
 def measure(backend: TrainBackend, batch: RolloutBatch, log_probs: LogProbs, version: int) -> Difference:
     """A collective: every rank calls it, also one without samples."""
     by_lag = torch.zeros(2, LAGS, dtype=torch.float64)
-    others = torch.zeros(
-        6, dtype=torch.float64
-    )  # lags, signed, then count and total to the token before and after
+    # Lags, signed differences, then count and total of differences to the token before and after.
+    others = torch.zeros(6, dtype=torch.float64)
     for trainer, engine, mask, lag in _by_sample(batch, log_probs, version):
         gap = trainer - engine
         bucket = lag.clamp(max=LAGS - 1)[mask]
@@ -247,10 +241,8 @@ def _lags(batch: RolloutBatch, position: int, version: int) -> Tensor:
     return torch.where(versions >= 0, (version - versions).clamp(min=0), 0)
 
 
-def _likely_cause(args: Args, difference: Difference) -> str:
-    """A sentence about a difference that is no rounding, with a blank
-    before it; empty: nothing points anywhere.
-    """
+def _likely_cause(difference: Difference, temperature: float) -> str:
+    """A sentence about a difference that is no rounding, with a blank before it; empty: nothing points anywhere."""
     if difference.fresh < ONE_SIDED_FROM:
         return ""
     before, after = difference.shifted
@@ -264,20 +256,18 @@ def _likely_cause(args: Args, difference: Difference) -> str:
     if abs(bias) > difference.fresh * ONE_SIDED_SHARE:
         return (
             f" The trainer's are {'higher' if bias > 0 else 'lower'} by {abs(bias):.3g} on average: were "
-            "the samples drawn at "
-            f"another temperature than --rollout-temperature {args.rollout_temperature:g}?"
+            f"the samples drawn at another temperature than --rollout-temperature {temperature:g}?"
         )
     return ""
 
 
-def _fp8_remedy(args: Args) -> str:
+def _fp8_remedy(rounding: str) -> str:
     """A sentence with a blank before it, where engines in FP8 may have missed small updates; else empty."""
-    if args.fp8_rounding != "nearest":
+    if rounding != "nearest":
         return ""
     return (
         " Engines in FP8 miss updates that are smaller than half a step of FP8 where the trainer started "
-        "from FP8 weights: use "
-        "--fp8-rounding stochastic, or a 16-bit --hf-checkpoint with --rollout-quantization fp8."
+        "from FP8 weights: use --fp8-rounding stochastic, or a 16-bit --hf-checkpoint with --rollout-quantization fp8."
     )
 
 

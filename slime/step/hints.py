@@ -1,6 +1,4 @@
-"""Sentences for whoever watches a run: what was measured, what it means,
-which flag helps. Each cause is told once.
-"""
+"""Sentences for whoever watches a run: what was measured, what it means, which flag helps; once per cause."""
 
 import logging
 
@@ -11,14 +9,14 @@ class Hints:
     """One per trainer rank and run. All ranks find the same; those of the first reach the driver's log."""
 
     def __init__(self) -> None:
-        self._told: set[str] = set()
+        self.told: dict[str, str] = {}  # the text by cause
         self._new: list[str] = []
 
     def tell(self, cause: str, text: str) -> None:
         """Log `text` unless something was told about `cause` before."""
-        if cause in self._told:
+        if cause in self.told:
             return
-        self._told.add(cause)
+        self.told[cause] = text
         self._new.append(text)
         logger.warning("%s", text)
 

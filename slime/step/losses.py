@@ -5,16 +5,14 @@ Each returns sums over a micro-batch; the backend divides by the denominators of
 
 import functools
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from slime.algorithms.sft_loss import compute_sft_loss
-from slime.arguments import Args
+from slime.arguments import Flags
 from slime.backends.base import Loss, Metrics, MicroBatch, TokenOutputs
-from slime.step.policy import loss_reducer, policy_loss
+from slime.step.policy import LossFunction, loss_reducer, policy_loss
 from slime.step.preference_loss import build_dpo_loss, build_reward_model_loss
 from slime.step.watch import TokenWatch
 from slime.utils.misc import load_function
@@ -24,7 +22,7 @@ from slime.utils.types import RolloutBatch
 logger = logging.getLogger(__name__)
 
 
-def build_loss(args: Args, batch: RolloutBatch, watch: TokenWatch | None = None) -> Loss:
+def build_loss(args: Flags, batch: RolloutBatch, watch: TokenWatch | None = None) -> Loss:
     """The loss that `--loss-type` names, over the given batch (custom losses see its per-sample lists).
 
     `watch` sees the per-token terms; a loss of the user's own has none that we know.
@@ -35,12 +33,15 @@ def build_loss(args: Args, batch: RolloutBatch, watch: TokenWatch | None = None)
     if args.loss_type == "sft_loss":
         return Loss(_sft_loss(args, watch))
     if args.loss_type == "custom_loss":
+        assert args.custom_loss_function_path is not None, "parsing asks for it with --loss-type custom_loss"
         _warn_of_logits()
         if "rollout_top_p_token_ids" in batch:
             _warn_of_nucleus()
-        return Loss(_custom_loss(args, batch), needs_logits=True, masked=False)
+        return Loss(
+            _custom_loss(args, batch, args.custom_loss_function_path), needs_logits=True, masked=False
+        )
     if args.loss_type == "dpo_loss":
-        return build_dpo_loss(args, batch, watch)
+        return build_dpo_loss(batch, watch, beta=args.dpo_beta, label_smoothing=args.dpo_label_smoothing)
     if args.loss_type == "rm_loss":
         return build_reward_model_loss(batch, watch)
     raise ValueError(
@@ -66,21 +67,18 @@ def _warn_of_nucleus() -> None:
     )
 
 
-def _sft_loss(args: Args, watch: TokenWatch) -> Callable[[TokenOutputs, MicroBatch], tuple[Tensor, Metrics]]:
+def _sft_loss(args: Flags, watch: TokenWatch) -> LossFunction:
     def loss_fn(out: TokenOutputs, mb: MicroBatch) -> tuple[Tensor, Metrics]:
         watch.record(mb, {"log_probs": out.log_probs})
-        loss = loss_reducer(args, mb)(compute_sft_loss(out.log_probs))
+        loss = loss_reducer(args, mb)(-out.log_probs)
         return loss, {"loss": loss.detach()}
 
     return loss_fn
 
 
-def _custom_loss(
-    args: Args, batch: RolloutBatch
-) -> Callable[[TokenOutputs, MicroBatch], tuple[Tensor, Metrics]]:
-    path = args.custom_loss_function_path
-
+def _custom_loss(args: Flags, batch: RolloutBatch, path: str) -> LossFunction:
     def loss_fn(out: TokenOutputs, mb: MicroBatch) -> tuple[Tensor, Metrics]:
+        assert out.logits is not None, "a loss of the user's own asks for them"
         if not mb.positions:
             return out.logits.sum() * 0.0, {}
         with plugin_call("--custom-loss-function-path", path):
@@ -96,9 +94,7 @@ def _custom_loss(
 
 
 def micro_batch_dict(batch: RolloutBatch, mb: MicroBatch) -> dict[str, Any]:
-    """What a custom loss receives: the packed stream, its boundaries
-    and every per-sample list of these samples.
-    """
+    """What a custom loss receives: the packed stream, its boundaries and every per-sample list of its samples."""
     device = mb.input_ids.device
     num_samples = len(batch["tokens"])
     view: dict[str, Any] = {}

@@ -1,8 +1,6 @@
-"""The policy loss of a micro-batch: ratios, off-policy correction, entropy
-and KL terms, and what is reported of them.
-"""
+"""The policy loss of a micro-batch: ratios, off-policy correction, entropy and KL terms, and their metrics."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,35 +14,31 @@ from slime.algorithms.off_policy import (
     mismatch_metrics,
     opsm_keep,
     rejection,
-    weight_moments,
 )
 from slime.algorithms.policy_loss import PolicyInputs, PolicyOptions, PolicyTerms, compute_policy_terms
 from slime.algorithms.ratios import beyond_bound, exp_ratio
 from slime.algorithms.reduce import Reducer, reduction_weights, weighted_sum
-from slime.arguments import Args
-from slime.backends.base import TOKENS_LEFT, Metrics, MicroBatch, TokenOutputs, TrainBackend
+from slime.arguments import Flags
+from slime.backends.base import TOKENS_LEFT, Metrics, MicroBatch, TokenOutputs
 from slime.backends.shared.microbatch import split_by_sample
 from slime.step.watch import TokenWatch
 from slime.utils.misc import load_function
 from slime.utils.plugin_errors import plugin_call
-from slime.utils.types import RolloutBatch
 
 TokenMetrics = dict[str, Tensor]  # each [R], to be averaged over trained tokens
-LossFn = Callable[[TokenOutputs, MicroBatch], tuple[Tensor, Metrics]]
+LossFunction = Callable[[TokenOutputs, MicroBatch], tuple[Tensor, Metrics]]
 
 
 @dataclass(frozen=True)
 class Corrected:
-    """Per token: the policy loss after weights and rejection, and what a
-    plug-in leaves of the token in all terms.
-    """
+    """Per token: the policy loss after weights and rejection, and what a plug-in leaves of the token."""
 
     loss: Tensor  # [R]
     metrics: TokenMetrics
     mask: Tensor | None = None  # [R] times the loss mask, for policy, KL and entropy terms; None: all of it
 
 
-def policy_loss(args: Args, watch: TokenWatch | None = None) -> LossFn:
+def policy_loss(args: Flags, watch: TokenWatch | None = None) -> LossFunction:
     """The loss function of --loss-type policy_loss; `watch` sees the per-token terms of each micro-batch."""
     options = PolicyOptions(
         eps_clip=args.eps_clip,
@@ -57,6 +51,7 @@ def policy_loss(args: Args, watch: TokenWatch | None = None) -> LossFn:
     )
 
     def loss_fn(out: TokenOutputs, mb: MicroBatch) -> tuple[Tensor, Metrics]:
+        assert out.entropy is not None, "the policy loss asks for it"
         inputs = _inputs(out, mb)
         terms, token_metrics = _policy_terms(args, inputs, options)
         corrected = _correct(args, terms, inputs, mb)
@@ -101,43 +96,44 @@ def _watched(inputs: PolicyInputs) -> TokenMetrics:
     return {name: getattr(inputs, name) for name in ("log_probs", "old_log_probs", "advantages")}
 
 
-def loss_reducer(args: Args, mb: MicroBatch, mask: Tensor | None = None) -> Reducer:
+def loss_reducer(args: Flags, mb: MicroBatch, mask: Tensor | None = None) -> Reducer:
     """Flat per-token values -> the sum that --loss-reduction asks for.
 
     `mask` [R] leaves tokens out of that sum; what it is divided by counts all trained tokens, as without it.
     """
     weights = reduction_weights(
-        args.loss_reduction, mb.loss_mask, mb.segments, mb.rollout_mask_sums, constant=args.loss_denominator
+        args.loss_reduction,
+        mb.loss_mask,
+        mb.segments,
+        mb.rollout_mask_sums,
+        constant=args.loss_denominator,
     )
     weights = weights if mask is None else weights * mask
     return lambda values: weighted_sum(values, weights)
 
 
-def mean_reducer(args: Args, mb: MicroBatch) -> Reducer:
-    """As `loss_reducer`, but always a mean over the step: a constant
-    denominator would shift what is reported.
-    """
+def mean_reducer(args: Flags, mb: MicroBatch) -> Reducer:
+    """As `loss_reducer`, but always a mean over the step: a constant denominator would shift what is reported."""
     reduction = "rollout_mean" if args.loss_reduction == "constant" else args.loss_reduction
     weights = reduction_weights(reduction, mb.loss_mask, mb.segments, mb.rollout_mask_sums)
     return lambda values: weighted_sum(values, weights)
 
 
-def _pg_reducer(args: Args, mb: MicroBatch, default: Reducer, mask: Tensor | None) -> Reducer:
+def _pg_reducer(args: Flags, mb: MicroBatch, default: Reducer, mask: Tensor | None) -> Reducer:
     """The reducer of the policy-gradient term alone, which a plug-in may replace."""
-    if not args.custom_pg_loss_reducer_function_path or not mb.positions:
-        return default
     path = args.custom_pg_loss_reducer_function_path
+    if not path or not mb.positions:
+        return default
     masks = split_by_sample(mb.loss_mask if mask is None else mb.loss_mask * mask, mb)
     with plugin_call("--custom-pg-loss-reducer-function-path", path):
-        return load_function(path)(
+        reducer: Reducer = load_function(path)(
             list(mb.documents.lengths), list(mb.response_lengths), masks, args.calculate_per_token_loss
         )
+        return reducer
 
 
 def _trained(mb: MicroBatch, key: str, log_probs: Tensor) -> Tensor:
-    """Recorded values of trained tokens; elsewhere the current
-    log-prob, so that no ratio there can overflow.
-    """
+    """Recorded values of trained tokens; elsewhere the current log-prob, so that no ratio there can overflow."""
     if key not in mb.tokens:
         return log_probs.detach()
     return torch.where(mb.loss_mask != 0, mb.tokens[key], log_probs.detach())
@@ -146,8 +142,7 @@ def _trained(mb: MicroBatch, key: str, log_probs: Tensor) -> Tensor:
 def _inputs(out: TokenOutputs, mb: MicroBatch) -> PolicyInputs:
     return PolicyInputs(
         log_probs=out.log_probs,
-        # Without recorded old log-probs this is the first and only step
-        # on its policy: the ratio is exactly 1.
+        # Without recorded old log-probs this is the first and only step on its policy: the ratio is exactly 1.
         old_log_probs=_trained(mb, "old_log_probs", out.log_probs),
         advantages=mb.tokens["advantages"],
         mask=mb.loss_mask,
@@ -158,26 +153,26 @@ def _inputs(out: TokenOutputs, mb: MicroBatch) -> PolicyInputs:
 
 
 def _policy_terms(
-    args: Args, inputs: PolicyInputs, options: PolicyOptions
+    args: Flags, inputs: PolicyInputs, options: PolicyOptions
 ) -> tuple[PolicyTerms, TokenMetrics]:
-    if args.custom_policy_loss_function_path is None:
-        return compute_policy_terms(args.policy_loss_type, inputs, options), {}
     path = args.custom_policy_loss_function_path
+    if path is None:
+        return compute_policy_terms(args.policy_loss_type, inputs, options), {}
     with plugin_call("--custom-policy-loss-function-path", path):
         loss, metrics = load_function(path)(args, inputs)
     if loss.shape != inputs.log_probs.shape:
         raise ValueError(
-            f"--custom-policy-loss-function-path {args.custom_policy_loss_function_path} returned a loss of "
-            "shape "
+            f"--custom-policy-loss-function-path {path} returned a loss of shape "
             f"{tuple(loss.shape)} for {len(inputs.log_probs)} response tokens: return one value per token."
         )
     ppo_kl = inputs.old_log_probs - inputs.log_probs
     return PolicyTerms(loss, torch.zeros_like(ppo_kl), ppo_kl), dict(metrics)
 
 
-def _correct(args: Args, terms: PolicyTerms, inputs: PolicyInputs, mb: MicroBatch) -> Corrected:
+def _correct(args: Flags, terms: PolicyTerms, inputs: PolicyInputs, mb: MicroBatch) -> Corrected:
     """Weights and rejection, and metrics about the distance to the engine's policy."""
-    loss, metrics, mask = terms.loss, {}, None
+    loss, mask = terms.loss, None
+    metrics: TokenMetrics = {}
     if args.use_opsm:
         keep = opsm_keep(
             inputs.old_log_probs - inputs.log_probs,
@@ -202,7 +197,7 @@ def _correct(args: Args, terms: PolicyTerms, inputs: PolicyInputs, mb: MicroBatc
         "_ratio_count": torch.ones_like(ratio),
     }
     if args.custom_tis_function_path and (args.use_tis or args.get_mismatch_metrics):
-        custom = _custom_tis(args, loss, proximal, behaviour, mb)
+        custom = _custom_tis(args, args.custom_tis_function_path, loss, proximal, behaviour, mb)
         if args.use_tis:
             loss, mask = custom.loss, custom.mask
         metrics |= custom.metrics
@@ -215,9 +210,9 @@ def _correct(args: Args, terms: PolicyTerms, inputs: PolicyInputs, mb: MicroBatc
             low=args.tis_clip_low,
             high=args.tis_clip,
         )
-        weights = (
-            correction.weights * mb.tokens["tis_scale"] if "tis_scale" in mb.tokens else correction.weights
-        )
+        weights = correction.weights
+        if "tis_scale" in mb.tokens:
+            weights = weights * mb.tokens["tis_scale"]
         loss, metrics = loss * weights, metrics | correction.metrics | {"tis_weight": weights}
     if args.use_rs:
         correction = rejection(
@@ -235,33 +230,10 @@ def _correct(args: Args, terms: PolicyTerms, inputs: PolicyInputs, mb: MicroBatc
     return Corrected(loss, metrics, mask)
 
 
-def tis_scale(
-    args: Args, backend: TrainBackend, batch: RolloutBatch, positions: Sequence[int]
-) -> list[Tensor]:
-    """1 / mean weight over the step whose samples of this rank are at
-    `positions`: for each sample of the batch [R_i].
-    """
-    moments = torch.zeros(2, dtype=torch.float64)
-    if positions:
-        ratio = torch.cat([batch["log_probs"][p] - batch["rollout_log_probs"][p] for p in positions])
-        lengths = torch.tensor([batch["response_lengths"][p] for p in positions])
-        segments = torch.arange(len(positions)).repeat_interleave(lengths)
-        layout = TokenLayout(torch.cat([batch["loss_masks"][p] for p in positions]), segments, len(positions))
-        ratio = torch.where(layout.mask != 0, ratio, torch.zeros_like(ratio))
-        correction = importance_weights(
-            ratio, layout, level=args.tis_level, mode=args.tis_mode, low=args.tis_clip_low, high=args.tis_clip
-        )
-        moments = weight_moments(correction.weights, layout, args.tis_level)
-    total, count = backend.sum_over_ranks(moments).tolist()
-    scale = count / total if total > 0 else 1.0
-    return [torch.full((length,), scale) for length in batch["response_lengths"]]
-
-
-def _custom_tis(args: Args, loss: Tensor, proximal: Tensor, behaviour: Tensor, mb: MicroBatch) -> Corrected:
-    """A plug-in's weights; the masks it returns leave tokens out of every
-    term's numerator, never of its denominator.
-    """
-    path = args.custom_tis_function_path
+def _custom_tis(
+    args: Flags, path: str, loss: Tensor, proximal: Tensor, behaviour: Tensor, mb: MicroBatch
+) -> Corrected:
+    """A plug-in's weights; its masks leave tokens out of every term's numerator, never of its denominator."""
     with plugin_call("--custom-tis-function-path", path):
         corrected, masks, metrics = load_function(path)(
             args=args,
@@ -276,7 +248,7 @@ def _custom_tis(args: Args, loss: Tensor, proximal: Tensor, behaviour: Tensor, m
     lengths = tuple(len(mask) if mask.ndim == 1 else -1 for mask in masks)
     if corrected.shape != loss.shape or lengths != mb.response_lengths:
         raise ValueError(
-            f"--custom-tis-function-path {args.custom_tis_function_path} returned a loss of shape "
+            f"--custom-tis-function-path {path} returned a loss of shape "
             f"{tuple(corrected.shape)} and masks of {[tuple(mask.shape) for mask in masks]} for responses "
             f"of {list(mb.response_lengths)} tokens: return one loss per token, flat, and one mask per "
             "sample with a value per token."
@@ -286,7 +258,7 @@ def _custom_tis(args: Args, loss: Tensor, proximal: Tensor, behaviour: Tensor, m
     return Corrected(torch.where(mask != 0, corrected, torch.zeros_like(corrected)), dict(metrics), mask)
 
 
-def _reference_kl(args: Args, inputs: PolicyInputs, mb: MicroBatch) -> Tensor:
+def _reference_kl(args: Flags, inputs: PolicyInputs, mb: MicroBatch) -> Tensor:
     """Per token; unbiased by the token's own ratio, whatever ratio the policy loss goes by."""
     ratio = exp_ratio(inputs.log_probs - inputs.old_log_probs) if args.use_unbiased_kl else None
     reference = _trained(mb, "ref_log_probs", inputs.log_probs)

@@ -11,15 +11,15 @@ from torch import Tensor
 
 from slime.algorithms.preference import compute_bradley_terry_loss, compute_dpo_loss
 from slime.algorithms.reduce import segment_sum
-from slime.arguments import Args
 from slime.backends.base import Loss, Metrics, MicroBatch, TokenOutputs
+from slime.step.policy import LossFunction
 from slime.step.watch import TokenWatch
 from slime.utils.types import RolloutBatch
 
 PairFunction = Callable[[TokenOutputs, MicroBatch, Tensor, Tensor], tuple[Tensor, Metrics]]
 
 
-def build_dpo_loss(args: Args, batch: RolloutBatch, watch: TokenWatch) -> Loss:
+def build_dpo_loss(batch: RolloutBatch, watch: TokenWatch, *, beta: float, label_smoothing: float) -> Loss:
     """Needs `ref_log_probs` among the micro-batch's tokens."""
 
     def pair_loss(
@@ -28,14 +28,8 @@ def build_dpo_loss(args: Args, batch: RolloutBatch, watch: TokenWatch) -> Loss:
         watch.record(mb, {"log_probs": out.log_probs, "ref_log_probs": mb.tokens["ref_log_probs"]})
         policy = segment_sum(out.log_probs * mb.loss_mask, mb.segments, mb.num_samples)
         reference = segment_sum(mb.tokens["ref_log_probs"] * mb.loss_mask, mb.segments, mb.num_samples)
-        loss, good, bad = compute_dpo_loss(
-            policy[chosen],
-            policy[rejected],
-            reference[chosen],
-            reference[rejected],
-            args.dpo_beta,
-            args.dpo_label_smoothing,
-        )
+        pairs = policy[chosen], policy[rejected], reference[chosen], reference[rejected]
+        loss, good, bad = compute_dpo_loss(*pairs, beta, label_smoothing)
         metrics = _pair_metrics(loss, good, bad)
         return loss.sum(), metrics | {
             "chosen_log_probs": policy[chosen].sum(),
@@ -55,6 +49,7 @@ def build_reward_model_loss(batch: RolloutBatch, watch: TokenWatch) -> Loss:
     def pair_loss(
         out: TokenOutputs, mb: MicroBatch, chosen: Tensor, rejected: Tensor
     ) -> tuple[Tensor, Metrics]:
+        assert out.values is not None, "a reward model has a head for scores"
         watch.record(mb, {"values": out.values})
         # The score of an answer is the head's output at its last token.
         last = torch.tensor(mb.response_lengths, device=out.values.device).cumsum(0) - 1
@@ -76,15 +71,12 @@ def _pair_metrics(loss: Tensor, chosen: Tensor, rejected: Tensor) -> Metrics:
     }
 
 
-def _over_pairs(
-    batch: RolloutBatch, pair_loss: PairFunction
-) -> Callable[[TokenOutputs, MicroBatch], tuple[Tensor, Metrics]]:
+def _over_pairs(batch: RolloutBatch, pair_loss: PairFunction) -> LossFunction:
     def loss_fn(out: TokenOutputs, mb: MicroBatch) -> tuple[Tensor, Metrics]:
         chosen, rejected = find_pairs(batch, mb.positions)
         device = mb.loss_mask.device
         loss, metrics = pair_loss(out, mb, chosen.to(device), rejected.to(device))
-        # A micro-batch of weight zero has no pair; the loss must still reach the
-        # parameters, so that ranks reduce alike.
+        # A micro-batch of weight zero has no pair; its loss still reaches the parameters: ranks reduce alike.
         outputs = out.values if out.values is not None else out.log_probs
         return loss + 0.0 * outputs.sum(), {name: value.detach() for name, value in metrics.items()}
 

@@ -1,6 +1,4 @@
-"""What is watched while a step trains: per-token terms, for the checks of a
-run and for the report of a broken step.
-"""
+"""Per-token terms of a step while it trains: for the checks of a run, and for the report of a broken step."""
 
 import math
 from pathlib import Path
@@ -8,7 +6,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slime.arguments import Args
 from slime.backends.base import MicroBatch, NonFiniteStepError, StepStats, TrainBackend
 from slime.backends.shared.microbatch import split_by_sample
 from slime.utils.errors import RunStopped
@@ -18,9 +15,7 @@ ON_POLICY_LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-3}
 
 
 class TokenWatch:
-    """Per-token terms of the micro-batches of one optimizer step,
-    detached and left where they were computed.
-    """
+    """Per-token terms of the micro-batches of one optimizer step, detached and left where they were computed."""
 
     def __init__(self) -> None:
         self._records: list[tuple[MicroBatch, dict[str, Tensor]]] = []
@@ -53,8 +48,7 @@ def check_on_policy(backend: TrainBackend, stats: StepStats, num_tokens: float) 
     limit = ON_POLICY_LIMITS.get(backend.compute_dtype, 1e-3)
     name = "ppo_kl_abs"
     if backend.compute_dtype != torch.float32:
-        # Such passes may differ token by token in their last bits: only the mean
-        # must vanish, as far as its tokens tell.
+        # Such passes may differ token by token in their last bits: only the mean must vanish.
         name = "ppo_kl"
         limit += 3.0 * metrics["ppo_kl_abs"] / math.sqrt(max(num_tokens, 1.0))
     if abs(metrics[name]) > limit or abs(metrics["ois"] - 1.0) > 10 * limit:
@@ -68,7 +62,7 @@ def check_on_policy(backend: TrainBackend, stats: StepStats, num_tokens: float) 
 
 def save_nonfinite(
     backend: TrainBackend,
-    args: Args,
+    folder: Path,
     name: str,
     batch: RolloutBatch,
     positions: list[int],
@@ -77,21 +71,17 @@ def save_nonfinite(
 ) -> str:
     """Save the samples that broke a step with their terms; returns a sentence that names them and the file.
 
-    `name` is that of the step, in the file's name; `positions` are the step's samples in the batch. When no
+    `name` is that of the step, in the file's name; `positions` are the step's samples in the batch. Where no
     rank watched a term that is not finite (the gradient overflowed later, or the loss is a user's own) each
     rank saves all its samples.
     """
-    samples = {position: {} for position in positions} | watch.by_sample()
-    broken = {
-        position: [
-            name
-            for name, values in terms.items()
-            if not _trained_finite(values, batch["loss_masks"][position])
-        ]
-        for position, terms in samples.items()
-    }
-    broken = {position: names for position, names in broken.items() if names}
-    folder = Path(args.run_dir) / "nonfinite"
+    samples: dict[int, dict[str, Tensor]] = {position: {} for position in positions} | watch.by_sample()
+    broken: dict[int, list[str]] = {}
+    for position, terms in samples.items():
+        mask = batch["loss_masks"][position]
+        names = [term for term, values in terms.items() if not _trained_finite(values, mask)]
+        if names:
+            broken[position] = names
     anywhere = int(backend.sum_over_ranks(torch.tensor([len(broken)], dtype=torch.float64)))
     if anywhere and not broken:
         return f"{anywhere} samples of other ranks have such terms; these ranks saved them in {folder}."
@@ -111,8 +101,10 @@ def save_nonfinite(
     ]
     torch.save({"step": name, "error": str(error), "samples": rows}, path)
     if not broken:
-        return f"No per-token term that is watched is at fault; the {len(rows)} samples of this rank are in {path}."
-    named = ", ".join(f"{row['sample_index']} ({', '.join(row['nonfinite'])})" for row in rows[:8])
+        held = f"the {len(rows)} samples of this rank are in {path}."
+        return f"No per-token term that is watched is at fault; {held}"
+    shown = list(broken.items())[:8]
+    named = ", ".join(f"{batch['sample_indices'][p]} ({', '.join(names)})" for p, names in shown)
     return f"Samples with such terms: {named}{' ...' if len(rows) > 8 else ''}; saved in {path}."
 
 

@@ -1,6 +1,4 @@
-"""The nouns of slime: one trajectory (`Sample`), what training
-receives (`RolloutBatch`), and why a reward is missing.
-"""
+"""The nouns of slime: one trajectory (`Sample`) and what training receives (`RolloutBatch`)."""
 
 from __future__ import annotations
 
@@ -9,9 +7,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Required, TypedDict
 
 import numpy as np
+import numpy.typing as npt
 
 from slime.utils import top_p
 from slime.utils.misc import decode_int32_meta_array
@@ -21,6 +20,26 @@ from slime.utils.reward_failure import invalid as invalid
 
 if TYPE_CHECKING:
     import torch
+
+
+class RewardArgs(Protocol):
+    """The one setting that reading a reward needs."""
+
+    @property
+    def reward_key(self) -> str | None: ...
+
+
+class ExpertArgs(Protocol):
+    """The sizes that recorded expert choices have; plug-in arguments have them once the model is known."""
+
+    @property
+    def num_layers(self) -> int | None: ...
+
+    @property
+    def moe_router_topk(self) -> int | None: ...
+
+
+IntArray = npt.NDArray[np.int32]
 
 
 @dataclass
@@ -95,9 +114,6 @@ _STATUS_OF_FINISH = {
     "abort": SampleStatus.ABORTED,
     "stop": SampleStatus.COMPLETED,
 }
-# Inside Sample their names stand for its own attributes.
-_SpecInfo = SpecInfo
-_PrefixCacheInfo = PrefixCacheInfo
 
 
 @dataclass
@@ -105,13 +121,9 @@ class Sample:
     """One trajectory. Token ids are the truth: text is never tokenised again after generation.
 
     Example: prompt ids [5, 6], response ids [7, 8, 2] of which 8 came from a tool: tokens=[5, 6, 7, 8, 2],
-    response_length=3, loss_mask=[1, 0, 1], rollout_log_probs=[-.1, 0.0, -.2], version_spans=[("run:3", 0,
-    1), ("run:4", 2, 3)] (response coordinates; the tool token belongs to no version).
+    response_length=3, loss_mask=[1, 0, 1], rollout_log_probs=[-.1, 0.0, -.2], version_spans=[("run:3", 0, 1),
+    ("run:4", 2, 3)] (response coordinates; the tool token belongs to no version).
     """
-
-    Status = SampleStatus
-    SpecInfo = SpecInfo
-    PrefixCacheInfo = PrefixCacheInfo
 
     group_index: int | None = None  # the prompt group; all copies of one prompt share it
     index: int | None = None  # unique over the run
@@ -139,7 +151,7 @@ class Sample:
     rollout_top_p_token_offsets: torch.Tensor | list[int] | None = (
         None  # int32, one more than response tokens
     )
-    rollout_routed_experts: np.ndarray | None = None
+    rollout_routed_experts: IntArray | None = None
     remove_sample: bool = False  # set by a sample filter: stays in the statistics, trains nothing
     teacher_log_probs: list[float] | None = None
     status: SampleStatus = SampleStatus.PENDING
@@ -149,8 +161,13 @@ class Sample:
     train_metadata: dict[str, Any] | None = None
     session_id: str | None = None
     non_generation_time: float = 0.0
-    spec_info: _SpecInfo = field(default_factory=SpecInfo)
-    prefix_cache_info: _PrefixCacheInfo = field(default_factory=PrefixCacheInfo)
+    spec_info: SpecInfo = field(default_factory=SpecInfo)
+    prefix_cache_info: PrefixCacheInfo = field(default_factory=PrefixCacheInfo)
+
+    # Plug-ins find them here. Behind the fields, whose types are the names of the module.
+    Status = SampleStatus
+    SpecInfo = SpecInfo
+    PrefixCacheInfo = PrefixCacheInfo
 
     def to_dict(self) -> dict[str, Any]:
         """Plain types (and tensors or arrays a plug-in put in), with attributes attached later included."""
@@ -178,8 +195,8 @@ class Sample:
             setattr(sample, key, data[key])
         return sample
 
-    def get_reward_value(self, args: Any) -> float:
-        """The score, or the part of it that --reward-key names."""
+    def get_reward_value(self, args: RewardArgs) -> float:
+        """The score, or of a reward with several components the one that --reward-key names."""
         reward: Any = self.reward
         value: float = reward[args.reward_key] if args.reward_key else reward
         return value
@@ -190,7 +207,7 @@ class Sample:
 
     def append_response_tokens(
         self,
-        args: Any = None,
+        args: ExpertArgs | None = None,
         *,
         tokens: Sequence[int] | None = None,
         log_probs: Sequence[float] | None = None,
@@ -206,12 +223,12 @@ class Sample:
         """
         new = list(map(int, tokens or ()))
         self._check_append(new, log_probs, trainable)
-        if self.loss_mask is None:
-            self.loss_mask = [1] * self.response_length
         start = self.response_length
+        mask = [1] * start if self.loss_mask is None else self.loss_mask
+        mask.extend([int(trainable)] * len(new))
+        self.loss_mask = mask
         self.tokens.extend(new)
         self.response_length += len(new)
-        self.loss_mask.extend([int(trainable)] * len(new))
         values = list(map(float, log_probs)) if trainable and log_probs is not None else [0.0] * len(new)
         if new or log_probs is not None:
             self.rollout_log_probs = (self.rollout_log_probs or []) + values
@@ -244,7 +261,7 @@ class Sample:
             )
 
     def _apply_meta_info(
-        self, args: Any, meta: dict[str, Any], start: int, count: int, terminal: bool
+        self, args: ExpertArgs | None, meta: dict[str, Any], start: int, count: int, terminal: bool
     ) -> None:
         self._merge_routed_experts(args, meta)
         for span in meta.get("weight_versions") or ():
@@ -258,38 +275,39 @@ class Sample:
         self.prefix_cache_info.add(meta)
         if meta.get("weight_version") is not None:
             self.weight_versions.append(str(meta["weight_version"]))
-        finish = meta["finish_reason"] or {}
-        self.status = _STATUS_OF_FINISH.get(str(finish.get("type")), self.status)
+        reason = (meta["finish_reason"] or {}).get("type", "")
+        self.status = _STATUS_OF_FINISH.get(reason, self.status)
 
     def _merge_top_p(self, meta: dict[str, Any], start: int, count: int, trainable: bool) -> None:
         """Take the ids that the new tokens were drawn from; tokens of other origin have none."""
+        ids, offsets = self.rollout_top_p_token_ids, self.rollout_top_p_token_offsets
         found: tuple[Any, Any] | None = top_p.from_meta(meta)
         if found is None:
-            if self.rollout_top_p_token_offsets is None or trainable:
+            if offsets is None or trainable:
                 return
             found = [], [0] * (count + 1)
         elif wrong := top_p.wrong_with(*found, self.tokens[len(self.tokens) - count :]):
             raise ValueError(f"{self._name()}, {count} new tokens: {wrong}")
-        ids, offsets = self.rollout_top_p_token_ids, self.rollout_top_p_token_offsets
-        held = ([], [0] * (start + 1)) if offsets is None else (ids, offsets)
-        self.rollout_top_p_token_ids, self.rollout_top_p_token_offsets = top_p.joined(*held, *found)
+        if offsets is None:
+            ids, offsets = [], [0] * (start + 1)
+        self.rollout_top_p_token_ids, self.rollout_top_p_token_offsets = top_p.joined(ids, offsets, *found)
 
-    def _merge_routed_experts(self, args: Any, meta: dict[str, Any]) -> None:
+    def _merge_routed_experts(self, args: ExpertArgs | None, meta: dict[str, Any]) -> None:
         if meta.get("routed_experts") is None:
             return
+        assert args is not None, "append_response_tokens needs `args` for an answer with routed experts"
+        assert args.num_layers and args.moe_router_topk, "the model's config names its layers and experts"
         start = meta.get("routed_experts_start_len", 0)
-        rows = len(self.tokens) - 1 - start
-        routed = decode_int32_meta_array(meta["routed_experts"]).reshape(
-            rows, args.num_layers, args.moe_router_topk
-        )
+        shape = len(self.tokens) - 1 - start, args.num_layers, args.moe_router_topk
+        routed = decode_int32_meta_array(meta["routed_experts"]).reshape(shape)
         held = self.rollout_routed_experts
         self.rollout_routed_experts = routed if held is None else np.concatenate([held[:start], routed])
 
     def _check_lengths(self) -> None:
-        masked = len(self.loss_mask or ())
-        if masked != self.response_length:
+        mask = self.loss_mask or []
+        if len(mask) != self.response_length:
             raise ValueError(
-                f"loss_mask has {masked} entries for {self.response_length} response tokens in "
+                f"loss_mask has {len(mask)} entries for {self.response_length} response tokens in "
                 f"{self._name()}: every appended token needs a mask value."
             )
         if self.rollout_log_probs is not None and len(self.rollout_log_probs) != self.response_length:
@@ -307,34 +325,72 @@ class Sample:
 
 
 class RolloutBatch(TypedDict, total=False):
-    """What training receives: N samples as per-sample lists.
-    L_i: total length, R_i: response length of sample i.
+    """What training receives: N samples as per-sample lists. L_i: total length, R_i: response length of sample i.
 
-    Optional keys are there for all N samples or not at all. Keys not listed here travel with the batch.
+    Keys without `Required` are there for all N samples or not at all. Plug-ins read and change the batch as a
+    dict; keys of their own travel with it. The comments show what the sample of the docstring of `Sample` has in
+    each key: prompt [5, 6], response [7, 8, 2], of which 8 came from a tool.
     """
 
-    tokens: list[torch.Tensor]  # [L_i] int64
-    response_lengths: list[int]  # R_i <= L_i - 1
-    loss_masks: list[torch.Tensor]  # [R_i] 0/1
-    rewards: list[float]  # after group normalisation
-    raw_reward: list[float]
-    group_index: list[int]  # real groups, any size
-    rollout_ids: list[int]  # one execution; fan-out siblings share it
-    rollout_mask_sums: list[float]  # mask total over siblings; not changed by rejection masks
-    sample_indices: list[int]
-    truncated: list[int]
-    rollout_log_probs: list[torch.Tensor]  # [R_i] fp32; 0 where mask 0; absent = none recorded
-    rollout_top_p_token_ids: list[torch.Tensor]  # [N_i] int32; absent = drawn from the whole vocabulary
-    rollout_top_p_token_offsets: list[torch.Tensor]  # [R_i + 1] int32
-    versions: list[torch.Tensor]  # [R_i] int32; -1 = not generated
-    log_probs: list[torch.Tensor]  # [R_i] fp32, of the policy before this step's updates
-    ref_log_probs: list[torch.Tensor]  # [R_i] fp32
-    teacher_log_probs: list[torch.Tensor]  # [R_i] fp32
-    values: list[torch.Tensor]  # [R_i] fp32
-    advantages: list[torch.Tensor]  # [R_i] fp32, set by the trainer
-    returns: list[torch.Tensor]  # [R_i] fp32, set by the trainer
-    routed_experts: list[torch.Tensor]  # [L_i - 1, layers, topk] int32
-    metadata: list[dict[str, Any] | None]
+    # -- from the rollout
+    tokens: Required[list[torch.Tensor]]  # [L_i] int64: tensor([5, 6, 7, 8, 2])
+    response_lengths: Required[list[int]]  # R_i <= L_i - 1: 3
+    loss_masks: Required[list[torch.Tensor]]  # [R_i] int32, 1: trained: tensor([1, 0, 1])
+    rewards: Required[list[float]]  # after group normalisation: 0.7
+    raw_reward: Required[list[float]]  # as people read it: 1.0
+    rollout_ids: Required[list[int]]  # one execution; fan-out siblings share it: 12
+    rollout_mask_sums: Required[list[float]]  # trained tokens of all siblings, before any rejection: 2.0
+    sample_indices: Required[list[int]]  # unique over the run: 48
+    truncated: Required[list[int]]  # 1: cut by the length limit: 0
+    group_index: list[int]  # samples of one prompt share it; -1: it has none: 6
+    rollout_log_probs: list[
+        torch.Tensor
+    ]  # [R_i] fp32 of the engine, 0 where mask 0: tensor([-0.1, 0., -0.2])
+    rollout_top_p_token_ids: list[torch.Tensor]  # [N_i] int32; absent: whole vocabulary: tensor([7, 9, 2])
+    rollout_top_p_token_offsets: list[torch.Tensor]  # [R_i + 1] int32, into the ids: tensor([0, 2, 2, 3])
+    versions: list[torch.Tensor]  # [R_i] int32 of the weights, -1: not generated: tensor([3, -1, 4])
+    routed_experts: list[torch.Tensor]  # [L_i - 1, layers, topk] int32: a tensor of shape [4, 24, 2]
+    metadata: list[dict[str, Any] | None]  # `Sample.train_metadata`: {"margin": 0.5}
+    multimodal_train_inputs: list[
+        dict[str, Any] | None
+    ]  # what the model's processor made: {"pixel_values": ...}
+    round_number: list[int]  # of an agent's turns, for metrics: 2
+    teacher_log_probs: list[
+        torch.Tensor
+    ]  # [R_i] fp32, of a teacher engine or by the step: tensor([-0.3, 0., -0.1])
+    # -- added by the training step
+    log_probs: list[
+        torch.Tensor
+    ]  # [R_i] fp32 of the old policy, before any update: tensor([-0.1, -5.2, -0.2])
+    entropy: list[torch.Tensor]  # [R_i] fp32 of the old policy: tensor([0.4, 2.9, 0.6])
+    ref_log_probs: list[torch.Tensor]  # [R_i] fp32 of the reference: tensor([-0.2, -5., -0.2])
+    teacher_hidden: list[
+        torch.Tensor
+    ]  # [R_i, H] of the teacher, where the full KL is a loss: shape [3, 2048]
+    values: list[torch.Tensor]  # [R_i] fp32 of the critic: tensor([0.5, 0.5, 0.8])
+    kl: list[torch.Tensor]  # [R_i] fp32 to the reference, 0 without --kl-coef: tensor([0.1, -0.2, 0.])
+    advantages: list[torch.Tensor]  # [R_i] fp32: tensor([0.7, 0.7, 0.7])
+    returns: list[torch.Tensor]  # [R_i] fp32, what the critic learns: tensor([1., 0., 1.])
+    opd_reverse_kl: list[torch.Tensor]  # [R_i] fp32, log-probs minus the teacher's: tensor([0.2, -5.2, -0.1])
+
+
+# Keys of a batch whose entries have one row per response token, and one number.
+TokenKey = Literal[
+    "loss_masks",
+    "rollout_log_probs",
+    "versions",
+    "teacher_log_probs",
+    "log_probs",
+    "entropy",
+    "ref_log_probs",
+    "teacher_hidden",
+    "values",
+    "kl",
+    "advantages",
+    "returns",
+    "opd_reverse_kl",
+]
+SampleKey = Literal["response_lengths", "rewards", "raw_reward", "rollout_mask_sums", "truncated"]
 
 
 def flatten_samples(groups: Iterable[Any]) -> list[Sample]:
@@ -346,9 +402,7 @@ def flatten_samples(groups: Iterable[Any]) -> list[Sample]:
 
 
 def version_number(version: str | int | None) -> int | None:
-    """The n of a weight version "run:n"; None when the text
-    ends in no number (an engine that was given no version yet).
-    """
+    """The n of a weight version "run:n"; None where it ends in no number: an engine that was given none yet."""
     tail = str(version).rpartition(":")[2]
     return int(tail) if tail.isdecimal() else None
 

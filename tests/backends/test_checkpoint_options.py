@@ -10,8 +10,8 @@ from trainer_helpers import init_process_group, random_samples, trainer_args
 
 from slime.backends.fsdp import create_backend
 from slime.batch.convert import samples_to_batch
-from slime.batch.schedule import split_for_ranks
-from slime.step.update import run_update
+from slime.batch.split import split_for_ranks
+from slime.step.training_step import TrainingStep
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def backend_of(model, **changes):
 
 def train(backend, seed=0):
     batch = samples_to_batch(backend.args, random_samples(2, 2, seed=seed))
-    return run_update(backend, backend.args, 0, split_for_ranks(backend.args, batch, 1)[0])
+    return TrainingStep(backend, backend.args, 0, split_for_ranks(backend.args, batch, 1)[0]).run().summary
 
 
 def weights_of(backend):

@@ -18,10 +18,10 @@ from slime.backends.fsdp import create_backend
 from slime.backends.fsdp.model import gather_full
 from slime.backends.shared.old_policy import keep_versions
 from slime.batch.convert import samples_to_batch
-from slime.batch.schedule import split_for_ranks
+from slime.batch.split import split_for_ranks
 from slime.catalog.estimators import ESTIMATORS
 from slime.catalog.policy_losses import POLICY_LOSSES
-from slime.step.update import run_update
+from slime.step.training_step import TrainingStep
 
 PLUGINS = '''
 """One function of each kind; each reads the flags that a function in its place may read."""
@@ -250,7 +250,7 @@ def outcome(args):
     found = []
     for rollout_id in range(2):
         data = split_for_ranks(args, samples_to_batch(args, samples_for(args)), 1)[0]
-        metrics = run_update(backend, args, rollout_id, data, kept=kept)
+        metrics = TrainingStep(backend, args, rollout_id, data, kept=kept).run().summary
         found.append({name: value for name, value in metrics.items() if not name.startswith("perf/")})
     models = [backend.model.lm, *([backend.critic.model.lm] if backend.critic is not None else [])]
     weights = torch.cat([gather_full(p.data).flatten() for lm in models for p in lm.parameters()])

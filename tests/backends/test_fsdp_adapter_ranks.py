@@ -9,8 +9,8 @@ from trainer_helpers import init_process_group, meeting_point, random_samples, t
 
 from slime.backends.fsdp import create_backend
 from slime.batch.convert import samples_to_batch
-from slime.batch.schedule import split_for_ranks
-from slime.step.update import run_update
+from slime.batch.split import split_for_ranks
+from slime.step.training_step import TrainingStep
 
 VARIANTS = {
     1: {"plain": {}},
@@ -37,7 +37,7 @@ def work(rank, ranks, address, folder, model):
         )
         backend = create_backend(args, rank=rank, world_size=ranks, device="cpu")
         shares = split_for_ranks(args, samples_to_batch(args, random_samples(4, 3)), backend.layout.dp_size)
-        metrics = run_update(backend, args, 0, shares[backend.layout.dp_rank])
+        metrics = TrainingStep(backend, args, 0, shares[backend.layout.dp_rank]).run().summary
         results[name] = {
             "adapters": {n: t.clone() for bucket in backend.export_adapter() for n, t in bucket},
             "merged": {n: t.clone() for bucket in backend.export() for n, t in bucket},

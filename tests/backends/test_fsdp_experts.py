@@ -11,8 +11,8 @@ from trainer_helpers import init_process_group, meeting_point, random_samples, t
 from slime.backends.fsdp import create_backend, loading, tensor_parallel
 from slime.backends.fsdp.model import gather_full
 from slime.batch.convert import samples_to_batch
-from slime.batch.schedule import split_for_ranks
-from slime.step.update import run_update
+from slime.batch.split import split_for_ranks
+from slime.step.training_step import TrainingStep
 
 TENSOR, FULL = dict(tensor_model_parallel_size=2), dict(activation_checkpointing="full")
 VARIANTS = {
@@ -58,7 +58,7 @@ def settings(model, **changes):
 def take_step(backend, args):
     batch = samples_to_batch(args, random_samples(3, 3))
     shares = split_for_ranks(args, batch, backend.layout.dp_size)
-    return run_update(backend, args, 0, shares[backend.layout.dp_rank])
+    return TrainingStep(backend, args, 0, shares[backend.layout.dp_rank]).run().summary
 
 
 def work(rank, matrix, address, folder, model):

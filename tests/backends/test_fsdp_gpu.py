@@ -12,8 +12,8 @@ from slime.backends.attention.packed import OPERATORS, PackedDocuments, _varlen_
 from slime.backends.attention.trial import why_wrong
 from slime.backends.fsdp import create_backend
 from slime.batch.convert import samples_to_batch
-from slime.batch.schedule import split_for_ranks
-from slime.step.update import run_update
+from slime.batch.split import split_for_ranks
+from slime.step.training_step import TrainingStep
 
 pytestmark = pytest.mark.gpu
 
@@ -33,7 +33,7 @@ def model(tmp_path_factory):
 
 def train(backend, args, samples):
     data = split_for_ranks(args, samples_to_batch(args, samples), 1)[0]
-    return run_update(backend, args, 0, data)
+    return TrainingStep(backend, args, 0, data).run().summary
 
 
 @pytest.mark.parametrize("lengths", [[5, 300, 17, 64, 1], [5, 4500, 17, 4096, 4095, 64, 5000], [4700]])

@@ -14,8 +14,8 @@ from slime.backends.fsdp import create_backend, loading
 from slime.backends.fsdp.layers import _policy
 from slime.backends.fsdp.model import gather_full
 from slime.batch.convert import samples_to_batch
-from slime.batch.schedule import split_for_ranks
-from slime.step.update import run_update
+from slime.batch.split import split_for_ranks
+from slime.step.training_step import TrainingStep
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def backend_of(args):
 
 def train(backend, args, samples=None):
     batch = samples_to_batch(args, samples or random_samples(2, 4))
-    return run_update(backend, args, 0, split_for_ranks(args, batch, 1)[0])
+    return TrainingStep(backend, args, 0, split_for_ranks(args, batch, 1)[0]).run().summary
 
 
 def weights_of(backend):

@@ -13,8 +13,8 @@ from slime.backends.fsdp import create_backend
 from slime.backends.fsdp.model import gather_full
 from slime.backends.shared.microbatch import build_micro_batches
 from slime.batch.convert import samples_to_batch
-from slime.batch.schedule import split_for_ranks
-from slime.step.update import run_update
+from slime.batch.split import split_for_ranks
+from slime.step.training_step import TrainingStep
 
 CONTEXT, TENSOR = "context_parallel_size", "tensor_model_parallel_size"
 FULL, SELECTIVE = dict(activation_checkpointing="full"), dict(activation_checkpointing="selective")
@@ -73,7 +73,7 @@ def take_steps(backend, args, samples):
     shares = split_for_ranks(
         args, samples_to_batch(args, samples), backend.layout.dp_size, cp_size=backend.layout.cp_size
     )
-    return run_update(backend, args, 0, shares[backend.layout.dp_rank], weight_version=1)
+    return TrainingStep(backend, args, 0, shares[backend.layout.dp_rank], weight_version=1).run().summary
 
 
 def weights_of(backend):

@@ -10,8 +10,8 @@ from trainer_helpers import init_process_group, meeting_point, random_samples, t
 from slime.backends.fsdp import create_backend
 from slime.backends.fsdp.model import gather_full
 from slime.batch.convert import samples_to_batch
-from slime.batch.schedule import split_for_ranks
-from slime.step.update import run_update
+from slime.batch.split import split_for_ranks
+from slime.step.training_step import TrainingStep
 
 
 def settings(model, **changes):
@@ -60,7 +60,7 @@ def work(rank, world_size, address, folder, model):
         args.opd_teacher_load = args.opd_teacher_load and str(folder / args.opd_teacher_load)
         backend = create_backend(args, rank=rank, world_size=world_size, device="cpu")
         data = split_for_ranks(args, samples_to_batch(args, samples), world_size)[rank]
-        metrics = run_update(backend, args, 0, data)
+        metrics = TrainingStep(backend, args, 0, data).run().summary
         models = {"actor": backend.model.lm} | ({"critic": backend.critic.model.lm} if backend.critic else {})
         named = {f"{role} {n}": p.data for role, lm in models.items() for n, p in lm.named_parameters()}
         results[name] = {"metrics": metrics, "weights": {n: gather_full(p).clone() for n, p in named.items()}}
@@ -80,14 +80,14 @@ def save_and_resume(rank, world_size, folder, model, samples):
     losses = {}
     data = split_for_ranks(args, samples_to_batch(args, samples), world_size)[rank]
     backend = create_backend(args, rank=rank, world_size=world_size, device="cpu")
-    run_update(backend, args, 0, data)
+    TrainingStep(backend, args, 0, data).run()
     backend.save(folder / f"ckpt_{world_size}")
-    losses["own"] = run_update(backend, args, 1, data)
+    losses["own"] = TrainingStep(backend, args, 1, data).run().summary
     other = folder / f"ckpt_{3 - world_size}"
     if other.exists():
         resumed = create_backend(args, rank=rank, world_size=world_size, device="cpu")
         resumed.load(other)
-        losses["from other"] = run_update(resumed, args, 1, data)
+        losses["from other"] = TrainingStep(resumed, args, 1, data).run().summary
     return losses
 
 

@@ -13,8 +13,8 @@ from slime.backends.fsdp import create_backend
 from slime.backends.fsdp.model import gather_full
 from slime.backends.shared.microbatch import build_micro_batches
 from slime.batch.convert import samples_to_batch
-from slime.batch.schedule import split_for_ranks
-from slime.step.update import run_update
+from slime.batch.split import split_for_ranks
+from slime.step.training_step import TrainingStep
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def backend_of(args):
 
 def train(backend, args, samples, rollout_id=0):
     batch = samples_to_batch(args, samples)
-    return run_update(backend, args, rollout_id, split_for_ranks(args, batch, 1)[0])
+    return TrainingStep(backend, args, rollout_id, split_for_ranks(args, batch, 1)[0]).run().summary
 
 
 def weights_of(backend):
@@ -142,13 +142,13 @@ def test_a_single_on_policy_step_has_ratio_one_and_later_steps_use_recorded_log_
     assert metrics["train/ois"] == 1.0
     assert "rollout/log_probs" not in metrics
     args = trainer_args(model, micro_batch_size=4, global_batch_size=4)
-    seen = []
     batch = samples_to_batch(args, random_samples(2, 4))
     data = split_for_ranks(args, batch, 1)[0]
-    metrics = run_update(backend_of(args), args, 0, data, on_step=lambda step, m: seen.append((step, m)))
-    assert [step for step, _ in seen] == [0, 1]
-    assert seen[0][1]["train/ppo_kl"] == pytest.approx(0.0, abs=1e-6)
-    assert seen[1][1]["train/ppo_kl"] != 0.0
+    report = TrainingStep(backend_of(args), args, 0, data).run()
+    metrics = report.summary
+    assert len(report.steps) == 2
+    assert report.steps[0]["train/ppo_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert report.steps[1]["train/ppo_kl"] != 0.0
     assert "rollout/log_probs" in metrics
 
 
@@ -214,7 +214,7 @@ def test_a_step_with_a_broken_number_is_not_applied(model, tmp_path):
     batch["rewards"][3] = float("inf")
     before = weights_of(backend)
     with pytest.raises(NonFiniteStepError, match="was not applied"):
-        run_update(backend, args, 0, split_for_ranks(args, batch, 1)[0])
+        TrainingStep(backend, args, 0, split_for_ranks(args, batch, 1)[0]).run()
     torch.testing.assert_close(weights_of(backend), before, rtol=0, atol=0)
     assert train(backend, args, random_samples(2, 4))["train/grad_norm"] > 0
 

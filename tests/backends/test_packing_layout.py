@@ -107,7 +107,7 @@ def test_micro_batch_positions_point_at_the_logits_of_each_response_token():
         "rollout_mask_sums": [1.0, 1.0],
         "advantages": [torch.tensor([0.1, 0.2]), torch.tensor([0.3])],
     }
-    mb = build_micro_batch(batch, [0, 1], ["advantages"])
+    mb = build_micro_batch(batch, [0, 1], {"advantages": batch["advantages"]})
     assert mb.input_ids.tolist() == [[5, 6, 7, 8, 9]]
     assert mb.position_ids.tolist() == [[0, 1, 2, 0, 1]]
     assert mb.logit_positions.tolist() == [0, 1, 3]
@@ -124,7 +124,7 @@ def test_targets_are_the_response_tokens_for_any_selection():
 
 
 def test_an_empty_micro_batch_runs_but_weighs_nothing():
-    mb = build_micro_batch({}, [], ["advantages"])
+    mb = build_micro_batch({}, [], {"advantages": []})
     assert mb.input_ids.numel() == 2
     assert mb.loss_mask.sum() == 0
     assert mb.positions == ()

@@ -14,8 +14,8 @@ from slime.backends.fsdp import create_backend
 from slime.backends.fsdp.model import gather_full
 from slime.backends.shared.microbatch import build_micro_batches
 from slime.batch.convert import samples_to_batch
-from slime.batch.schedule import split_for_ranks
-from slime.step.update import run_update
+from slime.batch.split import split_for_ranks
+from slime.step.training_step import TrainingStep
 
 TEMPERATURE = 0.7
 
@@ -84,7 +84,7 @@ def test_a_step_is_that_of_the_objective_over_the_recorded_ids(model, other_mode
     )  # fmt: skip
     backend = create_backend(args, rank=0, world_size=1, device="cpu")
     batch = samples_to_batch(args, samples)
-    metrics = run_update(backend, args, 0, split_for_ranks(args, batch, 1)[0])
+    metrics = TrainingStep(backend, args, 0, split_for_ranks(args, batch, 1)[0]).run().summary
 
     policy, reference = double_model(model), double_model(other_model)
     before = copy.deepcopy(policy.state_dict())

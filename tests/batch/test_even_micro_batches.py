@@ -4,7 +4,7 @@ import torch
 from trainer_helpers import trainer_args
 
 from slime.batch.flops import typical_cost
-from slime.batch.schedule import build_schedule
+from slime.batch.split import plan_steps
 
 
 def waiting(by_flops):
@@ -18,7 +18,7 @@ def waiting(by_flops):
         balance_data=True,
         balance_by_flops=by_flops,
     )
-    (step,) = build_schedule(args, lengths, list(range(128)), dp_size=4).steps
+    (step,) = plan_steps(args, lengths, list(range(128)), dp_size=4)
     assert sorted(step.positions) == list(range(128))
     assert all(sum(lengths[p] for p in mb) <= 8192 for rank in step.ranks for mb in rank)
     work = [[sum(typical_cost(lengths[p]) for p in mb) for mb in rank] for rank in step.ranks]

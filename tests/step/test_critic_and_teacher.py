@@ -16,8 +16,8 @@ from slime.backends.fsdp import create_backend
 from slime.backends.fsdp.model import gather_full
 from slime.backends.shared.old_policy import keep_versions
 from slime.batch.convert import samples_to_batch
-from slime.batch.schedule import split_for_ranks
-from slime.step.update import run_update
+from slime.batch.split import split_for_ranks
+from slime.step.training_step import TrainingStep
 
 PACKINGS = {
     "one by one": dict(micro_batch_size=1),
@@ -46,7 +46,7 @@ def backend_of(args):
 
 def train(backend, args, samples, rollout_id=0):
     batch = samples_to_batch(args, samples)
-    return run_update(backend, args, rollout_id, split_for_ranks(args, batch, 1)[0])
+    return TrainingStep(backend, args, rollout_id, split_for_ranks(args, batch, 1)[0]).run().summary
 
 
 def weights_of(backend):
@@ -301,7 +301,7 @@ def test_pairs_stay_together_and_packing_changes_nothing(model, loss_type):
                 ids = [data.batch["rollout_ids"][p] for p in micro_batch]
                 assert all(ids.count(i) == 2 for i in ids)
         backend = backend_of(args)
-        metrics = run_update(backend, args, 0, data)
+        metrics = TrainingStep(backend, args, 0, data).run().summary
         outcomes.append((metrics, weights_of(backend)))
     for metrics, weights in outcomes[1:]:
         torch.testing.assert_close(weights, outcomes[0][1], rtol=1e-5, atol=1e-5)
@@ -519,7 +519,7 @@ def step_on_version(backend, args, kept, version, current=None):
     batch = samples_to_batch(args, random_samples(2, 4))
     batch["versions"] = [torch.full((n,), version, dtype=torch.int32) for n in batch["response_lengths"]]
     data = split_for_ranks(args, batch, 1)[0]
-    metrics = run_update(backend, args, 0, data, weight_version=current, kept=kept)
+    metrics = TrainingStep(backend, args, 0, data, weight_version=current, kept=kept).run().summary
     return {name: value for name, value in metrics.items() if not name.startswith("perf/")}
 
 

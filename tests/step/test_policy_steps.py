@@ -21,9 +21,9 @@ from slime.backends.base import NonFiniteStepError
 from slime.backends.fsdp.model import gather_full
 from slime.backends.shared.microbatch import build_micro_batches
 from slime.batch.convert import samples_to_batch
-from slime.batch.schedule import split_for_ranks
+from slime.batch.split import split_for_ranks
 from slime.catalog.policy_losses import POLICY_LOSSES
-from slime.step.update import run_update
+from slime.step.training_step import TrainingStep
 from slime.utils.errors import RunStopped
 from slime.utils.plugin_errors import PluginError
 
@@ -448,11 +448,9 @@ def test_samples_without_trained_tokens_change_no_mean_and_stop_no_run(model, re
     samples = engine_samples(backend, args, noise=0.1)
     for sample in samples[:removed]:
         sample.remove_sample = True
-    steps = []
     batch = samples_to_batch(args, samples)
-    metrics = run_update(
-        backend, args, 0, split_for_ranks(args, batch, 1)[0], on_step=lambda _, values: steps.append(values)
-    )
+    report = TrainingStep(backend, args, 0, split_for_ranks(args, batch, 1)[0]).run()
+    metrics, steps = report.summary, report.steps
     if removed == 8:
         assert metrics["train/loss"] == 0 == metrics["train/grad_norm"]
         return

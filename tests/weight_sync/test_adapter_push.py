@@ -20,7 +20,7 @@ from slime.arguments.passthrough.sglang import find_python
 from slime.backends.fsdp import create_backend
 from slime.backends.shared.microbatch import build_micro_batch
 from slime.batch.convert import samples_to_batch
-from slime.batch.schedule import split_for_ranks
+from slime.batch.split import split_for_ranks
 from slime.cli.settings import default_settings
 from slime.cluster.serving.engine_weights import EngineWeights
 from slime.engines.embedded.command import embedded_command
@@ -28,7 +28,7 @@ from slime.engines.fleet import EngineFleet, WatchPolicy
 from slime.engines.server import EngineServer, LaunchPlan
 from slime.engines.sglang.command import run_command
 from slime.engines.topology import EnginePlace, EngineSite
-from slime.step.update import run_update
+from slime.step.training_step import TrainingStep
 from slime.utils import shm
 from slime.utils.async_utils import run
 from slime.utils.http_utils import HttpError
@@ -116,7 +116,7 @@ def sender(engines, trainer, tmp_path):
 def train(trainer) -> None:
     backend, args = trainer
     batch = samples_to_batch(args, random_samples(2, 4))
-    run_update(backend, args, 0, split_for_ranks(args, batch, 1)[0])
+    TrainingStep(backend, args, 0, split_for_ranks(args, batch, 1)[0]).run()
 
 
 def make_parcel(sender, backend, version: str):

@@ -15,7 +15,7 @@ from slime.backends.base import Layout, MicroBatch, TokenOutputs
 from slime.backends.megatron.model import ModelCall
 from slime.backends.megatron.routing import RoutingPlan, build_routes, check_engine_choices
 from slime.backends.megatron.stream import PackedStream, build_stream
-from slime.backends.shared.microbatch import build_micro_batch
+from slime.backends.shared.microbatch import empty_micro_batch
 
 LossOf = Callable[[TokenOutputs, MicroBatch], Tensor]
 _OWN_CHOICE = RoutingPlan()
@@ -121,4 +121,4 @@ class Passes:
 
 
 def _weight_zero(like: MicroBatch) -> MicroBatch:
-    return build_micro_batch({}, [], list(like.tokens))
+    return empty_micro_batch(like.tokens)

@@ -2,7 +2,7 @@
 and index arithmetic, no loop over tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,12 +12,13 @@ from slime.backends.attention.packed import PackedDocuments
 from slime.backends.base import MicroBatch
 from slime.utils.types import RolloutBatch
 
+TokenInputs = Mapping[str, Sequence[Tensor]]  # by name: for each sample of the rank's batch [R_i, ...]
+
 
 def build_micro_batch(
-    batch: RolloutBatch, positions: Sequence[int], token_keys: Sequence[str] = (), *, replay: bool = False
+    batch: RolloutBatch, positions: Sequence[int], tokens: TokenInputs | None = None, *, replay: bool = False
 ) -> MicroBatch:
-    """The samples at `positions` as one packed stream; `token_keys` name
-    per-token lists of the batch to carry along.
+    """The samples at `positions` as one packed stream; `tokens` are values per response token to carry along.
 
     `replay`: with the experts that the engine chose. The ids that it drew tokens
     from come along wherever they were recorded.
@@ -26,11 +27,11 @@ def build_micro_batch(
     rank without samples runs the same passes.
     """
     if not positions:
-        return _empty_micro_batch(token_keys)
-    tokens = [batch["tokens"][p] for p in positions]
-    lengths = [len(t) for t in tokens]
+        return empty_micro_batch(tokens or ())
+    documents = [batch["tokens"][p] for p in positions]
+    lengths = [len(document) for document in documents]
     response_lengths = [batch["response_lengths"][p] for p in positions]
-    input_ids = torch.cat(tokens)
+    input_ids = torch.cat(documents)
     sizes, responses = torch.tensor(lengths), torch.tensor(response_lengths)
     starts = sizes.cumsum(0) - sizes
     logit_positions = _ranges(starts + sizes - responses - 1, responses)
@@ -47,7 +48,9 @@ def build_micro_batch(
         ),
         positions=tuple(positions),
         response_lengths=tuple(response_lengths),
-        tokens={key: torch.cat([batch[key][p] for p in positions]).float() for key in token_keys},
+        tokens={
+            name: torch.cat([values[p] for p in positions]).float() for name, values in (tokens or {}).items()
+        },
         routed_experts=_routed_experts(batch, positions) if replay and "routed_experts" in batch else None,
         nucleus=_nucleus(batch, positions) if "rollout_top_p_token_ids" in batch else None,
     )
@@ -56,16 +59,16 @@ def build_micro_batch(
 def build_micro_batches(
     batch: RolloutBatch,
     micro_batches: Sequence[Sequence[int]],
-    token_keys: Sequence[str] = (),
+    tokens: TokenInputs | None = None,
     *,
     replay: bool = False,
 ) -> list[MicroBatch]:
-    return [build_micro_batch(batch, positions, token_keys, replay=replay) for positions in micro_batches]
+    return [build_micro_batch(batch, positions, tokens, replay=replay) for positions in micro_batches]
 
 
 def _nucleus(batch: RolloutBatch, positions: Sequence[int]) -> Nucleus:
-    lists = ([batch[f"rollout_top_p_token_{kind}"][p] for p in positions] for kind in ("ids", "offsets"))
-    return Nucleus.of(*lists)
+    ids, offsets = batch["rollout_top_p_token_ids"], batch["rollout_top_p_token_offsets"]
+    return Nucleus.of([ids[p] for p in positions], [offsets[p] for p in positions])
 
 
 def _routed_experts(batch: RolloutBatch, positions: Sequence[int]) -> Tensor:
@@ -104,7 +107,8 @@ def _ranges(starts: Tensor, counts: Tensor) -> Tensor:
     return torch.arange(total) + torch.repeat_interleave(starts - offsets, counts)
 
 
-def _empty_micro_batch(token_keys: Sequence[str]) -> MicroBatch:
+def empty_micro_batch(token_names: Iterable[str]) -> MicroBatch:
+    """A micro-batch of weight zero, with the same names among its tokens."""
     zero = torch.zeros(1, dtype=torch.int64)
     return MicroBatch(
         input_ids=torch.zeros(1, 2, dtype=torch.int64),
@@ -117,5 +121,5 @@ def _empty_micro_batch(token_keys: Sequence[str]) -> MicroBatch:
         rollout_mask_sums=torch.zeros(1),
         positions=(),
         response_lengths=(1,),
-        tokens={key: torch.zeros(1) for key in token_keys},
+        tokens={key: torch.zeros(1) for key in token_names},
     )

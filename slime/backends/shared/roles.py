@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from slime.arguments import Args
+from slime.arguments import Args, Flags
 from slime.arguments.groups.objectives import SUPERVISED_LOSSES
 from slime.backends.shared import old_policy
 from slime.backends.shared.weight_copies import WeightCopies
@@ -14,19 +14,19 @@ from slime.catalog.estimators import ESTIMATORS
 logger = logging.getLogger(__name__)
 
 
-def needs_reference(args: Args) -> bool:
+def needs_reference(args: Flags) -> bool:
     """Whether some term of the run compares the policy with a reference."""
     if args.loss_type == "dpo_loss":
         return True
     return args.loss_type not in SUPERVISED_LOSSES and (args.use_kl_loss or args.kl_coef != 0)
 
 
-def has_advantages(args: Args) -> bool:
+def has_advantages(args: Flags) -> bool:
     """Whether rewards become advantages."""
     return args.compute_advantages_and_returns and args.loss_type not in SUPERVISED_LOSSES
 
 
-def needs_critic(args: Args) -> bool:
+def needs_critic(args: Flags) -> bool:
     return has_advantages(args) and ESTIMATORS[args.advantage_estimator].needs_values
 
 

@@ -135,7 +135,11 @@ def compute(rank: int, job: Job) -> Outcome | None:
     batch = take(whole, ids)
     half = -(-len(ids) // 2)
     positions = [list(range(half)), list(range(half, len(ids)))]
-    mbs = [build_micro_batch(batch, chosen, ["advantages"]) for chosen in positions if chosen]
+    mbs = [
+        build_micro_batch(batch, chosen, {"advantages": batch["advantages"]})
+        for chosen in positions
+        if chosen
+    ]
     layers, share = _layers_of(backend, args)
     with capture.recording(layers, mbs, ids, share) as pieces:
         lists = backend.log_probs(mbs, entropy=True)

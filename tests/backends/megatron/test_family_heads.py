@@ -32,8 +32,8 @@ def train_heads(rank: int, world_size: int, cases: dict[str, tuple[str, dict]]) 
     from slime.backends.megatron import create_backend
     from slime.backends.shared.microbatch import build_micro_batches
     from slime.batch.convert import samples_to_batch
-    from slime.batch.schedule import split_for_ranks
-    from slime.step.update import run_update
+    from slime.batch.split import split_for_ranks
+    from slime.step.training_step import TrainingStep
 
     results = {}
     for name, (model, settings) in cases.items():
@@ -49,9 +49,9 @@ def train_heads(rank: int, world_size: int, cases: dict[str, tuple[str, dict]]) 
         )
         backend.args.lr = GRPO["lr"]
         batch = samples_to_batch(args, random_samples(5, 3, vocab=127))
-        layout, steps = backend.layout, []
+        layout = backend.layout
         data = split_for_ranks(args, batch, layout.dp_size, cp_size=layout.cp_size)[layout.dp_rank]
-        run_update(backend, args, 0, data, on_step=lambda index, values, steps=steps: steps.append(values))
+        steps = TrainingStep(backend, args, 0, data).run().steps
         found["steps"] = [(step["train/loss"], step.get("train/mtp_loss")) for step in steps]
         results[name] = found | {"after": exported(backend)}
     return results

@@ -26,8 +26,8 @@ def compare(rank: int, world_size: int, model: str, cases: dict) -> dict:
     """
     from slime.backends import fsdp, megatron
     from slime.batch.convert import samples_to_batch
-    from slime.batch.schedule import split_for_ranks
-    from slime.step.update import run_update
+    from slime.batch.split import split_for_ranks
+    from slime.step.training_step import TrainingStep
     from slime.utils.errors import RunStopped
 
     results = {}
@@ -45,18 +45,20 @@ def compare(rank: int, world_size: int, model: str, cases: dict) -> dict:
         batch = samples_to_batch(args, random_samples(2, 4, vocab=127))
         layout = backend.layout
         data = split_for_ranks(args, batch, layout.dp_size, cp_size=layout.cp_size)[layout.dp_rank]
-        steps = []
-        run_update(
-            backend,
-            args,
-            0,
-            data,
-            on_step=lambda _, values, steps=steps: steps.append(values),
-            weight_version=1,
+        steps = (
+            TrainingStep(
+                backend,
+                args,
+                0,
+                data,
+                weight_version=1,
+            )
+            .run()
+            .steps
         )
         args.logprob_diff_threshold = 0.02
         try:
-            run_update(backend, args, 1, data, weight_version=2)
+            TrainingStep(backend, args, 1, data, weight_version=2).run()
             raise AssertionError(f"{name}: rank {rank} went on")
         except RunStopped:
             pass

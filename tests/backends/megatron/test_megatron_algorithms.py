@@ -95,8 +95,8 @@ def samples_for(settings):
 
 def train_case(rank, world_size, models, settings, create):
     from slime.batch.convert import samples_to_batch
-    from slime.batch.schedule import split_for_ranks
-    from slime.step.update import run_update
+    from slime.batch.split import split_for_ranks
+    from slime.step.training_step import TrainingStep
 
     settings = dict(settings)
     model = models[settings.pop("model", "qwen3")]
@@ -108,8 +108,9 @@ def train_case(rank, world_size, models, settings, create):
     data = split_for_ranks(
         args, samples_to_batch(args, samples_for(settings)), layout.dp_size, cp_size=layout.cp_size
     )[layout.dp_rank]
-    before, steps = exported(backend), []
-    metrics = run_update(backend, args, 0, data, on_step=lambda index, values: steps.append(values))
+    before = exported(backend)
+    report = TrainingStep(backend, args, 0, data).run()
+    metrics, steps = report.summary, report.steps
     skipped = ("time", "tok_per_s", "tflops")
     result = {
         "steps": [{n: v for n, v in step.items() if not n.endswith(skipped)} for step in steps],
@@ -253,8 +254,8 @@ def step_without_tokens(rank, world_size, models):
     """
     from slime.backends.megatron import create_backend
     from slime.batch.convert import samples_to_batch
-    from slime.batch.schedule import split_for_ranks
-    from slime.step.update import run_update
+    from slime.batch.split import split_for_ranks
+    from slime.step.training_step import TrainingStep
 
     warm = dict(lr=1e-2, weight_decay=0.5, lr_decay_style="linear", lr_decay_iters=8, global_batch_size=None)
     found = {}
@@ -273,7 +274,7 @@ def step_without_tokens(rank, world_size, models):
             data = split_for_ranks(args, samples_to_batch(args, samples), layout.dp_size)[layout.dp_rank]
             models_of = [backend, *([backend.critic] if backend.critic is not None else [])]
             before = [exported(one) for one in models_of]
-            metrics.append(run_update(backend, args, seed, data))
+            metrics.append(TrainingStep(backend, args, seed, data).run().summary)
             after = [exported(one) for one in models_of]
             pairs = [(a[n], b[n]) for a, b in zip(before, after, strict=True) for n in a]
             moved.append(max((x - y).abs().max().item() for x, y in pairs))

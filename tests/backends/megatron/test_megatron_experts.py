@@ -52,16 +52,15 @@ def routed_samples():
 
 def train_case(rank, world_size, model, settings, create):
     from slime.batch.convert import samples_to_batch
-    from slime.batch.schedule import split_for_ranks
-    from slime.step.update import run_update
+    from slime.batch.split import split_for_ranks
+    from slime.step.training_step import TrainingStep
 
     args = megatron_args(model, **(BASE | settings))
     backend = create(args, rank=rank, world_size=world_size, device="cpu")
     layout = backend.layout
     batch = samples_to_batch(args, routed_samples())
     data = split_for_ranks(args, batch, layout.dp_size, cp_size=layout.cp_size)[layout.dp_rank]
-    steps = []
-    run_update(backend, args, 0, data, on_step=lambda index, values: steps.append(values))
+    steps = TrainingStep(backend, args, 0, data).run().steps
     names = (
         "train/loss",
         "train/grad_norm",

@@ -13,8 +13,8 @@ from trainer_helpers import meeting_point, random_samples
 
 from slime.backends import fsdp, megatron
 from slime.batch.convert import samples_to_batch
-from slime.batch.schedule import split_for_ranks
-from slime.step.update import run_update
+from slime.batch.split import split_for_ranks
+from slime.step.training_step import TrainingStep
 
 pytestmark = pytest.mark.gpu
 DEVICE, BACKEND = "cuda:0", "nccl"
@@ -42,7 +42,7 @@ def build(module, args):
 
 def train(backend, args, seed):
     batch = samples_to_batch(args, random_samples(4, 4, vocab=127, longest=60, seed=seed))
-    return run_update(backend, args, 0, split_for_ranks(args, batch, 1)[0])
+    return TrainingStep(backend, args, 0, split_for_ranks(args, batch, 1)[0]).run().summary
 
 
 def close(found, expected):

@@ -208,8 +208,8 @@ def _whole_model(rank, world_size, model, fake_name):
 
     from slime.backends.megatron import create_backend
     from slime.batch.convert import samples_to_batch
-    from slime.batch.schedule import split_for_ranks
-    from slime.step.update import run_update
+    from slime.batch.split import split_for_ranks
+    from slime.step.training_step import TrainingStep
 
     te_attention.why_unfit = lambda *facts: None
     fake = globals()[fake_name]
@@ -220,7 +220,7 @@ def _whole_model(rank, world_size, model, fake_name):
         args = megatron_args(model, tp=2, attention_backend=choice, lr=0.1)
         backend = create_backend(args, rank=rank, world_size=world_size, device="cpu")
         data = split_for_ranks(args, samples_to_batch(args, random_samples(4, 2, vocab=127)), 1)[0]
-        metrics = run_update(backend, args, 0, data)
+        metrics = TrainingStep(backend, args, 0, data).run().summary
         layer = backend.model[0].module.decoder.layers[0].self_attention.core_attention
         found[choice] = {
             "norm": metrics["train/grad_norm"],

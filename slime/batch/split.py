@@ -1,5 +1,4 @@
-"""Which samples make which optimizer step, on which rank and in which
-micro-batch. Pure functions on lengths and ids.
+"""Which samples make which optimizer step, on which rank and in which micro-batch: functions of lengths and ids.
 
 Steps split on rollout ids: the fan-out siblings of one rollout never straddle two steps. Every rank gets the
 same number of micro-batches in a step; where the samples do not suffice an empty micro-batch stands for one
@@ -7,11 +6,11 @@ of weight zero.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-from slime.arguments import Args
+from slime.arguments import Flags
 from slime.arguments.groups.objectives import PAIR_LOSSES
 from slime.batch.flops import typical_cost
 from slime.batch.packing import balance, pack_first_fit, split_largest
@@ -21,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class StepSchedule:
+class StepPlan:
     """One optimizer step: `ranks[r]` is rank r's list of micro-batches, each a list of sample positions.
 
     Example with 2 ranks and samples 0..4: ranks=[[[0, 3], [4]], [[1, 2], []]]; the empty list is a
@@ -37,13 +36,6 @@ class StepSchedule:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
-    """All optimizer steps of one rollout."""
-
-    steps: list[StepSchedule]
-
-
-@dataclass(frozen=True, slots=True)
 class RankStep:
     """One optimizer step as one rank sees it; the counts are of the whole step over all ranks."""
 
@@ -51,6 +43,11 @@ class RankStep:
     num_rollouts: int
     num_tokens: float  # trained tokens (mask total)
     num_samples: int = 0
+
+    @property
+    def positions(self) -> list[int]:
+        """Of all its samples of this rank."""
+        return [position for micro_batch in self.micro_batches for position in micro_batch]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +58,16 @@ class RankData:
     steps: list[RankStep]
 
 
-def build_schedule(
-    args: Args,
+def plan_steps(
+    args: Flags,
     batch_lengths: Sequence[int],
     rollout_ids: Sequence[int],
     *,
     dp_size: int,
     cp_size: int = 1,
     cost: Callable[[int], float] = typical_cost,
-) -> Schedule:
-    """Split samples into steps of `--global-batch-size` rollouts and each
-    step into equal counts of micro-batches.
+) -> list[StepPlan]:
+    """Split samples into steps of `--global-batch-size` rollouts and each step into equal counts of micro-batches.
 
     A last step with fewer rollouts is kept and has its own, smaller count: nothing is dropped.
     """
@@ -87,8 +83,10 @@ def build_schedule(
     steps = []
     for start in range(0, len(rollouts), size):
         chosen = rollouts[start : start + size]
-        ranks = _split_step(args, _units(args, chosen), batch_lengths, dp_size, cp_size, cost)
-        steps.append(StepSchedule(ranks=ranks, num_rollouts=len(chosen)))
+        # What a micro-batch holds whole or not at all: a sample, or both answers of a pair that is compared.
+        units = chosen if args.loss_type in PAIR_LOSSES else [[p] for rollout in chosen for p in rollout]
+        ranks = _split_step(args, units, batch_lengths, dp_size, cp_size, cost)
+        steps.append(StepPlan(ranks=ranks, num_rollouts=len(chosen)))
     if len(rollouts) % size:
         logger.warning(
             "%d rollouts are not a multiple of --global-batch-size %d: the last of %d optimizer steps has "
@@ -98,18 +96,11 @@ def build_schedule(
             len(steps),
             len(rollouts) % size,
         )
-    return Schedule(steps)
-
-
-def _units(args: Args, rollouts: list[list[int]]) -> list[list[int]]:
-    """What a micro-batch holds whole or not at all: a sample, or both answers of a pair that is compared."""
-    if args.loss_type in PAIR_LOSSES:
-        return rollouts
-    return [[position] for rollout in rollouts for position in rollout]
+    return steps
 
 
 def _split_step(
-    args: Args,
+    args: Flags,
     units: list[list[int]],
     lengths: Sequence[int],
     dp_size: int,
@@ -143,21 +134,16 @@ def _split_step(
 def _even_bins(
     bins: list[list[int]], costs: Sequence[float], sizes: Sequence[int], cap: int
 ) -> list[list[int]]:
-    """The same units in as many bins of nearly equal cost, where
-    those stay within `cap` tokens; else `bins`.
-    """
+    """The same units in as many bins of nearly equal cost, where those stay within `cap` tokens; else `bins`."""
     units = [unit for members in bins for unit in members]
-    even = (
-        [[units[i] for i in part] for part in balance([costs[unit] for unit in units], len(bins))]
-        if bins
-        else []
-    )
+    parts = balance([costs[unit] for unit in units], len(bins)) if bins else []
+    even = [[units[i] for i in part] for part in parts]
     fits = all(len(part) == 1 or sum(sizes[unit] for unit in part) <= cap for part in even)
     return even if fits and all(even) else bins
 
 
 def _pack(
-    args: Args, positions: list[int], lengths: Sequence[int], samples_per_unit: int, cp_size: int
+    args: Flags, positions: list[int], lengths: Sequence[int], samples_per_unit: int, cp_size: int
 ) -> list[list[int]]:
     """Bins of units; `positions` and `lengths` are theirs."""
     if not positions:
@@ -175,23 +161,22 @@ def _pack(
 
 
 def take(batch: RolloutBatch, positions: Sequence[int]) -> RolloutBatch:
-    """The samples at `positions`, every per-sample key sliced; what is not
-    one entry per sample is passed on whole.
-    """
+    """The samples at `positions`, every per-sample key sliced; what is not one entry per sample stays whole."""
     num_samples = len(batch["tokens"])
     taken: dict[str, Any] = {}
-    for key, value in batch.items():
+    values: Mapping[str, Any] = batch
+    for key, value in values.items():
         if isinstance(value, (list, tuple)) and len(value) == num_samples:
             taken[key] = [value[p] for p in positions]
         elif hasattr(value, "shape") and len(value.shape) > 0 and value.shape[0] == num_samples:
             taken[key] = value[list(positions)]
         else:
             taken[key] = value
-    return taken
+    return cast(RolloutBatch, taken)  # the keys of `batch`, which the checker cannot follow in a loop
 
 
 def split_for_ranks(
-    args: Args,
+    args: Flags,
     batch: RolloutBatch,
     dp_size: int,
     *,
@@ -200,13 +185,11 @@ def split_for_ranks(
 ) -> list[RankData]:
     """Each data-parallel rank's own samples and steps."""
     lengths = [len(tokens) for tokens in batch["tokens"]]
-    schedule = build_schedule(
-        args, lengths, batch["rollout_ids"], dp_size=dp_size, cp_size=cp_size, cost=cost
-    )
+    plans = plan_steps(args, lengths, batch["rollout_ids"], dp_size=dp_size, cp_size=cp_size, cost=cost)
     mask_totals = [float(mask.sum()) for mask in batch["loss_masks"]]
     shares = []
     for rank in range(dp_size):
-        own = [p for step in schedule.steps for micro_batch in step.ranks[rank] for p in micro_batch]
+        own = [p for step in plans for micro_batch in step.ranks[rank] for p in micro_batch]
         local = {position: i for i, position in enumerate(own)}
         steps = [
             RankStep(
@@ -215,7 +198,7 @@ def split_for_ranks(
                 num_tokens=sum(mask_totals[p] for p in step.positions),
                 num_samples=len(step.positions),
             )
-            for step in schedule.steps
+            for step in plans
         ]
         shares.append(RankData(batch=take(batch, own), steps=steps))
     return shares

@@ -11,7 +11,7 @@ from trainer_helpers import random_samples, trainer_args
 from slime.batch.convert import samples_to_batch
 from slime.batch.flops import ModelShape, forward_flops
 from slime.batch.packing import balance, pack_first_fit
-from slime.batch.schedule import build_schedule, split_for_ranks, take
+from slime.batch.split import plan_steps, split_for_ranks, take
 
 
 def args(**changes):
@@ -32,32 +32,32 @@ def test_every_sample_is_in_exactly_one_micro_batch_and_ranks_agree(pairs, dp_si
         global_batch_size=gbs,
         balance_data=balanced,
     )
-    schedule = build_schedule(settings_, lengths, rollout_ids, dp_size=dp_size)
-    seen = [p for step in schedule.steps for p in step.positions]
+    steps = plan_steps(settings_, lengths, rollout_ids, dp_size=dp_size)
+    seen = [p for step in steps for p in step.positions]
     assert sorted(seen) == list(range(len(pairs)))
-    for step in schedule.steps:
+    for step in steps:
         assert len({len(micro_batches) for micro_batches in step.ranks}) == 1
         assert step.num_rollouts == len({rollout_ids[p] for p in step.positions}) <= gbs
         for micro_batch in (mb for rank in step.ranks for mb in rank):
             assert not dynamic or len(micro_batch) <= 1 or sum(lengths[p] for p in micro_batch) <= 64
             assert dynamic or len(micro_batch) <= 3
-    step_of = {p: i for i, step in enumerate(schedule.steps) for p in step.positions}
+    step_of = {p: i for i, step in enumerate(steps) for p in step.positions}
     for rollout in set(rollout_ids):
         assert len({step_of[p] for p, r in enumerate(rollout_ids) if r == rollout}) == 1
 
 
 def test_a_remainder_becomes_a_short_step_and_is_said(caplog):
     with caplog.at_level(logging.WARNING):
-        schedule = build_schedule(args(global_batch_size=4), [5] * 10, list(range(10)), dp_size=1)
-    assert [step.num_rollouts for step in schedule.steps] == [4, 4, 2]
+        steps = plan_steps(args(global_batch_size=4), [5] * 10, list(range(10)), dp_size=1)
+    assert [step.num_rollouts for step in steps] == [4, 4, 2]
     assert "the last of 3 optimizer steps has 2 rollouts" in caplog.text
 
 
 def test_dynamic_batching_without_a_budget_is_explained():
     with pytest.raises(ValueError, match="--max-tokens-per-gpu"):
-        build_schedule(args(use_dynamic_batch_size=True), [5], [0], dp_size=1)
+        plan_steps(args(use_dynamic_batch_size=True), [5], [0], dp_size=1)
     with pytest.raises(ValueError, match="no samples"):
-        build_schedule(args(), [], [], dp_size=1)
+        plan_steps(args(), [], [], dp_size=1)
 
 
 def test_first_fit_fills_bins_and_gives_an_oversized_item_its_own():
@@ -78,12 +78,10 @@ def test_balanced_ranks_have_nearly_equal_work():
     lengths = [min(int(generator.lognormvariate(6, 1)) + 2, 4000) for _ in range(256)]
     settings_ = args(use_dynamic_batch_size=True, max_tokens_per_gpu=8192, balance_data=True)
     shape = ModelShape(matrices=595_000_000, attention=28 * 16 * 2 * 128)
-    schedule = build_schedule(
+    steps = plan_steps(
         settings_, lengths, list(range(256)), dp_size=8, cost=lambda length: forward_flops(shape, length)
     )
-    work = [
-        sum(forward_flops(shape, lengths[p]) for mb in rank for p in mb) for rank in schedule.steps[0].ranks
-    ]
+    work = [sum(forward_flops(shape, lengths[p]) for mb in rank for p in mb) for rank in steps[0].ranks]
     assert max(work) / (sum(work) / 8) <= 1.05
 
 

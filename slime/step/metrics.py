@@ -1,0 +1,140 @@
+"""What a training step reports: `StepReport`, and the numbers in it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slime.backends.base import StepStats, TrainBackend
+from slime.batch.split import RankStep
+from slime.utils.types import RolloutBatch, SampleKey, TokenKey, is_score
+
+PER_TOKEN_METRICS: tuple[TokenKey, ...] = (
+    *("log_probs", "ref_log_probs", "rollout_log_probs", "teacher_log_probs"),
+    *("returns", "advantages", "values", "entropy", "kl", "opd_reverse_kl"),
+)
+PER_SAMPLE_METRICS: tuple[SampleKey, ...] = ("rewards", "raw_reward", "truncated", "response_lengths")
+# Parts of the loss are reported as they are minimised; all else of a policy step is a mean over what is trained.
+LOSS_TERMS = ("loss", "pg_loss", "kl_loss")
+STEPS_NOT_APPLIED = ("nonfinite_steps", "empty_steps")
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What training on one batch gave, the same on all ranks.
+
+    Example: StepReport({"rollout/rewards": 0.25, "perf/train_time": 3.1}, [{"train/loss": 0.2}, {"train/loss":
+    0.1}], []): two optimizer steps, of which `summary` has the mean loss 0.15, and nothing to tell.
+    """
+
+    metrics: dict[str, float]  # rollout/* and perf/*, of the batch as a whole
+    steps: list[dict[str, float]]  # train/*, of each optimizer step in order
+    hints: list[str]  # sentences for whoever watches the run, that were not told before
+
+    @property
+    def summary(self) -> dict[str, float]:
+        """All metrics; those of the optimizer steps as `mean_over_steps`."""
+        return mean_over_steps(self.steps) | self.metrics
+
+
+def mean_over_steps(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Mean of each metric over the steps that have it; steps that were not applied are counted."""
+    means = {}
+    for name in dict.fromkeys(name for step in steps for name in step):
+        values = [step[name] for step in steps if name in step]
+        means[name] = sum(values) / (1 if name.endswith(STEPS_NOT_APPLIED) else len(values))
+    return means
+
+
+def step_metrics(stats: StepStats, step: RankStep) -> dict[str, float]:
+    """Of one optimizer step of the policy."""
+    # Rollouts without a trained token are in the denominator of the loss, but say nothing about the policy.
+    counted = stats.metrics.get("_counted") or 1.0
+    metrics = {
+        f"train/{name}": value if name in LOSS_TERMS or name.startswith("moe_") else value / counted
+        for name, value in stats.metrics.items()
+        if not name.startswith("_")
+    }
+    if stats.metrics.get("_ratio_square"):
+        # (sum w)^2 / (n sum w^2) of the engine's tokens: the share of them that the batch is worth.
+        metrics["train/ess"] = stats.metrics["_ratio"] ** 2 / (
+            stats.metrics["_ratio_square"] * stats.metrics["_ratio_count"]
+        )
+    metrics |= optimizer_metrics(stats, "train/")
+    metrics["train/global_batch_size"] = step.num_rollouts
+    metrics["perf/optimizer_time"] = stats.optimizer_s
+    return metrics
+
+
+def optimizer_metrics(stats: StepStats, prefix: str) -> dict[str, float]:
+    """Gradient norm, learning rates, and whether there was nothing to apply."""
+    metrics = {f"{prefix}grad_norm": stats.grad_norm}
+    metrics |= {f"{prefix}lr-pg_{i}": rate for i, rate in enumerate(stats.learning_rates)}
+    return metrics if stats.applied else metrics | {f"{prefix}empty_steps": 1.0}
+
+
+def rollout_metrics(backend: TrainBackend, batch: RolloutBatch) -> dict[str, float]:
+    """Means over all ranks: of token values over rollouts with trained tokens, of the rest over samples."""
+    ones = [torch.ones(len(mask)) for mask in batch["loss_masks"]]
+    sums = {
+        "samples": float(len(batch["tokens"])),
+        "trained": _sum_of_rollout_means(ones, batch["loss_masks"], batch["rollout_mask_sums"]),
+    }
+    for key in PER_TOKEN_METRICS:
+        if key in batch:
+            sums[key] = _sum_of_rollout_means(batch[key], batch["loss_masks"], batch["rollout_mask_sums"])
+    for name in PER_SAMPLE_METRICS:
+        if name in batch:
+            sums[name] = float(sum(value for value in batch[name] if is_score(value)))
+    sums["total_lengths"] = float(sum(len(tokens) for tokens in batch["tokens"]))
+    totals = backend.sum_over_ranks(torch.tensor(list(sums.values()), dtype=torch.float64)).tolist()
+    total = dict(zip(sums, totals, strict=True))
+    samples, trained = max(total.pop("samples"), 1.0), total.pop("trained") or 1.0
+    metrics = {
+        f"rollout/{key}": value / (trained if key in PER_TOKEN_METRICS else samples)
+        for key, value in total.items()
+    }
+    if "values" in batch and "returns" in batch:
+        metrics["rollout/explained_variance"] = explained_variance(backend, batch)
+    return metrics
+
+
+def _sum_of_rollout_means(
+    values: Sequence[Tensor], masks: Sequence[Tensor], mask_sums: Sequence[float]
+) -> float:
+    if not values:
+        return 0.0
+    lengths = torch.tensor([len(mask) for mask in masks])
+    weights = torch.cat(list(masks)).double() / torch.repeat_interleave(
+        torch.tensor(mask_sums, dtype=torch.float64).clamp(min=1.0), lengths
+    )
+    return float((torch.cat(list(values)).double() * weights).sum())
+
+
+def explained_variance(backend: TrainBackend, batch: RolloutBatch) -> float:
+    """The share of the variance of returns that the critic's values explain; a constant value explains none."""
+    sums = torch.zeros(5, dtype=torch.float64)
+    for values, returns, mask in zip(batch["values"], batch["returns"], batch["loss_masks"], strict=True):
+        chosen = mask != 0
+        truth, error = returns[chosen].double(), (returns - values)[chosen].double()
+        count = torch.tensor(float(len(truth)))
+        sums += torch.stack([count, truth.sum(), truth.square().sum(), error.sum(), error.square().sum()])
+    count, total, squares, errors, error_squares = backend.sum_over_ranks(sums).tolist()
+    count = max(count, 1.0)
+    variance = squares / count - (total / count) ** 2
+    return 1.0 - (error_squares / count - (errors / count) ** 2) / variance if variance > 1e-12 else 0.0
+
+
+def perf_metrics(backend: TrainBackend, batch: RolloutBatch, seconds: dict[str, float]) -> dict[str, float]:
+    """Seconds by phase, and the trainer's rates; a training pass counts as three forward passes."""
+    metrics = {f"perf/{name}_time": value for name, value in seconds.items()}
+    lengths = [len(tokens) for tokens in batch["tokens"]]
+    work = torch.tensor([sum(lengths), backend.forward_flops(lengths)], dtype=torch.float64)
+    tokens, flops = backend.sum_over_ranks(work).tolist()
+    metrics["perf/actor_train_tok_per_s"] = tokens / max(seconds["actor_train"], 1e-9)
+    for name, passes in (("log_probs", 1), ("ref_log_probs", 1), ("actor_train", 3)):
+        if name in seconds:
+            per_rank = passes * flops / backend.layout.dp_size
+            metrics[f"perf/{name}_tflops"] = per_rank / max(seconds[name], 1e-9) / 1e12
+    return metrics

@@ -1,0 +1,318 @@
+"""The training step: `TrainingStep.run` is the order of everything that one batch goes through."""
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from slime.algorithms.advantages import AdvantageInputs, compute_advantages, masked_moments, whiten
+from slime.algorithms.kl import compute_approx_kl
+from slime.arguments import Flags
+from slime.backends.base import Denominators, NonFiniteStepError, StepPlace, TrainBackend
+from slime.backends.shared.microbatch import build_micro_batches
+from slime.backends.shared.old_policy import KeptVersions
+from slime.backends.shared.roles import has_advantages, needs_critic, needs_reference
+from slime.batch.split import RankData, RankStep
+from slime.catalog.policy_losses import POLICY_LOSSES, REDUCTIONS
+from slime.step import teacher
+from slime.step.agreement import Agreement, LogProbs
+from slime.step.critic import train_critic
+from slime.step.losses import build_loss
+from slime.step.metrics import StepReport, mean_over_steps, perf_metrics, rollout_metrics, step_metrics
+from slime.step.policy_tokens import PolicyTokens, policy_tokens
+from slime.step.watch import TokenWatch, check_on_policy, save_nonfinite
+from slime.utils.misc import load_function
+from slime.utils.plugin_errors import plugin_call
+from slime.utils.types import RolloutBatch, TokenKey
+
+logger = logging.getLogger(__name__)
+
+# Losses whose samples an engine drew from the policy.
+SAMPLED_LOSSES = ("policy_loss", "custom_loss")
+# Lists of the batch that a loss may read per token.
+LOSS_TOKENS: tuple[TokenKey, ...] = (
+    *("advantages", "returns", "log_probs", "ref_log_probs", "rollout_log_probs", "opd_reverse_kl"),
+    "teacher_hidden",
+)
+
+
+class TrainingStep:
+    """Trains every model of a run on one batch: on this rank's share of it, together with all other ranks.
+
+    Plug-ins get `args` as it is given here, and the batch as a dict that they may change.
+    """
+
+    def __init__(
+        self,
+        backend: TrainBackend,
+        args: Flags,
+        rollout_id: int,
+        share: RankData,
+        *,
+        weight_version: int | None = None,  # as engines know the current weights; None: they do not
+        kept: KeptVersions | None = None,  # weights of older versions; None: ratios need none
+        agreement: Agreement | None = None,  # what was found in the run so far; None: this is its first batch
+    ) -> None:
+        self.backend, self.args, self.rollout_id = backend, args, rollout_id
+        self.batch: RolloutBatch = share.batch.copy()  # the keys that the step adds are its own
+        self.steps = share.steps
+        self.agreement = agreement or Agreement()
+        self.weight_version = weight_version
+        self._kept = kept
+        self._sampler = "actor"  # tag of the weights that sampled the batch; set when the samples are scored
+        self._seconds: dict[str, float] = {}
+
+    def run(self) -> StepReport:
+        """Everything in order. Call it once."""
+        with self._timed("train"):
+            self._score_samples()
+            compared = self._compare_before_training()
+            self._add_advantages()
+            self._postprocess()
+            metrics = rollout_metrics(self.backend, self.batch)
+            if self.args.reset_optimizer_states:
+                self.backend.reset_optimizer()
+            with self._timed("actor_train"):
+                steps = [self._optimizer_step(index, step, compared) for index, step in enumerate(self.steps)]
+            interval = self.args.ref_update_interval
+            if interval and (self.rollout_id + 1) % interval == 0:
+                self.backend.copy_weights("actor", "ref")
+        metrics |= {k: v for k, v in mean_over_steps(steps).items() if not k.startswith("train/")}
+        metrics |= perf_metrics(self.backend, self.batch, self._seconds)
+        return StepReport(metrics, steps, self.agreement.hints.take())
+
+    @contextlib.contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._seconds[name] = time.perf_counter() - started
+
+    # -- before training: what models say about the samples, and the advantages
+
+    def _score_samples(self) -> None:
+        """Add what models say about the samples without a gradient, where this run needs it.
+
+        `values` of the critic, log-probs of the teacher and of the reference, and `log_probs` and `entropy` of
+        the old policy: the weights that sampled the batch.
+        """
+        args, batch, backend = self.args, self.batch, self.backend
+        if not (has_advantages(args) or needs_reference(args)):
+            return
+        if self._kept is not None:
+            self._sampler = self._kept.tag_of(batch, self.weight_version)
+        _require_rollout_log_probs(args, batch)
+        needs_old = needs_old_log_probs(args, len(self.steps))
+        if not (needs_old or needs_reference(args) or needs_critic(args) or args.use_opd):
+            return
+        all_positions = [micro_batch for step in self.steps for micro_batch in step.micro_batches]
+        mbs = build_micro_batches(batch, all_positions, replay=args.use_rollout_routing_replay)
+        if needs_critic(args):
+            with self._timed("values"):
+                batch["values"] = backend.values(mbs)
+        if args.use_opd and args.opd_type == "trainer":
+            with self._timed("teacher_log_probs"):
+                teacher.add_teacher(backend, mbs, batch, full_kl=teacher.wants_full_kl(args))
+        elif args.use_opd:
+            teacher.require_teacher_log_probs(batch)
+        if needs_reference(args):
+            with self._timed("ref_log_probs"):
+                batch["ref_log_probs"] = backend.log_probs(mbs, weights="ref").log_probs
+        if needs_old:
+            with self._timed("log_probs"):
+                result = backend.log_probs(mbs, weights=self._sampler, entropy=args.use_rollout_entropy)
+                batch["log_probs"] = result.log_probs
+                if result.entropy is not None:
+                    batch["entropy"] = result.entropy
+
+    def _compare_before_training(self) -> dict[str, float] | None:
+        """Engine against trainer, where a pass saw all samples under the weights that training starts from.
+
+        None: it did not; the first optimizer step compares its own samples.
+        """
+        if "log_probs" in self.batch and self._sampler == "actor":
+            return self._compare(dict(enumerate(self.batch["log_probs"])))
+        return None
+
+    def _compare(self, log_probs: LogProbs | None) -> dict[str, float]:
+        return self.agreement.check(self.backend, self.args, self.batch, log_probs, self.weight_version)
+
+    def _add_advantages(self) -> None:
+        """Add `kl`, `advantages` and `returns`, where rewards become advantages."""
+        args, batch = self.args, self.batch
+        if not has_advantages(args):
+            return
+        old = batch.get("rollout_log_probs") if args.use_rollout_logprobs else batch.get("log_probs")
+        if args.kl_coef != 0:
+            assert old is not None, "a pass before training records the old log-probs for --kl-coef"
+            pairs = zip(old, batch["ref_log_probs"], strict=True)
+            batch["kl"] = [compute_approx_kl(lp, ref, args.kl_loss_type) for lp, ref in pairs]
+        else:
+            batch["kl"] = [torch.zeros(length) for length in batch["response_lengths"]]
+        if args.custom_advantage_function_path:
+            _call_custom_advantages(args, batch, args.custom_advantage_function_path)
+        else:
+            inputs = AdvantageInputs(
+                rewards=batch["rewards"],
+                kl=batch["kl"],
+                loss_masks=batch["loss_masks"],
+                kl_coef=args.kl_coef,
+                gamma=args.gamma,
+                lambd=args.lambd,
+                values=batch.get("values"),
+            )
+            batch["advantages"], batch["returns"] = compute_advantages(args.advantage_estimator, inputs)
+        if args.use_opd:
+            teacher.add_reverse_kl(args, batch, old)
+        if args.normalize_advantages:
+            moments = self.backend.sum_over_ranks(masked_moments(batch["advantages"], batch["loss_masks"]))
+            batch["advantages"] = whiten(batch["advantages"], moments)
+
+    def _postprocess(self) -> None:
+        """The user's last word on the batch."""
+        path = self.args.rollout_data_postprocess_path
+        if path:
+            with plugin_call("--rollout-data-postprocess-path", path, lambda: f"rollout {self.rollout_id}"):
+                load_function(path)(self.args, self.rollout_id, self.batch)
+        if self.args.loss_type == "policy_loss" and "advantages" not in self.batch:
+            raise ValueError(
+                "--disable-compute-advantages-and-returns: the samples have no advantages for --loss-type "
+                "policy_loss; set rollout_data['advantages'] in --rollout-data-postprocess-path."
+            )
+
+    # -- training
+
+    def _optimizer_step(
+        self, index: int, step: RankStep, compared: dict[str, float] | None
+    ) -> dict[str, float]:
+        """One optimizer step of every model that trains: the critic, then, after --num-critic-only-steps, the
+        actor. The first one also compares engine and trainer, unless a pass before did: later weights are newer.
+        """
+        args, watch = self.args, TokenWatch()
+        metrics = self._train_critic(index, step) if needs_critic(args) else {}
+        if not needs_critic(args) or self.rollout_id >= args.num_critic_only_steps:
+            metrics |= self._train_actor(index, step, watch)
+        if index == 0 and compared is not None:
+            metrics |= compared
+        elif index == 0 and args.loss_type in SAMPLED_LOSSES and "train/nonfinite_steps" not in metrics:
+            metrics |= self._compare(watch.log_probs() if args.loss_type == "policy_loss" else None)
+        if "train/empty_steps" in metrics:
+            self._tell_of_empty_step(index, step)
+        return metrics
+
+    def _train_critic(self, index: int, step: RankStep) -> dict[str, float]:
+        args, watch = self.args, TokenWatch()
+        try:
+            return train_critic(
+                self.backend,
+                self.batch,
+                step,
+                watch,
+                value_clip=args.value_clip,
+                per_token=args.calculate_per_token_loss,
+            )
+        except NonFiniteStepError as error:
+            self._report_nonfinite(f"rollout_{self.rollout_id}_step_{index}_critic", step, watch, error)
+            return {"train/critic-nonfinite_steps": 1.0}
+
+    def _train_actor(self, index: int, step: RankStep, watch: TokenWatch) -> dict[str, float]:
+        """One optimizer step with the checks around it; one that is not finite is reported and not applied."""
+        args, batch, backend = self.args, self.batch, self.backend
+        added = None
+        if args.loss_type == "policy_loss":
+            added = policy_tokens(args, backend, self.rollout_id, batch, step)
+        tokens = _token_lists(batch, added)
+        replay = args.use_rollout_routing_replay
+        mbs = build_micro_batches(batch, step.micro_batches, tokens, replay=replay)
+        denominators = Denominators(
+            step.num_rollouts, step.num_tokens, step.num_samples, per=REDUCTIONS[args.loss_reduction].count
+        )
+        loss = build_loss(args, batch, watch)
+        if args.use_opd:
+            loss = teacher.with_distillation(loss, backend, args)
+        try:
+            stats = backend.train_step(mbs, loss, denominators, place=StepPlace(self.rollout_id, index))
+        except NonFiniteStepError as error:
+            self._report_nonfinite(f"rollout_{self.rollout_id}_step_{index}", step, watch, error)
+            return {"train/nonfinite_steps": 1.0}
+        recorded_now = "log_probs" in batch and not (args.use_rollout_logprobs or args.keep_old_actor)
+        checked = args.loss_type == "policy_loss" and not args.skip_on_policy_check
+        if index == 0 and recorded_now and checked:
+            check_on_policy(backend, stats, step.num_tokens)
+        return step_metrics(stats, step)
+
+    def _report_nonfinite(
+        self, name: str, step: RankStep, watch: TokenWatch, error: NonFiniteStepError
+    ) -> None:
+        """Save the samples of a step that was not applied; raises unless --nonfinite-action says to go on."""
+        folder = Path(self.args.run_dir) / "nonfinite"
+        report = save_nonfinite(self.backend, folder, name, self.batch, step.positions, watch, error)
+        if self.args.nonfinite_action == "stop":
+            raise NonFiniteStepError(f"{error} {report}") from error
+        logger.warning("%s %s", error, report)
+
+    def _tell_of_empty_step(self, index: int, step: RankStep) -> None:
+        cause = "every one was rejected" if step.num_tokens else "every loss mask is 0"
+        cause = f"no token trains, {cause}"
+        self.agreement.hints.tell(
+            f"empty step: {cause}",
+            f"rollout {self.rollout_id}: optimizer step {index} is not applied, {cause}. Weights, optimizer and "
+            "learning-rate schedule stay as they are; train/empty_steps counts such steps.",
+        )
+
+
+def needs_old_log_probs(args: Flags, num_steps: int) -> bool:
+    """Whether a pass before training must record the old policy's log-probs.
+
+    Not when the engine's stand in for them, and not for one step on the policy's own samples: there the ratio
+    is 1. A loss of the user's own gets them beside its advantages.
+    """
+    if args.loss_type == "custom_loss":
+        return has_advantages(args) and not args.use_rollout_logprobs
+    if args.loss_type != "policy_loss":
+        return False
+    if args.use_rollout_entropy:
+        return True
+    if args.use_rollout_logprobs:
+        return False
+    if num_steps > 1 or args.kl_coef != 0 or args.keep_old_actor or args.use_opd or args.tis_batch_normalize:
+        return True
+    return POLICY_LOSSES[args.policy_loss_type].selects_by_covariance
+
+
+def _require_rollout_log_probs(args: Flags, batch: RolloutBatch) -> None:
+    for flag in ("use_rollout_logprobs", "use_tis", "use_rs", "get_mismatch_metrics"):
+        if getattr(args, flag) and "rollout_log_probs" not in batch:
+            hint = " Asynchronous runs choose it by default; --no-use-tis trains without."
+            raise ValueError(
+                f"--{flag.replace('_', '-')}: the rollout recorded no log-probs; return them with each "
+                f"sample.{hint if flag == 'use_tis' else ''}"
+            )
+
+
+def _call_custom_advantages(args: Flags, batch: RolloutBatch, path: str) -> None:
+    """What the user's function sets has one value per response token of each sample."""
+    with plugin_call("--custom-advantage-function-path", path):
+        load_function(path)(args, batch)
+    if "advantages" not in batch:
+        raise ValueError(f"--custom-advantage-function-path {path} set no rollout_data['advantages'].")
+    for key, lists in (("advantages", batch["advantages"]), ("returns", batch.get("returns"))):
+        for position, values in enumerate(lists or ()):
+            if len(values) != batch["response_lengths"][position]:
+                raise ValueError(
+                    f"--custom-advantage-function-path {path}: {key} of sample "
+                    f"{batch['sample_indices'][position]} has {len(values)} values for "
+                    f"{batch['response_lengths'][position]} response tokens."
+                )
+
+
+def _token_lists(batch: RolloutBatch, added: PolicyTokens | None) -> dict[str, list[Tensor]]:
+    """What the micro-batches carry per response token, by name."""
+    lists: dict[str, list[Tensor] | None] = {key: batch.get(key) for key in LOSS_TOKENS}
+    if added is not None:
+        lists |= {"old_log_probs": added.old_log_probs, "selected": added.selected}
+        lists["tis_scale"] = added.tis_scale
+    return {key: values for key, values in lists.items() if values is not None}
