@@ -8,6 +8,7 @@ import pytest
 from protocol_checks import attributes_of, calls_by_name, differences, members
 
 import slime
+from slime.arguments import PluginArgs
 from slime.backends.base import OutputMatrix, TrainBackend
 from slime.backends.fsdp.backend import FSDPBackend
 from slime.backends.fsdp.dcp_checkpoint import CheckpointedTrainer
@@ -35,6 +36,7 @@ from slime.runtime.base import Future, Guarded, Handle, Runtime
 from slime.runtime.heartbeat import Beating
 from slime.runtime.local import InProcessHandle, LocalFuture, LocalRuntime, ProcessHandle
 from slime.utils.http_utils import Observer
+from slime.utils.types import ExpertArgs, RewardArgs
 from slime.weight_sync import live_sender_of, transport_of
 from slime.weight_sync.base import LiveSender, Sender
 from slime.weight_sync.delta import publication
@@ -63,6 +65,8 @@ IMPLEMENTATIONS: dict[type, list[type]] = {
         embedded_weights.GroupSource,
         embedded_weights.DequantizedSource,
     ],
+    RewardArgs: [PluginArgs],
+    ExpertArgs: [PluginArgs],
     Journal: [CountingJournal],
     Observer: [PolicyRequests],
     Runtime: [LocalRuntime],

@@ -116,7 +116,7 @@ def _split_step(
         count = max(len(bins) for bins in ranks)
         ranks = [split_largest(bins, sizes, count) for bins in ranks]
         if args.balance_by_flops:
-            ranks = [_even_bins(bins, costs, sizes, args.max_tokens_per_gpu * cp_size) for bins in ranks]
+            ranks = [_even_bins(bins, costs, sizes, _token_budget(args, cp_size)) for bins in ranks]
         # Ranks wait for each other at every micro-batch: the heaviest of each meet.
         ranks = [sorted(bins, key=lambda members: -sum(costs[unit] for unit in members)) for bins in ranks]
     else:
@@ -149,15 +149,19 @@ def _pack(
     if not positions:
         return []
     if args.use_dynamic_batch_size:
-        if not args.max_tokens_per_gpu:
-            raise ValueError(
-                "--use-dynamic-batch-size packs micro-batches up to a token budget: set it with "
-                "--max-tokens-per-gpu."
-            )
-        bins = pack_first_fit([lengths[p] for p in positions], args.max_tokens_per_gpu * cp_size)
+        bins = pack_first_fit([lengths[p] for p in positions], _token_budget(args, cp_size))
         return [[positions[i] for i in members] for members in bins]
     size = max(1, args.micro_batch_size // samples_per_unit)
     return [positions[start : start + size] for start in range(0, len(positions), size)]
+
+
+def _token_budget(args: Flags, cp_size: int) -> int:
+    if not args.max_tokens_per_gpu:
+        raise ValueError(
+            "--use-dynamic-batch-size packs micro-batches up to a token budget: set it with "
+            "--max-tokens-per-gpu."
+        )
+    return args.max_tokens_per_gpu * cp_size
 
 
 def take(batch: RolloutBatch, positions: Sequence[int]) -> RolloutBatch:

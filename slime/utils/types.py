@@ -25,18 +25,14 @@ if TYPE_CHECKING:
 class RewardArgs(Protocol):
     """The one setting that reading a reward needs."""
 
-    @property
-    def reward_key(self) -> str | None: ...
+    reward_key: str | None
 
 
 class ExpertArgs(Protocol):
     """The sizes that recorded expert choices have; plug-in arguments have them once the model is known."""
 
-    @property
-    def num_layers(self) -> int | None: ...
-
-    @property
-    def moe_router_topk(self) -> int | None: ...
+    num_layers: int | None
+    moe_router_topk: int | None
 
 
 IntArray = npt.NDArray[np.int32]
