@@ -12,8 +12,14 @@ ROUTER_VENV := .venv-router
 # The parts of the long suites that `make ci` runs.
 MEGATRON_QUICK := $(addprefix tests/backends/megatron/test_megatron_,guards.py layouts.py hooks.py)
 SGLANG_QUICK := tests/contracts tests/engines/test_router_process.py tests/algorithms/test_logprob_kernels.py
+# What needs no model, no engine and no run of training.
+FAST := $(addprefix tests/,algorithms arguments batch data observability utils wire) $(wildcard tests/test_*.py)
+# Two cores hold two workers, each with one thread; a file stays with one of them, and so do its engines and models.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -q
+PARALLEL := $(PYTEST) -n $(WORKERS) --dist loadfile --durations 20
 
-.PHONY: install quickstart test ci test-slow test-gpu test-megatron test-sglang sglang-env lint format docs clean
+.PHONY: install quickstart test test-fast ci test-slow test-gpu test-megatron test-sglang sglang-env lint format docs clean
 
 install: $(STAMP)
 
@@ -28,20 +34,24 @@ quickstart: $(STAMP)
 	$(BIN)/slime quickstart
 
 test: $(STAMP) lint
-	$(BIN)/python -m pytest -q
+	$(PYTEST) --durations 20
+
+# The pure parts, in a minute.
+test-fast: $(STAMP)
+	$(PARALLEL) $(FAST)
 
 # What continuous integration runs: the tests, and what of the Megatron and SGLang suites is quick.
 ci: test
 	$(BIN)/python -m pip install -q $(CONSTRAINTS) -e ".[megatron]"
-	$(BIN)/python -m pytest -q -m "megatron and not slow" --timeout 900 $(MEGATRON_QUICK)
+	$(PYTEST) -m "megatron and not slow" --timeout 900 $(MEGATRON_QUICK)
 	$(MAKE) sglang-env
-	$(BIN)/python -m pytest -q -m "sglang and not slow" --timeout 900 $(SGLANG_QUICK)
+	$(PYTEST) -m "sglang and not slow" --timeout 900 $(SGLANG_QUICK)
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -q -m "slow and not megatron and not sglang and not gpu" --timeout 3600
+	$(PYTEST) -m "slow and not megatron and not sglang and not gpu" --timeout 3600
 
 test-gpu: $(STAMP)
-	$(BIN)/python -m pytest -q -m gpu --timeout 1800
+	$(PYTEST) -m gpu --timeout 1800
 
 sglang-env: $(SGLANG_VENV)/.installed $(ROUTER_VENV)/.installed
 
@@ -61,11 +71,11 @@ $(ROUTER_VENV)/.installed:
 
 # Two real SGLang servers, started once.
 test-sglang: $(STAMP) sglang-env
-	$(BIN)/python -m pytest -q -m sglang --timeout 1200
+	$(PYTEST) -m sglang --timeout 1200
 
 test-megatron: $(STAMP)
 	$(BIN)/python -m pip install -q $(CONSTRAINTS) -e ".[megatron]"
-	$(BIN)/python -m pytest -q -m "megatron and not gpu" --timeout 1800
+	$(PYTEST) -m "megatron and not gpu" --timeout 1800
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from patience import PATIENCE_S
 
 from slime.catalog.transports import TRANSPORTS
 from slime.utils import http_utils, shm
@@ -49,10 +50,10 @@ def start_engine(
     env = {**os.environ, **thread_environment(1), **({http_utils.TOKEN_VARIABLE: token} if token else {})}
     process = subprocess.Popen(command, pass_fds=(life.read_fd,), env=env)
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + PATIENCE_S
         while not ready.exists():
             assert process.poll() is None, f"the engine ended with {process.returncode} before it served"
-            assert time.monotonic() < deadline, "the engine was not ready after 120 s"
+            assert time.monotonic() < deadline, "the engine never became ready"
             time.sleep(0.05)
         url = f"http://127.0.0.1:{json.loads(ready.read_text())['port']}"
         http_utils.authorize(url, token)

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+from patience import PATIENCE_S
 from tiny_model import make_tiny_model
 
 ROOT = Path(__file__).parent.parent
@@ -67,7 +68,13 @@ def command(world: Path, run: str, script: str = "train.py", **changes) -> list[
 
 
 def run_train(
-    world: Path, run: str, *, check: bool = True, timeout: float = 240, script: str = "train.py", **changes
+    world: Path,
+    run: str,
+    *,
+    check: bool = True,
+    timeout: float = PATIENCE_S,
+    script: str = "train.py",
+    **changes,
 ):
     """Run to the end in a process of its own, as a user would."""
     done = subprocess.run(
@@ -97,7 +104,7 @@ def start_train(world: Path, run: str, **changes) -> subprocess.Popen:
         )
 
 
-def wait_for(condition, process: subprocess.Popen, seconds: float = 120):
+def wait_for(condition, process: subprocess.Popen, seconds: float = PATIENCE_S):
     """The first true value of `condition()`, while the process runs."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

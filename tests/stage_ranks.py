@@ -59,7 +59,7 @@ class StageRanks:
             process.stdin.close()
         for process in self.processes:
             try:
-                process.wait(20)
+                process.wait(120)
             except subprocess.TimeoutExpired:
                 process.kill()
             process.stdout.close()

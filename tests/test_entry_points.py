@@ -36,7 +36,7 @@ def test_a_strangers_train_py_is_never_imported(tmp_path, command, form, here):
         [sys.executable, *form, command, *base_argv(), *words, "--run-dir", str(tmp_path / "run")],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         cwd=tmp_path if here else ROOT / "tests",
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
     )

@@ -13,7 +13,7 @@ from slime.cli import train as cli_train
 
 def run(*words):
     return subprocess.run(
-        [sys.executable, "-m", "slime", *words], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "slime", *words], capture_output=True, text=True, timeout=600
     )
 
 

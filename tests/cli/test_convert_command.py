@@ -90,7 +90,7 @@ def test_round_trip_through_a_megatron_checkpoint_changes_no_bit(tmp_path):
     to_dist = ["hf-to-dist", "--hf-checkpoint", model, "--save", saved, "--train-backend", "megatron"]
     to_hf = ["dist-to-hf", "--load", saved, "--hf-checkpoint", model, "--save", back]
     for words in (to_dist, to_hf):
-        subprocess.run([*slime, *words], check=True, timeout=300)
+        subprocess.run([*slime, *words], check=True, timeout=600)
     expected, found = weights(tmp_path / "model"), weights(tmp_path / "back")
     assert expected.keys() == found.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
@@ -114,7 +114,7 @@ def test_heads_of_a_type_that_transformers_lacks_come_through_megatron(tmp_path)
     to_dist = ["hf-to-dist", "--hf-checkpoint", model, "--save", saved, "--train-backend", "megatron"]
     to_hf = ["dist-to-hf", "--load", saved, "--hf-checkpoint", model, "--save", back]
     for words in (to_dist, to_hf):
-        subprocess.run([*slime, *words], check=True, timeout=300)
+        subprocess.run([*slime, *words], check=True, timeout=600)
     expected, found = weights(tmp_path / "mimo"), weights(tmp_path / "back")
     assert expected.keys() == found.keys() and any("mtp_layers" in name for name in found)
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

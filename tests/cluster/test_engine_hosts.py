@@ -6,12 +6,12 @@ The processes are the fakes of the fleet's tests, except where real engines of a
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 from argument_helpers import parse
+from patience import eventually
 from ray_nodes import SECOND_HOST, two_ray_nodes
 from tiny_model import make_tiny_model
 
@@ -85,13 +85,6 @@ def engines(runtime, tmp_path):
     made = Fleet(tmp_path, runtime)
     yield made
     made.fleet.stop()
-
-
-def eventually(condition, seconds: float = 40.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.02)
 
 
 def node_of(pid: int) -> str:

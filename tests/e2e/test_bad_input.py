@@ -5,12 +5,12 @@ names it, an exit code that is not 0, nothing left behind.
 import json
 import os
 import signal
-import time
 from typing import NamedTuple
 
 import psutil
 import pytest
-from loop_helpers import flags, make_world, run_train, series, start_train
+from loop_helpers import flags, make_world, run_train, series, start_train, wait_for
+from patience import PATIENCE_S
 from tiny_model import make_tiny_model
 
 from slime.cli import train as cli_train
@@ -90,7 +90,8 @@ def end(world, capfd):
             code = stop.code
         out, err = capfd.readouterr()
         left = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
-        _, alive = psutil.wait_procs([p for p in left if "rm_hub" not in " ".join(p.cmdline())], timeout=10)
+        mortal = [p for p in left if "rm_hub" not in " ".join(p.cmdline())]
+        _, alive = psutil.wait_procs(mortal, timeout=PATIENCE_S)
         assert not alive, [p.cmdline() for p in alive]
         assert shm.list_segments(f"slime-{os.getpid()}") == []
         return Ended(code, out, err)
@@ -279,15 +280,9 @@ def neighbours(world):
     first = start_train(world, "first", num_rollout=1, save=world / "ckpt", save_interval=1)
     second = start_train(world, "second", num_rollout=100_000)
     try:
-        deadline = time.monotonic() + 200
-        while (
-            not series(world, "second", "train/loss")
-            and second.poll() is None
-            and time.monotonic() < deadline
-        ):
-            time.sleep(0.05)
+        wait_for(lambda: series(world, "second", "train/loss"), second)
         second.send_signal(signal.SIGINT)
-        yield first.wait(100), second.wait(30)
+        yield first.wait(PATIENCE_S), second.wait(PATIENCE_S)
     finally:
         for process in (first, second):
             process.kill()

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 QUICK = {
@@ -33,7 +34,7 @@ def test_a_benchmark_writes_its_results(name, flags, tmp_path):
     results = tmp_path / "results.json"
     command = [sys.executable, f"benchmarks/{name}.py", *flags.split(), "--json", str(results)]
     env = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode in (0, 1) and "Traceback" not in done.stdout + done.stderr, (
         done.stdout + done.stderr
     )

@@ -59,7 +59,7 @@ def test_two_stages_push_to_one_engine(tmp_path):
     pytest.importorskip("megatron.core")
     world = make_world(tmp_path)
     layout = dict(train_backend="megatron", pipeline_model_parallel_size=2, actor_num_gpus_per_node=2)
-    run_train(world, "run", num_rollout=3, timeout=400, **layout, **PUSH)
+    run_train(world, "run", num_rollout=3, **layout, **PUSH)
     check(world, "run", 3)
     for rank in range(2):
         log = (world / "run" / "logs" / f"trainer-{rank}.log").read_text()

@@ -33,7 +33,7 @@ def test_hand_made_samples_of_older_weights_are_compared_as_such_and_the_driver_
     world = make_world(tmp_path)
     (world / "by_hand.py").write_text(GENERATE)
     own = {"custom_generate_function_path": f"{world}/by_hand.py:generate", "script": "train_async.py"}
-    done = run_train(world, "run", num_rollout=2, no_use_tis=True, timeout=400, **own)
+    done = run_train(world, "run", num_rollout=2, no_use_tis=True, **own)
     assert series(world, "run", "train/logprob_abs_diff/lag_0")[0] < 1e-5
     assert series(world, "run", "train/staleness/lag_1") == {1: 1.0}
     told = [line for line in done.stderr.splitlines() if "were sampled by older weights" in line]

@@ -15,11 +15,11 @@ LAYOUT = dict(train_backend="megatron", tensor_model_parallel_size=2, actor_num_
 def test_tensor_parallel_ranks_train_save_and_resume(tmp_path):
     world = make_world(tmp_path)
     kept = dict(save=world / "ckpt", save_interval=1, async_save=True, keep_last_n=1)
-    run_train(world, "first", num_rollout=2, timeout=400, **kept, **LAYOUT)
+    run_train(world, "first", num_rollout=2, **kept, **LAYOUT)
     assert [path.name for path in (world / "ckpt").iterdir()] == ["step_0000001"], (
         "whole, and the last one only"
     )
-    run_train(world, "second", load=world / "ckpt", num_rollout=3, timeout=400, **LAYOUT)
+    run_train(world, "second", load=world / "ckpt", num_rollout=3, **LAYOUT)
     differences = series(world, "first", "train/train_rollout_logprob_abs_diff")
     assert len(differences) == 2 and max(differences.values()) < 1e-3, (
         "engine and trainer must hold the same weights"

@@ -9,6 +9,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from patience import eventually
 
 from slime.engines import external
 from slime.engines.external import ExternalServer, discover, read_address
@@ -154,9 +155,9 @@ def test_an_external_engine_that_goes_and_returns_is_brought_up_to_date_and_neve
     fleet.launch()
     assert fleet.wait_ready() == (server.url,) and fleet.is_alive(server.url)
     engine.close()
-    wait(lambda: not fleet.is_alive(server.url))
+    eventually(lambda: not fleet.is_alive(server.url))
     serve(port=engine.port)
-    wait(lambda: fleet.num_restarts >= 1)  # a busy machine may miss it more than once
+    eventually(lambda: fleet.num_restarts >= 1)  # a busy machine may miss it more than once
     assert set(joined) == {server.url}
     fleet.stop()
     socket.create_connection(("127.0.0.1", engine.port), 5).close()  # it still serves
@@ -169,7 +170,7 @@ def test_an_evicted_external_engine_is_left_running_and_returns(serve, model):
     fleet = EngineFleet([server], WatchPolicy(3, 600.0, poll_s=0.02), joined.append)
     fleet.wait_ready()
     fleet.evict(server.url, RuntimeError("wrong version"))
-    wait(lambda: fleet.num_restarts == 1)
+    eventually(lambda: fleet.num_restarts == 1)
     assert joined == [server.url] and fleet.is_alive(server.url)
     fleet.stop()
 
@@ -181,7 +182,3 @@ def test_shared_memory_reaches_only_this_machine(serve, model):
     assert "shared_memory" in server.transports(found.info)
     server.url = "http://10.0.0.5:30000"
     assert server.transports(found.info) == ("disk", "distributed")
-
-
-def wait(condition, seconds: float = 20.0) -> None:
-    external.waits.until(condition, "it to happen", seconds, interval_s=0.02)

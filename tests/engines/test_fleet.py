@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from patience import PATIENCE_S, eventually
 
 from slime.engines import server as engine_server
 from slime.engines.fleet import EngineFleet, EnginesKeepDying, NoEngineLeft, WatchPolicy
@@ -74,13 +75,6 @@ def make(tmp_path):
         fleet.fleet.stop()
 
 
-def eventually(condition, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.01)
-
-
 def test_engines_report_the_ports_they_bound(make):
     fleet = make(size=2)
     urls = fleet.start()
@@ -104,7 +98,7 @@ def test_a_stopped_engine_is_replaced(make, caplog):
     urls = fleet.start()
     old = fleet.servers[1].pid
     os.kill(old, signal.SIGSTOP)
-    eventually(lambda: fleet.fleet.num_restarts >= 1, 60)
+    eventually(lambda: fleet.fleet.num_restarts >= 1)
     assert fleet.fleet.urls == urls and fleet.servers[1].pid != old
     assert "no sign of life for 2 s: its process is stopped (SIGSTOP" in caplog.text
 
@@ -114,9 +108,9 @@ def test_an_engine_that_computes_is_not_replaced_although_it_is_silent(make):
     fleet.start()
     fleet.set_mood("spins")
     [clock] = fleet.fleet._pulse._clocks
-    eventually(lambda: clock.silent_s > 2.0, 60)
+    eventually(lambda: clock.silent_s > 2.0)
     fleet.set_mood("well")
-    eventually(lambda: clock.silent_s == 0.0, 60)
+    eventually(lambda: clock.silent_s == 0.0)
     assert fleet.fleet.num_restarts == 0 and fleet.servers[0].alive()
 
 
@@ -151,7 +145,7 @@ def test_more_deaths_than_the_limit_end_the_run_with_the_cause(make):
     with pytest.raises(
         EnginesKeepDying, match=r"died 2 times within 600 s \(--engine-restart-limit 1\).*signal 9"
     ):
-        fleet.fleet.failure.result(20)
+        fleet.fleet.failure.result(PATIENCE_S)
 
 
 def test_the_others_go_on_when_a_machine_is_lost(make):
@@ -169,7 +163,7 @@ def test_the_others_go_on_when_a_machine_is_lost(make):
         assert there == [urls[0]] and not fleet.fleet.failure.done()
     fleet.kill(0)
     with pytest.raises(NoEngineLeft, match=r"the last to go: engine-0 was killed by signal 9"):
-        fleet.fleet.failure.result(20)
+        fleet.fleet.failure.result(PATIENCE_S)
 
 
 def test_an_engine_that_cannot_start_again_counts_as_dying(make):
@@ -178,7 +172,7 @@ def test_an_engine_that_cannot_start_again_counts_as_dying(make):
     fleet.set_mood("dies")
     fleet.kill()
     with pytest.raises(EnginesKeepDying, match=r"(?s)ended with code 1.*the model folder is empty"):
-        fleet.fleet.failure.result(20)
+        fleet.fleet.failure.result(PATIENCE_S)
 
 
 def test_an_engine_that_dies_before_it_serves_is_told_with_its_last_words(make):
@@ -207,7 +201,7 @@ def test_a_port_taken_while_the_engine_was_down_is_told_and_nothing_hangs(make):
         thief = socket.create_server(("127.0.0.1", port))
     try:
         with pytest.raises(EngineStartError, match=rf"port {port} of engine-0 was taken"):
-            fleet.fleet.failure.result(20)
+            fleet.fleet.failure.result(PATIENCE_S)
     finally:
         thief.close()
 
@@ -239,7 +233,7 @@ def test_the_cause_of_an_eviction_is_behind_the_end_of_the_run(make):
     fleet.fail_join = True
     fleet.kill()
     with pytest.raises(EnginesKeepDying) as stopped:
-        fleet.fleet.failure.result(20)
+        fleet.fleet.failure.result(PATIENCE_S)
     assert "it refused the weights" in str(stopped.value.__cause__)
 
 
@@ -323,7 +317,7 @@ def test_no_engine_left_for_too_long_ends_the_run_with_the_cause(make):
         NoEngineLeft,
         match=r"(?s)no engine was left for 0\.5 s \(--no-engine-timeout-s\).*engine-\d was killed",
     ):
-        fleet.fleet.failure.result(20)
+        fleet.fleet.failure.result(PATIENCE_S)
 
 
 def test_one_engine_left_is_enough(make):

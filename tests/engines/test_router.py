@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import aiohttp
 import pytest
 from fake_engine import FakeEngine
+from patience import PATIENCE_S
 from yarl import URL
 
 from slime.engines.middleware import RouterAnswer, RouterRequest
@@ -158,7 +159,7 @@ def test_a_request_of_an_engine_that_leaves_the_rotation_is_answered_by_another(
             time.sleep(0.01)
         balancer.add(member(other.url))
         balancer.remove(stuck.url)
-        assert future.result(10)["output_ids"] and len(other.requests) == 1
+        assert future.result(PATIENCE_S)["output_ids"] and len(other.requests) == 1
 
 
 def test_a_stream_of_an_engine_that_leaves_is_cut_and_not_begun_again():
@@ -179,7 +180,7 @@ def test_a_stream_of_an_engine_that_leaves_is_cut_and_not_begun_again():
         balancer.add(member(other.url))
         balancer.remove(stuck.url)
         with pytest.raises(aiohttp.ClientError):
-            future.result(10)
+            future.result(PATIENCE_S)
         assert other.requests == []
 
 
@@ -203,7 +204,7 @@ def test_requests_wait_for_an_engine_to_return():
         time.sleep(0.3)
         assert not future.done()
         balancer.add(member(engine.url))
-        assert future.result(10)["output_ids"]
+        assert future.result(PATIENCE_S)["output_ids"]
 
 
 def test_the_wait_for_an_engine_ends():
@@ -250,7 +251,7 @@ def test_a_request_whose_engine_died_goes_back_to_it_when_it_returns():
             time.sleep(1.5)
             assert not future.done() and two.requests == []
             balancer.add(member(one.url))
-            assert future.result(30)["output_ids"]
+            assert future.result(PATIENCE_S)["output_ids"]
         assert (len(one.requests), len(two.requests)) == (2, 0)
 
 
@@ -270,7 +271,7 @@ def test_requests_in_company_go_to_one_other_engine_when_theirs_stays_away_and_n
         balancer.remove(one.url)
         for other in (two, three):
             balancer.add(member(other.url))
-        answers = future.result(30)
+        answers = future.result(PATIENCE_S)
         assert [answer.status for answer in answers] == [422, 422]
         assert sorted([len(two.requests), len(three.requests)]) == [0, 2]
 

@@ -4,7 +4,6 @@ sessions, disaggregation, and its own death.
 
 import os
 import signal
-import time
 from collections import Counter
 from types import SimpleNamespace
 
@@ -12,6 +11,7 @@ import psutil
 import pytest
 from aiohttp import web
 from fake_engine import FakeEngine
+from patience import eventually
 
 from slime.arguments.passthrough.router import need_router_python, read_router_flags
 from slime.arguments.passthrough.sglang import find_python
@@ -75,13 +75,6 @@ def ask(router: SGLangRouter, session: str | None = None):
 
 def known(router: SGLangRouter) -> set[str]:
     return {worker["url"] for worker in run(http_utils.get(f"{router.url}/workers"))["workers"]}
-
-
-def eventually(condition, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.1)
 
 
 def test_engines_leave_and_return_sessions_stay_and_a_dead_router_comes_back_knowing_all(python, tmp_path):

@@ -3,6 +3,7 @@
 import asyncio
 
 from fake_engine import FakeEngine
+from patience import PATIENCE_S
 from rollout_helpers import assert_conserved, make_args, make_source
 
 from slime.rollout.generation import concurrency
@@ -61,7 +62,7 @@ def test_a_waiter_cancelled_in_the_moment_it_is_let_in_gives_its_slot_on():
         await asyncio.sleep(0)
         await limit.__aexit__()
         first.cancel()
-        await asyncio.wait_for(second, 1)
+        await asyncio.wait_for(second, PATIENCE_S)
         assert limit.in_use == 1
 
     asyncio.run(scenario())

@@ -6,6 +6,7 @@ import time
 import pytest
 import rollout_plugins
 from fake_engine import FakeEngine
+from patience import eventually
 from rollout_helpers import assert_conserved, counts, make_args, make_source
 
 from slime.rollout import fully_async_rollout
@@ -29,13 +30,6 @@ def rollout(args, source, rollout_id=0):
     return call_rollout_fn(generate_rollout_fully_async, args, rollout_id, source, evaluation=False)
 
 
-def wait_until(condition, seconds=10.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.01)
-
-
 def ids(output):
     return [s.index for s in flatten_samples(output.samples)]
 
@@ -57,7 +51,7 @@ def test_the_pool_goes_on_between_rollouts_and_starts_no_more_than_the_bound_let
         args = make_args(tmp_path, engine, *FUNCTION, "--max-weight-staleness", "2", num_rollout=100)
         source = make_source(args)
         rollout(args, source)
-        wait_until(lambda: len(engine.requests) == 2 * (4 + 2 * 4))
+        eventually(lambda: len(engine.requests) == 2 * (4 + 2 * 4))
         time.sleep(0.1)
         assert len(engine.requests) == 24  # two rollouts ahead, not more
         sent = {r["rid"].partition("-")[0] for r in engine.requests[8:]}
@@ -96,7 +90,7 @@ def test_a_finished_group_that_became_too_old_is_generated_again(tmp_path):
         args = make_args(tmp_path, engine, num_rollout=9)
         source = make_source(args)
         rollout(args, source)
-        wait_until(lambda: len(engine.requests) == 16 and engine.running == 0)
+        eventually(lambda: len(engine.requests) == 16 and engine.running == 0)
         engine.version = "run:3"  # two pushes at once: the pool of version 1 is beyond the bound of 1
         output = rollout(args, source, 1)
         assert output.metrics["rollout/groups/stale"] == 4
@@ -132,7 +126,7 @@ def test_the_cursor_holds_finished_groups_as_finished_and_those_in_flight_as_pro
         args = make_args(tmp_path, engine, num_rollout=9)
         source = make_source(args)
         first = rollout(args, source)
-        wait_until(lambda: len(engine.requests) == 16 and engine.running == 4)
+        eventually(lambda: len(engine.requests) == 16 and engine.running == 4)
         cursor = fully_async_rollout._workers[
             id(source)
         ]._cursor()  # as the end of a rollout would take it now
@@ -187,7 +181,7 @@ def test_evaluation_goes_beside_the_pool(tmp_path):
         args = make_args(tmp_path, engine, *flags, num_rollout=9)
         source = make_source(args)
         rollout(args, source)
-        wait_until(lambda: engine.running == 8)
+        eventually(lambda: engine.running == 8)
         output = call_rollout_fn(generate_rollout_fully_async, args, 0, source, evaluation=True)
         assert len(output.data["small"]["rewards"]) == 1
         assert engine.running == 8 and engine.aborts == []  # the pool was not touched

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from patience import eventually
 
 from slime.rollout.rm_hub.workers.pool import CheckPool
 from slime.utils.reward_failure import AnswerTooLarge, RewardFailure
@@ -36,13 +37,6 @@ def is_running(pid):
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-def wait_until(condition, seconds=10.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "condition not reached in time"
-        time.sleep(0.02)
 
 
 def test_value_comes_back_and_the_worker_is_reused(pool):
@@ -110,7 +104,7 @@ def test_worker_that_dies_is_an_infra_error_and_is_replaced(pool):
 def test_worker_killed_while_idle_is_replaced(pool):
     pid = asyncio.run(pool.check("os:getpid"))
     os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: not is_running(pid))
+    eventually(lambda: not is_running(pid))
     assert asyncio.run(pool.check("operator:add", 1, 1)) == 2
 
 
@@ -123,7 +117,7 @@ def test_worker_that_is_stopped_while_idle_is_noticed_within_the_deadline_and_re
     failure = asyncio.run(pool.check("builtins:len", "x" * size))
     assert time.monotonic() - start < 20  # the deadline is 1 s; it used to be 120 s
     assert failure.kind == "infra_error"
-    wait_until(lambda: not is_running(pid))
+    eventually(lambda: not is_running(pid))
     assert asyncio.run(pool.check("builtins:len", "x" * size)) == size
 
 
@@ -198,7 +192,7 @@ def test_close_ends_workers_busy_or_idle():
 
     pids, failure = asyncio.run(main())
     assert failure.kind == "infra_error"
-    wait_until(lambda: not any(map(is_running, pids)))
+    eventually(lambda: not any(map(is_running, pids)))
     with pytest.raises(RuntimeError, match="closed"):
         asyncio.run(pool.check("os:getpid"))
 
@@ -221,7 +215,7 @@ asyncio.run(main())
     finally:
         parent.kill()
         parent.wait()
-    wait_until(lambda: not is_running(pid), seconds=5)
+    eventually(lambda: not is_running(pid))
 
 
 @pytest.mark.parametrize("size, deadline", [(0, 1.0), (1, 0.0)])

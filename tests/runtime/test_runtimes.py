@@ -10,6 +10,7 @@ import time
 
 import psutil
 import pytest
+from patience import PATIENCE_S
 
 from slime.runtime.base import CONTROL, Guarded, WorkerDied, WorkerSpec, fetch, gather
 from slime.runtime.heartbeat import WorkerSilent
@@ -108,29 +109,29 @@ def test_a_file_in_the_working_folder_does_not_shadow_what_a_worker_imports(tmp_
     prefix = shm.make_prefix()
     runtime = LocalRuntime(tmp_path / "run", prefix)
     try:
-        assert runtime.spawn(Target, 10, spec=WorkerSpec("target")).call("add", 5).result(60) == 15
+        assert runtime.spawn(Target, 10, spec=WorkerSpec("target")).call("add", 5).result(PATIENCE_S) == 15
     finally:
         runtime.close()
 
 
 def test_a_call_returns_its_value(handle):
-    assert handle.call("add", 5).result(60) == 15
+    assert handle.call("add", 5).result(PATIENCE_S) == 15
 
 
 def test_an_exception_keeps_its_type_and_message(handle):
     with pytest.raises(ValueError, match="--flag 3: too small"):
-        handle.call("fail").result(60)
+        handle.call("fail").result(PATIENCE_S)
 
 
 def test_the_control_lane_does_not_queue_behind_work(handle):
     waiting = handle.call("wait")
-    handle.call("wake", lane=CONTROL).result(60)
-    assert waiting.result(60) == "woken"
+    handle.call("wake", lane=CONTROL).result(PATIENCE_S)
+    assert waiting.result(PATIENCE_S) == "woken"
 
 
 def test_an_overdue_call_is_a_named_error(runtime):
     slow = runtime.spawn(Target, 0, spec=WorkerSpec("slow"))
-    assert slow.call("add", 1).result(60) == 1
+    assert slow.call("add", 1).result(PATIENCE_S) == 1
     with pytest.raises(waits.WaitTimeout, match=r"slow\.wait: not done after 0\.2"):
         slow.call("wait").result(0.2)
     slow.kill()
@@ -138,22 +139,22 @@ def test_an_overdue_call_is_a_named_error(runtime):
 
 def test_references_reach_workers(runtime, handle):
     ref = runtime.put(list(range(100)))
-    assert handle.call("total", ref).result(60) == 4950
+    assert handle.call("total", ref).result(PATIENCE_S) == 4950
     runtime.drop(ref)
 
 
 def test_a_dead_worker_fails_its_calls_with_the_cause(runtime):
     doomed = runtime.spawn(Target, 0, spec=WorkerSpec("doomed"))
-    doomed.call("add", 1).result(60)
+    doomed.call("add", 1).result(PATIENCE_S)
     with pytest.raises(WorkerDied, match="doomed"):
-        doomed.call("die").result(60)
+        doomed.call("die").result(PATIENCE_S)
     with pytest.raises(WorkerDied):
-        doomed.call("add", 1).result(60)
+        doomed.call("add", 1).result(PATIENCE_S)
 
 
 def test_a_stopped_worker_is_told_and_answers_again_when_it_goes_on(watched, caplog):
     sleeper = watched.spawn(Target, 10, spec=WorkerSpec("sleeper"))
-    pid = sleeper.call("pid").result(60)
+    pid = sleeper.call("pid").result(PATIENCE_S)
     caplog.clear()
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(
@@ -162,11 +163,11 @@ def test_a_stopped_worker_is_told_and_answers_again_when_it_goes_on(watched, cap
     ):
         gather([sleeper.call("add", 1), sleeper.call("wake", lane=CONTROL)], 120)
     with pytest.raises(WorkerDied):
-        sleeper.call("add", 1).result(60)
+        sleeper.call("add", 1).result(PATIENCE_S)
     assert f"sleeper (pid {pid}" in caplog.text  # warned of before the limit
     os.kill(pid, signal.SIGCONT)
     waits.until(lambda: "answers again" in caplog.text, "the next heartbeat", 60)
-    assert sleeper.call("add", 1).result(60) == 11
+    assert sleeper.call("add", 1).result(PATIENCE_S) == 11
 
 
 def test_a_wait_for_something_else_ends_with_a_silent_worker():
@@ -185,15 +186,15 @@ def test_a_wait_for_something_else_ends_with_a_silent_worker():
 
 def test_a_long_call_is_no_silence(watched):
     busy = watched.spawn(Target, 10, spec=WorkerSpec("busy"))
-    assert busy.call("spin", 3 * LIMIT_S).result(120) == "spun"
+    assert busy.call("spin", 3 * LIMIT_S).result(PATIENCE_S) == "spun"
 
 
 def test_arguments_that_a_worker_cannot_read_fail_their_call_alone(runtime):
     worker = runtime.spawn(Target, 10, spec=WorkerSpec("reader"))
-    assert worker.call("add", 1).result(60) == 11
+    assert worker.call("add", 1).result(PATIENCE_S) == 11
     with pytest.raises(Exception, match="unreadable here"):
-        worker.call("add", Unreadable()).result(60)
-    assert worker.call("add", 1).result(60) == 11
+        worker.call("add", Unreadable()).result(PATIENCE_S)
+    assert worker.call("add", 1).result(PATIENCE_S) == 11
 
 
 def test_the_first_failure_ends_a_gather_although_others_wait(runtime):
@@ -210,12 +211,14 @@ def test_the_first_failure_ends_a_gather_although_others_wait(runtime):
 def test_environment_and_slot_reach_the_worker(runtime):
     spec = WorkerSpec("env", slot=Slot(0, (3, 4)), env={"OMP_NUM_THREADS": "1"})
     worker = runtime.spawn(Target, 0, spec=spec)
-    assert worker.call("env", "OMP_NUM_THREADS").result(60) == "1"
-    assert worker.call("env", "CUDA_VISIBLE_DEVICES").result(60) == "3,4"
+    assert worker.call("env", "OMP_NUM_THREADS").result(PATIENCE_S) == "1"
+    assert worker.call("env", "CUDA_VISIBLE_DEVICES").result(PATIENCE_S) == "3,4"
 
 
 def test_closing_ends_every_process(tmp_path):
     runtime = LocalRuntime(tmp_path, shm.make_prefix())
-    pids = [runtime.spawn(Target, 0, spec=WorkerSpec(f"w{i}")).call("pid").result(60) for i in range(2)]
+    pids = [
+        runtime.spawn(Target, 0, spec=WorkerSpec(f"w{i}")).call("pid").result(PATIENCE_S) for i in range(2)
+    ]
     runtime.close()
     assert not any(psutil.pid_exists(pid) for pid in pids)

@@ -5,6 +5,7 @@ import datetime
 import psutil
 import pytest
 import torch.distributed as dist
+from patience import PATIENCE_S
 
 from slime.utils.process_groups import open_store
 
@@ -16,10 +17,10 @@ def listening() -> set[tuple[str, int]]:
 
 
 def test_the_meeting_point_listens_at_its_address_alone():
-    store = open_store("127.0.0.1", 2, datetime.timedelta(seconds=30))
+    store = open_store("127.0.0.1", 2, datetime.timedelta(seconds=PATIENCE_S))
     assert [address for address, port in listening() if port == store.port] == ["127.0.0.1"]
     other = dist.TCPStore(
-        "127.0.0.1", store.port, 2, False, datetime.timedelta(seconds=30), wait_for_workers=False
+        "127.0.0.1", store.port, 2, False, datetime.timedelta(seconds=PATIENCE_S), wait_for_workers=False
     )
     other.set("a", "b")
     assert store.get("a") == b"b"

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from patience import eventually
 
 from slime.utils.vital_signs import Signs, SilenceClock, signs_of, signs_of_group
 
@@ -62,13 +63,6 @@ def family():
     yield process, int(process.stdout.readline())
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def eventually(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.01)
 
 
 def test_a_stopped_process_is_seen_also_among_the_workers_of_a_group(family):

@@ -4,11 +4,11 @@ weights, dies with its parent, leaves nothing.
 
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
 from engine_under_test import EngineUnderTest, largest_difference, load_model, plain_log_probs, start_engine
+from patience import PATIENCE_S, eventually
 from tiny_model import make_tiny_model
 
 from slime.rollout.on_policy_distillation import reward_func
@@ -49,10 +49,8 @@ def test_an_engine_that_awaits_weights_serves_after_the_first_push_and_dies_with
             assert largest_difference(made.log_probs, plain_log_probs(model, [5, 6], made.ids)) < 1e-4
         left = shm.create_segment(64, prefix)
         life.close()
-        assert process.wait(10) == 1
-        deadline = time.monotonic() + 5
-        while left.path.exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        assert process.wait(PATIENCE_S) == 1
+        eventually(lambda: not left.path.exists())
         assert shm.list_segments(prefix) == []
 
 

@@ -6,12 +6,12 @@ import os
 import signal
 import socket
 import sys
-import time
 import urllib.request
 from pathlib import Path
 
 import psutil
 import pytest
+from patience import PATIENCE_S, eventually
 
 from slime.engines.server import EngineServer, EngineStartError, LaunchPlan
 from slime.engines.sglang import supervisor
@@ -78,13 +78,10 @@ def pids(folder: Path) -> list[int]:
     return [int(pid) for pid in (folder / "pids").read_text().split()]
 
 
-def all_gone(numbers: list[int], within_s: float = 5.0) -> bool:
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        if not any(psutil.pid_exists(n) and psutil.Process(n).status() != "zombie" for n in numbers):
-            return True
-        time.sleep(0.02)
-    return False
+def all_gone(numbers: list[int]) -> bool:
+    return eventually(
+        lambda: not any(psutil.pid_exists(n) and psutil.Process(n).status() != "zombie" for n in numbers)
+    )
 
 
 def test_it_is_ready_when_the_server_answers_a_probe(start, tmp_path):
@@ -121,7 +118,7 @@ def test_the_death_of_server_or_worker_is_the_death_of_the_engine(start, tmp_pat
     server.wait_ready()
     os.kill(pids(tmp_path)[victim], signal.SIGKILL)
     assert all_gone(pids(tmp_path))
-    server._process.wait(5)
+    server._process.wait(PATIENCE_S)
     assert not server.alive()
 
 
@@ -130,8 +127,8 @@ def test_a_stopped_server_or_worker_is_ended(start, tmp_path, victim):
     server = start()
     server.wait_ready()
     os.kill(pids(tmp_path)[victim], signal.SIGSTOP)
-    assert all_gone(pids(tmp_path), 60.0)
-    server._process.wait(60)
+    assert all_gone(pids(tmp_path))
+    server._process.wait(PATIENCE_S)
     assert "is stopped (SIGSTOP); it is ended" in server.describe_end()
 
 

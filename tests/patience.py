@@ -1,0 +1,16 @@
+"""How tests wait: for an event, and so long that only a hang ends it, however busy the machine is."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+PATIENCE_S = 600.0
+
+
+def eventually(condition: Callable[[], Any], seconds: float = PATIENCE_S) -> Any:
+    """The first true value of `condition()`."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.02)
+    return value
