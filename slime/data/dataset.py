@@ -6,7 +6,7 @@ The order is computed, not drawn from a shared generator, so a resumed run and e
 import itertools
 import logging
 from collections.abc import Iterable, Sequence
-from typing import Self
+from typing import Any, Self
 
 from slime.data.mix import mix64
 from slime.data.prompts import PromptFormat, check_row, row_to_sample
@@ -19,16 +19,14 @@ __all__ = ["Dataset", "check_prompt_file", "epoch_order", "filter_long_prompt", 
 
 
 def epoch_order(seed: int, epoch: int, size: int) -> list[int]:
-    """The permutation in which epoch `epoch` visits `size` samples:
-    sorted by a mix of (seed, epoch, index).
-    """
+    """The order in which epoch `epoch` visits `size` samples: sorted by a mix of (seed, epoch, index)."""
     return sorted(range(size), key=lambda index: (mix64(seed, epoch, index), index))
 
 
 def filter_long_prompt(
     samples: Sequence[Sample],
-    tokenizer,
-    processor=None,
+    tokenizer: Any,
+    processor: Any = None,
     max_length: int | None = None,
     *,
     batch_size: int = 1024,
@@ -47,7 +45,7 @@ def filter_long_prompt(
     return kept
 
 
-def prompt_lengths(samples: Sequence[Sample], tokenizer, processor=None) -> list[int]:
+def prompt_lengths(samples: Sequence[Sample], tokenizer: Any, processor: Any = None) -> list[int]:
     """Token counts of prompts; media count as the processor expands them."""
     texts = [_prompt_text(sample, tokenizer) for sample in samples]
     plain = [i for i, sample in enumerate(samples) if not (processor and sample.multimodal_inputs)]
@@ -62,33 +60,33 @@ def prompt_lengths(samples: Sequence[Sample], tokenizer, processor=None) -> list
     return lengths
 
 
-def _prompt_text(sample: Sample, tokenizer) -> str:
-    """What a function of the user's reads and is neither text nor messages has no length, and stays."""
+def _prompt_text(sample: Sample, tokenizer: Any) -> str:
+    """The prompt as text; empty, so of no length, for what only a function of the user's can read."""
     if isinstance(sample.prompt, str):
         return sample.prompt
     if not isinstance(sample.prompt, list):
         return ""
-    return tokenizer.apply_chat_template(
+    text: str = tokenizer.apply_chat_template(
         sample.prompt,
         tools=sample.metadata.get("tools"),
         tokenize=False,
         add_generation_prompt=True,
         **sample.apply_chat_template_kwargs,
     )
+    return text
 
 
 class Dataset:
     """All prompts of one or several files. `samples[i]` follows the current epoch's order.
 
-    Example: `Dataset("train.jsonl@[0:100]", tokenizer, None, 512,
-    prompt_key="question", label_key="answer")`.
+    Example: `Dataset("train.jsonl@[0:100]", tokenizer, None, 512, prompt_key="question", label_key="a")`.
     """
 
     def __init__(
         self,
         path: str | Iterable[str],
-        tokenizer=None,
-        processor=None,
+        tokenizer: Any = None,
+        processor: Any = None,
         max_length: int | None = None,
         *,
         prompt_key: str = "input",
@@ -98,7 +96,7 @@ class Dataset:
         metadata_key: str | None = "metadata",
         seed: int = 42,
         apply_chat_template: bool = False,
-        apply_chat_template_kwargs: dict | None = None,
+        apply_chat_template_kwargs: dict[str, Any] | None = None,
         flag: str = "--prompt-data",
         length_flag: str = "--rollout-max-prompt-len",
     ):
@@ -118,15 +116,15 @@ class Dataset:
         cls,
         path: str | Iterable[str],
         fmt: PromptFormat,
-        tokenizer=None,
-        processor=None,
+        tokenizer: Any = None,
+        processor: Any = None,
         max_length: int | None = None,
         *,
         seed: int = 42,
         flag: str = "--prompt-data",
         length_flag: str = "--rollout-max-prompt-len",
     ) -> Self:
-        """The same of a whole format, which also knows who reads prompts and labels."""
+        """A dataset of a whole format, which also knows who reads prompts and labels."""
         dataset = cls.__new__(cls)
         dataset._read(path, fmt, tokenizer, processor, max_length, seed, flag, length_flag)
         return dataset
@@ -135,8 +133,8 @@ class Dataset:
         self,
         path: str | Iterable[str],
         fmt: PromptFormat,
-        tokenizer,
-        processor,
+        tokenizer: Any,
+        processor: Any,
         max_length: int | None,
         seed: int,
         flag: str,
@@ -183,12 +181,10 @@ class Dataset:
 
 
 def check_prompt_file(path: str | Iterable[str], fmt: PromptFormat, *, max_rows: int) -> None:
-    """Whether the first rows can become samples; costs little more
-    than reading them, and needs no tokenizer.
-    """
+    """Check that the first rows can become samples, at little more than the cost of reading them."""
     for place, row in itertools.islice(read_rows(path), max_rows):
         check_row(row, fmt, where=place)
 
 
-def _show(path) -> str:
+def _show(path: str | Iterable[str]) -> str:
     return path if isinstance(path, str) else ",".join(path)

@@ -1,14 +1,10 @@
-"""One integer mixer behind everything that must be random-looking but
-reproducible: epoch orders, sampling seeds.
-"""
+"""The integer mixer behind all that must look random but be reproducible: epoch orders, sampling seeds."""
 
 _MASK = (1 << 64) - 1
 
 
 def mix64(*values: int) -> int:
-    """Mix integers into one well spread 64-bit number (splitmix64 steps);
-    equal inputs give equal outputs everywhere.
-    """
+    """Mix integers into one well spread 64-bit number (splitmix64), the same on every machine."""
     state = 0x9E3779B97F4A7C15
     for value in values:
         state = (state ^ (value & _MASK)) & _MASK

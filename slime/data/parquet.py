@@ -36,7 +36,7 @@ def _check_columns(path: Path, names: list[str]) -> None:
 
 
 def _batch_rows(path: Path, before: int, batch: Any) -> list[Row]:
-    """The rows of a batch that begins after `before` rows; a value without a Python form is told with its row."""
+    """The rows of a batch that begins after `before` rows; an unreadable value is told with its row."""
     try:
         rows: list[Row] = batch.to_pylist()
         return rows

@@ -5,10 +5,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from slime.data.reader import Row
 from slime.data.row_checks import PromptUse, check_label, check_messages, check_prompt
 from slime.data.strict_json import parse_json
 from slime.utils.chat_roles import find_dropped_message
 from slime.utils.types import MultimodalTypes, Sample
+
+Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class PromptFormat:
     apply_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     use: PromptUse = PromptUse.UNKNOWN
     rm_type: str | None = (
-        None  # a built-in reward reads the labels: this one where metadata names none; None: others do
+        None  # built-in reward that reads labels whose row names none; None: others read them
     )
     label_is_messages: bool = False  # the label is a conversation, too: of a preference pair
 
@@ -33,14 +36,14 @@ class PromptFormat:
         return self.apply_chat_template or bool(self.multimodal_keys)
 
 
-def check_row(row: dict, fmt: PromptFormat, *, where: object = "row") -> None:
-    """All that can be said of a row without a tokenizer:
-    `row_to_sample` will take it, up to its chat template.
-    """
+def check_row(row: Row, fmt: PromptFormat, *, where: object = "row") -> None:
+    """Check that `row_to_sample` will take a row, as far as can be said without a tokenizer."""
     _read_fields(row, fmt, where)
 
 
-def _read_fields(row: dict, fmt: PromptFormat, where: object) -> tuple[Any, Any, dict, list | None]:
+def _read_fields(
+    row: Row, fmt: PromptFormat, where: object
+) -> tuple[Any, Any, dict[str, Any], list[Any] | None]:
     """Prompt, label, metadata and tools, checked."""
     prompt = _get(row, fmt.input_key, "--input-key", where)
     rendered = fmt.apply_chat_template or (fmt.as_messages and fmt.use is not PromptUse.ENGINE)
@@ -69,7 +72,7 @@ def _check_conversation(label: Any, key: str, where: object) -> None:
 
 
 def row_to_sample(
-    row: dict, fmt: PromptFormat, tokenizer=None, processor=None, *, where: object = "row"
+    row: Row, fmt: PromptFormat, tokenizer: Any = None, processor: Any = None, *, where: object = "row"
 ) -> Sample:
     """One row -> one PENDING sample without index; `where` names the row in error messages."""
     prompt, label, metadata, tools = _read_fields(row, fmt, where)
@@ -79,7 +82,7 @@ def row_to_sample(
         prompt = [{"role": "user", "content": prompt}]
     if fmt.multimodal_keys:
         prompt = fill_media(prompt, row, fmt.multimodal_keys, where=where)
-    multimodal_inputs = _media_inputs(prompt, processor, where) if processor and fmt.multimodal_keys else None
+    multimodal_inputs = _media_inputs(prompt, where) if processor and fmt.multimodal_keys else None
     if fmt.apply_chat_template:
         prompt = render_prompt(
             prompt, tokenizer, tools=tools, kwargs=fmt.apply_chat_template_kwargs, where=where
@@ -94,10 +97,10 @@ def row_to_sample(
 
 
 def render_prompt(
-    messages: list[dict],
-    tokenizer,
+    messages: list[Message],
+    tokenizer: Any,
     *,
-    tools=None,
+    tools: list[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     where: object = "row",
 ) -> str:
@@ -108,7 +111,7 @@ def render_prompt(
             "drop the flag or add a template to the tokenizer's folder."
         )
     try:
-        text = tokenizer.apply_chat_template(
+        text: str = tokenizer.apply_chat_template(
             messages, tools=tools, tokenize=False, add_generation_prompt=True, **(kwargs or {})
         )
     except Exception as error:  # a template is a program of the model's author: it may raise anything
@@ -126,12 +129,11 @@ def render_prompt(
 
 
 def fill_media(
-    messages: list[dict], row: dict, keys: Mapping[str, str], *, where: object = "row"
-) -> list[dict]:
-    """Replace `<image>`-like placeholders in message texts by the
-    row's media, in order; counts must match.
-    """
-    queues, types = {}, {}
+    messages: list[Message], row: Row, keys: Mapping[str, str], *, where: object = "row"
+) -> list[Message]:
+    """Replace `<image>`-like placeholders in messages by the row's media, in order; counts must match."""
+    queues: dict[str, list[Any]] = {}
+    types: dict[str, str] = {}
     for name, column in keys.items():
         kind = MultimodalTypes.get(name)
         if kind is None:
@@ -143,8 +145,7 @@ def fill_media(
             continue
         queues[kind.placeholder] = list(items) if isinstance(items, (list, tuple)) else [items]
         types[kind.placeholder] = kind.name
-    # Without media in this row there is no placeholder to look for: an
-    # empty pattern would split every character.
+    # Without media there is no placeholder to look for: an empty pattern would split every character.
     queues = {placeholder: items for placeholder, items in queues.items() if items}
     if not queues:
         return messages
@@ -156,7 +157,13 @@ def fill_media(
     return filled
 
 
-def _fill_message(message: dict, pattern: re.Pattern, queues: dict, types: dict, where: object) -> dict:
+def _fill_message(
+    message: Message,
+    pattern: re.Pattern[str],
+    queues: dict[str, list[Any]],
+    types: dict[str, str],
+    where: object,
+) -> Message:
     if not isinstance(message.get("content"), str):
         return message
     parts = []
@@ -171,11 +178,11 @@ def _fill_message(message: dict, pattern: re.Pattern, queues: dict, types: dict,
     return {**message, "content": parts}
 
 
-def _media_inputs(messages: list[dict], processor, where: object) -> dict | None:
+def _media_inputs(messages: Any, where: object) -> dict[str, list[Any]] | None:
     """Images and videos of the conversation in the form the processor takes."""
     if not isinstance(messages, list):
         raise ValueError(f"{where}: a model with a processor needs the prompt as a list of messages.")
-    found: dict[str, list] = {"images": [], "videos": []}
+    found: dict[str, list[Any]] = {"images": [], "videos": []}
     for message in messages:
         content = message.get("content")
         for part in content if isinstance(content, list) else []:
@@ -185,13 +192,13 @@ def _media_inputs(messages: list[dict], processor, where: object) -> dict | None
     return found or None
 
 
-def _get(row: dict, key: str, flag: str, where: object) -> Any:
+def _get(row: Row, key: str, flag: str, where: object) -> Any:
     if key not in row:
         raise ValueError(f"{where}: no column {key!r} ({flag}); the row has {sorted(row)}: name one of them.")
     return row[key]
 
 
-def _read_metadata(row: dict, key: str | None, where: object) -> dict:
+def _read_metadata(row: Row, key: str | None, where: object) -> dict[str, Any]:
     value = row.get(key) if key is not None else None
     if value is None or value == "":
         return {}
@@ -203,7 +210,7 @@ def _read_metadata(row: dict, key: str | None, where: object) -> dict:
     return dict(value)
 
 
-def _read_tools(row: dict, key: str | None, where: object) -> list | None:
+def _read_tools(row: Row, key: str | None, where: object) -> list[Any] | None:
     value = row.get(key) if key is not None else None
     if value is None:
         return None

@@ -31,7 +31,7 @@ PlacedRows = Iterator[tuple[Place, Row]]
 
 
 def split_paths(spec: str | Iterable[str]) -> list[str]:
-    """Several files as a list, or as one string with commas; an existing path with a comma in it stays whole."""
+    """The files of a list, or of one string with commas; an existing path with a comma stays whole."""
     if not isinstance(spec, str):
         return [path for one in spec for path in split_paths(one)]
     if Path(parse_slice(spec)[0]).expanduser().exists():

@@ -1,6 +1,4 @@
-"""What a prompt and a label may be, depending on who reads them; each refusal
-names the row, the key and what to write.
-"""
+"""What a prompt and a label may be, by who reads them; a refusal names the row, the key and the fix."""
 
 import math
 from collections.abc import Sequence
@@ -104,7 +102,7 @@ def _has_content(message: dict[str, Any]) -> bool:
 
 
 def check_encodable(text: str, what: str) -> None:
-    """Half of a surrogate pair, which JSON can write and no tokenizer can read."""
+    """Refuse half of a surrogate pair, which JSON can write and no tokenizer can read."""
     if text.isascii():
         return
     try:
@@ -117,9 +115,7 @@ def check_encodable(text: str, what: str) -> None:
 
 
 def check_label(label: Any, key: str, rm_type: str | None, where: object) -> None:
-    """`rm_type`: the built-in reward that reads it; None: somebody else, who may
-    take anything but a number that is none.
-    """
+    """Check that the built-in reward `rm_type` can compare with the label; None: its reader takes any."""
     what = f"{where}: the label in {key!r} (--label-key)"
     if isinstance(label, float) and not math.isfinite(label):
         raise ValueError(f"{what} is {label}, which equals no answer; write the answer or drop the row.")

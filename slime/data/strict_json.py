@@ -1,9 +1,8 @@
-"""JSON as the rows of a prompt file hold it: what Python's reader would take
-silently or fail on without a reason is told.
-"""
+"""Strict JSON for the rows of prompt files: mistakes that Python takes silently are told."""
 
 import json
 import sys
+from collections import Counter
 from typing import Any
 
 MAX_DEPTH = 100  # samples are copied and sent between processes, which goes level by level
@@ -11,9 +10,7 @@ _NEAR = 20  # characters shown on either side of a mistake
 
 
 def parse_json(text: str) -> Any:
-    """The value. A ValueError says what is wrong and what to
-    write; the caller knows where the text stands.
-    """
+    """The value; a ValueError says what is wrong and what to write, the caller adds where."""
     try:
         value = json.loads(text, object_pairs_hook=_unique_keys)
     except json.JSONDecodeError as error:
@@ -29,8 +26,7 @@ def parse_json(text: str) -> Any:
         raise ValueError(
             f"a whole number has more than {digits} digits; write it as text, in quotes"
         ) from None
-    # Brackets are counted first: nearly no text has so many, and looking at
-    # every value takes longer than parsing.
+    # Brackets are counted first: few texts have so many; looking at every value takes longer than parsing.
     if text.count("[") + text.count("{") > MAX_DEPTH and _is_deeper_than(value, MAX_DEPTH):
         raise ValueError(_too_deep())
     return value
@@ -46,8 +42,8 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) == len(pairs):
         return value
-    seen: set[str] = set()
-    raise _DuplicateKey(next(key for key, _ in pairs if key in seen or seen.add(key)))
+    counts = Counter(key for key, _ in pairs)
+    raise _DuplicateKey(next(key for key, count in counts.items() if count > 1))
 
 
 def _is_deeper_than(value: Any, limit: int) -> bool:

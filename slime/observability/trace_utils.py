@@ -1,8 +1,9 @@
 """What happened to a sample and when: spans and events, carried on the sample itself as plain data.
 
-    sample.trace = {"version": 1, "trace_id": ..., "sample_id": ..., "group_id": ..., "attempt": 0, "events": [...]}
-    event = {"type": "span_start" | "span_end" | "event", "name", "ts", "trace_id", "sample_id", "group_id", "attempt",
-             "span_id"?, "parent_span_id"?, "attrs"?}
+    sample.trace = {"version": 1, "trace_id": ..., "sample_id": ..., "group_id": ..., "attempt": 0,
+                    "events": [...]}
+    event = {"type": "span_start" | "span_end" | "event", "name", "ts", "trace_id", "sample_id", "group_id",
+             "attempt", "span_id"?, "parent_span_id"?, "attrs"?}
 
 Tracing never raises and never changes what it observes; a target that cannot be traced is ignored.
 """

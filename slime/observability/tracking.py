@@ -1,8 +1,8 @@
 """Where metrics go: always one JSON object per line in the run folder, and TensorBoard or W&B when asked.
 
 A line holds every metric of one report, its step axis and the wall time:
-    {"time": 1754820000.1, "run": "3f9c01aa", "start": 1, "step_key": "rollout/step", "step": 3, "rollout/step": 3,
-     "rollout/raw_reward": 0.5}
+    {"time": 1754820000.1, "run": "3f9c01aa", "start": 1, "step_key": "rollout/step", "step": 3,
+     "rollout/step": 3, "rollout/raw_reward": 0.5}
 `run` is the id of the run that the folder belongs to (run.json), `start` counts its starts. A resumed run
 appends; where a step occurs twice, the later line is the one that counts.
 """

@@ -2,22 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, overload
 
 from slime.utils.types import Sample
 
 
 @dataclass
 class RolloutFnTrainOutput:
-    """Samples for one training batch: groups, in each one entry per
-    execution (a Sample, or its fan-out siblings).
-    """
+    """Samples for one batch: groups with an entry per execution, a Sample or its fan-out siblings."""
 
     samples: list[list[Sample | list[Sample]]] | list[Sample]
     metrics: dict[str, Any] | None = None
-    cursor: dict[str, Any] | None = (
-        None  # state of the data source after this batch; None: ask the data source
-    )
+    cursor: dict[str, Any] | None = None  # state of the data source after this batch; None: ask it
 
 
 @dataclass
@@ -28,16 +24,30 @@ class RolloutFnEvalOutput:
     metrics: dict[str, Any] | None = None
 
 
+@overload
 def call_rollout_fn(
-    fn: Callable, *args: Any, evaluation: bool, **kwargs: Any
+    fn: Callable[..., Any], *args: Any, evaluation: Literal[False], **kwargs: Any
+) -> RolloutFnTrainOutput: ...
+
+
+@overload
+def call_rollout_fn(
+    fn: Callable[..., Any], *args: Any, evaluation: Literal[True], **kwargs: Any
+) -> RolloutFnEvalOutput: ...
+
+
+def call_rollout_fn(
+    fn: Callable[..., Any], *args: Any, evaluation: bool, **kwargs: Any
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """Call `fn(args, rollout_id, data_source, evaluation=...)`; a bare list or dict it returns is wrapped."""
     output = fn(*args, **kwargs, evaluation=evaluation)
+    if evaluation and isinstance(output, dict):
+        return RolloutFnEvalOutput(output)
+    if not evaluation and isinstance(output, list):
+        return RolloutFnTrainOutput(output)
     wanted = RolloutFnEvalOutput if evaluation else RolloutFnTrainOutput
     if isinstance(output, wanted):
         return output
-    if isinstance(output, dict if evaluation else list):
-        return wanted(output)
     name = getattr(fn, "__qualname__", repr(fn))
     raise TypeError(
         f"rollout function {name} returned {type(output).__name__} with evaluation={evaluation}; "

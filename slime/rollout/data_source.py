@@ -85,7 +85,7 @@ class RolloutDataSource(DataSource):
     def _next_prompts(self, count: int) -> list[Sample]:
         if self.dataset is None:
             return [Sample() for _ in range(count)]
-        prompts = []
+        prompts: list[Sample] = []
         while len(prompts) < count:
             if self.sample_offset >= len(self.dataset):
                 self.epoch_id += 1
@@ -100,7 +100,7 @@ class RolloutDataSource(DataSource):
             self.dataset.shuffle(self.epoch_id)
 
     def _make_group(self, prompt: Sample) -> Group:
-        group = []
+        group: Group = []
         for _ in range(self.args.n_samples_per_prompt):
             sample = copy_sample(prompt)
             sample.group_index = self.sample_group_index
@@ -111,9 +111,7 @@ class RolloutDataSource(DataSource):
         return group
 
     def state_dict(self) -> dict[str, Any]:
-        """The cursor in plain types; whoever saves it decides when
-        (the state of the batch that was trained).
-        """
+        """The cursor in plain types; a checkpoint saves the one of the batch that was trained."""
         state = {
             "format": STATE_FORMAT,
             "sample_offset": self.sample_offset,
@@ -170,9 +168,7 @@ class RolloutDataSource(DataSource):
 
 
 class RolloutDataSourceWithBuffer(RolloutDataSource):
-    """The dataset behind a buffer of groups that came back: those go
-    out first, chosen by --buffer-filter-path.
-    """
+    """The dataset behind a buffer of groups that came back: those go out first, by --buffer-filter-path."""
 
     def __init__(self, args: PluginArgs, journal: Journal | None = None):
         super().__init__(args, journal)
@@ -189,7 +185,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     def _take_from_buffer(self, num_samples: int) -> list[Group]:
         if not self.buffer or num_samples == 0:
             return []
-        option, path = "--buffer-filter-path", self.args.buffer_filter_path
+        option, path = "--buffer-filter-path", self.args.buffer_filter_path or f"{__name__}.pop_first"
         with plugin_call(option, path, lambda: f"{num_samples} of {len(self.buffer)} groups"):
             groups = list(self.buffer_filter(self.args, None, self.buffer, num_samples))
         if len(groups) > num_samples:
@@ -221,9 +217,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         return self.metadata
 
     def state_dict(self, held: Sequence[Group] = ()) -> dict[str, Any]:
-        """`held`: groups a rollout function keeps beyond its batch; a
-        resumed run finds them first in the buffer.
-        """
+        """The cursor with the buffer, `held` first: groups a rollout function keeps beyond its batch."""
         state = super().state_dict()
         if "counts" in state and held:
             state["counts"]["returned"] = state["counts"].get("returned", 0) + len(held)
@@ -236,10 +230,11 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
 
 def take_groups(data_source: Any, args: PluginArgs, num_groups: int) -> list[Group]:
     """`get_samples` of any data source; one of a user's own that makes a mistake is named with its line."""
-    if type(data_source).__module__.startswith("slime."):
+    if isinstance(data_source, RolloutDataSource) and type(data_source).__module__.startswith("slime."):
         return data_source.get_samples(num_groups)
     with plugin_call("--data-source-path", args.data_source_path, lambda: f"get_samples({num_groups})"):
-        return data_source.get_samples(num_groups)
+        groups: list[Group] = data_source.get_samples(num_groups)
+        return groups
 
 
 def pop_first(args: PluginArgs, rollout_id: int | None, buffer: list[Group], num_samples: int) -> list[Group]:

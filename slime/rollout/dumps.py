@@ -1,6 +1,4 @@
-"""Save the samples of a rollout to a file and load them again, so that
-training can be replayed without engines.
-"""
+"""Save the samples of a rollout to a file and load them again, to replay training without engines."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,9 +14,7 @@ def dump_path(path_template: str, rollout_id: int | str) -> Path:
 
 
 def save_rollout_dump(path_template: str, rollout_id: int | str, samples: Sequence[Any]) -> Path:
-    """Write `{rollout_id, samples: [Sample.to_dict(), ...]}`; groups are
-    flattened. One rename, never half a file.
-    """
+    """Write `{rollout_id, samples: [Sample.to_dict(), ...]}` with groups flattened; never half a file."""
     path = dump_path(path_template, rollout_id)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
@@ -33,9 +29,7 @@ def save_rollout_dump(path_template: str, rollout_id: int | str, samples: Sequen
 def load_rollout_dump(
     path_template: str, rollout_id: int | str, *, subsample: float | None = None
 ) -> list[Sample]:
-    """The samples of a dump, or its first `subsample` share. Files
-    hold data only: code in them is refused.
-    """
+    """The samples of a dump, or its first `subsample` share. A file with code in it is refused."""
     path = dump_path(path_template, rollout_id)
     if not path.exists():
         raise FileNotFoundError(f"--load-debug-rollout-data: {path} does not exist (rollout {rollout_id}).")

@@ -14,7 +14,7 @@ from slime.arguments.groups.eval_config import EvalDatasetConfig
 from slime.data.dataset import Dataset
 from slime.rollout.base_types import RolloutFnEvalOutput
 from slime.rollout.collection.tasks import all_or_none
-from slime.rollout.groups import Group, copy_sample
+from slime.rollout.groups import Group, copy_sample, index_of
 from slime.rollout.prompt_formats import evaluation_format
 from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.types import Sample, flatten_samples
@@ -44,12 +44,11 @@ async def evaluate(args: PluginArgs, run_group: RunGroup) -> RolloutFnEvalOutput
 async def _evaluate_dataset(
     args: PluginArgs, config: EvalDatasetConfig, run_group: RunGroup
 ) -> tuple[dict[str, Any], int]:
-    # On this thread, although reading holds up the loop once: fast
-    # tokenizers must not be used by two threads.
+    # On this thread, although it holds up the loop once: fast tokenizers must not be used by two threads.
     groups = make_groups(config, load_eval_dataset(args, config))
     params = eval_sampling_params(args, config)
     done = await all_or_none([run_group(args, group, dict(params), evaluation=True) for group in groups])
-    samples = sorted(flatten_samples(done), key=lambda sample: sample.index)
+    samples = sorted(flatten_samples(done), key=index_of)
     scored = [s for s in samples if s.reward is not None]
     if not scored:
         failure = samples[0].reward_failure
@@ -76,9 +75,9 @@ async def _evaluate_dataset(
 def make_groups(config: EvalDatasetConfig, dataset: Dataset) -> list[Group]:
     """One group per prompt with this dataset's metadata, reward and generate function on each sample."""
     count = config.n_samples_per_eval_prompt or 1
-    groups = []
+    groups: list[Group] = []
     for number, prompt in enumerate(dataset.origin_samples):
-        group = []
+        group: Group = []
         for copy_number in range(count):
             sample = copy_sample(prompt)
             sample.group_index = number
@@ -118,7 +117,7 @@ def load_eval_dataset(args: PluginArgs, config: EvalDatasetConfig) -> Dataset:
 class _Key:
     """Hashes by what decides the dataset's content and carries what is needed to read it."""
 
-    def __init__(self, key: tuple, args: PluginArgs, config: EvalDatasetConfig):
+    def __init__(self, key: tuple[Any, ...], args: PluginArgs, config: EvalDatasetConfig):
         self.key, self.args, self.config = key, args, config
 
     def __hash__(self) -> int:

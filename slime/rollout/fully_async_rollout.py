@@ -1,5 +1,4 @@
-"""Fully asynchronous rollout: a pool of groups stays in flight across
-rollouts, also while the trainer trains.
+"""Fully asynchronous rollout: a pool of groups stays in flight across rollouts and during training.
 
     --rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async
 
@@ -13,12 +12,13 @@ import asyncio
 import heapq
 import inspect
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from slime.arguments import PluginArgs
 from slime.rollout import sglang_rollout
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
-from slime.rollout.collection.collector import BatchCollector, Ticket
+from slime.rollout.collection.collector import Collector, Ticket
 from slime.rollout.collection.versions import newest_version, newest_version_held, oldest_version
 from slime.rollout.data_source import take_groups
 from slime.rollout.generation.scope import RequestScope
@@ -45,8 +45,7 @@ logger = logging.getLogger(__name__)
 class AsyncRolloutWorker:
     """The pool: tickets by number of issue, those that are done, and how many more may start.
 
-    Lives on the loop. `open_for` (a rollout is being collected) and `close`
-    (its cursor is taken) bracket each rollout.
+    Lives on the loop. `open_for` begins the collection of a rollout, `close` ends it and takes its cursor.
     """
 
     def __init__(self, args: PluginArgs, data_source: Any):
@@ -82,7 +81,7 @@ class AsyncRolloutWorker:
         rollouts from now, and at most one push happens every --update-weights-interval rollouts.
         """
         args, size = self.args, self.args.rollout_batch_size
-        after_this = max(0, args.num_rollout - 1 - self.rollout_id)  # nobody uses what comes after the last
+        after_this = max(0, last_rollout_id(args) - self.rollout_id)  # nobody uses what comes after the last
         rollouts = min(args.max_weight_staleness * args.update_weights_interval, after_this)
         held = len(self.tickets)
         allowed = rollouts * size - held + (size - self.num_kept if self._collecting else 0)
@@ -110,7 +109,7 @@ class AsyncRolloutWorker:
         self._scopes[number], self._started_at[number] = scope, self._newest
         task.add_done_callback(lambda task: self._on_done(number, task))
 
-    def _on_done(self, number: int, task: asyncio.Task) -> None:
+    def _on_done(self, number: int, task: asyncio.Task[Group]) -> None:
         self.num_in_flight -= 1
         heapq.heappush(self._done, number)
         self._news.set()
@@ -188,16 +187,15 @@ class AsyncRolloutWorker:
         return cursor
 
     def held(self) -> list[Group]:
-        """What the pool would give back: finished groups as they are,
-        the others as fresh prompts, oldest first.
-        """
+        """What the pool would return, oldest first: finished groups as they are, others as fresh prompts."""
         return [_as_returned(ticket) for ticket in self.tickets.values()]
 
     def _cursor(self) -> dict[str, Any] | None:
         state_dict = getattr(self.data_source, "state_dict", None)  # a user's source may keep its own state
         if state_dict is None:
             return None
-        return state_dict(held=self.held()) if self.tickets else state_dict()
+        cursor: dict[str, Any] = state_dict(held=self.held()) if self.tickets else state_dict()
+        return cursor
 
     async def stop(self) -> list[Group]:
         """End all work; what is to be returned to the data source."""
@@ -214,8 +212,13 @@ def _as_returned(ticket: Ticket) -> Group:
     return task.result() if finished else ticket.origin
 
 
+def last_rollout_id(args: PluginArgs) -> int:
+    assert args.num_rollout is not None, "the number of rollouts is known once the dataset was read"
+    return args.num_rollout - 1
+
+
 def _check(args: PluginArgs, data_source: Any) -> None:
-    """What contradicts a pool that never stands still."""
+    """Refuse what contradicts a pool that never stands still."""
     state_dict = getattr(data_source, "state_dict", None)
     if state_dict is not None and "held" not in inspect.signature(state_dict).parameters:
         raise ValueError(
@@ -235,13 +238,14 @@ def _check(args: PluginArgs, data_source: Any) -> None:
         )
 
 
-class PoolCollector(BatchCollector):
+class PoolCollector(Collector):
     """One batch out of the pool: decisions as in the default rollout, plus the one about age."""
 
-    def __init__(self, worker: AsyncRolloutWorker, rollout_id: int, dynamic_filter: Any):
-        super().__init__(worker.args, rollout_id, worker.data_source, None, None, dynamic_filter)
+    def __init__(
+        self, worker: AsyncRolloutWorker, rollout_id: int, dynamic_filter: Callable[..., Any] | None
+    ):
+        super().__init__(worker.args, rollout_id, worker.data_source, dynamic_filter, worker.tickets)
         self.worker = worker
-        self._tickets = worker.tickets
         self._issued_before = worker.num_issued
 
     async def _fill_batch(self) -> None:
@@ -255,7 +259,7 @@ class PoolCollector(BatchCollector):
             self.worker.fill()
             self._decide(await self.worker.next_done())
             self.worker.num_kept = len(self.kept)
-        if self.rollout_id >= self.args.num_rollout - 1:
+        if self.rollout_id >= last_rollout_id(self.args):
             self._give_back(await self.worker.stop())  # nobody will ask for it
         self.counts["issued"] = self.worker.num_issued - self._issued_before
         self.counts["pool_after"] = len(self.worker.tickets)
@@ -272,9 +276,7 @@ class PoolCollector(BatchCollector):
             super()._decide(ticket)
 
     def _on_stale(self, ticket: Ticket) -> None:
-        """Generated again with the attempt counted; a prompt that is too
-        slow every time leaves the run, counted.
-        """
+        """Generate the group again, counted as an attempt; one that is too slow every time leaves the run."""
         self.counts["stale"] += 1
         self._forget(ticket)
         attempts = attempt_of(first_sample(ticket.origin)) + 1
@@ -292,10 +294,8 @@ class PoolCollector(BatchCollector):
     def _forget(self, ticket: Ticket) -> None:
         self.worker.forget(ticket.number)
 
-    async def _give_everything_back(self) -> None:
-        """The rollout failed: the pool is given up with it."""
-        kept, self.kept = self.kept, []
-        self._give_back(kept + await self.worker.stop())
+    async def _end_all(self) -> list[Group]:
+        return await self.worker.stop()
 
 
 def _from_prompt(origin: Group) -> Group:

@@ -6,7 +6,7 @@ out, the list of samples that execution made. `flatten_samples` of slime.utils.t
 
 import copy
 from collections.abc import Sequence
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from slime.utils.types import Sample, flatten_samples
 
@@ -16,13 +16,17 @@ Group: TypeAlias = list[Entry]
 
 FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
 _EXCERPT = 80  # characters of either end
-ATTEMPT_KEY = (
-    "attempt"  # in Sample.metadata: how often this sample's generation was thrown away and begun again
-)
+# In Sample.metadata: how often this sample's generation was thrown away and begun again.
+ATTEMPT_KEY = "attempt"
 
 
 def first_sample(group: Group) -> Sample:
     return flatten_samples(group)[0]
+
+
+def index_of(sample: Sample) -> int:
+    """The sample's number within the run; 0 where a data source gave none."""
+    return sample.index or 0
 
 
 def describe(group: Group | Sample) -> str:
@@ -57,7 +61,7 @@ def is_scored(group: Group) -> bool:
 
 
 def attempt_of(sample: Sample) -> int:
-    return sample.metadata.get(ATTEMPT_KEY, 0)
+    return int(sample.metadata.get(ATTEMPT_KEY, 0))
 
 
 def copy_sample(sample: Sample) -> Sample:
@@ -79,7 +83,7 @@ def _bare_copy(value: T) -> T:
     return new
 
 
-def _is_nested(value: list | dict) -> bool:
+def _is_nested(value: list[Any] | dict[str, Any]) -> bool:
     if not value:
         return False
     items = value.values() if isinstance(value, dict) else value[:1]
@@ -95,13 +99,8 @@ def without_response(sample: Sample) -> Sample:
     new = copy_sample(sample)
     if new.response_length:
         new.tokens = new.tokens[: -new.response_length]
-    new.response, new.response_length, new.reward, new.loss_mask, new.rollout_log_probs = (
-        "",
-        0,
-        None,
-        None,
-        None,
-    )
+    new.response, new.response_length, new.reward = "", 0, None
+    new.loss_mask = new.rollout_log_probs = None
     new.rollout_top_p_token_ids = new.rollout_top_p_token_offsets = new.rollout_routed_experts = None
     new.version_spans, new.weight_versions = [], []
     new.status, new.session_id = Sample.Status.PENDING, None
@@ -109,19 +108,17 @@ def without_response(sample: Sample) -> Sample:
 
 
 def begin_again(group: Group) -> Group:
-    """The group for another attempt: the same samples as given, with the
-    attempt counted (it changes their seeds).
-    """
+    """The same samples for another attempt, which is counted and changes their seeds."""
     for sample in flatten_samples(group):
         sample.metadata[ATTEMPT_KEY] = attempt_of(sample) + 1
     return group
 
 
-def group_to_plain(group: Group) -> list:
+def group_to_plain(group: Group) -> list[Any]:
     """Nested lists of `Sample.to_dict()`, independent of the live samples."""
     group = copy_group(group)
     return [[s.to_dict() for s in e] if isinstance(e, list) else e.to_dict() for e in group]
 
 
-def group_from_plain(plain: list) -> Group:
+def group_from_plain(plain: list[Any]) -> Group:
     return [[Sample.from_dict(s) for s in e] if isinstance(e, list) else Sample.from_dict(e) for e in plain]

@@ -1,5 +1,4 @@
-"""On-policy distillation with a teacher behind HTTP: its log-probs of the
-policy's own tokens, as a reward function.
+"""On-policy distillation from a teacher behind HTTP: a reward function asks for its log-probs.
 
 `--use-opd --opd-type engine --rm-url http://teacher/generate --custom-rm-path
 slime.rollout.on_policy_distillation.reward_func`. The teacher is any server that answers SGLang's /generate
@@ -11,7 +10,8 @@ from typing import Any
 
 from slime.arguments import PluginArgs
 from slime.utils.http_utils import HttpError, post
-from slime.utils.types import RewardFailure, Sample, infra_error, invalid
+from slime.utils.reward_failure import RewardFailure, infra_error, invalid
+from slime.utils.types import Sample
 
 
 async def reward_func(args: PluginArgs, sample: Sample, **kwargs: Any) -> float | RewardFailure:
@@ -49,18 +49,14 @@ async def zero_reward(args: PluginArgs, sample: Sample, **kwargs: Any) -> float:
 def post_process_rewards(
     args: PluginArgs, samples: Sequence[Sample], **kwargs: Any
 ) -> tuple[list[float], list[float]]:
-    """(raw, trained) rewards of 0 for each sample, for recipes that name
-    it as --custom-reward-post-process-path.
-    """
+    """(raw, trained) rewards of 0 for each sample, for --custom-reward-post-process-path."""
     del args, kwargs
     zeros = [0.0] * len(samples)
     return zeros, list(zeros)
 
 
 def response_log_probs(answer: dict[str, Any], sample: Sample) -> list[float]:
-    """The teacher's log-prob of each response token, from
-    `meta_info.input_token_logprobs` ([log-prob, token id, ...]).
-    """
+    """The log-prob of each response token; `input_token_logprobs` is [[log-prob, token id], ...]."""
     entries = answer.get("meta_info", {}).get("input_token_logprobs") or []
     if len(entries) != len(sample.tokens):
         raise ValueError(

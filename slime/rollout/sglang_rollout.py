@@ -9,14 +9,15 @@ import inspect
 import logging
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from slime.arguments import PluginArgs
 from slime.arguments.run_info import EVALUATION_ENGINES
 from slime.rollout import eval_rollout as evaluation_run
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
-from slime.rollout.collection.collector import BatchCollector, GroupFailed, is_permanent
+from slime.rollout.collection.batch_collector import BatchCollector
+from slime.rollout.collection.collector import GroupFailed, is_permanent
 from slime.rollout.collection.failed_samples import keep_the_rest, share_rewards
 from slime.rollout.collection.greedy_baseline import with_greedy_baseline
 from slime.rollout.collection.tasks import all_or_none
@@ -32,7 +33,7 @@ from slime.rollout.generation.requests import (
     token_budget,
 )
 from slime.rollout.generation.scope import RequestScope, current_scope
-from slime.rollout.groups import Entry, Group, copy_group, describe, describe_fully, is_finished
+from slime.rollout.groups import Entry, Group, copy_group, copy_sample, describe, describe_fully, is_finished
 from slime.rollout.rm_hub import RewardConfigError, score_samples
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks, set_current_rollout_id
 from slime.utils import http_utils, waits
@@ -65,6 +66,10 @@ _PAUSE_BETWEEN_ATTEMPTS_S = 2.5  # at least, once the back-off has grown
 MAX_IDLE_RESUBMITS = 60  # answers without a token from an engine that is paused, a second apart
 
 
+T = TypeVar("T")
+_PerLoop = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, T]]
+
+
 class _StatePerArgs(type):
     """`GenerateState(args)` gives the same state for the same args object; the last few are remembered."""
 
@@ -74,30 +79,27 @@ class _StatePerArgs(type):
         for known, state in cls._states:
             if known is args:
                 return state
-        state = super().__call__(args)
-        cls._states.append((args, state))
+        made: GenerateState = super().__call__(args)
+        cls._states.append((args, made))
         del cls._states[:-4]
-        return state
+        return made
 
 
 class GenerateState(metaclass=_StatePerArgs):
-    """What the generate functions of one run share: tokenizer, sampling
-    parameters, the cap on requests in flight.
-    """
+    """What the generate functions of one run share: tokenizer, sampling parameters, the cap on requests."""
 
     def __init__(self, args: PluginArgs) -> None:
         self.args = args
         self.tokenizer = load_tokenizer(args.hf_checkpoint)
         self.processor = load_processor(args.hf_checkpoint) if args.multimodal_keys else None
         self._no_scope = RequestScope(args.rollout_max_context_len)
-        # Semaphores and clients belong to the loop that waits on them;
-        # there is one of each per set of engines.
-        self._semaphores: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-        self._clients: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        # Semaphores and clients belong to the loop that waits on them: one of each per set of engines.
+        self._semaphores: _PerLoop[Limit] = weakref.WeakKeyDictionary()
+        self._clients: _PerLoop[EngineClient] = weakref.WeakKeyDictionary()
 
     @property
     def max_running(self) -> int:
-        """Of the engines that the current task asks."""
+        """How many requests the engines that the current task asks may have in flight."""
         if self.scope.engines == EVALUATION_ENGINES:
             return self.args.sglang_server_concurrency * self.args.eval_num_engines
         return self.args.sglang_server_concurrency * max(1, self.args.rollout_num_engines)
@@ -123,8 +125,7 @@ class GenerateState(metaclass=_StatePerArgs):
         engines = self.scope.engines
         if engines not in held:
             url = get_model_url(self.args, "default", endpoint="")
-            # Attempts that outlast the wait for an engine: whoever watches the
-            # engines ends the run, and knows the cause.
+            # Attempts outlast the wait for an engine: whoever watches the engines ends the run and knows why.
             attempts = max(60, int(self.args.no_engine_timeout_s / _PAUSE_BETWEEN_ATTEMPTS_S))
             held[engines] = EngineClient(
                 url,
@@ -152,8 +153,7 @@ class GenerateState(metaclass=_StatePerArgs):
 
 
 def get_model_url(args: PluginArgs, model_name: str = "default", endpoint: str = "/generate") -> str:
-    """Where requests for a model go: its own router where a topology
-    serves several models, else the run's router.
+    """Where requests for a model go: its own router where a topology serves several models, else the run's.
 
     Within an evaluation "default" is the engines that are kept for it, if there are any.
     """
@@ -176,9 +176,7 @@ def get_model_url(args: PluginArgs, model_name: str = "default", endpoint: str =
 
 
 async def generate(args: PluginArgs, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Continue the sample until it stops, is full, or the rollout is aborted;
-    tokens, log-probs and versions are kept.
-    """
+    """Continue the sample until it stops, is full, or the rollout is aborted; what was generated is kept."""
     state = GenerateState(args)
     if sample.status not in (Sample.Status.PENDING, Sample.Status.ABORTED):
         raise ValueError(
@@ -222,6 +220,7 @@ async def generate_and_rm(
     if not evaluation and args.partial_rollout and args.mask_offpolicy_in_partial_rollout:
         _mask_earlier_tokens(sample)
     if not is_finished(sample):
+        assert isinstance(sample, Sample), "a fan-out that was cut short begins again from its prompt"
         state = GenerateState(args)
         async with state.semaphore:
             if state.aborted:
@@ -229,10 +228,10 @@ async def generate_and_rm(
                 return sample
             if evaluation:
                 with not_trained():
-                    sample = await _call_until_ended(args, sample, sampling_params, evaluation)
+                    made = await _call_until_ended(args, sample, sampling_params)
             else:
-                sample = await _call_generate(args, sample, sampling_params, evaluation)
-        sample = await apply_rollout_sample_hooks(args, sample, evaluation=evaluation)
+                made = await _call_generate(args, sample, sampling_params, evaluation=False)
+        sample = await apply_rollout_sample_hooks(args, made, evaluation=evaluation)
     if not args.group_rm:
         await _score(args, flatten_samples([sample]), evaluation)
     return sample
@@ -244,22 +243,19 @@ def _mask_earlier_tokens(sample: Entry) -> None:
             one.loss_mask = [0] * one.response_length
 
 
-async def _call_until_ended(
-    args: PluginArgs, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
-) -> Entry:
-    """A generate function of one's own may give up on what a weight push took from the engine.
+async def _call_until_ended(args: PluginArgs, sample: Sample, sampling_params: dict[str, Any]) -> Entry:
+    """Evaluate a sample, again from its prompt where a generate function gave up on it during a weight push.
 
-    In training such a group comes back with the next rollout. Evaluation
-    has no next one: the sample begins again.
+    In training such a group comes back with the next rollout. Evaluation has no next one.
     """
-    origin = copy_group([sample])
+    origin = copy_sample(sample)
     for attempt in range(1, MAX_IDLE_RESUBMITS + 1):
-        made = await _call_generate(args, sample, dict(sampling_params), evaluation)
+        made = await _call_generate(args, sample, dict(sampling_params), evaluation=True)
         cut_short = any(s.status is Sample.Status.ABORTED for s in flatten_samples([made]))
         if not cut_short or GenerateState(args).aborted:
             return made
         logger.info("evaluation: %s was cut short and begins again", describe(origin))
-        sample = copy_group(origin)[0]
+        sample = copy_sample(origin)
         await asyncio.sleep(min(1.0, 0.05 * 2**attempt))
     raise GroupFailed(
         f"evaluation: the generate function gave up on {describe(origin)} {attempt} times (it is aborted)."
@@ -394,9 +390,7 @@ async def abort_scope(args: PluginArgs, scope: RequestScope, rollout_id: int) ->
 
 
 async def _worker_urls(args: PluginArgs) -> list[str]:
-    """The workers as the router knows them now (one that was restarted
-    may have moved), else those of start-up.
-    """
+    """The workers as the router knows them now (restarted ones may have moved), else those of start-up."""
     try:
         answer = await http_utils.get(get_model_url(args, "default", "/workers"), timeout_s=5.0)
         return [worker["url"] for worker in answer["workers"]]
@@ -416,9 +410,7 @@ async def start_group(args: PluginArgs, group: Group, sampling_params: dict[str,
 async def generate_rollout_async(
     args: PluginArgs, rollout_id: int, data_source: Any
 ) -> tuple[RolloutFnTrainOutput, list[Group]]:
-    """One training batch, and all groups that were decided about;
-    BatchCollector says what happens to each.
-    """
+    """One training batch, and all groups that were decided about (see BatchCollector)."""
     state = GenerateState(args)
     set_current_rollout_id(rollout_id)
     path = args.dynamic_sampling_filter_path
@@ -435,12 +427,14 @@ async def generate_rollout_async(
     return RolloutFnTrainOutput(samples=groups, metrics=collector.metrics()), collector.decided
 
 
-def call_batch_hooks(args: PluginArgs, kept: list[Group], decided: list[Group], data_source: Any) -> None:
+def call_batch_hooks(
+    args: PluginArgs, kept: Sequence[Group | Sample], decided: Sequence[Group], data_source: Any
+) -> None:
     """The plug-ins that see the whole rollout; fan-out siblings stand in their group as single samples."""
     path = args.rollout_sample_filter_path
     if path is not None:
         with plugin_call("--rollout-sample-filter-path", path):
-            load_function(path)(args, [flatten_samples(group) for group in kept])
+            load_function(path)(args, [flatten_samples([group]) for group in kept])
     path = args.rollout_all_samples_process_path
     if path is not None:
         with plugin_call("--rollout-all-samples-process-path", path):

@@ -6,7 +6,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from slime.rollout.collection.collector import GroupFailed, is_permanent
-from slime.rollout.groups import Entry, Group, copy_sample, describe, first_sample
+from slime.rollout.groups import Entry, Group, copy_sample, describe, first_sample, index_of
 from slime.utils.types import Sample, flatten_samples
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ async def keep_the_rest(group: Group, attempts: Sequence[Coroutine[Any, Any, Ent
     return [_stand_in(group[i], model, e) if isinstance(e, Exception) else e for i, e in enumerate(done)]
 
 
-async def _made_or_failed(task: asyncio.Task) -> Entry | Exception:
+async def _made_or_failed(task: asyncio.Task[Entry]) -> Entry | Exception:
     try:
         return await task
     except Exception as error:
@@ -42,14 +42,12 @@ async def _made_or_failed(task: asyncio.Task) -> Entry | Exception:
 
 
 def _stand_in(entry: Entry, model: Sample, error: Exception) -> Sample:
-    """A copy of a sibling that trains nothing and, in a group of its
-    own, takes no part in the others' baseline.
-    """
+    """A copy of a sibling that trains nothing, in a group of its own, outside the others' baseline."""
     failed = first_sample([entry])
     logger.warning("%s is left out of its group: %s", describe(failed), error)
     new = copy_sample(model)
     new.index = new.rollout_id = failed.index
-    new.group_index = -1 - failed.index
+    new.group_index = -1 - index_of(failed)
     new.loss_mask = [0] * new.response_length
     new.remove_sample = True
     new.status = Sample.Status.FAILED
@@ -58,9 +56,7 @@ def _stand_in(entry: Entry, model: Sample, error: Exception) -> Sample:
 
 
 def share_rewards(group: Group) -> None:
-    """Stand-ins made before their sibling was scored take its reward now:
-    a batch holds a number for every sample.
-    """
+    """Give stand-ins the reward of their sibling once it is scored: a batch needs one per sample."""
     samples = flatten_samples(group)
     for sample in samples:
         if sample.status is Sample.Status.FAILED and sample.reward is None:

@@ -1,6 +1,4 @@
-"""One greedy answer per group, whose reward the remax estimator compares
-with; it is scored and never trained on.
-"""
+"""One greedy answer per group, whose reward the remax estimator compares with; it is never trained on."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -18,8 +16,7 @@ GenerateGroup = Callable[[Group, dict[str, Any]], Awaitable[Group]]
 async def with_greedy_baseline(
     args: PluginArgs, group: Group, sampling_params: dict[str, Any], generate_group: GenerateGroup
 ) -> Group:
-    """Generate the group and beside it a greedy answer to its prompt, whose
-    reward every sample's metadata then holds.
+    """Generate the group and beside it a greedy answer, whose reward every sample's metadata then holds.
 
     A greedy answer that was aborted leaves the mark out: the group comes back and measures it then. One whose
     reward failed hands its failure to the group, which is treated like any other failed reward.
@@ -34,13 +31,13 @@ async def with_greedy_baseline(
             return await generate_group([greedy], greedy_params)
 
     generated, answers = await all_or_none([generate_group(group, sampling_params), answer_greedily()])
-    answers = flatten_samples(answers)
-    failure = next((s.reward_failure for s in answers if s.reward_failure is not None), None)
+    greedy_samples = flatten_samples(answers)
+    failure = next((s.reward_failure for s in greedy_samples if s.reward_failure is not None), None)
     samples = flatten_samples(generated)
     if failure is not None:
         samples[0].reward_failure = failure
-    elif all(s.reward is not None for s in answers):
-        reward = sum(s.get_reward_value(args) for s in answers) / len(answers)
+    elif all(s.reward is not None for s in greedy_samples):
+        reward = sum(s.get_reward_value(args) for s in greedy_samples) / len(greedy_samples)
         for sample in samples:
             sample.metadata[GREEDY_REWARD_KEY] = reward
     else:

@@ -1,6 +1,4 @@
-"""How old a group is: the weight version of its oldest trained
-token, and the version the engines hold now.
-"""
+"""How old a group is: the weight version of its oldest trained token, and what the engines hold now."""
 
 import asyncio
 import itertools
@@ -33,11 +31,8 @@ def newest_version(group: Group) -> int | None:
 
 
 def name_versions(sample: Sample, answers: Iterable[str]) -> None:
-    """Give trained tokens that name no version the oldest of those whose
-    weights answered; nothing where none did.
-    """
-    numbers = {version_number(version): version for version in answers}
-    numbers.pop(None, None)
+    """Give trained tokens that name no version the oldest of those whose weights answered, if any did."""
+    numbers = {number: version for version in answers if (number := version_number(version)) is not None}
     if not numbers:
         return
     version = numbers[min(numbers)]

@@ -132,7 +132,8 @@ class PolicyRequests:
                 wrong_token_id(prompt, self._args.vocab_size) if isinstance(prompt, (list, tuple)) else None
             )
             if wrong is not None:
-                told = f"not sent: input_ids has token id {wrong}, the vocabulary has {self._args.vocab_size} ids"
+                size = self._args.vocab_size
+                told = f"not sent: input_ids has token id {wrong}, the vocabulary has {size} ids"
                 raise http_utils.HttpError(400, told, url)
 
     def answered(self, url: str, answer: Any) -> None:

@@ -24,12 +24,14 @@ class RequestScope:
         self.aborted = False
 
     @contextlib.contextmanager
-    def sending(self, rid: str) -> Iterator[None]:
-        self.rids.add(rid)
+    def sending(self, rid: str | None) -> Iterator[None]:
+        """A request is in flight; one without an id cannot be aborted."""
+        named = set() if rid is None else {rid}
+        self.rids |= named
         try:
             yield
         finally:
-            self.rids.discard(rid)
+            self.rids -= named
 
     @contextlib.contextmanager
     def entered(self) -> Iterator["RequestScope"]:

@@ -22,32 +22,28 @@ _hinted: set[str] = set()  # paths
 _KEPT = frozenset({"<think>", "</think>"})
 _MIN_LENGTH = 3  # a pad token of "!" is also the punctuation of answers
 # Tokens that end a turn or a text and do not have the usual shape <|...|>.
-_ODD_ENDS = (
-    *(
-        "</s>",
-        "<s>",
-        "<eos>",
-        "<bos>",
-        "<pad>",
-        "<unk>",
-        "<end_of_turn>",
-        "<start_of_turn>",
-        "<turn|>",
-        "<|turn>",
-    ),
-    *(
-        "[EOS]",
-        "[EOT]",
-        "[PAD]",
-        "[SEP]",
-        "[UNK]",
-        "[|endofturn|]",
-        "[e~[",
-        "]~b]",
-        "<seed:eos>",
-        "<endoftext>",
-    ),
-)
+_ODD_ENDS = [
+    "</s>",
+    "<s>",
+    "<eos>",
+    "<bos>",
+    "<pad>",
+    "<unk>",
+    "<end_of_turn>",
+    "<start_of_turn>",
+    "<turn|>",
+    "<|turn>",
+    "<seed:eos>",
+    "<endoftext>",
+    "[EOS]",
+    "[EOT]",
+    "[PAD]",
+    "[SEP]",
+    "[UNK]",
+    "[|endofturn|]",
+    "[e~[",
+    "]~b]",
+]
 # White space and special tokens of any family, read from the end of a text backwards.
 _TAIL = re.compile(
     r"(?:\s|>\|[^<>|\s]{1,64}\|<|>｜[^<>｜\s]{1,64}｜<|"
@@ -57,9 +53,7 @@ _TAIL = re.compile(
 
 
 def answer_text(args: PluginArgs, sample: Sample) -> str:
-    """The sample's response without special tokens: those of the
-    run's tokenizer, and any family's at the end.
-    """
+    """The sample's response without special tokens: the run's tokenizer's, and any family's at the end."""
     # A namespace that a test or a script made itself may name no model.
     return without_special_tokens(sample.response, special_tokens_of(vars(args).get("hf_checkpoint")))
 
@@ -124,4 +118,5 @@ def _pattern_of(tokens: frozenset[str]) -> re.Pattern[str]:
 
 
 def _tail_length(text: str) -> int:
-    return _TAIL.match(text[::-1]).end()
+    tail = _TAIL.match(text[::-1])
+    return tail.end() if tail is not None else 0

@@ -1,4 +1,4 @@
-"""The `f1` reward: overlap of words between an answer and the reference, as in extractive question answering."""
+"""The `f1` reward: overlap of words between an answer and the reference, as in question answering."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def f1_reward(response: str, label: str) -> float:
 
 
 def f1_score(prediction: str | None, ground_truth: str) -> tuple[float, float, float]:
-    """(f1, precision, recall). A yes/no answer must match whole: sharing words with a sentence is no credit."""
+    """(f1, precision, recall). A yes/no answer must match whole: shared words earn nothing."""
     nothing = (0.0, 0.0, 0.0)
     if prediction is None:
         return nothing

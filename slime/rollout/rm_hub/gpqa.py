@@ -11,8 +11,7 @@ _DEFAULT_LETTERS = "ABCDEFGH"
 
 
 def compute_gpqa_reward(response: str | None, label: Any, metadata: Mapping[str, Any] | None = None) -> float:
-    """1.0 or 0.0. The right answer is metadata `correct_letter`, or the
-    label: a letter, an index or a choice's text.
+    """1.0 or 0.0. The right answer is metadata `correct_letter`, or the label: a letter, an index or a text.
 
     metadata may hold `choices` (list of texts, or a mapping from letter to text) and `valid_letters`.
     """
@@ -59,11 +58,10 @@ def _correct_letter(correct: Any, label: Any, choices: dict[str, str], letters: 
 
 
 def _chosen_letter(answer: str, letters: str) -> str | None:
-    """The letter of the last explicit statement; strong forms (boxed,
-    "answer is X") before weak ones (a lone X).
+    """The letter of the last explicit statement: strong forms ("answer is X") before weak ones (a lone X).
 
-    Every pattern reads a text once: white space is single blanks by then,
-    and what may repeat ends where it cannot.
+    Every pattern reads a text once: white space is single blanks by then, and what may repeat ends where it
+    cannot.
     """
     letter = f"([{re.escape(letters)}])"
     boxed = rf"\\boxed ?\{{ ?(?:\\(?:text|mathrm|textbf) ?\{{)? ?\(?{letter}\)?[^a-zA-Z{{}}]*\}}"
@@ -74,13 +72,13 @@ def _chosen_letter(answer: str, letters: str) -> str | None:
     lone = re.compile(rf"[\(\[*]*{letter}[\)\].:*]*")
     in_one_line = " ".join(answer.split())
     lone_lines = [found.group(1) for line in answer.splitlines() if (found := lone.fullmatch(line.strip()))]
-    found = (
+    letters_found = (
         re.findall(boxed, in_one_line)
         or re.findall(stated, in_one_line)
         or lone_lines
         or re.findall(rf"\({letter}\)", answer)
     )
-    return found[-1].upper() if found else None
+    return letters_found[-1].upper() if letters_found else None
 
 
 def _letter_of_choice_text(answer: str, choices: dict[str, str]) -> str | None:

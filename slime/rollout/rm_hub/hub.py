@@ -21,7 +21,8 @@ from slime.rollout.rm_hub.workers.checks import box_of, check
 from slime.utils.loop_watch import loop_watch
 from slime.utils.misc import load_function
 from slime.utils.plugin_errors import plugin_call, wrong_return
-from slime.utils.types import RewardFailure, Sample, infra_error, invalid
+from slime.utils.reward_failure import RewardFailure, infra_error, invalid
+from slime.utils.types import Sample
 
 CUSTOM_RM = "--custom-rm-path"
 _MAX_REWARD_THREADS = 64
@@ -76,19 +77,16 @@ def _reward_named(name: str) -> Reward:
 
 
 async def batched_async_rm(args: PluginArgs, samples: Sequence[Sample], **kwargs: Any) -> list[Any]:
-    """One value per sample. With --group-rm the custom function
-    sees the group; otherwise each sample alone.
-    """
-    if scores_groups(args, samples):
-        values = await call_custom(args, args.custom_rm_path, list(samples), **kwargs)
-        return _one_per_sample(args.custom_rm_path, values, samples)
+    """One value per sample. With --group-rm the custom function sees the group, else each sample alone."""
+    path = args.custom_rm_path
+    if path is not None and scores_groups(args, samples):
+        values = await call_custom(args, path, list(samples), **kwargs)
+        return _one_per_sample(path, values, samples)
     return list(await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in samples)))
 
 
 def scores_groups(args: PluginArgs, samples: Sequence[Sample]) -> bool:
-    """Only --group-rm asks for the batch signature; a function
-    named by the sample itself is always single.
-    """
+    """Whether one call scores the group (--group-rm); a function that a sample names takes one sample."""
     return bool(args.group_rm and args.custom_rm_path) and not any(
         sample.custom_rm_path for sample in samples
     )
@@ -111,9 +109,7 @@ def rm_type_of(args: PluginArgs, sample: Sample) -> str:
 
 
 async def call_custom(args: PluginArgs, path: str, subject: Any, **kwargs: Any) -> Any:
-    """Call a user's reward function, async or plain, with the deadline of a
-    generation; a mistake in it ends the run.
-    """
+    """Call a user's reward function, async or plain, with a deadline; a mistake in it ends the run."""
     function = load_function(path)
     try:
         async with asyncio.timeout(args.generate_timeout_s) as deadline:
@@ -129,11 +125,9 @@ async def call_custom(args: PluginArgs, path: str, subject: Any, **kwargs: Any) 
 
 
 async def _in_thread(call: Callable[[], Any]) -> Any:
-    """Run a plain function beside the loop. The thread is a daemon:
-    one that hangs must not hold up our exit.
-    """
+    """Run a plain function beside the loop, in a daemon thread: one that hangs must not hold up our exit."""
     loop = asyncio.get_running_loop()
-    future: asyncio.Future = loop.create_future()
+    future: asyncio.Future[Any] = loop.create_future()
 
     def deliver(method: Callable[[Any], None], value: Any) -> None:
         if not future.done():

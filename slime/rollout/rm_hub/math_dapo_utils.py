@@ -13,9 +13,9 @@ _TAIL_CHARS = 300  # the answer stands at the end; looking no further keeps the 
 _ANSWER_PATTERN = r"(?i)Answer\s*:\s*([^\n]+)"
 # Words that follow a number as its unit, and so say nothing about its value.
 _UNITS = (
-    "square units|square|units|unit|degrees|degree|dollars|dollar|cents|cent|percent|points|point|miles|mile|feet|foot|ft|"
-    "inches|inch|meters|meter|cm|mm|km|hours|hour|hrs|minutes|minute|seconds|second|days|day|weeks|week|months|month|"
-    "years|year|mph|kmh|kg|grams|gram|cubic|per|apples|students|people|ways"
+    "square units|square|units|unit|degrees|degree|dollars|dollar|cents|cent|percent|points|point|miles|mile|"
+    "feet|foot|ft|inches|inch|meters|meter|cm|mm|km|hours|hour|hrs|minutes|minute|seconds|second|days|day|weeks|"
+    "week|months|month|years|year|mph|kmh|kg|grams|gram|cubic|per|apples|students|people|ways"
 )
 _UNIT_WORDS = re.compile(rf"(?<![a-zA-Z\\])(?:{_UNITS})(?![a-zA-Z])")
 

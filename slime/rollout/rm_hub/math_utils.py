@@ -14,9 +14,7 @@ _REST_OF_LINE = re.compile(r"[^$\n]*")
 
 
 def last_boxed_only_string(string: str) -> str | None:
-    """The last complete `\\boxed{...}` (or `\\fbox{...}`, or `\\boxed
-    7`), with the command itself; None: none.
-    """
+    """The last complete `\\boxed{...}`, `\\fbox{...}` or `\\boxed 7`, with the command itself; None: none."""
     closed: dict[int, int] | None = None
     for match in reversed(list(_BOX.finditer(string))):
         brace = _OPENING.match(string, match.end())
@@ -26,19 +24,17 @@ def last_boxed_only_string(string: str) -> str | None:
             if brace.end() - 1 in closed:
                 return string[match.start() : closed[brace.end() - 1] + 1]
         elif string.startswith(" ", match.end()):
-            return (
-                string[match.start() : match.end()]
-                + _REST_OF_LINE.match(string, match.end()).group().rstrip()
-            )
+            rest = _REST_OF_LINE.match(string, match.end())
+            return match.group() + (rest.group().rstrip() if rest is not None else "")
     return None
 
 
 def remove_boxed(s: str | None) -> str | None:
     """The content of a string made by `last_boxed_only_string`; None when it is not one."""
-    match = _BOX.match(s) if s else None
+    match = _BOX.match(s or "")
     if match is None:
         return None
-    content = s[match.end() :].strip()
+    content = match.string[match.end() :].strip()
     return content[1:-1] if content.startswith("{") and content.endswith("}") else content
 
 

@@ -9,7 +9,8 @@ from slime.algorithms.rewards import combine_rewards
 from slime.arguments import PluginArgs
 from slime.arguments.groups.algorithm_rules import WEIGHTED_REWARD_KEY
 from slime.utils.errors import RunStopped
-from slime.utils.types import RewardFailure, Sample, invalid, is_score
+from slime.utils.reward_failure import RewardFailure, invalid
+from slime.utils.types import Sample, is_score
 
 
 class RewardConfigError(ValueError):
@@ -21,9 +22,7 @@ class RewardFailuresExceeded(RunStopped):
 
 
 def settle_reward(args: PluginArgs, sample: Sample, value: Any, *, evaluation: bool = False) -> None:
-    """Store what a reward function returned: the score in
-    `sample.reward`, or the reason in `reward_failure`.
-    """
+    """Store what a reward function returned: the score in `reward`, or the reason in `reward_failure`."""
     outcome = judge(args, value, evaluation=evaluation)
     if isinstance(outcome, RewardFailure):
         sample.reward, sample.reward_failure = None, outcome
@@ -32,9 +31,7 @@ def settle_reward(args: PluginArgs, sample: Sample, value: Any, *, evaluation: b
 
 
 def judge(args: PluginArgs, value: Any, *, evaluation: bool = False) -> Any:
-    """The value as a score (number, or dict whose chosen key is one),
-    or the RewardFailure that it amounts to.
-    """
+    """The value as a score (a number, or a dict whose chosen key is one), or why it is none."""
     if isinstance(value, RewardFailure):
         return value
     if isinstance(value, dict):
@@ -55,9 +52,10 @@ def _judge_dict(args: PluginArgs, value: dict[str, Any], evaluation: bool) -> An
             "name the key to train on"
         )
     if key == WEIGHTED_REWARD_KEY and args.reward_weights:
-        value = _with_weighted_sum(value, args.reward_weights)
-        if isinstance(value, RewardFailure):
-            return value
+        weighted = _with_weighted_sum(value, args.reward_weights)
+        if isinstance(weighted, RewardFailure):
+            return weighted
+        value = weighted
     if key not in value:
         return invalid(f"reward dict has no {flag} {key!r}; its keys are {sorted(map(str, value))}")
     number = _plain_number(value[key])

@@ -10,7 +10,8 @@ from slime.arguments import PluginArgs
 from slime.rollout.rm_hub.answers import answer_text
 from slime.rollout.rm_hub.outcomes import RewardConfigError
 from slime.utils.http_utils import HttpError, post
-from slime.utils.types import RewardFailure, Sample, infra_error
+from slime.utils.reward_failure import RewardFailure, infra_error
+from slime.utils.types import Sample
 
 _MAX_TRIES = 10
 _DEADLINE_S = 120.0

@@ -1,6 +1,4 @@
-"""`score_samples`: the one entry by which the rollout gets rewards, with
-retries and a breaker for the whole run.
-"""
+"""`score_samples`, by which the rollout gets rewards: with retries, and a breaker for the whole run."""
 
 from __future__ import annotations
 
@@ -26,7 +24,8 @@ from slime.rollout.rm_hub.hub import (
 from slime.rollout.rm_hub.outcomes import RewardConfigError, RewardFailuresExceeded, judge, settle_reward
 from slime.utils.errors import RunStopped
 from slime.utils.plugin_errors import may_pass, place_of, wrong_return
-from slime.utils.types import RewardFailure, Sample, flatten_samples, infra_error
+from slime.utils.reward_failure import RewardFailure, infra_error
+from slime.utils.types import Sample, flatten_samples
 
 logger = logging.getLogger(__name__)
 
@@ -81,13 +80,12 @@ async def _score_group(args: PluginArgs, samples: list[Sample], evaluation: bool
 
 
 async def _guarded(call: Coroutine[Any, Any, Any], custom_path: str | None) -> Any:
-    """What the reward returned; an exception that may pass becomes
-    a failure that says where it was raised.
-    """
+    """What the reward returned; an exception that may pass becomes a failure with its place."""
     try:
         return await call
     except asyncio.CancelledError:
-        if asyncio.current_task().cancelling():
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
             raise  # it is this task that is to end
         return infra_error(
             "the reward function raised CancelledError: a task that it waited for was cancelled"
@@ -100,18 +98,17 @@ async def _guarded(call: Coroutine[Any, Any, Any], custom_path: str | None) -> A
 
 
 def _judged(args: PluginArgs, sample: Sample, value: Any, evaluation: bool) -> Any:
-    """A score or a failure. No judge can do anything about a value
-    that is neither: its author is told at once.
-    """
+    """A score or a failure. A value that is neither would come again at every try: the run ends at once."""
     outcome = judge(args, value, evaluation=evaluation)
     if not isinstance(outcome, RewardFailure) or isinstance(value, RewardFailure):
         return outcome
     path = custom_path_of(args, sample)
     if path is not None:
-        expected = "Return a finite number, a dict with one, or invalid(reason) or infra_error(reason) of slime.utils.types"
-        wrong_return(
-            CUSTOM_RM, path, f"returned no score: {outcome.reason}. {expected}.", describe_fully(sample)
+        complaint = (
+            f"returned no score: {outcome.reason}. Return a finite number, a dict with one, or "
+            "invalid(reason) or infra_error(reason) of slime.utils.types."
         )
+        wrong_return(CUSTOM_RM, path, complaint, describe_fully(sample))
     if _is_remote(args, sample):
         return outcome  # the judge's, who may know better the next time
     raise RewardConfigError(f"--rm-type {rm_type_of(args, sample)}: {outcome.reason}")
@@ -132,9 +129,7 @@ async def _with_retries(
 
 
 def _worth_retrying(args: PluginArgs, sample: Sample, failure: RewardFailure) -> bool:
-    """What broke may work the next time; an answer that cannot be judged stays
-    one. A remote judge was asked often enough.
-    """
+    """Whether a judge that broke may work the next time; a remote one was asked often enough already."""
     custom = custom_path_of(args, sample) is not None
     return failure.kind == "infra_error" and (custom or not _is_remote(args, sample))
 

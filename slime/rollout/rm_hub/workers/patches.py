@@ -1,5 +1,4 @@
-"""Limits put into sympy inside check workers: whatever a parser made of
-an answer, no number grows without bound.
+"""Limits put into sympy inside check workers: whatever a parser made of an answer, no number grows unbounded.
 
 One multiplication of two giant integers is a single C call, which nothing interrupts but the end of the
 process. So powers and factorials are refused before they are worked out. Only `math_check` installs this.
@@ -19,7 +18,7 @@ from slime.rollout.rm_hub.workers.limits import MAX_FACTORIAL, check_power, refu
 
 
 def limit_sympy() -> None:
-    """Idempotent; for the life of the process."""
+    """Bound powers and factorials for the life of the process; calling it again changes nothing."""
     for kind in (numbers.Rational, numbers.Integer):
         kind._eval_power = _guarded(kind._eval_power, _check_rational_power)
     for kind in (factorials.factorial, factorials.factorial2, factorials.subfactorial, sympy.gamma):
@@ -37,7 +36,7 @@ def _guarded(original: Callable[..., Any], check: Callable[..., None]) -> Callab
         check(self, *args)
         return original(self, *args)
 
-    guarded.slime_guarded = True
+    vars(guarded)["slime_guarded"] = True
     return guarded
 
 

@@ -1,5 +1,4 @@
-"""Reward checks in worker processes with a hard deadline: a check that
-hangs is killed, and the pool stays usable.
+"""Reward checks in worker processes with a hard deadline: a check that hangs is killed, the pool goes on.
 
 A symbolic comparison or a regular expression can run for ever inside one C call; no thread, signal handler or
 asyncio timeout interrupts that. So each check runs in a process of its own kind, and at the deadline that
@@ -55,7 +54,7 @@ class CheckPool:
         self._lock = threading.Lock()
         self._closed = False
         self._workers: set[_Worker] = set()
-        self._jobs: queue.SimpleQueue[tuple[Future, str, tuple[Any, ...]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Future[Any], str, tuple[Any, ...]] | None] = queue.SimpleQueue()
         # Each thread starts and owns one worker. The kernel kills a worker when the thread that started it
         # ends, so the threads last as long as the pool; they are daemons, so a running check never delays our
         # exit.
@@ -74,7 +73,7 @@ class CheckPool:
         """The function's value; `too_large` when the check gave up or was killed, `invalid` when it
         raised, `infra_error` when its worker broke.
         """
-        future: Future = Future()
+        future: Future[Any] = Future()
         with self._lock:
             if self._closed:
                 raise RuntimeError("the reward check pool is closed")
@@ -106,7 +105,8 @@ class CheckPool:
                 future.set_result(worker.run(function, arguments, self.deadline_s))
             except (EOFError, OSError) as error:  # the worker died: out of memory, a crash, or `close`
                 future.set_result(infra_error(f"reward check {function} lost its worker: {error!r}"))
-                worker = self._drop(worker)
+                self._drop(worker)
+                worker = None
             except Exception as error:  # arguments that cannot be pickled are the caller's mistake
                 future.set_exception(error)
         self._drop(worker)
@@ -160,8 +160,7 @@ class _Worker:
 
     def run(self, function: str, arguments: tuple[Any, ...], deadline_s: float) -> Any:
         self._send((function, arguments, deadline_s), deadline_s if self._loaded else _START_TIMEOUT_S)
-        # Imports are slow and not the check's fault. A worker that has
-        # the function answers at once, or is ill.
+        # Imports are slow and not the check's fault. A worker that has the function answers at once.
         allowed_s = deadline_s if function in self._loaded else max(_START_TIMEOUT_S, deadline_s)
         if not self._answers_within(allowed_s, look_every_s=deadline_s):
             state = "is stopped" if self._is_stopped() else "did not take it up"

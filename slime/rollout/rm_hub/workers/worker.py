@@ -6,7 +6,7 @@ are not the check's fault), then the outcome, one of
 
     ("ok", value)             what the check returned
     ("too large", reason)     the check gave the answer up: its size, depth or digits are beyond the limits
-    ("exhausted", reason)     the check used up its CPU time or memory and was broken off: this process is spent
+    ("exhausted", reason)     the check used up its CPU time or memory: this process is spent
     ("error", reason)         the check raised
 
 Where imports took long, the process that holds them forks: the child serves, and when a check was broken off

@@ -1,0 +1,78 @@
+"""Batches of written conversations: supervised answers and preference pairs; nothing is generated."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from slime.arguments import PluginArgs
+from slime.rollout.base_types import RolloutFnTrainOutput
+from slime.rollout.data_source import DataSource
+from slime.rollout.groups import Group, describe
+from slime.rollout.journal import Outcome
+from slime.utils.mask_utils import MultiTurnLossMaskGenerator
+from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
+
+Messages = list[dict[str, Any]]
+
+
+def fill_batch(
+    args: PluginArgs,
+    rollout_id: int,
+    data_source: Any,
+    make_group: Callable[[Group], Group | str],
+    *,
+    what: str,
+    metric: str,
+) -> RolloutFnTrainOutput:
+    """A batch of what `make_group` makes of rows; a row with a reason is left out and replaced."""
+    groups: list[Group] = []
+    skipped: Counter[str] = Counter()
+    while len(groups) < args.rollout_batch_size:
+        for row in data_source.get_samples(args.rollout_batch_size - len(groups)):
+            made = make_group(row)
+            if not isinstance(made, str):
+                groups.append(made)
+                continue
+            skipped[made] += 1
+            _settle(data_source, [row], "filtered", made)
+            # A whole epoch without one usable row will not get better in the next.
+            if not groups and 0 < len(data_source) <= skipped.total():
+                raise ValueError(
+                    f"--prompt-data: none of {len(data_source)} {what} can be trained on: {dict(skipped)}."
+                )
+    if skipped:
+        logger.warning("rollout %d: %s left out: %s", rollout_id, what, dict(skipped))
+    _settle(data_source, groups, "trained")
+    metrics = {f"rollout/{metric}/skipped_{reason}": count for reason, count in skipped.items()}
+    return RolloutFnTrainOutput(samples=groups, metrics=metrics or None)
+
+
+def write_tokens(
+    args: PluginArgs, sample: Sample, messages: Any, masks: MultiTurnLossMaskGenerator
+) -> str | None:
+    """Put tokens and loss mask of a conversation into the sample, or return why it cannot be trained on.
+
+    `messages` comes out of a row as it stands there: anything but a list of messages is refused.
+    """
+    try:
+        token_ids, loss_mask = masks.get_loss_mask(messages, tools=sample.metadata.get("tools"))
+    except ValueError as error:
+        raise ValueError(f"{describe(sample)}: {error}") from error
+    response_length = masks.get_response_lengths([loss_mask])[0]
+    if response_length == 0:
+        return "no_assistant_token"
+    if args.max_context_len is not None and len(token_ids) > args.max_context_len:
+        return "longer_than_context"
+    sample.tokens = token_ids
+    sample.response_length = response_length
+    sample.loss_mask = loss_mask[len(loss_mask) - response_length :]
+    sample.status = Sample.Status.COMPLETED
+    return None
+
+
+def _settle(data_source: Any, groups: list[Group], outcome: Outcome, reason: str | None = None) -> None:
+    if isinstance(data_source, DataSource) and groups:
+        data_source.settle(groups, outcome, reason)
