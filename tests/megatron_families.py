@@ -1,6 +1,4 @@
-"""Shared by the tests of the Megatron model families: a
-tiny random checkpoint of each, as the hub would hold it.
-"""
+"""Shared by tests of the Megatron model families: a tiny random hub checkpoint of each."""
 
 import json
 from pathlib import Path
@@ -54,7 +52,7 @@ EXPERTS = dict(
     first_k_dense_replace=1,
     num_nextn_predict_layers=1,
 )
-LATENT = dict(
+MLA = dict(
     num_key_value_heads=4,
     q_lora_rank=12,
     kv_lora_rank=16,
@@ -83,19 +81,19 @@ FAMILIES = {
         "glm4_moe",
         GLM4_MOE | dict(use_qk_norm=False, attention_bias=False, n_group=1, topk_group=1),
     ),
-    "deepseek_v3": ("deepseek_v3", EXPERTS | LATENT),
+    "deepseek_v3": ("deepseek_v3", EXPERTS | MLA),
     "deepseek_v3_plain": (
         "deepseek_v3",
         EXPERTS
-        | LATENT
+        | MLA
         | dict(
             q_lora_rank=None, rope_interleave=False, rope_parameters=dict(rope_type="default", rope_theta=1e4)
         ),
     ),
 }
-# Heads that predict a further token: prefix of their tensors, and the parts beside a decoder layer (norm of
+# MTP heads: prefix of their tensors, and the parts beside a decoder layer (norm of
 # the embedding, norm of the hidden state, the matrix that joins them, last norm).
-HEADS = {
+MTP = {
     "mimo": ("model.mtp_layers.0.", ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")),
     "glm4_moe": ("model.layers.4.", ("enorm", "hnorm", "eh_proj", "shared_head.norm")),
     "deepseek_v3": ("model.layers.4.", ("enorm", "hnorm", "eh_proj", "shared_head.norm")),
@@ -104,8 +102,7 @@ LAYERS = COMMON["num_hidden_layers"]
 
 
 def make_checkpoint(folder: Path, name: str, **changes) -> tuple[str, str]:
-    """(checkpoint as the hub holds it, the same without
-    further heads and of a type that transformers computes).
+    """(hub checkpoint, the same without MTP heads and of a type that transformers computes).
 
     Weights are drawn so that every tensor matters: norms around one, biases around zero. The decoder
     layer of a head is the last one of a deeper model, which stays in the folder `{name}-deep`.
@@ -114,24 +111,24 @@ def make_checkpoint(folder: Path, name: str, **changes) -> tuple[str, str]:
 
     kind, extra = FAMILIES[name]
     torch.manual_seed(0)
-    deep = {"num_hidden_layers": LAYERS + (name in HEADS)}
+    deep = {"num_hidden_layers": LAYERS + (name in MTP)}
     config = AutoConfig.for_model(kind, **(COMMON | extra | deep | changes))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for key, tensor in (*model.named_parameters(), *model.named_buffers()):
             if tensor.ndim == 1 and "inv_freq" not in key:
                 tensor.add_(torch.randn_like(tensor) * 0.1)
-    if name not in HEADS:
+    if name not in MTP:
         model.save_pretrained(folder / name)
         return str(folder / name), str(folder / name)
     model.save_pretrained(folder / f"{name}-deep")
-    return _split_heads(folder, name)
+    return _split_mtp_heads(folder, name)
 
 
-def _split_heads(folder: Path, name: str) -> tuple[str, str]:
+def _split_mtp_heads(folder: Path, name: str) -> tuple[str, str]:
     from safetensors.torch import load_file, save_file
 
-    prefix, (embedding_norm, hidden_norm, join, last_norm) = HEADS[name]
+    prefix, (embedding_norm, hidden_norm, join, last_norm) = MTP[name]
     config = json.loads((folder / f"{name}-deep" / "config.json").read_text()) | {"num_hidden_layers": LAYERS}
     if "layer_types" in config:
         config["layer_types"] = config["layer_types"][:LAYERS]
@@ -158,14 +155,12 @@ def _split_heads(folder: Path, name: str) -> tuple[str, str]:
     return str(folder / name), str(folder / f"{name}-reference")
 
 
-def heads_log_probs(folder: Path, name: str) -> list[torch.Tensor]:
-    """Log-probs of the samples' response tokens under the head,
-    from transformers' own layers; nan where it sees too little.
-    """
+def mtp_log_probs(folder: Path, name: str) -> list[torch.Tensor]:
+    """Log-probs of response tokens under the MTP head, by transformers' layers; nan where it has none."""
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
-    prefix, parts = HEADS[name]
+    prefix, parts = MTP[name]
     hub = load_file(folder / name / "model.safetensors")
     embedding_norm, hidden_norm, join, last_norm = (hub[f"{prefix}{part}.weight"] for part in parts)
     deep = AutoModelForCausalLM.from_pretrained(folder / f"{name}-deep", dtype=torch.float32).eval()
@@ -203,9 +198,7 @@ def samples_of_tests():
 
 
 def family_cases(rank: int, world_size: int, cases: dict[str, tuple[str, dict]], folder: str) -> dict:
-    """For each name -> (checkpoint, settings): log-probs,
-    three GRPO steps, and an HF folder written before them.
-    """
+    """For each (checkpoint, settings): log-probs, a saved HF folder, and three GRPO steps."""
     from megatron_helpers import GRPO, megatron_args, train
 
     from slime.backends import fsdp, megatron

@@ -1,6 +1,4 @@
-"""Shared by the Megatron tests: tiny models of each family,
-settings, and jobs of several processes over many layouts.
-"""
+"""Shared by the Megatron tests: tiny models of each family, settings, jobs of several processes."""
 
 import os
 import traceback
@@ -59,9 +57,7 @@ def megatron_args(model, **changes) -> SimpleNamespace:
 
 
 def make_family(path, kind: str, *, seed: int = 0, **changes) -> str:
-    """A tiny random model of an HF family, written as a hub
-    checkpoint looks; odd sizes where a layout allows them.
-    """
+    """A tiny random model of an HF family as a hub checkpoint, of odd sizes where layouts allow."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     common = dict(
@@ -118,9 +114,7 @@ GRPO = dict(
 
 
 def train(backend_of, args, rank: int, world_size: int) -> dict:
-    """Three GRPO steps on ragged samples; (loss, gradient
-    norm) by step, and the exported weights before and after.
-    """
+    """Three GRPO steps on ragged samples: losses, norms, and the exported weights before and after."""
     from slime.batch.convert import samples_to_batch
     from slime.batch.split import split_for_ranks
     from slime.step.training_step import TrainingStep
@@ -146,7 +140,7 @@ def exported(backend, **options) -> dict[str, torch.Tensor]:
 
 
 def in_processes(world_size: int, function, folder: Path, *args) -> dict:
-    """Run function(rank, world_size, *args) -> dict on gloo ranks; rank 0's dict, or the first error."""
+    """Run function(rank, world_size, *args) on gloo ranks; rank 0's dict, or the first error."""
     # Ranks meet in a file: a free port may be taken again before they have all started.
     meeting = folder / f"meeting_{uuid.uuid4().hex}"
     mp.spawn(_rank_main, (world_size, str(meeting), function, str(folder), args), nprocs=world_size)
@@ -186,9 +180,7 @@ def run_cases(rank: int, world_size: int, cases: dict[str, tuple[str, dict]]) ->
 def save_and_resume(
     rank: int, world_size: int, model: str, folder: str, save_as: dict, load_as: dict | None
 ) -> dict:
-    """Three steps, a checkpoint, three more; then the last
-    three again from `folder` as `load_as` (None: as saved).
-    """
+    """Three steps, a checkpoint, three more; then the last three again from `folder` as `load_as`."""
     from slime.backends.megatron import create_backend
     from slime.batch.convert import samples_to_batch
     from slime.batch.split import split_for_ranks

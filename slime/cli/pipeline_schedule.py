@@ -1,17 +1,14 @@
-"""Megatron's pipeline schedules on paper: when each stage works and
-waits, and how many micro-batches it keeps.
+"""Megatron's pipeline schedules on paper: when a stage works and waits, how many micro-batches it keeps.
 
 A forward or backward pass of a layer takes one unit of time, sending takes none. Interleaved stages take
-micro-batches in groups of one for each stage, so the last group is filled with idle work.
+micro-batches in groups, as many as there are stages, so the last group is filled with idle work.
 """
 
 Unit = tuple[str, int, int]  # forward or backward ("f", "b"), chunk of the stage, micro-batch
 
 
 def stage_order(stage: int, stages: int, chunks: int, micro_batches: int) -> list[Unit]:
-    """What one stage does, in order: it fills the pipeline, then one forward
-    and one backward in turn, then it drains.
-    """
+    """The passes of one stage in order: fill the pipeline, one forward and one backward in turn, drain."""
     total, later = micro_batches * chunks, stages - stage - 1
     warm = min(later if chunks == 1 else 2 * later + (chunks - 1) * stages, total)
     units = [_unit("f", k, stages, chunks) for k in range(warm)]
@@ -21,9 +18,7 @@ def stage_order(stage: int, stages: int, chunks: int, micro_batches: int) -> lis
 
 
 def _unit(kind: str, k: int, stages: int, chunks: int) -> Unit:
-    """The k-th forward (backward) pass of a stage: a group of
-    micro-batches through one chunk after the other.
-    """
+    """A stage's k-th forward or backward pass: groups of micro-batches, one chunk after the other."""
     if chunks == 1:
         return kind, 0, k
     turn, place = divmod(k, stages * chunks)
@@ -48,16 +43,12 @@ def most_kept(stage: int, stages: int, chunks: int, micro_batches: int) -> float
 def bubble_share(layers: list[int], chunks: int, micro_batches: int) -> float:
     """Share of a step in which stages of these many layers do not work on micro-batches, on average.
 
-    Example: two stages of one layer each and 4 micro-batches take 10
-    units, of which each stage works 8 -> 0.2.
+    Example: two stages of one layer each and 4 micro-batches take 10 units, each stage works 8 -> 0.2.
     """
     stages = len(layers)
-    pending = [
-        stage_order(s, stages, chunks, run_count(stages, chunks, micro_batches)) for s in range(stages)
-    ]
-    done: dict[
-        tuple[str, int, int], float
-    ] = {}  # kind, place of the chunk in the whole model, micro-batch -> its end
+    count = run_count(stages, chunks, micro_batches)
+    pending = [stage_order(stage, stages, chunks, count) for stage in range(stages)]
+    done: dict[Unit, float] = {}  # kind, place of the chunk in the whole model, micro-batch -> its end
     free, position = [0.0] * stages, [0] * stages
     while any(position[s] < len(pending[s]) for s in range(stages)):
         for stage, units in enumerate(pending):

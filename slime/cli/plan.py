@@ -1,6 +1,4 @@
-"""`slime plan`: prints which engine would run on which GPUs, and what a
-trainer layout would cost; starts nothing.
-"""
+"""`slime plan`: prints which engine would run on which GPUs and what a trainer would cost; starts nothing."""
 
 import argparse
 import json
@@ -68,14 +66,15 @@ def _parser() -> argparse.ArgumentParser:
 def _add_trainer(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--actor-num-nodes", type=_count, default=1, help="[1]")
     group.add_argument("--actor-num-gpus-per-node", type=_count)
-    for name in (
+    kinds = (
         "tensor-model",
         "pipeline-model",
         "virtual-pipeline-model",
         "context",
         "expert-model",
         "expert-tensor",
-    ):
+    )
+    for name in kinds:
         group.add_argument(f"--{name}-parallel-size", type=_count, default=1, help="[1]")
     for name in ("first", "last"):
         group.add_argument(
@@ -158,12 +157,12 @@ def _topology(options: argparse.Namespace) -> Topology:
 
 
 def _server_words(topology: Topology, place: EnginePlace, cpu: bool) -> list[str]:
-    model = next(model for model in topology.models if model.name == place.model)
+    path = next(model.model_path for model in topology.models if model.name == place.model)
+    assert path is not None, "a model without a path has no engines"
     dtype = "float32" if cpu else "bfloat16"
-    chosen = SGLangOptions(
-        "python", model.model_path, cpu, dtype, place.num_gpus, 1234, False, extra=place.words
+    return server_words(
+        SGLangOptions("python", path, cpu, dtype, place.num_gpus, 1234, False, extra=place.words)
     )
-    return server_words(chosen)
 
 
 def _as_text(topology: Topology, places: tuple[EnginePlace, ...], options: argparse.Namespace) -> str:

@@ -1,9 +1,7 @@
-"""What a Megatron layout would cost, from config.json and the sizes alone: memory by
-rank, pipeline bubble, expert imbalance.
+"""Estimates from config.json what a Megatron layout costs: memory, pipeline bubble, expert imbalance.
 
-Estimates, for layouts that cannot be tried where one plans: bf16 weights, fp32 gradients, Adam with fp32
-weights and moments, activations as a compiled-free layer keeps them. Not covered: buffers of collectives,
-fragmentation, the engine.
+It counts bf16 weights, fp32 gradients, Adam with fp32 weights and moments, and the activations of layers that
+are not compiled. Not covered: buffers of collectives, fragmentation, the inference engine.
 """
 
 import argparse
@@ -79,7 +77,7 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True)
 class TrainerPlan:
-    """What `slime plan` prints of the trainer."""
+    """What `slime plan` prints about the trainer."""
 
     sizes: Sizes
     parameters: float
@@ -136,19 +134,17 @@ def _check(model: dict[str, Any], sizes: Sizes) -> None:
 
 
 def layers_per_stage(sizes: Sizes, layers: int) -> list[int]:
-    """Equal counts, but for a first and a last stage that were given theirs. Example:
-    61 layers, pp 4, last 13 -> 16 16 16 13.
-    """
-    given = {0: sizes.first_layers, sizes.pp - 1: sizes.last_layers}
-    given = {stage: count for stage, count in given.items() if count is not None}
+    """Equal counts but for given first and last stages: 61 layers, pp 4, last 13 -> 16 16 16 13."""
+    ends = {0: sizes.first_layers, sizes.pp - 1: sizes.last_layers}
+    given = {stage: count for stage, count in ends.items() if count is not None}
     rest, others = layers - sum(given.values()), sizes.pp - len(given)
     even = rest % others == 0 if others else rest == 0
     counts = [given.get(stage, rest // others if others else 0) for stage in range(sizes.pp)]
     if not even or min(counts) < 1 or any(count % sizes.vpp for count in counts):
         raise ValueError(
             f"{layers} layers cannot be shared by {sizes.pp} stages of {sizes.vpp} chunks: use sizes whose "
-            "product divides them, or "
-            "--num-layers-in-first-pipeline-stage and --num-layers-in-last-pipeline-stage."
+            "product divides them, or --num-layers-in-first-pipeline-stage and "
+            "--num-layers-in-last-pipeline-stage."
         )
     return counts
 
@@ -168,9 +164,8 @@ def read_model(path: str) -> dict[str, Any]:
 
 
 def number_of_experts(model: dict[str, Any]) -> int:
-    return next(
-        (model[n] for n in ("num_experts", "n_routed_experts", "num_local_experts") if model.get(n)), 0
-    )
+    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    return next((model[name] for name in names if model.get(name)), 0)
 
 
 def has_experts(model: dict[str, Any], layer: int) -> bool:
@@ -183,7 +178,7 @@ def has_experts(model: dict[str, Any], layer: int) -> bool:
 
 
 def _attention_widths(model: dict[str, Any]) -> tuple[int, int]:
-    """Of all queries together, and of keys and values together."""
+    """The width of all queries together, and of all keys and values together."""
     heads = model["num_attention_heads"]
     if model.get("kv_lora_rank"):
         key = model["qk_nope_head_dim"] + model["qk_rope_head_dim"]
@@ -198,9 +193,8 @@ def _attention_parameters(model: dict[str, Any]) -> Parameters:
         return Parameters(cut=hidden * (query + key_value) + query * hidden)
     heads, low, rope = model["num_attention_heads"], model["kv_lora_rank"], model["qk_rope_head_dim"]
     down = hidden * (low + rope)
-    up = (
-        low * heads * (model["qk_nope_head_dim"] + model["v_head_dim"]) + heads * model["v_head_dim"] * hidden
-    )
+    up = low * heads * (model["qk_nope_head_dim"] + model["v_head_dim"])
+    up += heads * model["v_head_dim"] * hidden
     rank = model.get("q_lora_rank")
     down, up = (down + hidden * rank, up + rank * query) if rank else (down, up + hidden * query)
     return Parameters(cut=up, whole=down)
@@ -226,7 +220,7 @@ def layer_parameters(model: dict[str, Any], layer: int) -> Parameters:
 
 
 def outside_parameters(model: dict[str, Any]) -> dict[str, Parameters]:
-    """Embedding, and head with the last norm; a tied head has no matrix of its own."""
+    """Parameters of the embedding, and of output matrix and last norm; a tied one has no matrix."""
     matrix = model["vocab_size"] * model["hidden_size"]
     head = 0 if model.get("tie_word_embeddings") else matrix
     return {"first": Parameters(cut=matrix), "last": Parameters(cut=head, whole=model["hidden_size"])}
@@ -261,7 +255,7 @@ def _stage_memory(
 
 
 def _layers_of(stage: int, counts: list[int], chunks: int) -> list[int]:
-    """Interleaved stages hold every pp-th chunk of layers."""
+    """Numbers of the layers of a stage; an interleaved one holds every pp-th chunk of layers."""
     all_stages, before, own = (n // chunks for n in (sum(counts), sum(counts[:stage]), counts[stage]))
     return [chunk * all_stages + before + i for chunk in range(chunks) for i in range(own)]
 
@@ -269,7 +263,7 @@ def _layers_of(stage: int, counts: list[int], chunks: int) -> list[int]:
 def _activations(
     model: dict[str, Any], sizes: Sizes, stage: int, layers: list[int], options: argparse.Namespace
 ) -> float:
-    """What one micro-batch leaves in the layers, for as many as are on their way through this stage."""
+    """Activations that a stage keeps: of one micro-batch, times those that are on their way through it."""
     tokens = options.max_tokens_per_gpu  # of one context-parallel rank
     per_layer = [_kept_per_token(model, sizes, layer) for layer in layers]
     if options.activation_checkpointing == "full":
@@ -281,8 +275,10 @@ def _activations(
 
 
 def _kept_per_token(model: dict[str, Any], sizes: Sizes, layer: int) -> float:
-    """Numbers per token: inputs of both norms and what follows them; queries, keys and values before and
-    after rotation; the attention's result; gate, up and their product.
+    """Numbers that a layer keeps per token for the backward pass.
+
+    They are the inputs and outputs of both norms; queries, keys and values before and after rotation; the
+    attention's result; gate, up and their product.
     """
     hidden, (query, key_value) = model["hidden_size"], _attention_widths(model)
     split = sizes.tp if sizes.sequence_parallel else 1
@@ -299,8 +295,7 @@ def _kept_per_token(model: dict[str, Any], sizes: Sizes, layer: int) -> float:
 
 
 def expert_imbalance(experts: int, ranks: int, busiest: float) -> float:
-    """Work of the busiest of `ranks` expert-parallel ranks over the mean, when
-    the busiest expert has `busiest` times it.
+    """Work of the busiest expert-parallel rank over the mean, from that of the busiest expert (`busiest`).
 
     Loads are taken as independent: a rank with many experts evens them out. 1 with
     one rank, `busiest` with one expert each.

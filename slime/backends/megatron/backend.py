@@ -28,8 +28,8 @@ from slime.backends.megatron import optimizer as optimizer_module
 from slime.backends.megatron.builder import build_chunks, wrap_for_training
 from slime.backends.megatron.compiled import compile_layers, should_compile
 from slime.backends.megatron.config import (
-    check_heads,
     check_layout,
+    check_mtp,
     ddp_config,
     dims_of,
     optimizer_config,
@@ -52,7 +52,7 @@ from slime.backends.megatron.routing import (
     take_metrics,
 )
 from slime.backends.megatron.te_attention import choose_attention
-from slime.backends.megatron.teacher import FrozenModel, output_matrix_of
+from slime.backends.megatron.teacher import TeacherModel, output_matrix_of
 from slime.backends.megatron.trainable import freeze
 from slime.backends.megatron.vocab_parallel import VocabSlice
 from slime.backends.megatron.weights import HubWeights
@@ -80,11 +80,11 @@ class MegatronBackend(TrainerBase):
         role: str = "actor",
     ) -> None:
         super().__init__(args, rank=rank, device=device, total_steps=total_steps, role=role)
-        self.teacher: FrozenModel | None = None  # of another shape; one of the same is a tagged copy
+        self.teacher: TeacherModel | None = None  # of another shape; one of the same is a tagged copy
         self.hf_config = read_hf_config(self.hf_checkpoint)
         refuse_unknown_fields(args.megatron_config or {})
         check_layout(args, self.hf_config, world_size=world_size, device=device)
-        check_heads(args, self.hf_config)
+        check_mtp(args, self.hf_config)
         if role == "actor":
             init_groups(args, device)
             hooks.after_init(args)
@@ -209,7 +209,7 @@ class MegatronBackend(TrainerBase):
         self._gathers_late = self.args.overlap_param_gather
         self.optimizer.zero_grad()
         if self.role == "actor" and place is not None:
-            rates = hooks.Schedule(self.args, self.step, self.decay_steps)
+            rates = hooks.LearningRateSchedule(self.args, self.step, self.decay_steps)
             hooks.before_train_step(self.args, place, self.model, self.optimizer, rates)
         sums: dict[str, Tensor] = {}
         seen: list[dict[str, Tensor]] = []
@@ -223,13 +223,13 @@ class MegatronBackend(TrainerBase):
             return value / denominators.value
 
         call = self._call(entropy=loss.needs_entropy, logits=loss.needs_logits, at_head=loss.at_head)
-        call = replace(call, heads_scale=self._heads_scale(mbs))
+        call = replace(call, mtp_scale=self._mtp_scale(mbs))
         self.passes.backward(mbs, call, loss_of, self._plan_training(mbs, self.role))
         self._repeat_on_other_stages(mbs, loss, seen)
         for chunk in self.model:
             chunk.eval()
         metrics = (
-            self._reduce(sums, denominators) | self._expert_metrics() | self._heads_metrics(call.heads_scale)
+            self._reduce(sums, denominators) | self._expert_metrics() | self._mtp_metrics(call.mtp_scale)
         )
         self.optimizer.prepare_grads()
         return metrics, float(self.optimizer.get_grad_norm())
@@ -257,7 +257,7 @@ class MegatronBackend(TrainerBase):
             **options,
         )
 
-    def _heads_scale(self, mbs: list[MicroBatch]) -> float:
+    def _mtp_scale(self, mbs: list[MicroBatch]) -> float:
         """What one token counts in the loss of heads that predict further
         tokens: their share over the step's tokens.
         """
@@ -266,10 +266,10 @@ class MegatronBackend(TrainerBase):
         tokens = sum((mb.loss_mask.sum().double() for mb in mbs), torch.zeros((), dtype=torch.float64))
         return self.config.mtp_loss_scaling_factor / max(float(self.sum_over_ranks(tokens)), 1.0)
 
-    def _heads_metrics(self, scale: float) -> dict[str, float]:
+    def _mtp_metrics(self, scale: float) -> dict[str, float]:
         if not scale:
             return {}
-        losses = self.model[-1].module.heads_losses
+        losses = self.model[-1].module.mtp_losses
         total = self.sum_over_ranks(
             torch.stack([torch.zeros((), device=self.device), *losses]).double().sum()
         )
@@ -341,7 +341,7 @@ class MegatronBackend(TrainerBase):
         if same_architecture(theirs, self.hf_config):
             self.load_hf(path, weights="teacher")
         else:
-            self.teacher = FrozenModel(self.args, path, self.layout, self.compute_dtype, self.device)
+            self.teacher = TeacherModel(self.args, path, self.layout, self.compute_dtype, self.device)
 
     def copy_weights(self, src: str, dst: str) -> None:
         super().copy_weights(src, dst)

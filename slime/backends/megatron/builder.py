@@ -17,14 +17,13 @@ from megatron.core.tensor_parallel.layers import (
 )
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import nn
 
 from slime.backends.megatron.families import family_of
 from slime.backends.megatron.hooks import provide_model
 from slime.backends.megatron.layer_specs import block_spec
 from slime.backends.megatron.layers import PackedCoreAttention
 from slime.backends.megatron.model import PackedGPTModel, ScalarHead
-from slime.backends.megatron.mtp import heads_spec
+from slime.backends.megatron.mtp import mtp_spec
 
 # Which dimension of a module's weight is cut over tensor-parallel ranks.
 _CUT = ((ColumnParallelLinear, 0), (VocabParallelEmbedding, 0), (RowParallelLinear, 1))
@@ -39,15 +38,13 @@ def build_chunks(
     scalar: bool = False,
     provider: str | None = None,
 ) -> list[PackedGPTModel]:
-    """`scalar`: one number per token comes out, not a distribution over the
-    vocabulary. `provider`: a user's function.
-    """
+    """`scalar`: a critic or reward model, one number per token. `provider`: a user's function."""
     if scalar:
-        # Its own configuration: a critic predicts no tokens.
+        # A critic predicts no tokens; its configuration is its own.
         config.mtp_num_layers = None
-    stages = config.virtual_pipeline_model_parallel_size
-    parts = range(stages) if stages else [None]
-    chunks = [_chunk(config, hf_config, vp_stage, attention, scalar, provider) for vp_stage in parts]
+    virtual_stages = config.virtual_pipeline_model_parallel_size
+    numbers = range(virtual_stages) if virtual_stages else [None]
+    chunks = [_chunk(config, hf_config, vp_stage, attention, scalar, provider) for vp_stage in numbers]
     for chunk in chunks:
         chunk.to(device)
         if config.bf16:
@@ -68,26 +65,27 @@ def _chunk(
     provider: str | None,
 ) -> PackedGPTModel:
     tp = config.tensor_model_parallel_size
-    parts = {"attention": attention, "branch_norms": family_of(hf_config).branch_norms}
+    branch_norms = family_of(hf_config).branch_norms
     ends = {
         "pre_process": parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         "post_process": parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
     }
 
-    heads = None
+    mtp = None
     if config.mtp_num_layers and ends["post_process"]:
-        heads = heads_spec(config, **parts)
+        mtp = mtp_spec(config, attention=attention, branch_norms=branch_norms)
+    layers = block_spec(config, vp_stage, attention=attention, branch_norms=branch_norms)
 
     def build() -> PackedGPTModel:
         return PackedGPTModel(
             config=config,
-            transformer_layer_spec=block_spec(config, vp_stage, **parts),
+            transformer_layer_spec=layers,
             vocab_size=hf_config.vocab_size + -hf_config.vocab_size % tp,
             max_sequence_length=hf_config.max_position_embeddings,
             share_embeddings_and_output_weights=bool(hf_config.tie_word_embeddings) and not scalar,
             # Angles come with the stream.
             position_embedding_type="none",
-            mtp_block_spec=heads,
+            mtp_block_spec=mtp,
             vp_stage=vp_stage,
             **ends,
         )
@@ -95,16 +93,17 @@ def _chunk(
     model = provide_model(provider, config, build, vp_stage=vp_stage, **ends) if provider else build()
     model.real_vocab_size = hf_config.vocab_size
     model.padding_id = getattr(hf_config, "pad_token_id", None)  # not every config of the hub has one
-    model.heads_losses = []
+    model.mtp_losses = []
     if scalar and model.post_process:
         model.output_layer = ScalarHead(config)
     _mark_cut_weights(model)
     return model
 
 
-def _mark_cut_weights(model: nn.Module) -> None:
-    """Megatron marks cut weights only while it draws random ones; unmarked,
-    the gradient norm would miss other ranks'.
+def _mark_cut_weights(model: PackedGPTModel) -> None:
+    """Mark weights that are cut over ranks, as Megatron does only when it draws random ones.
+
+    Unmarked, the gradient norm would miss the parts of other ranks.
     """
     for module in model.modules():
         for kind, dim in _CUT:
@@ -112,7 +111,11 @@ def _mark_cut_weights(model: nn.Module) -> None:
                 _mark(module, dim, model.config)
 
 
-def _mark(module: nn.Module, dim: int, config: TransformerConfig) -> None:
+def _mark(
+    module: ColumnParallelLinear | VocabParallelEmbedding | RowParallelLinear,
+    dim: int,
+    config: TransformerConfig,
+) -> None:
     repeated = (
         getattr(module, "is_expert", False)
         and config.expert_model_parallel_size == 1
@@ -121,17 +124,15 @@ def _mark(module: nn.Module, dim: int, config: TransformerConfig) -> None:
     if not hasattr(module.weight, "tensor_model_parallel"):
         set_tensor_model_parallel_attributes(module.weight, not repeated, dim, 1)
     if repeated:
-        # Whole experts on every tensor-parallel rank, each seeing its slice of the sequence. Without expert
-        # parallelism Megatron takes them for cut weights and would leave their gradients unsummed.
+        # Every tensor-parallel rank holds the whole expert and sees its slice of the sequence. Without expert
+        # parallelism Megatron takes such weights for cut ones and would leave their gradients unsummed.
         module.weight.sequence_parallel = True
 
 
 def wrap_for_training(
     config: TransformerConfig, ddp: DistributedDataParallelConfig, chunks: list[PackedGPTModel]
-) -> list[nn.Module]:
-    """Each chunk with its gradient buffers; the schedules learn how gradients
-    are finished and when to hold them back.
-    """
+) -> list[DistributedDataParallel]:
+    """Each chunk with its gradient buffers; tells the schedules how and when gradients are reduced."""
     wrapped = [
         DistributedDataParallel(
             config, ddp, chunk, disable_bucketing=index > 0 and not ddp.overlap_grad_reduce

@@ -1,5 +1,7 @@
-"""What megatron-core 0.16.1 gets wrong about checkpoints: a server of its own outlives a trainer that is
-killed, and moments of experts are read only where as many optimizers are chained as when they were written.
+"""Mends two mistakes of megatron-core 0.16.1 about checkpoints.
+
+The server through which writers report outlives a trainer that is killed, and the moments of experts are read
+only where as many optimizers are chained as when they were written.
 """
 
 import multiprocessing
@@ -10,13 +12,14 @@ from multiprocessing.managers import SyncManager
 from typing import Any
 
 import torch
+from megatron.core.optimizer import ChainedOptimizer
 
 _POLL_S = 2.0
 _COMMON = ("optimizer", "param_state_sharding_type")
 
 
 def own_results_server() -> None:
-    """Before a save: the server through which writers report ends with this process, however that ends."""
+    """Before a save: start a server for the writers that ends with this process, however that ends."""
     # Only where a checkpoint is written.
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -26,22 +29,17 @@ def own_results_server() -> None:
         filesystem_async._results_queue = manager.Queue()
 
 
-def common_parts(state: dict[Any, Any], optimizer: Any) -> list[dict[str, Any]]:
-    """Of each chained optimizer in a sharded state: what is not cut over ranks
-    (parameter groups, the kind of sharding).
-    """
-    return [
-        {name: value for name, value in part.items() if name in _COMMON}
-        for part in _members(state, optimizer)
-    ]
+def common_parts(state: dict[Any, Any], optimizer: ChainedOptimizer) -> list[dict[str, Any]]:
+    """What is not cut over ranks in each optimizer of a chain: parameter groups, the kind of sharding."""
+    parts = _parts(state, len(optimizer.chained_optimizers))
+    return [{name: value for name, value in part.items() if name in _COMMON} for part in parts]
 
 
 def with_common_parts(loaded: dict[Any, Any], own: list[dict[str, Any]], *, step: int) -> dict[Any, Any]:
-    """What was read, in the structure of this layout: with expert
-    parallelism experts have an optimizer of their own.
+    """The loaded state in the structure of this layout, where experts may have an optimizer of their own.
 
-    Moments are kept by parameter, so they fit any structure; the rest is that of
-    this run, at the step of the checkpoint.
+    Moments are kept by parameter, so they fit any structure; the rest is that of this run, at the
+    checkpoint's step.
     """
     found = []
     for part, common in zip(_parts(loaded, len(own)), own, strict=True):
@@ -51,10 +49,8 @@ def with_common_parts(loaded: dict[Any, Any], own: list[dict[str, Any]], *, step
     return found[0] if len(found) == 1 else dict(enumerate(found))
 
 
-def with_own_groups(loaded: dict[Any, Any], optimizer: Any, *, step: int) -> dict[Any, Any]:
-    """The same for optimizers that are not distributed: moments as they
-    were read, parameter groups of this run.
-    """
+def with_own_groups(loaded: dict[Any, Any], optimizer: ChainedOptimizer, *, step: int) -> dict[Any, Any]:
+    """`with_common_parts` for optimizers that are not distributed."""
     found = []
     members = optimizer.chained_optimizers
     for part, member in zip(_parts(loaded, len(members)), members, strict=True):
@@ -72,12 +68,8 @@ def with_own_groups(loaded: dict[Any, Any], optimizer: Any, *, step: int) -> dic
     return found[0] if len(found) == 1 else dict(enumerate(found))
 
 
-def _members(state: dict[Any, Any], optimizer: Any) -> list[dict[str, Any]]:
-    return _parts(state, len(optimizer.chained_optimizers))
-
-
 def _parts(state: dict[Any, Any], count: int) -> list[dict[str, Any]]:
-    """One chained optimizer has the state to itself; several have one each, under their index."""
+    """The state of each chained optimizer: the whole where there is one, else what is under its index."""
     return [state] if count == 1 else [state[index] for index in range(count)]
 
 

@@ -1,12 +1,11 @@
 """Dense layers that no other rank shares run as one compiled function over Megatron's own parameters.
 
-Layer by layer Megatron launches norms, rotary angles and the gated activation as kernels of their own, and
-keeps what lies between them for the backward pass. Compiled as a whole, as the FSDP trainer does it, a layer
-takes less time and memory. Parameters, gradient buffers, optimizer and schedules stay Megatron's.
+Megatron launches norms, rotary angles and the gated activation as kernels of their own, and keeps what lies
+between them for the backward pass. Compiled as a whole, as in the FSDP trainer, a layer takes less time and
+memory. Parameters, gradient buffers, optimizer and schedules stay Megatron's.
 
-Not covered, and left as Megatron runs them: layers cut over tensor- or context-parallel ranks, mixtures of
-experts, families with further modules in a layer, and what hooks into modules (--overlap-param-gather,
-selective recomputation).
+Not compiled: layers cut over tensor- or context-parallel ranks, mixtures of experts, families with further
+modules in a layer, and runs that hook into modules (--overlap-param-gather, selective recomputation).
 """
 
 import types
@@ -35,7 +34,7 @@ _RECOMPILE_LIMIT = 64
 
 
 def should_compile(args: Args, config: TransformerConfig, device: torch.device) -> bool:
-    """By default on GPUs for layers of some width; never where a layer is not computed by one rank alone."""
+    """On GPUs for wide layers, unless --compile says otherwise; never for layers that ranks share."""
     alone = config.tensor_model_parallel_size == config.context_parallel_size == 1
     hooked = args.overlap_param_gather or config.recompute_granularity == "selective"
     if not alone or hooked or args.compile is False:
@@ -44,17 +43,15 @@ def should_compile(args: Args, config: TransformerConfig, device: torch.device) 
 
 
 def compile_layers(chunks: Sequence[nn.Module], config: TransformerConfig, device: torch.device) -> int:
-    """Replace the forward of every plain dense layer; all share one
-    compiled function. Returns how many there are.
-    """
+    """Replace the forward of every plain dense layer by one compiled function; returns their number."""
     if device.type == "cuda":
         packed.prepare(config.num_attention_heads // config.num_query_groups, config.kv_channels)
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT)
     compiled = torch.compile(dense_layer, dynamic=True)
 
     def forward(
-        layer: nn.Module, hidden_states: Tensor, *, packed_seq_params: PackedStream, **unused: Any
-    ) -> tuple:
+        layer: TransformerLayer, hidden_states: Tensor, *, packed_seq_params: PackedStream, **unused: Any
+    ) -> tuple[Tensor, None]:
         stream = packed_seq_params
         return compiled(layer, hidden_states, stream.cos, stream.sin, stream.documents), None
 
@@ -66,24 +63,27 @@ def compile_layers(chunks: Sequence[nn.Module], config: TransformerConfig, devic
 
 def is_plain(module: nn.Module) -> bool:
     """Whether a module is a layer of exactly the parts that `dense_layer` computes."""
-    if type(module) is not TransformerLayer or type(module.mlp) is not MLP:
+    return type(module) is TransformerLayer and _has_plain_parts(module)
+
+
+def _has_plain_parts(layer: TransformerLayer) -> bool:
+    inner, mlp, config = layer.self_attention, layer.mlp, layer.config
+    if type(mlp) is not MLP:
         return False
-    inner, config = module.self_attention, module.config
     if type(inner) is not SelfAttention or type(inner.core_attention) is not PackedCoreAttention:
         return False
     kinds = {
         inner.linear_qkv: ColumnParallelLinear,
         inner.linear_proj: RowParallelLinear,
-        module.mlp.linear_fc1: ColumnParallelLinear,
-        module.mlp.linear_fc2: RowParallelLinear,
-        module.input_layernorm: RMSNorm,
-        module.pre_mlp_layernorm: RMSNorm,
-        module.cross_attention: IdentityOp,
+        mlp.linear_fc1: ColumnParallelLinear,
+        mlp.linear_fc2: RowParallelLinear,
+        layer.input_layernorm: RMSNorm,
+        layer.pre_mlp_layernorm: RMSNorm,
+        layer.cross_attention: IdentityOp,
     }
-    # A branch may be normalised where it joins the residual stream;
-    # Megatron's own addition is a plain function.
-    joins = (module.self_attn_bda, module.mlp_bda)
-    return (
+    # A branch with a norm of its own is added by a module, Megatron's branches by a plain function.
+    joins = (layer.self_attn_bda, layer.mlp_bda)
+    return bool(
         not any(isinstance(join, nn.Module) for join in joins)
         and all(type(part) is kind for part, kind in kinds.items())
         and not config.add_bias_linear
@@ -98,7 +98,7 @@ def is_plain(module: nn.Module) -> bool:
 
 
 def dense_layer(
-    layer: nn.Module, hidden: Tensor, cos: Tensor, sin: Tensor, documents: PackedDocuments
+    layer: TransformerLayer, hidden: Tensor, cos: Tensor, sin: Tensor, documents: PackedDocuments
 ) -> Tensor:
     """hidden [T, 1, H] -> [T, 1, H]: attention and gated MLP, each behind a norm and added to its input."""
     inner, mlp, hidden = layer.self_attention, layer.mlp, hidden[:, 0]
@@ -119,5 +119,5 @@ def dense_layer(
     return (hidden + _linear(mlp.linear_fc2, F.silu(gate) * up))[:, None]
 
 
-def _linear(module: nn.Module, x: Tensor) -> Tensor:
+def _linear(module: ColumnParallelLinear | RowParallelLinear, x: Tensor) -> Tensor:
     return F.linear(x, module.weight, module.bias)

@@ -20,54 +20,26 @@ from slime.backends.attention.packed import refuse_unsupported
 from slime.backends.megatron.families import family_of
 from slime.backends.megatron.families.base import Dims
 from slime.backends.megatron.families.mimo import register_config
-from slime.backends.megatron.mla import LatentConfig
+from slime.backends.megatron.mla import MLAConfig
 
 # Fields of TransformerConfig that change what a layer computes and that none of these models uses: our
 # attention and norms do not read some of them, and would leave them without effect.
-_UNUSED = (
-    *("activation_func_clamp_value", "glu_linear_offset", "layernorm_zero_centered_gamma"),
-    *(
-        "add_qkv_bias",
-        "apply_query_key_layer_scaling",
-        "apply_residual_connection_post_layernorm",
-        "attention_output_gate",
-    ),
-    *(
-        "experimental_attention_variant",
-        "linear_attention_freq",
-        "is_hybrid_model",
-        "no_rope_freq",
-        "mrope_section",
-    ),
-    *(
-        "qk_clip",
-        "qk_l2_norm",
-        "qk_layernorm",
-        "log_max_attention_logit",
-        "rotary_interleaved",
-        "multi_latent_attention",
-    ),
-    *("softmax_scale", "softmax_type", "window_size", "window_attn_skip_freq"),
-    *("num_moe_experts", "moe_apply_probs_on_input", "moe_latent_size", "moe_shared_expert_gate"),
-    *(
-        "moe_shared_expert_intermediate_size",
-        "moe_router_enable_expert_bias",
-        "moe_router_topk_scaling_factor",
-    ),
-    *("moe_router_num_groups", "moe_router_group_topk"),
-)
-# Megatron's others: the activation of grouped experts and its own
-# latent projections, which are not used here.
+_UNUSED = """
+    activation_func_clamp_value glu_linear_offset layernorm_zero_centered_gamma add_qkv_bias
+    apply_query_key_layer_scaling apply_residual_connection_post_layernorm attention_output_gate
+    experimental_attention_variant linear_attention_freq is_hybrid_model no_rope_freq mrope_section qk_clip
+    qk_l2_norm qk_layernorm log_max_attention_logit rotary_interleaved multi_latent_attention softmax_scale
+    softmax_type window_size window_attn_skip_freq num_moe_experts moe_apply_probs_on_input moe_latent_size
+    moe_shared_expert_gate moe_shared_expert_intermediate_size moe_router_enable_expert_bias
+    moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk
+""".split()  # noqa: SIM905 - one name per line would fill a screen
+# Megatron knows others (`moe_act`, `mla_up_proj`), which have nothing to act on here.
 _RECOMPUTED = ("core_attn", "mlp", "layernorm", "moe", "shared_experts")
-# With one of these Megatron itself checks how stages share the layers.
-_UNEVEN = (
-    *(
-        "num_layers_in_first_pipeline_stage",
-        "num_layers_in_last_pipeline_stage",
-        "pipeline_model_parallel_layout",
-    ),
-    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
-)
+# With one of these Megatron itself checks how pipeline stages share the layers.
+_UNEVEN = """
+    num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage pipeline_model_parallel_layout
+    account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
+""".split()  # noqa: SIM905 - one name per line would fill a screen
 TE_KERNELS = ("flash", "fused", "unfused")
 
 
@@ -83,9 +55,7 @@ def read_hf_config(path: str) -> Any:
 
 
 def rotary_embedding(hf_config: Any) -> nn.Module:
-    """The HF model's own rotary embedding: cos and sin of
-    positions, with whatever scaling the config names.
-    """
+    """The HF model's own rotary embedding: cos and sin of positions, with the config's scaling."""
     # Heavy import, only needed where a model is built.
     from transformers import AutoModelForCausalLM
 
@@ -98,24 +68,25 @@ def rotary_embedding(hf_config: Any) -> nn.Module:
     return getattr(module, classes[0])(config=hf_config)
 
 
-def num_heads(hf_config: Any) -> int:
-    """Heads that predict further tokens; not every family's config has the field."""
+def num_mtp_heads(hf_config: Any) -> int:
+    """Number of MTP heads; not every family's config has the field."""
     return getattr(hf_config, "num_nextn_predict_layers", None) or 0
 
 
-def _heads(args: Args, hf_config: Any) -> dict[str, Any]:
-    if not args.enable_mtp_training or not num_heads(hf_config):
+def _mtp_settings(args: Args, hf_config: Any) -> dict[str, Any]:
+    if not args.enable_mtp_training or not num_mtp_heads(hf_config):
         return {}
-    return {"mtp_num_layers": num_heads(hf_config), "mtp_loss_scaling_factor": args.mtp_loss_scaling_factor}
+    heads = num_mtp_heads(hf_config)
+    return {"mtp_num_layers": heads, "mtp_loss_scaling_factor": args.mtp_loss_scaling_factor}
 
 
-def check_heads(args: Args, hf_config: Any) -> None:
+def check_mtp(args: Args, hf_config: Any) -> None:
     if not args.enable_mtp_training:
         return
-    if not num_heads(hf_config) or family_of(hf_config).heads is None:
+    if not num_mtp_heads(hf_config) or family_of(hf_config).mtp_prefix is None:
         raise ValueError(
             f"--enable-mtp-training is set, but --hf-checkpoint {args.hf_checkpoint} "
-            f"({hf_config.model_type}) has no heads that predict further tokens: remove the flag."
+            f"({hf_config.model_type}) has no MTP heads, which predict further tokens: remove the flag."
         )
     if args.context_parallel_size > 1 or hf_config.tie_word_embeddings:
         raise ValueError(
@@ -130,19 +101,19 @@ def dims_of(hf_config: Any, config: TransformerConfig) -> Dims:
         head_dim=config.kv_channels,
         vocab=hf_config.vocab_size,
         layers=config.num_layers,
-        extra_layers=num_heads(hf_config),
+        mtp_heads=num_mtp_heads(hf_config),
     )
 
 
 def transformer_config(
     args: Args, hf_config: Any, dtype: torch.dtype, device: torch.device
 ) -> TransformerConfig:
-    settings = family_of(hf_config).settings(hf_config) | _heads(args, hf_config)
+    settings = family_of(hf_config).settings(hf_config) | _mtp_settings(args, hf_config)
     given = args.megatron_config or {}
     _check_architecture(given, architecture(hf_config) | settings, args.hf_checkpoint)
-    overrides = _fields_of(
-        LatentConfig, {name: given[name] for name in given if name not in hub_facts(hf_config)}
-    )
+    facts = hub_facts(hf_config)
+    overrides = _fields_of(MLAConfig, {name: given[name] for name in given if name not in facts})
+    kernel = args.attention_backend if args.attention_backend in TE_KERNELS else "auto"
     staged = args.pipeline_model_parallel_size > 1
     interleaved = args.virtual_pipeline_model_parallel_size is not None
     values = {
@@ -154,21 +125,17 @@ def transformer_config(
         "expert_tensor_parallel_size": args.expert_tensor_parallel_size,
         "sequence_parallel": args.sequence_parallel,
         # Which kernel TransformerEngine takes, where its attention is used; the others are its own choice.
-        "attention_backend": AttnBackend[
-            args.attention_backend if args.attention_backend in TE_KERNELS else "auto"
-        ],
+        "attention_backend": AttnBackend[kernel],
         "moe_token_dispatcher_type": args.moe_token_dispatcher_type,
         # Counts only with a coefficient, which is 0 unless it is given.
         "moe_router_load_balancing_type": "aux_loss",
-        # The bias that evens out the choice of experts was learnt in
-        # pretraining, and engines route with it as it is.
+        # Engines route with the bias that pretraining has learnt, so it stays as it is.
         "moe_router_bias_update_rate": 0.0,
         "params_dtype": dtype,
         "pipeline_dtype": dtype if staged else None,
         "bf16": dtype == torch.bfloat16,
         "variable_seq_lengths": staged,
-        # Two stages that hold two chunks each exchange several messages at
-        # once; in one batch Megatron mixes them up.
+        # Two stages that hold two chunks each exchange several messages at once; Megatron mixes up a batch.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
         # Gradients are summed, never averaged: the loss is already divided by the counts of the whole step.
@@ -179,16 +146,14 @@ def transformer_config(
         "deterministic_mode": args.deterministic_mode,
         **_recompute(args),
     }
-    kind = LatentConfig if "multi_latent_attention" in settings else TransformerConfig
+    kind = MLAConfig if "multi_latent_attention" in settings else TransformerConfig
     config = kind(**settings | values | overrides)
     _check_overlap(config)
     return config
 
 
 def architecture(hf_config: Any) -> dict[str, Any]:
-    """What flags may repeat about the model and must not change: facts of its
-    config, and features that no family here has.
-    """
+    """What flags may repeat and not change: facts of the config, and features that no family has."""
     unused = {
         field.name: field.default for field in dataclasses.fields(TransformerConfig) if field.name in _UNUSED
     }
@@ -196,7 +161,7 @@ def architecture(hf_config: Any) -> dict[str, Any]:
 
 
 def hub_facts(hf_config: Any) -> dict[str, Any]:
-    """The model in words of Megatron's command line that are fields of none of its configurations."""
+    """Facts that are flags of Megatron's command line and fields of none of its configurations."""
     rope = hf_config.rope_parameters
     return {
         "vocab_size": hf_config.vocab_size,
@@ -210,7 +175,7 @@ def hub_facts(hf_config: Any) -> dict[str, Any]:
     }
 
 
-def _check_architecture(given: dict[str, Any], known: dict[str, Any], path: str) -> None:
+def _check_architecture(given: dict[str, Any], known: dict[str, Any], path: str | None) -> None:
     for name, value in given.items():
         if name in known and _plain(name, value, known) != _plain(name, known[name], known):
             raise ValueError(
@@ -220,7 +185,7 @@ def _check_architecture(given: dict[str, Any], known: dict[str, Any], path: str)
 
 
 def _plain(name: str, value: Any, known: dict[str, Any]) -> Any:
-    """One form for what can be written in several."""
+    """One form for values that can be written in several."""
     if name == "moe_layer_freq" and isinstance(value, int):
         return [int(layer % value == 0) for layer in range(known["num_layers"])]
     if name in ("moe_router_num_groups", "moe_router_group_topk") and value == 1:
@@ -278,9 +243,7 @@ def _recompute(args: Args) -> dict[str, Any]:
 
 
 def _distributed_optimizer(args: Args) -> bool:
-    """Megatron shards Adam's moments over data-parallel ranks; SGD has
-    none, and its sharded optimizer refuses it.
-    """
+    """Only Adam has moments to shard over data-parallel ranks; Megatron refuses SGD there."""
     return args.use_distributed_optimizer and args.optimizer == "adam"
 
 
@@ -290,7 +253,7 @@ def _fields_of(kind: type, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_unknown_fields(values: dict[str, Any]) -> None:
-    known = (LatentConfig, OptimizerConfig, DistributedDataParallelConfig)
+    known = (MLAConfig, OptimizerConfig, DistributedDataParallelConfig)
     names = {field.name for kind in known for field in dataclasses.fields(kind)}
     names |= {fact.name for fact in MODEL_FACTS.values()}
     unknown = sorted(set(values) - names)
@@ -312,17 +275,9 @@ def _check_overlap(config: TransformerConfig) -> None:
 
 
 def check_layout(args: Args, hf_config: Any, *, world_size: int, device: torch.device) -> None:
-    """Everything about sizes that Megatron would refuse late, in its own words, or not at all."""
-    tp, pp, cp = (
-        args.tensor_model_parallel_size,
-        args.pipeline_model_parallel_size,
-        args.context_parallel_size,
-    )
-    vpp, ep, etp = (
-        args.virtual_pipeline_model_parallel_size,
-        args.expert_model_parallel_size,
-        args.expert_tensor_parallel_size,
-    )
+    """Refuse sizes that Megatron would refuse late, in its own words, or not at all."""
+    tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
+    pp, vpp = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
     settings = family_of(hf_config).settings(hf_config)
     experts, layers = settings.get("num_moe_experts"), settings["num_layers"]
     if world_size % (tp * pp * cp):
@@ -339,8 +294,8 @@ def check_layout(args: Args, hf_config: Any, *, world_size: int, device: torch.d
     if layers % (pp * (vpp or 1)) and not uneven:
         raise ValueError(
             f"the model has {layers} layers, which {pp} pipeline stages{f' of {vpp} chunks' if vpp else ''} "
-            "cannot share "
-            "evenly: use sizes whose product divides the layers, or --num-layers-in-first-pipeline-stage."
+            "cannot share evenly: use sizes whose product divides the layers, or "
+            "--num-layers-in-first-pipeline-stage."
         )
     if vpp is not None and pp == 1:
         raise ValueError(
@@ -358,7 +313,14 @@ def check_layout(args: Args, hf_config: Any, *, world_size: int, device: torch.d
         )
     if experts is None:
         _refuse_experts(args, hf_config)
-        return
+    else:
+        _check_experts(args, experts, world_size, device)
+
+
+def _check_experts(args: Args, experts: int, world_size: int, device: torch.device) -> None:
+    """The part of `check_layout` that is about mixtures of experts."""
+    ep, etp = args.expert_model_parallel_size, args.expert_tensor_parallel_size
+    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     if experts % ep:
         raise ValueError(
             f"--expert-model-parallel-size is {ep}, which does not divide the model's {experts} experts."
@@ -381,19 +343,18 @@ def check_layout(args: Args, hf_config: Any, *, world_size: int, device: torch.d
     if args.moe_token_dispatcher_type == "allgather" and pp > 1:
         raise ValueError(
             "--moe-token-dispatcher-type allgather with --pipeline-model-parallel-size above 1: "
-            "megatron-core has it only "
-            "for micro-batches of one length, and packed ones differ; use alltoall."
+            "megatron-core has it only for micro-batches of one length, and packed ones differ; use alltoall."
         )
     if pp > 1 and "moe" in (args.recompute_modules or ()):
         raise ValueError(
             "--recompute-modules moe with --pipeline-model-parallel-size above 1: when experts alone are "
-            "computed again, "
-            "they no longer know which micro-batch they compute; use --recompute-granularity full."
+            "computed again, they no longer know which micro-batch they compute; use --recompute-granularity "
+            "full."
         )
 
 
 def _refuse_experts(args: Args, hf_config: Any) -> None:
-    """Flags that do nothing for a dense model."""
+    """Refuse flags that do nothing for a dense model."""
     if args.expert_model_parallel_size > 1 or args.expert_tensor_parallel_size > 1:
         raise ValueError(
             "--expert-model-parallel-size and --expert-tensor-parallel-size are for mixtures of "

@@ -1,9 +1,7 @@
-"""Lets megatron-core run on a machine without CUDA: it names CUDA devices
-literally, these patches answer with the CPU.
+"""Lets megatron-core, which names CUDA devices literally, run on a machine without CUDA.
 
-Imported and installed only in a trainer process on CPU. Each patch says which habit of megatron-core 0.16.1
-it serves. Not covered: streams and events do nothing, so overlap of copies and computation is not exercised
-here.
+Installed only in a trainer process on CPU. Each patch says which habit of megatron-core 0.16.1 it serves.
+Streams and events do nothing, so the overlap of copies and computation is not exercised here.
 """
 
 import contextlib
@@ -15,9 +13,9 @@ import torch
 import torch.utils._device
 
 CPU = torch.device("cpu")
-_FACTORIES = (
-    "tensor zeros ones empty full arange rand randn empty_like zeros_like ones_like full_like as_tensor".split()  # noqa: SIM905
-)
+_FACTORIES = """
+    tensor zeros ones empty full arange rand randn empty_like zeros_like ones_like full_like as_tensor
+""".split()  # noqa: SIM905 - one name per line would fill a screen
 _installed = False
 
 
@@ -72,19 +70,26 @@ def install() -> None:
 
 def _patch_device_queries() -> None:
     stream = _Stream()
-    torch.cuda.current_device = lambda: CPU
-    torch.cuda.synchronize = lambda *args: None
-    torch.cuda.empty_cache = lambda: None
-    torch.cuda.current_stream = lambda *args: stream
-    torch.cuda.default_stream = lambda *args: stream
-    torch.cuda.stream = lambda s: contextlib.nullcontext()
-    torch.cuda.Stream, torch.cuda.Event = _Stream, _Event
+    _patch(
+        torch.cuda,
+        current_device=lambda: CPU,
+        synchronize=lambda *args: None,
+        empty_cache=lambda: None,
+        current_stream=lambda *args: stream,
+        default_stream=lambda *args: stream,
+        stream=lambda s: contextlib.nullcontext(),
+        Stream=_Stream,
+        Event=_Event,
+    )
+
+
+def _patch(owner: Any, **replacements: Any) -> None:
+    for name, replacement in replacements.items():
+        setattr(owner, name, replacement)
 
 
 def _patch_factories() -> None:
-    """`torch.zeros(..., device="cuda")` in schedules, gradient clipping
-    and the optimizer; pinned memory in RoPE.
-    """
+    """Serves `torch.zeros(..., device="cuda")` in schedules and optimizers, and pinned memory in RoPE."""
     for name in _FACTORIES:
         original = getattr(torch, name)
 
@@ -100,9 +105,7 @@ def _patch_factories() -> None:
 
 
 def _patch_tensor_methods() -> None:
-    """`.cuda()`, and the optimizers' comparison of `.type()` with the name of a CUDA type."""
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self
-    torch.nn.Module.cuda = lambda self, *args, **kwargs: self
+    """Serves `.cuda()`, and optimizers that compare `.type()` with the name of a CUDA type."""
     original = torch.Tensor.type
 
     def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -112,19 +115,21 @@ def _patch_tensor_methods() -> None:
             return result.replace("torch.", "torch.cuda.", 1)
         return result
 
-    torch.Tensor.type = type_name
+    _patch(torch.Tensor, cuda=lambda self, *args, **kwargs: self, type=type_name)
+    _patch(torch.nn.Module, cuda=lambda self, *args, **kwargs: self)
 
 
 def _patch_random_states() -> None:
-    from megatron.core.tensor_parallel import (
-        random as tensor_parallel_random,
-    )  # after the device queries are patched
+    from megatron.core.tensor_parallel import random  # after the device queries are patched
 
-    torch.cuda.manual_seed = torch.manual_seed
-    torch.cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
-    torch.cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-    tensor_parallel_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
-    tensor_parallel_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    def get_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        torch.set_rng_state(state)
+
+    _patch(torch.cuda, manual_seed=torch.manual_seed, get_rng_state=get_state, set_rng_state=set_state)
+    _patch(random, _get_cuda_rng_state=get_state, _set_cuda_rng_state=set_state)
 
 
 def _patch_moe() -> None:

@@ -1,4 +1,4 @@
-"""Trainer checkpoints by megatron-core's distributed format (torch_dist): resume under any other layout.
+"""Trainer checkpoints in megatron-core's distributed format (torch_dist): resume under any other layout.
 
 A folder holds `dist/` (weights and, with --optimizer adam, moments), `trainer.json` (format version,
 architecture, schedule position) and `rng_<rank>.pt`. The caller makes the folder appear atomically.
@@ -6,14 +6,19 @@ architecture, schedule position) and `rng_<rank>.pt`. The caller makes the folde
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
 
+from slime.arguments import Args
 from slime.backends.megatron import checkpoint_fixes, optimizer_fixes
 from slime.backends.shared.checkpoint_errors import plain_errors, unreadable_named
 from slime.backends.shared.trainer_folder import (
@@ -27,47 +32,58 @@ from slime.backends.shared.trainer_folder import (
 
 BACKEND = "megatron"
 STATE = "dist"  # the folder of weights and moments in a checkpoint
-# Moments are written whole per parameter, so that any other sizes can read them; the default kind cannot be
+# Moments are written whole per parameter, so that any other layout can read them; the default kind cannot be
 # written. Each layer has tensors of its own: stacked over layers they could not be written where some layers
-# are frozen and have no moments. Given away as copies: Megatron adds the process groups of the day to it.
+# are frozen and have no moments. Megatron is given copies of this dict, as it adds process groups to it.
 METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
     "non_homogeneous_layers": True,
 }
 _ARCHITECTURE = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "ffn_hidden_size",
-    "num_moe_experts",
-    "mtp_num_layers",
+    *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    *("ffn_hidden_size", "num_moe_experts", "mtp_num_layers"),
 )
 
 
-def fingerprint(backend: Any) -> dict[str, Any]:
-    """What must agree for weights to be exchangeable."""
+class TrainerState(Protocol):
+    """What a checkpoint reads of the trainer, and sets when it is loaded."""
+
+    args: Args
+    rank: int
+    step: int  # optimizer steps taken
+    hf_config: Any
+    config: TransformerConfig
+    model: list[DistributedDataParallel]
+    optimizer: MegatronOptimizer
+    optimizer_config: OptimizerConfig
+    saves: AsyncCallsQueue  # with --async-save: what is being written
+
+
+def fingerprint(backend: TrainerState) -> dict[str, Any]:
+    """The sizes that must agree before weights of one model fit another."""
     sizes = {name: getattr(backend.config, name) for name in _ARCHITECTURE}
     return {"model_type": backend.hf_config.model_type, "vocab_size": backend.hf_config.vocab_size, **sizes}
 
 
-def check_same_decoder(critic: Any, actor: Any) -> None:
-    """A critic reads the policy's tokens beside it: it has its shape, whatever its head."""
-    own, theirs = fingerprint(actor), fingerprint(critic)
-    wrong = [
-        f"{name} is {theirs[name]} there and {own[name]} here" for name in own if own[name] != theirs[name]
-    ]
+def check_same_decoder(critic: TrainerState, actor: TrainerState) -> None:
+    """Refuse a critic whose decoder differs from the policy's, beside which it reads the same tokens."""
+    wrong = _differences(fingerprint(critic), fingerprint(actor))
     if wrong:
         raise ValueError(
             f"--critic-load {critic.args.hf_checkpoint} is of another size or family than --hf-checkpoint "
-            f"({wrong[0]}): it "
-            "must have the same decoder; leave --critic-load out to start from --hf-checkpoint."
+            f"({wrong[0]}): it must have the same decoder; leave --critic-load out to start from "
+            "--hf-checkpoint."
         )
 
 
-def save(backend: Any, path: Path, *, with_optimizer: bool) -> dict[str, Any]:
+def _differences(theirs: dict[str, Any], own: dict[str, Any]) -> list[str]:
+    """Where two fingerprints differ, in words."""
+    differing = [name for name in own if theirs.get(name) != own[name]]
+    return [f"{name} is {theirs.get(name)} there and {own[name]} here" for name in differing]
+
+
+def save(backend: TrainerState, path: Path, *, with_optimizer: bool) -> dict[str, Any]:
     path.mkdir(parents=True, exist_ok=True)
     _write(backend, path / STATE, with_optimizer=with_optimizer and backend.args.optimizer == "adam")
     torch.save(random_state(), path / f"rng_{backend.rank}.pt")
@@ -86,12 +102,12 @@ def save(backend: Any, path: Path, *, with_optimizer: bool) -> dict[str, Any]:
     return manifest
 
 
-def save_weights(backend: Any, path: Path) -> None:
-    """The live weights alone."""
+def save_weights(backend: TrainerState, path: Path) -> None:
+    """Write the live weights alone."""
     _write(backend, path, with_optimizer=False)
 
 
-def _write(backend: Any, path: Path, *, with_optimizer: bool) -> None:
+def _write(backend: TrainerState, path: Path, *, with_optimizer: bool) -> None:
     # Megatron refuses a folder that holds anything.
     path.mkdir(parents=True, exist_ok=True)
     state = _model_state(backend, METADATA)
@@ -109,18 +125,16 @@ def _write(backend: Any, path: Path, *, with_optimizer: bool) -> None:
         backend.saves.schedule_async_request(request)
 
 
-def load(backend: Any, path: Path, *, weights_only: bool) -> dict[str, Any]:
+def load(backend: TrainerState, path: Path, *, weights_only: bool) -> dict[str, Any]:
     manifest = check_model(backend, path)
     with_optimizer = not (weights_only or backend.args.no_load_optim)
     if with_optimizer:
         check_optimizer(manifest, backend.args.optimizer, path)
     with_optimizer = with_optimizer and backend.args.optimizer == "adam"
-    if (
-        with_optimizer
-        and manifest["distributed_optimizer"] != backend.optimizer_config.use_distributed_optimizer
-    ):
+    sharded = manifest["distributed_optimizer"]
+    if with_optimizer and sharded != backend.optimizer_config.use_distributed_optimizer:
         raise ValueError(
-            f"checkpoint {path} was saved {'with' if manifest['distributed_optimizer'] else 'without'} "
+            f"checkpoint {path} was saved {'with' if sharded else 'without'} "
             "--use-distributed-optimizer: resume in the same way, or load it with --finetune (weights only)."
         )
     _read(backend, path / STATE, with_optimizer=with_optimizer)
@@ -132,14 +146,12 @@ def load(backend: Any, path: Path, *, weights_only: bool) -> dict[str, Any]:
     return manifest
 
 
-def load_weights(backend: Any, path: Path) -> None:
-    """Into the live model, leaving the optimizer alone: the caller
-    copies them elsewhere and restores the model.
-    """
+def load_weights(backend: TrainerState, path: Path) -> None:
+    """Read weights into the live model alone; the caller copies them elsewhere and restores the model."""
     _read(backend, path, with_optimizer=False, reload=False)
 
 
-def _read(backend: Any, path: Path, *, with_optimizer: bool, reload: bool = True) -> None:
+def _read(backend: TrainerState, path: Path, *, with_optimizer: bool, reload: bool = True) -> None:
     # As it was written: older checkpoints hold tensors that are stacked over layers.
     with unreadable_named(path):
         metadata = dist_checkpointing.load_content_metadata(str(path))
@@ -170,9 +182,7 @@ def _read(backend: Any, path: Path, *, with_optimizer: bool, reload: bool = True
 
 
 def _check_moments(state: dict[str, Any], path: Path) -> None:
-    """Every parameter that trains now must have trained when the
-    checkpoint was written; all ranks refuse together.
-    """
+    """All ranks refuse a checkpoint that has no Adam moments for a parameter which trains now."""
     with unreadable_named(path):
         written = dist_checkpointing.load_tensors_metadata(str(path))
     wanted = {part.key for part in nested_values(extract_sharded_tensors_and_factories(state)[0])}
@@ -187,28 +197,26 @@ def _check_moments(state: dict[str, Any], path: Path) -> None:
         )
 
 
-def _key(backend: Any, index: int) -> str:
+def _key(backend: TrainerState, index: int) -> str:
     return f"model{index}" if len(backend.model) > 1 else "model"
 
 
-def _model_state(backend: Any, metadata: dict[str, Any]) -> dict[str, Any]:
+def _model_state(backend: TrainerState, metadata: dict[str, Any]) -> dict[str, Any]:
     return {
         _key(backend, index): chunk.module.sharded_state_dict(metadata=dict(metadata))
         for index, chunk in enumerate(backend.model)
     }
 
 
-def check_model(backend: Any, path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint whose weights fit this model."""
+def check_model(backend: TrainerState, path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint, which must be of this backend and fit this model."""
     manifest = read_manifest(path)
     if manifest.get("backend") != BACKEND:
         raise ValueError(
             f"checkpoint {path} was written by --train-backend {manifest.get('backend', 'fsdp')}: load it "
             "there, or start from a Hugging Face folder that it wrote (--save-hf)."
         )
-    own = fingerprint(backend)
-    wrong = [f"{name} is {manifest['model'].get(name)} there and {own[name]} here" for name in own]
-    wrong = [text for text, name in zip(wrong, own, strict=True) if manifest["model"].get(name) != own[name]]
+    wrong = _differences(manifest["model"], fingerprint(backend))
     if wrong:
         raise ValueError(f"checkpoint {path} is of another model than --hf-checkpoint: {'; '.join(wrong)}.")
     return manifest

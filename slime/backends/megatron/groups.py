@@ -29,7 +29,7 @@ def init_groups(args: Args, device: torch.device) -> None:
 
 
 def current_layout() -> Layout:
-    """This rank's place in the groups that stand."""
+    """This rank's place in the process groups."""
     return Layout(
         dp_size=parallel_state.get_data_parallel_world_size(),
         dp_rank=parallel_state.get_data_parallel_rank(),
@@ -43,7 +43,7 @@ def current_layout() -> Layout:
 
 
 def from_last_stage(value: Any) -> Any:
-    """A picklable value that only the last pipeline stage knows, on all stages."""
+    """Broadcast a picklable value that only the last pipeline stage knows to all stages."""
     group = parallel_state.get_pipeline_model_parallel_group()
     if group.size() == 1:
         return value

@@ -1,12 +1,10 @@
-"""Where a user's functions take part in the Megatron trainer: after start, before
-passes and steps, and building the model.
-"""
+"""Calls a user's functions: after start, before passes and optimizer steps, and to build the model."""
 
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
@@ -19,8 +17,8 @@ from slime.utils.plugin_errors import plugin_call
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
-    """What stands for Megatron's scheduler in a hook: the rate of the step that begins."""
+class LearningRateSchedule:
+    """Stands for Megatron's learning rate scheduler in a user's hook: the rate of the step that begins."""
 
     args: Args
     num_steps: int  # optimizer steps taken
@@ -31,7 +29,7 @@ class Schedule:
 
 
 def after_init(args: Args) -> None:
-    """Process groups stand, no model is built."""
+    """Called when the process groups exist and no model is built yet."""
     path = args.custom_megatron_init_path
     if path:
         with plugin_call("--custom-megatron-init-path", path):
@@ -39,7 +37,7 @@ def after_init(args: Args) -> None:
 
 
 def before_log_prob(args: Args, model: Sequence[nn.Module], weights: str) -> None:
-    """Before each pass that records log-probs; they go to the batch under `store_prefix` + "log_probs"."""
+    """Called before each pass whose log-probs go to the batch under `store_prefix` + "log_probs"."""
     path = args.custom_megatron_before_log_prob_hook_path
     if path:
         prefix = f"{weights}_" if weights in ("ref", "teacher") else ""
@@ -48,9 +46,13 @@ def before_log_prob(args: Args, model: Sequence[nn.Module], weights: str) -> Non
 
 
 def before_train_step(
-    args: Args, place: StepPlace, model: Sequence[nn.Module], optimizer: Any, rates: Schedule
+    args: Args,
+    place: StepPlace,
+    model: Sequence[nn.Module],
+    optimizer: MegatronOptimizer,
+    schedule: LearningRateSchedule,
 ) -> None:
-    """Gradients are zero, nothing of the step has run."""
+    """Called before each optimizer step, when gradients are zero and no pass of it has run."""
     path = args.custom_megatron_before_train_step_hook_path
     if path:
         with plugin_call(
@@ -58,7 +60,7 @@ def before_train_step(
             path,
             lambda: f"step {place.step_id} of rollout {place.rollout_id}",
         ):
-            load_function(path)(args, place.rollout_id, place.step_id, list(model), optimizer, rates)
+            load_function(path)(args, place.rollout_id, place.step_id, list(model), optimizer, schedule)
 
 
 def provide_model(
@@ -70,14 +72,13 @@ def provide_model(
     post_process: bool,
     vp_stage: int | None,
 ) -> PackedGPTModel:
-    """The user's model of one chunk. `build` makes the one that would be used without the function."""
+    """The user's model of one chunk; `build` makes the one that is used without such a function."""
     function = load_function(path)
     offered = {"vp_stage": vp_stage, "config": config, "build": build}
     taken = inspect.signature(function).parameters
     with plugin_call("--custom-model-provider-path", path):
-        model = function(
-            pre_process, post_process, **{name: value for name, value in offered.items() if name in taken}
-        )
+        options = {name: value for name, value in offered.items() if name in taken}
+        model = function(pre_process, post_process, **options)
     if not isinstance(model, PackedGPTModel):
         raise ValueError(
             f"--custom-model-provider-path {path} returned a {type(model).__name__}: the trainer runs "

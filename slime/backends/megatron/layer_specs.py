@@ -7,7 +7,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from slime.backends.megatron.layers import NormedAdd, PackedCoreAttention, RMSNorm
-from slime.backends.megatron.mla import use_latent_attention
+from slime.backends.megatron.mla import use_packed_mla
 from slime.backends.megatron.routing import use_packed_router
 
 
@@ -26,7 +26,7 @@ def layer_spec(
     outer.submodules.core_attention = attention
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     if config.multi_latent_attention:
-        use_latent_attention(outer)
+        use_packed_mla(outer)
     elif config.qk_layernorm:
         outer.submodules.q_layernorm = outer.submodules.k_layernorm = RMSNorm
     if moe:

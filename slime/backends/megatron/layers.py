@@ -1,6 +1,4 @@
-"""Our parts of Megatron's layers: packed attention with the HF model's rotary
-angles, and an RMS norm for every layout.
-"""
+"""Our parts of Megatron's layers: packed attention with the HF model's rotary angles, and norms."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,9 +15,7 @@ from slime.backends.megatron.stream import PackedStream
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
-    """Rotary embedding of x [T, H, D] by angles [T, 1, d], d <= D;
-    `interleaved` pairs neighbours instead of halves.
-    """
+    """Rotate x [T, H, D] by angles [T, 1, d], d <= D; `interleaved` pairs neighbours instead of halves."""
     turned, kept = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     if interleaved:
@@ -34,7 +30,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
 
 
 class PackedCoreAttention(MegatronModule):
-    """Megatron's core attention by the project's one packed attention function.
+    """Megatron's core attention, computed by slime's packed attention.
 
     Megatron is built without position embeddings: the angles come with the stream and are applied here.
     """
@@ -82,21 +78,20 @@ class PackedCoreAttention(MegatronModule):
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMS norm, which tells Megatron to sum its gradient where the sequence is split over ranks."""
+    """torch's RMS norm, marked so that Megatron sums its gradient where ranks split the sequence."""
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **ignored: Any
     ) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined] # Megatron's mark
 
 
 class NormedAdd(RMSNorm):
-    """Takes the place of Megatron's bias, dropout and add: a branch's output is
-    normalised before it joins the residual.
-    """
+    """Replaces Megatron's bias-dropout-add: normalises a branch's output, then adds it to the residual."""
 
-    def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
+    # As Megatron calls a bias-dropout-add, not as torch calls a norm.
+    def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:  # type: ignore[override]
         return self._add
 
     def _add(self, out_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:

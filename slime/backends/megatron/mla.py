@@ -1,4 +1,4 @@
-"""Multi-head latent attention for packed streams: Megatron's projections, the HF model's rotary angles."""
+"""MLA (multi-head latent attention) for packed streams, with the HF model's rotary angles."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,27 +19,25 @@ from slime.backends.attention.packed import varlen_for
 from slime.backends.megatron.layers import PackedCoreAttention, RMSNorm, rotate
 from slime.backends.megatron.stream import PackedStream
 
-_LATENT_EPS = 1e-6  # whatever the config says: hub models fix it for the norms of the two latents
+_LATENT_EPS = 1e-6  # hub models fix it for the norms of both latents, whatever the config says
 
 
 @dataclass
-class LatentConfig(MLATransformerConfig):
-    """Megatron's own knows one kind of rotation for latent attention, and
-    refuses the field that tells others apart.
-    """
+class MLAConfig(MLATransformerConfig):
+    """MLATransformerConfig with a second kind of rotation, for which Megatron's own has no field."""
 
     rotates_neighbours: bool = True  # False: halves
 
 
-class LatentNorm(RMSNorm):
+class MLANorm(RMSNorm):
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = _LATENT_EPS, **ignored: Any
     ) -> None:
         super().__init__(config, hidden_size, _LATENT_EPS)
 
 
-class LatentCoreAttention(PackedCoreAttention):
-    """Queries and keys arrive rotated, and values are narrower than keys."""
+class MLACoreAttention(PackedCoreAttention):
+    """Packed attention for MLA: queries and keys arrive rotated, and values are narrower than keys."""
 
     def rotate(self, x: Tensor, stream: PackedStream) -> Tensor:
         return x
@@ -52,8 +50,8 @@ class LatentCoreAttention(PackedCoreAttention):
         return super().attend(query, key, value, stream)[..., :width]
 
 
-class PackedLatentAttention(MLASelfAttention):
-    """Megatron's own, but for positions: it would compute its own angles, of a few kinds of scaling only."""
+class PackedMLA(MLASelfAttention):
+    """Megatron's MLA with the stream's angles: its own know only a few kinds of RoPE scaling."""
 
     def get_query_key_value_tensors(
         self,
@@ -65,10 +63,9 @@ class PackedLatentAttention(MLASelfAttention):
         *,
         inference_params: Any = None,
     ) -> tuple[Tensor, ...]:
-        """hidden [T, 1, H] -> query and key [T, heads, D], value [T, heads,
-        V] of this rank's heads, and the latents.
-        """
+        """hidden [T, 1, H] -> query and key [T, heads, D], value [T, heads, V], and the latents."""
         config, stream = self.config, packed_seq_params
+        assert stream is not None, "this model is called with a PackedStream only"
         narrow, turned = config.qk_head_dim, config.qk_pos_emb_head_dim
         latent_query = hidden_states
         if config.q_lora_rank is not None:
@@ -98,7 +95,7 @@ class PackedLatentAttention(MLASelfAttention):
         return x.view(x.shape[0], self.num_attention_heads_per_partition, width)
 
 
-def use_latent_attention(attention: ModuleSpec) -> None:
-    """Put these parts into the spec of Megatron's latent attention."""
-    attention.module = PackedLatentAttention
-    attention.submodules.q_layernorm = attention.submodules.kv_layernorm = LatentNorm
+def use_packed_mla(attention: ModuleSpec) -> None:
+    """Put our parts into the spec of Megatron's MLA."""
+    attention.module = PackedMLA
+    attention.submodules.q_layernorm = attention.submodules.kv_layernorm = MLANorm

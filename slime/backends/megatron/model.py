@@ -1,6 +1,4 @@
-"""Megatron's GPT model as the trainer sees it: a packed stream in, what
-the loss needs of the response tokens out.
-"""
+"""Megatron's GPT model for packed samples: a stream in, log-probs (or values) of response tokens out."""
 
 from dataclasses import dataclass, replace
 
@@ -16,14 +14,14 @@ from torch import Tensor, nn
 
 from slime.backends.attention.context_parallel import place_tokens
 from slime.backends.base import HeadFunction, MicroBatch, TokenOutputs
-from slime.backends.megatron.mtp import also_train, heads_loss
+from slime.backends.megatron.mtp import also_train, mtp_loss
 from slime.backends.megatron.stream import PackedStream
 from slime.backends.megatron.vocab_parallel import VocabSlice, gather_vocab, vocab_parallel_log_probs
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCall:
-    """What the last stage is asked to compute."""
+    """What the last pipeline stage is asked to compute."""
 
     temperature: float
     chunk_size: int = -1
@@ -31,15 +29,11 @@ class ModelCall:
     entropy: bool = False
     logits: bool = False
     at_head: HeadFunction | None = None
-    heads_scale: float = (
-        0.0  # weight of each token's loss under heads that predict further tokens; 0: they do not run
-    )
+    mtp_scale: float = 0.0  # weight of each token's loss under the MTP heads; 0: they do not run
 
 
 class ScalarHead(MegatronModule):
-    """One row in place of the output matrix: the value of a critic, the score
-    of a reward model. Alike on all TP ranks.
-    """
+    """One row in place of the output matrix, whole on every TP rank: a critic's value, a reward's score."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
@@ -47,20 +41,14 @@ class ScalarHead(MegatronModule):
 
 
 class PackedGPTModel(GPTModel):
-    """Computes log-probs from hidden states and the vocabulary's slice, so
-    that whole logits exist only if asked for.
-    """
+    """Computes log-probs from slices of the vocabulary; whole logits exist only if asked for."""
 
     real_vocab_size: int  # set by the builder: without the rows that pad the vocabulary
-    padding_id: int | None = (
-        None  # set by the builder: the token whose embedding is not trained; None: all are
-    )
-    heads_losses: list[Tensor]  # set by the builder: what each micro-batch adds, until the trainer takes it
+    padding_id: int | None = None  # set by the builder: the token whose embedding is not trained, if any
+    mtp_losses: list[Tensor]  # set by the builder: what each micro-batch adds, until the trainer takes it
 
     def forward(self, stream: PackedStream, call: ModelCall, mb: MicroBatch) -> Tensor | TokenOutputs:
-        """Hidden states [T_local, 1, H] on all stages but the last;
-        there TokenOutputs of all R response tokens.
-        """
+        """Hidden states [T_local, 1, H]; on the last pipeline stage outputs of all R response tokens."""
         decoder_input = None
         if self.pre_process:
             decoder_input = self._embed(stream)
@@ -73,18 +61,17 @@ class PackedGPTModel(GPTModel):
         if isinstance(self.output_layer, ScalarHead):
             return self._values(hidden, stream)
         outputs = self._outputs(hidden, stream, call, mb)
-        if not call.heads_scale:
+        if not call.mtp_scale:
             return outputs
-        loss = heads_loss(self, hidden, stream, self.output_matrix(), mb)
-        self.heads_losses.append(loss.detach())
-        return replace(outputs, log_probs=also_train(outputs.log_probs, call.heads_scale * loss))
+        loss = mtp_loss(self, hidden, stream, self.output_matrix(), mb)
+        self.mtp_losses.append(loss.detach())
+        return replace(outputs, log_probs=also_train(outputs.log_probs, call.mtp_scale * loss))
 
     def _embed(self, stream: PackedStream) -> Tensor:
         """[T_local, 1, H]. The padding token is looked up and not trained, as in the models of transformers.
 
         Its row is zero there, where a norm has a gradient of thousands: one such token in an answer would
-        otherwise decide the gradient norm of the step, and clipping would take the step from all other
-        weights.
+        decide the gradient norm of the step, and clipping would take the step from all other weights.
         """
         embedded = self.embedding(stream.input_ids, stream.position_ids)
         if self.padding_id is None or not embedded.requires_grad:
@@ -96,9 +83,7 @@ class PackedGPTModel(GPTModel):
         return torch.where(padding[:, None, None], embedded.detach(), embedded)
 
     def _values(self, hidden: Tensor, stream: PackedStream) -> TokenOutputs:
-        """Every tensor-parallel rank computes all of them, so that no gradient
-        must be summed. No temperature: no logits.
-        """
+        """Values of a scalar head; each TP rank computes all, so that no gradient must be summed."""
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
@@ -136,9 +121,7 @@ class PackedGPTModel(GPTModel):
             entropies = self._joined(entropies, stream)
         full = extra = None
         if call.logits or call.at_head is not None:
-            assert stream.plan is None, (
-                "what needs whole samples at the head is refused with context parallelism"
-            )
+            assert stream.plan is None, "context parallelism is refused for what needs whole samples here"
         if call.logits:
             local = hidden.index_select(0, stream.real) @ matrix.weight.T
             full = gather_vocab(local, groups.tp, self.real_vocab_size)[None].float()

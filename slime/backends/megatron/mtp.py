@@ -1,14 +1,15 @@
-"""Heads that predict further tokens: Megatron's layers on the last stage,
-trained beside the policy without touching it.
+"""MTP heads: Megatron's layers on the last pipeline stage, trained beside the policy.
 
-A head reads the model's hidden states, the embedding and the output matrix without a gradient to them, so
-that the policy trains exactly as it would without heads. Not covered: context parallelism, tied embeddings.
+An MTP (multi-token prediction) head predicts a token further ahead. It reads the model's hidden states, the
+embedding and the output matrix without a gradient to them, so that the policy trains exactly as it would
+without heads. Not covered: context parallelism, tied embeddings.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -23,7 +24,7 @@ from megatron.core.transformer.multi_token_prediction import (
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor, nn
+from torch import Tensor
 
 from slime.backends.base import MicroBatch
 from slime.backends.megatron.layer_specs import layer_spec, moe_pattern
@@ -32,10 +33,8 @@ from slime.backends.megatron.stream import PackedStream
 from slime.backends.megatron.vocab_parallel import VocabSlice, vocab_parallel_log_probs
 
 
-class PackedHead(MultiTokenPredictionLayer):
-    """Megatron's own, but for recomputation: it would keep every
-    argument as a tensor, and a stream is none.
-    """
+class PackedMTPLayer(MultiTokenPredictionLayer):
+    """Megatron's MTP layer, with recomputation that passes a stream on: Megatron's takes tensors only."""
 
     def _checkpointed_forward(self, forward_func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         tensors = kwargs.pop("hidden_states"), kwargs.pop("decoder_input")
@@ -46,13 +45,13 @@ class PackedHead(MultiTokenPredictionLayer):
         return checkpoint(run, self.config.distribute_saved_activations, *tensors)
 
 
-def heads_spec(
+def mtp_spec(
     config: TransformerConfig, *, attention: type[PackedCoreAttention], branch_norms: bool = False
 ) -> ModuleSpec:
-    """Every head holds a layer of the kind that the decoder ends with."""
+    """The spec of all MTP heads; each holds a layer of the kind that the decoder ends with."""
     layer = layer_spec(config, moe=moe_pattern(config)[-1], attention=attention, branch_norms=branch_norms)
     head = ModuleSpec(
-        module=PackedHead,
+        module=PackedMTPLayer,
         submodules=MultiTokenPredictionLayerSubmodules(
             enorm=RMSNorm,
             hnorm=RMSNorm,
@@ -66,9 +65,7 @@ def heads_spec(
 
 
 class _NoGradient(torch.autograd.Function):
-    """Zeros flow back instead of nothing: a parameter that never gets a
-    gradient would stall overlapped reductions.
-    """
+    """Sends zeros back: a parameter that never gets a gradient would stall overlapped reductions."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -80,8 +77,6 @@ class _NoGradient(torch.autograd.Function):
 
 
 class _AlsoTrain(torch.autograd.Function):
-    """Returns `values` as they are; a backward pass through them is one through `loss` too."""
-
     @staticmethod
     def forward(ctx: Any, values: Tensor, loss: Tensor) -> Tensor:
         ctx.save_for_backward(loss)
@@ -94,19 +89,19 @@ class _AlsoTrain(torch.autograd.Function):
 
 
 def also_train(values: Tensor, loss: Tensor) -> Tensor:
+    """`values` unchanged, whose backward pass is one through the scalar `loss` too."""
     return _AlsoTrain.apply(values, loss)
 
 
-def heads_loss(
-    model: nn.Module, hidden: Tensor, stream: PackedStream, matrix: VocabSlice, mb: MicroBatch
+def mtp_loss(
+    model: GPTModel, hidden: Tensor, stream: PackedStream, matrix: VocabSlice, mb: MicroBatch
 ) -> Tensor:
-    """Sum over masked response tokens of their negative log-prob as the
-    heads predict them, averaged over the heads.
+    """Negative log-probs of the masked response tokens under the MTP heads: a sum, averaged over heads.
 
-    `hidden` [T_local, 1, H] comes from the decoder. Head k predicts a token from k
-    + 2 places before it, where there is one.
+    `hidden` [T_local, 1, H] comes from the decoder. Head k (from 0) predicts a token from k + 2 places before
+    it, where there is one.
     """
-    assert stream.plan is None, "heads with context parallelism are refused when the backend starts"
+    assert stream.plan is None, "MTP heads with context parallelism are refused when the backend starts"
     count = model.config.mtp_num_layers
     outputs = model.mtp(
         input_ids=stream.input_ids,
@@ -133,13 +128,11 @@ def heads_loss(
     return total
 
 
-def _whole(states: Tensor, model: nn.Module) -> Tensor:
-    """[T, H] on every tensor-parallel rank; the gradients of their slices of
-    the vocabulary are summed on the way back.
-    """
+def _whole(states: Tensor, model: GPTModel) -> Tensor:
+    """[T, H] on every tensor-parallel rank; their gradients are summed on the way back."""
     group = model.pg_collection.tp
     if model.config.sequence_parallel:
-        return gather_from_sequence_parallel_region(states, tensor_parallel_output_grad=True, group=group)[
-            :, 0
-        ]
-    return copy_to_tensor_model_parallel_region(states, group=group)[:, 0]
+        states = gather_from_sequence_parallel_region(states, tensor_parallel_output_grad=True, group=group)
+    else:
+        states = copy_to_tensor_model_parallel_region(states, group=group)
+    return states[:, 0]

@@ -1,24 +1,23 @@
-"""What megatron-core 0.16.1 gets wrong about checkpoints of torch's Adam, which it
-uses where TransformerEngine is missing.
-"""
+"""Mends how megatron-core 0.16.1 saves and loads torch's Adam, the optimizer that slime trains with."""
 
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 _installed = False
 
 
-def _torch_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
+def _torch_optimizers(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optimizer]:
     for member in getattr(optimizer, "chained_optimizers", [optimizer]):
         if isinstance(member.optimizer, torch.optim.Optimizer):
             yield member.optimizer
 
 
-def create_moments(optimizer: Any) -> None:
+def create_moments(optimizer: MegatronOptimizer) -> None:
     """Before a save or load: Megatron reads the step of every parameter, and a fresh AdamW has none yet."""
     for inner in _torch_optimizers(optimizer):
         for group in inner.param_groups:
@@ -31,22 +30,16 @@ def create_moments(optimizer: Any) -> None:
                     }
 
 
-def adam_step(optimizer: Any) -> int:
-    """How many steps Adam's moments have seen; 0 where there are none. All
-    ranks call this: some may train nothing.
-    """
-    steps = [
-        state["step"]
-        for inner in _torch_optimizers(optimizer)
-        for state in inner.state.values()
-        if "step" in state
-    ]
+def adam_step(optimizer: MegatronOptimizer) -> int:
+    """How many steps Adam's moments have seen, over all ranks, as some may train nothing; 0: no moments."""
+    states = [state for inner in _torch_optimizers(optimizer) for state in inner.state.values()]
+    steps = [state["step"] for state in states if "step" in state]
     found: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(found, int(steps[0]) if steps else 0)
     return max(found)
 
 
-def unshare_steps(optimizer: Any) -> None:
+def unshare_steps(optimizer: MegatronOptimizer) -> None:
     """After a load: all parameters got one step tensor, which AdamW would then advance once per parameter."""
     for inner in _torch_optimizers(optimizer):
         for group in inner.param_groups:
@@ -62,8 +55,10 @@ def _on_its_device(step: Tensor, parameter: Tensor, group: dict[str, Any]) -> Te
 
 
 def install() -> None:
-    """Before a save or load. The distributed optimizer copies loaded values into its shards, but stumbles
-    over the step among them; and it cannot tell the step where a rank trains nothing.
+    """Patch the distributed optimizer, once, before a save or load.
+
+    It copies loaded values into its shards but stumbles over the step among them, and it cannot tell the step
+    where a rank trains nothing.
     """
     global _installed
     if _installed:
@@ -73,7 +68,7 @@ def install() -> None:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     @torch.no_grad()
-    def set_states(self: Any, model_param: Tensor, tensors: dict[str, Tensor]) -> None:
+    def set_states(self: DistributedOptimizer, model_param: Tensor, tensors: dict[str, Tensor]) -> None:
         group, index = self.model_param_group_index_map[model_param]
         main = self.optimizer.param_groups[group]["params"][index]
         targets = {"param": main, **self.optimizer.state[main]}
@@ -83,13 +78,11 @@ def install() -> None:
 
     with_moments = DistributedOptimizer.state_dict
 
-    def state_dict(self: Any) -> dict[str, Any]:
+    def state_dict(self: DistributedOptimizer) -> dict[str, Any]:
         if self.optimizer.state:
             return with_moments(self)
-        groups = [
-            {name: value for name, value in g.items() if name != "params"}
-            for g in self.optimizer.param_groups
-        ]
+        found = self.optimizer.param_groups
+        groups = [{name: value for name, value in group.items() if name != "params"} for group in found]
         return {"optimizer": {"param_groups": [{**group, "step": 0} for group in groups]}}
 
     DistributedOptimizer._set_main_param_and_optimizer_states = set_states

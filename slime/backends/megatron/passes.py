@@ -1,18 +1,17 @@
-"""Micro-batches through Megatron's schedules: the same call is a plain
-loop, a pipeline or an interleaved pipeline.
-"""
+"""Runs micro-batches through Megatron's schedules: a plain loop, a pipeline, an interleaved one."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from slime.backends.base import Layout, MicroBatch, TokenOutputs
-from slime.backends.megatron.model import ModelCall
+from slime.backends.megatron.model import ModelCall, PackedGPTModel
 from slime.backends.megatron.routing import RoutingPlan, build_routes, check_engine_choices
 from slime.backends.megatron.stream import PackedStream, build_stream
 from slime.backends.shared.microbatch import empty_micro_batch
@@ -22,11 +21,11 @@ _OWN_CHOICE = RoutingPlan()
 
 
 class Passes:
-    """Runs passes of one rank. All ranks of a replica are given the same micro-batches."""
+    """Runs the passes of one rank; all ranks of a replica are given the same micro-batches."""
 
     def __init__(
         self,
-        chunks: list[nn.Module],
+        chunks: Sequence[DistributedDataParallel | PackedGPTModel],
         config: TransformerConfig,
         rotary: nn.Module,
         layout: Layout,
@@ -34,7 +33,7 @@ class Passes:
         *,
         after_token: bool = False,
     ) -> None:
-        self._chunks, self._config, self._rotary = chunks, config, rotary
+        self._chunks, self._config, self._rotary = list(chunks), config, rotary
         self._layout, self._device = layout, device
         # The all-gather dispatcher wants equally many tokens on all ranks that share experts.
         gathers = config.moe_token_dispatcher_type == "allgather" and config.expert_model_parallel_size > 1
@@ -57,7 +56,7 @@ class Passes:
     def backward(
         self, mbs: list[MicroBatch], call: ModelCall, loss_of: LossOf, routing: RoutingPlan = _OWN_CHOICE
     ) -> None:
-        """Adds the gradients of the sum of all micro-batches' losses, over all ranks."""
+        """Add the gradients of the sum of all micro-batches' losses, over all ranks."""
         self._run(mbs, call, loss_of, routing, forward_only=False)
 
     def _run(
@@ -80,8 +79,10 @@ class Passes:
         sent = [[(mb, self._stream(mb, routing)) for mb in moved] for _ in self._chunks]
 
         def forward_step(
-            iterator: Iterator[tuple[MicroBatch, PackedStream]], chunk: nn.Module, *extra: Any
-        ) -> tuple[Any, Callable]:
+            iterator: Iterator[tuple[MicroBatch, PackedStream]],
+            chunk: DistributedDataParallel | PackedGPTModel,
+            *extra: Any,
+        ) -> tuple[Tensor | TokenOutputs, Callable[..., Any]]:
             mb, stream = next(iterator)
             out = chunk(stream, call, mb)
             # Three values, the second a token count, is how Megatron leaves a loss as it is.
@@ -100,7 +101,7 @@ class Passes:
         )
 
     def _missing(self, count: int) -> int:
-        """Micro-batches of weight zero to add: interleaved stages take them in whole groups."""
+        """How many micro-batches of weight zero to add: interleaved stages take whole groups of them."""
         return -count % self._layout.pp_size if len(self._chunks) > 1 else 0
 
     def _stream(self, mb: MicroBatch, routing: RoutingPlan) -> PackedStream:

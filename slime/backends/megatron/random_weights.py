@@ -1,4 +1,4 @@
-"""Weights as at the start of a training from nothing, for measurements where only the shapes matter."""
+"""Draws random weights, for measurements where only the shapes matter."""
 
 from collections.abc import Sequence
 
@@ -8,6 +8,7 @@ from torch import nn
 
 @torch.no_grad()
 def draw_weights(chunks: Sequence[nn.Module], seed: int) -> None:
+    """Fill matrices with small normal numbers, norms with one and biases with zero."""
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             if parameter.ndim > 1:

@@ -1,5 +1,4 @@
-"""How tokens are routed to experts: choices that are replayed or recorded,
-balance losses, and how the load is spread.
+"""Routes tokens to experts: replayed or recorded choices, balance losses, and load statistics.
 
 A micro-batch's routes travel with its stream to every mixture layer. Choices can be given (those of the
 engine that sampled, or of an earlier pass), and can be recorded. Padding counts in no loss and no statistic.
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -21,52 +20,26 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from slime.backends.base import MicroBatch
-from slime.backends.megatron.stream import PackedStream
+from slime.backends.megatron.stream import PackedStream, Recorded, Routes
 
-Recorded = dict[int, Tensor]  # layer -> chosen experts [T, topk] of this rank's tokens
-
-
-@dataclass(slots=True)
-class Routes:
-    """What the routers of one micro-batch need to know of this rank's T
-    tokens, in the order in which they see them.
-    """
-
-    padding: Tensor  # [T] bool
-    groups: Tensor  # [T] which set of tokens each is balanced with
-    group_tokens: Tensor  # [G] real tokens in each set, over all ranks of the replica
-    step_tokens: float = 1.0  # real tokens of the whole optimizer step, over all replicas
-    chosen: Tensor | None = None  # [T, layers, topk] experts to use; -1: the router's own choice
-    replayed: Recorded | None = None  # choices of an earlier pass over the same micro-batch
-    record: Recorded | None = None  # filled by the routers where it is not None
-
-    def given(self, layer: int) -> Tensor | None:
-        """[T, topk] of a layer (from 0), -1 where the router chooses itself; None: everywhere."""
-        if self.replayed is not None:
-            return self.replayed.get(layer)
-        # Layers beyond the decoder's belong to heads that predict further tokens, which no engine reports.
-        known = self.chosen is not None and layer < self.chosen.shape[1]
-        return self.chosen[:, layer] if known else None
+RecordedByBatch = dict[tuple[int, ...], Recorded]  # by the positions of a micro-batch's samples
+_LOSSES = ("moe_aux_loss", "moe_z_loss")
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingPlan:
-    """What a pass does with its micro-batches' choices. Recorded ones
-    are kept by the samples of a micro-batch.
-    """
+    """What a pass does with expert choices; recorded ones are kept by the samples of a micro-batch."""
 
     step_tokens: float = 1.0
     follow_engine: bool = False  # use the choices that came with the samples
-    record: dict[tuple[int, ...], Recorded] | None = None
-    replay: dict[tuple[int, ...], Recorded] | None = None
+    record: RecordedByBatch | None = None
+    replay: RecordedByBatch | None = None
 
 
 def build_routes(
     mb: MicroBatch, stream: PackedStream, config: TransformerConfig, plan: RoutingPlan, tp: tuple[int, int]
 ) -> Routes:
-    """`tp`: number and index of the ranks that share this rank's
-    tokens (sequence parallelism), else (1, 0).
-    """
+    """`tp`: size and rank of the group that splits the tokens (sequence parallelism), else (1, 0)."""
     lengths = stream.documents.lengths
     device = mb.input_ids.device
     padding = torch.ones(sum(lengths), dtype=torch.bool, device=device)
@@ -79,6 +52,7 @@ def build_routes(
         groups, tokens = torch.zeros(sum(lengths), dtype=torch.int64, device=device), tokens.sum()[None]
     chosen = None
     if plan.follow_engine and mb.positions:
+        assert mb.routed_experts is not None, "`check_engine_choices` runs before"
         chosen = padding.new_full((sum(lengths), *mb.routed_experts.shape[1:]), -1, dtype=torch.int32)
         chosen[stream.real] = mb.routed_experts
 
@@ -98,7 +72,7 @@ def build_routes(
 
 
 def check_engine_choices(mb: MicroBatch, config: TransformerConfig) -> None:
-    """The experts that came with the samples are those of this model."""
+    """Refuse samples whose recorded experts are missing or are not of this model."""
     found = mb.routed_experts
     if found is None:
         raise ValueError(
@@ -115,11 +89,13 @@ def check_engine_choices(mb: MicroBatch, config: TransformerConfig) -> None:
 
 
 class PackedRouter(TopKRouter):
-    """Megatron's router, whose choices, losses and counts follow the routes of the micro-batch at hand."""
+    """Megatron's router, with choices, losses and counts by the routes of the current micro-batch."""
 
-    def __init__(self, config: Any, pg_collection: Any = None) -> None:
+    def __init__(
+        self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None
+    ) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
-        self.routes: Routes | None = None  # set by the layer before each pass
+        self.routes: Routes  # set by the layer before each pass
         self.losses = BalanceLosses(config)
         self.counts: Tensor | None = None  # [experts] tokens of training passes since they were last taken
         # What Megatron asks for the top k; the losses are ours.
@@ -169,7 +145,7 @@ class BalanceLosses:
     samples (seq_aux_loss).
     """
 
-    config: Any
+    config: TransformerConfig
     sums: dict[str, Tensor] = field(default_factory=dict)
 
     def attach(
@@ -192,9 +168,7 @@ class BalanceLosses:
     def _balance(
         self, logits: Tensor, routing_map: Tensor, routes: Routes, group: dist.ProcessGroup
     ) -> Tensor:
-        """This rank's part: its tokens' probabilities against the counts
-        of all ranks that share the micro-batch.
-        """
+        """This rank's part: its tokens' probabilities against the counts of all ranks of the micro-batch."""
         real = (~routes.padding).float()[:, None]
         if self.config.moe_router_score_function == "sigmoid":
             scores = torch.sigmoid(logits.float())
@@ -213,7 +187,8 @@ class BalanceLosses:
         self.sums[name] = self.sums.get(name, 0.0) + loss.detach().double()
 
 
-def balance_coefficient(config: Any) -> float:
+def balance_coefficient(config: TransformerConfig) -> float:
+    """Weight of the load balancing loss; 0 where it is off."""
     return 0.0 if config.moe_router_load_balancing_type == "none" else float(config.moe_aux_loss_coeff)
 
 
@@ -226,7 +201,7 @@ class RoutedLayer(TransformerLayer):
 
 
 def use_packed_router(spec: ModuleSpec) -> None:
-    """`spec` of a mixture layer: our router in it."""
+    """Put our router into the spec of a mixture layer."""
     spec.module = RoutedLayer
     spec.submodules.mlp.submodules.router = PackedRouter
 
@@ -236,31 +211,23 @@ def routers_of(chunks: Sequence[nn.Module]) -> list[PackedRouter]:
 
 
 def take_metrics(routers: Sequence[PackedRouter], num_experts: int) -> tuple[Tensor, dict[str, float]]:
-    """Counts [layers, experts] over all ranks and layers since the last call, and
-    the balance losses as means over layers.
+    """Counts [layers, experts] since the last call, and the balance losses as means over layers.
 
     A collective of all ranks.
     """
-    layers = len(routers)
-    width = num_experts + 2
-    own = torch.zeros(layers, width, dtype=torch.float64)
+    own = torch.zeros(len(routers), num_experts + 2, dtype=torch.float64)
     for row, router in enumerate(routers):
         if router.counts is not None:
             own[row, :num_experts] = router.counts.cpu()
-        for column, name in enumerate(("moe_aux_loss", "moe_z_loss")):
+        for column, name in enumerate(_LOSSES):
             own[row, num_experts + column] = float(router.losses.sums.get(name, 0.0))
         router.counts, router.losses.sums = None, {}
-    stages: list[Any] = [None] * dist.get_world_size()
-    place = (
-        parallel_state.get_pipeline_model_parallel_rank(),
-        [router.layer_number for router in routers],
-        own,
-    )
-    dist.all_gather_object(stages, place)
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, ([router.layer_number for router in routers], own))
     by_layer: dict[int, Tensor] = {}
-    for _, numbers, values in stages:
+    for numbers, values in gathered:
         for number, row in zip(numbers, values, strict=True):
             by_layer[number] = by_layer[number] + row if number in by_layer else row
     rows = torch.stack([by_layer[number] for number in sorted(by_layer)])
     means = rows[:, num_experts:].mean(0).tolist()
-    return rows[:, :num_experts], dict(zip(("moe_aux_loss", "moe_z_loss"), means, strict=True))
+    return rows[:, :num_experts], dict(zip(_LOSSES, means, strict=True))

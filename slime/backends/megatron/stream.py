@@ -1,13 +1,10 @@
-"""A micro-batch as Megatron sees it: this rank's tokens, boundaries and rotary
-angles, and where the response logits are.
+"""A micro-batch as Megatron sees it: this rank's tokens, document boundaries and rotary angles.
 
 Documents are padded at their end where context parallelism cuts them into equal chunks, or where sequence
-parallelism needs a divisible count. Under a causal mask no real token sees the padding, and no loss term
-reads it.
+parallelism needs a divisible count. No real token sees the padding (the mask is causal); no loss reads it.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,24 +16,48 @@ from slime.backends.attention.context_parallel import ZigzagPlan, chunk_multiple
 from slime.backends.attention.packed import PackedDocuments
 from slime.backends.base import MicroBatch
 
+Recorded = dict[int, Tensor]  # layer -> chosen experts [T, topk] of this rank's tokens
 
-@dataclass
+
+@dataclass(slots=True)
+class Routes:
+    """What the routers of one micro-batch need to know of this rank's T tokens, in their order."""
+
+    padding: Tensor  # [T] bool
+    groups: Tensor  # [T] which set of tokens each is balanced with
+    group_tokens: Tensor  # [G] real tokens in each set, over all ranks of the replica
+    step_tokens: float = 1.0  # real tokens of the whole optimizer step, over all replicas
+    chosen: Tensor | None = None  # [T, layers, topk] experts to use; -1: the router's own choice
+    replayed: Recorded | None = None  # choices of an earlier pass over the same micro-batch
+    record: Recorded | None = None  # filled by the routers where it is not None
+
+    def given(self, layer: int) -> Tensor | None:
+        """[T, topk] of a layer (from 0), -1 where the router chooses itself; None: everywhere."""
+        if self.replayed is not None:
+            return self.replayed.get(layer)
+        # Layers after the decoder's are those of MTP heads, whose experts no engine reports.
+        if self.chosen is None or layer >= self.chosen.shape[1]:
+            return None
+        return self.chosen[:, layer]
+
+
+@dataclass(kw_only=True)
 class PackedStream(PackedSeqParams):
     """Travels through Megatron's layers to our attention, which reads the fields below."""
 
-    documents: PackedDocuments | None = None  # padded, of the whole stream over all context-parallel ranks
+    documents: PackedDocuments  # padded, of the whole stream over all context-parallel ranks
     plan: ZigzagPlan | None = None  # None: no context parallelism
-    cos: Tensor | None = None  # [T_local, 1, rotated] of this rank's tokens
-    sin: Tensor | None = None
-    input_ids: Tensor | None = None  # [1, T_local]
-    position_ids: Tensor | None = None  # [1, T_local]
-    logit_rows: Tensor | None = None  # [R_local] rows of this rank that speak of a response token
-    places: Tensor | None = None  # [R_local] which of the R response tokens each row speaks of
-    targets: Tensor | None = None  # [R_local]
-    nucleus: Nucleus | None = None  # of R_local rows
-    num_targets: int = 0  # R
-    real: Tensor | None = None  # [T] padded position of each token of the micro-batch
-    routes: Any = None  # of a mixture of experts: slime.backends.megatron.routing.Routes
+    cos: Tensor  # [T_local, 1, rotated] of this rank's tokens
+    sin: Tensor
+    input_ids: Tensor  # [1, T_local]
+    position_ids: Tensor  # [1, T_local]
+    logit_rows: Tensor  # [R_local] rows of this rank whose hidden state predicts a response token
+    places: Tensor  # [R_local] which of the R response tokens each row predicts
+    targets: Tensor  # [R_local]
+    nucleus: Nucleus | None = None  # of R_local rows; None: tokens were drawn from the whole vocabulary
+    num_targets: int  # R
+    real: Tensor  # [T] padded position of each token of the micro-batch
+    routes: Routes | None = None  # set by `passes` for a mixture of experts
 
 
 def padded_lengths(lengths: tuple[int, ...], *, cp_size: int, token_multiple: int) -> tuple[int, ...]:
@@ -61,18 +82,17 @@ def build_stream(
     after_token: bool = False,
     equal_over: dist.ProcessGroup | None = None,
 ) -> PackedStream:
-    """`rotary` is the HF model's own rotary embedding, so that every kind of
-    RoPE scaling is the one of the hub model.
+    """Build this rank's stream; `rotary` is the HF model's own rotary embedding, with any RoPE scaling.
 
-    `after_token`: the rows are those of the response tokens, not of the tokens before them. `equal_over`:
-    ranks that must hold equally many tokens, on which all of them call this.
+    `after_token`: rows are those of the response tokens, not of the tokens before them. `equal_over`: ranks
+    that must hold equally many tokens; all of them call this together.
     """
     device = mb.input_ids.device
     lengths = padded_lengths(mb.documents.lengths, cp_size=cp_size, token_multiple=token_multiple)
     if equal_over is not None:
-        total = torch.tensor(sum(lengths), device=device)
-        dist.all_reduce(total, op=dist.ReduceOp.MAX, group=equal_over)
-        lengths = (*lengths[:-1], lengths[-1] + int(total) - sum(lengths))
+        longest = torch.tensor(sum(lengths), device=device)
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=equal_over)
+        lengths = (*lengths[:-1], lengths[-1] + int(longest) - sum(lengths))
     documents = PackedDocuments.from_lengths(lengths).to(device)
     sizes = torch.tensor(mb.documents.lengths, device=device)
     starts = documents.cu_seqlens[:-1].long()

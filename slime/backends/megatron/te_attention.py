@@ -1,9 +1,7 @@
-"""TransformerEngine's attention in Megatron's layers, where it is installed
-and computes what our own attention does.
+"""TransformerEngine's attention in Megatron's layers, where it computes what our own does.
 
-`--attention-backend` chooses. Before a model is built both attentions are given the same small packed batch;
-another output or another gradient on any rank, and TransformerEngine's is not used. Positions stay ours:
-queries and keys arrive rotated.
+`--attention-backend` chooses. Before a model is built both attentions compute the same small packed batch; if
+an output or a gradient differs on any rank, TransformerEngine's is not used. Queries and keys arrive rotated.
 
 Not covered, and refused: context parallelism, which TransformerEngine cuts into messages of its own.
 """
@@ -17,30 +15,27 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
 
 from slime.arguments import Args
 from slime.backends.attention.packed import PackedDocuments
 from slime.backends.megatron.compiled import should_compile
 from slime.backends.megatron.layers import PackedCoreAttention
-from slime.backends.megatron.mla import LatentCoreAttention
+from slime.backends.megatron.mla import MLACoreAttention
 from slime.backends.megatron.stream import PackedStream
 
 logger = logging.getLogger(__name__)
 
 # Documents of the trial: shorter and longer than the blocks that kernels work in.
 _TRIAL_LENGTHS = (33, 1, 129, 7, 64)
-# Of the largest value: the rounding of 16-bit numbers is 0.004, a wrong
-# mask or scale is off by more than a tenth.
+# Of the largest value: 16-bit rounding is 0.004, a wrong mask or scale is off by more than a tenth.
 _TOLERANCE = 0.02
 
 
 class TransformerEngineAttention(PackedCoreAttention):
-    """Our core attention but for the kernel: `engine` is a class built and called
-    like megatron-core's TEDotProductAttention.
-    """
+    """Our core attention with the kernel of TransformerEngine."""
 
-    engine: type  # set by `with_engine`
+    kernel: type[nn.Module]  # set by `with_te_kernel`; built and called like TEDotProductAttention
 
     def __init__(
         self, *, k_channels: int | None = None, v_channels: int | None = None, **options: Any
@@ -50,12 +45,11 @@ class TransformerEngineAttention(PackedCoreAttention):
         options["softmax_scale"] = width**-0.5 if self.scale is None else self.scale
         if k_channels is not None:
             options |= {"k_channels": k_channels, "v_channels": v_channels}
-        # Inside a tuple it is no submodule: it has no weights, and its entries
-        # would make checkpoints differ by attention.
-        self._engine = (self.engine(**options),)
+        # Inside a tuple it is no submodule: its entries would make checkpoints differ by attention.
+        self._kernel = (self.kernel(**options),)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, stream: PackedStream) -> Tensor:
-        out = self._engine[0](
+        out = self._kernel[0](
             *(part.contiguous() for part in (query, key, value)),
             None,
             AttnMaskType.causal,
@@ -74,14 +68,12 @@ def _boundaries(documents: PackedDocuments) -> PackedSeqParams:
     )
 
 
-def with_engine(ours: type[PackedCoreAttention], engine: type) -> type[PackedCoreAttention]:
-    """`ours` with the kernel of `engine`; a class, because
-    Megatron's modules build their attention from one.
-    """
-    return type(f"TransformerEngine{ours.__name__}", (TransformerEngineAttention, ours), {"engine": engine})
+def with_te_kernel(ours: type[PackedCoreAttention], kernel: type[nn.Module]) -> type[PackedCoreAttention]:
+    """`ours` with the kernel `kernel`: a class, as Megatron builds its attention from one."""
+    return type(f"TransformerEngine{ours.__name__}", (TransformerEngineAttention, ours), {"kernel": kernel})
 
 
-def installed_engine() -> type | None:
+def installed_te_attention() -> type[nn.Module] | None:
     """megatron-core's TransformerEngine attention, or None where the package is missing."""
     # Asks for the device while it is imported.
     from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
@@ -90,22 +82,20 @@ def installed_engine() -> type | None:
 
 
 def choose_attention(
-    args: Args, config: TransformerConfig, device: torch.device, engine: type | None = None
+    args: Args, config: TransformerConfig, device: torch.device, kernel: type[nn.Module] | None = None
 ) -> type[PackedCoreAttention]:
-    """The core attention of a model, the same on all ranks, which call this together.
-    `engine`: in place of the installed one.
-    """
-    ours = LatentCoreAttention if config.multi_latent_attention else PackedCoreAttention
+    """The core attention of a model, chosen by all ranks together. `kernel`: not the installed one."""
+    ours = MLACoreAttention if config.multi_latent_attention else PackedCoreAttention
     choice = args.attention_backend
     if choice == "local":
         return ours
     reason = why_unfit(args, config, device)
     if reason is None:
-        engine = engine or installed_engine()
-        reason = _first_of_all_ranks(why_refused(ours, engine, config, device))
-    if reason is None:
+        kernel = kernel or installed_te_attention()
+        reason = _first_of_all_ranks(why_refused(ours, kernel, config, device))
+    if reason is None and kernel is not None:
         _log_once("attention: TransformerEngine's, which agreed with slime's on a small batch")
-        return with_engine(ours, engine)
+        return with_te_kernel(ours, kernel)
     if choice != "auto":
         raise ValueError(
             f"--attention-backend is {choice}, a kernel of TransformerEngine's, but {reason}; use auto or "
@@ -132,34 +122,32 @@ def why_unfit(args: Args, config: TransformerConfig, device: torch.device) -> st
 
 
 def why_refused(
-    ours: type[PackedCoreAttention], engine: type | None, config: TransformerConfig, device: torch.device
+    ours: type[PackedCoreAttention],
+    kernel: type[nn.Module] | None,
+    config: TransformerConfig,
+    device: torch.device,
 ) -> str | None:
-    """Builds and runs both attentions: why this rank cannot use `engine`,
-    or None where outputs and gradients agree.
-    """
-    if engine is None:
+    """Run both attentions: why this rank cannot use `kernel`; None where outputs and gradients agree."""
+    if kernel is None:
         return "the package transformer_engine is not installed"
     inputs = _trial_inputs(config, device)
     expected = _run(ours, config, *inputs)
     try:
-        found = _run(with_engine(ours, engine), config, *inputs)
-    except (
-        Exception
-    ) as error:  # whatever it raises (it raises plain Exception too) is the reason, which the caller reports
+        found = _run(with_te_kernel(ours, kernel), config, *inputs)
+    except Exception as error:  # it raises plain Exception too; the caller reports whatever it is
         return f"it failed on a small packed batch ({type(error).__name__}: {error})"
     for name, own in expected.items():
         apart = float((found[name] - own).abs().max() / own.abs().max())
         if not apart <= _TOLERANCE:
-            return f"its {name} is off by {apart:.2g} of the largest value on a small packed batch, {_TOLERANCE} is allowed"
+            off = f"its {name} is off by {apart:.2g} of the largest value on a small packed batch"
+            return f"{off}, {_TOLERANCE} is allowed"
     return None
 
 
 def _trial_inputs(
     config: TransformerConfig, device: torch.device
 ) -> tuple[list[Tensor], Tensor, PackedStream]:
-    """Query, key and value of one rank's heads, the gradient of the output, and
-    the boundaries and angles of the documents.
-    """
+    """Query, key and value of one rank's heads, a gradient of the output, and the packed documents."""
     tp, width = config.tensor_model_parallel_size, config.kv_channels
     heads, groups = config.num_attention_heads // tp, max(config.num_query_groups // tp, 1)
     value_width = config.v_head_dim if config.multi_latent_attention else width
@@ -172,7 +160,20 @@ def _trial_inputs(
     parts = [draw(total, heads, width), draw(total, groups, width), draw(total, groups, value_width)]
     angles = torch.rand(total, 1, width // 2, generator=generator).to(device).repeat(1, 1, 2) * 6
     documents = PackedDocuments.from_lengths(_TRIAL_LENGTHS).to(device)
-    stream = PackedStream(qkv_format="thd", documents=documents, cos=angles.cos(), sin=angles.sin())
+    unread = torch.empty(0)  # attention reads only the boundaries and the angles
+    stream = PackedStream(
+        qkv_format="thd",
+        documents=documents,
+        cos=angles.cos(),
+        sin=angles.sin(),
+        input_ids=unread,
+        position_ids=unread,
+        logit_rows=unread,
+        places=unread,
+        targets=unread,
+        num_targets=0,
+        real=unread,
+    )
     return parts, draw(total, heads * value_width), stream
 
 
@@ -183,8 +184,8 @@ def _run(
     grad: Tensor,
     stream: PackedStream,
 ) -> dict[str, Tensor]:
-    """Output and gradients, in fp32."""
-    # As Megatron's attention does it where there are more ranks than key-value groups.
+    """Output and gradients of one core attention, in fp32."""
+    # As in Megatron's attention, where there are more ranks than key-value groups.
     config = copy.copy(config)
     config.num_query_groups = max(config.num_query_groups, config.tensor_model_parallel_size)
     options = {
@@ -196,7 +197,7 @@ def _run(
     scale = parts[0].shape[-1] ** -0.5
     if config.multi_latent_attention:
         options |= {"k_channels": parts[0].shape[-1], "v_channels": parts[2].shape[-1]}
-    # Not the usual one: an engine that passes over it must be seen.
+    # Not the usual scale: a kernel that passes over it must be noticed.
     attention = kind(**options, softmax_scale=1.5 * scale)
     leaves = [part.clone().requires_grad_() for part in parts]
     out = attention(*leaves, packed_seq_params=stream)

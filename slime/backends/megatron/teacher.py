@@ -1,13 +1,11 @@
-"""A model beside the trained one that never trains: a teacher of another
-size, cut over the ranks in the same way.
-"""
+"""A teacher of another size than the policy, cut over the ranks in the same way; it never trains."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from slime.arguments import Args
 from slime.backends.base import Layout, MicroBatch
@@ -28,21 +26,16 @@ from slime.backends.megatron.vocab_parallel import VocabSlice
 from slime.backends.megatron.weights import HubWeights
 
 
-class FrozenModel:
-    """Weights without gradients and without an optimizer, in host memory between
-    passes. All ranks call its methods together.
-    """
+class TeacherModel:
+    """A frozen model, in host memory between passes. All ranks call its methods together."""
 
     def __init__(
         self, args: Args, path: str | Path, layout: Layout, dtype: torch.dtype, device: torch.device
     ) -> None:
         hf_config = read_hf_config(str(path))
         args = _without_model_flags(args, hf_config)
-        args = (
-            _without_experts(args)
-            if "num_moe_experts" not in family_of(hf_config).settings(hf_config)
-            else args
-        )
+        if "num_moe_experts" not in family_of(hf_config).settings(hf_config):
+            args = _without_experts(args)
         check_layout(args, hf_config, world_size=torch.distributed.get_world_size(), device=device)
         config = transformer_config(args, hf_config, dtype, device)
         self.chunks = build_chunks(
@@ -72,27 +65,27 @@ class FrozenModel:
             chunk.to(device)
 
 
-def _without_model_flags(args: Args, hf_config: Any) -> SimpleNamespace:
+def _without_model_flags(args: Args, hf_config: Any) -> Args:
     """`args` without flags that describe the policy's architecture: a teacher has its own."""
     described = architecture(hf_config)
     fields = {name: value for name, value in (args.megatron_config or {}).items() if name not in described}
-    return SimpleNamespace(**(vars(args) | {"megatron_config": fields}))
+    return Args(vars(args) | {"megatron_config": fields}, sources={})
 
 
-def _without_experts(args: Args) -> SimpleNamespace:
-    """`args` as a dense model reads them beside a policy that is a mixture of experts."""
+def _without_experts(args: Args) -> Args:
+    """`args` without the flags of a mixture of experts, which the policy is and this teacher is not."""
     fields = {
         name: value for name, value in (args.megatron_config or {}).items() if not name.startswith("moe_")
     }
     sizes = {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1}
     replay = {"use_routing_replay": False, "use_rollout_routing_replay": False}
-    return SimpleNamespace(**(vars(args) | sizes | replay | {"megatron_config": fields}))
+    return Args(vars(args) | sizes | replay | {"megatron_config": fields}, sources={})
 
 
 @torch.no_grad()
-def output_matrix_of(chunks: list[nn.Module], device: torch.device) -> VocabSlice | None:
+def output_matrix_of(chunks: Sequence[PackedGPTModel], device: torch.device) -> VocabSlice | None:
     """A copy of this rank's rows of the output matrix on `device`; None on a pipeline stage without it."""
-    last: PackedGPTModel = chunks[-1]
+    last = chunks[-1]
     if not last.post_process:
         return None
     matrix = last.output_matrix()

@@ -1,4 +1,4 @@
-"""Which parameters train, by patterns over hub names: Megatron's fused matrices train or stay as a whole."""
+"""Chooses by patterns over hub names which parameters train; a fused matrix trains or stays as a whole."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -11,18 +11,15 @@ from slime.backends.megatron.weights import Entry
 
 
 def freeze(args: Args, entries: Sequence[Entry]) -> None:
-    """Freeze what --only-train-params-name-list leaves out, or what
-    --freeze-params-name-list names; before the optimizer.
-    """
-    only, frozen = args.only_train_params_name_list, args.freeze_params_name_list
-    if not (only or frozen):
+    """Freeze the parameters that the two flags leave out or name; before the optimizer is built."""
+    only = args.only_train_params_name_list
+    patterns = only or args.freeze_params_name_list
+    if not patterns:
         return
     flag = "--only-train-params-name-list" if only else "--freeze-params-name-list"
-    entries = [
-        entry for entry in entries if isinstance(entry.parameter, nn.Parameter)
-    ]  # a saved buffer never trains
-    _check_patterns(flag, only or frozen, entries)
-    trains = [_matches(flag, only or frozen, entry) == bool(only) for entry in entries]
+    entries = [entry for entry in entries if isinstance(entry.parameter, nn.Parameter)]  # no buffer trains
+    _check_patterns(flag, patterns, entries)
+    trains = [_matches(flag, patterns, entry) == bool(only) for entry in entries]
     everywhere: list[bool | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, any(trains))
     if not any(everywhere):

@@ -1,12 +1,12 @@
-"""Log-probs and entropy where each tensor-parallel rank holds a slice of the
-vocabulary, a chunk of tokens at a time.
+"""Log-probs, entropy and KL where each tensor-parallel rank holds a slice of the vocabulary.
 
-The same mathematics as `slime.algorithms.logprobs`: full logits never exist, the backward pass computes each
-chunk's logits again from the saved log-sum-exp. Per chunk three numbers per token cross the ranks, and never
-a logit.
+The same mathematics as `slime.algorithms.logprobs`, a chunk of tokens at a time: full logits never exist, and
+the backward pass computes each chunk's logits again from the saved log-sum-exp. Three numbers per token, and
+never a logit, cross the ranks.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,19 @@ def _logits(hidden: Tensor, weight: Tensor, temperature: float, real: int) -> Te
 
 class _VocabParallelLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, rows, with_entropy, first, real, group, nucleus):
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        rows: int,
+        with_entropy: bool,
+        first: int,
+        real: int,
+        group: dist.ProcessGroup,
+        nucleus: Nucleus | None,
+    ) -> tuple[Tensor, Tensor | None]:
         count = hidden.shape[0]
         log_probs = torch.empty(count, dtype=torch.float32, device=hidden.device)
         log_sums = torch.empty_like(log_probs)
@@ -34,21 +46,20 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         for start in range(0, count, rows):
             part = slice(start, start + rows)
             logits = _cut(_logits(hidden[part], weight, temperature, real), nucleus, targets, part, first)
-            top = logits.max(dim=-1).values if real else logits.new_full((logits.shape[0],), float("-inf"))
-            dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+            top = _top(logits, real, group)
             own = targets[part] - first
             mine = (own >= 0) & (own < real)
             shifted = logits.sub_(top[:, None])
             exps = shifted.exp()
             sums = [exps.sum(-1), _chosen(shifted, own, mine)]
             if with_entropy:
-                sums.append((exps * shifted[:, :].masked_fill(exps == 0, 0.0)).sum(-1))
+                sums.append((exps * shifted.masked_fill(exps == 0, 0.0)).sum(-1))
             total = torch.stack(sums)
             dist.all_reduce(total, group=group)
             log_total = total[0].log()
             log_sums[part] = top + log_total
             log_probs[part] = total[1] - log_total
-            if with_entropy:
+            if entropy is not None:
                 entropy[part] = log_total - total[2] / total[0]
         ctx.save_for_backward(hidden, weight, targets, log_sums, entropy)
         ctx.settings = temperature, rows, first, real, nucleus
@@ -56,7 +67,9 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         return log_probs, entropy
 
     @staticmethod
-    def backward(ctx, grad_log_probs, grad_entropy):
+    def backward(
+        ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, log_sums, entropy = ctx.saved_tensors
         temperature, rows, first, real, nucleus = ctx.settings
         if grad_log_probs is None and grad_entropy is None:
@@ -87,9 +100,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
 
 
 def _cut(logits: Tensor, nucleus: Nucleus | None, targets: Tensor, part: slice, first: int) -> Tensor:
-    """The rows `part` of this rank's slice, which starts at vocabulary entry `first`,
-    cut to what their tokens were drawn from.
-    """
+    """Cut the rows `part` of a slice that starts at vocabulary entry `first` to their nucleus."""
     if nucleus is None:
         return logits
     return nucleus.rows(part.start, part.start + logits.shape[0]).cut_(logits, targets[part], first)
@@ -114,8 +125,7 @@ def vocab_parallel_log_probs(
     memory_gib: float = 0.0,
     nucleus: Nucleus | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs [T] and entropies [T], the same on all ranks of `group`;
-    `weight` [V / size, H] is this rank's slice.
+    """Log-probs and entropies [T], the same on all ranks of `group`; `weight` [V / size, H] is a slice.
 
     The gradient of `hidden` is this rank's part: the caller sums it over the ranks. Rows at or above
     `vocab_size` pad. `memory_gib` is for logits kept for the backward pass, where one rank has the whole
@@ -149,14 +159,14 @@ class _GatherVocab(torch.autograd.Function):
     """Slices of the logits -> whole logits on every rank; each rank's gradient is its own slice."""
 
     @staticmethod
-    def forward(ctx, local: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.start, ctx.size = group.rank() * local.shape[-1], local.shape[-1]
         parts = [torch.empty_like(local) for _ in range(group.size())]
         dist.all_gather(parts, local.contiguous(), group=group)
         return torch.cat(parts, dim=-1)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad[..., ctx.start : ctx.start + ctx.size].contiguous(), None
 
 
@@ -170,7 +180,17 @@ class _VocabParallelReverseKL(torch.autograd.Function):
     """KL(own || teacher) from slices of both output matrices; d KL / d logits = p (log p - log q - KL)."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, teacher_hidden, teacher_weight, temperature, rows, real, group):
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        teacher_hidden: Tensor,
+        teacher_weight: Tensor,
+        temperature: float,
+        rows: int,
+        real: int,
+        group: dist.ProcessGroup,
+    ) -> Tensor:
         kl = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         log_sums = torch.empty(2, hidden.shape[0], dtype=torch.float32, device=hidden.device)
         for start in range(0, hidden.shape[0], rows):
@@ -188,7 +208,7 @@ class _VocabParallelReverseKL(torch.autograd.Function):
         return kl
 
     @staticmethod
-    def backward(ctx, grad_kl):
+    def backward(ctx: Any, grad_kl: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, teacher_hidden, teacher_weight, log_sums, kl = ctx.saved_tensors
         temperature, rows, real = ctx.settings
         grad_hidden = torch.empty_like(hidden)
@@ -205,10 +225,16 @@ class _VocabParallelReverseKL(torch.autograd.Function):
         return grad_hidden, grad_weight.to(weight.dtype), *(None,) * 6
 
 
-def _log_sum(logits: Tensor, real: int, group: dist.ProcessGroup) -> Tensor:
-    """log-sum-exp [T] over all ranks' slices."""
+def _top(logits: Tensor, real: int, group: dist.ProcessGroup) -> Tensor:
+    """The largest logit [T] over all ranks' slices; `real`: how many columns of this rank are tokens."""
     top = logits.max(dim=-1).values if real else logits.new_full((logits.shape[0],), float("-inf"))
     dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+    return top
+
+
+def _log_sum(logits: Tensor, real: int, group: dist.ProcessGroup) -> Tensor:
+    """log-sum-exp [T] over all ranks' slices."""
+    top = _top(logits, real, group)
     total = (logits - top[:, None]).exp().sum(-1)
     dist.all_reduce(total, group=group)
     return top + total.log()
@@ -240,9 +266,7 @@ class VocabSlice:
         temperature: float,
         chunk_size: int,
     ) -> Tensor:
-        """[R] in fp32, the same on all ranks. The gradient of `hidden`
-        is this rank's part: the caller sums it.
-        """
+        """KL [R] in fp32, the same on all ranks; the caller sums the gradient of `hidden` over them."""
         rows = chunk_size if chunk_size > 0 else max(1, MAX_CHUNK_ELEMENTS // self.weight.shape[0])
         theirs = teacher_hidden.to(teacher.weight.dtype)
         return _VocabParallelReverseKL.apply(

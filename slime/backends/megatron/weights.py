@@ -1,8 +1,6 @@
-"""Weights in and out under hub names: read from a checkpoint folder into any
-layout, exported from any layout by buckets.
+"""Reads weights under hub names into any layout, and exports them from any layout by buckets.
 
-Every parameter is mapped exactly once. What is missing, left over or
-wrongly shaped is one error that lists it.
+Every parameter is mapped exactly once; an error lists what is missing, left over or wrongly shaped.
 """
 
 import json
@@ -20,6 +18,7 @@ from torch import Tensor, nn
 
 from slime.backends.base import Bucket
 from slime.backends.megatron.families.base import Dims, Family, Rule, to_hub, to_local
+from slime.backends.megatron.model import PackedGPTModel
 from slime.backends.shared.scalar_head import HEAD, draw_head
 
 _SHOWN = 8
@@ -28,7 +27,7 @@ SCALAR_HEAD = Rule("output_layer.weight", (HEAD,), "replicated")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One parameter (or saved buffer) of this rank and the hub tensors it is made of."""
+    """One parameter (or saved buffer) of this rank, and the hub tensors that it is made of."""
 
     parameter: Tensor
     rule: Rule
@@ -38,9 +37,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """An exported parameter as every rank of the pipeline knows it; `hub`
-    holds the names per expert-parallel rank.
-    """
+    """An exported parameter as every pipeline rank knows it; `hub`: names per expert-parallel rank."""
 
     kind: str
     is_expert: bool
@@ -58,11 +55,11 @@ class Piece:
 
 
 class HubWeights:
-    """The pairing of this rank's parameters with hub tensors. Methods are collectives."""
+    """Pairs this rank's parameters with hub tensors; all ranks call its methods together."""
 
     def __init__(
         self,
-        chunks: Sequence[nn.Module],
+        chunks: Sequence[PackedGPTModel],
         family: Family,
         dims: Dims,
         *,
@@ -76,7 +73,7 @@ class HubWeights:
         self.entries = [entry for chunk in chunks for entry in self._entries_of(chunk)]
         self._plan: list[list[Piece]] | None = None
 
-    def _entries_of(self, chunk: nn.Module) -> Iterator[Entry]:
+    def _entries_of(self, chunk: PackedGPTModel) -> Iterator[Entry]:
         offset = get_transformer_layer_offset(chunk.config, chunk.vp_stage)
         experts = (chunk.config.num_moe_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
         first_expert = experts * parallel_state.get_expert_model_parallel_rank()
@@ -85,14 +82,14 @@ class HubWeights:
             if name == SCALAR_HEAD.mcore and self._scalar_seed is not None:
                 yield Entry(parameter, SCALAR_HEAD, SCALAR_HEAD.hub, True)
                 continue
-            rule, numbers = self._rule_of(name)
-            head = numbers.get("head", 0)
+            rule, found = self._rule_of(name)
+            head = found.get("head", 0)
             numbers = {
-                "layer": numbers.get("layer", 0) + offset,
-                "expert": numbers.get("expert", 0) + first_expert,
+                "layer": found.get("layer", 0) + offset,
+                "expert": found.get("expert", 0) + first_expert,
             }
             numbers |= {"head": head, "beyond": self._dims.layers + head}
-            # Where stages hold heads, the last one holds the embedding too.
+            # Where there are MTP heads, the last pipeline stage holds the embedding too.
             copy = name == "output_layer.weight" and self._tied
             copy = copy or (name == "embedding.word_embeddings.weight" and not chunk.pre_process)
             hub = ("model.embed_tokens.weight",) if copy else tuple(n.format(**numbers) for n in rule.hub)
@@ -126,7 +123,7 @@ class HubWeights:
             raise ValueError(f"{path} is of another shape than its config says: {_list(wrong)}.")
 
     def _load_entry(self, entry: Entry, folder: "CheckpointFolder") -> Iterator[str]:
-        if entry.rule is SCALAR_HEAD and entry.hub[0] not in folder.names:
+        if self._scalar_seed is not None and entry.rule is SCALAR_HEAD and entry.hub[0] not in folder.names:
             # Every rank draws the same numbers.
             entry.parameter.copy_(draw_head(entry.parameter.shape[1], self._scalar_seed))
             return
@@ -135,17 +132,18 @@ class HubWeights:
         local = to_local(entry.rule.kind, tensors, self._dims, size, rank)
         if local.shape != entry.parameter.shape:
             shapes = ", ".join(f"{n} {list(t.shape)}" for n, t in zip(entry.hub, tensors, strict=True))
-            yield f"{shapes} (this rank needs {list(entry.parameter.shape)} and was given {list(local.shape)})"
+            needed = list(entry.parameter.shape)
+            yield f"{shapes} (this rank needs {needed} and was given {list(local.shape)})"
             return
         entry.parameter.copy_(local)
 
     def _check_names(self, present: set[str], path: Path) -> None:
-        own: list[set[str] | None] = [None] * dist.get_world_size()
+        own: list[set[str]] = [set()] * dist.get_world_size()
         dist.all_gather_object(own, {name for entry in self.entries for name in entry.hub})
-        wanted = set().union(*own)
+        wanted: set[str] = set().union(*own)
         ignored = [re.compile(pattern) for pattern in self._family.ignored]
         extra = {name for name in present - wanted if not any(p.fullmatch(name) for p in ignored)}
-        extra -= self._heads_in(extra)
+        extra -= self._mtp_tensors(extra)
         if self._tied or self._scalar_seed is not None:
             extra.discard("lm_head.weight")
         if self._scalar_seed is not None:
@@ -161,9 +159,9 @@ class HubWeights:
                 f"{path} does not hold a {self._family.model_type} as its config says. {'; '.join(problems)}."
             )
 
-    def _heads_in(self, names: set[str]) -> set[str]:
-        """Those of `names` that belong to heads which predict further tokens."""
-        pattern = self._family.heads_pattern(self._dims)
+    def _mtp_tensors(self, names: set[str]) -> set[str]:
+        """Those of `names` that belong to MTP heads."""
+        pattern = self._family.mtp_pattern(self._dims)
         return {name for name in names if pattern is not None and pattern.fullmatch(name)}
 
     # -- out -------------------------------------------------------------------------------------------------
@@ -179,11 +177,11 @@ class HubWeights:
                 yield self._split(pieces, self._over_stages(pieces, local, stage, dtype))
 
     def stage_buckets(self, bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[Bucket]:
-        """The buckets of this rank's own stage, on its ranks alone: what other stages hold never comes here.
+        """The buckets of this rank's own pipeline stage, on the ranks of that stage alone.
 
         All ranks call it together; then each stage goes through its buckets in its own time.
         """
-        # Not in the generator: stages that begin later must be there when the plan is made.
+        # Not in the generator: stages that begin later must be there when the pieces are gathered.
         pieces = self._pieces()[parallel_state.get_pipeline_model_parallel_rank()]
         return self._own_buckets(_grouped(pieces, bucket_bytes, dtype), dtype)
 
@@ -191,24 +189,20 @@ class HubWeights:
     def _own_buckets(self, groups: Iterator[list[Piece]], dtype: torch.dtype | None) -> Iterator[Bucket]:
         entries = iter(self._shown)
         for pieces in groups:
-            yield self._split(
-                pieces, self._over_shards(pieces, [next(entries).parameter for _ in pieces], dtype)
-            )
+            parameters = [next(entries).parameter for _ in pieces]
+            yield self._split(pieces, self._over_shards(pieces, parameters, dtype))
 
     @property
     def _shown(self) -> list[Entry]:
         return [entry for entry in self.entries if entry.shown]
 
     def untrained(self, path: str | Path, bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[Bucket]:
-        """Heads that predict further tokens, from the folder they came with:
-        they are no part of the model built here.
-        """
+        """MTP heads that are not built here, from the folder that the model came from."""
         with CheckpointFolder(path) as folder:
             bucket: Bucket = []
-            trained = {
-                name for stage in self._pieces() for piece in stage for names in piece.hub for name in names
-            }
-            for name in sorted(self._heads_in(folder.names) - trained):
+            pieces = [piece for stage in self._pieces() for piece in stage]
+            trained = {name for piece in pieces for names in piece.hub for name in names}
+            for name in sorted(self._mtp_tensors(folder.names) - trained):
                 tensor = folder.read(name)
                 bucket.append((name, tensor if dtype is None or _stays(name) else tensor.to(dtype)))
                 if sum(tensor.nbytes for _, tensor in bucket) >= bucket_bytes:
@@ -218,7 +212,7 @@ class HubWeights:
                 yield bucket
 
     def _pieces(self) -> list[list[Piece]]:
-        """What each pipeline stage holds; found out once."""
+        """What each pipeline stage exports; gathered once, by all ranks together."""
         if self._plan is None:
             ep = parallel_state.get_expert_model_parallel_group()
             mine = [entry.hub for entry in self._shown]
@@ -240,7 +234,7 @@ class HubWeights:
         return self._plan
 
     def _over_shards(
-        self, pieces: list[Piece], parameters: list[nn.Parameter], dtype: torch.dtype | None
+        self, pieces: list[Piece], parameters: list[Tensor], dtype: torch.dtype | None
     ) -> Tensor:
         """[ranks, count]: one all-gather over the ranks of the stage that share these parameters."""
         group = _sharing_group(pieces)
@@ -250,20 +244,15 @@ class HubWeights:
         return torch.stack(parts)
 
     def _over_stages(
-        self,
-        pieces: list[Piece],
-        parameters: list[nn.Parameter] | None,
-        stage: int,
-        dtype: torch.dtype | None,
+        self, pieces: list[Piece], parameters: list[Tensor] | None, stage: int, dtype: torch.dtype | None
     ) -> Tensor:
-        """The same on the ranks of all stages, by a broadcast; `parameters` None: those of another stage."""
+        """`_over_shards` of one stage, broadcast to all; `parameters` is None on the other stages."""
         if parameters is not None:
             gathered = self._over_shards(pieces, parameters, dtype)
         else:
             shape = (_sharing_group(pieces).size(), sum(piece.count for piece in pieces))
-            gathered = torch.empty(
-                shape, dtype=pieces[0].wire(dtype), device=self.entries[0].parameter.device
-            )
+            device = self.entries[0].parameter.device
+            gathered = torch.empty(shape, dtype=pieces[0].wire(dtype), device=device)
         pp = parallel_state.get_pipeline_model_parallel_group()
         if pp.size() > 1:
             dist.broadcast(gathered, src=dist.get_process_group_ranks(pp)[stage], group=pp)
@@ -284,7 +273,7 @@ class HubWeights:
 
 
 def _sharing_group(pieces: list[Piece]) -> dist.ProcessGroup:
-    """The ranks of a stage over which these parameters are spread; they are all of one kind of ownership."""
+    """The ranks of a pipeline stage over which these parameters, all experts' or none, are spread."""
     if pieces[0].is_expert:
         return parallel_state.get_expert_tensor_and_model_parallel_group()
     return parallel_state.get_tensor_model_parallel_group()
@@ -293,29 +282,18 @@ def _sharing_group(pieces: list[Piece]) -> dist.ProcessGroup:
 def _shards(rule: Rule) -> tuple[int, int]:
     """How many tensor-parallel ranks share a parameter, and which of them this is."""
     if rule.is_expert:
-        return (
-            parallel_state.get_expert_tensor_parallel_world_size(),
-            parallel_state.get_expert_tensor_parallel_rank(),
-        )
-    return (
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_tensor_model_parallel_rank(),
-    )
+        group = parallel_state.get_expert_tensor_parallel_group()
+    else:
+        group = parallel_state.get_tensor_model_parallel_group()
+    return group.size(), group.rank()
 
 
 def _grouped(pieces: list[Piece], bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[list[Piece]]:
-    """Neighbours of one kind of ownership and dtype whose gathered size
-    stays within the limit (a larger one alone).
-    """
+    """Runs of pieces of one sharing group and dtype that fit the limit when gathered (a larger one alone)."""
     group: list[Piece] = []
     size = 0
     for piece in pieces:
-        ranks = (
-            dist.get_world_size(parallel_state.get_expert_tensor_and_model_parallel_group())
-            if piece.is_expert
-            else parallel_state.get_tensor_model_parallel_world_size()
-        )
-        nbytes = piece.count * ranks * piece.wire(dtype).itemsize
+        nbytes = piece.count * _sharing_group([piece]).size() * piece.wire(dtype).itemsize
         same = not group or (piece.is_expert, piece.wire(dtype)) == (group[0].is_expert, group[0].wire(dtype))
         if group and (not same or size + nbytes > bucket_bytes):
             yield group

@@ -1,6 +1,4 @@
-"""megatron-core 0.16.1 with and without TransformerEngine: what it leaves undefined where the package is
-missing, and its optimizers, which are never used.
-"""
+"""Lets megatron-core 0.16.1 run without TransformerEngine, and never with its optimizers."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -13,12 +11,12 @@ def install() -> None:
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
 
-    # Latent attention takes the stand-in of a missing module for a class, and asks for its instances.
+    # MLA takes the stand-in of a missing module for a class, and asks for its instances.
     multi_latent_attention.HAVE_TE = isinstance(multi_latent_attention.TELinear, type)
-    # The router of a mixture of experts asks whether a function is None that was never imported.
+    # The router of a mixture of experts compares with None a function that was never imported.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
-    # Norms that are computed again are always taken for FP8, and the missing package is asked about it.
+    # Recomputed norms are always taken for FP8, and the missing package is asked about it.
     if not hasattr(random, "FP8GlobalStateManager"):
         random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
         random.activation_recompute_forward = random.fp8_autocast = lambda **options: nullcontext()
@@ -26,8 +24,9 @@ def install() -> None:
 
 
 def _use_torch_optimizers() -> None:
-    """Where TransformerEngine or Apex is installed, Megatron takes Adam from there, which counts its steps
-    elsewhere: checkpoints are written and read for torch's.
+    """Take torch's Adam also where TransformerEngine or Apex is installed.
+
+    Theirs counts its steps elsewhere, and checkpoints are written and read for torch's.
     """
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer

@@ -1,6 +1,4 @@
-"""`slime verify-model`: a few random layers of a model's own architecture
-through every trainer, against transformers.
-"""
+"""`slime verify-model`: checks that every trainer computes what transformers computes."""
 
 import argparse
 import importlib.util
@@ -28,8 +26,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="slime verify-model",
         description="Compares transformers, the FSDP trainer, the Megatron trainer under each layout and, "
-        "if asked, an "
-        "engine on a small random model of the same architecture. Needs config.json, no weights; runs on CPU.",
+        "if asked, an engine on a small random model of the same architecture. Needs config.json, no "
+        "weights; runs on CPU.",
     )
     parser.add_argument(
         "--hf-checkpoint", required=True, metavar="DIR", help="folder (or hub id) with a config.json"
@@ -61,7 +59,7 @@ def _check(options: argparse.Namespace) -> None:
 def verify(
     options: argparse.Namespace, folder: Path, *, before_build: Callable[[], None] | None = None
 ) -> int:
-    """Prints the table line by line and returns the exit code. `before_build`: see `trainer_job.Job`."""
+    """Print the table line by line and return the exit code. `before_build`: see `trainer_job.Job`."""
     # torch and transformers take seconds to load, which a wrong flag should not cost.
     from slime.cli.verify_model import reference, shrink
     from slime.cli.verify_model.cases import documents
@@ -69,9 +67,8 @@ def verify(
     from slime.cli.verify_model.table import Table
 
     reference.be_quiet()
-    config = shrink.shrink(
-        shrink.read_config(options.hf_checkpoint), layers=options.layers, full_width=options.full_width
-    )
+    full = shrink.read_config(options.hf_checkpoint)
+    config = shrink.shrink(full, layers=options.layers, full_width=options.full_width)
     megatron = importlib.util.find_spec("megatron") is not None
     targets = choose_targets(options.layouts, experts=shrink.has_experts(config), megatron=megatron)
     renamed = shrink.type_for_megatron_alone(options.hf_checkpoint)
@@ -130,9 +127,8 @@ def _check_target(
     except trainer_job.JobFailed as error:
         table.failed(target.name, target.ranks, time.monotonic() - started, str(error))
         return
-    table.compared(
-        target.name, target.ranks, time.monotonic() - started, compare(expected, found, options.tolerance)
-    )
+    verdict = compare(expected, found, options.tolerance)
+    table.compared(target.name, target.ranks, time.monotonic() - started, verdict)
 
 
 def _embedding(weights: dict[str, Any]) -> str:
@@ -159,9 +155,5 @@ def _conclude(table: Any) -> int:
         return 0
     print()
     for name, problem in table.problems:
-        print(
-            f"{name} diverges first at {problem}"
-            if not problem.startswith("did not")
-            else f"{name} {problem}"
-        )
+        print(f"{name} {'' if problem.startswith('did not') else 'diverges first at '}{problem}")
     return FAILED

@@ -1,4 +1,4 @@
-"""Activations inside decoder layers, token by token, whatever part of the stream a rank holds."""
+"""Records activations inside decoder layers by token, whatever part of the tokens a rank holds."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,9 +42,7 @@ class Piece:
 def recording(
     layers: Sequence[tuple[int, nn.Module]], mbs: Sequence[MicroBatch], ids: Sequence[int], share: Share
 ) -> Iterator[list[Piece]]:
-    """Collects pieces while the block runs one pass over `mbs`;
-    `ids` are the documents of this rank's batch.
-    """
+    """Collects pieces during one pass over `mbs`; `ids` are the documents of this rank's batch."""
     pieces: list[Piece] = []
     handles = [hook for layer in layers for hook in _hook_layer(*layer, mbs, ids, share, pieces)]
     try:
@@ -78,10 +76,8 @@ def _hook_layer(
             value = (output[0] if isinstance(output, tuple) else output).detach()
             value = value.reshape(-1, value.shape[-1]).float().cpu()
             mb, real = mbs[calls], tokens >= 0
-            documents = tuple(ids[p] for p in mb.positions)
-            pieces.append(
-                Piece(documents, mb.documents.lengths, number, part, tokens[real], value[real].clone())
-            )
+            documents, lengths = tuple(ids[p] for p in mb.positions), mb.documents.lengths
+            pieces.append(Piece(documents, lengths, number, part, tokens[real], value[real].clone()))
 
         return hook
 
@@ -94,12 +90,12 @@ def _hook_layer(
 
 
 def whole_stream(_kwargs: dict[str, Any], mb: MicroBatch) -> Tensor:
-    """What a rank of the FSDP trainer computes."""
+    """The share of a rank of the FSDP trainer: all tokens."""
     return torch.arange(mb.input_ids.shape[1])
 
 
 def megatron_share(tensor_rank: int, tensor_size: int) -> Share:
-    """What a rank of the Megatron trainer computes; the sizes are of sequence parallelism (1: none)."""
+    """The share of a rank of the Megatron trainer; rank and size of sequence parallelism (1: none)."""
 
     def share(kwargs: dict[str, Any], mb: MicroBatch) -> Tensor:
         stream = kwargs["packed_seq_params"]
@@ -119,7 +115,7 @@ def assemble(pieces: list[Piece]) -> Activations | None:
     dist.gather_object(pieces, gathered)
     if gathered is None:
         return None
-    streams: dict[tuple, Tensor] = {}
+    streams: dict[tuple[tuple[int, ...], tuple[int, ...], int, str], Tensor] = {}
     for piece in (piece for part in gathered for piece in part):
         key = (piece.documents, piece.lengths, piece.layer, piece.part)
         shape = (sum(piece.lengths), piece.values.shape[-1])

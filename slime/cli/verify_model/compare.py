@@ -1,6 +1,4 @@
-"""An outcome against the reference: one number for each thing
-compared, and the name of what diverges first.
-"""
+"""Compares a trainer's outcome with the reference: errors by kind, and what diverges first."""
 
 import math
 from collections.abc import Iterable
@@ -18,15 +16,14 @@ EXACT = "round trip"
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`errors` by column; `first` names the first thing that diverges, in
-    the order of computation (None: nothing).
-    """
+    """Relative errors by column, and the first thing that diverges in the order of computation, if any."""
 
     errors: dict[str, float]
     first: str | None
 
 
 def compare(reference: Outcome, found: Outcome, tolerance: float) -> Verdict:
+    """Everything that must agree within `tolerance`; weights that were only read must be the same bits."""
     gradients = _by_tensor(_gradients(reference), _gradients(found))
     weights = _by_tensor(reference.after, found.after)
     trip = {
@@ -34,10 +31,8 @@ def compare(reference: Outcome, found: Outcome, tolerance: float) -> Verdict:
         for name in _names(reference, found)
     }
     errors = {
-        "log-probs": _largest(
-            _relative(a, b) for a, b in zip(reference.log_probs, found.log_probs, strict=True)
-        ),
-        "entropy": _largest(_relative(a, b) for a, b in zip(reference.entropy, found.entropy, strict=True)),
+        "log-probs": _of_documents(reference.log_probs, found.log_probs),
+        "entropy": _of_documents(reference.entropy, found.entropy),
         "loss": abs(found.loss - reference.loss) / max(abs(reference.loss), 1.0),
         "grad norm": abs(found.grad_norm - reference.grad_norm) / reference.grad_norm,
         "gradients": _largest(gradients.values()),
@@ -58,22 +53,18 @@ def _first_divergence(
     gradients: dict[str, float],
     tolerance: float,
 ) -> str:
-    """Weights that came in wrong explain what follows, then the first activation, then the first gradient."""
+    """Names the earliest cause: a weight that came in wrong, else an activation, else a gradient."""
     if EXACT in wrong:
-        name = next(name for name, differing in trip.items() if differing)
-        if name not in found.before or name not in reference.before:
-            where = (
-                "is missing from the trainer's export"
-                if name not in found.before
-                else "is no tensor of the model"
-            )
-            return f"tensor {name} {where}"
-        return f"tensor {name}: {trip[name]} of {reference.before[name].numel()} elements changed between load and export"
+        tensor = next(name for name, differing in trip.items() if differing)
+        if tensor not in found.before:
+            return f"tensor {tensor} is missing from the trainer's export"
+        if tensor not in reference.before:
+            return f"tensor {tensor} is no tensor of the model"
+        changed = f"{trip[tensor]} of {reference.before[tensor].numel()} elements"
+        return f"tensor {tensor}: {changed} changed between load and export"
     if {"log-probs", "entropy"} & set(wrong):
-        return (
-            first_activation(reference, found, tolerance)
-            or "the output layer: activations agree, log-probs do not"
-        )
+        part = first_activation(reference, found, tolerance)
+        return part or "the output layer: activations agree, log-probs do not"
     name = next((name for name, error in gradients.items() if not error <= tolerance), None)
     return f"gradient of {name}" if name else f"{wrong[0]}: passes agree, the optimizer step does not"
 
@@ -84,9 +75,8 @@ def first_activation(reference: Outcome, found: Outcome, tolerance: float) -> st
     for layer in layers:
         if not _differs(reference, found, layer, capture.OUTPUT, tolerance):
             continue
-        part = next(
-            (p for p in capture.PARTS if _differs(reference, found, layer, p, tolerance)), capture.OUTPUT
-        )
+        differing = (p for p in capture.PARTS if _differs(reference, found, layer, p, tolerance))
+        part = next(differing, capture.OUTPUT)
         weights = [n for n in reference.before if f"layers.{layer}.{part}." in n]
         beside = f" (weights {', '.join(weights[:6])})" if weights else ""
         return f"layer {layer}, {part}{beside}"
@@ -111,8 +101,12 @@ def _differing(expected: Tensor | None, found: Tensor | None) -> int:
 
 
 def _gradients(outcome: Outcome) -> dict[str, Tensor]:
-    """What one step of SGD took off each weight, by its rate."""
+    """The gradient of each weight: what one step of SGD took off it, divided by the rate."""
     return {name: (outcome.before[name] - after) / LEARNING_RATE for name, after in outcome.after.items()}
+
+
+def _of_documents(expected: list[Tensor], found: list[Tensor]) -> float:
+    return _largest(_relative(a, b) for a, b in zip(expected, found, strict=True))
 
 
 def _by_tensor(expected: dict[str, Tensor], found: dict[str, Tensor]) -> dict[str, float]:
@@ -120,7 +114,7 @@ def _by_tensor(expected: dict[str, Tensor], found: dict[str, Tensor]) -> dict[st
 
 
 def _relative(expected: Tensor, found: Tensor) -> float:
-    """The largest difference, by the largest value; NaN where a value is missing."""
+    """The largest difference divided by the largest value; NaN where a value is missing."""
     if expected.shape != found.shape:
         return math.inf
     scale = max(float(expected.abs().max()), 1e-3)

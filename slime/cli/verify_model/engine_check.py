@@ -1,4 +1,4 @@
-"""A real engine that serves the small model: log-probs of what it draws, against transformers on the same tokens."""
+"""Serves the small model by an engine and compares log-probs of tokens it draws with transformers'."""
 
 from pathlib import Path
 from typing import Any

@@ -1,6 +1,4 @@
-"""Layouts by name: `tp2`, `pp2`, `cp2`, `ep2`, `dp2`, `tp2sp`,
-`tp2pp2`, ... and how many processes each takes.
-"""
+"""Layouts by name (`tp2`, `pp2`, `cp2`, `ep2`, `dp2`, `tp2sp`, `tp2pp2`) and their processes."""
 
 import re
 from dataclasses import dataclass
@@ -34,9 +32,7 @@ class Target:
 
 
 def parse_layout(text: str, *, experts: bool) -> Target:
-    """`tp2pp2` -> the Megatron trainer on four ranks. With experts, tensor
-    parallelism brings sequence parallelism.
-    """
+    """`tp2pp2` -> the Megatron trainer on four ranks. With experts `tp` brings sequence parallelism."""
     sizes = {} if text == "single" else _sizes(text)
     tp, cp, pp = (sizes.get(name, 1) for name in ("tp", "cp", "pp"))
     dp = sizes.get("dp", 1)

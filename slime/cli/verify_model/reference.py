@@ -1,6 +1,4 @@
-"""What transformers itself computes for the documents, one at a time:
-the values that everything is held against.
-"""
+"""Computes the reference values with transformers itself, one document at a time."""
 
 import warnings
 from pathlib import Path
@@ -24,9 +22,7 @@ def be_quiet() -> None:
 
 
 def compute(model: Path, after: Path, vocabulary: int) -> Outcome:
-    """Passes over single documents, gradients of the same loss, one step of
-    SGD; `after` is a folder for its weights.
-    """
+    """Log-probs, gradients and one step of SGD; the weights after it are saved in the folder `after`."""
     # Heavy import, only needed here.
     from transformers import AutoModelForCausalLM
 

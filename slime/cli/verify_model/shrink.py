@@ -1,6 +1,4 @@
-"""A small model of the user's own architecture: a few layers, narrow,
-with random weights, from config.json alone.
-"""
+"""Builds a small random model of the user's own architecture from config.json alone."""
 
 import json
 import shutil
@@ -16,8 +14,8 @@ from slime.utils.model_files import check_model
 VOCABULARY = 512
 EXPERTS, EXPERTS_PER_TOKEN = 8, 2
 _KEY_VALUE_HEADS, _HEAD_DIM = 2, 16
-# Largest values of sizes inside latent attention.
-_LATENT = dict(q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16)
+# Largest values of sizes inside MLA.
+_MLA = dict(q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16)
 _EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 _WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -25,9 +23,7 @@ _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.index.json", "config.json", "gener
 
 
 def type_for_megatron_alone(path: str) -> str | None:
-    """The model type of a config whose model transformers computes under another name
-    only, so that no other trainer builds it.
-    """
+    """The type of a model that only Megatron builds, and transformers computes under another name."""
     file = Path(path) / "config.json"
     kind = json.loads(file.read_text()).get("model_type") if file.is_file() else None
     return kind if kind == mimo.MODEL_TYPE else None
@@ -54,15 +50,13 @@ def read_config(path: str) -> Any:
     if kind is not None and kind not in CONFIG_MAPPING:
         raise ValueError(
             f"--hf-checkpoint {path}: this transformers has no model of type {kind!r}, so there is nothing "
-            "to hold the trainers against; models whose code is on the hub cannot be verified."
+            "to compare the trainers with; models whose code is on the hub cannot be verified."
         )
     return AutoConfig.from_pretrained(path)
 
 
 def shrink(config: Any, *, layers: int, full_width: bool = False) -> Any:
-    """The same architecture with `layers` layers, a small vocabulary and
-    few experts; narrow unless `full_width`.
-    """
+    """The same architecture with `layers` layers, few tokens and experts; narrow unless `full_width`."""
     values = config.to_dict()
     changes = _fewer_layers(values, layers) | _fewer_experts(values)
     changes["vocab_size"] = min(values["vocab_size"], VOCABULARY)
@@ -115,7 +109,7 @@ def _narrower(values: dict[str, Any]) -> dict[str, Any]:
     heads = values["num_attention_heads"]
     groups = values.get("num_key_value_heads") or heads
     changes: dict[str, Any] = {
-        name: min(values[name], size) for name, size in _LATENT.items() if values.get(name)
+        name: min(values[name], size) for name, size in _MLA.items() if values.get(name)
     }
     shared = min(heads // groups, 4)
     new_groups = min(groups, _KEY_VALUE_HEADS if shared > 1 else 4)
@@ -135,9 +129,7 @@ def _narrower(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def build(config: Any, folder: Path, source: str, *, seed: int = 0) -> None:
-    """Write the model with random weights as a hub checkpoint, with the
-    tokenizer of `source` if it is a folder.
-    """
+    """Write a random model as a hub checkpoint, with the tokenizer of `source` if it is a folder."""
     # Heavy import, only needed here.
     from transformers import AutoModelForCausalLM
 
@@ -146,21 +138,19 @@ def build(config: Any, folder: Path, source: str, *, seed: int = 0) -> None:
     draw(model)
     model.save_pretrained(folder)
     if Path(source).is_dir():
-        skipped = {file.name for pattern in _WEIGHT_FILES for file in Path(source).glob(pattern)}
+        skipped = {file for pattern in _WEIGHT_FILES for file in Path(source).glob(pattern)}
         for file in Path(source).iterdir():
             if (
-                file.is_file()
-                and file.name not in skipped
-                and file.suffix in (".json", ".txt", ".model", ".jinja")
+                file.suffix in (".json", ".txt", ".model", ".jinja")
+                and file.is_file()
+                and file not in skipped
             ):
                 shutil.copyfile(file, folder / file.name)
 
 
 @torch.no_grad()
 def draw(model: nn.Module) -> None:
-    """Weights under which every tensor matters: norms are not all one,
-    biases are not zero, matrices keep the scale.
-    """
+    """Draw weights so that every tensor matters: norms differ from one, biases from zero."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name.endswith("inv_freq") or not tensor.is_floating_point():
             continue

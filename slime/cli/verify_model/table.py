@@ -6,13 +6,11 @@ _NAME, _WIDTH = 20, 11
 
 
 class Table:
-    """Keeps what failed for the last lines of the report."""
+    """Prints one line per trainer, and keeps what failed for the end of the report."""
 
     def __init__(self) -> None:
         self.rows = 0
-        self.problems: list[
-            tuple[str, str]
-        ] = []  # (trainer and layout, what diverges first or why there is no result)
+        self.problems: list[tuple[str, str]] = []  # (trainer and layout, what diverges first or failed)
         head = "".join(f"{name:>{_WIDTH}}" for name in COLUMNS)
         print(f"\n{'trainer':<{_NAME}}{'ranks':>6}{head}{'seconds':>9}  result", flush=True)
 
@@ -24,9 +22,8 @@ class Table:
 
     def served(self, name: str, seconds: float, worst: float, tolerance: float) -> None:
         good = worst <= tolerance
-        self._line(
-            name, 1, [f"{worst:.1e}", *["-"] * (len(COLUMNS) - 1)], seconds, "same" if good else "DIVERGES"
-        )
+        cells = [f"{worst:.1e}", *["-"] * (len(COLUMNS) - 1)]
+        self._line(name, 1, cells, seconds, "same" if good else "DIVERGES")
         if not good:
             self.problems.append((name, f"the log-probs of tokens it drew: off by {worst:.2g}"))
 

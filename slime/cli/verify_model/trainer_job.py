@@ -1,6 +1,4 @@
-"""One trainer under one layout, in processes of its own: they end
-with a result, an error or at the deadline.
-"""
+"""Runs one trainer under one layout in processes that end with a result, an error or at the deadline."""
 
 import importlib
 import multiprocessing
@@ -12,28 +10,33 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from slime.arguments import Args
+from slime.backends.base import TrainBackend
 from slime.backends.fsdp.layers import decoder_layers
 from slime.backends.shared.microbatch import build_micro_batch
 from slime.catalog.backends import BACKENDS
 from slime.cli.settings import default_settings
 from slime.cli.verify_model import capture, reference
-from slime.cli.verify_model.cases import DENOMINATORS, LEARNING_RATE, Outcome, documents, linear_loss, take
+from slime.cli.verify_model.cases import (
+    DENOMINATORS,
+    LEARNING_RATE,
+    NUM_DOCUMENTS,
+    Outcome,
+    documents,
+    linear_loss,
+)
 from slime.cli.verify_model.layouts import Target
 from slime.utils.process_groups import stay_on_loopback
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """`before_build` is called in every process first; tests make
-    a mistake there that the check must find.
-    """
+    """`before_build` is called first in every process: tests make a mistake there to be found."""
 
     model: str
     target: Target
@@ -49,9 +52,8 @@ class JobFailed(Exception):
 def run(job: Job, deadline_s: float) -> Outcome:
     """Start the job's ranks, wait for them, and end them all when one fails or the time is up."""
     context = multiprocessing.get_context("spawn")
-    ranks = [
-        context.Process(target=_rank_main, args=(rank, job), daemon=True) for rank in range(job.target.ranks)
-    ]
+    numbers = range(job.target.ranks)
+    ranks = [context.Process(target=_rank_main, args=(rank, job), daemon=True) for rank in numbers]
     for process in ranks:
         process.start()
     try:
@@ -76,8 +78,8 @@ def _wait(ranks: list[Any], job: Job, deadline: float, deadline_s: float) -> Non
             raise JobFailed(errors[0].read_text().strip() if errors else "a process ended without a word")
 
 
-def settings(model: str, target: Target) -> SimpleNamespace:
-    """Every flag at its default, plain SGD, and the layout's own."""
+def settings(model: str, target: Target) -> Args:
+    """Every flag at its default but for plain SGD and the flags of the layout."""
     return default_settings(
         hf_checkpoint=model,
         train_backend=target.backend,
@@ -124,15 +126,14 @@ def _end_with_parent() -> None:
 
 
 def compute(rank: int, job: Job) -> Outcome | None:
-    """Log-probs with activations, the weights before, one step, the weights after. On rank 0."""
+    """Log-probs with activations, one optimizer step, and the weights before and after; on rank 0."""
     target = job.target
     create_backend = importlib.import_module(f"slime.backends.{target.backend}").create_backend
     args = settings(job.model, target)
     backend = create_backend(args, rank=rank, world_size=target.ranks, device="cpu")
     layout = backend.layout
-    whole = documents(job.vocabulary)
-    ids = list(range(len(whole["tokens"])))[layout.dp_rank :: layout.dp_size]
-    batch = take(whole, ids)
+    ids = list(range(NUM_DOCUMENTS))[layout.dp_rank :: layout.dp_size]
+    batch = documents(job.vocabulary, ids)
     half = -(-len(ids) // 2)
     positions = [list(range(half)), list(range(half, len(ids)))]
     mbs = [
@@ -144,20 +145,18 @@ def compute(rank: int, job: Job) -> Outcome | None:
     with capture.recording(layers, mbs, ids, share) as pieces:
         lists = backend.log_probs(mbs, entropy=True)
     activations = capture.assemble(pieces)
-    log_probs, entropy = (
-        _by_document(values, ids, len(whole["tokens"])) for values in (lists.log_probs, lists.entropy)
-    )
+    log_probs, entropy = (_by_document(values, ids) for values in (lists.log_probs, lists.entropy))
     before = _exported(backend)
     stats = backend.train_step(mbs, linear_loss(), DENOMINATORS)
     after = _exported(backend)
     if rank != 0:
         return None
-    return Outcome(
-        log_probs, entropy, stats.metrics["loss"], stats.grad_norm, before, after, activations or {}
-    )
+    loss = stats.metrics["loss"]
+    return Outcome(log_probs, entropy, loss, stats.grad_norm, before, after, activations or {})
 
 
-def _layers_of(backend: Any, args: Args) -> tuple[list[tuple[int, torch.nn.Module]], Any]:
+def _layers_of(backend: Any, args: Args) -> tuple[list[tuple[int, torch.nn.Module]], capture.Share]:
+    """This rank's decoder layers by number, and which tokens of a micro-batch it computes in them."""
     if BACKENDS[args.train_backend].trains_transformers_model:
         return list(enumerate(decoder_layers(backend.model.lm))), capture.whole_stream
     chunks = [chunk.module for chunk in backend.model]
@@ -166,13 +165,13 @@ def _layers_of(backend: Any, args: Args) -> tuple[list[tuple[int, torch.nn.Modul
     return layers, capture.megatron_share(*split)
 
 
-def _by_document(values: list[torch.Tensor], ids: list[int], count: int) -> list[torch.Tensor]:
-    """This rank's documents and all others', in the order of the whole batch."""
+def _by_document(values: list[torch.Tensor], ids: list[int]) -> list[torch.Tensor]:
+    """The values of all ranks' documents, in the order of the whole batch."""
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, dict(zip(ids, values, strict=True)))
     found = {number: value for part in gathered for number, value in part.items()}
-    return [found[number] for number in range(count)]
+    return [found[number] for number in range(NUM_DOCUMENTS)]
 
 
-def _exported(backend: Any) -> dict[str, torch.Tensor]:
+def _exported(backend: TrainBackend) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().cpu().clone() for bucket in backend.export() for name, tensor in bucket}

@@ -1,6 +1,4 @@
-"""Engine against trainer under every way to split a sample or a model: the same
-numbers, and the same end on every rank.
-"""
+"""The difference of log-probs between engine and trainer is the same under every layout."""
 
 import pytest
 
@@ -21,9 +19,7 @@ TWO = {
 
 
 def compare(rank: int, world_size: int, model: str, cases: dict) -> dict:
-    """Per case: what one rollout on samples with random engine log-probs
-    tells, and how it ends with a threshold.
-    """
+    """Per case: metrics of a rollout with random engine log-probs, and that a threshold stops it."""
     from slime.backends import fsdp, megatron
     from slime.batch.convert import samples_to_batch
     from slime.batch.split import split_for_ranks

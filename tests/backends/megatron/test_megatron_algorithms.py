@@ -1,5 +1,4 @@
-"""Every algorithm of the FSDP trainer gives the same numbers here:
-loss, gradient norm, and weights after SGD.
+"""Every algorithm gives the numbers of the FSDP trainer: loss, gradient norm, weights after SGD.
 
 The reference is the FSDP trainer on one process; PPO, reward models, DPO, SFT, distillation from a teacher of
 the same and of another size, and frozen parameters, each on one process, under tensor, sequence, pipeline and
@@ -206,9 +205,7 @@ def test_two_ranks_equal_fsdp(one, two, name, layout):
 
 
 def test_a_custom_loss_divides_raw_logits_by_the_temperature_itself(one):
-    """At temperature 1 raw and divided logits are the same, so the loss is
-    compared with SFT at the same temperature.
-    """
+    """At temperature 1 raw and divided logits are the same, so SFT is compared at another."""
     for prefix in ("", "fsdp "):
         found, expected = one[f"{prefix}raw logits"]["metrics"], one[f"{prefix}warm sft"]["metrics"]
         assert found["train/loss"] == pytest.approx(expected["train/loss"], rel=1e-5)
@@ -249,9 +246,7 @@ def test_patterns_and_critics_that_do_not_fit_are_refused(folder, models):
 
 
 def step_without_tokens(rank, world_size, models):
-    """Under Adam with decay: a step, one in which no token trains,
-    another. How far the weights moved in each.
-    """
+    """How far weights move under Adam in a step, in one without trained tokens, and in another."""
     from slime.backends.megatron import create_backend
     from slime.batch.convert import samples_to_batch
     from slime.batch.split import split_for_ranks

@@ -47,9 +47,7 @@ def test_checkpoint_resumes_on_one_rank(folder, model, saved):
 
 @pytest.fixture(scope="module")
 def saved_experts(folder):
-    """A mixture saved in the background with expert parallelism while training
-    goes on, resumed under tensor parallelism.
-    """
+    """A mixture saved in the background under EP while training goes on, and resumed under TP."""
     model = make_family(folder / "moe", "qwen3_moe")
     layouts = dict(ep=2, distopt=True, async_save=True), dict(tp=2, sp=True, distopt=True)
     return model, in_processes(2, save_and_resume, folder, model, str(folder / "experts"), *layouts)
@@ -77,9 +75,7 @@ def test_expert_parallel_checkpoint_resumes_elsewhere(folder, saved_experts, lay
 def test_moments_of_experts_cross_layouts_without_the_distributed_optimizer(
     folder, saved_experts, saved_as, resumed_as, tmp_path
 ):
-    """With expert parallelism experts have an optimizer of their own,
-    without it they share one with the rest.
-    """
+    """Experts have an optimizer of their own under EP, and share one with the rest without."""
     model = saved_experts[0]
     found = in_processes(2, save_and_resume, folder, model, str(tmp_path / "ckpt"), saved_as, resumed_as)
     check(found["resumed"], found["went on"])

@@ -1,5 +1,4 @@
-"""Mixtures of experts: balance losses against plain autograd, counts of the load, and
-experts that are replayed, on every layout.
+"""Mixtures of experts: balance losses, load statistics and replayed experts, on every layout.
 
 The reference is one process; what one process computes is compared with the FSDP trainer (load) and with a
 forward pass of transformers whose router losses are written out (balance).
@@ -39,9 +38,7 @@ CASES = [(name, layout) for layout in TWO for name in SETTINGS]
 
 
 def routed_samples():
-    """Samples with experts that no router would choose: drawn at
-    random, two different ones per token and layer.
-    """
+    """Samples with random experts, two different ones per token and layer: no router's own choice."""
     samples = random_samples(5, 3, vocab=127)
     generator = np.random.default_rng(0)
     for sample in samples:

@@ -1,6 +1,4 @@
-"""The Megatron trainer on one GPU in bf16: compiled layers, next to FSDP, and a
-resume that goes on as if uninterrupted.
-"""
+"""The Megatron trainer on one GPU in bf16: compiled layers, compared with FSDP, and a resume."""
 
 import pytest
 import torch

@@ -1,6 +1,4 @@
-"""Layouts that megatron-core would refuse late or compute wrongly are refused
-at once, with the reason; names map once.
-"""
+"""Layouts that megatron-core would refuse late or compute wrongly are refused at once."""
 
 import pytest
 import torch

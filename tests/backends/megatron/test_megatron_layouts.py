@@ -1,5 +1,4 @@
-"""Every layout does what one process does: loss, gradient norm and
-weights after three GRPO steps, export exact.
+"""Every layout computes what one process does: loss, gradient norm, weights after three GRPO steps.
 
 The reference is the FSDP trainer on one process. Weights are compared after SGD, where a difference in a
 gradient stays one; the distributed optimizer knows Adam only, whose weights are compared more loosely.

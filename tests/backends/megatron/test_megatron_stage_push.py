@@ -1,6 +1,4 @@
-"""Each pipeline stage sends what it holds, and nothing else: together it is the
-whole model, in an engine and beside it.
-"""
+"""Each pipeline stage sends what it holds and nothing else: together the whole model."""
 
 import contextlib
 from pathlib import Path
@@ -44,9 +42,7 @@ SMALL = dict(update_weight_buffer_size=20_000)  # several buckets per stage
 def push_all(
     rank: int, world_size: int, cases: dict[str, tuple[str, dict]], urls: dict[str, str], folder: str
 ) -> dict:
-    """For each case: what each stage exported, and what came of a
-    push to the case's engine, if it has one.
-    """
+    """For each case what each stage exported, and the report of a push to its engine."""
     from slime.backends.megatron import create_backend
 
     results = {}
@@ -138,9 +134,7 @@ def four(models, served, folder):
 
 
 def check_stages(found) -> None:
-    """The first ranks' buckets, stage after stage, are the whole
-    model: names, order and bytes, nothing twice.
-    """
+    """The first ranks' buckets, in the order of stages, are the whole model, and nothing twice."""
     firsts = sorted((stage, own) for stage, is_first, own in found["stages"] if is_first)
     assert [stage for stage, _ in firsts] == list(range(len(firsts)))
     together = [item for _, own in firsts for bucket in own for item in bucket]
@@ -169,7 +163,7 @@ def test_the_stages_of_four_ranks_make_the_whole_model(four, name):
     check_stages(four[name])
 
 
-def test_a_tied_matrix_and_further_heads_are_sent_once_each(two):
+def test_a_tied_matrix_and_mtp_heads_are_sent_once_each(two):
     names = [name for name, _ in two["tied pp2"]["whole"]]
     assert names.count("model.embed_tokens.weight") == 1 and "lm_head.weight" not in names
     heads = [

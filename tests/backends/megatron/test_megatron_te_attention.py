@@ -1,6 +1,4 @@
-"""TransformerEngine's attention is used only where it computes what ours does. The
-package is not here: fakes stand for it.
-"""
+"""TransformerEngine's attention, by fakes, is used only where it computes what ours does."""
 
 import itertools
 from types import SimpleNamespace
@@ -17,7 +15,7 @@ from megatron_helpers import in_processes, make_family, megatron_args
 from slime.backends.megatron import te_attention
 from slime.backends.megatron.config import read_hf_config, transformer_config
 from slime.backends.megatron.layers import PackedCoreAttention
-from slime.backends.megatron.mla import LatentCoreAttention
+from slime.backends.megatron.mla import MLACoreAttention
 
 pytestmark = pytest.mark.megatron
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -25,9 +23,7 @@ GROUPS = SimpleNamespace(cp=None, tp=None)
 
 
 class FakeTransformerEngineAttention(torch.nn.Module):
-    """Built and called as megatron-core's TEDotProductAttention is; a
-    loop over documents computes the result.
-    """
+    """Built and called as TEDotProductAttention is; computes document by document."""
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, **options):
         super().__init__()
@@ -119,7 +115,7 @@ WRONG = {
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("te")
-    return {"dense": make_family(root / "dense", "qwen3"), "latent": make_checkpoint(root, "deepseek_v3")[0]}
+    return {"dense": make_family(root / "dense", "qwen3"), "mla": make_checkpoint(root, "deepseek_v3")[0]}
 
 
 @pytest.fixture(autouse=True)
@@ -140,26 +136,26 @@ def anywhere(monkeypatch):
     monkeypatch.setattr(te_attention, "why_unfit", lambda *facts: None)
 
 
-@pytest.mark.parametrize("kind", ["dense", "latent"])
+@pytest.mark.parametrize("kind", ["dense", "mla"])
 @pytest.mark.parametrize("choice", ["auto", "flash"])
-def test_engine_that_agrees_is_used(folders, anywhere, kind, choice):
+def test_kernel_that_agrees_is_used(folders, anywhere, kind, choice):
     args, config = settings(folders[kind], attention_backend=choice)
     found = te_attention.choose_attention(args, config, CPU, FakeTransformerEngineAttention)
     assert issubclass(found, te_attention.TransformerEngineAttention)
-    assert issubclass(found, LatentCoreAttention if kind == "latent" else PackedCoreAttention)
-    assert found.engine is FakeTransformerEngineAttention
+    assert issubclass(found, MLACoreAttention if kind == "mla" else PackedCoreAttention)
+    assert found.kernel is FakeTransformerEngineAttention
     assert config.attention_backend.name == choice
 
 
-@pytest.mark.parametrize("kind", ["dense", "latent"])
+@pytest.mark.parametrize("kind", ["dense", "mla"])
 @pytest.mark.parametrize("fake", WRONG, ids=lambda fake: fake.__name__)
-def test_engine_that_is_wrong_is_refused_and_never_chosen_by_itself(folders, anywhere, kind, fake, caplog):
+def test_kernel_that_is_wrong_is_refused_and_never_chosen_by_itself(folders, anywhere, kind, fake, caplog):
     caplog.set_level("INFO", logger=te_attention.__name__)
     args, config = settings(folders[kind], attention_backend="fused")
     with pytest.raises(ValueError, match=f"--attention-backend is fused.*{WRONG[fake]}.*use auto or local"):
         te_attention.choose_attention(args, config, CPU, fake)
     args, config = settings(folders[kind])
-    ours = LatentCoreAttention if kind == "latent" else PackedCoreAttention
+    ours = MLACoreAttention if kind == "mla" else PackedCoreAttention
     assert te_attention.choose_attention(args, config, CPU, fake) is ours
     assert "attention: slime's own, because" in caplog.text
 
@@ -174,7 +170,7 @@ def test_engine_that_is_wrong_is_refused_and_never_chosen_by_itself(folders, any
     ],
 )
 def test_where_it_cannot_be_used_the_reason_is_given(folders, monkeypatch, changes, device, reason):
-    monkeypatch.setattr(te_attention, "installed_engine", lambda: None)
+    monkeypatch.setattr(te_attention, "installed_te_attention", lambda: None)
     args, config = settings(folders["dense"], attention_backend="flash", **changes)
     with pytest.raises(ValueError, match=reason):
         te_attention.choose_attention(args, config, device)
@@ -214,7 +210,7 @@ def _whole_model(rank, world_size, model, fake_name):
     te_attention.why_unfit = lambda *facts: None
     fake = globals()[fake_name]
     # Wrong on one rank only: all ranks must take the same attention.
-    te_attention.installed_engine = lambda: fake if rank else FakeTransformerEngineAttention
+    te_attention.installed_te_attention = lambda: fake if rank else FakeTransformerEngineAttention
     found = {}
     for choice in ("local", "auto"):
         args = megatron_args(model, tp=2, attention_backend=choice, lr=0.1)

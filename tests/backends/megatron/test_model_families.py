@@ -1,6 +1,4 @@
-"""Every model family computes what transformers' own model computes, trains like
-the FSDP trainer, and exports what it read.
-"""
+"""Every model family computes what transformers computes, trains like FSDP, exports what it read."""
 
 import json
 from pathlib import Path
@@ -10,7 +8,7 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from megatron_families import COMMON, FAMILIES, HEADS, family_cases, make_checkpoint, samples_of_tests
+from megatron_families import COMMON, FAMILIES, MTP, family_cases, make_checkpoint, samples_of_tests
 from megatron_helpers import in_processes, megatron_args, save_and_resume
 
 from slime.backends.megatron.config import read_hf_config, transformer_config
@@ -88,9 +86,7 @@ def test_log_probs_equal_the_hub_models_on_two_ranks(models, two, name):
 
 @pytest.mark.parametrize("name", ONE)
 def test_a_change_of_any_tensor_would_be_noticed(models, one, name):
-    """The comparison can fail: one element of each tensor of the reference in turn; of
-    all experts at once, as not all are used.
-    """
+    """The comparison can fail: one element of each tensor changes, of all experts at once."""
     lm = load_hf(models[name][1])
     token = samples_of_tests()[0].tokens[0]
     unnoticed = []
@@ -142,7 +138,7 @@ def test_three_steps_on_two_ranks_equal_those_of_fsdp(one, two, name):
 
 @pytest.mark.parametrize("name", ONE + TWO)
 def test_export_equals_import_bit_for_bit(folder, models, one, two, name):
-    """Also the heads that predict further tokens, which only a saved folder holds."""
+    """Also the MTP heads, which only a saved folder holds."""
     from safetensors.torch import load_file
 
     family = name.split()[0]
@@ -150,7 +146,7 @@ def test_export_equals_import_bit_for_bit(folder, models, one, two, name):
     exported = (one | two)[name]["before"]
     saved = folder / "saved" / name.replace(" ", "-")
     files = {key: tensor for file in saved.glob("*.safetensors") for key, tensor in load_file(file).items()}
-    heads = {key for key in hub if family in HEADS and key.startswith(HEADS[family][0])}
+    heads = {key for key in hub if family in MTP and key.startswith(MTP[family][0])}
     assert exported.keys() == hub.keys() - heads and files.keys() == hub.keys()
     assert all(torch.equal(tensor, hub[key]) for key, tensor in (*exported.items(), *files.items()))
     config = json.loads((saved / "config.json").read_text())
@@ -232,7 +228,7 @@ def test_checkpoints_that_do_not_fit_are_named(beside):
     assert "model.layers.2.self_attn.kv_b_proj.weight [3, 16]" in beside["shape"]
 
 
-def test_latent_attention_and_biases_resume_under_another_layout(folder, models):
+def test_mla_and_biases_resume_under_another_layout(folder, models):
     layouts = dict(tp=2, sp=True, distopt=True), dict(pp=2, ep=1, distopt=True)
     found = in_processes(2, save_and_resume, folder, models["deepseek_v3"][0], str(folder / "ckpt"), *layouts)
     for step, expected in zip(found["resumed"]["steps"], found["went on"]["steps"], strict=True):

@@ -13,13 +13,13 @@ FAMILIES: dict[str, Family] = {
 
 # Types that are asked for and cannot be built, and what is missing.
 MISSING = {
-    "qwen3_next": "megatron-core 0.16.1 computes its gated delta net layers only with "
-    "flash-linear-attention (CUDA), and "
-    "not for packed sequences",
+    "qwen3_next": "megatron-core 0.16.1 computes its gated delta net layers only with flash-linear-attention "
+    "(CUDA), and not for packed sequences",
 }
 
 
 def family_of(hf_config: Any) -> Family:
+    """The family of an HF config; ValueError names a type that cannot be trained, and why."""
     kind = hf_config.model_type
     if kind in MISSING:
         raise ValueError(

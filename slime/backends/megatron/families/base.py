@@ -1,5 +1,4 @@
-"""What a model family is made of: settings read from the HF config, and rules that
-pair Megatron's parameters with the hub's.
+"""A model family: settings from the HF config, and rules that pair Megatron's parameters with hub names.
 
 A rule works both ways. `to_local` cuts hub tensors into what one tensor-parallel rank holds; `to_hub` joins
 all ranks' parts again. What a rank holds is decided by the rule's kind:
@@ -29,16 +28,15 @@ KINDS = ("replicated", "exact", "column", "swapped", "row", "vocab", "qkv", "gat
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """`mcore` is the parameter's name inside Megatron's model, `hub` the
-    names in the checkpoint, in the kind's order.
+    """Pairs a parameter's name in Megatron's model (`mcore`) with its names in the checkpoint (`hub`).
 
-    `{layer}` and `{expert}` stand for numbers, counted over the whole model; `{head}` for that of a head
-    which predicts a further token, `{beyond}` for the same counted on from the decoder's layers.
+    `{layer}` and `{expert}` stand for numbers, counted over the whole model; `{head}` for the number of an
+    MTP head, `{beyond}` for the same counted on from the decoder's layers.
     """
 
     mcore: str
-    hub: tuple[str, ...]
-    kind: str
+    hub: tuple[str, ...]  # in the order that the kind asks for
+    kind: str  # one of KINDS
 
     @property
     def pattern(self) -> re.Pattern[str]:
@@ -54,13 +52,13 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Dims:
-    """Sizes that the kinds need."""
+    """Sizes of the model that cutting and joining its tensors takes."""
 
     groups: int  # key-value heads
     head_dim: int
     vocab: int
     layers: int = 0  # of the decoder
-    extra_layers: int = 0  # heads that predict further tokens, after the decoder
+    mtp_heads: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,52 +69,46 @@ class Family:
     settings: Callable[[Any], dict[str, Any]]
     rules: tuple[Rule, ...]
     ignored: tuple[str, ...] = (r".*rotary_emb\.inv_freq",)  # in checkpoints, not parameters
-    # Where checkpoints keep heads that predict further tokens: part of the model
-    # only where they train, else saved as read.
-    heads: str | None = None
-    joints: tuple[Rule, ...] = ()  # what such a head has besides a decoder layer
-    branch_norms: bool = (
-        False  # attention and MLP outputs are normalised before they join the residual stream
-    )
+    # Where checkpoints keep MTP heads, which are built only if they train, and else saved as they were read.
+    mtp_prefix: str | None = None
+    mtp_rules: tuple[Rule, ...] = ()  # for what an MTP head has besides a decoder layer
+    branch_norms: bool = False  # outputs of attention and MLP are normalised before they are added
 
     @property
     def all_rules(self) -> tuple[Rule, ...]:
-        """With those of the heads, which hold a decoder layer each."""
-        if self.heads is None:
+        """All rules, with those of the MTP heads, which hold a decoder layer each."""
+        if self.mtp_prefix is None:
             return self.rules
         inside = [
             Rule(
-                rule.mcore.replace(LAYER, HEAD + "transformer_layer."),
-                tuple(name.replace(HUB_LAYER, self.heads + ".") for name in rule.hub),
+                rule.mcore.replace(LAYER, MTP_LAYER + "transformer_layer."),
+                tuple(name.replace(HUB_LAYER, self.mtp_prefix + ".") for name in rule.hub),
                 rule.kind,
             )
             for rule in self.rules
             if rule.mcore.startswith(LAYER)
         ]
-        return (*self.rules, *self.joints, *inside)
+        return (*self.rules, *self.mtp_rules, *inside)
 
-    def heads_pattern(self, dims: Dims) -> re.Pattern[str] | None:
-        """Names of the tensors of those heads."""
-        if self.heads is None or not dims.extra_layers:
+    def mtp_pattern(self, dims: Dims) -> re.Pattern[str] | None:
+        """Matches the hub names of the MTP heads' tensors; None where the model has none."""
+        if self.mtp_prefix is None or not dims.mtp_heads:
             return None
-        heads = range(dims.extra_layers)
-        numbers = {
-            "beyond": "|".join(str(dims.layers + i) for i in heads),
-            "head": "|".join(str(i) for i in heads),
-        }
-        escaped = re.escape(self.heads)
-        for name, choice in numbers.items():
+        first = {"beyond": dims.layers, "head": 0}
+        escaped = re.escape(self.mtp_prefix)
+        for name, start in first.items():
+            choice = "|".join(str(start + head) for head in range(dims.mtp_heads))
             escaped = escaped.replace(re.escape("{" + name + "}"), f"(?:{choice})")
         return re.compile(escaped + r"\..+")
 
 
 LAYER = "decoder.layers.{layer}."
 HUB_LAYER = "model.layers.{layer}."
-HEAD = "mtp.layers.{head}."
+MTP_LAYER = "mtp.layers.{head}."
 
 
 def dense_settings(hf: Any) -> dict[str, Any]:
-    """What all families of the Llama line share."""
+    """Settings that all families share: they descend from Llama."""
     if hf.hidden_act != "silu":
         raise ValueError(
             f"{hf.model_type} uses the activation {hf.hidden_act!r}; the Megatron backend knows silu only."
@@ -140,26 +132,25 @@ def dense_settings(hf: Any) -> dict[str, Any]:
 
 
 def in_layer(mcore: str, hub: Sequence[str] | str, kind: str) -> Rule:
+    """A rule of every decoder layer; names are those inside the layer."""
     names = (hub,) if isinstance(hub, str) else tuple(hub)
     return Rule(LAYER + mcore, tuple(HUB_LAYER + name for name in names), kind)
 
 
-def joints(
-    heads: str, embedding_norm: str, hidden_norm: str, join: str, last_norm: str, kind: str
+def mtp_rules(
+    prefix: str, embedding_norm: str, hidden_norm: str, join: str, last_norm: str, kind: str
 ) -> tuple[Rule, ...]:
-    """Rules for what joins a head to the model; `kind` is the one of
-    the matrix over embedding and hidden state.
-    """
+    """An MTP head's norms and the matrix (of kind `kind`) that joins embedding and hidden state."""
     return (
-        Rule(HEAD + "enorm.weight", (f"{heads}.{embedding_norm}.weight",), "replicated"),
-        Rule(HEAD + "hnorm.weight", (f"{heads}.{hidden_norm}.weight",), "replicated"),
-        Rule(HEAD + "eh_proj.weight", (f"{heads}.{join}.weight",), kind),
-        Rule(HEAD + "final_layernorm.weight", (f"{heads}.{last_norm}.weight",), "replicated"),
+        Rule(MTP_LAYER + "enorm.weight", (f"{prefix}.{embedding_norm}.weight",), "replicated"),
+        Rule(MTP_LAYER + "hnorm.weight", (f"{prefix}.{hidden_norm}.weight",), "replicated"),
+        Rule(MTP_LAYER + "eh_proj.weight", (f"{prefix}.{join}.weight",), kind),
+        Rule(MTP_LAYER + "final_layernorm.weight", (f"{prefix}.{last_norm}.weight",), "replicated"),
     )
 
 
 def qkv(part: str) -> Rule:
-    """`part` is "weight" or "bias"."""
+    """The rule of query, key and value; `part` is "weight" or "bias"."""
     names = [f"self_attn.{name}_proj.{part}" for name in "qkv"]
     return in_layer(f"self_attention.linear_qkv.{part}", names, "qkv")
 
@@ -185,7 +176,7 @@ DENSE_MLP = (
 
 
 def to_local(kind: str, tensors: Sequence[Tensor], dims: Dims, size: int, rank: int) -> Tensor:
-    """Hub tensors -> what rank `rank` of `size` holds."""
+    """Cut hub tensors into what rank `rank` of `size` holds."""
     if kind in ("replicated", "exact"):
         return tensors[0]
     if kind == "swapped":
@@ -204,7 +195,7 @@ def to_local(kind: str, tensors: Sequence[Tensor], dims: Dims, size: int, rank: 
 
 
 def to_hub(kind: str, parts: Sequence[Tensor], dims: Dims) -> list[Tensor]:
-    """What all ranks hold, in their order -> hub tensors."""
+    """Join what all ranks hold, in their order, to hub tensors."""
     if kind in ("replicated", "exact"):
         return [parts[0]]
     if kind == "swapped":

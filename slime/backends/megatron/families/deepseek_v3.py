@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1, and models of that type such as Moonlight: latent attention, shared experts."""
+"""DeepSeek-V3 and R1, and models of that type such as Moonlight: MLA and shared experts."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ from slime.backends.megatron.families.base import (
     Family,
     dense_settings,
     in_layer,
-    joints,
+    mtp_rules,
 )
 from slime.backends.megatron.families.experts import CORRECTION_BIAS, ROUTED, SHARED, sigmoid_settings
 
-LATENT_ATTENTION = (
+MLA = (
     in_layer("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight", "column"),
     in_layer("self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight", "column"),
     in_layer("self_attention.q_layernorm.weight", "self_attn.q_a_layernorm.weight", "replicated"),
@@ -24,7 +24,7 @@ LATENT_ATTENTION = (
     in_layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "row"),
 )
 
-HEADS = "model.layers.{beyond}"
+MTP_PREFIX = "model.layers.{beyond}"
 
 
 def settings(hf: Any) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def settings(hf: Any) -> dict[str, Any]:
     rope = hf.rope_parameters
     # Longer contexts also sharpen the attention; Megatron computes how much from these two.
     scaled = rope["rope_type"] != "default" and rope.get("mscale_all_dim")
-    latent = {
+    mla = {
         "multi_latent_attention": True,
         "num_query_groups": hf.num_attention_heads,
         "kv_channels": hf.qk_nope_head_dim + hf.qk_rope_head_dim,
@@ -48,13 +48,13 @@ def settings(hf: Any) -> dict[str, Any]:
         "rotary_scaling_factor": rope["factor"] if scaled else 1.0,
         "mscale_all_dim": rope["mscale_all_dim"] if scaled else 0.0,
     }
-    return dense_settings(hf) | sigmoid_settings(hf) | latent
+    return dense_settings(hf) | sigmoid_settings(hf) | mla
 
 
 FAMILY = Family(
     "deepseek_v3",
     settings,
-    (*OUTSIDE, *NORMS, *LATENT_ATTENTION, *DENSE_MLP, *ROUTED, *SHARED, CORRECTION_BIAS),
-    heads=HEADS,
-    joints=joints(HEADS, "enorm", "hnorm", "eh_proj", "shared_head.norm", "column"),
+    (*OUTSIDE, *NORMS, *MLA, *DENSE_MLP, *ROUTED, *SHARED, CORRECTION_BIAS),
+    mtp_prefix=MTP_PREFIX,
+    mtp_rules=mtp_rules(MTP_PREFIX, "enorm", "hnorm", "eh_proj", "shared_head.norm", "column"),
 )

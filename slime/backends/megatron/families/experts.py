@@ -1,6 +1,4 @@
-"""Mixtures of experts: rules for routed and shared experts, and the
-settings of routers that score by sigmoid.
-"""
+"""Mixtures of experts: rules for routed and shared experts, and settings of sigmoid routers."""
 
 from typing import Any
 
@@ -30,9 +28,7 @@ CORRECTION_BIAS = in_layer("mlp.router.expert_bias", "mlp.gate.e_score_correctio
 
 
 def sigmoid_settings(hf: Any) -> dict[str, Any]:
-    """Sigmoid scores, a bias that only decides who is chosen, experts
-    in groups, and shared experts beside them.
-    """
+    """Routers with sigmoid scores, a bias that only decides who is chosen, and groups of experts."""
     _refuse(hf)
     dense = hf.first_k_dense_replace
     groups = hf.n_group if hf.n_group and hf.n_group > 1 else None

@@ -1,5 +1,4 @@
-"""GLM-4: the Llama line with biases on query, key and value, norms on both sides of
-each branch, and a rotation of neighbours.
+"""GLM-4: Llama with biases on query, key and value, norms around each branch, interleaved rotation.
 
 Only a part of each head is rotated; how much, the angles that come with a micro-batch say.
 """

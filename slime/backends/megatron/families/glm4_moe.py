@@ -1,6 +1,4 @@
-"""GLM-4.5, 4.6 and 4.7: dense layers first, then mixtures with shared
-experts; a part of each head is rotated.
-"""
+"""GLM-4.5, 4.6 and 4.7: dense layers, then mixtures with shared experts; each head is partly rotated."""
 
 from typing import Any
 
@@ -12,12 +10,12 @@ from slime.backends.megatron.families.base import (
     QK_NORMS,
     Family,
     dense_settings,
-    joints,
+    mtp_rules,
     qkv,
 )
 from slime.backends.megatron.families.experts import CORRECTION_BIAS, ROUTED, SHARED, sigmoid_settings
 
-HEADS = "model.layers.{beyond}"
+MTP_PREFIX = "model.layers.{beyond}"
 
 
 def settings(hf: Any) -> dict[str, Any]:
@@ -42,6 +40,6 @@ FAMILY = Family(
         *SHARED,
         CORRECTION_BIAS,
     ),
-    heads=HEADS,
-    joints=joints(HEADS, "enorm", "hnorm", "eh_proj", "shared_head.norm", "column"),
+    mtp_prefix=MTP_PREFIX,
+    mtp_rules=mtp_rules(MTP_PREFIX, "enorm", "hnorm", "eh_proj", "shared_head.norm", "column"),
 )

@@ -1,16 +1,14 @@
-"""MiMo-7B: Qwen2 with heads that predict further tokens.
+"""MiMo-7B: Qwen2 with MTP heads.
 
 transformers has no model of this type (the hub holds code for it), so its config is read as that of a Qwen2.
 """
 
-from typing import Any
-
 from slime.backends.megatron.families import qwen2
-from slime.backends.megatron.families.base import Family, joints
+from slime.backends.megatron.families.base import Family, mtp_rules
 
 MODEL_TYPE = "mimo"
-COMPUTED_AS = "qwen2"  # what transformers computes from the same tensors, but for the heads
-HEADS = "model.mtp_layers.{head}"
+COMPUTED_AS = "qwen2"  # what transformers computes from the same tensors, but for the MTP heads
+MTP_PREFIX = "model.mtp_layers.{head}"
 
 
 def register_config() -> None:
@@ -24,15 +22,13 @@ def register_config() -> None:
     AutoConfig.register(MODEL_TYPE, MimoConfig, exist_ok=True)
 
 
-def settings(hf: Any) -> dict[str, Any]:
-    return qwen2.settings(hf)
-
-
 FAMILY = Family(
     MODEL_TYPE,
-    settings,
+    qwen2.settings,
     qwen2.FAMILY.rules,
-    heads=HEADS,
-    # Its heads put the hidden state before the embedding, Megatron's after it.
-    joints=joints(HEADS, "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", "swapped"),
+    mtp_prefix=MTP_PREFIX,
+    # Its MTP heads put the hidden state before the embedding, Megatron's after it.
+    mtp_rules=mtp_rules(
+        MTP_PREFIX, "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", "swapped"
+    ),
 )

@@ -1,5 +1,6 @@
-"""Heads that predict further tokens train beside the policy: they compute what transformers' layers compute,
-on every layout, and leave the policy as it would be without them.
+"""MTP heads train beside the policy, on every layout, as if transformers computed them.
+
+Their loss is that of transformers' layers, and the policy is what it would be without them.
 """
 
 import pytest
@@ -7,10 +8,10 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from megatron_families import HEADS, heads_log_probs, make_checkpoint, samples_of_tests
+from megatron_families import MTP, make_checkpoint, mtp_log_probs, samples_of_tests
 from megatron_helpers import GRPO, exported, in_processes, megatron_args
 
-from slime.backends.megatron.config import check_heads, read_hf_config, transformer_config
+from slime.backends.megatron.config import check_mtp, read_hf_config, transformer_config
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(1800)]
 
@@ -21,11 +22,11 @@ LAYOUTS = {
     "pp2 recompute": dict(pp=2, activation_checkpointing="full"),
     "ep2": dict(ep=2),
 }
-TWO = [f"{name} {layout}" for name in HEADS for layout in LAYOUTS if (name, layout) != ("mimo", "ep2")]
+TWO = [f"{name} {layout}" for name in MTP for layout in LAYOUTS if (name, layout) != ("mimo", "ep2")]
 
 
-def train_heads(rank: int, world_size: int, cases: dict[str, tuple[str, dict]]) -> dict:
-    """For each case: the heads' loss on the samples of the tests, then three GRPO steps without clipping."""
+def train_with_mtp(rank: int, world_size: int, cases: dict[str, tuple[str, dict]]) -> dict:
+    """For each case the MTP loss on the samples of the tests, then three GRPO steps without clipping."""
     from trainer_helpers import random_samples
 
     from slime.backends.base import Denominators, Loss
@@ -59,48 +60,46 @@ def train_heads(rank: int, world_size: int, cases: dict[str, tuple[str, dict]]) 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("heads")
+    return tmp_path_factory.mktemp("mtp")
 
 
 @pytest.fixture(scope="module")
 def models(folder):
-    return {name: make_checkpoint(folder, name)[0] for name in HEADS}
+    return {name: make_checkpoint(folder, name)[0] for name in MTP}
 
 
 @pytest.fixture(scope="module")
 def one(folder, models):
-    cases = {name: (models[name], ON) for name in HEADS} | {
-        f"{name} off": (models[name], {}) for name in HEADS
-    }
-    return in_processes(1, train_heads, folder, cases)
+    cases = {name: (models[name], ON) for name in MTP} | {f"{name} off": (models[name], {}) for name in MTP}
+    return in_processes(1, train_with_mtp, folder, cases)
 
 
 @pytest.fixture(scope="module")
 def two(folder, models):
     cases = {name: (models[name.split()[0]], ON | LAYOUTS[name.split(maxsplit=1)[1]]) for name in TWO}
-    return in_processes(2, train_heads, folder, cases)
+    return in_processes(2, train_with_mtp, folder, cases)
 
 
-@pytest.mark.parametrize("name", HEADS)
-def test_loss_of_the_heads_is_that_of_transformers_layers(folder, one, name):
+@pytest.mark.parametrize("name", MTP)
+def test_mtp_loss_is_that_of_transformers_layers(folder, one, name):
     masks = [torch.tensor(sample.loss_mask) for sample in samples_of_tests()]
-    log_probs = heads_log_probs(folder, name)
+    log_probs = mtp_log_probs(folder, name)
     expected = -sum((lp.nan_to_num() * mask).sum() for lp, mask in zip(log_probs, masks, strict=True))
     assert one[name]["loss"] == pytest.approx(
         float(expected) / sum(int(mask.sum()) for mask in masks), abs=1e-5
     )
 
 
-@pytest.mark.parametrize("name", HEADS)
-def test_policy_trains_as_it_would_without_heads(one, name):
+@pytest.mark.parametrize("name", MTP)
+def test_policy_trains_as_it_would_without_mtp_heads(one, name):
     on, off = one[name], one[f"{name} off"]
     assert [loss for loss, _ in on["steps"]] == [loss for loss, _ in off["steps"]]
     assert all(torch.equal(on["after"][key], tensor) for key, tensor in off["after"].items())
 
 
-@pytest.mark.parametrize("name", HEADS)
-def test_heads_are_exported_and_learn(one, name):
-    prefix = HEADS[name][0]
+@pytest.mark.parametrize("name", MTP)
+def test_mtp_heads_are_exported_and_learn(one, name):
+    prefix = MTP[name][0]
     heads = {key for key in one[name]["before"] if key.startswith(prefix)}
     assert heads and heads == one[name]["before"].keys() - one[f"{name} off"]["before"].keys()
     still = {key for key in heads if torch.equal(one[name]["before"][key], one[name]["after"][key])}
@@ -108,7 +107,7 @@ def test_heads_are_exported_and_learn(one, name):
 
 
 @pytest.mark.parametrize("name", TWO)
-def test_two_ranks_train_the_same_heads(folder, one, two, name):
+def test_two_ranks_train_the_same_mtp_heads(folder, one, two, name):
     from safetensors.torch import load_file
 
     family = name.split()[0]
@@ -125,7 +124,7 @@ def test_two_ranks_train_the_same_heads(folder, one, two, name):
         )
 
 
-def test_number_of_heads_that_contradicts_the_checkpoint_names_both(models):
+def test_number_of_mtp_heads_that_contradicts_the_checkpoint_names_both(models):
     args = megatron_args(models["mimo"], **ON, megatron_config={"mtp_num_layers": 2})
     with pytest.raises(
         ValueError, match=r"--mtp-num-layers is 2, but the config of --hf-checkpoint .* says 1"
@@ -133,9 +132,9 @@ def test_number_of_heads_that_contradicts_the_checkpoint_names_both(models):
         transformer_config(args, read_hf_config(models["mimo"]), torch.float32, torch.device("cpu"))
 
 
-def test_heads_that_cannot_be_trained_are_refused(folder, models):
+def test_mtp_heads_that_cannot_be_trained_are_refused(folder, models):
     plain = make_checkpoint(folder, "glm4")[0]
-    with pytest.raises(ValueError, match="has no heads that predict further tokens"):
-        check_heads(megatron_args(plain, **ON), read_hf_config(plain))
+    with pytest.raises(ValueError, match="has no MTP heads"):
+        check_mtp(megatron_args(plain, **ON), read_hf_config(plain))
     with pytest.raises(ValueError, match="--context-parallel-size 1"):
-        check_heads(megatron_args(models["mimo"], **ON, cp=2), read_hf_config(models["mimo"]))
+        check_mtp(megatron_args(models["mimo"], **ON, cp=2), read_hf_config(models["mimo"]))
