@@ -129,7 +129,7 @@ def serving(args: Args) -> Iterator[int]:
     runtime = create_runtime(args, run_.run_dir, run_.shm_prefix)
     servers = make_servers(args, run_, plan_placement(args, device_count()).engines, runtime)
     policy = args.engine_topology.policy
-    service = ModelService(args, policy, servers[policy.name], lambda url: None)
+    service = ModelService(args, policy, servers[policy.name])
     service.fleet.launch()
     try:
         service.fleet.wait_ready()

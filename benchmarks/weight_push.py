@@ -33,12 +33,13 @@ from shapes import SHAPES, write_model
 from slime.arguments import Args, parse_args
 from slime.catalog.transports import TRANSPORTS
 from slime.cluster.residency import GENERATE, SYNC, TRAIN, Phase, Residency
+from slime.cluster.rollout_manager import RolloutProcess
 from slime.cluster.run import open_run
-from slime.cluster.stages import RolloutStage
-from slime.cluster.train_group import TrainGroup
+from slime.cluster.train_actor import TrainActor
+from slime.cluster.train_group import RankProcesses, Ranks
 from slime.cluster.weight_push import WeightPush
 from slime.runtime import create_runtime
-from slime.runtime.base import gather
+from slime.runtime.base import WorkerSpec
 from slime.runtime.placement import plan_placement
 from slime.utils import shm
 from slime.utils.accelerator import device_count
@@ -92,19 +93,6 @@ def read_flags(
     return parse_args([*words, "--colocate", *extra])
 
 
-class Seat:
-    """The trainer's place: one trainer after another, each with another bucket size, or none."""
-
-    trainer: TrainGroup | None = None
-
-    def move(self, *, params: str, optimizer: str) -> None:
-        if self.trainer is not None:
-            self.trainer.move(params=params, optimizer=optimizer)
-
-    def take_peak_memory(self) -> int | None:
-        return self.trainer.take_peak_memory() if self.trainer is not None else None
-
-
 class Stand:
     """One engine that lives through all bucket sizes, and a trainer for each."""
 
@@ -112,17 +100,23 @@ class Stand:
         self._run = open_run(args)
         self._placement = plan_placement(args, device_count())
         self._runtime = create_runtime(args, self._run.run_dir, self._run.shm_prefix)
-        self._rollout = RolloutStage(args, self._run, self._runtime, self._placement)
-        facts = gather([self._rollout.begin_start(0, None)])[0]
+        spec = WorkerSpec("rollout", near_driver=True)
+        self._rollout = self._runtime.spawn(
+            spec, RolloutProcess, args, self._run, self._placement, self._runtime
+        )
+        facts = self._rollout.call(RolloutProcess.start, 0, None).result()
         site = Site(device_count() > 0, True)
         self.transport = choose_transport(args.update_weight_transport, facts.transports, site)
         self._engine = EngineControl(facts.engine_urls[0], deadline_s=600.0)
-        self._seat, self._num_pushes = Seat(), 0
-        self._residency = Residency(args, self._rollout, self._seat)
+        self._engines = self._rollout.part(RolloutProcess.weights)
+        # One trainer after another, each with another bucket size, or none.
+        self._ranks: Ranks[TrainActor] = Ranks([])
+        self._num_pushes = 0
+        self._residency = Residency(args, self._engines, self._ranks)
 
     def close(self) -> None:
         with contextlib.suppress(Exception):
-            self._rollout.close()
+            self._rollout.call_control(RolloutProcess.close).result(60.0)
         self._runtime.close()
         shm.unlink_prefix(self._run.shm_prefix)
 
@@ -134,14 +128,14 @@ class Stand:
     def measure(self, args: Args, num_pushes: int) -> list[dict[str, float]]:
         """Pushes with the bucket size of `args`: seconds of each part."""
         self._residency.make_room()
-        trainer = TrainGroup(args, self._run, self._runtime, self._placement.trainer)
+        processes = RankProcesses(args, self._run, self._runtime, self._placement.trainer)
         try:
-            trainer.start(None)
-            trainer.open_sender(self.transport, ())
-            self._seat.trainer = trainer
+            ranks = processes.load(None).ranks
+            ranks.call(TrainActor.open_sender, self.transport, ())
+            self._ranks.handles = ranks.handles
             push = WeightPush(
-                trainer,
-                self._rollout,
+                ranks,
+                self._engines,
                 self._residency,
                 self._run.run_id,
                 "bfloat16" if device_count() else None,
@@ -151,9 +145,10 @@ class Stand:
             return [self._push(push) for _ in range(num_pushes)]
         finally:
             self._num_pushes += num_pushes
-            self._seat.trainer = None
-            trainer.close()
-            trainer.kill()  # its device memory goes with it
+            self._ranks.handles = []
+            processes.actors.call(TrainActor.close)
+            for handle in processes.actors.handles:
+                handle.kill()  # its device memory goes with it
 
     def _push(self, push: WeightPush) -> dict[str, float]:
         self._residency.enter(GENERATE)

@@ -1,7 +1,7 @@
 """The synchronous loop: generate, train, push weights, again. Also the map of the system: read it first."""
 
 from slime.arguments import Args
-from slime.cluster.cluster import Cluster
+from slime.cluster.start import open_cluster
 
 
 def train(args: Args) -> None:
@@ -11,22 +11,21 @@ def train(args: Args) -> None:
             "--update-weights-interval needs train_async.py (slime train-async): here engines get weights "
             "after every rollout"
         )
-    with Cluster(args) as cluster:
-        schedule = cluster.start()  # engines, data source, trainer ranks
+    with open_cluster(args) as cluster:  # engines, data source, trainer ranks
+        schedule = cluster.schedule
         cluster.push_weights(schedule.start)
         if schedule.eval_only:
             cluster.evaluate(0)
         for rollout_id in schedule:
             if schedule.eval_before(rollout_id):
                 cluster.evaluate(rollout_id)
-            batch = cluster.generate(
-                rollout_id
-            )  # prompts -> samples -> rewards -> batch; engines hold the device
-            cluster.train(
-                rollout_id, batch
-            )  # log-probs -> advantages -> loss -> optimizer; the trainer holds it
+            # Prompts -> samples -> rewards -> batch; engines hold the device.
+            rollout = cluster.generate(rollout_id)
+            # Log-probs -> advantages -> loss -> optimizer; the trainer holds the device.
+            cluster.train(rollout_id, rollout.batch)
             if schedule.save_after(rollout_id):
-                cluster.save(rollout_id, batch)
-            cluster.push_weights(rollout_id + 1)  # weights of both sides are on the device, nothing else
+                cluster.save(rollout_id, rollout)
+            # Weights of both sides are on the device, nothing else.
+            cluster.push_weights(rollout_id + 1)
             if schedule.eval_after(rollout_id):
                 cluster.evaluate(rollout_id)

@@ -7,7 +7,7 @@ version made each.
 
 from slime.arguments import Args
 from slime.arguments.groups.stale_tokens import for_asynchronous_loop
-from slime.cluster.cluster import Cluster
+from slime.cluster.start import open_cluster
 
 
 def train(args: Args) -> None:
@@ -18,17 +18,18 @@ def train(args: Args) -> None:
             "train)"
         )
     args = for_asynchronous_loop(args)
-    with Cluster(args) as cluster:
-        schedule = cluster.start(overlapped=True)
+    with open_cluster(args, overlapped=True) as cluster:
+        schedule = cluster.schedule
         cluster.push_weights(schedule.start)
-        # After a resume: the batch that was in flight when the checkpoint was written.
+        # After a resume: the rollout that was in flight when the checkpoint was written.
         in_flight = cluster.begin_generate(schedule.start) if schedule.has_next(schedule.start - 1) else None
         for rollout_id in schedule:
-            batch = cluster.collect(rollout_id, in_flight)
+            assert in_flight is not None, "the schedule has a next rollout exactly when one is begun"
+            rollout = cluster.collect(rollout_id, in_flight)
             in_flight = cluster.begin_generate(rollout_id + 1) if schedule.has_next(rollout_id) else None
-            cluster.train(rollout_id, batch)
+            cluster.train(rollout_id, rollout.batch)
             if schedule.save_after(rollout_id):
-                cluster.save(rollout_id, batch, in_flight)
+                cluster.save(rollout_id, rollout, in_flight)
             if (rollout_id + 1) % args.update_weights_interval == 0:
                 if in_flight is not None:
                     in_flight.result()  # only now: weights must not change in mid-generation

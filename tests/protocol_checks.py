@@ -114,6 +114,8 @@ def _compare_types(declared: Any, own: Any, cls: type) -> Iterator[str]:
 
 
 def _fits(narrow: Any, wide: Any) -> bool:
+    if isinstance(narrow, typing.TypeVar) or isinstance(wide, typing.TypeVar):
+        return True  # the type checker's business
     if wide in (Any, object) or narrow in (Any, typing.Never, typing.NoReturn) or narrow == wide:
         return True
     narrow_parts, wide_parts = _alternatives(narrow), _alternatives(wide)
@@ -154,20 +156,3 @@ def attributes_of(names: Iterable[str], files: Iterable[Path]) -> dict[str, str]
                 if name in wanted:
                     found.setdefault(node.attr, f"{file.name}:{node.lineno}")
     return found
-
-
-def calls_by_name(file: Path, callers: Iterable[str]) -> list[tuple[str, list[ast.expr], int]]:
-    """`handle.call("method", ...)`: the method, what is passed
-    and the line, for callables with one of these names.
-    """
-    calls = []
-    for node in ast.walk(ast.parse(file.read_text())):
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr in set(callers)
-        ):
-            first = node.args[0] if node.args else None
-            if isinstance(first, ast.Constant) and isinstance(first.value, str):
-                calls.append((first.value, node.args[1:], node.lineno))
-    return calls

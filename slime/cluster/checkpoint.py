@@ -45,7 +45,8 @@ _RANK = re.compile(
 
 def rollout_state(checkpoint: StepFolder) -> dict[str, Any] | None:
     """None: the data source of that run keeps its own state."""
-    return load_plain(checkpoint.path / ROLLOUT)
+    state: dict[str, Any] | None = load_plain(checkpoint.path / ROLLOUT)
+    return state
 
 
 def resolve_load(

@@ -23,14 +23,14 @@ logger = logging.getLogger(__name__)
 _FULLY_ASYNC = "generate_rollout_fully_async"
 
 
-def write_in_flight(folder: Path, rollout_id: int, future: Future | None) -> None:
+def write_in_flight(folder: Path, rollout_id: int, future: Future[Generated] | None) -> None:
     """Wait for rollout `rollout_id` and put it into a staged
     checkpoint. `future` None: nothing is being made.
     """
     if future is None:
         return
     try:
-        generated: Generated = future.result()
+        generated = future.result()
     except (
         Exception
     ) as error:  # raised where the loop asks for the batch; what was trained before is still saved

@@ -1,5 +1,4 @@
-"""Who holds the device now: engines while generating, the trainer while
-training, both sides' weights in between.
+"""Who holds the device now: engines while generating, the trainer while training, weights of both in between.
 
 How full the device was is asked of the trainer's ranks, which see what engines on the same device hold too.
 """
@@ -9,15 +8,19 @@ from __future__ import annotations
 import contextlib
 import enum
 from collections.abc import Iterator
-from typing import Protocol
 
 from slime.arguments import Args
+from slime.cluster.serving.engine_weights import EngineWeights
+from slime.cluster.train_actor import TrainActor
+from slime.cluster.train_group import Ranks
+from slime.runtime.base import Handle
+from slime.wire.control import Tag
+
+_MEMORY_DEADLINE_S = 600.0
 
 
 class Phase(enum.Enum):
-    """GENERATE: engine weights and KV. TRAIN: parameters and optimizer.
-    SYNC: weights of both sides, nothing else.
-    """
+    """GENERATE: engine weights and KV. TRAIN: parameters and optimizer. SYNC: weights of both sides, nothing else."""
 
     GENERATE = "generate"
     TRAIN = "train"
@@ -26,41 +29,23 @@ class Phase(enum.Enum):
 
 GENERATE, TRAIN, SYNC = Phase
 
-_ENGINE_HOLDS = {
+_ENGINE_HOLDS: dict[Phase, frozenset[Tag]] = {
     GENERATE: frozenset({"weights", "kv_cache", "cuda_graph"}),
     TRAIN: frozenset(),
     SYNC: frozenset({"weights"}),
 }
 
-
-# What a phase is called where its memory is reported. "offload": engines
-# have left and the trainer has not come.
+# What a phase is called where its memory is reported. "offload": engines have left and the trainer has not come.
 _REPORTED = {GENERATE: "rollout", TRAIN: "train", SYNC: "push"}
 _OFFLOAD = "offload"
-
-
-class Engines(Protocol):
-    """The rollout stage, as far as memory is concerned."""
-
-    def release(self, tags: frozenset[str]) -> None: ...
-
-    def restore(self, tags: frozenset[str]) -> None: ...
-
-
-class Trainer(Protocol):
-    """The training stage, as far as memory is concerned."""
-
-    def move(self, *, params: str, optimizer: str) -> None: ...
-
-    def take_peak_memory(self) -> int | None: ...
 
 
 class Residency:
     """Moves things so that the next phase fits. What leaves goes first, then what comes."""
 
-    def __init__(self, args: Args, engines: Engines, trainer: Trainer):
+    def __init__(self, args: Args, engines: Handle[EngineWeights], ranks: Ranks[TrainActor]):
         self._offload_rollout, self._offload_train = bool(args.offload_rollout), bool(args.offload_train)
-        self._engines, self._trainer = engines, trainer
+        self._engines, self._ranks = engines, ranks
         self._held = _ENGINE_HOLDS[GENERATE]  # engines start with everything in place
         self._phase: Phase | None = None
         self._peaks: dict[str, float] = {}
@@ -68,7 +53,7 @@ class Residency:
     @contextlib.contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
         self.enter(phase)
-        self._trainer.take_peak_memory()  # what the phase before held until it left is not this one's
+        self._take_peak()  # what the phase before held until it left is not this one's
         yield
         self._note_peak(_REPORTED[phase])
 
@@ -82,8 +67,13 @@ class Residency:
         peaks, self._peaks = self._peaks, {}
         return peaks
 
+    def _take_peak(self) -> int | None:
+        """Of the device that was fullest since the last call; None on a CPU machine."""
+        peaks = [peak for peak in self._ranks.call(TrainActor.take_peak_memory) if peak is not None]
+        return max(peaks, default=None)
+
     def _note_peak(self, name: str) -> None:
-        peak = self._trainer.take_peak_memory()
+        peak = self._take_peak()
         if peak is not None:
             metric = f"perf/peak_memory_{name}_gib"
             self._peaks[metric] = max(peak / 2**30, self._peaks.get(metric, 0.0))
@@ -96,7 +86,8 @@ class Residency:
             if phase is TRAIN:
                 self._note_peak(_OFFLOAD)
         if self._offload_train:
-            self._trainer.move(
+            self._ranks.call(
+                TrainActor.move,
                 params="cpu" if phase is GENERATE else "device",
                 optimizer="device" if phase is TRAIN else "cpu",
             )
@@ -104,12 +95,12 @@ class Residency:
             self._restore(_ENGINE_HOLDS[phase] - self._held)
         self._phase = phase
 
-    def _release(self, tags: frozenset[str]) -> None:
+    def _release(self, tags: frozenset[Tag]) -> None:
         if tags:
-            self._engines.release(tags)
+            self._engines.call_control(EngineWeights.release, tags).result(_MEMORY_DEADLINE_S)
             self._held -= tags
 
-    def _restore(self, tags: frozenset[str]) -> None:
+    def _restore(self, tags: frozenset[Tag]) -> None:
         if tags:
-            self._engines.restore(tags)
+            self._engines.call_control(EngineWeights.restore, tags).result(_MEMORY_DEADLINE_S)
             self._held |= tags

@@ -3,32 +3,14 @@
 from __future__ import annotations
 
 import time
-from typing import Protocol
 
+from slime.cluster.rank_sender import RankSender
 from slime.cluster.residency import SYNC, Residency
-from slime.weight_sync import LiveReport, Parcel, Target
-
-
-class Sending(Protocol):
-    """The training stage, as far as a push is concerned."""
-
-    def export(self, version: str, dtype: str | None) -> Parcel: ...
-
-    def send_live(self, version: str, dtype: str | None, targets: tuple[Target, ...]) -> LiveReport: ...
-
-    def note_push(self, number: int) -> None: ...
-
-
-class Receiving(Protocol):
-    """The rollout stage, as far as a push is concerned."""
-
-    def receive(self, parcel: Parcel) -> dict[str, float]: ...
-
-    def begin_live(self) -> tuple[Target, ...]: ...
-
-    def finish_live(
-        self, version: str, targets: tuple[Target, ...], report: LiveReport
-    ) -> dict[str, float]: ...
+from slime.cluster.serving.engine_weights import EngineWeights
+from slime.cluster.train_actor import TrainActor
+from slime.cluster.train_group import Ranks
+from slime.runtime.base import Handle
+from slime.weight_sync import LiveReport, Parcel
 
 
 class WeightPush:
@@ -36,8 +18,8 @@ class WeightPush:
 
     def __init__(
         self,
-        trainer: Sending,
-        rollout: Receiving,
+        ranks: Ranks[TrainActor],
+        engines: Handle[EngineWeights],
         residency: Residency,
         run_id: str,
         dtype: str | None,
@@ -45,7 +27,8 @@ class WeightPush:
         *,
         live: bool = False,
     ):
-        self._trainer, self._rollout, self._residency = trainer, rollout, residency
+        self._ranks, self._engines, self._residency = ranks, engines, residency
+        self._senders = ranks.part(TrainActor.sender)
         self._run_id, self._dtype, self._live = run_id, dtype, live
         self.num_pushes = done
 
@@ -58,12 +41,14 @@ class WeightPush:
             if self._live:
                 report, metrics = self._send_live(version)
             # After a live push this is the copy for engines that come late; the others go on meanwhile.
-            parcel = self._trainer.export(version, self._dtype)
+            parcel = self._ranks.call(TrainActor.export, version, self._dtype)[0]
+            assert parcel is not None, "the first rank makes the parcel"
             if report is not None:
                 _check_count(report, parcel)
-            metrics = {**self._rollout.receive(parcel), **metrics}
+            received = self._engines.call_control(EngineWeights.receive, parcel).result()
         self.num_pushes += 1
         return {
+            **received,
             **metrics,
             **parcel.metrics,
             "perf/update_weights_time": time.monotonic() - started,
@@ -74,14 +59,21 @@ class WeightPush:
     def _send_live(self, version: str) -> tuple[LiveReport, dict[str, float]]:
         """From pause to continue: nothing else happens in between."""
         started = time.monotonic()
-        targets = self._rollout.begin_live()
-        report = self._trainer.send_live(version, self._dtype, targets)
-        metrics = self._rollout.finish_live(version, targets, report)
+        targets = self._engines.call_control(EngineWeights.begin_live).result()
+        reports = [
+            report
+            for report in self._senders.call(RankSender.send_live, version, self._dtype, targets)
+            if report is not None
+        ]
+        # Each rank that sends tells of the whole model, sent to engines of its own or in turns to all.
+        failures = {url: why for report in reports for url, why in report.failures.items()}
+        report = LiveReport(reports[0].num_tensors, reports[0].nbytes, failures)
+        metrics = self._engines.call_control(EngineWeights.finish_live, version, targets, report).result()
         return report, {**metrics, "perf/update_weights_pause_time": time.monotonic() - started}
 
 
 def _check_count(report: LiveReport, parcel: Parcel) -> None:
-    """Stages that each send their part must come to the model as one rank sees it."""
+    """Pipeline stages that each send their part must come to the model as one rank sees it."""
     assert report.failures or report.num_tensors == parcel.num_tensors, (
         f"the ranks sent {report.num_tensors} tensors of weights {parcel.version}, the model has "
         f"{parcel.num_tensors}"
@@ -89,15 +81,12 @@ def _check_count(report: LiveReport, parcel: Parcel) -> None:
 
 
 class PushToNobody:
-    """A replay has no engines: the ranks only count versions as the recorded
-    run did, so as to know them on the samples.
-    """
+    """A replay has no engines: the ranks count versions as the recorded run did, to know them on the samples."""
 
-    def __init__(self, trainer: Sending, done: int = 0):
-        self._trainer = trainer
-        self.num_pushes = done
+    def __init__(self, ranks: Ranks[TrainActor], done: int = 0):
+        self._ranks, self.num_pushes = ranks, done
 
     def push(self) -> dict[str, float]:
         self.num_pushes += 1
-        self._trainer.note_push(self.num_pushes)
+        self._ranks.call(TrainActor.note_push, self.num_pushes)
         return {}

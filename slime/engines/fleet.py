@@ -92,14 +92,14 @@ class EngineFleet:
     """Owns the servers and the thread that watches them.
 
     An engine that died is taken out of rotation at once and started again beside the others, which go on;
-    pushes go to those that are there. `on_join` is called with its address before it counts as back: it
-    brings it to the current weights. `failure` gets the exception that ends the run.
+    pushes go to those that are there. `failure` gets the exception that ends the run.
     """
 
-    def __init__(self, servers: Sequence[Server], policy: WatchPolicy, on_join: Callable[[str], None]):
-        self._servers, self._policy, self._on_join = list(servers), policy, on_join
+    def __init__(self, servers: Sequence[Server], policy: WatchPolicy):
+        self._servers, self._policy = list(servers), policy
         self._rotation: Rotation | None = None
         self._expected_version: Callable[[], str | None] = lambda: None
+        self._bring_up_to_date: Callable[[str], None] = lambda url: None  # it has loaded all it needs
         self._out: set[int] = set()  # places of engines that are being started again, or wait for it
         self._deaths: deque[float] = deque()
         self._eviction: Exception | None = None  # why we last killed an engine ourselves
@@ -146,9 +146,14 @@ class EngineFleet:
         """From now on it hears who leaves and who returns."""
         self._rotation = rotation
 
-    def expect(self, version: Callable[[], str | None]) -> None:
-        """From now on probes also ask for the weights an engine holds; None: any will do."""
-        self._expected_version = version
+    def keep_current(
+        self, version: Callable[[], str | None], bring_up_to_date: Callable[[str], None]
+    ) -> None:
+        """From now on probes also ask for the weights an engine holds; a `version` of None: any will do.
+
+        `bring_up_to_date` is called with the address of one that was started again, before it counts as back.
+        """
+        self._expected_version, self._bring_up_to_date = version, bring_up_to_date
 
     def launch(self) -> None:
         for server in self._servers:
@@ -266,7 +271,7 @@ class EngineFleet:
     def _joins(self, server: Server) -> bool:
         """False: what keeps it out is no engine's fault, and the next one would meet it too; the run ends."""
         try:
-            self._on_join(server.url)
+            self._bring_up_to_date(server.url)
         except RunStopped as error:
             self._give_up(error)
             return False

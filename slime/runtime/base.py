@@ -1,7 +1,9 @@
-"""Handles, futures and refs: all that the cluster needs to know about where its parts run.
+"""Handles, futures and references: all that the cluster needs to know about where its parts run.
 
-A handle has lanes: calls on one lane run one after another, calls on different lanes do not wait for each
-other, so that a health question or a save never queues behind a long generation.
+A call names the method itself, `handle.call(TrainActor.save, path)`, so that editors and type checkers follow
+it; what travels is the method's name and its arguments, never code. A handle has two lanes: calls on one lane
+run one after another, and lanes do not wait for each other, so that a health question never queues behind a
+long generation.
 """
 
 from __future__ import annotations
@@ -9,16 +11,23 @@ from __future__ import annotations
 import concurrent.futures
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from slime.runtime.placement import Placement, Slot
+from slime.runtime.worker import CONTROL, WORK
 from slime.utils import waits
 from slime.utils.errors import RunStopped
 
-WORK, CONTROL = "work", "control"
 _LOOK_S = 1.0
+
+T = TypeVar("T")
+S = TypeVar("S")
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+P = ParamSpec("P")
 
 
 class WorkerDied(RunStopped):
@@ -29,8 +38,7 @@ class WorkerDied(RunStopped):
 class WorkerSpec:
     """How one object is placed. `slot` None: on the driver's machine, without a device.
 
-    `near_driver`: it may live in the driver's own process (a debugger
-    works there), which then sees every device.
+    `near_driver`: it may live in the driver's own process, where a debugger works; it then sees every device.
     """
 
     name: str
@@ -39,69 +47,103 @@ class WorkerSpec:
     near_driver: bool = False
 
 
-class Future(Protocol):
-    """The answer to a call, later."""
+class Future(Protocol[R_co]):
+    """The answer to a call, later. A `concurrent.futures.Future` is one too."""
 
     def done(self) -> bool: ...
 
-    def result(self, deadline_s: float | None = None) -> Any:
+    def result(self, deadline_s: float | None = None, /) -> R_co:
         """The answer, or the exception the call raised; `WorkerDied` if the process ended."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(Generic[R]):
     """A future whose answer is there."""
 
-    value: Any
+    value: R
 
     def done(self) -> bool:
         return True
 
-    def result(self, deadline_s: float | None = None) -> Any:
+    def result(self, deadline_s: float | None = None, /) -> R:
         return self.value
 
 
-class Handle(Protocol):
-    """An object that lives somewhere."""
+class Handle(ABC, Generic[T]):
+    """An object of class `T` that lives somewhere."""
 
     name: str
 
-    def call(self, method: str, *args: Any, lane: str = WORK) -> Future: ...
+    def call(self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+        """Runs on the work lane, after the calls before it."""
+        return self.send(WORK, method.__name__, args, kwargs)
 
-    def kill(self) -> None: ...
+    def call_control(
+        self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> Future[R]:
+        """Runs on the control lane, beside whatever the work lane does."""
+        return self.send(CONTROL, method.__name__, args, kwargs)
+
+    def part(self, owner: Callable[[T], S]) -> Handle[S]:
+        """What the method `owner` of the object returns, as an object to call: it stays where it is."""
+        return _Part(self, owner.__name__)
+
+    @abstractmethod
+    def send(self, lane: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
+        """Begins a call in the form that travels; see `slime.runtime.worker.invoke`."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """Ends the process of the object, if it has one of its own."""
+
+
+class _Part(Handle[S]):
+    """An object within the object of another handle."""
+
+    def __init__(self, whole: Handle[Any], owner: str):
+        self.name, self._whole, self._owner = whole.name, whole, owner
+
+    def send(self, lane: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
+        return self._whole.send(lane, f"{self._owner}.{method}", args, kwargs)
+
+    def kill(self) -> None:
+        self._whole.kill()
+
+
+class Ref(Protocol[R_co]):
+    """A value that any process of the run can load."""
+
+    def load(self) -> R_co: ...
+
+    def drop(self) -> None:
+        """The value is no longer needed."""
 
 
 class Runtime(Protocol):
-    """Where objects live: child processes of this one, or Ray actors. One
-    that is handed on spawns like the first.
-    """
+    """Where objects live: child processes of this one, or Ray actors. One that is handed on spawns like the first."""
 
     @property
     def num_machines(self) -> int:
         """How many a plan may use."""
 
     def claim(self, placement: Placement) -> Placement:
-        """Takes the machines and devices that a plan needs, until
-        `close`; returns it with their real names.
-        """
+        """Takes the machines and devices that a plan needs, until `close`; returns it with their real names."""
 
     @property
-    def failure(self) -> concurrent.futures.Future:
+    def failure(self) -> concurrent.futures.Future[None]:
         """Gets the error of a worker that is silent for too long, whether or not somebody waits for it."""
 
-    def spawn(self, cls: type, *args: Any, spec: WorkerSpec) -> Handle: ...
+    def spawn(self, spec: WorkerSpec, cls: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
+        """Makes an object of the class `cls` where `spec` says; returns at once."""
 
-    def put(self, value: Any) -> Any:
-        """A reference that any worker can turn back into the value with `slime.runtime.base.fetch`."""
-
-    def drop(self, ref: Any) -> None:
-        """The value is no longer needed."""
+    def put(self, value: R) -> Ref[R]:
+        """Stores a value where every worker can load it."""
 
     def close(self) -> None:
         """Ends every worker; safe to call twice."""
 
 
-def gather(futures: Sequence[Future], deadline_s: float | None = None) -> list[Any]:
+def gather(futures: Sequence[Future[R]], deadline_s: float | None = None) -> list[R]:
     """All answers, or the first failure: ranks that wait in a collective for a failed one never answer."""
     started, waiting_for = time.monotonic(), list(futures)
     pause_s = 0.0005
@@ -121,16 +163,16 @@ def gather(futures: Sequence[Future], deadline_s: float | None = None) -> list[A
     return [future.result(0) for future in futures]
 
 
-class Guarded:
+class Guarded(Generic[R]):
     """A future that also ends when `failure` does: what it waits for would come to nothing."""
 
-    def __init__(self, inner: Future, failure: concurrent.futures.Future):
+    def __init__(self, inner: Future[R], failure: concurrent.futures.Future[None]):
         self._inner, self._failure = inner, failure
 
     def done(self) -> bool:
         return self._inner.done() or self._failure.done()
 
-    def result(self, deadline_s: float | None = None) -> Any:
+    def result(self, deadline_s: float | None = None, /) -> R:
         started = time.monotonic()
         while True:
             if self._failure.done():
@@ -145,9 +187,9 @@ class Guarded:
                     raise
 
 
-def in_background(work: Callable[[], Any], name: str) -> concurrent.futures.Future:
+def in_background(work: Callable[[], R], name: str) -> concurrent.futures.Future[R]:
     """Runs `work` on a daemon thread: what never ends cannot keep the driver alive."""
-    future: concurrent.futures.Future = concurrent.futures.Future()
+    future: concurrent.futures.Future[R] = concurrent.futures.Future()
 
     def call() -> None:
         try:
@@ -157,8 +199,3 @@ def in_background(work: Callable[[], Any], name: str) -> concurrent.futures.Futu
 
     threading.Thread(target=call, name=name, daemon=True).start()
     return future
-
-
-def fetch(ref: Any) -> Any:
-    """The value behind a reference made by `Runtime.put`, in any process of the run."""
-    return ref.load()

@@ -49,7 +49,7 @@ class Beating(Protocol):
 
 
 class _Watched:
-    def __init__(self, worker: Beating, limit_s: float, failure: concurrent.futures.Future):
+    def __init__(self, worker: Beating, limit_s: float, failure: concurrent.futures.Future[None]):
         self.worker, self._limit_s, self._failure = worker, limit_s, failure
         self._clock = SilenceClock(limit_s, 3 * BEAT_S)
         self._next_warning_s = limit_s * _FIRST_WARNING
@@ -93,7 +93,7 @@ class HeartbeatWatch:
 
     def __init__(self, limit_s: float = DEFAULT_LIMIT_S):
         self._limit_s = limit_s
-        self.failure: concurrent.futures.Future = concurrent.futures.Future()
+        self.failure: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._watched: list[_Watched] = []
         self._lock = threading.Lock()
         self._closed = threading.Event()

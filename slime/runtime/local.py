@@ -16,12 +16,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
-from slime.runtime.base import CONTROL, WORK, Handle, WorkerDied, WorkerSpec
+from slime.runtime.base import Handle, P, R, T, WorkerDied, WorkerSpec
 from slime.runtime.heartbeat import DEFAULT_LIMIT_S, HeartbeatWatch, WorkerSilent
 from slime.runtime.placement import Placement
-from slime.runtime.worker import BEAT, encode_call
+from slime.runtime.worker import BEAT, CONTROL, MAKE, WORK, encode_call, invoke
 from slime.utils import shm, tensor_pickle, waits
 from slime.utils.processes import import_environment, stop_process
 from slime.utils.vital_signs import Signs, signs_of
@@ -29,16 +29,16 @@ from slime.utils.vital_signs import Signs, signs_of
 _LOG_TAIL_LINES = 20
 
 
-class LocalFuture:
+class LocalFuture(Generic[R]):
     """A `concurrent.futures.Future` whose timeout is a named error."""
 
-    def __init__(self, inner: concurrent.futures.Future, name: str):
+    def __init__(self, inner: concurrent.futures.Future[R], name: str):
         self._inner, self._name = inner, name
 
     def done(self) -> bool:
         return self._inner.done()
 
-    def result(self, deadline_s: float | None = None) -> Any:
+    def result(self, deadline_s: float | None = None, /) -> R:
         with waits.waiting(self._name, owner="driver", deadline_s=deadline_s):
             try:
                 return self._inner.result(deadline_s)
@@ -49,16 +49,16 @@ class LocalFuture:
 
 
 class _Lane:
-    """A daemon thread that runs calls one after another: a call that
-    never ends cannot keep the driver alive.
-    """
+    """A daemon thread that runs calls one after another: a call that never ends cannot keep the driver alive."""
 
     def __init__(self, name: str):
-        self._calls: queue.SimpleQueue = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], concurrent.futures.Future[Any]]] = (
+            queue.SimpleQueue()
+        )
         threading.Thread(target=self._serve, name=name, daemon=True).start()
 
-    def submit(self, call: Callable[[], Any]) -> concurrent.futures.Future:
-        future: concurrent.futures.Future = concurrent.futures.Future()
+    def submit(self, call: Callable[[], R]) -> concurrent.futures.Future[R]:
+        future: concurrent.futures.Future[R] = concurrent.futures.Future()
         self._calls.put((call, future))
         return future
 
@@ -71,45 +71,44 @@ class _Lane:
                 future.set_exception(error)
 
 
-class InProcessHandle:
+class InProcessHandle(Handle[T]):
     """An object in the driver's process; each lane is a thread."""
 
-    def __init__(self, cls: type, args: tuple, spec: WorkerSpec):
-        self.name = spec.name
-        self._lanes = {lane: _Lane(f"{spec.name}-{lane}") for lane in (WORK, CONTROL)}
-        self._target = self._lanes[WORK].submit(lambda: cls(*args))
+    def __init__(self, make: Callable[[], T], name: str):
+        self.name = name
+        self._lanes = {lane: _Lane(f"{name}-{lane}") for lane in (WORK, CONTROL)}
+        self._target = self._lanes[WORK].submit(make)
 
-    def call(self, method: str, *args: Any, lane: str = WORK) -> LocalFuture:
-        invoke = self._lanes[lane].submit(lambda: getattr(self._target.result(), method)(*args))
-        return LocalFuture(invoke, f"{self.name}.{method}")
+    def send(self, lane: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalFuture[Any]:
+        answer = self._lanes[lane].submit(lambda: invoke(self._target.result(), method, args, kwargs))
+        return LocalFuture(answer, f"{self.name}.{method}")
 
     def kill(self) -> None:
         """Nothing to end: the threads are daemons of this process."""
 
 
-class ProcessHandle:
-    """An object in a child process."""
+class ProcessHandle(Handle[T]):
+    """An object in a child process, where the first call makes it."""
 
-    def __init__(self, cls: type, args: tuple, spec: WorkerSpec, log_path: Path, shm_prefix: str):
+    def __init__(self, spec: WorkerSpec, log_path: Path, shm_prefix: str):
         self.name, self.log_path = spec.name, log_path
         self._ids = itertools.count()
-        self._pending: dict[int, concurrent.futures.Future] = {}
+        self._pending: dict[int, concurrent.futures.Future[Any]] = {}
         self._lock = threading.Lock()
         self._closed = False
         self._heard = False  # set by every frame, reset by the watch
         self._silence: WorkerSilent | None = None  # set by the watch
         self._process, self._connection = _start_worker(spec, log_path, shm_prefix)
         threading.Thread(target=self._read, name=f"{self.name}-answers", daemon=True).start()
-        self.call("__init__", f"{cls.__module__}.{cls.__qualname__}", *args)
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
-    def call(self, method: str, *args: Any, lane: str = WORK) -> LocalFuture:
-        future: concurrent.futures.Future = concurrent.futures.Future()
+    def send(self, lane: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalFuture[Any]:
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         call_id = next(self._ids)
-        frame = encode_call(lane, call_id, method, args)
+        frame = encode_call(lane, call_id, method, args, kwargs)
         with self._lock:
             if self._closed:
                 future.set_exception(self._death())
@@ -183,7 +182,9 @@ class ProcessHandle:
             future.set_exception(error)
 
 
-def _start_worker(spec: WorkerSpec, log_path: Path, shm_prefix: str) -> tuple[subprocess.Popen, Connection]:
+def _start_worker(
+    spec: WorkerSpec, log_path: Path, shm_prefix: str
+) -> tuple[subprocess.Popen[bytes], Connection]:
     ours, theirs = socket.socketpair()
     devices = spec.slot.env if spec.slot is not None else {}
     env = {**os.environ, **spec.env, **devices, **import_environment()}
@@ -206,13 +207,17 @@ def tail(path: Path, lines: int = _LOG_TAIL_LINES) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentRef:
+class SegmentRef(Generic[R]):
     """A pickled value in shared memory."""
 
     segment: str
 
-    def load(self) -> Any:
-        return pickle.loads(shm.open_segment(self.segment).buffer.numpy().data)
+    def load(self) -> R:
+        value: R = pickle.loads(shm.open_segment(self.segment).buffer.numpy().data)
+        return value
+
+    def drop(self) -> None:
+        shm.open_segment(self.segment).unlink()
 
 
 class LocalRuntime:
@@ -222,7 +227,7 @@ class LocalRuntime:
 
     def __init__(self, run_dir: Path, shm_prefix: str, silence_limit_s: float = DEFAULT_LIMIT_S):
         self._run_dir, self._shm_prefix = run_dir, shm_prefix
-        self._handles: list[Handle] = []
+        self._handles: list[Handle[Any]] = []
         self._heartbeats = HeartbeatWatch(silence_limit_s)
 
     def claim(self, placement: Placement) -> Placement:
@@ -230,28 +235,26 @@ class LocalRuntime:
         return placement
 
     @property
-    def failure(self) -> concurrent.futures.Future:
+    def failure(self) -> concurrent.futures.Future[None]:
         return self._heartbeats.failure
 
-    def spawn(self, cls: type, *args: Any, spec: WorkerSpec) -> Handle:
+    def spawn(self, spec: WorkerSpec, cls: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
         if spec.near_driver:
-            handle: Handle = InProcessHandle(cls, args, spec)
-        else:
-            handle = ProcessHandle(
-                cls, args, spec, self._run_dir / "logs" / f"{spec.name}.log", self._shm_prefix
-            )
-            self._heartbeats.add(handle)
+            near = InProcessHandle(lambda: cls(*args, **kwargs), spec.name)
+            self._handles.append(near)
+            return near
+        log_path = self._run_dir / "logs" / f"{spec.name}.log"
+        handle: ProcessHandle[T] = ProcessHandle(spec, log_path, self._shm_prefix)
+        handle.send(WORK, MAKE, (f"{cls.__module__}.{cls.__qualname__}", *args), kwargs)
+        self._heartbeats.add(handle)
         self._handles.append(handle)
         return handle
 
-    def put(self, value: Any) -> SegmentRef:
+    def put(self, value: R) -> SegmentRef[R]:
         data = tensor_pickle.dumps(value)
         segment = shm.create_segment(len(data), self._shm_prefix)
         segment.buffer.numpy()[:] = memoryview(data)
         return SegmentRef(segment.name)
-
-    def drop(self, ref: SegmentRef) -> None:
-        shm.open_segment(ref.segment).unlink()
 
     def close(self) -> None:
         self._heartbeats.close()

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 import ray
 import ray.exceptions
@@ -15,10 +15,10 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from slime.arguments import Args
-from slime.runtime.base import CONTROL, WORK, Handle, WorkerDied, WorkerSpec
+from slime.runtime.base import Handle, P, R, T, WorkerDied, WorkerSpec
 from slime.runtime.heartbeat import DEFAULT_LIMIT_S, HeartbeatWatch, WorkerSilent
 from slime.runtime.placement import LOOPBACK, Machine, Placement
-from slime.runtime.worker import BEAT_S
+from slime.runtime.worker import BEAT_S, CONTROL, WORK, invoke
 from slime.utils import waits
 from slime.utils.errors import RunStopped
 from slime.utils.processes import import_environment
@@ -35,29 +35,21 @@ _DEATHS = (
 
 
 class _Actor:
-    """Holds the object; a concurrency group per lane, and one for its heartbeat."""
+    """Holds the object. Callers name the concurrency group: one for each lane, and one for the heartbeat."""
 
-    def __init__(self, cls: type, args: tuple):
-        self._target = cls(*args)
+    def __init__(self, cls: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]):
+        self._target = cls(*args, **kwargs)
 
-    @ray.method(concurrency_group=WORK)
-    def work(self, method: str, args: tuple) -> Any:
-        return getattr(self._target, method)(*args)
+    def run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return invoke(self._target, method, args, kwargs)
 
-    @ray.method(concurrency_group=CONTROL)
-    def control(self, method: str, args: tuple) -> Any:
-        return getattr(self._target, method)(*args)
-
-    @ray.method(concurrency_group=_PULSE)
     def pulse(self) -> tuple[str, int]:
         """Where it lives: node and process."""
         return ray.get_runtime_context().get_node_id(), os.getpid()
 
 
-class RayFuture:
-    """An object ref whose errors are those of the other runtime. `silence`:
-    why the actor is given up; None: it lives.
-    """
+class RayFuture(Generic[R]):
+    """An object ref whose errors are those of the other runtime. `silence`: why the actor is given up, if it is."""
 
     def __init__(self, ref: Any, name: str, silence: Callable[[], WorkerSilent | None]):
         self._ref, self._name, self._silence = ref, name, silence
@@ -65,7 +57,7 @@ class RayFuture:
     def done(self) -> bool:
         return bool(ray.wait([self._ref], timeout=0)[0]) or self._silence() is not None
 
-    def result(self, deadline_s: float | None = None) -> Any:
+    def result(self, deadline_s: float | None = None, /) -> R:
         with waits.waiting(self._name, owner="driver", deadline_s=deadline_s) as wait:
             while not ray.wait([self._ref], timeout=_slice_of(wait))[0]:
                 silence = self._silence()
@@ -75,9 +67,10 @@ class RayFuture:
                     raise waits.WaitTimeout(f"{self._name}: not done after {deadline_s} s")
             return self._answer()
 
-    def _answer(self) -> Any:
+    def _answer(self) -> R:
         try:
-            return ray.get(self._ref)
+            answer: R = ray.get(self._ref)
+            return answer
         except _DEATHS as error:
             raise WorkerDied(f"{self._name}: {error}") from error
         except ray.exceptions.RayTaskError as error:
@@ -91,10 +84,10 @@ def _slice_of(wait: waits.Wait) -> float:
     return BEAT_S if wait.deadline_s is None else min(BEAT_S, max(0.0, wait.deadline_s - wait.age_s))
 
 
-class RayHandle:
-    """An actor on the node with that id."""
+class RayHandle(Handle[T]):
+    """An actor on the node with that id. `make`: what it is made with, as `_Actor` takes it."""
 
-    def __init__(self, cls: type, args: tuple, spec: WorkerSpec, node_id: str):
+    def __init__(self, spec: WorkerSpec, node_id: str, make: tuple[Any, ...]):
         self.name = spec.name
         devices = spec.slot.env if spec.slot is not None else {}
         actor_class = ray.remote(concurrency_groups={WORK: 1, CONTROL: 1, _PULSE: 1})(_Actor)
@@ -105,16 +98,16 @@ class RayHandle:
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
             runtime_env={"env_vars": {**spec.env, **devices, **import_environment()}},
         )
-        self._actor = options.remote(cls, args)
+        self._actor = options.remote(*make)
         self._node: str | None = None  # where it was found; None: it has not answered yet
         self._pid = 0
         self._question: Any = None  # the heartbeat that is under way
         self._ended = False
         self._silence: WorkerSilent | None = None  # set by the watch
 
-    def call(self, method: str, *args: Any, lane: str = WORK) -> RayFuture:
-        remote = getattr(self._actor, lane)
-        return RayFuture(remote.remote(method, args), f"{self.name}.{method}", lambda: self._silence)
+    def send(self, lane: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RayFuture[Any]:
+        answer = self._actor.run.options(concurrency_group=lane).remote(method, args, kwargs)
+        return RayFuture(answer, f"{self.name}.{method}", lambda: self._silence)
 
     def kill(self) -> None:
         self._ended = True
@@ -132,7 +125,7 @@ class RayHandle:
     def heard(self) -> bool:
         """Until its first answer it is placed and made, which takes what it takes."""
         if self._question is None:
-            self._question = self._actor.pulse.remote()
+            self._question = self._actor.pulse.options(concurrency_group=_PULSE).remote()
         if not ray.wait([self._question], timeout=0)[0]:
             return self._node is None
         try:
@@ -151,13 +144,17 @@ class RayHandle:
 
 
 @dataclass(frozen=True, slots=True)
-class ObjectRef:
-    """A value in Ray's object store; wrapped in a list so that Ray does not resolve it on the way."""
+class ObjectRef(Generic[R]):
+    """A value in Ray's object store; wrapped in a tuple so that Ray does not resolve it on the way."""
 
-    inner: tuple
+    inner: tuple[Any]
 
-    def load(self) -> Any:
-        return ray.get(self.inner[0])
+    def load(self) -> R:
+        value: R = ray.get(self.inner[0])
+        return value
+
+    def drop(self) -> None:
+        """The object store frees a value with its last reference."""
 
 
 class RayRuntime:
@@ -171,7 +168,7 @@ class RayRuntime:
         self._owns_ray = not ray.is_initialized()
         self._silence_limit_s = silence_limit_s
         self._heartbeats = HeartbeatWatch(silence_limit_s)
-        self._handles: list[Handle] = []
+        self._handles: list[Handle[Any]] = []
         if self._owns_ray:
             ray.init(include_dashboard=False, log_to_driver=False, logging_level="warning")
         self._driver_node: str = ray.get_runtime_context().get_node_id()
@@ -229,21 +226,18 @@ class RayRuntime:
         return [Machine(*machine) for machine in zip(hosts, gpu_ids, strict=True)]
 
     @property
-    def failure(self) -> concurrent.futures.Future:
+    def failure(self) -> concurrent.futures.Future[None]:
         return self._heartbeats.failure
 
-    def spawn(self, cls: type, *args: Any, spec: WorkerSpec) -> Handle:
+    def spawn(self, spec: WorkerSpec, cls: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
         node = self._driver_node if spec.slot is None else self._nodes[spec.slot.machine]
-        handle = RayHandle(cls, args, spec, node)
+        handle: RayHandle[T] = RayHandle(spec, node, (cls, args, kwargs))
         self._heartbeats.add(handle)
         self._handles.append(handle)
         return handle
 
-    def put(self, value: Any) -> ObjectRef:
+    def put(self, value: R) -> ObjectRef[R]:
         return ObjectRef((ray.put(value),))
-
-    def drop(self, ref: ObjectRef) -> None:
-        del ref  # the object store frees a value with its last reference
 
     def close(self) -> None:
         self._heartbeats.close()

@@ -1,7 +1,7 @@
 """The main program of a child process of the local runtime: one object, driven over a socket.
 
-Frames are pickles between processes of one run: (lane, call id) and (method, args) in, (call id, ok, value)
-out; an empty one is a heartbeat. The main thread runs the work lane, so that signals and debuggers behave;
+Frames are pickles between processes of one run: (lane, call id) and (method, args, kwargs) in, (call id, ok,
+value) out; an empty one is a heartbeat. The main thread runs the work lane, so that signals and debuggers behave;
 the control lane and the heartbeat have threads of their own.
 """
 
@@ -19,8 +19,18 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
+WORK, CONTROL = "work", "control"  # the lanes
 BEAT, BEAT_S = b"", 1.0
 _HEAD_BYTES = 64
+MAKE = "__init__"  # the first call: makes the object, from the path of its class
+
+
+def invoke(target: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call as it travels. `weights.receive` is the method `receive` of what the target's `weights()` returns."""
+    *owners, name = method.split(".")
+    for owner in owners:
+        target = getattr(target, owner)()
+    return getattr(target, name)(*args, **kwargs)
 
 
 class _Worker:
@@ -30,17 +40,17 @@ class _Worker:
         self._connection = connection
         self._shm_prefix = shm_prefix
         self._write_lock = threading.Lock()
-        self._lanes: dict[str, queue.SimpleQueue] = {
-            "work": queue.SimpleQueue(),
-            "control": queue.SimpleQueue(),
+        self._lanes: dict[str, queue.SimpleQueue[tuple[int, bytes]]] = {
+            WORK: queue.SimpleQueue(),
+            CONTROL: queue.SimpleQueue(),
         }
         self._target: Any = None
 
     def run(self) -> None:
         threading.Thread(target=self._read, name="calls", daemon=True).start()
-        threading.Thread(target=self._serve, args=("control",), name="control", daemon=True).start()
+        threading.Thread(target=self._serve, args=(CONTROL,), name="control", daemon=True).start()
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
-        self._serve("work")
+        self._serve(WORK)
 
     def _beat(self) -> None:
         """Says that this process lives, whatever its lanes do."""
@@ -66,21 +76,18 @@ class _Worker:
         while True:
             call_id, frame = self._lanes[lane].get()
             try:
-                method, args = pickle.loads(frame)
-                self._answer(call_id, True, self._call(method, args))
+                self._answer(call_id, True, self._call(*pickle.loads(frame)))
             except Exception as error:
                 self._answer(call_id, False, _portable(error))
 
-    def _call(self, method: str, args: tuple) -> Any:
-        if method == "__init__":
-            from slime.utils.misc import (
-                load_function,  # here, where the heartbeat is on: what it loads may take long
-            )
+    def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if method != MAKE:
+            return invoke(self._target, method, args, kwargs)
+        from slime.utils.misc import load_function  # here the heartbeat is on: what it loads may take long
 
-            path, rest = args[0], args[1:]
-            self._target = load_function(path)(*rest)
-            return None
-        return getattr(self._target, method)(*args)
+        path, *rest = args
+        self._target = load_function(path)(*rest, **kwargs)
+        return None
 
     def _answer(self, call_id: int, ok: bool, value: Any) -> None:
         frame = pickle.dumps((call_id, ok, value))
@@ -100,11 +107,9 @@ def _portable(error: Exception) -> Exception:
     return error
 
 
-def encode_call(lane: str, call_id: int, method: str, args: tuple) -> bytes:
-    """A frame: lane and id in a head of fixed size, which can be read
-    where the arguments cannot, then the call.
-    """
-    return pickle.dumps((lane, call_id)).ljust(_HEAD_BYTES, b"\0") + pickle.dumps((method, args))
+def encode_call(lane: str, call_id: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    """A frame: lane and id in a head of fixed size, which can be read where the arguments cannot, then the call."""
+    return pickle.dumps((lane, call_id)).ljust(_HEAD_BYTES, b"\0") + pickle.dumps((method, args, kwargs))
 
 
 def main() -> None:

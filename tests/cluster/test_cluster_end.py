@@ -5,53 +5,66 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.cluster.cluster import Cluster
+from slime.cluster.closing import Closing
+from slime.cluster.saving import Saver
+from slime.cluster.start import _finish
+from slime.cluster.train_group import Ranks
+from slime.runtime.base import Ready
 
 
 class Part:
-    """Stands for a stage, a runtime, a janitor and a tracker at once; what is in `broken` raises."""
+    """Stands for a rank, a runtime, a janitor and a tracker at once; what is in `broken` raises."""
 
     def __init__(self, broken=()):
         self.called, self.broken = [], broken
 
     def __getattr__(self, name):
-        def call(*args, **kwargs):
+        def act():
             self.called.append(name)
             if name in self.broken:
                 raise OSError(28, "No space left on device")
             return {}
 
-        return call
+        return act
+
+    def call(self, method, *args, **kwargs):
+        return Ready(getattr(self, method.__name__)())
 
 
-def cluster_of(part, staged=None):
-    cluster = Cluster.__new__(Cluster)
-    cluster._args = SimpleNamespace(save="no-such-folder", keep_last_n=None)
-    cluster._folders = contextlib.ExitStack()
-    cluster._run = SimpleNamespace(shm_prefix="slime-none", close=lambda cause: None)
-    cluster._staged = staged
-    cluster._trainer = cluster._rollout = cluster._runtime = cluster._janitor = cluster._tracker = part
-    return cluster
+@contextlib.contextmanager
+def run_of(part, tmp_path, staged=None):
+    """A run of one rank, in the order of `open_cluster`."""
+    ranks = Ranks([part])
+    saver = Saver(tmp_path, None, None, ranks, part)
+    saver._staged = staged
+    with Closing() as closing:
+        for step in (part.finish, part.dismiss, part.end):
+            closing.add(step)
+        yield
+        _finish(SimpleNamespace(saver=saver, trainer=SimpleNamespace(ranks=ranks)))
 
 
 STAGED = SimpleNamespace(rollout_id=3)
 
 
-def test_a_last_checkpoint_that_fails_in_the_background_fails_the_run():
+def test_a_last_checkpoint_that_fails_in_the_background_fails_the_run(tmp_path):
     part = Part(broken=("finish_save",))
-    with pytest.raises(Exception, match="No space left on device"), cluster_of(part, STAGED):
+    with pytest.raises(Exception, match="the disk is full"), run_of(part, tmp_path, STAGED):
         pass
-    assert part.called[-3:] == ["close", "dismiss", "finish"], "everything else is closed all the same"
+    assert part.called == ["finish_save", "close", "end", "dismiss", "finish"], (
+        "all else is closed all the same"
+    )
 
 
-@pytest.mark.parametrize("broken", ["close", "dismiss", "finish"])
-def test_a_clean_end_suppresses_nothing(broken):
-    with pytest.raises(OSError, match="No space left"), cluster_of(Part(broken=(broken,))):
+@pytest.mark.parametrize("broken", ["close", "end", "dismiss", "finish"])
+def test_a_clean_end_suppresses_nothing(broken, tmp_path):
+    with pytest.raises(OSError, match="No space left"), run_of(Part(broken=(broken,)), tmp_path):
         pass
 
 
-def test_the_cause_that_ended_the_run_is_not_replaced_by_what_breaks_while_closing():
-    part = Part(broken=("finish_save", "close", "finish"))
-    with pytest.raises(KeyError, match="first"), cluster_of(part, STAGED):
+def test_the_cause_that_ended_the_run_is_not_replaced_by_what_breaks_while_closing(tmp_path, caplog):
+    part = Part(broken=("end", "finish"))
+    with pytest.raises(KeyError, match="first"), run_of(part, tmp_path, STAGED):
         raise KeyError("first")
-    assert {"close", "dismiss", "finish"} <= set(part.called)
+    assert part.called == ["end", "dismiss", "finish"]
+    assert caplog.text.count("while the run ended: OSError") == 2

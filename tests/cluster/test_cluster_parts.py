@@ -5,12 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from slime.arguments import RunInfo
 from slime.arguments.groups.topology import plain_topology
 from slime.cluster.cluster import _TRAIN_HEADLINE, _headline
 from slime.cluster.residency import GENERATE, SYNC, TRAIN, Residency
-from slime.cluster.rollout_manager import _model_facts
-from slime.cluster.schedule import Schedule
+from slime.cluster.rollout_schedule import RolloutSchedule
+from slime.cluster.serving.engine_plane import _with_model_facts
 from slime.cluster.serving.served_model import ranks_on_engines
+from slime.runtime.base import Ready
 from slime.runtime.placement import plan_placement
 
 
@@ -148,7 +150,7 @@ def schedule(num_rollout=5, start=0, **changes):
         "save": "ckpt",
         **changes,
     }
-    return Schedule(SimpleNamespace(**args), start, num_rollout, None)
+    return RolloutSchedule(SimpleNamespace(**args), start, num_rollout, None)
 
 
 def test_the_run_evaluates_first_and_then_at_intervals():
@@ -176,11 +178,17 @@ def test_a_resumed_run_does_not_evaluate_the_start_again():
 
 
 class Recorder:
-    """Notes the order in which things leave and come."""
+    """Stands for the ranks and for the engines: notes the order in which things leave and come."""
 
     def __init__(self, peaks=()):
         self.log = []
         self._peaks = iter(peaks)
+
+    def call(self, method, **kwargs):
+        return [getattr(self, method.__name__)(**kwargs)]
+
+    def call_control(self, method, *args):
+        return Ready(getattr(self, method.__name__)(*args))
 
     def take_peak_memory(self):
         return next(self._peaks, None)
@@ -264,5 +272,5 @@ def test_sizes_of_a_model_that_transformers_does_not_know_are_read_from_its_conf
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "not_in_transformers", **known}))
     silent = SimpleNamespace(vocab_size=None, context_len=None)
     smaller = SimpleNamespace(vocab_size=77, context_len=50)
-    facts = _model_facts(str(tmp_path), [silent, smaller])
-    assert facts == {"vocab_size": 77, "max_context_len": 50, "num_layers": 3, "moe_router_topk": 2}
+    info = _with_model_facts(RunInfo("a:1", "runs/a"), str(tmp_path), [silent, smaller])
+    assert (info.vocab_size, info.max_context_len, info.num_layers, info.moe_router_topk) == (77, 50, 3, 2)

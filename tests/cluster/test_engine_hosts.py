@@ -16,7 +16,6 @@ from ray_nodes import SECOND_HOST, two_ray_nodes
 from tiny_model import make_tiny_model
 
 from slime.arguments.passthrough.sglang import find_python
-from slime.cluster.run import Run
 from slime.cluster.serving.engine_host import host_engine
 from slime.cluster.serving.served_model import make_servers
 from slime.engines.fleet import EngineFleet, WatchPolicy
@@ -26,6 +25,7 @@ from slime.runtime.local import LocalRuntime
 from slime.runtime.placement import Machine, Placement, Slot, plan_placement
 from slime.utils import http_utils, shm
 from slime.utils.async_utils import run
+from slime.utils.run_identity import Run
 from slime.wire.control import EngineControl
 
 SCRIPT = Path(__file__).parents[1] / "fake_engine_process.py"
@@ -63,7 +63,7 @@ class Fleet:
         plan = Placement((), tuple(Slot(i, machine=i) for i in range(runtime.num_machines)))
         self.slots = runtime.claim(plan).engines
         self.engines = [self._engine(folder, runtime, slot) for slot in self.slots]
-        self.fleet = EngineFleet(self.engines, WatchPolicy(3, 600.0, poll_s=0.05), lambda url: None)
+        self.fleet = EngineFleet(self.engines, WatchPolicy(3, 600.0, poll_s=0.05))
 
     def _engine(self, folder: Path, runtime, slot: Slot):
         mood = str(self.mood)
@@ -166,7 +166,7 @@ def test_engines_of_a_plan_serve_on_the_gpus_of_two_machines(tmp_path, ray_clust
     servers = make_servers(args, Run("run", tmp_path, shm.make_prefix()), placement.engines, runtime)[
         "default"
     ]
-    fleet = EngineFleet(servers, WatchPolicy(3, 600.0), lambda url: None)
+    fleet = EngineFleet(servers, WatchPolicy(3, 600.0))
     try:
         fleet.launch()
         urls = fleet.wait_ready()

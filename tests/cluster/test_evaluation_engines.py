@@ -64,7 +64,7 @@ def service(tmp_path):
         to_dict=dict,
     )
     servers = [Server(port) for port in (11, 12, 13, 14, 15)]
-    made = ModelService(args, args.engine_topology.policy, servers, lambda url: None, 2)
+    made = ModelService(args, args.engine_topology.policy, servers, 2)
     made.fleet.wait_ready()
     yield made, servers, made.start_routers(SimpleNamespace(run_id="x", run_dir=tmp_path), None)
     made.close()

@@ -95,10 +95,8 @@ def sglang_pair(tiny_folder, tmp_path_factory) -> Iterator[tuple[EngineFleet, En
     args = SimpleNamespace(
         check_weight_update_equal=False, weight_checksum_interval=1, update_weight_timeout_s=60.0
     )
-    weights = EngineWeights(args, shm.make_prefix(), ((), ()))
-    servers = [EngineServer(plan) for plan in plans]
-    fleet = EngineFleet(servers, WatchPolicy(8, 3600.0), weights.bring_up_to_date)
-    weights.watch(fleet)
+    fleet = EngineFleet([EngineServer(plan) for plan in plans], WatchPolicy(8, 3600.0))
+    weights = EngineWeights(args, shm.make_prefix(), ((), ()), fleet)
     fleet.launch()
     try:
         fleet.wait_ready()

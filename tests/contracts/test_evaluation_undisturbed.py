@@ -48,15 +48,15 @@ def embedded_fleet(tiny_folder, tmp_path_factory) -> Iterator[tuple[EngineFleet,
     )
     log = tmp_path_factory.mktemp("embedded") / "engine.log"
     server = EngineServer(LaunchPlan("engine", command, thread_environment(1), log, 120.0))
+    fleet = EngineFleet([server], WatchPolicy(8, 3600.0))
     weights = EngineWeights(
         SimpleNamespace(
             check_weight_update_equal=False, weight_checksum_interval=1, update_weight_timeout_s=60.0
         ),
         prefix,
         ((),),
+        fleet,
     )
-    fleet = EngineFleet([server], WatchPolicy(8, 3600.0), weights.bring_up_to_date)
-    weights.watch(fleet)
     fleet.launch()
     try:
         fleet.wait_ready()

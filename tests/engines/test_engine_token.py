@@ -7,13 +7,13 @@ import psutil
 import pytest
 from tiny_model import make_tiny_model
 
-from slime.cluster.run import EngineToken
 from slime.engines.embedded.command import embedded_command
 from slime.engines.router import Balancer
 from slime.engines.server import EngineServer, LaunchPlan
 from slime.utils import http_utils, shm
 from slime.utils.async_utils import run
 from slime.utils.processes import import_environment, thread_environment
+from slime.utils.run_identity import EngineToken
 from slime.wire.control import EngineControl
 
 

@@ -151,7 +151,8 @@ def test_an_external_engine_that_goes_and_returns_is_brought_up_to_date_and_neve
     engine = serve()
     joined: list[str] = []
     server = ExternalServer(discover([f"127.0.0.1:{engine.port}"], model)[0], 30.0)
-    fleet = EngineFleet([server], WatchPolicy(3, 600.0, poll_s=0.02), joined.append)
+    fleet = EngineFleet([server], WatchPolicy(3, 600.0, poll_s=0.02))
+    fleet.keep_current(lambda: None, joined.append)
     fleet.launch()
     assert fleet.wait_ready() == (server.url,) and fleet.is_alive(server.url)
     engine.close()
@@ -167,7 +168,8 @@ def test_an_evicted_external_engine_is_left_running_and_returns(serve, model):
     engine = serve()
     joined: list[str] = []
     server = ExternalServer(discover([f"127.0.0.1:{engine.port}"], model)[0], 30.0)
-    fleet = EngineFleet([server], WatchPolicy(3, 600.0, poll_s=0.02), joined.append)
+    fleet = EngineFleet([server], WatchPolicy(3, 600.0, poll_s=0.02))
+    fleet.keep_current(lambda: None, joined.append)
     fleet.wait_ready()
     fleet.evict(server.url, RuntimeError("wrong version"))
     eventually(lambda: fleet.num_restarts == 1)

@@ -30,7 +30,8 @@ class Fleet:
         self.joined: list[str] = []
         self.servers = [EngineServer(self._plan(folder, i, timeout_s)) for i in range(size)]
         policy = WatchPolicy(limit, 600.0, poll_s=0.02, **policy)
-        self.fleet = EngineFleet(self.servers, policy, self.on_join)
+        self.fleet = EngineFleet(self.servers, policy)
+        self.fleet.keep_current(lambda: None, self.on_join)
         self.fail_join = False
         self.on_join_probe = lambda: None
 
@@ -249,7 +250,7 @@ def test_an_engine_that_fails_its_health_question_is_replaced(make):
 
 def test_an_engine_that_lost_its_weights_is_replaced_by_name(make, caplog):
     fleet = make(probe_interval_s=0.05, probe_timeout_s=5.0)
-    fleet.fleet.expect(lambda: "well")
+    fleet.fleet.keep_current(lambda: "well", fleet.on_join)
     fleet.start()
     old = fleet.servers[0].pid
     time.sleep(0.3)

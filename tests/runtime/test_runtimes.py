@@ -12,7 +12,7 @@ import psutil
 import pytest
 from patience import PATIENCE_S
 
-from slime.runtime.base import CONTROL, Guarded, WorkerDied, WorkerSpec, fetch, gather
+from slime.runtime.base import Guarded, WorkerDied, WorkerSpec, gather
 from slime.runtime.heartbeat import WorkerSilent
 from slime.runtime.local import LocalFuture, LocalRuntime
 from slime.runtime.placement import Slot
@@ -28,6 +28,9 @@ class Target:
 
     def add(self, x):
         return self.base + x
+
+    def numbers(self):
+        return [1, 2, 3]
 
     def pid(self):
         return os.getpid()
@@ -46,7 +49,7 @@ class Target:
         self.event.set()
 
     def total(self, ref):
-        return sum(fetch(ref))
+        return sum(ref.load())
 
     def spin(self, seconds):
         deadline = time.monotonic() + seconds
@@ -100,7 +103,7 @@ def runtime(request, tmp_path_factory):
 
 @pytest.fixture(scope="module", params=[False, True], ids=["apart", "near"])
 def handle(request, runtime):
-    return runtime.spawn(Target, 10, spec=WorkerSpec(f"target-{request.param}", near_driver=request.param))
+    return runtime.spawn(WorkerSpec(f"target-{request.param}", near_driver=request.param), Target, 10)
 
 
 def test_a_file_in_the_working_folder_does_not_shadow_what_a_worker_imports(tmp_path, monkeypatch):
@@ -109,65 +112,74 @@ def test_a_file_in_the_working_folder_does_not_shadow_what_a_worker_imports(tmp_
     prefix = shm.make_prefix()
     runtime = LocalRuntime(tmp_path / "run", prefix)
     try:
-        assert runtime.spawn(Target, 10, spec=WorkerSpec("target")).call("add", 5).result(PATIENCE_S) == 15
+        assert runtime.spawn(WorkerSpec("target"), Target, 10).call(Target.add, 5).result(PATIENCE_S) == 15
     finally:
         runtime.close()
 
 
 def test_a_call_returns_its_value(handle):
-    assert handle.call("add", 5).result(PATIENCE_S) == 15
+    assert handle.call(Target.add, 5).result(PATIENCE_S) == 15
+
+
+def test_arguments_may_be_named(handle):
+    assert handle.call(Target.add, x=5).result(PATIENCE_S) == 15
+
+
+def test_an_object_within_the_object_is_called_like_the_whole(handle):
+    assert handle.part(Target.numbers).call(list.count, 2).result(PATIENCE_S) == 1
+    assert handle.part(Target.numbers).call_control(list.index, 3).result(PATIENCE_S) == 2
 
 
 def test_an_exception_keeps_its_type_and_message(handle):
     with pytest.raises(ValueError, match="--flag 3: too small"):
-        handle.call("fail").result(PATIENCE_S)
+        handle.call(Target.fail).result(PATIENCE_S)
 
 
 def test_the_control_lane_does_not_queue_behind_work(handle):
-    waiting = handle.call("wait")
-    handle.call("wake", lane=CONTROL).result(PATIENCE_S)
+    waiting = handle.call(Target.wait)
+    handle.call_control(Target.wake).result(PATIENCE_S)
     assert waiting.result(PATIENCE_S) == "woken"
 
 
 def test_an_overdue_call_is_a_named_error(runtime):
-    slow = runtime.spawn(Target, 0, spec=WorkerSpec("slow"))
-    assert slow.call("add", 1).result(PATIENCE_S) == 1
+    slow = runtime.spawn(WorkerSpec("slow"), Target, 0)
+    assert slow.call(Target.add, 1).result(PATIENCE_S) == 1
     with pytest.raises(waits.WaitTimeout, match=r"slow\.wait: not done after 0\.2"):
-        slow.call("wait").result(0.2)
+        slow.call(Target.wait).result(0.2)
     slow.kill()
 
 
 def test_references_reach_workers(runtime, handle):
     ref = runtime.put(list(range(100)))
-    assert handle.call("total", ref).result(PATIENCE_S) == 4950
-    runtime.drop(ref)
+    assert handle.call(Target.total, ref).result(PATIENCE_S) == 4950
+    ref.drop()
 
 
 def test_a_dead_worker_fails_its_calls_with_the_cause(runtime):
-    doomed = runtime.spawn(Target, 0, spec=WorkerSpec("doomed"))
-    doomed.call("add", 1).result(PATIENCE_S)
+    doomed = runtime.spawn(WorkerSpec("doomed"), Target, 0)
+    doomed.call(Target.add, 1).result(PATIENCE_S)
     with pytest.raises(WorkerDied, match="doomed"):
-        doomed.call("die").result(PATIENCE_S)
+        doomed.call(Target.die).result(PATIENCE_S)
     with pytest.raises(WorkerDied):
-        doomed.call("add", 1).result(PATIENCE_S)
+        doomed.call(Target.add, 1).result(PATIENCE_S)
 
 
 def test_a_stopped_worker_is_told_and_answers_again_when_it_goes_on(watched, caplog):
-    sleeper = watched.spawn(Target, 10, spec=WorkerSpec("sleeper"))
-    pid = sleeper.call("pid").result(PATIENCE_S)
+    sleeper = watched.spawn(WorkerSpec("sleeper"), Target, 10)
+    pid = sleeper.call(Target.pid).result(PATIENCE_S)
     caplog.clear()
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(
         WorkerSilent,
         match=rf"sleeper \(pid {pid}.*\) has not answered for \d+ s: .*stopped .*--worker-silence",
     ):
-        gather([sleeper.call("add", 1), sleeper.call("wake", lane=CONTROL)], 120)
+        gather([sleeper.call(Target.add, 1), sleeper.call_control(Target.wake)], 120)
     with pytest.raises(WorkerDied):
-        sleeper.call("add", 1).result(PATIENCE_S)
+        sleeper.call(Target.add, 1).result(PATIENCE_S)
     assert f"sleeper (pid {pid}" in caplog.text  # warned of before the limit
     os.kill(pid, signal.SIGCONT)
     waits.until(lambda: "answers again" in caplog.text, "the next heartbeat", 60)
-    assert sleeper.call("add", 1).result(PATIENCE_S) == 11
+    assert sleeper.call(Target.add, 1).result(PATIENCE_S) == 11
 
 
 def test_a_wait_for_something_else_ends_with_a_silent_worker():
@@ -185,24 +197,24 @@ def test_a_wait_for_something_else_ends_with_a_silent_worker():
 
 
 def test_a_long_call_is_no_silence(watched):
-    busy = watched.spawn(Target, 10, spec=WorkerSpec("busy"))
-    assert busy.call("spin", 3 * LIMIT_S).result(PATIENCE_S) == "spun"
+    busy = watched.spawn(WorkerSpec("busy"), Target, 10)
+    assert busy.call(Target.spin, 3 * LIMIT_S).result(PATIENCE_S) == "spun"
 
 
 def test_arguments_that_a_worker_cannot_read_fail_their_call_alone(runtime):
-    worker = runtime.spawn(Target, 10, spec=WorkerSpec("reader"))
-    assert worker.call("add", 1).result(PATIENCE_S) == 11
+    worker = runtime.spawn(WorkerSpec("reader"), Target, 10)
+    assert worker.call(Target.add, 1).result(PATIENCE_S) == 11
     with pytest.raises(Exception, match="unreadable here"):
-        worker.call("add", Unreadable()).result(PATIENCE_S)
-    assert worker.call("add", 1).result(PATIENCE_S) == 11
+        worker.call(Target.add, Unreadable()).result(PATIENCE_S)
+    assert worker.call(Target.add, 1).result(PATIENCE_S) == 11
 
 
 def test_the_first_failure_ends_a_gather_although_others_wait(runtime):
-    blocked = runtime.spawn(Target, 0, spec=WorkerSpec("blocked"))
-    failing = runtime.spawn(Target, 0, spec=WorkerSpec("failing"))
-    waiting = blocked.call("wait")
+    blocked = runtime.spawn(WorkerSpec("blocked"), Target, 0)
+    failing = runtime.spawn(WorkerSpec("failing"), Target, 0)
+    waiting = blocked.call(Target.wait)
     with pytest.raises(ValueError, match="too small"):
-        gather([waiting, failing.call("fail")], 200)
+        gather([waiting, failing.call(Target.fail)], 200)
     assert not waiting.done()
     blocked.kill()
     failing.kill()
@@ -210,15 +222,15 @@ def test_the_first_failure_ends_a_gather_although_others_wait(runtime):
 
 def test_environment_and_slot_reach_the_worker(runtime):
     spec = WorkerSpec("env", slot=Slot(0, (3, 4)), env={"OMP_NUM_THREADS": "1"})
-    worker = runtime.spawn(Target, 0, spec=spec)
-    assert worker.call("env", "OMP_NUM_THREADS").result(PATIENCE_S) == "1"
-    assert worker.call("env", "CUDA_VISIBLE_DEVICES").result(PATIENCE_S) == "3,4"
+    worker = runtime.spawn(spec, Target, 0)
+    assert worker.call(Target.env, "OMP_NUM_THREADS").result(PATIENCE_S) == "1"
+    assert worker.call(Target.env, "CUDA_VISIBLE_DEVICES").result(PATIENCE_S) == "3,4"
 
 
 def test_closing_ends_every_process(tmp_path):
     runtime = LocalRuntime(tmp_path, shm.make_prefix())
     pids = [
-        runtime.spawn(Target, 0, spec=WorkerSpec(f"w{i}")).call("pid").result(PATIENCE_S) for i in range(2)
+        runtime.spawn(WorkerSpec(f"w{i}"), Target, 0).call(Target.pid).result(PATIENCE_S) for i in range(2)
     ]
     runtime.close()
     assert not any(psutil.pid_exists(pid) for pid in pids)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slime.cluster.train_actor import TrainActor, WeightsNotFinite
+from slime.cluster.rank_sender import RankSender, WeightsNotFinite
 from slime.utils.finite import first_non_finite, is_finite
 
 BAD = [float("nan"), float("inf"), float("-inf")]
@@ -43,9 +43,9 @@ def test_integers_empty_tensors_and_eight_bits_are_no_trouble():
 
 
 def test_the_trainer_pushes_no_weights_that_are_no_numbers():
-    actor = TrainActor.__new__(TrainActor)
-    actor._fp8, actor._content = None, "model"
+    sender = RankSender.__new__(RankSender)
+    sender._fp8, sender._content = None, "model"
     bucket = [("model.norm.weight", torch.ones(3)), ("lm_head.weight", torch.tensor([1.0, float("nan")]))]
-    assert actor._as_engines_hold(bucket[:1]) == bucket[:1]
+    assert sender._as_engines_hold(bucket[:1]) == bucket[:1]
     with pytest.raises(WeightsNotFinite, match=r"lm_head\.weight has values that are not finite"):
-        actor._as_engines_hold(bucket)
+        sender._as_engines_hold(bucket)

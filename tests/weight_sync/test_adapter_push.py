@@ -66,9 +66,8 @@ def engines(request, model, tmp_path_factory):
     settings = SimpleNamespace(
         check_weight_update_equal=True, weight_checksum_interval=1, update_weight_timeout_s=60.0
     )
-    weights = EngineWeights(settings, prefix, ((),))
-    fleet = EngineFleet([server], WatchPolicy(8, 3600.0), weights.bring_up_to_date)
-    weights.watch(fleet)
+    fleet = EngineFleet([server], WatchPolicy(8, 3600.0))
+    weights = EngineWeights(settings, prefix, ((),), fleet)
     fleet.launch()
     try:
         fleet.wait_ready()

@@ -15,7 +15,7 @@ from tiny_model import make_tiny_model
 from trainer_helpers import init_process_group, trainer_args
 
 from slime.backends.fsdp import create_backend
-from slime.cluster.train_actor import TrainActor
+from slime.cluster.rank_sender import RankSender
 from slime.engines.embedded.command import embedded_command
 from slime.engines.embedded.runner import ModelRunner
 from slime.engines.embedded.weights import DiskSource, WeightStore
@@ -95,10 +95,10 @@ def engine(model, tmp_path_factory):
 
 def sent_by(backend, model: Path) -> list[list]:
     """The buckets as a trainer rank sends them to engines of that checkpoint."""
-    actor = TrainActor.__new__(TrainActor)
-    actor._backend, actor._content, actor._fp8 = backend, "model", checkpoint_format(model)
-    actor._dither_seed = None
-    return [actor._as_engines_hold(bucket) for bucket in actor._stream(None)]
+    sender = RankSender.__new__(RankSender)
+    sender._backend, sender._content, sender._fp8 = backend, "model", checkpoint_format(model)
+    sender._dither_seed = None
+    return [sender._as_engines_hold(bucket) for bucket in sender._stream(None)]
 
 
 def said(url: str):

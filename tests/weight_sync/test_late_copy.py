@@ -141,10 +141,9 @@ def member(monkeypatch):
     args = SimpleNamespace(
         check_weight_update_equal=False, weight_checksum_interval=None, update_weight_timeout_s=60.0
     )
-    weights = EngineWeights(args, "slime-x", ((),))
+    fleet = EngineFleet([server], WatchPolicy(3, 600.0, poll_s=0.02))
+    weights = EngineWeights(args, "slime-x", ((),), fleet)
     weights._num_pushes = 1  # the deep comparison of the first push is not the subject
-    fleet = EngineFleet([server], WatchPolicy(3, 600.0, poll_s=0.02), weights.bring_up_to_date)
-    weights.watch(fleet)
     yield fleet, weights, server
     fleet.stop()
 

@@ -58,11 +58,8 @@ def served(models, tmp_path_factory):
     args = SimpleNamespace(
         check_weight_update_equal=False, weight_checksum_interval=1, update_weight_timeout_s=DEADLINE_S
     )
-    weights = EngineWeights(args, prefix, ((), ()))
-    fleet = EngineFleet(
-        [EngineServer(plan) for plan in plans], WatchPolicy(8, 3600.0), weights.bring_up_to_date
-    )
-    weights.watch(fleet)
+    fleet = EngineFleet([EngineServer(plan) for plan in plans], WatchPolicy(8, 3600.0))
+    weights = EngineWeights(args, prefix, ((), ()), fleet)
     fleet.launch()
     try:
         fleet.wait_ready()

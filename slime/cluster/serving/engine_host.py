@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable
 
 from slime.engines.server import EngineServer, LaunchPlan, MachineLost, Serving
-from slime.runtime.base import CONTROL, Future, Handle, Runtime, WorkerDied, WorkerSpec
+from slime.runtime.base import Future, Handle, Runtime, WorkerDied, WorkerSpec
 from slime.utils import http_utils, waits
 from slime.utils.vital_signs import Signs
 from slime.wire.protocol import EngineInfo
@@ -21,15 +21,13 @@ _SIGNS_DEADLINE_S = 5.0
 
 
 class HostedEngine:
-    """Stands in a fleet for an engine. `own`: places an owner for the given
-    port (0: any); asked again when one is lost.
-    """
+    """Stands in a fleet for an engine. `own`: places an owner for the given port (0: any), again when one is lost."""
 
-    def __init__(self, plan: LaunchPlan, own: Callable[[int], Handle]):
+    def __init__(self, plan: LaunchPlan, own: Callable[[int], Handle[EngineServer]]):
         self.plan, self._own = plan, own
         self._owner = own(0)  # now, so that all come up beside each other
-        self._ready: Future | None = None
-        self._end: Future | None = None  # done when the process is, or its owner
+        self._ready: Future[Serving] | None = None
+        self._end: Future[str] | None = None  # done when the process is, or its owner
         self._serving = Serving(plan.host, 0)
 
     @property
@@ -54,13 +52,16 @@ class HostedEngine:
             self._owner.kill()  # one that only keeps silent still has the engine, and its port
             self._owner = self._own(self._serving.port)
         try:
-            self._owner.call("launch").result(_ANSWER_DEADLINE_S)
+            self._owner.call(EngineServer.launch).result(_ANSWER_DEADLINE_S)
         except WorkerDied as error:
             raise MachineLost(
                 f"the machine of {self.plan.name} ({self.plan.host}) is lost: {error}"
             ) from error
         # In the order of the lane: the second begins when the first has ended.
-        self._ready, self._end = self._owner.call("wait_serving"), self._owner.call("wait_end")
+        self._ready, self._end = (
+            self._owner.call(EngineServer.wait_serving),
+            self._owner.call(EngineServer.wait_end),
+        )
 
     def wait_ready(self) -> str:
         assert self._ready is not None, "wait_ready before launch"
@@ -73,7 +74,7 @@ class HostedEngine:
 
     def signs(self) -> Signs | None:
         try:
-            return self._owner.call("signs", lane=CONTROL).result(_SIGNS_DEADLINE_S)
+            return self._owner.call_control(EngineServer.signs).result(_SIGNS_DEADLINE_S)
         except (WorkerDied, waits.WaitTimeout):
             return None
 
@@ -87,23 +88,23 @@ class HostedEngine:
 
     def _owner_is_lost(self) -> bool:
         try:
-            self._owner.call("is_there", lane=CONTROL).result(_ANSWER_DEADLINE_S)
+            self._owner.call_control(EngineServer.is_there).result(_ANSWER_DEADLINE_S)
         except WorkerDied:
             return True
         return False
 
     def kill(self) -> None:
         with contextlib.suppress(WorkerDied):
-            self._owner.call("kill", lane=CONTROL).result(_ANSWER_DEADLINE_S)
+            self._owner.call_control(EngineServer.kill).result(_ANSWER_DEADLINE_S)
             if self._end is not None:
                 self._end.result(_ANSWER_DEADLINE_S)
 
     def stop(self) -> None:
         with contextlib.suppress(WorkerDied, waits.WaitTimeout):
-            self._owner.call("stop", lane=CONTROL).result(_ANSWER_DEADLINE_S)
+            self._owner.call_control(EngineServer.stop).result(_ANSWER_DEADLINE_S)
         self._owner.kill()
 
 
 def host_engine(runtime: Runtime, plan: LaunchPlan, spec: WorkerSpec) -> HostedEngine:
     """An engine whose owner the runtime places as `spec` says."""
-    return HostedEngine(plan, lambda port: runtime.spawn(EngineServer, plan, port, spec=spec))
+    return HostedEngine(plan, lambda port: runtime.spawn(spec, EngineServer, plan, port))

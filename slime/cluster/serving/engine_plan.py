@@ -8,13 +8,13 @@ from collections.abc import Sequence
 
 from slime.arguments import Args
 from slime.catalog.engines import ENGINES, EngineKind
-from slime.cluster.run import Run
 from slime.engines.server import Command, LaunchPlan
 from slime.engines.sglang.router import router_command
 from slime.engines.topology import EnginePlace, EngineSite, place_engines
 from slime.runtime.placement import Slot
 from slime.utils.misc import load_function
 from slime.utils.processes import import_environment, thread_environment
+from slime.utils.run_identity import Run
 from slime.weight_sync.fp8 import served_config
 
 

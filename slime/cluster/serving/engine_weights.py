@@ -1,8 +1,8 @@
-"""What weights the engines hold, and how they come to the next
-version: paused, given it, asked, and let go on.
+"""What engines of the policy hold: which version of the weights, and which parts of their memory.
 
-Lives in the rollout stage. `receive` takes a parcel that engines fetch. A live push is `begin_live`, what the
-trainer sends, `finish_live`, and then `receive` again with the copy for those that failed or come late.
+They come to the next version paused, given it, asked, and let go on. `receive` takes a parcel that engines
+fetch. A live push is `begin_live`, what the trainer sends, `finish_live`, and then `receive` again with the
+copy for those that failed or come late.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from slime.arguments import Args
 from slime.catalog.transports import TRANSPORTS
@@ -23,15 +24,18 @@ from slime.utils.http_utils import HttpError
 from slime.weight_sync import LiveReport, Parcel, Target, transport_of
 from slime.weight_sync.base import check_receipt
 from slime.weight_sync.verify import check_replicas
-from slime.wire.control import EngineControl
+from slime.wire.control import EngineControl, Tag
 from slime.wire.protocol import EngineInfo
 
+R = TypeVar("R")
 logger = logging.getLogger(__name__)
 
 _FLUSH_ATTEMPTS, _FLUSH_PAUSE_S = (
     40,
     0.25,
 )  # aborted requests leave the engine a moment after they are told to
+
+Act = Callable[[str, EngineInfo], Coroutine[Any, Any, None]]  # on the engine with that address
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,20 +48,22 @@ class Member:
 
 
 class EngineWeights:
-    """One push at a time; membership of the fleet does not change within one."""
+    """One push at a time; membership of the fleet does not change within one. `gpu_ids`: of each engine's ranks."""
 
-    def __init__(self, args: Args, shm_prefix: str, gpu_ids: tuple[tuple[int, ...], ...]):
-        self._args, self._shm_prefix, self._gpu_ids = args, shm_prefix, gpu_ids
-        self._fleet: EngineFleet | None = None  # set by `watch`
+    def __init__(self, args: Args, shm_prefix: str, gpu_ids: tuple[tuple[int, ...], ...], fleet: EngineFleet):
+        self._args, self._shm_prefix, self._gpu_ids, self._fleet = args, shm_prefix, gpu_ids, fleet
         self._members: dict[str, Member] = {}
+        self._released: frozenset[Tag] = frozenset()  # parts of their memory that engines hold no more
         self._live: contextlib.ExitStack | None = None  # holds the membership during a live push
         self._current: set[str] = set()  # engines that a live push has brought to its version
         self._num_pushes = 0
         self.parcel: Parcel | None = None  # what an engine that joins now must take
+        fleet.keep_current(lambda: self.version, self.bring_up_to_date)
 
-    def watch(self, fleet: EngineFleet) -> None:
-        self._fleet = fleet
-        fleet.expect(lambda: self.parcel.version if self.parcel is not None else None)
+    @property
+    def version(self) -> str | None:
+        """What the engines were last brought to; None: nothing was pushed yet."""
+        return self.parcel.version if self.parcel is not None else None
 
     def info(self, url: str) -> EngineInfo:
         """Asked once per life of an engine."""
@@ -72,7 +78,7 @@ class EngineWeights:
     def _control(self, url: str) -> EngineControl:
         return EngineControl(url, self._args.update_weight_timeout_s)
 
-    # ---- a parcel ------------------------------------------------------------------------------------------
+    # -- a parcel
 
     def receive(self, parcel: Parcel) -> dict[str, float]:
         """Brings every engine to the parcel's version; after a live push, those that it did not reach.
@@ -98,11 +104,13 @@ class EngineWeights:
         }
 
     def bring_up_to_date(self, url: str) -> None:
-        """For an engine that was started again."""
+        """An engine that was started again gets the weights, and gives away the memory, that the others did."""
         if self.parcel is not None:
             run(self._take(self.parcel)(url, self.info(url)))
+        if self._released:
+            run(EngineControl(url).release(self._released))
 
-    def _take(self, parcel: Parcel) -> Callable[[str, EngineInfo], Awaitable[None]]:
+    def _take(self, parcel: Parcel) -> Act:
         async def take(url: str, info: EngineInfo) -> None:
             control, transport = self._control(url), transport_of(parcel.transport)
             await transport.prepare(parcel, control)
@@ -123,7 +131,7 @@ class EngineWeights:
                 f"engine {url} differs from the trainer in {len(different)} tensors: {different[:8]}"
             )
 
-    # ---- a live push ---------------------------------------------------------------------------------------
+    # -- a live push
 
     def begin_live(self) -> tuple[Target, ...]:
         """Pauses the engines and opens an update on each; returns those that wait for the trainer."""
@@ -167,12 +175,24 @@ class EngineWeights:
             "perf/engines_evicted": failures,
         }
 
-    # ---- verification --------------------------------------------------------------------------------------
+    # -- memory
+
+    def release(self, tags: frozenset[Tag]) -> None:
+        with self._fleet.frozen() as urls:
+            run(_all(EngineControl(url).release(tags) for url in urls))
+            self._released |= tags
+            self._fleet.asleep = True
+
+    def restore(self, tags: frozenset[Tag]) -> None:
+        with self._fleet.frozen() as urls:
+            run(_all(EngineControl(url).restore(tags) for url in urls))
+            self._released -= tags
+            self._fleet.asleep = bool(self._released)
+
+    # -- verification
 
     def _check_deeply(self, parcel: Parcel, urls: list[str]) -> int:
-        """Engines' own checksums, over all of them; on the first push also against
-        a load from files. Evicts whom it finds.
-        """
+        """Compares the engines' own checksums; on the first push also with a load from files. Evicts who differs."""
         first, interval = self._num_pushes == 0, self._args.weight_checksum_interval
         if not urls or not (first or (interval and self._num_pushes % interval == 0)):
             return 0
@@ -193,7 +213,7 @@ class EngineWeights:
             failures += self._on_each([reference], self._compare_paused(parcel))
         return failures
 
-    def _compare_paused(self, parcel: Parcel) -> Callable[[str, EngineInfo], Awaitable[None]]:
+    def _compare_paused(self, parcel: Parcel) -> Act:
         async def compare(url: str, info: EngineInfo) -> None:
             control = self._control(url)
             await _pause(control, info, keep=TRANSPORTS[parcel.transport].keeps_requests)
@@ -202,13 +222,11 @@ class EngineWeights:
 
         return compare
 
-    # ---- all engines ---------------------------------------------------------------------------------------
+    # -- all engines
 
     @contextlib.contextmanager
-    def _membership(self):
-        """The engines that are alive; nobody joins meanwhile. Goes on with
-        the freeze of a live push, if there is one.
-        """
+    def _membership(self) -> Iterator[list[str]]:
+        """The engines that are alive; nobody joins meanwhile. Goes on with the freeze of a live push, if there is one."""
         if self._live is None:
             with self._fleet.frozen() as urls:
                 yield urls
@@ -219,7 +237,7 @@ class EngineWeights:
             live, self._live = self._live, None
             live.close()
 
-    def _on_each(self, urls: list[str], act: Callable[[str, EngineInfo], Awaitable[None]]) -> int:
+    def _on_each(self, urls: list[str], act: Act) -> int:
         """Acts on all at once; who fails is evicted. Returns how many did."""
 
         async def guarded(url: str) -> None:
@@ -234,10 +252,10 @@ class EngineWeights:
                 failures[url] = error
         outcomes = run(_gather([guarded(url) for url in infos]))
         failures |= {u: o for u, o in zip(infos, outcomes, strict=True) if isinstance(o, Exception)}
-        for url, error in failures.items():
-            if isinstance(error, RunStopped):
-                raise error  # not the engine's fault, and a new one would meet it too
-            self._fleet.evict(url, error)
+        for url, cause in failures.items():
+            if isinstance(cause, RunStopped):
+                raise cause  # not the engine's fault, and a new one would meet it too
+            self._fleet.evict(url, cause)
         return len(failures)
 
 
@@ -258,5 +276,10 @@ async def _pause(control: EngineControl, info: EngineInfo, *, keep: bool = True)
             await asyncio.sleep(_FLUSH_PAUSE_S)
 
 
-async def _gather(tasks: list) -> list:
+async def _gather(tasks: Iterable[Coroutine[Any, Any, R]]) -> list[R | BaseException]:
+    """Every answer, or what it raised."""
     return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _all(tasks: Iterable[Coroutine[Any, Any, object]]) -> None:
+    await asyncio.gather(*tasks)

@@ -1,13 +1,12 @@
-"""One address before engines: the engine itself where there is one,
-the built-in balancer, or SGLang's router.
-"""
+"""One address before engines: the engine itself where there is one, the built-in balancer, or SGLang's router."""
 
 from __future__ import annotations
 
+import concurrent.futures
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from slime.arguments import Args, RunInfo, plugin_args
-from slime.cluster.run import Run
 from slime.cluster.serving.engine_plan import plan_router_process
 from slime.engines.fleet import Rotation, Server
 from slime.engines.router import Balancer
@@ -16,72 +15,75 @@ from slime.engines.topology import RouterPlan
 from slime.utils.async_utils import run
 from slime.utils.http_utils import token_of
 from slime.utils.misc import load_function
+from slime.utils.run_identity import LOOPBACK, Run
 
 
+@dataclass(frozen=True, slots=True)
 class Front:
-    """`name`: of the router's log. `rotation` hears who leaves and
-    returns; None: a single engine needs no telling.
-    """
+    """`port`: where requests go. Neither router nor balancer: to the single engine itself."""
 
-    def __init__(self, args: Args, plan: RouterPlan, servers: Sequence[Server], name: str):
-        self._args, self._plan, self.servers, self._name = args, plan, tuple(servers), name
-        self._balancer: Balancer | None = None
-        self._router: SGLangRouter | None = None
+    servers: tuple[Server, ...]
+    port: int
+    router: SGLangRouter | None = None
+    balancer: Balancer | None = None
 
     @property
     def rotation(self) -> Rotation | None:
-        return self._router or self._balancer
+        """Hears which engines leave and return; None: a single engine needs no telling."""
+        return self.router or self.balancer
 
     @property
-    def failures(self) -> list:
+    def failures(self) -> list[concurrent.futures.Future[None]]:
         """Futures of which any ends the run."""
-        return [self._router.failure] if self._router is not None else []
-
-    def start(self, run_: Run, port: int | None) -> int:
-        """Returns the port that requests go to."""
-        args, servers = self._args, self.servers
-        if self._plan.kind == "sglang" or any(server.plan.worker_type != "regular" for server in servers):
-            words = (*self._plan.words, *args.router_options)
-            self._router = SGLangRouter(plan_router_process(args, run_, self._name, words), port=port or 0)
-            for server in servers:
-                self._router.enroll(server)
-            return self._router.start()
-        asked = port is not None or args.router_middleware_paths
-        # An engine that asks for a token cannot be asked directly by
-        # code that has none: the balancer adds it.
-        here = servers[0].url.startswith("http://127.0.0.1:") and token_of(servers[0].url) is None
-        if len(servers) == 1 and not asked and here:
-            return int(servers[0].url.rpartition(":")[2])
-        seen = plugin_args(args, RunInfo(run_.run_id, str(run_.run_dir)))
-        self._balancer = Balancer(
-            [server.url for server in servers],
-            no_engine_timeout_s=args.no_engine_timeout_s,
-            middlewares=[load_function(path)(seen) for path in args.router_middleware_paths],
-        )
-        return run(self._balancer.start(port=port or 0))
+        return [self.router.failure] if self.router is not None else []
 
     def close(self) -> None:
-        if self._router is not None:
-            self._router.stop()
+        if self.router is not None:
+            self.router.stop()
 
     def close_last(self) -> None:
         """After the engines: the balancer holds requests that they still answer."""
-        if self._balancer is not None:
-            run(self._balancer.stop())
+        if self.balancer is not None:
+            run(self.balancer.stop())
+
+
+def open_front(
+    args: Args, run_: Run, plan: RouterPlan, servers: Sequence[Server], name: str, port: int | None
+) -> Front:
+    """Before engines that serve. `name`: of the router's log. `port`: the one that was asked for."""
+    servers = tuple(servers)
+    if plan.kind == "sglang" or any(server.plan.worker_type != "regular" for server in servers):
+        words = (*plan.words, *args.router_options)
+        router = SGLangRouter(plan_router_process(args, run_, name, words), port=port or 0)
+        for server in servers:
+            router.enroll(server)
+        return Front(servers, router.start(), router=router)
+    asked = port is not None or args.router_middleware_paths
+    # An engine that asks for a token cannot be asked directly by code that has none: the balancer adds it.
+    here = servers[0].url.startswith(f"http://{LOOPBACK}:") and token_of(servers[0].url) is None
+    if len(servers) == 1 and not asked and here:
+        return Front(servers, int(servers[0].url.rpartition(":")[2]))
+    seen = plugin_args(args, RunInfo(run_.run_id, str(run_.run_dir)))
+    balancer = Balancer(
+        [server.url for server in servers],
+        no_engine_timeout_s=args.no_engine_timeout_s,
+        middlewares=[load_function(path)(seen) for path in args.router_middleware_paths],
+    )
+    return Front(servers, run(balancer.start(port=port or 0)), balancer=balancer)
 
 
 class Rotations:
-    """Several fronts before one fleet: each hears of its own engines, from its start on."""
+    """Several fronts before one fleet: each hears of its own engines."""
 
     def __init__(self, fronts: Sequence[Front]):
-        self._front_of = {server.url: front for front in fronts for server in front.servers}
+        self._rotation_of = {server.url: front.rotation for front in fronts for server in front.servers}
 
     def add(self, server: Server) -> None:
-        rotation = self._front_of[server.url].rotation
+        rotation = self._rotation_of[server.url]
         if rotation is not None:
             rotation.add(server)
 
     def remove(self, url: str) -> None:
-        rotation = self._front_of[url].rotation
+        rotation = self._rotation_of[url]
         if rotation is not None:
             rotation.remove(url)

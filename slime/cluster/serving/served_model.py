@@ -2,65 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import concurrent.futures
+from collections.abc import Sequence
 
 from slime.arguments import Args
 from slime.arguments.groups.topology import ServedModel
-from slime.cluster.run import Run
 from slime.cluster.serving.engine_host import host_engine
 from slime.cluster.serving.engine_plan import plan_engines
-from slime.cluster.serving.front import Front, Rotations
+from slime.cluster.serving.front import Front, Rotations, open_front
 from slime.engines.external import ExternalServer, discover, read_address
 from slime.engines.fleet import EngineFleet, Server, WatchPolicy
 from slime.engines.topology import place_engines, plan_router
 from slime.runtime.base import Runtime, WorkerSpec
 from slime.runtime.placement import Placement, Slot
+from slime.utils.run_identity import Run
 
 
 class ModelService:
-    """Engines of one model and what stands before them. `on_join`: brings an
-    engine that was started again up to date.
+    """Engines of one model, and what stands before them once they serve.
 
     `num_reserved`: the last so many engines are in the fleet, and behind an address of their own.
     """
 
-    def __init__(
-        self,
-        args: Args,
-        model: ServedModel,
-        servers: Sequence[Server],
-        on_join: Callable[[str], None],
-        num_reserved: int = 0,
-    ):
-        self.model = model
-        self.fleet = EngineFleet(servers, _watch_policy(args), on_join)
-        plan = plan_router(model, args.rollout_router)
-        name = "router" if model is args.engine_topology.policy else f"{model.name}-router"
-        shared, reserved = servers[: len(servers) - num_reserved], servers[len(servers) - num_reserved :]
-        self._front = Front(args, plan, shared, name)
-        self._reserved = Front(args, plan, reserved, f"reserved-{name}") if reserved else None
+    def __init__(self, args: Args, model: ServedModel, servers: Sequence[Server], num_reserved: int = 0):
+        self._args, self.model = args, model
+        self.fleet = EngineFleet(servers, _watch_policy(args))
+        num_shared = len(servers) - num_reserved
+        self._shared, self._reserved = servers[:num_shared], servers[num_shared:]
+        self._fronts: list[Front] = []
 
     @property
-    def _fronts(self) -> list[Front]:
-        return [self._front, *([self._reserved] if self._reserved is not None else [])]
-
-    @property
-    def failures(self) -> list:
+    def failures(self) -> list[concurrent.futures.Future[None]]:
         """Futures of which any ends the run."""
         return [self.fleet.failure, *(failure for front in self._fronts for failure in front.failures)]
 
     @property
     def urls(self) -> tuple[str, ...]:
         """Of the engines that are not reserved."""
-        return tuple(server.url for server in self._front.servers)
+        return tuple(server.url for server in self._shared)
 
     def start_routers(self, run_: Run, port: int | None) -> tuple[int, int | None]:
-        """What requests go to: the port, and that of the reserved
-        engines. `port`: the one that was asked for.
-        """
+        """Where requests go: the port, and that of the reserved engines. `port`: the one that was asked for."""
+        args = self._args
+        plan = plan_router(self.model, args.rollout_router)
+        name = "router" if self.model is args.engine_topology.policy else f"{self.model.name}-router"
+        self._fronts = [open_front(args, run_, plan, self._shared, name, port)]
+        if self._reserved:
+            self._fronts.append(open_front(args, run_, plan, self._reserved, f"reserved-{name}", None))
         self.fleet.follow(Rotations(self._fronts))
-        first = self._front.start(run_, port)
-        return first, self._reserved.start(run_, None) if self._reserved is not None else None
+        return self._fronts[0].port, self._fronts[1].port if self._reserved else None
 
     def close(self) -> None:
         for front in self._fronts:
@@ -115,9 +105,7 @@ def ranks_on_engines(args: Args, placement: Placement) -> tuple[tuple[int, ...],
 
 
 def trains_on_every_gpu(args: Args, placement: Placement) -> bool:
-    """Whether each GPU of an engine that gets weights has a trainer rank on
-    it, which can hand them over in its memory.
-    """
+    """Whether each GPU of an engine that gets weights has a trainer rank on it, to hand them over in its memory."""
     training = {gpu for slot in placement.trainer for gpu in slot.gpus}
     return all(training.issuperset(slot.gpus) for slot in _policy_slots(args, placement.engines))
 

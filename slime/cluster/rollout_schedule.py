@@ -10,7 +10,7 @@ from slime.utils.misc import should_run_periodic_action
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class RolloutSchedule:
     """Iterates over rollout ids. `num_rollout_per_epoch` None: the data has no epochs."""
 
     args: Args

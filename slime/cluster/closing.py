@@ -1,0 +1,40 @@
+"""How a run ends: every part is closed, and nothing that goes wrong on the way out is kept quiet."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import TracebackType
+
+logger = logging.getLogger(__name__)
+
+
+class Closing:
+    """A context that takes all its steps at the end, the last added first, whatever the one before raised.
+
+    The first failure is that of the run, unless it has a cause already: then all are told in the log.
+    """
+
+    def __init__(self) -> None:
+        self._steps: list[Callable[[], object]] = []
+
+    def add(self, step: Callable[[], object]) -> None:
+        self._steps.append(step)
+
+    def __enter__(self) -> Closing:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, cause: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        failures: list[Exception] = []
+        for step in reversed(self._steps):
+            try:
+                step()
+            except Exception as failure:  # told below
+                failures.append(failure)
+        told = failures if cause is not None else failures[1:]
+        for other in told:
+            logger.warning("while the run ended: %s: %s", type(other).__name__, other)
+        if cause is None and failures:
+            raise failures[0]

@@ -1,0 +1,129 @@
+"""Writes the checkpoints of a run. Each is one transaction, which the ranks may finish in the background."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from slime.cluster.checkpoint import ROLLOUT, StagedCheckpoint, discard_staged, stage_checkpoint
+from slime.cluster.in_flight import write_in_flight
+from slime.cluster.rollout_manager import Generated, RolloutManager
+from slime.cluster.save_folder import naming_disk_errors
+from slime.cluster.train_actor import TrainActor
+from slime.cluster.train_group import Ranks
+from slime.runtime.base import Future, Handle
+from slime.utils.checksums import FileRecord
+from slime.utils.plain_files import save_plain
+from slime.utils.step_folders import Manifest, step_path
+
+logger = logging.getLogger(__name__)
+
+
+class Saver:
+    """`folder`: of --save. `save_hf`: the template of --save-hf. `keep_last`: older checkpoints go; None: all stay."""
+
+    def __init__(
+        self,
+        folder: Path,
+        save_hf: str | None,
+        keep_last: int | None,
+        ranks: Ranks[TrainActor],
+        rollout: Handle[RolloutManager],
+    ):
+        self._folder, self._save_hf, self._keep_last = folder, save_hf, keep_last
+        self._ranks, self._rollout = ranks, rollout
+        self._staged: StagedCheckpoint | None = None  # written by the ranks, not yet complete
+        self._needed_bytes = 0  # what the last one took
+
+    def save(
+        self,
+        manifest: Manifest,
+        cursor: dict[str, Any] | None,
+        in_flight: Future[Generated] | None,
+        *,
+        wait: bool,
+    ) -> float:
+        """One transaction: the cursor of the batch that was trained, and the next batch where one is in flight.
+
+        The trainer's part is written first, while that batch is being made. `wait` False: ranks may go on writing
+        after this returns. Returns the seconds it took, without the wait for generation.
+        """
+        started = time.monotonic()
+        self.finish(wait=True)
+        rollout_id = manifest.rollout_id
+        with self._naming_disk_errors(rollout_id):
+            self._staged = staged = stage_checkpoint(
+                self._folder,
+                manifest,
+                lambda path: self._ranks.call(TrainActor.save, path),
+                self._needed_bytes,
+            )
+            save_plain(cursor, staged.staging / ROLLOUT)
+            waiting = time.monotonic()
+            write_in_flight(staged.staging, rollout_id + 1, in_flight)
+            started += time.monotonic() - waiting  # the loop would wait for that batch anyway
+            if cursor is None:
+                self._rollout.call_control(RolloutManager.save_data_source, rollout_id).result()
+            self._save_hf_inside(staged)
+        self.finish(wait=wait)
+        self._save_hf_beside(rollout_id)
+        return time.monotonic() - started
+
+    def finish(self, *, wait: bool) -> None:
+        """Completes the checkpoint that ranks write in the background, if they are done (or as soon as they are)."""
+        staged = self._staged
+        if staged is None:
+            return
+        with self._naming_disk_errors(staged.rollout_id):
+            written = self._ranks.call(TrainActor.finish_save, wait=wait)
+            files: dict[str, FileRecord] = {}
+            for of_rank in written:
+                if of_rank is None:
+                    return
+                files |= of_rank
+            checkpoint = staged.complete(files, self._keep_last)
+        self._staged = None
+        self._needed_bytes = sum(record.num_bytes for record in (checkpoint.manifest.files or {}).values())
+
+    def tell_of_loss(self) -> None:
+        """A run that fails leaves the checkpoint that is being written incomplete."""
+        if self._staged is not None:
+            logger.warning(
+                "the checkpoint of rollout %d was not complete when the run ended", self._staged.rollout_id
+            )
+
+    def _save_hf_inside(self, staged: StagedCheckpoint) -> None:
+        """A Hugging Face folder whose place is in the checkpoint's own is part of the transaction."""
+        path, final = self._hf_path(staged.rollout_id), staged.final.resolve()
+        if path is not None and path.is_relative_to(final):
+            self._ranks.call(TrainActor.save_hf, staged.staging.resolve() / path.relative_to(final))
+
+    def _save_hf_beside(self, rollout_id: int) -> None:
+        """Elsewhere it is written after the checkpoint, which stays whatever becomes of it."""
+        path = self._hf_path(rollout_id)
+        if path is None or path.is_relative_to(step_path(self._folder, rollout_id).resolve()):
+            return
+        try:
+            with naming_disk_errors("--save-hf", path.parent, rollout_id):
+                self._ranks.call(TrainActor.save_hf, path)
+        except Exception:
+            self.finish(wait=True)
+            raise
+
+    def _hf_path(self, rollout_id: int) -> Path | None:
+        return Path(self._save_hf.format(rollout_id=rollout_id)).resolve() if self._save_hf else None
+
+    @contextlib.contextmanager
+    def _naming_disk_errors(self, rollout_id: int) -> Iterator[None]:
+        """A checkpoint that cannot be written is told with the disk's reason, and gives its room back."""
+        try:
+            with naming_disk_errors("--save", self._folder, rollout_id):
+                yield
+        except Exception:
+            discard_staged(self._folder)
+            self._staged = None
+            raise

@@ -1,0 +1,147 @@
+"""All models that a run serves: the policy, whose engines get the trainer's weights, and frozen ones beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from slime.arguments import Args, RunInfo
+from slime.arguments.run_info import EVALUATION_ENGINES
+from slime.cluster.serving.engine_weights import EngineWeights
+from slime.cluster.serving.served_model import ModelService, make_servers, ranks_on_engines
+from slime.runtime.base import Runtime, in_background
+from slime.runtime.placement import Placement
+from slime.utils.async_utils import run
+from slime.utils.processing_utils import load_tokenizer
+from slime.utils.run_identity import LOOPBACK, Run
+from slime.wire.control import EngineControl
+from slime.wire.protocol import EngineInfo
+
+R = TypeVar("R")
+
+
+class EnginePlane:
+    """Engines start when this is made; `connect` waits for them."""
+
+    def __init__(self, args: Args, run_: Run, placement: Placement, runtime: Runtime):
+        self._args, self._run = args, run_
+        policy, servers = args.engine_topology.policy, make_servers(args, run_, placement.engines, runtime)
+        engines = servers.pop(policy.name, [])
+        reserved = args.eval_num_engines if engines else 0
+        self._policy = ModelService(args, policy, engines, reserved)
+        self._fleet = self._policy.fleet
+        self.weights = EngineWeights(args, run_.shm_prefix, ranks_on_engines(args, placement), self._fleet)
+        models = {model.name: model for model in args.engine_topology.models}
+        # With the weights they were loaded with: teachers, reward models.
+        self._frozen = [ModelService(args, models[name], found) for name, found in servers.items()]
+        for service in self._services:
+            service.fleet.launch()
+
+    @property
+    def _services(self) -> list[ModelService]:
+        return [self._policy, *self._frozen]
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Of all engines of the policy; empty: the run has none."""
+        return self._fleet.urls
+
+    def connect(self, info: RunInfo) -> RunInfo:
+        """Waits for every engine; returns the facts of the run with their addresses and what all of them can take."""
+        if not self.urls:
+            return info
+        # Now, while the engines start: the default rollout needs it, and a folder that is no model is told at once.
+        load_tokenizer(self._args.hf_checkpoint)
+        self._fleet.wait_ready()
+        infos = [self.weights.info(url) for url in self.urls]
+        port, evaluation_port = self._policy.start_routers(self._run, self._args.sglang_router_port)
+        routers = {self._policy.model.name: port}
+        if evaluation_port is not None:
+            routers[EVALUATION_ENGINES] = evaluation_port
+        for service in self._frozen:
+            service.fleet.wait_ready()
+            routers[service.model.name] = service.start_routers(self._run, None)[0]
+        return _with_model_facts(
+            replace(
+                info,
+                router_ip=LOOPBACK,
+                router_port=port,
+                model_routers={name: (LOOPBACK, port) for name, port in routers.items()},
+                engine_urls=self._policy.urls,
+                num_engines=len(self._policy.urls),
+            ),
+            self._args.hf_checkpoint,
+            infos,
+        )
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """Ways to bring weights in that every engine of the policy offers."""
+        offered = [set(server.transports(self.weights.info(server.url))) for server in self._fleet.servers]
+        return tuple(set.intersection(*offered)) if offered else ()
+
+    def guard(self, work: Callable[[], R]) -> R:
+        """Runs rollout code, but ends at once with the cause when the engines are given up."""
+        future = in_background(work, "rollout")
+        failures = [failure for service in self._services for failure in service.failures]
+        awaited: list[concurrent.futures.Future[Any]] = [future, *failures]
+        done, _ = concurrent.futures.wait(awaited, return_when=concurrent.futures.FIRST_COMPLETED)
+        for failure in failures:
+            if failure in done:
+                failure.result()
+        return future.result()
+
+    def forward_seconds(self) -> float:
+        """The time that the busiest engine has spent in forward passes; 0 where engines do not count it.
+
+        It begins anew with an engine that is started again.
+        """
+        counts = self._ask_each(EngineControl.forward_seconds)
+        return max((count for count in counts if isinstance(count, float)), default=0.0)
+
+    def requests_of_others(self) -> tuple[int, str | None] | None:
+        """How many requests changed the sampling and came by another client than slime's, and in what; None: none."""
+        answers = self._ask_each(EngineControl.bent_by_others)
+        found = [answer for answer in answers if isinstance(answer, tuple) and answer[0]]
+        return (sum(count for count, _ in found), found[0][1]) if found else None
+
+    def _ask_each(
+        self, question: Callable[[EngineControl], Coroutine[Any, Any, R]]
+    ) -> list[R | BaseException]:
+        async def ask(urls: list[str]) -> list[R | BaseException]:
+            questions = [question(EngineControl(url)) for url in urls]
+            return await asyncio.gather(*questions, return_exceptions=True)
+
+        with self._fleet.frozen() as urls:
+            return run(ask(urls))
+
+    def close(self) -> None:
+        for service in self._services:
+            service.close()
+
+
+def _with_model_facts(info: RunInfo, hf_checkpoint: str | None, infos: list[EngineInfo]) -> RunInfo:
+    """Sizes that every engine can take; what an engine does not say about itself follows from the model's config."""
+    config = _text_config(hf_checkpoint)
+    return replace(
+        info,
+        vocab_size=min(engine.vocab_size or config.vocab_size for engine in infos),
+        max_context_len=min(engine.context_len or config.max_position_embeddings for engine in infos),
+        num_layers=getattr(config, "num_hidden_layers", None),
+        moe_router_topk=getattr(config, "num_experts_per_tok", None),
+    )
+
+
+def _text_config(hf_checkpoint: str | None) -> Any:
+    # Heavy import, and some runs have no engines.
+    from transformers import AutoConfig, PretrainedConfig
+
+    try:
+        return AutoConfig.from_pretrained(hf_checkpoint).get_text_config()
+    except ValueError:
+        # A model type that engine and trainer know and transformers does not (MiMo):
+        # its sizes stand in the file all the same.
+        return PretrainedConfig.from_pretrained(hf_checkpoint).get_text_config()

@@ -1,0 +1,232 @@
+"""Brings a run up, in the order in which its parts need each other, and takes it down again."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from slime.arguments import Args, explain_batch
+from slime.catalog.transports import TRANSPORTS
+from slime.cluster.checkpoint import resolve_load, rollout_state
+from slime.cluster.closing import Closing
+from slime.cluster.cluster import Cluster
+from slime.cluster.in_flight import read_in_flight, tell_differences
+from slime.cluster.model_checks import check_models
+from slime.cluster.residency import Residency
+from slime.cluster.rollout_manager import Generated, RolloutFacts, RolloutProcess
+from slime.cluster.rollout_schedule import RolloutSchedule
+from slime.cluster.run import close_run, open_run
+from slime.cluster.save_folder import open_save_folder, prepare_folder
+from slime.cluster.saving import Saver
+from slime.cluster.serving.engine_weights import EngineWeights
+from slime.cluster.serving.served_model import trains_on_every_gpu
+from slime.cluster.train_actor import TrainActor
+from slime.cluster.train_group import RankProcesses, Ranks
+from slime.cluster.weight_push import PushToNobody, WeightPush
+from slime.observability.logging_utils import configure_logger
+from slime.observability.tracking import Tracker
+from slime.plugins import check_plugins
+from slime.rollout.prompt_formats import check_prompt_files
+from slime.runtime import create_runtime
+from slime.runtime.base import Future, Handle, Runtime, WorkerSpec, gather, in_background
+from slime.runtime.janitor import Janitor
+from slime.runtime.placement import Placement, plan_placement
+from slime.utils import shm, waits
+from slime.utils.accelerator import device_count, has_bfloat16
+from slime.utils.folder_lock import FolderLock
+from slime.utils.run_identity import Run
+from slime.utils.step_folders import StepFolder
+from slime.weight_sync import Site, choose_adapter_transport, choose_transport
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_DEADLINE_S = 120.0  # overdue is a failure of the run: generous
+_ENGINES_CLOSE_DEADLINE_S = 60.0
+
+
+@contextlib.contextmanager
+def open_cluster(args: Args, *, overlapped: bool = False) -> Iterator[Cluster]:
+    """A run that is ready to loop; whatever ends the block, no process, port or shared memory is left.
+
+    `overlapped`: the loop has a rollout in flight while it trains, and goes on with the one that a checkpoint
+    holds.
+    """
+    check_plugins(args)
+    check_models(args)
+    check_prompt_files(args)
+    configure_logger()
+    logger.info("%s", explain_batch(args))
+    logger.info("precision: %s (%s)", args.dtype, args.sources["dtype"])
+    with contextlib.ExitStack() as folders:  # given back last
+        if args.save is not None:
+            folders.callback(open_save_folder(args).release)
+        checkpoint = resolve_load(args.load, args.save, args.ckpt_step)
+        prepare_folder("--run-dir", Path(args.run_dir))
+        folders.callback(FolderLock(Path(args.run_dir), "--run-dir").release)
+        run = open_run(args, checkpoint)
+        folders.push(lambda kind, error, trace: close_run(run, error))
+        tracker = Tracker(args, run.run_dir)
+        runtime = create_runtime(args, run.run_dir, run.shm_prefix)
+        with Closing() as closing:
+            closing.add(tracker.finish)
+            closing.add(Janitor(shm.FOLDER, run.shm_prefix).dismiss)
+            closing.add(lambda: shm.unlink_prefix(run.shm_prefix))
+            closing.add(runtime.close)
+            if threading.current_thread() is threading.main_thread():
+                # A polite end closes everything in order, like Ctrl-C.
+                signal.signal(signal.SIGTERM, _raise_interrupt)
+            cluster = _start(args, run, runtime, tracker, checkpoint, overlapped, closing)
+            try:
+                yield cluster
+            except BaseException:
+                if cluster.saver is not None:
+                    cluster.saver.tell_of_loss()
+                raise
+            _finish(cluster)
+
+
+def _finish(cluster: Cluster) -> None:
+    """The end of a run that did not fail: its last checkpoint is completed, and the ranks part in order."""
+    with Closing() as closing:
+        closing.add(lambda: gather(cluster.trainer.ranks.begin(TrainActor.close), _CLOSE_DEADLINE_S))
+        if cluster.saver is not None:
+            saver = cluster.saver
+            closing.add(lambda: saver.finish(wait=True))
+
+
+def _start(
+    args: Args,
+    run: Run,
+    runtime: Runtime,
+    tracker: Tracker,
+    checkpoint: StepFolder | None,
+    overlapped: bool,
+    closing: Closing,
+) -> Cluster:
+    """Engines and trainer start side by side. `closing`: takes down what was started, also half-way."""
+    plan = plan_placement(args, min(device_count(), args.num_gpus_per_node), runtime.num_machines)
+    placement = runtime.claim(plan)
+    run = replace(run, host=placement.host)
+    spec = WorkerSpec(name="rollout", near_driver=True)
+    process = runtime.spawn(spec, RolloutProcess, args, run, placement, runtime)
+    closing.add(lambda: process.call_control(RolloutProcess.close).result(_ENGINES_CLOSE_DEADLINE_S))
+    ranks = RankProcesses(args, run, runtime, placement.trainer)
+    checkpoint = _verify(args, checkpoint, ranks)  # while engines load
+    beginning = _begin_at(args, checkpoint, overlapped)
+    engines = process.part(RolloutProcess.weights)
+    residency = Residency(args, engines, ranks.actors)
+    rollout = process.call(RolloutProcess.start, beginning.rollout_id, beginning.rollout_state)
+
+    def progress() -> str:
+        engines_are = "serve" if rollout.done() else "are not up yet"
+        return f"starting: {ranks.describe()}, {len(placement.engines)} engine(s) {engines_are}"
+
+    with waits.telling(progress):
+        if args.colocate:  # engines size their memory first
+            gather([rollout])
+            residency.make_room()
+        folder = checkpoint.trainer if checkpoint is not None else None
+        loading = in_background(lambda: ranks.load(folder), "trainer-start")
+        both: list[Future[object]] = [rollout, loading]
+        gather(both)  # the first failure ends the wait
+    facts, trainer = rollout.result(), loading.result()
+    manager = process.part(RolloutProcess.manager)
+    return Cluster(
+        args,
+        run,
+        RolloutSchedule(args, beginning.rollout_id, facts.num_rollout, facts.num_rollout_per_epoch),
+        manager,
+        trainer,
+        residency,
+        _open_push(args, run, placement, facts, trainer.ranks, engines, residency, beginning.num_pushes),
+        Saver(Path(args.save), args.save_hf, args.keep_last_n, trainer.ranks, manager) if args.save else None,
+        tracker,
+        runtime.failure,
+        beginning.taken_up,
+    )
+
+
+def _verify(args: Args, checkpoint: StepFolder | None, ranks: RankProcesses) -> StepFolder | None:
+    """Every file against its checksum. Where one differs it is named, and the checkpoint before is taken."""
+    if checkpoint is None or args.no_load_verify:
+        return checkpoint
+    if checkpoint.manifest.files is None:
+        logger.warning("%s has no checksums (an older slime wrote it): loaded as it is", checkpoint.path)
+    started = time.monotonic()
+    found = resolve_load(
+        args.load,
+        args.save,
+        args.ckpt_step,
+        damage_of=lambda step: ranks.find_damage(step.path, step.manifest.files or {}),
+        latest=checkpoint.manifest.rollout_id,
+    )
+    assert found is not None, "a folder that held a checkpoint holds one, or says why not"
+    logger.info("%s is what was written (%.1f s)", found.path, time.monotonic() - started)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Beginning:
+    """Where a run begins or goes on. `taken_up`: by rollout, what was in flight at the checkpoint."""
+
+    rollout_id: int
+    rollout_state: dict[str, Any] | None = None
+    num_pushes: int = 0
+    taken_up: dict[int, Generated] = field(default_factory=dict)
+
+
+def _begin_at(args: Args, checkpoint: StepFolder | None, overlapped: bool) -> _Beginning:
+    if checkpoint is None or args.finetune:
+        return _Beginning(args.start_rollout_id if args.start_rollout_id is not None else 0)
+    manifest = checkpoint.manifest
+    logger.info("resuming after rollout %d from %s", manifest.rollout_id, checkpoint.path)
+    in_flight = read_in_flight(checkpoint)
+    tell_differences(args, checkpoint, in_flight, overlapped=overlapped)
+    begin = manifest.rollout_id + 1
+    if in_flight is None or not overlapped:
+        return _Beginning(begin, rollout_state(checkpoint), manifest.num_pushes)
+    # The data source goes on behind the batch in flight.
+    return _Beginning(begin, in_flight.cursor, manifest.num_pushes, {begin: in_flight})
+
+
+def _open_push(
+    args: Args,
+    run: Run,
+    placement: Placement,
+    facts: RolloutFacts,
+    ranks: Ranks[TrainActor],
+    engines: Handle[EngineWeights],
+    residency: Residency,
+    num_done: int,
+) -> WeightPush | PushToNobody | None:
+    """None: nothing trains."""
+    if not placement.trainer:
+        return None
+    if not placement.engines:
+        return PushToNobody(ranks, num_done)
+    site = Site(device_count() > 0, args.colocate, trains_on_every_gpu(args, placement))
+    transport = (
+        choose_adapter_transport(facts.transports)
+        if args.lora_sync == "adapter"
+        else choose_transport(args.update_weight_transport, facts.transports, site, args.update_weight_mode)
+    )
+    logger.info("weights travel by %s", transport)
+    ranks.call(TrainActor.open_sender, transport, facts.engine_urls)
+    # Engines get the precision that the trainer computes in; None: that of the master weights.
+    half = args.dtype == "bfloat16" or (args.dtype == "auto" and has_bfloat16())
+    live = TRANSPORTS[transport].live
+    return WeightPush(
+        ranks, engines, residency, run.pushes_as, "bfloat16" if half else None, num_done, live=live
+    )
+
+
+def _raise_interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt(f"signal {number}")

@@ -1,0 +1,54 @@
+"""The identity of a run, known to every process of it: its name, its folder, and the prefix of its shared memory."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from slime.utils.http_utils import TOKEN_VARIABLE, authorize, is_loopback
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineToken:
+    """The secret that engines ask of who speaks to them; each run makes its own, for engines that other machines reach.
+
+    `given`: it stands in the environment, and all engines ask for it, also those that somebody else has started.
+    """
+
+    value: str = field(repr=False)
+    given: bool
+
+    @classmethod
+    def make(cls) -> EngineToken:
+        given = os.environ.get(TOKEN_VARIABLE)
+        return cls(given or secrets.token_urlsafe(32), bool(given))
+
+    def at(self, host: str) -> str | None:
+        """None: an engine that binds this address asks for nothing."""
+        return self.value if self.given or not is_loopback(host) else None
+
+    def use_for(self, engine_url: str) -> None:
+        """Before this process speaks to that engine."""
+        authorize(engine_url, self.at(urlsplit(engine_url).hostname or ""))
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`host`: where the trainer's first rank is found. `num_starts`: one more with each resumption."""
+
+    run_id: str
+    run_dir: Path
+    shm_prefix: str
+    num_starts: int = 1
+    host: str = LOOPBACK
+    engine_token: EngineToken = field(default_factory=EngineToken.make)
+
+    @property
+    def pushes_as(self) -> str:
+        """The first part of weight versions: a resumed run may push other weights under a number pushed before."""
+        return self.run_id if self.num_starts == 1 else f"{self.run_id}.{self.num_starts}"
