@@ -11,9 +11,9 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from slime.engines.pulse import PulseWatch
 from slime.engines.server import LaunchPlan, MachineLost
@@ -24,6 +24,7 @@ from slime.wire.control import EngineControl
 from slime.wire.protocol import EngineInfo
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class EnginesKeepDying(RunStopped):
@@ -111,7 +112,7 @@ class EngineFleet:
         # Engines have given their memory away: none can make a token, and one that starts would find no room.
         self.asleep = False
         self._last_probe = time.monotonic() + policy.probe_first_wait_s
-        self.failure: concurrent.futures.Future = concurrent.futures.Future()
+        self.failure: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.num_restarts = 0
         self._pulse = self._watch_pulse(policy.silence_limit_s) if policy.silence_limit_s else None
 
@@ -325,5 +326,5 @@ class EngineFleet:
                 self.evict(url, RuntimeError(f"it holds weights {version}, and the run is at {expected}"))
 
 
-async def _gather(tasks: list) -> list:
-    return await asyncio.gather(*tasks)
+async def _gather(calls: list[Coroutine[Any, Any, T]]) -> list[T]:
+    return await asyncio.gather(*calls)

@@ -46,7 +46,8 @@ class Piece:
 
     def line(self) -> list[Piece]:
         """From the beginning of the conversation to here."""
-        pieces, piece = [], self
+        pieces: list[Piece] = []
+        piece: Piece | None = self
         while piece is not None:
             pieces.append(piece)
             piece = piece.before
@@ -114,7 +115,7 @@ class RadixTree:
             node, at = child, at + common
         return node
 
-    def _touch(self, piece: Piece) -> None:
+    def _touch(self, piece: Piece | None) -> None:
         """It and what it continues: a beginning is never forgotten before its continuations."""
         while piece is not None:
             if id(piece) in self._recent:
@@ -125,6 +126,7 @@ class RadixTree:
         del self._recent[id(piece)]
         self.num_tokens -= len(piece.ids)
         node, piece.node = piece.node, None
+        assert node is not None, "the tree keeps what it remembers"
         node.piece = None
         while node.parent is not None and node.piece is None and not node.children:
             del node.parent.children[node.edge[0]]
@@ -139,6 +141,7 @@ def _common_length(edge: str, text: str, at: int) -> int:
 
 
 def _split(node: _Node, length: int) -> _Node:
+    assert node.parent is not None, "the root has no edge to split"
     upper = _Node(node.edge[:length], node.parent, {node.edge[length]: node})
     node.parent.children[node.edge[0]] = upper
     node.edge, node.parent = node.edge[length:], upper
@@ -175,9 +178,10 @@ class PrefixCacheMiddleware:
 
     def _text_of(self, payload: dict[str, Any]) -> str | None:
         if isinstance(payload.get("messages"), list):
-            return self._tokenizer.apply_chat_template(
+            text: str = self._tokenizer.apply_chat_template(
                 payload["messages"], tools=payload.get("tools"), tokenize=False, add_generation_prompt=True
             )
+            return text
         return payload["text"] if isinstance(payload.get("text"), str) else None
 
     async def _prompt(self, text: str) -> tuple[int, Piece]:
@@ -196,6 +200,7 @@ class PrefixCacheMiddleware:
 
     def _remember(self, text: str, prompt: Piece, answer: dict[str, Any]) -> None:
         made = Generation.from_json(answer)
+        assert made.log_probs is not None, "log-probs were asked for"
         if prompt.node is None:
             self._tree.insert(text, prompt)
         versions = tuple(span.version for span in made.spans for _ in range(span.start, span.end))

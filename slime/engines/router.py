@@ -21,6 +21,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
 from aiohttp import web
@@ -104,7 +105,7 @@ class Balancer:
     def __init__(
         self, urls: Sequence[str], *, no_engine_timeout_s: float = 0.0, middlewares: Sequence[Middleware] = ()
     ):
-        self._running: dict[str, set[asyncio.Task]] = {url: set() for url in urls}
+        self._running: dict[str, set[asyncio.Task[Any]]] = {url: set() for url in urls}
         self._num_broken: Counter[str] = (
             Counter()
         )  # requests under which an engine broke, in its present life
@@ -128,7 +129,8 @@ class Balancer:
                 f"--sglang-router-port is {port}: it cannot be bound ({error.strerror}); choose another, or "
                 "leave it out."
             ) from None
-        return self._runner.addresses[0][1]
+        bound: int = self._runner.addresses[0][1]
+        return bound
 
     async def stop(self) -> None:
         if self._runner is not None:
@@ -169,8 +171,8 @@ class Balancer:
             if isinstance(answer, web.StreamResponse):
                 return answer
             return web.Response(body=answer.body, status=answer.status, headers={"Content-Type": answer.kind})
-        answer = await chain(self._middlewares, self._forward)(RouterRequest(f"/{path}", payload, headers))
-        return web.json_response(answer.payload, status=answer.status)
+        routed = await chain(self._middlewares, self._forward)(RouterRequest(f"/{path}", payload, headers))
+        return web.json_response(routed.payload, status=routed.status)
 
     def _errand(
         self, path: str, body: bytes, headers: dict[str, str], request: web.Request | None
@@ -182,6 +184,7 @@ class Balancer:
         body = json.dumps(request.payload).encode()
         headers = {**request.headers, "Content-Type": "application/json"}
         answer = await self._send_somewhere(self._errand(request.path.lstrip("/"), body, headers, None))
+        assert isinstance(answer, _Answer), "without a client to stream to, answers are whole"
         try:
             return RouterAnswer(answer.status, json.loads(answer.body))
         except ValueError:
@@ -192,7 +195,7 @@ class Balancer:
             return _Answer.error(
                 404, f"/{errand.path[:100]} is not forwarded to engines; /generate is, for example"
             )
-        session, tried = errand.headers.get(SESSION_HEADER), set()
+        session, tried = errand.headers.get(SESSION_HEADER), set[str]()
         failed: _Answer | None = None
         is_suspect = False
         while True:
@@ -305,7 +308,7 @@ def _given_up(url: str) -> _Answer:
     return _Answer.error(422, message)
 
 
-def _json_object(body: bytes) -> dict | None:
+def _json_object(body: bytes) -> dict[str, Any] | None:
     try:
         payload = json.loads(body)
     except (ValueError, RecursionError):

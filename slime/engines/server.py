@@ -84,7 +84,7 @@ class EngineServer:
         self.plan = plan
         self.port = port
         self.bootstrap_port: int | None = None  # of an engine that prefills for others
-        self._process: subprocess.Popen | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._life = LifePipe()
         self._ready_file: Path | None = None
 
@@ -180,7 +180,7 @@ class EngineServer:
         if not self.alive():
             raise EngineStartError(f"{self.plan.name} {self.describe_end()}")
         self._check_not_stopped()
-        return self._ready_file.exists()
+        return self._ready_file is not None and self._ready_file.exists()
 
     def _check_not_stopped(self) -> None:
         now = time.monotonic()
@@ -210,9 +210,8 @@ class EngineServer:
 
     def _last_words(self) -> str:
         lines = self.plan.log_path.read_text(errors="replace").splitlines()
-        told = [
-            line for line in lines if f"GET {ENGINE_PATH} " not in line
-        ]  # some servers log every question
+        # Some servers log every question.
+        told = [line for line in lines if f"GET {ENGINE_PATH} " not in line]
         shown = "\n".join(line[:_LOG_LINE_CHARACTERS] for line in told[-_LOG_TAIL_LINES:])
         return f"last lines of {self.plan.log_path}:\n{shown}"
 
@@ -229,7 +228,7 @@ class EngineServer:
         self._life.close()
 
 
-def _kill_group(process: subprocess.Popen) -> None:
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
     """The process leads a group of its own (it was started in a new session): its workers go with it."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)

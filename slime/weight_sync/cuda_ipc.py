@@ -33,7 +33,7 @@ class CudaIpcSender:
         self._rank, self._deadline_s = options.rank, options.deadline_s
         self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="weight-send")
         self._buffers: list[torch.Tensor | None] = [None] * _NUM_BUFFERS
-        self._pending: list[concurrent.futures.Future | None] = [None] * _NUM_BUFFERS
+        self._pending: list[concurrent.futures.Future[None] | None] = [None] * _NUM_BUFFERS
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # of ranks that serve one engine together
 
     def open(self, version: str, targets: tuple[Target, ...]) -> None:
@@ -81,7 +81,7 @@ class CudaIpcSender:
         text = pack_bucket(flat, entries, reader_device=place)
         if len(target.gpu_ids) == 1:
             return [text]
-        texts: list[str | None] | None = [None] * len(target.gpu_ids) if place == 0 else None
+        texts: list[str] | None = [""] * len(target.gpu_ids) if place == 0 else None
         dist.gather_object(text, texts, dst=target.gpu_ids[0], group=self._groups[target.gpu_ids])
         return texts
 

@@ -13,6 +13,7 @@ import datetime
 import logging
 import secrets
 from collections.abc import Coroutine
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -127,13 +128,13 @@ class DistributedSender:
     def _controls(self) -> list[EngineControl]:
         return [EngineControl(target.url, self._options.deadline_s) for target in self._targets]
 
-    def _on_all(self, calls: list[Coroutine]) -> concurrent.futures.Future:
+    def _on_all(self, calls: list[Coroutine[Any, Any, None]]) -> concurrent.futures.Future[None]:
         """One call per target, all at once and in the background:
         they end only when this rank does its part.
         """
         errors = self._errors
 
-        async def one(url: str, call: Coroutine) -> None:
+        async def one(url: str, call: Coroutine[Any, Any, None]) -> None:
             try:
                 await call
             except Exception as error:  # told in the report, under the engine's name
@@ -144,7 +145,7 @@ class DistributedSender:
 
         return asyncio.run_coroutine_threadsafe(together(), get_loop())
 
-    def _settle(self, told: concurrent.futures.Future) -> None:
+    def _settle(self, told: concurrent.futures.Future[None]) -> None:
         told.result()  # each call has its deadline
         if self._errors:
             raise RuntimeError(f"{len(self._errors)} of {len(self._targets)} engines failed")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import tempfile
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -41,7 +42,7 @@ async def deliver(parcel: Parcel, control: EngineControl, info: EngineInfo) -> R
 
 
 @contextlib.asynccontextmanager
-async def update_session(control: EngineControl, info: EngineInfo):
+async def update_session(control: EngineControl, info: EngineInfo) -> AsyncIterator[None]:
     """Between begin and end, where the engine knows them. On an error
     it stays open: the engine is evicted then.
     """

@@ -32,7 +32,7 @@ class LateCopySender(DiskSender):
         self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="late-copy")
         self._buffers: list[torch.Tensor] = []  # one per bucket, used again by every push
         self._entries: list[tuple[TensorEntry, ...]] = []  # of the version on its way
-        self._writing: concurrent.futures.Future | None = None
+        self._writing: concurrent.futures.Future[None] | None = None
         self._superseded = threading.Event()
 
     def send(self, bucket: NamedTensors) -> None:

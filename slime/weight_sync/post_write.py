@@ -29,7 +29,7 @@ class PostWrite:
         try:
             self._function(self._args, str(folder), list(self._engine_urls))
         except Exception as error:
-            path = self._args.custom_update_weight_post_write_path
+            path = self._args.custom_update_weight_post_write_path or ""
             raise RunStopped(
                 f"{FLAG} raised on rank {self._rank} for {folder}: {type(error).__name__}: {error}; the "
                 f"engines were not told of these weights.\n  at {place_of(error, path)}"

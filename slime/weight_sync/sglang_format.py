@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import io
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,7 @@ class _Metadata:
     entry: TensorEntry
 
     @property
-    def arguments(self) -> tuple:
+    def arguments(self) -> tuple[Any, ...]:
         entry = self.entry
         start, end = entry.offset, entry.offset + entry.nbytes
         return entry.name, torch.Size(entry.shape), DTYPES[entry.dtype], start, end, entry.nbytes
@@ -55,6 +55,8 @@ class _Pickler(pickle._Pickler):
     Large byte strings are written whole, so its speed does not matter.
     """
 
+    write: Callable[[bytes], object]  # set by the base class
+
     def __init__(self, file: io.BytesIO, reader_device: int):
         super().__init__(file, protocol=4)
         self._reader_device = reader_device
@@ -63,7 +65,7 @@ class _Pickler(pickle._Pickler):
         if isinstance(obj, _Global):
             self.write(pickle.GLOBAL + f"{obj.module}\n{obj.name}\n".encode())
             return
-        super().save(obj, save_persistent_id)
+        super().save(obj, save_persistent_id)  # type: ignore[misc]  # it is there, in Python's own pickler
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, _Metadata):
@@ -77,7 +79,7 @@ class _Pickler(pickle._Pickler):
         return NotImplemented
 
 
-def seen_by_reader(arguments: tuple, reader_device: int) -> tuple:
+def seen_by_reader(arguments: tuple[Any, ...], reader_device: int) -> tuple[Any, ...]:
     """A handle says on which device the memory lies. We see one device,
     number 0; an engine counts all of its own.
     """

@@ -49,7 +49,7 @@ class StageTurns:
         if place.num_stages > 1:
             # Reports travel, not tensors: on the host.
             self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=deadline_s))
-            places: list[StagePlace | None] = [None] * dist.get_world_size()
+            places = [place] * dist.get_world_size()
             dist.all_gather_object(places, place, group=self._group)
             first = {p.stage: rank for rank, p in enumerate(places) if p.is_first}
             self._senders = [first[stage] for stage in range(place.num_stages)]

@@ -81,7 +81,8 @@ class EngineControl:
 
     async def forward_seconds(self) -> float | None:
         """Seconds spent in forward passes since the start; None: this engine does not count them."""
-        return (await self._get_either("server_info")).get("forward_s")
+        seconds: float | None = (await self._get_either("server_info")).get("forward_s")
+        return seconds
 
     async def bent_by_others(self) -> tuple[int, str | None]:
         """Requests of other HTTP clients than slime's whose tokens must not be

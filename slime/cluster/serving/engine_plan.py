@@ -53,6 +53,7 @@ def plan_engines(args: Args, run: Run, slots: tuple[Slot, ...]) -> list[LaunchPl
 
 def plan_router_process(args: Args, run: Run, name: str, words: Sequence[str]) -> LaunchPlan:
     """SGLang's router before engines of one model; `words`: more of its own flags."""
+    assert args.router_python is not None, "the rules of the arguments find the router's interpreter"
     timeout = ("--request-timeout-secs", str(args.sglang_router_request_timeout_secs))
     return LaunchPlan(
         name=name,

@@ -9,8 +9,12 @@ import signal
 import socket
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from slime.utils.http_utils import TOKEN_VARIABLE, is_loopback
+
+if TYPE_CHECKING:
+    from slime.engines.embedded.server import Server
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -79,7 +83,7 @@ def _die_with_parent(args: argparse.Namespace) -> None:
     processes.watch_parent(args.life_fd, (lambda: shm.unlink_prefix(prefix)) if prefix else None)
 
 
-def _make_server(args: argparse.Namespace):
+def _make_server(args: argparse.Namespace) -> "Server":
     # late: these import torch and transformers
     import slime
     from slime.engines.embedded.engine import Engine

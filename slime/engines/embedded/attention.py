@@ -7,6 +7,7 @@ Not covered: sliding windows, attention sinks, soft caps. They raise by name.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -56,15 +57,23 @@ class KVPool:
     """
 
     def __init__(
-        self, num_layers: int, num_blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype, device
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ):
         self.block_size = block_size
         shape = (num_blocks * block_size, kv_heads, head_dim)
-        # zeroed: masked garbage would still poison a row through 0 * NaN; and
-        # what does not fit fails now, not later
-        make = lambda: torch.empty(shape, dtype=dtype, device=device).zero_()  # noqa: E731
-        self.keys = [make() for _ in range(num_layers)]
-        self.values = [make() for _ in range(num_layers)]
+        # Zeroed by hand: masked garbage would still poison a row through 0 * NaN; and what does not fit fails
+        # now, not later.
+        self.keys, self.values = (
+            [torch.empty(shape, dtype=dtype, device=device).zero_() for _ in range(num_layers)]
+            for _ in range(2)
+        )
 
     def wipe(self) -> None:
         for tensor in (*self.keys, *self.values):
@@ -76,8 +85,17 @@ class KVPool:
 
 
 def paged_attention(
-    module, query, key, value, attention_mask, *, scaling=None, plan=None, pool=None, **kwargs
-):
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    *,
+    plan: BatchPlan,
+    pool: KVPool,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: query `[1, H, T, D]`, key and
     value `[1, H_kv, T, D]` -> `[1, T, H, D]`.
     """
@@ -98,7 +116,14 @@ def paged_attention(
     return out.unsqueeze(0), None
 
 
-def _decode(group: DecodeGroup, q, keys, values, block_size: int, scaling) -> torch.Tensor:
+def _decode(
+    group: DecodeGroup,
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    block_size: int,
+    scaling: float | None,
+) -> torch.Tensor:
     kv_heads, head_dim = keys.shape[1:]
     # The query heads that share a key head stand where a kernel expects
     # query positions: they share a mask too.
@@ -114,7 +139,15 @@ def _decode(group: DecodeGroup, q, keys, values, block_size: int, scaling) -> to
     return out.reshape(group.count, -1, head_dim)
 
 
-def _prefill(group: PrefillGroup, q, k, v, keys, values, scaling) -> torch.Tensor:
+def _prefill(
+    group: PrefillGroup,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float | None,
+) -> torch.Tensor:
     stop = group.start + group.count * group.num_new
     q = q[group.start : stop].unflatten(0, (group.count, group.num_new)).transpose(1, 2)
     if group.rows is None:

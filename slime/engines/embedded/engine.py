@@ -136,11 +136,12 @@ class Engine:
     def _score(self, sequence: Sequence) -> list[Sequence]:
         started = time.perf_counter()
         try:
-            sequence.input_log_probs = [None, *self.runner.score(sequence.prompt)]
+            scores = self.runner.score(sequence.prompt)
         except Exception as error:
             return self._fail([sequence], error)
         self.forward_s += time.perf_counter() - started
-        sound = math.isfinite(sum(sequence.input_log_probs[1:]))
+        sequence.input_log_probs = [None, *scores]
+        sound = math.isfinite(sum(scores))
         sequence.finish = {"type": "length", "length": 0} if sound else self._not_finite()
         if not sound:
             self._wipe_cache()
@@ -154,7 +155,7 @@ class Engine:
                 self.scheduler.release(sequence)
             if sequence.finish is not None or sequence.stream:
                 heard.append(sequence)
-        if any(sequence.failed and sequence.finish["err_type"] == NOT_FINITE for sequence in heard):
+        if any(s.failed and s.finish and s.finish["err_type"] == NOT_FINITE for s in heard):
             self._wipe_cache()
         return heard
 

@@ -131,11 +131,11 @@ class EngineLoop:
             self._inbox.popleft()()
 
 
-def _set_result(future: asyncio.Future, result: Any) -> None:
+def _set_result(future: asyncio.Future[T], result: T) -> None:
     if not future.done():
         future.set_result(result)
 
 
-def _set_exception(future: asyncio.Future, error: Exception) -> None:
+def _set_exception(future: asyncio.Future[Any], error: Exception) -> None:
     if not future.done():
         future.set_exception(error)

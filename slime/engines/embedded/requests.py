@@ -168,7 +168,14 @@ class RequestReader:
             )
 
     def _sequence(
-        self, rid, prompt, sampling: SamplingParams, index, return_logprob, stream, scored
+        self,
+        rid: str,
+        prompt: list[int],
+        sampling: SamplingParams,
+        index: int,
+        return_logprob: bool,
+        stream: bool,
+        scored: bool,
     ) -> Sequence:
         room = self.limits.max_tokens - len(prompt)
         wanted = room if sampling.max_new_tokens is None else min(sampling.max_new_tokens, room)

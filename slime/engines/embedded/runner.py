@@ -2,6 +2,8 @@
 give their memory back and take it again.
 """
 
+from typing import Any
+
 import psutil
 import torch
 
@@ -64,12 +66,12 @@ class ModelRunner:
 
     @property
     def head_dim(self) -> int:
-        explicit = vars(self.config).get("head_dim")
-        return explicit or self.config.hidden_size // self.config.num_attention_heads
+        explicit: int | None = vars(self.config).get("head_dim")
+        return explicit or int(self.config.hidden_size // self.config.num_attention_heads)
 
     @property
     def kv_heads(self) -> int:
-        return vars(self.config).get("num_key_value_heads") or self.config.num_attention_heads
+        return int(vars(self.config).get("num_key_value_heads") or self.config.num_attention_heads)
 
     @property
     def row_bytes(self) -> int:
@@ -110,7 +112,8 @@ class ModelRunner:
             plan=plan,
             pool=self.pool,
         )
-        return out.logits[0]
+        logits: torch.Tensor = out.logits[0]
+        return logits
 
     def score(self, tokens: list[int]) -> list[float]:
         """Log-probs of all tokens but the first, each given those before
@@ -168,7 +171,7 @@ class ModelRunner:
             torch.cuda.empty_cache()
 
 
-def _refuse_unsupported(model, config) -> None:
+def _refuse_unsupported(model: Any, config: Any) -> None:
     kinds = set(vars(config).get("layer_types") or ()) - {"full_attention"}
     if kinds:
         raise ValueError(

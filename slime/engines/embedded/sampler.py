@@ -21,7 +21,8 @@ def _mix(x: np.ndarray) -> np.ndarray:
     """The finaliser of SplitMix64: every input bit reaches every output bit."""
     x = (x ^ (x >> np.uint64(30))) * _MIX_1
     x = (x ^ (x >> np.uint64(27))) * _MIX_2
-    return x ^ (x >> np.uint64(31))
+    mixed: np.ndarray = x ^ (x >> np.uint64(31))
+    return mixed
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -141,7 +142,10 @@ def _filter(log_probs: torch.Tensor, rows: SampleRows) -> torch.Tensor:
         return log_probs
     index = torch.from_numpy(np.flatnonzero(cut)).to(log_probs.device)
     part, order = log_probs.index_select(0, index).sort(dim=-1, descending=True, stable=True)
-    on_device = lambda values: torch.from_numpy(values[cut]).to(part.device)[:, None]  # noqa: E731
+
+    def on_device(values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values[cut]).to(part.device)[:, None]
+
     vocab = part.shape[-1]
     top_k = on_device(np.where(rows.top_k > 0, rows.top_k, vocab))
     drop = torch.arange(vocab, device=part.device)[None, :] >= top_k

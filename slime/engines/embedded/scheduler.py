@@ -267,7 +267,12 @@ class Scheduler:
         return DecodeGroup(start, len(slots), blocks, mask[:, None, None, :])
 
     def _prefill_groups(
-        self, chunks, start: int, ids: list, positions: list, rows: list
+        self,
+        chunks: list[Chunk],
+        start: int,
+        ids: list[np.ndarray],
+        positions: list[np.ndarray],
+        rows: list[np.ndarray],
     ) -> list[PrefillGroup]:
         """Groups of equal shape; appends the tokens, positions and
         pool rows of the chunks to the given lists.

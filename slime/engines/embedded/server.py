@@ -1,6 +1,4 @@
-"""The HTTP face of the embedded engine: SGLang's endpoints, and one
-of our own for weights in shared memory.
-"""
+"""The HTTP face of the embedded engine: SGLang's endpoints, and one of our own for weights in shared memory."""
 
 import asyncio
 import json
@@ -44,6 +42,9 @@ _BODY_DEADLINE_S = 120.0
 _SMALL_BODY_BYTES = 1 << 18  # requests of up to so many bytes, and without text, are read where they come in
 
 
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
 class RequestFailed(Exception):
     """The engine could not serve a request that was in order: `status` and why."""
 
@@ -53,8 +54,9 @@ class RequestFailed(Exception):
 
 
 class Server:
-    """Handlers. Each lets the engine thread do the work; what takes long
-    before that (text, weights) has threads too.
+    """Handlers of requests; made on the asyncio thread, and the engine runs from then on.
+
+    Each lets the engine's thread do the work; what takes long before that (text, weights) has threads too.
     """
 
     def __init__(self, engine: Engine, static_info: dict[str, Any], seed: int, token: str | None = None):
@@ -67,21 +69,16 @@ class Server:
         self.reader = RequestReader(limits, engine.detokenizer, seed)
         self.groups = UpdateGroups(engine.runner.device)
         self.model_path = static_info["model_path"]
-        self.loop: EngineLoop | None = None  # set by start
+        self.loop = EngineLoop(engine)
         self.bent_by_others: dict[str, Any] = {"count": 0, "why": None}
-        # Of its own: whoever waits for weights takes a thread for long,
-        # and requests must not wait behind that.
+        # Of its own: whoever waits for weights takes a thread for long, and requests must not wait behind that.
         self._reading = ThreadPoolExecutor(1, "requests")
-
-    async def start(self, app: web.Application) -> None:
-        self.loop = EngineLoop(self.engine)
 
     def make_app(self) -> web.Application:
         app = web.Application(
             client_max_size=_MAX_BODY_BYTES, middlewares=[self._ask_for_token, _errors_as_json]
         )
-        app.on_startup.append(self.start)
-        both: dict[str, Callable[[web.Request], Awaitable[web.StreamResponse]]] = {
+        both: dict[str, Handler] = {
             "/health": self.health,
             "/health_generate": self.health_generate,
             "/flush_cache": self.flush_cache,
@@ -92,7 +89,7 @@ class Server:
             "/get_weight_version": self.model_info,
             "/v1/loads": self.loads,
         }
-        post = {
+        post: dict[str, Handler] = {
             "/generate": self.generate,
             "/abort_request": self.abort_request,
             "/pause_generation": self.pause_generation,
@@ -116,7 +113,7 @@ class Server:
         return app
 
     @web.middleware
-    async def _ask_for_token(self, request: web.Request, handler) -> web.StreamResponse:
+    async def _ask_for_token(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """As SGLang does with its --api-key: of everybody, but for the probes."""
         if self._token is not None and not request.path.startswith("/health"):
             given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
@@ -189,7 +186,8 @@ class Server:
                     _raise_failure([sequence])
                     await response.prepare(request)
                 elif sequence.failed:  # what was sent cannot be taken back
-                    request.transport.abort()
+                    if request.transport is not None:
+                        request.transport.abort()
                     return response
                 chunk = answer_json(sequence, self.engine.detokenizer)
                 finished = chunk["meta_info"]["finish_reason"] is not None
@@ -420,10 +418,9 @@ def make_static_info(engine: Engine, model_path: str, version: str) -> dict[str,
 def _raise_failure(sequences: list[Sequence]) -> None:
     """One answer for all of a request: the first that failed is it."""
     for sequence in sequences:
-        if sequence.failed:
-            raise RequestFailed(
-                sequence.finish["status_code"], f"request {sequence.rid}: {sequence.finish['message']}"
-            )
+        if sequence.failed and sequence.finish is not None:
+            why = sequence.finish
+            raise RequestFailed(why["status_code"], f"request {sequence.rid}: {why['message']}")
 
 
 async def _read_json(request: web.Request) -> dict[str, Any]:
@@ -485,7 +482,7 @@ def _error(status: int, message: str, /, **more: Any) -> web.Response:
 
 
 @web.middleware
-async def _errors_as_json(request: web.Request, handler) -> web.StreamResponse:
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except BadWeights as error:

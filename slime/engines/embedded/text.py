@@ -24,9 +24,8 @@ class Detokenizer:
             tokenizer = AutoTokenizer.from_pretrained(model_path)
         except (OSError, ValueError):
             return cls(None)
-        tokenizer(
-            "a"
-        )  # what a file says about truncation is put aside now, and not while another thread decodes
+        # What a file says about truncation is put aside now, and not while another thread decodes.
+        tokenizer("a")
         return cls(tokenizer)
 
     @property
@@ -34,16 +33,19 @@ class Detokenizer:
         return None if self.tokenizer is None else self.tokenizer.eos_token_id
 
     def encode(self, text: str) -> list[int]:
-        return self.tokenizer(text)["input_ids"]
+        assert self.tokenizer is not None, "text is refused where there is no tokenizer"
+        ids: list[int] = self.tokenizer(text)["input_ids"]
+        return ids
 
     def decode(self, ids: Ids[int], sampling: SamplingParams) -> str:
         if self.tokenizer is None:
             return ""
-        return self.tokenizer.decode(
+        text: str = self.tokenizer.decode(
             ids,
             skip_special_tokens=sampling.skip_special_tokens,
             spaces_between_special_tokens=sampling.spaces_between_special_tokens,
         )
+        return text
 
     def find_stop(self, output: Ids[int], sampling: SamplingParams) -> str | None:
         """The stop string that the newest token completed. Only the tail is decoded."""

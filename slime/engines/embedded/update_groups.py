@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore
 
 from slime.engines.embedded.requests import BadRequest
 from slime.engines.embedded.weights import BadWeights
@@ -37,21 +38,19 @@ class GroupPlace:
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> GroupPlace:
         """Under SGLang's names."""
-        texts = [body.get(key) for key in ("group_name", "master_address")]
-        numbers = [body.get(key) for key in ("master_port", "rank_offset", "world_size")]
+        name, address = texts = [body.get(key) for key in ("group_name", "master_address")]
+        numbers: list[Any] = [body.get(key) for key in ("master_port", "rank_offset", "world_size")]
         if not all(isinstance(text, str) and text for text in texts):
             raise BadRequest("group_name and master_address must be strings")
-        if (
-            not all(type(number) is int and 0 < number < 1 << 16 for number in numbers)
-            or numbers[1] >= numbers[2]
-        ):
+        port, rank, world_size = numbers
+        if not all(type(n) is int and 0 < n < 1 << 16 for n in numbers) or rank >= world_size:
             raise BadRequest(
                 "master_port, rank_offset and world_size must be integers below 65536, 0 < rank_offset < "
                 "world_size"
             )
         if body.get("backend") not in _BACKENDS:
             raise BadRequest(f"backend is {shown(body.get('backend'))}: expected one of {_BACKENDS}")
-        return cls(*texts, *numbers, body["backend"])
+        return cls(str(name), str(address), port, rank, world_size, body["backend"])
 
 
 class UpdateGroups:
@@ -68,7 +67,7 @@ class UpdateGroups:
         if place.address == LOOPBACK:
             stay_on_loopback()
         try:
-            store = dist.TCPStore(
+            store = TCPStore(
                 place.address, place.port, place.world_size, False, _TIMEOUT, wait_for_workers=False
             )
             group = group_beside_the_default(
@@ -114,8 +113,9 @@ class UpdateGroups:
 
 def read_bucket(body: Mapping[str, Any]) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
     """(name, dtype, shape) of each tensor that is to come."""
-    names, dtypes, shapes = (body.get(key) for key in ("names", "dtypes", "shapes"))
-    if not all(isinstance(part, list) for part in (names, dtypes, shapes)):
+    parts: list[Any] = [body.get(key) for key in ("names", "dtypes", "shapes")]
+    names, dtypes, shapes = parts
+    if not all(isinstance(part, list) for part in parts):
         raise BadRequest("names, dtypes and shapes must be lists")
     if not all(isinstance(word, str) for word in (*names, *dtypes)):
         raise BadRequest("names and dtypes must be lists of strings")

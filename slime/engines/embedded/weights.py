@@ -22,7 +22,7 @@ from torch import nn
 from slime.utils import shm
 from slime.utils.finite import is_finite
 from slime.utils.fp8 import SCALE_SUFFIX, dequantize_blocks
-from slime.wire.manifest import WeightManifest, byte_checksum
+from slime.wire.manifest import BucketManifest, WeightManifest, byte_checksum
 
 _MAX_INDEX_BYTES = 256 << 20
 
@@ -67,7 +67,7 @@ class SharedMemorySource:
             segment.close()
 
 
-def _open_verified(bucket) -> shm.Segment:
+def _open_verified(bucket: BucketManifest) -> shm.Segment:
     try:
         segment = shm.open_segment(bucket.segment)
     except (OSError, ValueError) as error:

@@ -11,10 +11,12 @@ import json
 import os
 import sys
 import types
+from collections.abc import Callable
+from typing import Any
 
 
-def _missing_kernel(name):
-    def call(*args, **kwargs):
+def _missing_kernel(name: str) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(f"sgl_kernel.{name} needs a GPU build of SGLang's kernels")
 
     return call
@@ -23,13 +25,13 @@ def _missing_kernel(name):
 class _NoKernels(types.ModuleType):
     """Stands for `sgl_kernel`, whose wheel is for CUDA only: names import, and none of them can be called."""
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return _missing_kernel(name)
 
 
-def fill_cpu_gaps():
+def fill_cpu_gaps() -> None:
     """What a CPU machine lacks: the choice of the native code paths, two operators, the kernel package,
     page-locked memory (asked for by flag, and by hand).
     """
@@ -45,33 +47,33 @@ def fill_cpu_gaps():
     kernels.__path__ = []
     sys.modules["sgl_kernel"] = kernels
     # Adapters ask for pinned memory wherever they are; without a device to copy to, plain memory is the same.
-    torch.Tensor.pin_memory = lambda tensor, *args: tensor
+    setattr(torch.Tensor, "pin_memory", lambda tensor, *args: tensor)  # noqa: B010
     for name in ("tensor", "empty", "zeros", "arange"):
         setattr(torch, name, _without_pinning(getattr(torch, name)))
     # The record of routed experts locks its memory by hand.
-    torch.cuda.cudart = _NothingToLock
+    setattr(torch.cuda, "cudart", _NothingToLock)  # noqa: B010
 
 
 class _NothingToLock:
     """CUDA's runtime as far as host memory is concerned: every page counts as locked."""
 
     @staticmethod
-    def cudaHostRegister(_pointer, _size, _flags):
+    def cudaHostRegister(_pointer: int, _size: int, _flags: int) -> int:
         return 0
 
     @staticmethod
-    def cudaHostUnregister(_pointer):
+    def cudaHostUnregister(_pointer: int) -> int:
         return 0
 
 
-def _without_pinning(make):
-    def unpinned(*args, pin_memory=False, **kwargs):
+def _without_pinning(make: Callable[..., Any]) -> Callable[..., Any]:
+    def unpinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
         return make(*args, **kwargs)
 
     return functools.wraps(make)(unpinned)
 
 
-def spread_over_cores(ranks):
+def spread_over_cores(ranks: int) -> None:
     """SGLang gives each rank a NUMA node, and refuses more ranks than nodes
     unless it is told which cores are whose.
     """
@@ -82,7 +84,7 @@ def spread_over_cores(ranks):
     os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
 
 
-def _values(words, option):
+def _values(words: list[str], option: str) -> list[str]:
     return [after for before, after in itertools.pairwise(words) if before == option]
 
 
@@ -93,7 +95,7 @@ if "cpu" in _values(sys.argv, "--device"):
         spread_over_cores(num_ranks)
 
 
-def print_flags():
+def print_flags() -> None:
     """The command line of the installed server as JSON: {"version",
     "flags": [{options, dest, nargs, ...}]}.
     """
@@ -122,7 +124,7 @@ def print_flags():
     print("SGLANG-FLAGS " + json.dumps({"version": sglang.__version__, "flags": flags}))
 
 
-def token_words():
+def token_words() -> list[str]:
     """What asks clients for a token, on every endpoint but /health. It comes in the
     environment: command lines are seen by all.
 
@@ -132,7 +134,7 @@ def token_words():
     return ["--api-key", token] if token else []
 
 
-def serve():
+def serve() -> None:
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree

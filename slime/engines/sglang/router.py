@@ -73,7 +73,7 @@ class SGLangRouter:
             is_watched=lambda _: self._serves and self._server.alive(),
             on_silent=self._end_silent,
         )
-        self.failure: concurrent.futures.Future = concurrent.futures.Future()
+        self.failure: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.num_restarts = 0
 
     @property

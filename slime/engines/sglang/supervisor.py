@@ -53,7 +53,7 @@ class Supervisor:
 
     def __init__(self, options: argparse.Namespace):
         self._options = options
-        self._server: subprocess.Popen | None = None
+        self._server: subprocess.Popen[bytes] | None = None
         self._workers: set[int] = set()
 
     def run(self) -> int:
@@ -113,20 +113,21 @@ class Supervisor:
             with urllib.request.urlopen(
                 f"http://{self._options.host}:{port}{self._options.probe}", timeout=30
             ) as answer:
-                return answer.status == 200
+                return bool(answer.status == 200)
         except (urllib.error.URLError, OSError):
             return False
 
     def _wait_for_end(self) -> int:
-        stopped_polls = 0
-        while (code := self._server.poll()) is None:
+        server, stopped_polls = self._server, 0
+        assert server is not None, "called for a server that was started"
+        while (code := server.poll()) is None:
             states = [_state(pid) for pid in self._workers]
             if not all(states):
                 print("supervisor: a worker of the server died; the server is ended", flush=True)
                 self._end_group()
             # Polls are counted, not seconds: when this process was
             # stopped with the others, they go on together.
-            stopped_polls = stopped_polls + 1 if "T" in (*states, _state(self._server.pid)) else 0
+            stopped_polls = stopped_polls + 1 if "T" in (*states, _state(server.pid)) else 0
             if stopped_polls > self._options.stopped_limit_s / _POLL_S:
                 print(
                     "supervisor: the server or a worker of it is stopped (SIGSTOP); it is ended", flush=True
@@ -189,7 +190,8 @@ def _processes() -> dict[int, tuple[int, int]]:
 def _descendants(pid: int) -> set[int]:
     """Processes below `pid`, whatever their depth."""
     parents = {child: parent for child, (parent, _) in _processes().items()}
-    found, frontier = set(), {pid}
+    found: set[int] = set()
+    frontier = {pid}
     while frontier:
         frontier = {child for child, parent in parents.items() if parent in frontier} - found
         found |= frontier

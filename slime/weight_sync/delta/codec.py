@@ -62,7 +62,7 @@ def checksum_function(name: str) -> Callable[[Any], str]:
 
             return lambda data: xxhash.xxh3_128_hexdigest(data)
         if name == "blake3":
-            import blake3  # only this checksum needs it
+            import blake3  # type: ignore[import-not-found]  # no extra of ours: only this checksum needs it
 
             return lambda data: blake3.blake3(data).hexdigest()
     except ImportError as error:
@@ -94,7 +94,7 @@ def encode(old: np.ndarray, new: np.ndarray, itemsize: int, encoding: str) -> tu
         values = values ^ (before if dense else before[positions])
     parts = [bytes([_DENSE if dense else _SPARSE])]
     if not dense:
-        gaps = np.diff(positions, prepend=0).astype(_gap_type(after.size))
+        gaps: np.ndarray = np.diff(positions, prepend=0).astype(_gap_type(after.size))
         parts += [positions.size.to_bytes(_COUNT_BYTES, "little"), _to_planes(gaps)]
     return positions.size, _zstd().ZstdCompressor(level=_ZSTD_LEVEL).compress(
         b"".join([*parts, _to_planes(values)])
@@ -120,12 +120,11 @@ def apply(payload: bytes, data: np.ndarray, itemsize: int, encoding: str) -> Non
 def _decompress(payload: bytes, limit: int) -> bytes:
     zstandard = _zstd()
     try:
-        size = zstandard.frame_content_size(
-            payload
-        )  # asked first: a damaged size must not ask for all memory
+        size = zstandard.frame_content_size(payload)  # first: a damaged size must not ask for all memory
         if not 0 < size <= limit:
             raise DeltaError(f"its payload claims {size} bytes, and at most {limit} make sense")
-        return zstandard.ZstdDecompressor().decompress(payload)
+        raw: bytes = zstandard.ZstdDecompressor().decompress(payload)
+        return raw
     except zstandard.ZstdError as error:
         raise DeltaError(f"its payload is not a zstd frame ({error})") from error
 

@@ -19,7 +19,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -94,7 +94,7 @@ def find_route(index: Index, held: str | None, target: str, without: Sequence[st
     fulls = {entry.version: entry for entry in usable if entry.base is None}
     deltas = {entry.version: entry for entry in usable if entry.base is not None}
     found: list[Route] = []
-    version, chain = target, ()
+    version, chain = target, tuple[Entry, ...]()
     while True:
         if version == held:
             found.append(Route(None, chain))
@@ -103,6 +103,7 @@ def find_route(index: Index, held: str | None, target: str, without: Sequence[st
         step = deltas.get(version)
         if step is None or step in chain:
             return min(found, key=lambda route: route.nbytes, default=None)
+        assert step.base is not None, "a delta has a base"
         version, chain = step.base, (step, *chain)
 
 
@@ -214,15 +215,18 @@ class LocalCopy:
         self._tidy(keep=state["folder"] if state else None)
         (staging / "new").mkdir(parents=True)
         (staging / "fetched").mkdir()
-        held = route.full is None and state is not None
+        held = state if route.full is None else None
         try:
             with room_for(f"weights {target}", self._folder, "--update-weight-local-checkpoint-dir"):
-                base = (
-                    self._folder / state["folder"] if held else self._fetch_full(route.full, source, staging)
-                )
-                steps = _Steps.read(route, source, state["version"] if held else None, staging / "fetched")
+                if held is not None:
+                    base = self._folder / held["folder"]
+                else:
+                    assert route.full is not None, "a route begins with what is held, or with a full copy"
+                    base = self._fetch_full(route.full, source, staging)
+                begin = held["version"] if held is not None else None
+                steps = _Steps.read(route, source, begin, staging / "fetched")
                 with _closing(steps), worker_pool() as pool:
-                    _rewrite(base, staging / "new", steps, pool, link=held)
+                    _rewrite(base, staging / "new", steps, pool, link=held is not None)
                 return self._switch(staging / "new", target)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
@@ -328,7 +332,7 @@ class _Step:
             apply(payload, data, record.itemsize, self.manifest.encoding)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Steps:
     """The deltas of a route, and the manifest of the version they end in."""
 
@@ -339,20 +343,21 @@ class _Steps:
     @classmethod
     def read(cls, route: Route, source: Source, held: str | None, scratch: Path) -> _Steps:
         """`held`: the version the deltas begin from, or None with a full copy."""
-        steps, version = cls([], None, None), held
-        if route.full is not None:
-            steps.last, steps.last_entry = _read_manifest(route.full, source), route.full
-            version = route.full.version
+        deltas: list[_Step] = []
+        last_entry = route.full
+        last = None if last_entry is None else _read_manifest(last_entry, source)
+        version = held if last_entry is None else last_entry.version
         for entry in route.deltas:
             manifest = _read_manifest(entry, source)
             if manifest.base != version:
                 raise _Broken(entry, f"made for weights {manifest.base}, and these are {version}")
             step = _Step(entry, manifest, {record.name: record for record in manifest.tensors}, {})
-            steps.deltas.append(step)
+            deltas.append(step)
             for file, nbytes in manifest.files.items():
                 step.files[file] = os.open(_fetch(entry, source, file, nbytes, scratch), os.O_RDONLY)
-            version, steps.last, steps.last_entry = manifest.version, manifest, entry
-        return steps
+            version, last, last_entry = manifest.version, manifest, entry
+        assert last is not None and last_entry is not None, "a route has a full copy, or deltas"
+        return cls(deltas, last, last_entry)
 
     def changes(self, name: str) -> bool:
         return any(step.tensors[name].size for step in self.deltas if name in step.tensors)
@@ -395,7 +400,7 @@ def _rewrite(
         with open(target / path.name, "wb") as out:
             out.write(header)
             for data in pool.map(build, regions):
-                out.write(data)
+                out.write(data.data)
             out.flush()
             os.fsync(out.fileno())
     missing = sorted(set(finals) - seen)
@@ -405,7 +410,7 @@ def _rewrite(
 
 def _builder(
     path: Path, regions: Mapping[str, tuple[int, int]], steps: _Steps, finals: Mapping[str, TensorRecord]
-):
+) -> Callable[[str], np.ndarray]:
     """name -> the tensor's bytes in the last version."""
     checksum = checksum_function(steps.last.checksum)
 

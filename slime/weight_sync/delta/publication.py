@@ -221,7 +221,8 @@ class HttpSource:
 
     def read(self, folder: str, file: str) -> bytes:
         with self._open(folder, file) as response:
-            return response.read()
+            content: bytes = response.read()
+            return content
 
     def path_of(self, folder: str, file: str, nbytes: int, scratch: Path) -> Path:
         target = scratch / f"{folder}.{file}"

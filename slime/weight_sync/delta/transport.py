@@ -145,11 +145,10 @@ class DeltaSender:
             self._start_background()
         nbytes = sum(record.nbytes for record in records)
         num_elements = sum(record.nbytes // record.itemsize for record in records)
-        metrics = {"perf/update_weights_wire_bytes": entry.nbytes}
+        metrics: dict[str, float] = {"perf/update_weights_wire_bytes": entry.nbytes}
         if entry.base is not None:
-            metrics["perf/update_weights_density"] = sum(r.num_changed for r in records) / max(
-                1, num_elements
-            )
+            num_changed = sum(record.num_changed for record in records)
+            metrics["perf/update_weights_density"] = num_changed / max(1, num_elements)
         published = Published(self._folder, self._delta.local, self._delta.agents)
         written = self._folder / entry.folder
         return Parcel(version, "delta", len(records), nbytes, None, published, metrics, written)
