@@ -28,7 +28,6 @@ import traceback
 import types
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -38,7 +37,7 @@ from shapes import qwen3_config
 from torch.utils.checkpoint import checkpoint
 
 from slime.algorithms.logprobs import chunked_log_probs
-from slime.arguments.all_flags import all_specs
+from slime.arguments import default_args
 from slime.backends.attention import packed
 from slime.batch.convert import samples_to_batch
 from slime.batch.flops import ModelShape, forward_flops
@@ -250,14 +249,6 @@ def long_tail_samples(total: int, longest: int, vocab: int, seed: int = 0) -> li
     return samples
 
 
-def flags(folder: Path, **changes: Any) -> SimpleNamespace:
-    """Every flag at its default, except those named."""
-    values = {name: spec.default for name, spec in all_specs().items()}
-    # What the parser derives where these are left open.
-    values |= {"policy_loss_type": "ppo", "loss_reduction": "rollout_mean"}
-    return SimpleNamespace(**(values | {"hf_checkpoint": str(folder)} | changes))
-
-
 def our_step(
     shape: str, device: torch.device, options: argparse.Namespace, trainer: str = "fsdp"
 ) -> list[Record]:
@@ -281,8 +272,8 @@ def _our_step(
     create_backend = importlib.import_module(f"slime.backends.{trainer}").create_backend
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
-        args = flags(
-            Path(folder),
+        args = default_args(
+            hf_checkpoint=folder,
             dtype="bfloat16",
             lr=1e-6,
             use_dynamic_batch_size=True,
@@ -291,7 +282,6 @@ def _our_step(
             activation_checkpointing=options.checkpointing,
             logits_memory_gib=options.logits_memory_gib,
             compile=False if options.no_compile or options.tiny else None,
-            eps_clip_high=0.2,
         )
         backend = create_backend(args, rank=0, world_size=1, device=device, random_weights=True)
     samples = long_tail_samples(total, min(budget, 8192), config.vocab_size)
@@ -304,7 +294,7 @@ def _our_step(
 
     free_memory(device)
     for name, changes in (("on-policy step", {}), ("with an old-policy pass", {"use_rollout_entropy": True})):
-        chosen = SimpleNamespace(**(vars(args) | changes))
+        chosen = args.replace(**changes)
         step = functools.partial(train_once, chosen)
         started = time.perf_counter()
         step()
@@ -432,8 +422,8 @@ def balance_part(options: argparse.Namespace) -> list[Record]:
     """
     shape = ModelShape.from_hf_config(qwen3_config("4b"))
     cost = functools.partial(forward_flops, shape)
-    args = flags(
-        Path("unused"),
+    args = default_args(
+        hf_checkpoint="unused",
         use_dynamic_batch_size=True,
         max_tokens_per_gpu=16384,
         balance_data=True,

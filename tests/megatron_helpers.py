@@ -4,41 +4,14 @@ import os
 import traceback
 import uuid
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from trainer_helpers import random_samples, trainer_args, with_nuclei
 
-# Every flag of slime/arguments/passthrough/megatron.py that the backend reads, neutral.
-MEGATRON_FLAGS = dict(
-    tensor_model_parallel_size=1,
-    pipeline_model_parallel_size=1,
-    virtual_pipeline_model_parallel_size=None,
-    context_parallel_size=1,
-    expert_model_parallel_size=1,
-    expert_tensor_parallel_size=1,
-    sequence_parallel=False,
-    enable_mtp_training=False,
-    mtp_loss_scaling_factor=0.2,
-    recompute_method=None,
-    recompute_num_layers=None,
-    recompute_modules=None,
-    use_distributed_optimizer=False,
-    overlap_grad_reduce=False,
-    overlap_param_gather=False,
-    moe_token_dispatcher_type="alltoall",
-    attention_backend="auto",
-    megatron_config=None,
-    custom_megatron_init_path=None,
-    custom_megatron_before_log_prob_hook_path=None,
-    custom_megatron_before_train_step_hook_path=None,
-    custom_model_provider_path=None,
-    deterministic_mode=False,
-    distributed_timeout_minutes=5,
-    seed=1,
-)
+from slime.arguments import Args
+
 SHORT = dict(
     tp="tensor_model_parallel_size",
     pp="pipeline_model_parallel_size",
@@ -50,10 +23,9 @@ SHORT = dict(
 )
 
 
-def megatron_args(model, **changes) -> SimpleNamespace:
-    changes = {SHORT.get(name, name): value for name, value in changes.items()}
-    own = {name: changes.pop(name, value) for name, value in MEGATRON_FLAGS.items()}
-    return SimpleNamespace(**{**vars(trainer_args(model, **changes)), **own})
+def megatron_args(model, **changes) -> Args:
+    values = dict(use_distributed_optimizer=False, distributed_timeout_minutes=5, seed=1)
+    return trainer_args(model, **(values | {SHORT.get(name, name): value for name, value in changes.items()}))
 
 
 def make_family(path, kind: str, *, seed: int = 0, **changes) -> str:

@@ -7,157 +7,23 @@ import os
 import secrets
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 
+from slime.arguments import Args, default_args
 from slime.backends.fsdp import create_backend
 from slime.backends.shared.microbatch import build_micro_batches
 from slime.batch.convert import samples_to_batch
 from slime.batch.split import split_for_ranks
-from slime.catalog.estimators import ESTIMATORS
 from slime.step.training_step import TrainingStep
 from slime.utils.types import Sample
 
 
-def trainer_args(model: str, **changes) -> SimpleNamespace:
-    """Every flag that the batch and trainer code reads, at its default, with a plain SGD-free small setup."""
-    values = dict(
-        hf_checkpoint=str(model),
-        ref_load=None,
-        dtype="float32",
-        loss_type="policy_loss",
-        advantage_estimator="grpo",
-        rewards_normalization=True,
-        grpo_std_normalization=True,
-        normalize_advantages=False,
-        compute_advantages_and_returns=True,
-        custom_loss_function_path=None,
-        custom_advantage_function_path=None,
-        custom_reward_post_process_path=None,
-        custom_convert_samples_to_train_data_path=None,
-        custom_pg_loss_reducer_function_path=None,
-        custom_policy_loss_function_path=None,
-        custom_tis_function_path=None,
-        policy_loss_type=ESTIMATORS[changes.get("advantage_estimator", "grpo")].policy_loss,
-        loss_reduction="token_mean" if changes.get("calculate_per_token_loss") else "rollout_mean",
-        loss_denominator=None,
-        gamma=1.0,
-        lambd=1.0,
-        sapo_tau_pos=1.0,
-        sapo_tau_neg=1.05,
-        clip_cov_ratio=2e-4,
-        clip_cov_low=1.0,
-        clip_cov_high=5.0,
-        kl_cov_ratio=2e-3,
-        kl_cov_coef=1.0,
-        dppo_delta=0.15,
-        use_tis=False,
-        tis_clip=2.0,
-        tis_clip_low=0.0,
-        tis_level="token",
-        tis_mode="clip",
-        tis_batch_normalize=False,
-        use_rs=False,
-        rs_level="token",
-        rs_upper=2.0,
-        rs_lower=0.5,
-        rs_veto=None,
-        use_opsm=False,
-        opsm_delta=1e-4,
-        get_mismatch_metrics=False,
-        skip_on_policy_check=False,
-        logprob_diff_threshold=None,
-        allow_sampling_mismatch=False,
-        embedded_dtype="auto",
-        fp8_rounding="auto",
-        no_load_verify=False,
-        nonfinite_action="stop",
-        overlong_buffer_len=None,
-        overlong_penalty_factor=1.0,
-        reward_weights=None,
-        rollout_max_response_len=16,
-        run_dir="runs/test",
-        seed=1234,
-        rollout_data_postprocess_path=None,
-        ref_update_interval=None,
-        keep_old_actor=False,
-        reset_optimizer_states=False,
-        critic_load=None,
-        critic_lr=None,
-        critic_min_lr=0.0,
-        critic_lr_decay_style="constant",
-        critic_lr_warmup_iters=0,
-        critic_clip_grad=1.0,
-        value_clip=0.2,
-        num_critic_only_steps=0,
-        use_opd=False,
-        opd_type=None,
-        opd_kl="sampled",
-        opd_kl_coef=1.0,
-        opd_teacher_load=None,
-        dpo_beta=0.1,
-        dpo_label_smoothing=0.0,
-        no_save_optim=False,
-        no_load_optim=False,
-        no_load_rng=False,
-        async_save=False,
-        finetune=False,
-        reward_key=None,
-        eps_clip=0.2,
-        eps_clip_high=None,
-        eps_clip_c=None,
-        entropy_coef=0.0,
-        kl_coef=0.0,
-        use_kl_loss=False,
-        kl_loss_coef=0.0,
-        kl_loss_type="k1",
-        use_unbiased_kl=False,
-        use_rollout_logprobs=False,
-        use_rollout_entropy=False,
-        calculate_per_token_loss=False,
-        rollout_temperature=1.0,
-        rollout_top_p=1.0,
-        rollout_top_k=-1,
-        log_probs_chunk_size=-1,
-        logits_memory_gib=0.0,
-        weight_copies="host",
-        global_batch_size=None,
-        micro_batch_size=1,
-        use_dynamic_batch_size=False,
-        max_tokens_per_gpu=None,
-        balance_data=False,
-        balance_by_flops=False,
-        optimizer="adam",
-        lr=1e-3,
-        min_lr=0.0,
-        lr_decay_style="constant",
-        lr_warmup_iters=0,
-        lr_decay_iters=None,
-        weight_decay=0.01,
-        adam_beta1=0.9,
-        adam_beta2=0.99,
-        adam_eps=1e-8,
-        clip_grad=1.0,
-        update_weight_buffer_size=512 * 1024**2,
-        tensor_model_parallel_size=1,
-        context_parallel_size=1,
-        activation_checkpointing="none",
-        fsdp_cpu_offload=False,
-        compile=None,
-        only_train_params_name_list=None,
-        freeze_params_name_list=None,
-        use_routing_replay=False,
-        use_rollout_routing_replay=False,
-        router_aux_loss_coef=None,
-        lora_rank=0,
-        lora_alpha=32.0,
-        lora_target_modules=["all-linear"],
-    )
-    unknown = changes.keys() - values.keys()
-    assert not unknown, f"no such flag: {unknown}"
-    return SimpleNamespace(**(values | changes))
+def trainer_args(model: str | Path, **changes) -> Args:
+    """The settings of a trainer at their defaults, except for a rate at which tiny models learn in a few steps."""
+    values = dict(dtype="float32", lr=1e-3, adam_beta2=0.99, rollout_max_response_len=16, run_dir="runs/test")
+    return default_args(hf_checkpoint=str(model), **(values | changes))
 
 
 def random_samples(

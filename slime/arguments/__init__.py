@@ -3,9 +3,18 @@ command line and files, checked, then frozen.
 """
 
 from slime.arguments.all_flags import Flags
-from slime.arguments.args import Args
+from slime.arguments.args import Args, default_args
 from slime.arguments.groups.batch import explain_batch
 from slime.arguments.parser import parse_args
 from slime.arguments.run_info import PluginArgs, RunInfo, plugin_args
 
-__all__ = ["Args", "Flags", "PluginArgs", "RunInfo", "explain_batch", "parse_args", "plugin_args"]
+__all__ = [
+    "Args",
+    "Flags",
+    "PluginArgs",
+    "RunInfo",
+    "default_args",
+    "explain_batch",
+    "parse_args",
+    "plugin_args",
+]

@@ -6,7 +6,8 @@ from typing import Any
 
 from slime.arguments.all_flags import Flags, all_specs
 from slime.arguments.groups.eval_config import EvalDatasetConfig
-from slime.arguments.groups.topology import Topology
+from slime.arguments.groups.topology import Topology, plain_topology
+from slime.catalog.estimators import ESTIMATORS
 
 
 def secret_names() -> list[str]:
@@ -88,3 +89,26 @@ class Args(Flags):
             if self._sources.get(k) != "default"
         )
         return f"Args({', '.join(changed)})"
+
+
+def default_args(**changes: Any) -> Args:
+    """Every flag at its default except those named, for commands and tests that build a trainer by themselves.
+
+    No rule runs: beside what is named, only those values are derived that a trainer reads and flags leave open.
+    """
+    values = {name: copy.copy(spec.default) for name, spec in all_specs().items()} | changes
+    derived = {
+        "policy_loss_type": ESTIMATORS[values["advantage_estimator"]].policy_loss,
+        "loss_reduction": "token_mean" if values["calculate_per_token_loss"] else "rollout_mean",
+        "eps_clip_high": values["eps_clip"],
+        "rs_lower": 1 / values["rs_upper"],
+        "eval_datasets": [],
+        "sglang_options": [],
+        "router_options": [],
+        "engine_topology": plain_topology(values["hf_checkpoint"], 1, 1),
+    }
+    values |= {name: value for name, value in derived.items() if values.get(name) is None}
+    unknown = sorted(set(changes) - set(all_specs()) - set(derived))
+    assert not unknown, f"no such flag: {', '.join(unknown)}"
+    sources = dict.fromkeys(values, "default") | dict.fromkeys(changes, "derived: set in code")
+    return Args(values, sources)

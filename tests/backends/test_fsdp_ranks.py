@@ -57,7 +57,7 @@ def work(rank, world_size, address, folder, model):
     results = {}
     for name, changes in VARIANTS.items():
         args = settings(model, **changes)
-        args.opd_teacher_load = args.opd_teacher_load and str(folder / args.opd_teacher_load)
+        args = args.replace(opd_teacher_load=args.opd_teacher_load and str(folder / args.opd_teacher_load))
         backend = create_backend(args, rank=rank, world_size=world_size, device="cpu")
         data = split_for_ranks(args, samples_to_batch(args, samples), world_size)[rank]
         metrics = TrainingStep(backend, args, 0, data).run().summary

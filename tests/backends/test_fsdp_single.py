@@ -418,14 +418,3 @@ def test_bfloat16_computes_with_fp32_master_weights(model):
     assert {p.dtype for p in backend.model.parameters()} == {torch.float32}
     exact = train(backend_of(trainer_args(model)), trainer_args(model), random_samples(2, 4))
     assert metrics["train/grad_norm"] == pytest.approx(exact["train/grad_norm"], rel=0.05)
-
-
-def test_the_settings_of_these_tests_are_real_flags_with_their_defaults(model):
-    from slime.arguments.all_flags import all_specs
-
-    specs = all_specs()
-    own = vars(trainer_args(model))
-    assert sorted(own.keys() - specs.keys()) == []
-    differ = {name for name, value in own.items() if specs[name].default != value}
-    derived = {"policy_loss_type", "loss_reduction", "rs_lower", "run_dir", "rollout_max_response_len"}
-    assert differ == {"hf_checkpoint", "dtype", "lr", "adam_beta2"} | derived

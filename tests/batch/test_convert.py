@@ -149,7 +149,7 @@ def test_long_responses_lose_reward_before_the_comparison():
     batch = samples_to_batch(shaped, [long, short])
     assert batch["raw_reward"] == [1.0, 1.0]
     assert batch["rewards"][0] < 0 < batch["rewards"][1]
-    plain = samples_to_batch(args(**{**vars(shaped), "rewards_normalization": False}), [long, short])
+    plain = samples_to_batch(shaped.replace(rewards_normalization=False), [long, short])
     assert plain["rewards"] == [0.5, 1.0]
 
 

@@ -148,7 +148,7 @@ def test_a_check_that_cannot_run_says_so_once(model, caplog):
     (hint,) = agreement.hints.told.values()
     assert "the samples have no rollout_log_probs" in hint and "return_logprob" in hint
     assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"].count(hint) == 1
-    args.logprob_diff_threshold = 0.0
+    args = args.replace(logprob_diff_threshold=0.0)
     train(backend, args, samples, weight_version=3, agreement=(silent := Agreement()))
     assert not silent.hints.told
 

@@ -494,8 +494,8 @@ def test_the_reference_and_the_teacher_may_be_checkpoints_of_the_same_model(mode
         use_opd=True,
         opd_type="trainer",
         opd_kl="sampled",
+        opd_teacher_load=str(tmp_path / "ckpt"),
     )
-    args.opd_teacher_load = str(tmp_path / "ckpt")
     backend = backend_of(args)
     for tag in ("ref", "teacher"):
         with backend.copies.active(tag):

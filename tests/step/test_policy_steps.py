@@ -442,8 +442,13 @@ def test_old_log_probs_of_another_policy_stop_the_first_step(model, tmp_path):
 @pytest.mark.parametrize("reduction", ["rollout_mean", "sample_mean", "token_mean"])
 @pytest.mark.parametrize("removed", [1, 3, 8])
 def test_samples_without_trained_tokens_change_no_mean_and_stop_no_run(model, removed, reduction):
-    args = trainer_args(model, global_batch_size=4, loss_reduction=reduction, use_rollout_entropy=True)
-    args.calculate_per_token_loss = reduction == "token_mean"
+    args = trainer_args(
+        model,
+        global_batch_size=4,
+        loss_reduction=reduction,
+        calculate_per_token_loss=reduction == "token_mean",
+        use_rollout_entropy=True,
+    )
     backend = backend_of(args)
     samples = engine_samples(backend, args, noise=0.1)
     for sample in samples[:removed]:

@@ -240,14 +240,13 @@ def test_engines_that_take_no_adapters_are_told_so():
         choose_adapter_transport(("disk", "tensor"))
 
 
-def test_adapters_leave_in_the_wire_s_precision_and_in_buckets_of_any_size(trainer):
+def test_adapters_leave_in_the_wire_s_precision_and_in_buckets_of_any_size(trainer, monkeypatch):
     backend, args = trainer
     whole = {name: tensor.clone() for bucket in backend.export_adapter() for name, tensor in bucket}
-    args.update_weight_buffer_size = 1  # every tensor stands alone
-    try:
-        parts = list(backend.export_adapter(torch.bfloat16))
-    finally:
-        args.update_weight_buffer_size = 512 * 1024**2
+    monkeypatch.setattr(
+        backend, "args", args.replace(update_weight_buffer_size=1)
+    )  # every tensor stands alone
+    parts = list(backend.export_adapter(torch.bfloat16))
     assert len(parts) == len(whole)
     for ((name, tensor),) in parts:
         assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, whole[name].bfloat16())

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from slime.arguments import default_args
 from slime.backends.megatron.families import mimo
 from slime.backends.shared.trainer_folder import MANIFEST, is_checkpoint
 from slime.catalog.backends import BACKENDS, DEFAULT_BACKEND
-from slime.cli.settings import default_settings
 from slime.cluster.checkpoint import write_checkpoint
 from slime.utils.process_groups import stay_on_loopback
 from slime.utils.step_folders import Manifest, by_content, check_trainer_folder, find_step, step_folders
@@ -114,7 +114,7 @@ def _trainer(kind: str, source: Path) -> Iterator[Any]:
     mimo.register_config()
     config = AutoConfig.from_pretrained(source)
     in_16_bit = BACKENDS[kind].weights_in_dtype and config.dtype == torch.bfloat16
-    args = default_settings(
+    args = default_args(
         hf_checkpoint=str(source),
         train_backend=kind,
         dtype="bfloat16" if in_16_bit else "float32",

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slime.arguments import Args
+from slime.arguments import Args, default_args
 from slime.backends.base import TrainBackend
 from slime.backends.fsdp.layers import decoder_layers
 from slime.backends.shared.microbatch import build_micro_batch
 from slime.catalog.backends import BACKENDS
-from slime.cli.settings import default_settings
 from slime.cli.verify_model import capture, reference
 from slime.cli.verify_model.cases import (
     DENOMINATORS,
@@ -80,7 +79,7 @@ def _wait(ranks: list[Any], job: Job, deadline: float, deadline_s: float) -> Non
 
 def settings(model: str, target: Target) -> Args:
     """Every flag at its default but for plain SGD and the flags of the layout."""
-    return default_settings(
+    return default_args(
         hf_checkpoint=model,
         train_backend=target.backend,
         dtype="float32",

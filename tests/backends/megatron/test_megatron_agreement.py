@@ -52,7 +52,7 @@ def compare(rank: int, world_size: int, model: str, cases: dict) -> dict:
             .run()
             .steps
         )
-        args.logprob_diff_threshold = 0.02
+        args = args.replace(logprob_diff_threshold=0.02)
         try:
             TrainingStep(backend, args, 1, data, weight_version=2).run()
             raise AssertionError(f"{name}: rank {rank} went on")

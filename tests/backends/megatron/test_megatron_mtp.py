@@ -44,11 +44,11 @@ def train_with_mtp(rank: int, world_size: int, cases: dict[str, tuple[str, dict]
         found = {"before": exported(backend)}
         mbs = build_micro_batches(samples_to_batch(args, samples_of_tests()), [[0, 3, 4], [1, 2], [5]])
         nothing = Loss(fn=lambda out, mb: (0.0 * out.log_probs.sum(), {}))
-        backend.args.lr = 0.0
+        backend.args = args.replace(lr=0.0)
         found["loss"] = backend.train_step(mbs, nothing, Denominators(rollouts=1, tokens=1.0)).metrics.get(
             "mtp_loss"
         )
-        backend.args.lr = GRPO["lr"]
+        backend.args = args
         batch = samples_to_batch(args, random_samples(5, 3, vocab=127))
         layout = backend.layout
         data = split_for_ranks(args, batch, layout.dp_size, cp_size=layout.cp_size)[layout.dp_rank]

@@ -174,7 +174,7 @@ def test_where_it_cannot_be_used_the_reason_is_given(folders, monkeypatch, chang
     args, config = settings(folders["dense"], attention_backend="flash", **changes)
     with pytest.raises(ValueError, match=reason):
         te_attention.choose_attention(args, config, device)
-    args.attention_backend = "auto"
+    args = args.replace(attention_backend="auto")
     assert te_attention.choose_attention(args, config, device) is PackedCoreAttention
 
 
@@ -188,7 +188,7 @@ def test_wide_dense_layers_keep_what_compiles_unless_a_kernel_is_asked_for(folde
     args, config = settings(folders["dense"], compile=None)
     config.hidden_size = 4096
     assert "compiled as a whole" in te_attention.why_unfit(args, config, GPU)
-    args.attention_backend = "flash"
+    args = args.replace(attention_backend="flash")
     assert te_attention.why_unfit(args, config, GPU) is None
 
 
