@@ -6,7 +6,7 @@ version made each.
 """
 
 from slime.arguments import Args
-from slime.arguments.groups.stale_tokens import for_asynchronous_loop
+from slime.arguments.rules import for_asynchronous_loop
 from slime.cluster.start import open_cluster
 
 

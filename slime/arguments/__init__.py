@@ -1,12 +1,10 @@
-"""The settings of a run: every flag declared once, read from the
-command line and files, checked, then frozen.
-"""
+"""The settings of a run: every flag declared once, read from the command line and files, checked, then frozen."""
 
 from slime.arguments.all_flags import Flags
 from slime.arguments.args import Args, default_args
-from slime.arguments.groups.batch import explain_batch
 from slime.arguments.parser import parse_args
 from slime.arguments.run_info import PluginArgs, RunInfo, plugin_args
+from slime.arguments.show import explain_batch
 
 __all__ = [
     "Args",

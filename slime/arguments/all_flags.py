@@ -1,6 +1,4 @@
-"""Every flag group in the order a reader meets them; the one list
-that the parser, the help and the docs walk.
-"""
+"""Every flag group in the order a reader meets them; the one list that the parser, the help and the docs walk."""
 
 import functools
 
@@ -9,21 +7,18 @@ from slime.arguments.groups.algorithm import AlgorithmFlags
 from slime.arguments.groups.checkpoints import CheckpointFlags
 from slime.arguments.groups.cluster import ClusterFlags
 from slime.arguments.groups.data import DataFlags
-from slime.arguments.groups.debug import DebugFlags
 from slime.arguments.groups.engine import EngineFlags, WeightSyncFlags
 from slime.arguments.groups.evaluation import EvaluationFlags
-from slime.arguments.groups.fsdp import FSDPFlags
+from slime.arguments.groups.megatron import MegatronFlags
 from slime.arguments.groups.objectives import CriticFlags, DistillationFlags, KeptPolicyFlags, PreferenceFlags
 from slime.arguments.groups.off_policy import OffPolicyFlags
-from slime.arguments.groups.optimizer import OptimizerFlags
-from slime.arguments.groups.parallel import ParallelFlags
 from slime.arguments.groups.rewards import RewardFlags
 from slime.arguments.groups.rollout import RolloutFlags
-from slime.arguments.groups.run import RunFlags
+from slime.arguments.groups.run import DebugFlags, RunFlags
 from slime.arguments.groups.topology import TopologyFlags
 from slime.arguments.groups.tracking import TrackingFlags
-from slime.arguments.groups.training import TrainingFlags
-from slime.arguments.passthrough.megatron import MegatronFlags
+from slime.arguments.groups.trainer import FSDPFlags, ParallelFlags
+from slime.arguments.groups.training import OptimizerFlags, TrainingFlags
 
 
 class Flags(

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from slime.arguments.all_flags import Flags, all_specs
+from slime.arguments.core.draft import Draft
 from slime.arguments.groups.eval_config import EvalDatasetConfig
 from slime.arguments.groups.topology import Topology, plain_topology
 from slime.catalog.estimators import ESTIMATORS
@@ -22,17 +23,31 @@ class Args(Flags):
     types.
     """
 
-    __slots__ = ("_sources", "_warnings")  # apart from the values, so that vars(args) is exactly the settings
-
     eval_datasets: list[EvalDatasetConfig]  # from --eval-config or --eval-prompt-data; empty: no evaluation
     sglang_options: list[str]  # SGLang's own flags (--sglang-...) as words of its command line
     router_options: list[str]  # flags of SGLang's router (--router-...), likewise
     engine_topology: Topology  # which engines serve which models
 
+    # Apart from the values, so that vars(args) is exactly the settings.
+    __slots__ = ("_sources", "_warnings")
+    _sources: dict[str, str]
+    _warnings: tuple[str, ...]
+
     def __init__(self, values: dict[str, Any], sources: dict[str, str], warnings: Sequence[str] = ()):
         vars(self).update(values)
         object.__setattr__(self, "_sources", dict(sources))
         object.__setattr__(self, "_warnings", tuple(warnings))
+
+    @classmethod
+    def of(cls, draft: Draft) -> "Args":
+        """A draft, frozen."""
+        return cls(draft.values, draft.sources, draft.warnings)
+
+    def reopen(self, *, training_loop: str) -> Draft:
+        """These settings as a draft, with their sources, for rules to change."""
+        draft = Draft(all_specs(), training_loop=training_loop)
+        draft.values, draft.sources, draft.warnings = self.to_dict(), self.sources, list(self.warnings)
+        return draft
 
     @property
     def sources(self) -> dict[str, str]:
@@ -41,15 +56,11 @@ class Args(Flags):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a user should know of these settings before the run: some
-        do nothing here; `parse_args` tells them.
-        """
+        """What a user should know of these settings before the run; `parse_args` logs it."""
         return self._warnings
 
     def to_dict(self, *, hide_secrets: bool = False) -> dict[str, Any]:
-        """A deep copy of all values, free to change; with
-        `hide_secrets`, one that may be written to a file.
-        """
+        """A deep copy of all values, free to change; with `hide_secrets`, one that may be written to a file."""
         values = copy.deepcopy(vars(self))
         if hide_secrets:
             values |= {name: "********" for name in secret_names() if values[name] is not None}
@@ -74,13 +85,13 @@ class Args(Flags):
     def __delattr__(self, name: str) -> None:
         raise AttributeError(f"args.{name} cannot be deleted: arguments are fixed after parsing.")
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         return Args, (vars(self), self._sources, self._warnings)
 
     def __eq__(self, other: object) -> bool:
         return vars(self) == vars(other) if isinstance(other, Args) else NotImplemented
 
-    __hash__ = None
+    __hash__ = None  # type: ignore[assignment]  # how Python says that objects have no hash
 
     def __repr__(self) -> str:
         changed = (

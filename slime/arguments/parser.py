@@ -3,7 +3,6 @@ arguments, mistakes as one clear message.
 """
 
 import argparse
-import copy
 import logging
 import re
 import sys
@@ -64,9 +63,9 @@ def parse_args(
     words, router_flags = split_router_flags(words, set(known_options(parser)))
     words, megatron_flags = split_megatron_flags(words, set(known_options(parser)))
     given = _parse_command_line(parser, words)
-    defaults = {name: copy.copy(spec.default) for name, spec in all_specs().items()}
-    own = {name: flag.default for name, flag in custom.items()}
-    draft = Draft(defaults | own, training_loop=training_loop)
+    draft = Draft(all_specs(), training_loop=training_loop)
+    for name, flag in custom.items():
+        draft.set(name, flag.default, DEFAULT)
     draft.set("router_options", router_flags, DEFAULT)  # as written; the rules make one list of words of them
     if given.get("config"):
         server_flags = _apply_config_file(draft, given["config"], custom) | server_flags
@@ -78,7 +77,7 @@ def parse_args(
     _apply_server_flags(draft, server_flags)
     _apply_megatron_flags(draft, megatron_flags)
     apply_rules(draft)
-    args = draft.freeze()
+    args = Args.of(draft)
     if args.warnings:
         logger.warning("about these settings:\n%s", "\n".join(f"  {w}" for w in args.warnings))
     if args.print_config:
@@ -320,7 +319,7 @@ def _apply_custom_config(draft: Draft, path: str) -> None:
             raise ValueError(f"{path}: {key!r} is a name that args uses itself; choose another.")
         if name in all_specs() and value is not None:
             value = read_file_value(all_specs()[name], value, f"{key} in {path}")
-        if name in draft and draft.source(name) == COMMAND_LINE and getattr(draft, name) != value:
+        if name in draft and draft.sources[name] == COMMAND_LINE and getattr(draft, name) != value:
             raise ValueError(
                 f"{key} is {value!r} in --custom-config-path {path} and {getattr(draft, name)!r} on the "
                 "command line; keep one of them."

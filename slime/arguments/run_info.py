@@ -1,16 +1,10 @@
-"""Facts that exist only while a run is going, and the namespace that
-plug-ins see: arguments plus those facts.
-"""
+"""Facts that exist only while a run is going, and what plug-ins see: the arguments plus those facts."""
 
 import argparse
 from dataclasses import dataclass, field
 
 from slime.arguments.all_flags import Flags
 from slime.arguments.args import Args
-
-# The name among `model_routers` of what stands before the engines that
-# --eval-num-engines keeps for evaluation.
-EVALUATION_ENGINES = "evaluation"
 
 
 @dataclass(frozen=True)
@@ -33,15 +27,12 @@ class RunInfo:
     max_context_len: int | None = None
     num_layers: int | None = None  # of the policy; None: no engines, or its config does not say
     moe_router_topk: int | None = None  # experts per token; None: it has no experts
-    model_routers: dict[str, tuple[str, int]] = field(
-        default_factory=dict
-    )  # by model; the policy's is also above
+    # Address of the router of each model; that of the policy also stands above.
+    model_routers: dict[str, tuple[str, int]] = field(default_factory=dict)
 
 
 class PluginArgs(argparse.Namespace, Flags):
-    """What a plug-in gets as `args`: every flag, the facts of the run, and the
-    keys of --custom-config-path. A copy, theirs to change.
-    """
+    """What a plug-in gets as `args`: every flag, facts of the run and keys of --custom-config-path, to change freely."""
 
     sglang_router_ip: str | None
     sglang_router_port: int | None

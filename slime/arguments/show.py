@@ -10,6 +10,7 @@ from typing import Any
 from slime.arguments.all_flags import all_specs
 from slime.arguments.args import Args
 from slime.arguments.core.flag import FlagSpec
+from slime.arguments.groups.training import count, explain_samples
 
 COLUMN = 38
 
@@ -29,7 +30,7 @@ def render_help(prog: str, custom: Sequence[argparse.Action] = ()) -> str:
         if spec.group != group:
             group = spec.group
             lines += ["", f"{group}:"]
-        lines += _entry(f"{spec.option}{_value_name(spec)}", spec.info.help + _default_note(spec), width)
+        lines += _entry(f"{spec.option}{_value_name(spec)}", spec.info.help + _notes(spec), width)
     if custom:
         lines += ["", "Your own flags:"]
         lines += [line for a in custom for line in _entry(", ".join(a.option_strings), a.help or "", width)]
@@ -37,7 +38,7 @@ def render_help(prog: str, custom: Sequence[argparse.Action] = ()) -> str:
 
 
 def _entry(left: str, help: str, width: int) -> list[str]:
-    wrapped = textwrap.wrap(help, max(width - COLUMN, 20)) or [""]
+    wrapped = textwrap.wrap(help, max(width - COLUMN, 20), break_on_hyphens=False) or [""]
     head = f"  {left}"
     # Many choices make one long word, which can only be broken at its commas.
     heads = (
@@ -58,10 +59,19 @@ def _value_name(spec: FlagSpec) -> str:
     return f" {name}" + (" ..." if spec.many else "")
 
 
-def _default_note(spec: FlagSpec) -> str:
-    if spec.kind is bool or spec.default in (None, [], {}):
-        return ""
-    return f" [{spec.default}]"
+def _notes(spec: FlagSpec) -> str:
+    """` (only with --use-rs) [2.0; > 0]`: when the flag has an effect, its default and its range."""
+    has_default = spec.kind is not bool and spec.default not in (None, [], {})
+    numbers = "; ".join(filter(None, [str(spec.default) if has_default else "", spec.info.limits]))
+    condition = f" ({spec.info.condition})" if spec.info.condition else ""
+    return condition + (f" [{numbers}]" if numbers else "")
+
+
+def explain_batch(args: Args) -> str:
+    """One line such as `32 prompts x 8 samples = 256 = 2 optimizer steps of 128`."""
+    samples = explain_samples(args.rollout_batch_size, args.n_samples_per_prompt)
+    steps = args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size
+    return f"{samples} = {count(steps, 'optimizer step')} of {args.global_batch_size}"
 
 
 def render_config(args: Args, *, color: bool | None = None) -> str:

@@ -45,9 +45,8 @@ def flags_page() -> str:
         if spec.group != group:
             group = spec.group
             lines += ["", f"## {group}", "", "| flag | type | default | meaning |", "|---|---|---|---|"]
-        lines.append(
-            f"| `{spec.option}` | {_type_text(spec)} | {_default_text(spec)} | {_cell(spec.info.help)} |"
-        )
+        meaning = spec.info.help + (f" ({spec.info.condition})" if spec.info.condition else "")
+        lines.append(f"| `{spec.option}` | {_type_text(spec)} | {_default_text(spec)} | {_cell(meaning)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -79,7 +78,9 @@ def _type_text(spec: FlagSpec) -> str:
     if spec.info.choices:
         return ", ".join(spec.info.choices)
     name = {bool: "switch", dict: "JSON", int: "int", float: "float", str: "text"}[spec.kind]
-    return f"{name} ..." if spec.many else name
+    return (f"{name} ..." if spec.many else name) + (
+        f" {_cell(spec.info.limits)}" if spec.info.limits else ""
+    )
 
 
 def _default_text(spec: FlagSpec) -> str:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 from slime.arguments import PluginArgs
-from slime.arguments.run_info import EVALUATION_ENGINES
+from slime.arguments.groups.topology import EVALUATION_ENGINES
 from slime.rollout import eval_rollout as evaluation_run
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.collection.batch_collector import BatchCollector

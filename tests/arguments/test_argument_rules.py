@@ -8,9 +8,8 @@ from argument_helpers import base_argv, parse
 from slime.arguments import explain_batch, parse_args
 from slime.arguments.all_flags import all_specs
 from slime.arguments.core.draft import Draft
-from slime.arguments.groups.placement import derive_offload, derive_sizes
+from slime.arguments.groups.cluster import derive_offload, derive_sizes
 from slime.arguments.groups.trained_sampling import replays_nucleus
-from slime.arguments.no_effect import NO_EFFECT
 from slime.rollout.generation.requests import sampling_params_of
 
 SGLANG = {"rollout_engine": "sglang", "sglang_python": sys.executable}
@@ -231,6 +230,11 @@ NO_EFFECT_VALUES = {
     "clip_cov_high": 6.0,
     "reward_weights": '{"a": 1}',
     "advantage_estimator": "rloo",
+    "loss_reduction": "sample_mean",
+    "critic_lr_decay_style": "linear",
+    "opd_type": "trainer",
+    "opd_kl": "full",
+    "dpo_label_smoothing": 0.2,
 }
 SFT = {"loss_type": "sft_loss", "n_samples_per_prompt": 1}
 # What must be set beside a flag so that it has no effect.
@@ -252,7 +256,12 @@ NO_EFFECT_BESIDE = {
         "advantage_estimator",
         "rewards_normalization",
         "grpo_std_normalization",
+        "keep_old_actor",
     )
+}
+NO_EFFECT_BESIDE |= {
+    name: {"loss_type": "dpo_loss", "n_samples_per_prompt": 1}
+    for name in ("calculate_per_token_loss", "loss_reduction")
 }
 FSDP_ONLY = (
     "fsdp_cpu_offload",
@@ -265,7 +274,7 @@ NO_EFFECT_BESIDE |= {name: {"train_backend": "megatron"} for name in FSDP_ONLY}
 NO_EFFECT_BESIDE["logits_memory_gib"] = {"train_backend": "megatron", "tensor_model_parallel_size": 2}
 
 
-@pytest.mark.parametrize("name", [name for entry in NO_EFFECT for name in entry.flags])
+@pytest.mark.parametrize("name", [name for name, spec in all_specs().items() if spec.info.only_with])
 def test_flag_without_effect_is_refused_when_given(name):
     spec = all_specs()[name]
     changes = {name: NO_EFFECT_VALUES.get(name) or {bool: True, int: 2, float: 0.5, str: "text"}[spec.kind]}
@@ -345,7 +354,7 @@ def test_run_that_resumes_itself_may_start_with_nothing_to_load():
 
 def sizes(gpus, **given):
     """The draft after the placement rules on a machine with this many GPUs."""
-    draft = Draft({name: spec.default for name, spec in all_specs().items()})
+    draft = Draft(all_specs())
     for name, value in given.items():
         draft.set(name, value, "command line")
     derive_sizes(draft, lambda: gpus)

@@ -7,8 +7,7 @@ import json
 import pytest
 from argument_helpers import parse
 
-from slime.arguments import rules
-from slime.arguments.groups import machine, precision
+from slime.arguments.groups import cluster, precision
 from slime.utils.precision import bfloat16_units
 
 AMX = (True, "has amx_bf16")
@@ -20,9 +19,9 @@ def laptop(monkeypatch):
     """`laptop(units, gpus, cores)`: the machine that the rules see."""
 
     def be(units=OLD, gpus=0, cores=2):
-        monkeypatch.setattr(rules, "visible_gpus", lambda: gpus)
+        monkeypatch.setattr(cluster, "visible_gpus", lambda: gpus)
         monkeypatch.setattr(precision, "bfloat16_units", lambda: units)
-        monkeypatch.setattr(machine, "num_cores", lambda: cores)
+        monkeypatch.setattr(cluster, "num_cores", lambda: cores)
 
     be()
     return be

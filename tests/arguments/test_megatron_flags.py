@@ -120,7 +120,7 @@ def test_keys_of_a_file_are_flags_too(tmp_path):
 
 
 def test_one_replica_is_the_default_number_of_ranks_on_cpu(monkeypatch):
-    monkeypatch.setattr("slime.arguments.rules.visible_gpus", lambda: 0)
+    monkeypatch.setattr("slime.arguments.groups.cluster.visible_gpus", lambda: 0)
     words = base_argv(actor_num_gpus_per_node=None, num_gpus_per_node=None)
     sizes = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "3"]
     args = parse_args([*words, "--train-backend", "megatron", *sizes])

@@ -5,7 +5,7 @@ from argument_helpers import base_argv
 
 from slime.arguments import parse_args
 from slime.arguments.core.draft import ASYNCHRONOUS
-from slime.arguments.groups.stale_tokens import for_asynchronous_loop
+from slime.arguments.rules import for_asynchronous_loop
 from slime.cli.main import main
 
 FULLY_ASYNC = ("--rollout-function-path", "slime.rollout.fully_async_rollout.generate_rollout_fully_async")

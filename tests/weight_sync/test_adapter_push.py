@@ -16,12 +16,12 @@ from engine_under_test import largest_difference
 from tiny_model import make_tiny_model
 from trainer_helpers import init_process_group, random_samples, trainer_args
 
+from slime.arguments import default_args
 from slime.arguments.passthrough.sglang import find_python
 from slime.backends.fsdp import create_backend
 from slime.backends.shared.microbatch import build_micro_batch
 from slime.batch.convert import samples_to_batch
 from slime.batch.split import split_for_ranks
-from slime.cli.settings import default_settings
 from slime.cluster.serving.engine_weights import EngineWeights
 from slime.engines.embedded.command import embedded_command
 from slime.engines.fleet import EngineFleet, WatchPolicy
@@ -97,7 +97,7 @@ def sglang(model: Path, prefix: str):
         pytest.skip("there is no SGLang: `make sglang-env`")
     limits = ["--max-running-requests", "4", "--max-total-tokens", "4096"]
     lora = {"lora_sync": "adapter", "lora_rank": 4, "lora_target_modules": ["all-linear"]}
-    args = default_settings(sglang_python=python, dtype="float32", sglang_options=limits, seed=0, **lora)
+    args = default_args(sglang_python=python, dtype="float32", sglang_options=limits, seed=0, **lora)
     place = EnginePlace("engine-0", "default", "regular", 0, (), 1)
     return run_command(args, EngineSite(str(model), True, place, (), "127.0.0.1", prefix, 1))
 

@@ -1,8 +1,10 @@
-"""Arguments while they are being made: sources are laid over each other, then rules check and derive."""
+"""Settings while they are being made: values are laid over each other, then rules check and derive."""
 
+import copy
+from collections.abc import Mapping
 from typing import Any
 
-from slime.arguments.args import Args
+from slime.arguments.core.flag import FlagSpec
 
 # The loops that may run the settings.
 SYNCHRONOUS, ASYNCHRONOUS = "synchronous", "asynchronous"
@@ -11,55 +13,48 @@ COMMAND_LINE = "command line"
 
 
 class Draft:
-    """Values and their sources before they are frozen. Values read
-    as attributes: `draft.rollout_batch_size`.
-    """
+    """Values and their sources before they are frozen. Values read as attributes: `draft.rollout_batch_size`."""
 
-    def __init__(self, defaults: dict[str, Any], *, training_loop: str = SYNCHRONOUS):
+    def __init__(self, specs: Mapping[str, FlagSpec], *, training_loop: str = SYNCHRONOUS):
+        self.specs = specs
         self.training_loop = training_loop  # no setting: whoever runs them knows
-        self._values = dict(defaults)
-        self._sources = dict.fromkeys(defaults, DEFAULT)
-        self._warnings: list[str] = []
-
-    @classmethod
-    def of(cls, args: Args, *, training_loop: str) -> "Draft":
-        """Settings that are made again, with their sources."""
-        draft = cls({}, training_loop=training_loop)
-        for name, value in args.to_dict().items():
-            draft.set(name, value, args.sources[name])
-        for message in args.warnings:
-            draft.warn(message)
-        return draft
+        self.values: dict[str, Any] = {name: copy.copy(spec.default) for name, spec in specs.items()}
+        self.sources = dict.fromkeys(specs, DEFAULT)
+        self.warnings: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name not in self._values:
+        if name in ("values", "specs") or name not in self.values:
             raise AttributeError(f"no argument is called {name}")
-        return self._values[name]
+        return self.values[name]
 
     def __contains__(self, name: str) -> bool:
-        return name in self._values
-
-    def source(self, name: str) -> str:
-        return self._sources[name]
+        return name in self.values
 
     def set(self, name: str, value: Any, source: str) -> None:
-        self._values[name] = value
-        self._sources[name] = source
+        self.values[name] = value
+        self.sources[name] = source
 
     def derive(self, name: str, value: Any, because: str) -> None:
-        """Give a value that follows from others; `because` is what
-        --print-config shows. No change, no new source.
-        """
-        if name not in self._values or self._values[name] != value:
+        """Give a value that follows from others; `because` is what --print-config shows as its source."""
+        if name not in self.values or self.values[name] != value:
             self.set(name, value, f"derived: {because}")
 
     def was_given(self, name: str) -> bool:
         """Whether the user wrote it (in a file or on the command line)."""
-        return self._sources[name] != DEFAULT and not self._sources[name].startswith("derived")
+        return self.sources[name] != DEFAULT and not self.sources[name].startswith("derived")
 
     def warn(self, message: str) -> None:
-        """Tell at the start of a setting that does nothing and changes nothing of what is trained."""
-        self._warnings.append(message)
+        """Tell the user at the start of a setting that does nothing here and changes nothing of what is trained."""
+        self.warnings.append(message)
 
-    def freeze(self) -> Args:
-        return Args(self._values, self._sources, self._warnings)
+
+def refuse_flags_without_effect(draft: Draft) -> None:
+    """A flag that was given a value, but does nothing beside the others: its declaration says when (`only_with`)."""
+    for name, spec in draft.specs.items():
+        value = getattr(draft, name)
+        if not draft.was_given(name) or value == spec.default:
+            continue
+        for condition in spec.info.only_with:
+            if not condition.works(draft):
+                shown = "set" if spec.kind is bool or spec.info.secret else f"{value}"
+                raise ValueError(f"{spec.option} is {shown}, but {condition.reason}.")

@@ -1,6 +1,4 @@
-"""Settings from YAML files: `--config` (flags),
-`--custom-config-path` (values for plug-ins), `--eval-config`.
-"""
+"""Settings from YAML files: `--config` (flags), `--custom-config-path` (values for plug-ins), `--eval-config`."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ import yaml
 class _UniqueKeyLoader(yaml.SafeLoader):
     """Safe YAML that refuses a key written twice, where plain YAML would silently keep the last."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key_node, _ in node.value:
             key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None

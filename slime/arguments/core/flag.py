@@ -1,12 +1,24 @@
-"""How one flag is declared: a typed dataclass field that carries
-its help text, its range and its spelling.
-"""
+"""How one flag is declared: a typed dataclass field that carries its help, its range and when it has an effect."""
 
 import dataclasses
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+
+@dataclass(frozen=True)
+class OnlyWith:
+    """A condition under which a flag does something; a user who gives the flag without it is told.
+
+    Example: OnlyWith("with --use-rs", lambda d: d.use_rs, "nothing is rejected; add --use-rs") on --rs-upper
+    shows "only with --use-rs" in the help, and refuses "--rs-upper is 3, but nothing is rejected; add --use-rs."
+    """
+
+    words: str  # in the help, after "only"
+    works: Callable[[Any], object]  # of the draft of the settings
+    reason: str  # completes the sentence "--x is 3, but ..."
 
 
 @dataclass(frozen=True)
@@ -20,20 +32,29 @@ class FlagInfo:
     le: float | None = None
     lt: float | None = None
     metavar: str | None = None
-    off: str | None = (
-        None  # the spelling that turns a default-on switch off: `--disable-rewards-normalization`
-    )
+    off: str | None = None  # what turns a default-on switch off: `--disable-rewards-normalization`
     alias: str | None = None
     repeatable: bool = False  # `--hook a --hook b` collects both
     secret: bool = False  # never printed
     not_built: tuple[str, ...] = ()  # values that slime knows and this version refuses
+    only_with: tuple[OnlyWith, ...] = ()  # all must hold; the first that does not is the one told
+
+    @property
+    def limits(self) -> str:
+        """The range as the help shows it: `> 0, <= 1`."""
+        bounds = {">": self.gt, ">=": self.ge, "<": self.lt, "<=": self.le}
+        return ", ".join(f"{sign} {bound:g}" for sign, bound in bounds.items() if bound is not None)
+
+    @property
+    def condition(self) -> str:
+        """When the flag does something, in the words of the help: `only with --use-tis`."""
+        return "only " + ", ".join(entry.words for entry in self.only_with) if self.only_with else ""
 
 
-def flag(default: Any, help: str, **info: Any) -> Any:
-    """Declare a flag. The field's annotation is its type; `None` in it
-    means "not set", which the help explains.
-    """
-    metadata = {"flag": FlagInfo(help=help, **info)}
+def flag(default: Any, help: str, *, only_with: OnlyWith | tuple[OnlyWith, ...] = (), **info: Any) -> Any:
+    """Declare a flag. The field's annotation is its type; `None` in it means "not set", which the help explains."""
+    conditions = (only_with,) if isinstance(only_with, OnlyWith) else only_with
+    metadata = {"flag": FlagInfo(help=help, only_with=conditions, **info)}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -57,9 +78,7 @@ class FlagSpec:
 
     @property
     def option(self) -> str:
-        """The spelling shown to users: `--rollout-batch-size`, or the
-        `--disable-...` form of a default-on switch.
-        """
+        """The spelling shown to users: `--rollout-batch-size`, or `--disable-...` of a default-on switch."""
         return self.info.off or "--" + self.name.replace("_", "-")
 
     @property
@@ -86,9 +105,9 @@ def specs_of(group_class: type) -> list[FlagSpec]:
     specs = []
     for declared in dataclasses.fields(group_class):
         kind, many, one_or_many = _read_type(hints[declared.name])
-        has_factory = declared.default_factory is not dataclasses.MISSING
-        default = declared.default_factory() if has_factory else declared.default
-        title = group_class.__doc__.splitlines()[0].rstrip(".")
+        factory = declared.default_factory
+        default = declared.default if factory is dataclasses.MISSING else factory()
+        title = (group_class.__doc__ or "").splitlines()[0].rstrip(".")
         specs.append(
             FlagSpec(declared.name, title, kind, many, one_or_many, default, declared.metadata["flag"])
         )
@@ -96,11 +115,9 @@ def specs_of(group_class: type) -> list[FlagSpec]:
 
 
 def _read_type(hint: Any) -> tuple[type, bool, bool]:
-    """`list[str] | None` -> (str, True, False); `str | list[str] | None` -> (str,
-    True, True); `int` -> (int, False, False).
-    """
-    members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    members = [member for member in members if member is not type(None)]
+    """`list[str] | None` -> (str, True, False); `str | list[str] | None` -> (str, True, True)."""
+    union = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    members = [member for member in union if member is not type(None)]
     lists = [member for member in members if typing.get_origin(member) is list]
     if lists:
         return typing.get_args(lists[0])[0], True, len(members) > 1
@@ -140,7 +157,7 @@ def _to_bool(value: Any) -> bool:
     raise ValueError("expected true or false")
 
 
-def _to_object(value: Any) -> dict:
+def _to_object(value: Any) -> dict[str, Any]:
     import json  # only flags that take an object need it
 
     if isinstance(value, str):

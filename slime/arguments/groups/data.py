@@ -1,12 +1,21 @@
-"""Flags about prompts: where they are, what their columns mean, and how many make up one rollout."""
+"""Flags and rules of the prompts: where they are, what their columns mean, how many make up one rollout."""
 
 from dataclasses import dataclass
 
-from slime.arguments.core.flag import flag
+from slime.arguments.core.draft import Draft
+from slime.arguments.core.flag import OnlyWith, flag
 from slime.catalog.datasets import DATASET_FORMATS
 
 _FORMATS = "; ".join(f"{ending}: {row.help}" for ending, row in DATASET_FORMATS.items())
 DEFAULT_DATA_SOURCE = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
+
+
+# -- when flags have an effect
+SHARED_DATASET = OnlyWith(
+    "without --disable-rollout-global-dataset",
+    lambda d: d.rollout_global_dataset,
+    "--disable-rollout-global-dataset leaves the prompts to your rollout function; remove one of them",
+)
 
 
 @dataclass
@@ -23,7 +32,7 @@ class DataFlags:
     num_rollout: int | None = flag(None, "rollouts to run", ge=0)
     num_epoch: int | None = flag(None, "passes over the prompts, instead of --num-rollout", ge=1)
     start_rollout_id: int | None = flag(None, "first rollout id; default: after the loaded checkpoint", ge=0)
-    rollout_shuffle: bool = flag(False, "shuffle prompts in each epoch")
+    rollout_shuffle: bool = flag(False, "shuffle prompts in each epoch", only_with=SHARED_DATASET)
     rollout_seed: int = flag(42, "seed of the shuffle and of per-request sampling seeds", ge=0)
     input_key: str = flag("input", "column of the prompt (text or messages)", metavar="KEY")
     label_key: str | None = flag(None, "column of the label", metavar="KEY")
@@ -48,3 +57,20 @@ class DataFlags:
     custom_convert_samples_to_train_data_path: str | None = flag(
         None, "function that turns samples into train data", metavar="PATH"
     )
+
+
+def length_of_run(draft: Draft) -> None:
+    if draft.num_rollout is None and draft.num_epoch is None:
+        raise ValueError(
+            "neither --num-rollout nor --num-epoch is set: say how long to train, for example --num-rollout "
+            "100."
+        )
+    if draft.num_rollout is not None and draft.num_epoch is not None:
+        raise ValueError(
+            f"--num-rollout is {draft.num_rollout} and --num-epoch is {draft.num_epoch}: both say how long "
+            "to train; keep one of them."
+        )
+    if draft.num_epoch is not None and not draft.rollout_global_dataset:
+        raise ValueError(
+            "--num-epoch needs the shared dataset to know how long an epoch is; use --num-rollout instead."
+        )

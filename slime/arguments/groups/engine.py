@@ -1,14 +1,43 @@
-"""Flags about the engines: which kind, how large, how long to wait for them and when to give up."""
+"""Flags and rules of the engines and of the weights they get: which kind, how long to wait, how weights travel."""
 
+import importlib.util
 from dataclasses import dataclass
+from pkgutil import resolve_name
 
-from slime.arguments.core.flag import flag
-from slime.catalog.engines import ENGINES
-from slime.catalog.transports import MODES, TRANSPORT_CHOICES
+from slime.arguments.core.draft import Draft
+from slime.arguments.core.flag import OnlyWith, flag
+from slime.catalog.engines import DEFAULT_ENGINE, ENGINES
+from slime.catalog.transports import MODES, OLDER_NAMES, TRANSPORT_CHOICES
 
 FP8_ROUNDINGS = ("auto", "nearest", "stochastic")
 ENCODINGS = ("xor", "overwrite")
 CHECKSUMS = ("xxh3-128", "blake3", "adler32")
+# What each checksum imports, and how pip calls it; none: the standard library has it.
+_CHECKSUM_PACKAGES = {"xxh3-128": ("xxhash", "'slime[delta]'"), "blake3": ("blake3", "blake3")}
+
+
+# -- when flags have an effect
+DISK = OnlyWith(
+    "with --update-weight-transport disk or --update-weight-mode delta",
+    lambda d: d.update_weight_transport == "disk" or d.update_weight_mode == "delta",
+    "weights travel in memory; add --update-weight-transport disk",
+)
+DELTA = OnlyWith(
+    "with --update-weight-mode delta",
+    lambda d: d.update_weight_mode == "delta",
+    "whole weights travel; add --update-weight-mode delta",
+)
+PROBES = OnlyWith(
+    "with --use-fault-tolerance",
+    lambda d: d.use_fault_tolerance,
+    "engines are probed only with --use-fault-tolerance; add it",
+)
+
+
+def _read_by(flag_name: str) -> OnlyWith:
+    """Flags of one engine alone: its row in the catalog names them."""
+    name, row = next((name, row) for name, row in ENGINES.items() if flag_name in row.flags)
+    return OnlyWith(f"with --rollout-engine {name}", lambda d: d.rollout_engine == name, row.flags_unread)
 
 
 @dataclass
@@ -24,23 +53,32 @@ class EngineFlags:
         None,
         "interpreter that has SGLang; default: .venv-sglang of `make sglang-env`, else this one",
         metavar="PATH",
+        only_with=_read_by("sglang_python"),
     )
     sglang_server_concurrency: int = flag(512, "requests in flight per engine", ge=1)
     embedded_device: str = flag(
-        "auto", "device of the embedded engine: auto, cpu, cuda or cuda:N", metavar="DEVICE"
+        "auto",
+        "device of the embedded engine: auto, cpu, cuda or cuda:N",
+        metavar="DEVICE",
+        only_with=_read_by("embedded_device"),
     )
     embedded_dtype: str = flag(
         "auto",
         "precision of the embedded engine; auto: that of the trainer",
         choices=("auto", "float32", "bfloat16"),
+        only_with=_read_by("embedded_dtype"),
     )
     embedded_max_running_requests: int = flag(
         256,
         "requests decoded together; 1 computes each alone and keeps no prefixes, as --deterministic-mode does",
         ge=1,
+        only_with=_read_by("embedded_max_running_requests"),
     )
     embedded_max_total_tokens: int | None = flag(
-        None, "tokens of KV cache; default: from the memory at hand", ge=1
+        None,
+        "tokens of KV cache; default: from the memory at hand",
+        ge=1,
+        only_with=_read_by("embedded_max_total_tokens"),
     )
     engine_start_timeout_s: float = flag(300.0, "longest wait for an engine to serve", gt=0)
     generate_timeout_s: float = flag(1800.0, "longest wait for one generation", gt=0)
@@ -53,11 +91,15 @@ class EngineFlags:
         ge=0,
     )
     use_fault_tolerance: bool = flag(False, "also ask engines for a token, and for the weights they hold")
-    rollout_health_check_interval: float = flag(30.0, "seconds between probes", gt=0)
-    rollout_health_check_timeout: float = flag(30.0, "seconds until a probe counts as failed", gt=0)
-    rollout_health_check_first_wait: float = flag(0.0, "seconds before the first probe", ge=0)
+    rollout_health_check_interval: float = flag(30.0, "seconds between probes", gt=0, only_with=PROBES)
+    rollout_health_check_timeout: float = flag(
+        30.0, "seconds until a probe counts as failed", gt=0, only_with=PROBES
+    )
+    rollout_health_check_first_wait: float = flag(
+        0.0, "seconds before the first probe", ge=0, only_with=PROBES
+    )
     rollout_health_check_failures: int = flag(
-        1, "failed probes in a row after which an engine is replaced", ge=1
+        1, "failed probes in a row after which an engine is replaced", ge=1, only_with=PROBES
     )
 
 
@@ -82,31 +124,41 @@ class WeightSyncFlags:
         "xor",
         "what a delta holds of a changed element: old xor new (smaller), or the new one",
         choices=ENCODINGS,
+        only_with=DELTA,
     )
     update_weight_delta_checksum: str = flag(
-        "xxh3-128", "checksum of every tensor, verified before an engine loads it", choices=CHECKSUMS
+        "xxh3-128",
+        "checksum of every tensor, verified before an engine loads it",
+        choices=CHECKSUMS,
+        only_with=DELTA,
     )
     update_weight_local_checkpoint_dir: str | None = flag(
         None,
         "where the copy beside the engines is kept, for delta; default: in the run's folder",
         metavar="DIR",
+        only_with=DELTA,
     )
     weight_agent_addrs: list[str] | None = flag(
         None,
         "one `slime weight-agent` for each of --rollout-external-engine-addrs, in that order: they keep the "
         "copies, for delta; default: the engines read this machine's disk",
         metavar="HOST:PORT",
+        only_with=DELTA,
     )
     update_weight_disk_dir: str | None = flag(
-        None, "folder shared with the engines, for disk; for delta also with agents", metavar="DIR"
+        None,
+        "folder shared with the engines, for disk; for delta also with agents",
+        metavar="DIR",
+        only_with=DISK,
     )
     update_weight_disk_keep_files: bool = flag(
-        False, "versions of the weights on disk stay, also after the run"
+        False, "versions of the weights on disk stay, also after the run", only_with=DISK
     )
     custom_update_weight_post_write_path: str | None = flag(
         None,
         "function called on every trainer rank between writing a version and the engines' reading it",
         metavar="PATH",
+        only_with=DISK,
     )
     rollout_quantization: str = flag(
         "none",
@@ -137,3 +189,72 @@ class WeightSyncFlags:
         "pushes between comparisons of the engines' own checksums over all engines; 0: only the first push",
         ge=0,
     )
+
+
+def engine_choice(draft: Draft) -> None:
+    if draft.rollout_engine not in ENGINES:  # auto
+        meant = [name for name, row in ENGINES.items() if any(getattr(draft, f) for f in row.chosen_by)]
+        engine = meant[0] if meant else DEFAULT_ENGINE
+        draft.derive("rollout_engine", engine, ENGINES[engine].chosen_why or "needs nothing")
+    kind = ENGINES[draft.rollout_engine]
+    if kind.find_python and not draft.debug_train_only and not draft.rollout_external_engine_addrs:
+        given, reason = getattr(draft, kind.python_flag), f"--rollout-engine {draft.rollout_engine}"
+        python = resolve_name(kind.find_python)(given, reason)
+        if given is None:
+            draft.derive(kind.python_flag, python, f"where {kind.label} is installed")
+
+
+def reproducible_engine(draft: Draft) -> None:
+    """What is computed together decides the last bits of log-probs, and
+    what arrives together is a matter of timing.
+    """
+    flag = ENGINES[draft.rollout_engine].single_request_flag
+    if not draft.deterministic_mode or flag is None:
+        return
+    if not draft.was_given(flag):
+        draft.derive(flag, 1, "--deterministic-mode")
+    elif getattr(draft, flag) != 1:
+        raise ValueError(
+            f"--{flag.replace('_', '-')} is {getattr(draft, flag)} with --deterministic-mode: log-probs of "
+            "requests that are computed together depend on which they are, and that on timing; leave it "
+            "out, or do without --deterministic-mode."
+        )
+
+
+def weight_sync(draft: Draft) -> None:
+    if draft.update_weight_transport == "disk" and draft.update_weight_disk_dir is None:
+        raise ValueError(
+            "--update-weight-transport disk needs --update-weight-disk-dir: a folder that engines can read."
+        )
+    older = draft.update_weight_transport
+    if older in OLDER_NAMES:
+        draft.derive("update_weight_transport", OLDER_NAMES[older], f"{older} is its older name")
+    if draft.update_weight_mode == "delta":
+        _delta(draft)
+
+
+def _delta(draft: Draft) -> None:
+    if draft.update_weight_transport not in ("auto", "disk"):
+        raise ValueError(
+            f"--update-weight-mode delta goes through a folder, but --update-weight-transport is "
+            f"{draft.update_weight_transport}; use auto or disk, or --update-weight-mode full."
+        )
+    _need("zstandard", "'slime[delta]'", "--update-weight-mode delta", "--update-weight-mode full")
+    checksum = draft.update_weight_delta_checksum
+    if checksum in _CHECKSUM_PACKAGES:
+        other = "--update-weight-delta-checksum adler32"
+        _need(*_CHECKSUM_PACKAGES[checksum], f"--update-weight-delta-checksum {checksum}", other)
+    agents, engines = draft.weight_agent_addrs, draft.rollout_external_engine_addrs or []
+    if agents is not None and len(agents) != len(engines):
+        raise ValueError(
+            f"--weight-agent-addrs names {len(agents)} agents for {len(engines)} engines of "
+            "--rollout-external-engine-addrs; give one for each, in the same order."
+        )
+
+
+def _need(module: str, package: str, flag: str, instead: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        raise ValueError(
+            f"{flag} needs the package {module}, which is not installed; pip install {package}, or use "
+            f"{instead}."
+        )

@@ -1,8 +1,20 @@
-"""Flags about evaluation: which datasets, how often, and how their responses are sampled."""
+"""Flags and rules of evaluation: which datasets, how often, and how their responses are sampled."""
 
 from dataclasses import dataclass
+from typing import Any
 
-from slime.arguments.core.flag import flag
+from slime.arguments.core.draft import Draft
+from slime.arguments.core.files import read_yaml_mapping
+from slime.arguments.core.flag import OnlyWith, flag
+from slime.arguments.groups.eval_config import build_eval_dataset_configs
+from slime.arguments.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
+
+# -- when flags have an effect
+EVALUATES = OnlyWith(
+    "with --eval-interval",
+    lambda d: d.eval_interval is not None,
+    "nothing is evaluated without --eval-interval; add it",
+)
 
 
 @dataclass
@@ -24,8 +36,11 @@ class EvaluationFlags:
         "so many of the policy's engines, the last ones, serve evaluation alone; they get every push; 0: "
         "evaluation asks the engines of the rollout",
         ge=0,
+        only_with=EVALUATES,
     )
-    skip_eval_before_train: bool = flag(False, "do not evaluate before the first rollout")
+    skip_eval_before_train: bool = flag(
+        False, "do not evaluate before the first rollout", only_with=EVALUATES
+    )
     n_samples_per_eval_prompt: int = flag(1, "responses per evaluation prompt", ge=1)
     eval_input_key: str | None = flag(None, "column of the prompt", metavar="KEY")
     eval_label_key: str | None = flag(None, "column of the label", metavar="KEY")
@@ -37,3 +52,60 @@ class EvaluationFlags:
     eval_min_new_tokens: int | None = flag(None, "shortest response", ge=0)
     eval_max_prompt_len: int | None = flag(None, "drop longer prompts at load", ge=1)
     eval_max_context_len: int | None = flag(None, "longest prompt plus response", ge=2)
+
+
+def evaluation(draft: Draft) -> None:
+    resolve_eval_datasets(draft)
+    if draft.eval_function_path is None:
+        draft.derive("eval_function_path", draft.rollout_function_path, "same as rollout_function_path")
+    own_evaluation = draft.eval_function_path != DEFAULT_ROLLOUT_FUNCTION
+    if draft.eval_interval is not None and not draft.eval_datasets and not own_evaluation:
+        raise ValueError(
+            f"--eval-interval is {draft.eval_interval}, but there is nothing to evaluate on; add "
+            "--eval-prompt-data name file or --eval-config."
+        )
+
+
+def resolve_eval_datasets(draft: Draft) -> None:
+    if draft.eval_config is not None:
+        entries, defaults = _read_eval_config(draft.eval_config)
+        because = "eval_config"
+        if draft.was_given("eval_prompt_data"):
+            raise ValueError(
+                "--eval-config and --eval-prompt-data both name evaluation datasets; keep one of them."
+            )
+    else:
+        entries, defaults = _pair_names_and_files(draft.eval_prompt_data or []), {}
+        because = "eval_prompt_data"
+    try:
+        datasets = build_eval_dataset_configs(draft, entries, defaults)
+    except ValueError as error:
+        raise ValueError(f"--{because.replace('_', '-')}: {error}") from None
+    draft.derive("eval_datasets", datasets, because)
+    flat = [word for dataset in datasets for word in (dataset.name, dataset.path)]
+    draft.derive("eval_prompt_data", flat or None, because)
+
+
+def _read_eval_config(path: str) -> tuple[Any, dict[str, Any]]:
+    """The datasets and the defaults of a file; the top level `eval:` may be left out."""
+    content = read_yaml_mapping(path, "--eval-config")
+    content = content.get("eval", content)
+    unknown = sorted(set(content) - {"defaults", "datasets"})
+    if unknown:
+        raise ValueError(
+            f"--eval-config {path}: unknown key {unknown[0]!r}; a file has `defaults` and `datasets`."
+        )
+    if not content.get("datasets"):
+        raise ValueError(f"--eval-config {path}: no `datasets`; list at least one with a name and a path.")
+    return content["datasets"], content.get("defaults") or {}
+
+
+def _pair_names_and_files(words: list[str]) -> list[dict[str, str]]:
+    if len(words) == 1:
+        words = ["aime", words[0]]  # a single file has had this name in slime recipes from the start
+    if len(words) % 2:
+        raise ValueError(
+            f"--eval-prompt-data has {len(words)} words ({' '.join(words)}): write pairs, name file name "
+            "file ..."
+        )
+    return [{"name": name, "path": path} for name, path in zip(words[::2], words[1::2], strict=True)]

@@ -1,8 +1,9 @@
-"""Flags of what stands beside the policy: the critic, the teacher of a distillation, preference pairs."""
+"""Flags and rules of what stands beside the policy: a critic, the teacher of a distillation, preference pairs."""
 
 from dataclasses import dataclass
 
-from slime.arguments.core.flag import flag
+from slime.arguments.core.draft import Draft
+from slime.arguments.core.flag import OnlyWith, flag
 
 # Losses over pairs of a preferred and a rejected answer.
 PAIR_LOSSES = ("dpo_loss", "rm_loss")
@@ -12,15 +13,61 @@ SUPERVISED_LOSSES = ("sft_loss", *PAIR_LOSSES)
 OPD_TYPE_ALIASES = {"sglang": "engine", "megatron": "trainer"}
 
 
+# -- when flags have an effect
+POLICY_LOSS = OnlyWith(
+    "with --loss-type policy_loss",
+    lambda d: d.loss_type == "policy_loss",
+    "only --loss-type policy_loss has policy ratios; remove it",
+)
+CRITIC = OnlyWith(
+    "with --advantage-estimator ppo",
+    lambda d: d.loss_type not in SUPERVISED_LOSSES and d.advantage_estimator == "ppo",
+    "there is no critic; only --advantage-estimator ppo trains one",
+)
+CRITIC_DECAYS = OnlyWith(
+    "with a --critic-lr-decay-style that decays",
+    lambda d: d.critic_lr_decay_style != "constant",
+    "--critic-lr-decay-style constant never decays; choose linear or cosine",
+)
+DISTILS = OnlyWith("with --use-opd", lambda d: d.use_opd, "there is no distillation; add --use-opd")
+TEACHER_IN_TRAINER = OnlyWith(
+    "with --opd-type trainer",
+    lambda d: d.opd_type == "trainer",
+    "the teacher is an engine; use --opd-type trainer",
+)
+DPO = OnlyWith(
+    "with --loss-type dpo_loss",
+    lambda d: d.loss_type == "dpo_loss",
+    "only --loss-type dpo_loss has it; add that",
+)
+NOT_PAIRS = OnlyWith(
+    "with a --loss-type that counts tokens",
+    lambda d: d.loss_type not in PAIR_LOSSES,
+    "a preference loss counts pairs, not tokens; remove it",
+)
+REFERENCE = OnlyWith(
+    "with --use-kl-loss, --kl-coef or --loss-type dpo_loss",
+    lambda d: d.loss_type == "dpo_loss" or d.use_kl_loss or d.kl_coef != 0,
+    "there is no reference; add --use-kl-loss (without --kl-loss-coef the KL is only reported)",
+)
+OLD_LOG_PROBS = OnlyWith(
+    "where the trainer computes old log-probs",
+    lambda d: d.loss_type == "policy_loss" and not d.use_rollout_logprobs,
+    "old log-probs are not computed by the trainer here; remove it",
+)
+
+
 @dataclass
 class KeptPolicyFlags:
     """Kept policies."""
 
     ref_update_interval: int | None = flag(
-        None, "rollouts after which the reference becomes the policy again", ge=1
+        None, "rollouts after which the reference becomes the policy again", ge=1, only_with=REFERENCE
     )
     keep_old_actor: bool = flag(
-        False, "ratios against the weights that sampled the batch, kept since their push (asynchronous runs)"
+        False,
+        "ratios against the weights that sampled the batch, kept since their push (asynchronous runs)",
+        only_with=OLD_LOG_PROBS,
     )
     reset_optimizer_states: bool = flag(
         False, "forget the optimizer's moments before each rollout's training"
@@ -35,16 +82,30 @@ class CriticFlags:
         None,
         "model the critic starts from (a causal LM or a reward model); default: --hf-checkpoint",
         metavar="MODEL",
+        only_with=CRITIC,
     )
-    critic_lr: float | None = flag(None, "learning rate of the critic; default: --lr", ge=0)
-    critic_min_lr: float = flag(0.0, "learning rate of the critic at the end of its decay", ge=0)
+    critic_lr: float | None = flag(None, "learning rate of the critic; default: --lr", ge=0, only_with=CRITIC)
+    critic_min_lr: float = flag(
+        0.0, "learning rate of the critic at the end of its decay", ge=0, only_with=(CRITIC, CRITIC_DECAYS)
+    )
     critic_lr_decay_style: str = flag(
-        "constant", "schedule of the critic after warm-up", choices=("constant", "linear", "cosine")
+        "constant",
+        "schedule of the critic after warm-up",
+        choices=("constant", "linear", "cosine"),
+        only_with=CRITIC,
     )
-    critic_lr_warmup_iters: int = flag(0, "optimizer steps of the critic's linear warm-up", ge=0)
-    critic_clip_grad: float = flag(1.0, "largest gradient norm of the critic; 0 turns clipping off", ge=0)
-    value_clip: float = flag(0.2, "how far a value may move in one update before its error is clipped", gt=0)
-    num_critic_only_steps: int = flag(0, "rollouts at the start that train the critic alone", ge=0)
+    critic_lr_warmup_iters: int = flag(
+        0, "optimizer steps of the critic's linear warm-up", ge=0, only_with=CRITIC
+    )
+    critic_clip_grad: float = flag(
+        1.0, "largest gradient norm of the critic; 0 turns clipping off", ge=0, only_with=CRITIC
+    )
+    value_clip: float = flag(
+        0.2, "how far a value may move in one update before its error is clipped", gt=0, only_with=CRITIC
+    )
+    num_critic_only_steps: int = flag(
+        0, "rollouts at the start that train the critic alone", ge=0, only_with=CRITIC
+    )
 
 
 @dataclass
@@ -57,18 +118,21 @@ class DistillationFlags:
         "who has the teacher: an engine at --rm-url (sglang is the same), or the trainer (megatron is the "
         "same)",
         choices=("engine", "trainer", *OPD_TYPE_ALIASES),
+        only_with=DISTILS,
     )
     opd_kl: str = flag(
         "sampled",
         "reverse KL on the sampled token, as part of the advantage, or over the full vocabulary, as a loss "
         "(trainer only)",
         choices=("sampled", "full"),
+        only_with=DISTILS,
     )
-    opd_kl_coef: float = flag(1.0, "weight of the reverse KL to the teacher", ge=0)
+    opd_kl_coef: float = flag(1.0, "weight of the reverse KL to the teacher", ge=0, only_with=DISTILS)
     opd_teacher_load: str | None = flag(
         None,
         "the teacher that the trainer holds, or a folder of checkpoints of a model like the policy",
         metavar="MODEL",
+        only_with=(DISTILS, TEACHER_IN_TRAINER),
     )
     opd_teacher_ckpt_step: int | None = flag(
         None, "which checkpoint of --opd-teacher-load; default: the latest", ge=0
@@ -79,5 +143,53 @@ class DistillationFlags:
 class PreferenceFlags:
     """Preference pairs."""
 
-    dpo_beta: float = flag(0.1, "how strongly DPO holds the policy to the reference", gt=0)
-    dpo_label_smoothing: float = flag(0.0, "share of preferences that DPO takes to be wrong", ge=0, lt=0.5)
+    dpo_beta: float = flag(0.1, "how strongly DPO holds the policy to the reference", gt=0, only_with=DPO)
+    dpo_label_smoothing: float = flag(
+        0.0, "share of preferences that DPO takes to be wrong", ge=0, lt=0.5, only_with=DPO
+    )
+
+
+def distillation(draft: Draft) -> None:
+    if draft.opd_type in OPD_TYPE_ALIASES:
+        draft.derive("opd_type", OPD_TYPE_ALIASES[draft.opd_type], f"another name of {draft.opd_type}")
+    if not draft.use_opd:
+        return
+    if draft.loss_type != "policy_loss":
+        raise ValueError(
+            f"--use-opd distils on the policy's own samples, but --loss-type is {draft.loss_type}; use "
+            "policy_loss."
+        )
+    if draft.opd_type is None:
+        raise ValueError(
+            "--use-opd needs --opd-type: engine (a teacher behind --rm-url) or trainer (--opd-teacher-load)."
+        )
+    if draft.opd_type == "trainer" and draft.opd_teacher_load is None:
+        raise ValueError("--opd-type trainer needs --opd-teacher-load: the folder or hub id of the teacher.")
+    if draft.opd_type == "engine" and draft.rollout_temperature != 1:
+        raise ValueError(
+            f"--rollout-temperature is {draft.rollout_temperature:g} with --opd-type engine: an engine "
+            "scores the teacher's tokens at "
+            "temperature 1, so the two policies would not be comparable; use 1, or --opd-type trainer."
+        )
+    if draft.opd_type == "engine" and draft.opd_kl == "full":
+        raise ValueError(
+            "--opd-kl full needs the teacher's whole distribution, and an engine returns the sampled "
+            "token's log-prob; use --opd-type trainer."
+        )
+
+
+def preference_pairs(draft: Draft) -> None:
+    if draft.loss_type not in PAIR_LOSSES:
+        return
+    if draft.n_samples_per_prompt != 1:
+        raise ValueError(
+            f"--n-samples-per-prompt is {draft.n_samples_per_prompt} with --loss-type {draft.loss_type}: a "
+            "row is one pair; use 1."
+        )
+    if draft.loss_type == "rm_loss" and not draft.debug_train_only:
+        raise ValueError(
+            "--loss-type rm_loss trains a scorer that no engine can sample from; add --debug-train-only and "
+            "read the pairs with --rollout-function-path slime.rollout.preference_rollout.generate_rollout."
+        )
+    if draft.loss_type == "dpo_loss" and draft.ref_load is None:
+        draft.derive("ref_load", draft.hf_checkpoint, "DPO needs a reference; taken from hf_checkpoint")

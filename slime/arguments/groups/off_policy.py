@@ -1,12 +1,45 @@
-"""Flags of the correction for tokens that another policy than the trainer's sampled."""
+"""Flags and rules of the correction for tokens that other weights than the trainer's sampled."""
 
 from dataclasses import dataclass
 
-from slime.arguments.core.flag import flag
+from slime.arguments.core.draft import ASYNCHRONOUS, Draft
+from slime.arguments.core.flag import OnlyWith, flag
+from slime.arguments.groups.objectives import POLICY_LOSS
+from slime.arguments.groups.rollout import FULLY_ASYNC_ROLLOUT_FUNCTION
 
 LEVELS = ("token", "sequence", "geometric")
 # Each of these takes into account that other weights than the current ones sampled a token.
 CORRECTIONS = ("use_tis", "use_rs", "use_rollout_logprobs", "keep_old_actor")
+
+
+# -- when flags have an effect
+TIS = OnlyWith(
+    "with --use-tis",
+    lambda d: d.use_tis or d.custom_tis_function_path is not None,
+    "no importance weights are used; add --use-tis",
+)
+LOWER_BOUND = OnlyWith(
+    "with --tis-mode clip or mask",
+    lambda d: d.tis_mode != "truncate" or d.custom_tis_function_path is not None,
+    "--tis-mode truncate has no lower bound; use clip or mask",
+)
+ASKS_FOR_WEIGHTS = OnlyWith(
+    "with --use-tis or --get-mismatch-metrics",
+    lambda d: d.use_tis or d.get_mismatch_metrics,
+    "nothing calls it; add --use-tis or --get-mismatch-metrics",
+)
+BUILT_IN_WEIGHTS = OnlyWith(
+    "without --custom-tis-function-path",
+    lambda d: d.custom_tis_function_path is None,
+    "--custom-tis-function-path replaces the built-in weights; remove one of them",
+)
+REJECTS = OnlyWith("with --use-rs", lambda d: d.use_rs, "nothing is rejected; add --use-rs")
+OPSM = OnlyWith("with --use-opsm", lambda d: d.use_opsm, "no sample is masked; add --use-opsm")
+DRIFTS = OnlyWith(
+    "with several optimizer steps per rollout, or --use-rollout-logprobs",
+    lambda d: d.use_rollout_logprobs or d.keep_old_actor or d.num_steps_per_rollout > 1,
+    "the only optimizer step of a rollout starts at the old policy, so no sample has drifted from it; take several (--num-steps-per-rollout) or the engine's log-probs as the old policy (--use-rollout-logprobs)",
+)
 
 
 @dataclass
@@ -17,26 +50,81 @@ class OffPolicyFlags:
         False,
         "weight the policy loss by the ratio of trainer to engine policy; asynchronous runs do so unless "
         "told otherwise",
+        only_with=POLICY_LOSS,
     )
-    tis_clip: float = flag(2.0, "upper bound of that weight", gt=0)
-    tis_clip_low: float = flag(0.0, "lower bound of that weight", ge=0)
+    tis_clip: float = flag(2.0, "upper bound of that weight", gt=0, only_with=TIS)
+    tis_clip_low: float = flag(0.0, "lower bound of that weight", ge=0, only_with=(TIS, LOWER_BOUND))
     tis_level: str = flag(
-        "token", "whose ratio: of the token, or of its sequence as product or mean", choices=LEVELS
+        "token",
+        "whose ratio: of the token, or of its sequence as product or mean",
+        choices=LEVELS,
+        only_with=(TIS, BUILT_IN_WEIGHTS),
     )
     tis_mode: str = flag(
         "clip",
         "outside the bounds: clip to both, truncate to the upper, or mask to 0 (IcePop)",
         choices=("clip", "truncate", "mask"),
+        only_with=(TIS, BUILT_IN_WEIGHTS),
     )
     tis_batch_normalize: bool = flag(
-        False, "divide the weights by their mean over the optimizer step, so that they average 1"
+        False,
+        "divide the weights by their mean over the optimizer step, so that they average 1",
+        only_with=(TIS, BUILT_IN_WEIGHTS),
     )
-    custom_tis_function_path: str | None = flag(None, "function in place of the weights", metavar="PATH")
-    use_rs: bool = flag(False, "leave tokens or samples out of the policy loss whose ratio is out of bounds")
-    rs_level: str = flag("token", "whose ratio decides", choices=LEVELS)
-    rs_upper: float = flag(2.0, "upper bound of that ratio", gt=0)
-    rs_lower: float | None = flag(None, "lower bound; default: 1 / --rs-upper", ge=0)
-    rs_veto: float | None = flag(None, "leave out a whole sample if one token's ratio is below this", gt=0)
-    use_opsm: bool = flag(False, "leave out samples of negative advantage that drifted from the old policy")
-    opsm_delta: float = flag(1e-4, "how far such a sample may drift (mean log-ratio)", ge=0)
-    get_mismatch_metrics: bool = flag(False, "report how far engine and trainer policy lie apart (mis_*)")
+    custom_tis_function_path: str | None = flag(
+        None, "function in place of the weights", metavar="PATH", only_with=ASKS_FOR_WEIGHTS
+    )
+    use_rs: bool = flag(
+        False,
+        "leave tokens or samples out of the policy loss whose ratio is out of bounds",
+        only_with=POLICY_LOSS,
+    )
+    rs_level: str = flag("token", "whose ratio decides", choices=LEVELS, only_with=REJECTS)
+    rs_upper: float = flag(2.0, "upper bound of that ratio", gt=0, only_with=REJECTS)
+    rs_lower: float | None = flag(None, "lower bound; default: 1 / --rs-upper", ge=0, only_with=REJECTS)
+    rs_veto: float | None = flag(
+        None, "leave out a whole sample if one token's ratio is below this", gt=0, only_with=REJECTS
+    )
+    use_opsm: bool = flag(
+        False,
+        "leave out samples of negative advantage that drifted from the old policy",
+        only_with=(POLICY_LOSS, DRIFTS),
+    )
+    opsm_delta: float = flag(1e-4, "how far such a sample may drift (mean log-ratio)", ge=0, only_with=OPSM)
+    get_mismatch_metrics: bool = flag(
+        False, "report how far engine and trainer policy lie apart (mis_*)", only_with=POLICY_LOSS
+    )
+
+
+def off_policy(draft: Draft) -> None:
+    if draft.use_tis and draft.use_rollout_logprobs:
+        raise ValueError(
+            "--use-tis corrects from the engine's policy to the trainer's, but --use-rollout-logprobs makes "
+            "the engine's the one that ratios are taken against; keep one of them."
+        )
+    if draft.tis_clip_low > draft.tis_clip:
+        raise ValueError(f"--tis-clip-low is {draft.tis_clip_low:g}, above --tis-clip {draft.tis_clip:g}.")
+    if draft.rs_lower is None:
+        draft.derive("rs_lower", 1.0 / draft.rs_upper, "1 / rs_upper")
+    if draft.rs_lower > draft.rs_upper:
+        raise ValueError(
+            f"--rs-lower is {draft.rs_lower:g}, above --rs-upper {draft.rs_upper:g}: nothing would be kept."
+        )
+
+
+def correct_stale_tokens(draft: Draft) -> None:
+    """Truncated importance weights are the default: they need nothing that
+    is not there, and are 1 on fresh tokens.
+    """
+    reasons = {
+        "the asynchronous loop": draft.training_loop == ASYNCHRONOUS,
+        "the fully asynchronous rollout": draft.rollout_function_path == FULLY_ASYNC_ROLLOUT_FUNCTION,
+    }
+    reason = next((name for name, holds in reasons.items() if holds), None)
+    if reason is None or draft.loss_type != "policy_loss" or draft.was_given("use_tis"):
+        return
+    if any(getattr(draft, name) for name in (*CORRECTIONS, "custom_tis_function_path")):
+        return
+    draft.derive(
+        "use_tis", True, f"{reason} trains on tokens of older weights (--no-use-tis: as if they were fresh)"
+    )

@@ -1,11 +1,35 @@
-"""Flags about rewards: which function scores a sample, and what happens when it fails to."""
+"""Flags and rules of rewards: which function scores a sample, and what happens when it fails to."""
 
 from dataclasses import dataclass
+from difflib import get_close_matches
 
-from slime.arguments.core.flag import flag
-from slime.catalog.rewards import BOXED, REWARDS
+from slime.arguments.core.draft import Draft
+from slime.arguments.core.flag import OnlyWith, flag
+from slime.arguments.groups.algorithm import COMPUTES_ADVANTAGES
+from slime.arguments.groups.objectives import SUPERVISED_LOSSES
+from slime.catalog.rewards import BOXED, REWARDS, find_reward
 
 _RM_TYPES = "; ".join(f"{name}: {reward.help}" for name, reward in REWARDS.items())
+# The entry of a dict reward that holds the sum of --reward-weights.
+WEIGHTED_REWARD_KEY = "weighted_sum"
+
+
+# -- when flags have an effect
+OVERLONG = OnlyWith(
+    "with --overlong-buffer-len",
+    lambda d: d.overlong_buffer_len is not None,
+    "long responses cost nothing; add --overlong-buffer-len",
+)
+SHAPED = OnlyWith(
+    "with rewards, without --custom-reward-post-process-path",
+    lambda d: d.loss_type not in SUPERVISED_LOSSES and d.custom_reward_post_process_path is None,
+    "rewards are not shaped here (supervised losses have none; --custom-reward-post-process-path makes its own); remove it",
+)
+REMOTE = OnlyWith(
+    "with --rm-type remote_rm",
+    lambda d: d.custom_rm_path is not None or (find_reward(d.rm_type) or REWARDS["remote_rm"]).is_remote,
+    "only --rm-type remote_rm calls it; use that",
+)
 
 
 @dataclass
@@ -19,16 +43,22 @@ class RewardFlags:
     )
     custom_rm_path: str | None = flag(None, "your own reward function", metavar="PATH")
     group_rm: bool = flag(False, "the reward function scores a whole group at a time")
-    rm_url: str | None = flag(None, "server of the remote_rm reward", metavar="URL")
+    rm_url: str | None = flag(None, "server of the remote_rm reward", metavar="URL", only_with=REMOTE)
     reward_key: str | None = flag(None, "which entry counts when a reward is a dict", metavar="KEY")
     eval_reward_key: str | None = flag(None, "the same for evaluation; default: --reward-key", metavar="KEY")
     reward_weights: dict | None = flag(
-        None, "weights of the entries when a reward is a dict, as JSON; their sum counts", metavar="JSON"
+        None,
+        "weights of the entries when a reward is a dict, as JSON; their sum counts",
+        metavar="JSON",
+        only_with=SHAPED,
     )
     overlong_buffer_len: int | None = flag(
-        None, "last tokens before --rollout-max-response-len over which a penalty grows", ge=1
+        None,
+        "last tokens before --rollout-max-response-len over which a penalty grows",
+        ge=1,
+        only_with=(SHAPED, COMPUTES_ADVANTAGES),
     )
-    overlong_penalty_factor: float = flag(1.0, "that penalty at full length", ge=0)
+    overlong_penalty_factor: float = flag(1.0, "that penalty at full length", ge=0, only_with=OVERLONG)
     custom_reward_post_process_path: str | None = flag(
         None, "function in place of group normalisation", metavar="PATH"
     )
@@ -39,3 +69,56 @@ class RewardFlags:
     reward_failure_limit: int = flag(32, "failed samples in a row that stop the run", ge=1)
     reward_timeout_s: float = flag(10.0, "longest time for one check; a hanging one is killed", gt=0)
     reward_num_workers: int = flag(1, "processes that check answers", ge=1)
+
+
+def rewards(draft: Draft) -> None:
+    if draft.rm_type is not None:
+        name = draft.rm_type.removeprefix(BOXED)
+        if name not in REWARDS:
+            near = get_close_matches(name, REWARDS, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(REWARDS)}"
+            raise ValueError(f"--rm-type is {draft.rm_type!r}, which is no built-in reward; {hint}")
+        if REWARDS[name].is_remote and draft.rm_url is None:
+            raise ValueError(f"--rm-type {name} needs --rm-url: the server that scores samples.")
+    if draft.eval_reward_key is None and draft.reward_key is not None:
+        draft.derive("eval_reward_key", draft.reward_key, "same as reward_key")
+
+
+def reward_shaping(draft: Draft) -> None:
+    if draft.reward_weights is not None:
+        _check_weights(draft)
+        draft.derive("reward_key", WEIGHTED_REWARD_KEY, "the sum of reward_weights")
+    if draft.overlong_buffer_len is None:
+        return
+    longest = draft.rollout_max_response_len
+    if longest is None or draft.overlong_buffer_len > longest:
+        raise ValueError(
+            f"--overlong-buffer-len is {draft.overlong_buffer_len}, but --rollout-max-response-len is "
+            f"{longest}: the buffer is the last part of the longest response; use less."
+        )
+    if draft.advantage_estimator == "maxrl" and draft.overlong_penalty_factor != 0:
+        raise ValueError(
+            "--overlong-buffer-len makes rewards of long answers negative, and --advantage-estimator maxrl "
+            "divides by the mean reward, which must be at least 0; remove it, or choose another estimator."
+        )
+
+
+def _check_weights(draft: Draft) -> None:
+    if draft.reward_key is not None:
+        raise ValueError(
+            f"--reward-key is {draft.reward_key} and --reward-weights is set: one entry or a sum of entries "
+            "counts; keep one."
+        )
+    bad = [
+        name
+        for name, weight in draft.reward_weights.items()
+        if isinstance(weight, bool) or not _is_number(weight)
+    ]
+    if bad or not draft.reward_weights:
+        raise ValueError(
+            f"--reward-weights is {draft.reward_weights}: expected a number for each entry of the reward."
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and value == value and abs(value) != float("inf")

@@ -1,11 +1,32 @@
-"""Flags about generation: the model, how tokens are sampled, and which functions take part."""
+"""Flags and rules of generation: the model, how tokens are sampled, and which functions take part."""
 
 from dataclasses import dataclass
 
-from slime.arguments.core.flag import flag
+from slime.arguments.core.draft import Draft
+from slime.arguments.core.flag import OnlyWith, flag
+from slime.arguments.groups.data import SHARED_DATASET
+from slime.arguments.groups.objectives import SUPERVISED_LOSSES
 
 DEFAULT_ROLLOUT_FUNCTION = "slime.rollout.sglang_rollout.generate_rollout"
 FULLY_ASYNC_ROLLOUT_FUNCTION = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
+REFUSED = {
+    "colocate": "engines that give up the device for training cannot go on generating",
+    "deterministic_mode": "which weights make a token depends on timing there",
+    "partial_rollout": "nothing is cut off there, so nothing is to be continued",
+}
+
+
+# -- when flags have an effect
+IN_FLIGHT = OnlyWith(
+    "with a rollout function that keeps groups in flight",
+    lambda d: d.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION,
+    "the default rollout function keeps nothing in flight; use fully_async_rollout.generate_rollout_fully_async",
+)
+PARTIAL = OnlyWith(
+    "with --partial-rollout",
+    lambda d: d.partial_rollout,
+    "no response spans two policies without --partial-rollout; add it",
+)
 
 
 @dataclass
@@ -18,7 +39,7 @@ class RolloutFlags:
     rollout_function_path: str = flag(
         DEFAULT_ROLLOUT_FUNCTION, "function that makes one rollout", metavar="PATH"
     )
-    rollout_temperature: float = flag(1.0, "sampling temperature")
+    rollout_temperature: float = flag(1.0, "sampling temperature, above 0")
     rollout_top_p: float = flag(
         1.0,
         "nucleus sampling; below 1 the trainer computes over the recorded nucleus (embedded engine)",
@@ -36,7 +57,9 @@ class RolloutFlags:
         "were drawn with",
     )
     rollout_max_response_len: int | None = flag(None, "longest response in tokens", ge=1)
-    rollout_max_prompt_len: int | None = flag(None, "drop prompts longer than this at load", ge=1)
+    rollout_max_prompt_len: int | None = flag(
+        None, "drop prompts longer than this at load", ge=1, only_with=SHARED_DATASET
+    )
     rollout_max_context_len: int | None = flag(None, "longest prompt plus response", ge=2)
     rollout_stop: list[str] | None = flag(None, "stop strings", metavar="TEXT")
     rollout_stop_token_ids: list[int] | None = flag(None, "stop token ids", ge=0, metavar="ID")
@@ -45,7 +68,9 @@ class RolloutFlags:
         None, "prompts fetched at a time; default: --rollout-batch-size", ge=1
     )
     partial_rollout: bool = flag(False, "keep unfinished responses and continue them in the next rollout")
-    mask_offpolicy_in_partial_rollout: bool = flag(False, "do not train on tokens of earlier policies")
+    mask_offpolicy_in_partial_rollout: bool = flag(
+        False, "do not train on tokens of earlier policies", only_with=PARTIAL
+    )
     dynamic_sampling_filter_path: str | None = flag(
         None, "function that keeps or drops a group", metavar="PATH"
     )
@@ -68,6 +93,7 @@ class RolloutFlags:
         1,
         "fully asynchronous rollout: how many weight pushes behind the engines a group's oldest token may be",
         ge=0,
+        only_with=IN_FLIGHT,
     )
     adaptive_concurrency: bool = flag(
         False,
@@ -92,3 +118,60 @@ class RolloutFlags:
     custom_eval_rollout_log_function_path: str | None = flag(
         None, "function that logs an evaluation", metavar="PATH"
     )
+
+
+def sampling(draft: Draft) -> None:
+    if not draft.rollout_temperature > 0:
+        raise ValueError(
+            f"--rollout-temperature is {draft.rollout_temperature:g}: greedy decoding is not a policy RL "
+            "can improve; use a value > 0."
+        )
+    if draft.loss_type in SUPERVISED_LOSSES and draft.rollout_temperature != 1:
+        raise ValueError(
+            f"--rollout-temperature is {draft.rollout_temperature:g} with --loss-type {draft.loss_type}: "
+            "the trainer computes at that temperature, and a supervised loss is that of the model as it "
+            "is; use 1 (evaluation has --eval-temperature)."
+        )
+    if draft.rollout_top_k == 0:
+        raise ValueError("--rollout-top-k is 0, which keeps no token at all; use -1 for all tokens.")
+
+
+def context_length(draft: Draft) -> None:
+    limit = draft.rollout_max_context_len
+    if limit is not None:
+        draft_len = draft.rollout_max_prompt_len
+        if draft_len is None:
+            draft.derive(
+                "rollout_max_prompt_len", limit - 1, "rollout_max_context_len - 1, room for one token"
+            )
+        elif draft_len > limit - 1:
+            raise ValueError(
+                f"--rollout-max-prompt-len is {draft_len}, but --rollout-max-context-len is {limit}: a "
+                f"prompt must leave room for a response; use at most {limit - 1}."
+            )
+    if draft.eval_max_context_len is None and limit is not None:
+        draft.derive("eval_max_context_len", limit, "same as rollout_max_context_len")
+
+
+def over_sampling(draft: Draft) -> None:
+    if draft.over_sampling_batch_size is None:
+        draft.derive("over_sampling_batch_size", draft.rollout_batch_size, "same as rollout_batch_size")
+    if draft.over_sampling_batch_size < draft.rollout_batch_size:
+        raise ValueError(
+            f"--over-sampling-batch-size is {draft.over_sampling_batch_size}, less than --rollout-batch-size "
+            f"{draft.rollout_batch_size}: one fetch could not fill a rollout; use at least "
+            f"{draft.rollout_batch_size}."
+        )
+
+
+def fully_async_rollout(draft: Draft) -> None:
+    if draft.rollout_function_path != FULLY_ASYNC_ROLLOUT_FUNCTION:
+        return
+    for name, reason in REFUSED.items():
+        if getattr(draft, name):
+            raise ValueError(
+                f"--{name.replace('_', '-')} with the fully asynchronous rollout function: {reason}; remove "
+                "one of them."
+            )
+    if draft.rollout_max_response_len is None:
+        raise ValueError("--rollout-max-response-len is required: give the longest response in tokens.")

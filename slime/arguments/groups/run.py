@@ -1,8 +1,27 @@
-"""Flags about the run as a whole: where its settings come from and where its files go."""
+"""Flags and rules of the run as a whole: where settings come from, what it needs, which half of it runs."""
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
-from slime.arguments.core.flag import flag
+from slime.arguments.core.draft import Draft
+from slime.arguments.core.flag import OnlyWith, flag
+from slime.arguments.groups.data import DEFAULT_DATA_SOURCE
+from slime.arguments.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
+from slime.catalog.datasets import ENDINGS, why_unreadable
+from slime.utils.run_file import choose_run_folder, resumption_of
+
+ROW_RANGE = re.compile(r"^(.*)@\[-?\d*:-?\d*\]$")
+# What a model hub calls a model: `name` or `owner/name`. Anything else is meant as a path.
+HUB_ID = re.compile(r"^[\w-][\w.-]*(/[\w.-]+)?$")
+
+
+# -- when flags have an effect
+REPLAYS = OnlyWith(
+    "with --load-debug-rollout-data",
+    lambda d: d.load_debug_rollout_data is not None,
+    "no dump is replayed; add --load-debug-rollout-data",
+)
 
 
 @dataclass
@@ -31,3 +50,130 @@ class RunFlags:
     custom_config_path: str | None = flag(
         None, "YAML of extra values for plug-ins; each key becomes an attribute of args", metavar="FILE"
     )
+
+
+@dataclass
+class DebugFlags:
+    """Debug."""
+
+    debug_rollout_only: bool = flag(False, "generate only; no trainer")
+    debug_train_only: bool = flag(False, "train only; no engines (SFT, replayed dumps)")
+    save_debug_rollout_data: str | None = flag(
+        None, "dump samples: dumps/{rollout_id}.pt", metavar="TEMPLATE"
+    )
+    load_debug_rollout_data: str | None = flag(
+        None, "train on dumped samples; no engines", metavar="TEMPLATE"
+    )
+    load_debug_rollout_data_subsample: float | None = flag(
+        None, "replay only this share of a dump", gt=0, le=1, only_with=REPLAYS
+    )
+
+
+def debug_modes(draft: Draft) -> None:
+    if draft.load_debug_rollout_data and not draft.debug_train_only:
+        draft.derive("debug_train_only", True, "replayed dumps (load_debug_rollout_data) need no engines")
+    if draft.debug_rollout_only and draft.debug_train_only:
+        why = (
+            "--load-debug-rollout-data implies --debug-train-only"
+            if draft.load_debug_rollout_data
+            else "both are set"
+        )
+        raise ValueError(
+            f"--debug-rollout-only and --debug-train-only leave nothing to run ({why}); keep one of them."
+        )
+
+
+def needed_flags(draft: Draft) -> None:
+    if draft.rollout_batch_size is None:
+        raise ValueError(
+            "--rollout-batch-size is required: how many prompts make one rollout, for example 32."
+        )
+    own_rollout = draft.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION
+    if draft.hf_checkpoint is None and not (draft.debug_rollout_only and own_rollout):
+        raise ValueError(
+            "--hf-checkpoint is required: the folder or hub id of the model, for example Qwen/Qwen3-0.6B."
+        )
+    asks_engines = not own_rollout and draft.custom_generate_function_path is None
+    if asks_engines and draft.debug_train_only and not draft.load_debug_rollout_data:
+        raise ValueError(
+            "--debug-train-only starts no engines, but the default rollout function asks them for samples; "
+            "replay a dump with --load-debug-rollout-data, or use --rollout-function-path "
+            "slime.rollout.sft_rollout.generate_rollout."
+        )
+    own_data = draft.data_source_path != DEFAULT_DATA_SOURCE or not draft.rollout_global_dataset
+    if draft.prompt_data is None and not own_data and not draft.load_debug_rollout_data:
+        raise ValueError(
+            f"--prompt-data is required: a {ENDINGS} file of prompts. "
+            "If your rollout function brings its own prompts, say --disable-rollout-global-dataset."
+        )
+    if asks_engines and not draft.debug_train_only and draft.rollout_max_response_len is None:
+        raise ValueError(
+            "--rollout-max-response-len is required: without it an engine cuts responses at a default of "
+            "its own; give the longest response in tokens."
+        )
+
+
+def run_folder(draft: Draft) -> None:
+    if draft.run_dir is None:
+        model = Path(draft.hf_checkpoint).name if draft.hf_checkpoint else "run"
+        base = f"runs/{model or 'run'}-{draft.seed}"
+        folder = choose_run_folder(base, resumption_of(draft.load, draft.ckpt_step, draft.finetune))
+        draft.derive(
+            "run_dir", folder, "runs/<model>-<seed>" if folder == base else f"{base} is that of another run"
+        )
+
+
+def check_paths_exist(draft: Draft) -> None:
+    if draft.prompt_data is not None and not draft.load_debug_rollout_data:
+        words = [draft.prompt_data] if isinstance(draft.prompt_data, str) else draft.prompt_data
+        for path in (path for word in words for path in _split_files(word)):
+            _check_data_file("--prompt-data", path)
+    for dataset in draft.eval_datasets:
+        _check_data_file(f"evaluation dataset {dataset.name!r}", dataset.path)
+    _check_model("--hf-checkpoint", draft.hf_checkpoint)
+    for option, path in (
+        ("--ref-load", draft.ref_load),
+        ("--critic-load", draft.critic_load),
+        ("--opd-teacher-load", draft.opd_teacher_load),
+    ):
+        _check_model(option, path)
+    # A run that resumes itself names the same folder twice, and its first start finds nothing there.
+    if draft.load is not None and draft.load != draft.save and not Path(draft.load).expanduser().is_dir():
+        raise ValueError(
+            f"--load is {draft.load}: there is no such folder. (A folder that may not exist yet is allowed "
+            "only where --save names the same one.)"
+        )
+
+
+def _split_files(word: str) -> list[str]:
+    """Several files may be written as one word with commas; a comma in
+    the name of an existing file is just that.
+    """
+    return (
+        [word] if _without_rows(word).exists() else [part.strip() for part in word.split(",") if part.strip()]
+    )
+
+
+def _without_rows(path: str) -> Path:
+    match = ROW_RANGE.match(path)
+    return Path(match.group(1) if match else path).expanduser()
+
+
+def _check_data_file(what: str, path: str) -> None:
+    reason = why_unreadable(_without_rows(path))
+    if reason is not None:
+        raise ValueError(f"{what} is {path}: {reason}.")
+
+
+def _check_model(flag: str, model: str | None) -> None:
+    if model is None:
+        return
+    path = Path(model).expanduser()
+    if path.exists():
+        if path.is_dir() and not any(path.iterdir()):
+            raise ValueError(
+                f"{flag} is {model}: the folder is empty; it should hold config.json and weights."
+            )
+        return
+    if not HUB_ID.match(model):
+        raise ValueError(f"{flag} is {model}: there is no such folder (and a hub id looks like owner/name).")

@@ -1,8 +1,14 @@
-"""Flags about metrics: which trackers receive them and which extra ones are computed."""
+"""Flags of metrics: which trackers receive them and which extra ones are computed."""
 
 from dataclasses import dataclass
 
-from slime.arguments.core.flag import flag
+from slime.arguments.core.flag import OnlyWith, flag
+
+# -- when flags have an effect
+TENSORBOARD = OnlyWith(
+    "with --use-tensorboard", lambda d: d.use_tensorboard, "TensorBoard is off; add --use-tensorboard"
+)
+WANDB = OnlyWith("with --use-wandb", lambda d: d.use_wandb, "Weights & Biases is off; add --use-wandb")
 
 
 @dataclass
@@ -10,21 +16,27 @@ class TrackingFlags:
     """Logging (metrics.jsonl is always written)."""
 
     use_tensorboard: bool = flag(False, "write TensorBoard events")
-    tb_project_name: str | None = flag(None, "TensorBoard project folder", metavar="NAME")
+    tb_project_name: str | None = flag(
+        None, "TensorBoard project folder", metavar="NAME", only_with=TENSORBOARD
+    )
     tb_experiment_name: str | None = flag(
-        None, "TensorBoard experiment folder; default: the time", metavar="NAME"
+        None, "TensorBoard experiment folder; default: the time", metavar="NAME", only_with=TENSORBOARD
     )
     use_wandb: bool = flag(False, "send metrics to Weights & Biases")
-    wandb_mode: str | None = flag(None, "W&B mode", choices=("online", "offline", "disabled"))
-    wandb_dir: str | None = flag(None, "W&B folder", metavar="DIR")
-    wandb_key: str | None = flag(None, "W&B key; better: `wandb login`", secret=True, metavar="KEY")
-    wandb_host: str | None = flag(None, "W&B server", metavar="URL")
-    wandb_team: str | None = flag(None, "W&B team", metavar="NAME")
-    wandb_group: str | None = flag(None, "W&B group", metavar="NAME")
-    wandb_project: str | None = flag(None, "W&B project", metavar="NAME")
-    wandb_run_id: str | None = flag(None, "W&B run to continue", metavar="ID")
+    wandb_mode: str | None = flag(
+        None, "W&B mode", choices=("online", "offline", "disabled"), only_with=WANDB
+    )
+    wandb_dir: str | None = flag(None, "W&B folder", metavar="DIR", only_with=WANDB)
+    wandb_key: str | None = flag(
+        None, "W&B key; better: `wandb login`", secret=True, metavar="KEY", only_with=WANDB
+    )
+    wandb_host: str | None = flag(None, "W&B server", metavar="URL", only_with=WANDB)
+    wandb_team: str | None = flag(None, "W&B team", metavar="NAME", only_with=WANDB)
+    wandb_group: str | None = flag(None, "W&B group", metavar="NAME", only_with=WANDB)
+    wandb_project: str | None = flag(None, "W&B project", metavar="NAME", only_with=WANDB)
+    wandb_run_id: str | None = flag(None, "W&B run to continue", metavar="ID", only_with=WANDB)
     wandb_random_suffix: bool = flag(
-        True, "no random suffix on the W&B group", off="--disable-wandb-random-suffix"
+        True, "no random suffix on the W&B group", off="--disable-wandb-random-suffix", only_with=WANDB
     )
     log_passrate: bool = flag(False, "pass@k")
     log_reward_category: str | None = flag(

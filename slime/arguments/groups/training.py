@@ -1,11 +1,41 @@
-"""Flags about the training step: model precision, batch sizes and
-how samples are packed into micro-batches.
-"""
+"""Flags and rules of the training step: its batch, how samples are packed, the optimizer and its schedule."""
 
 from dataclasses import dataclass
 
-from slime.arguments.core.flag import flag
+from slime.arguments.core.draft import Draft
+from slime.arguments.core.flag import OnlyWith, flag
+from slime.arguments.groups.objectives import NOT_PAIRS
 from slime.catalog.backends import BACKENDS, DEFAULT_BACKEND
+
+# -- when flags have an effect
+WHOLE_LOGITS = OnlyWith(
+    "where a rank has whole logits",
+    lambda d: not BACKENDS[d.train_backend].splits_logits or d.tensor_model_parallel_size == 1,
+    "no rank of Megatron's has whole logits with --tensor-model-parallel-size above 1; remove it",
+)
+BY_TOKENS = OnlyWith(
+    "with --use-dynamic-batch-size",
+    lambda d: d.use_dynamic_batch_size,
+    "micro-batches are filled by tokens only with --use-dynamic-batch-size; add it",
+)
+BY_SAMPLES = OnlyWith(
+    "without --use-dynamic-batch-size",
+    lambda d: not d.use_dynamic_batch_size,
+    "--use-dynamic-batch-size fills micro-batches by tokens (--max-tokens-per-gpu); remove one of them",
+)
+DECAYS = OnlyWith(
+    "with a --lr-decay-style that decays",
+    lambda d: d.lr_decay_style != "constant",
+    "--lr-decay-style constant never decays; choose linear or cosine",
+)
+ADAM = OnlyWith(
+    "with --optimizer adam", lambda d: d.optimizer == "adam", "--optimizer sgd has no moments; remove it"
+)
+KEPT_WEIGHTS = OnlyWith(
+    "with a reference, --keep-old-actor or --use-opd",
+    lambda d: d.loss_type == "dpo_loss" or d.use_kl_loss or d.kl_coef != 0 or d.keep_old_actor or d.use_opd,
+    "no weights beside the policy's are kept without a KL, --keep-old-actor or --use-opd; remove it",
+)
 
 
 @dataclass
@@ -27,27 +57,152 @@ class TrainingFlags:
     num_steps_per_rollout: int | None = flag(
         None, "optimizer steps per rollout; sets --global-batch-size", ge=1
     )
-    micro_batch_size: int = flag(1, "samples per forward pass (without --use-dynamic-batch-size)", ge=1)
+    micro_batch_size: int = flag(
+        1, "samples per forward pass (without --use-dynamic-batch-size)", ge=1, only_with=BY_SAMPLES
+    )
     use_dynamic_batch_size: bool = flag(False, "fill micro-batches by tokens instead of by number of samples")
     max_tokens_per_gpu: int | None = flag(
-        None, "tokens of one micro-batch with --use-dynamic-batch-size", ge=1
+        None, "tokens of one micro-batch with --use-dynamic-batch-size", ge=1, only_with=BY_TOKENS
     )
     balance_data: bool = flag(False, "balance estimated work over data-parallel ranks")
     balance_by_flops: bool = flag(False, "balance micro-batches by estimated work too; sets --balance-data")
     calculate_per_token_loss: bool = flag(
-        False, "mean over all tokens of a step instead of over its rollouts"
+        False, "mean over all tokens of a step instead of over its rollouts", only_with=NOT_PAIRS
     )
     log_probs_chunk_size: int = flag(-1, "tokens per chunk of log-probs and entropy; -1: one chunk", ge=-1)
     logits_memory_gib: float = flag(
         0.0,
         "GiB in which a micro-batch may keep its logits for the backward pass, which else computes them again",
         ge=0,
+        only_with=WHOLE_LOGITS,
     )
     weight_copies: str = flag(
         "host",
         "where the weights of a reference, an old actor or a teacher are kept while they are not in use",
         choices=("host", "device"),
+        only_with=KEPT_WEIGHTS,
     )
     rollout_data_postprocess_path: str | None = flag(
         None, "function that edits the train data on every rank before training", metavar="PATH"
     )
+
+
+@dataclass
+class OptimizerFlags:
+    """Optimizer."""
+
+    optimizer: str = flag("adam", "optimizer (adam is AdamW)", choices=("adam", "sgd"))
+    lr: float = flag(1e-6, "learning rate", ge=0)
+    min_lr: float = flag(0.0, "learning rate at the end of the decay", ge=0, only_with=DECAYS)
+    lr_decay_style: str = flag("constant", "schedule after warm-up", choices=("constant", "linear", "cosine"))
+    lr_warmup_iters: int = flag(0, "optimizer steps of linear warm-up", ge=0)
+    lr_decay_iters: int | None = flag(
+        None, "optimizer steps until --min-lr; default: the whole run", ge=1, only_with=DECAYS
+    )
+    weight_decay: float = flag(0.01, "weight decay (decoupled)", ge=0)
+    adam_beta1: float = flag(0.9, "first-moment decay", ge=0, lt=1, only_with=ADAM)
+    adam_beta2: float = flag(0.999, "second-moment decay", ge=0, lt=1, only_with=ADAM)
+    adam_eps: float = flag(1e-8, "added to the denominator of Adam", gt=0, only_with=ADAM)
+    clip_grad: float = flag(1.0, "largest gradient norm; 0 turns clipping off", ge=0)
+
+
+def derive_batch(draft: Draft) -> None:
+    """Either of --global-batch-size and --num-steps-per-rollout gives the
+    other; neither means one step per rollout.
+    """
+    total = draft.rollout_batch_size * draft.n_samples_per_prompt
+    if draft.num_steps_per_rollout is None and draft.global_batch_size is None:
+        draft.derive("global_batch_size", total, "all samples of a rollout make one optimizer step")
+        draft.derive("num_steps_per_rollout", 1, "samples of a rollout / global_batch_size")
+    elif draft.num_steps_per_rollout is None:
+        _check_global_batch(draft, total)
+        steps = total // draft.global_batch_size
+        draft.derive("num_steps_per_rollout", steps, "samples of a rollout / global_batch_size")
+    else:
+        _check_steps(draft, total)
+        draft.derive(
+            "global_batch_size",
+            total // draft.num_steps_per_rollout,
+            "samples of a rollout / num_steps_per_rollout",
+        )
+
+
+def _check_global_batch(draft: Draft, total: int) -> None:
+    size = draft.global_batch_size
+    if size > total:
+        raise ValueError(
+            f"--global-batch-size is {size}, but one rollout makes only {_samples(draft)}: no "
+            f"optimizer step would ever be full. Use at most {total}, or raise --rollout-batch-size."
+        )
+    if total % size:
+        steps, rest = divmod(total, size)
+        raise ValueError(
+            f"--global-batch-size is {size}, but {_samples(draft)} = "
+            f"{count(steps, 'optimizer step')} of "
+            f"{size} and {rest} left over, which would not be trained on. Use a divisor of {total} "
+            f"(nearest: {_nearest_divisor(total, size)}), or --num-steps-per-rollout."
+        )
+
+
+def _check_steps(draft: Draft, total: int) -> None:
+    steps, size = draft.num_steps_per_rollout, draft.global_batch_size
+    if total % steps:
+        raise ValueError(
+            f"--num-steps-per-rollout is {steps}, but {_samples(draft)} cannot be cut into "
+            f"{steps} equal "
+            f"optimizer steps. Use a divisor of {total} (nearest: {_nearest_divisor(total, steps)})."
+        )
+    if size is not None and size * steps != total:
+        raise ValueError(
+            f"--global-batch-size is {size} and --num-steps-per-rollout is {steps}: together {size * steps} "
+            f"samples, but {_samples(draft)}. Give only one of them, or make them agree ({steps} "
+            f"steps of {total // steps})."
+        )
+
+
+def _samples(draft: Draft) -> str:
+    return explain_samples(draft.rollout_batch_size, draft.n_samples_per_prompt)
+
+
+def explain_samples(prompts: int, samples: int) -> str:
+    """`32 prompts x 8 samples = 256`."""
+    return f"{count(prompts, 'prompt')} x {count(samples, 'sample')} = {prompts * samples}"
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _nearest_divisor(total: int, wanted: int) -> int:
+    return min((d for d in range(1, total + 1) if total % d == 0), key=lambda d: (abs(d - wanted), d))
+
+
+def micro_batches(draft: Draft) -> None:
+    if draft.use_dynamic_batch_size and draft.max_tokens_per_gpu is None:
+        raise ValueError(
+            "--use-dynamic-batch-size needs --max-tokens-per-gpu: how many tokens fit in one forward and "
+            "backward pass."
+        )
+    if draft.balance_by_flops and not draft.use_dynamic_batch_size:
+        raise ValueError(
+            "--balance-by-flops balances token-filled micro-batches; it needs --use-dynamic-batch-size."
+        )
+    if draft.balance_by_flops and not draft.balance_data:
+        draft.derive("balance_data", True, "balance_by_flops")
+
+
+def learning_rate(draft: Draft) -> None:
+    if draft.min_lr > draft.lr:
+        raise ValueError(
+            f"--min-lr is {draft.min_lr:g}, more than --lr {draft.lr:g}: a decay goes down; use less."
+        )
+    if draft.lr_decay_iters is None and draft.num_rollout:
+        steps = draft.num_rollout * draft.num_steps_per_rollout
+        draft.derive("lr_decay_iters", steps, "optimizer steps of the whole run")
+    decays = draft.lr_decay_style != "constant" and draft.lr_decay_iters is not None
+    if decays and draft.lr_warmup_iters >= draft.lr_decay_iters:
+        raise ValueError(
+            f"--lr-warmup-iters is {draft.lr_warmup_iters}, but the schedule ends after "
+            f"{draft.lr_decay_iters} optimizer "
+            "steps: no step would be left for the decay; warm up for fewer."
+        )

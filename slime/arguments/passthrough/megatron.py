@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime.arguments.core.flag import flag
-
 CONFIG_FILES = (
     "model_parallel_config.py",
     "transformer/transformer_config.py",
@@ -40,76 +38,6 @@ SPELLINGS: dict[str, tuple[str, Any]] = {
     "--decoder-first-pipeline-num-layers": ("num_layers_in_first_pipeline_stage", None),
     "--decoder-last-pipeline-num-layers": ("num_layers_in_last_pipeline_stage", None),
 }
-
-
-@dataclass
-class MegatronFlags:
-    """Megatron trainer."""
-
-    pipeline_model_parallel_size: int = flag(1, "pipeline stages that the layers are spread over", ge=1)
-    virtual_pipeline_model_parallel_size: int | None = flag(
-        None,
-        "chunks of layers per pipeline stage; default: one",
-        ge=2,
-        alias="--num-virtual-stages-per-pipeline-rank",
-    )
-    expert_model_parallel_size: int = flag(1, "ranks that share the experts of every layer", ge=1)
-    expert_tensor_parallel_size: int = flag(1, "ranks that share every matrix of an expert", ge=1)
-    sequence_parallel: bool = flag(
-        False, "tensor-parallel ranks also share the tokens between matrix products"
-    )
-    recompute_method: str | None = flag(
-        None,
-        "how layers are chosen with --recompute-granularity full; default: uniform",
-        choices=("uniform", "block"),
-    )
-    recompute_num_layers: int | None = flag(None, "layers per recomputed unit; default: 1", ge=1)
-    recompute_modules: list[str] | None = flag(
-        None, "parts of a layer that --recompute-granularity selective computes again; default: core_attn"
-    )
-    use_distributed_optimizer: bool = flag(
-        True, "shard Adam's moments over data-parallel ranks", off="--no-use-distributed-optimizer"
-    )
-    overlap_grad_reduce: bool = flag(False, "reduce gradients while the backward pass goes on")
-    overlap_param_gather: bool = flag(False, "gather updated parameters while the next forward pass goes on")
-    moe_token_dispatcher_type: str = flag(
-        "alltoall", "how tokens travel to their experts", choices=("alltoall", "allgather", "flex")
-    )
-    attention_backend: str = flag(
-        "auto",
-        "local: slime's attention; flash, fused, unfused: a kernel of TransformerEngine's; auto: "
-        "TransformerEngine's where it "
-        "is installed, agrees with slime's in a trial, and layers are not compiled",
-        choices=("auto", "local", "flash", "fused", "unfused"),
-    )
-    use_routing_replay: bool = flag(
-        False, "training passes send tokens to the experts that the pass of the old policy chose"
-    )
-    use_rollout_routing_replay: bool = flag(
-        False, "passes of the policy send tokens to the experts that the engine chose while it sampled"
-    )
-    enable_mtp_training: bool = flag(
-        False,
-        "train the checkpoint's heads that predict further tokens, beside the policy and without touching it",
-    )
-    mtp_loss_scaling_factor: float = flag(0.2, "weight of the loss of those heads", gt=0)
-    custom_megatron_init_path: str | None = flag(
-        None, "function called on every rank when its process groups stand", metavar="PATH"
-    )
-    custom_megatron_before_log_prob_hook_path: str | None = flag(
-        None, "function called before each pass that records log-probs", metavar="PATH"
-    )
-    custom_megatron_before_train_step_hook_path: str | None = flag(
-        None, "function called before each optimizer step of the policy", metavar="PATH"
-    )
-    custom_model_provider_path: str | None = flag(
-        None, "function that builds the model of a pipeline stage", metavar="PATH"
-    )
-    megatron_config: dict | None = flag(
-        None,
-        "further fields of megatron-core's configuration; each is also a flag of its own",
-        metavar="JSON",
-    )
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
+from slime.arguments import default_args
 from slime.catalog.engines import ENGINES, EngineKind
-from slime.cli.settings import default_settings
 from slime.cli.verify_model.reference import token_values
 from slime.engines.server import Command, EngineServer, LaunchPlan
 from slime.engines.topology import EnginePlace, EngineSite
@@ -52,7 +52,7 @@ def _command(kind: EngineKind, flag: str, model: Path, prefix: str) -> Command:
     words = ("--skip-tokenizer-init",) if skip else ()
     place = EnginePlace("engine", "default", "regular", machine=0, gpu_ids=(), num_gpus=1, words=words)
     site = EngineSite(str(model), False, place, gpu_ids=(), host="127.0.0.1", shm_prefix=prefix, threads=1)
-    args = default_settings(dtype="float32", embedded_device="cpu", **changes)
+    args = default_args(dtype="float32", embedded_device="cpu", **changes)
     command: Command = load_function(kind.command)(args, site)
     return command
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from slime.arguments import Args, RunInfo
-from slime.arguments.run_info import EVALUATION_ENGINES
+from slime.arguments.groups.topology import EVALUATION_ENGINES
 from slime.cluster.serving.engine_weights import EngineWeights
 from slime.cluster.serving.served_model import ModelService, make_servers, ranks_on_engines
 from slime.runtime.base import Runtime, in_background

@@ -7,7 +7,7 @@ from typing import Any
 
 from slime.algorithms.rewards import combine_rewards
 from slime.arguments import PluginArgs
-from slime.arguments.groups.algorithm_rules import WEIGHTED_REWARD_KEY
+from slime.arguments.groups.rewards import WEIGHTED_REWARD_KEY
 from slime.utils.errors import RunStopped
 from slime.utils.reward_failure import RewardFailure, invalid
 from slime.utils.types import Sample, is_score

@@ -1,8 +1,84 @@
-"""Rules about the trainer's parallel sizes, and about which parameters train."""
+"""Flags and rules of the trainers: how one model is spread over ranks, what of it trains, and FSDP's own."""
+
+from dataclasses import dataclass
 
 from slime.arguments.core.draft import Draft
+from slime.arguments.core.flag import OnlyWith, flag
 from slime.catalog.backends import BACKENDS
 from slime.catalog.engines import ENGINES
+
+# -- when flags have an effect
+FSDP = OnlyWith(
+    "with --train-backend fsdp", lambda d: d.train_backend == "fsdp", BACKENDS["fsdp"].flags_unread
+)
+ADAPTERS = OnlyWith("with --lora-rank", lambda d: d.lora_rank > 0, "no adapters are trained; add --lora-rank")
+
+
+@dataclass
+class ParallelFlags:
+    """Parallelism."""
+
+    tensor_model_parallel_size: int = flag(1, "ranks that share every matrix of the model", ge=1)
+    context_parallel_size: int = flag(1, "ranks that share the tokens of every sample", ge=1)
+    activation_checkpointing: str = flag(
+        "none",
+        "what the backward pass computes again instead of keeping: nothing, all but matrix products and "
+        "attention, or whole layers",
+        choices=("none", "selective", "full"),
+        alias="--recompute-granularity",
+    )
+    only_train_params_name_list: list[str] | None = flag(
+        None,
+        "regular expressions: only parameters whose name one of them matches are trained",
+        metavar="REGEX",
+    )
+    freeze_params_name_list: list[str] | None = flag(
+        None,
+        "regular expressions: parameters whose name one of them matches are not trained",
+        metavar="REGEX",
+    )
+
+
+@dataclass
+class FSDPFlags:
+    """FSDP trainer."""
+
+    fsdp_cpu_offload: bool = flag(
+        False, "keep parameters, gradients and optimizer state in host memory", only_with=FSDP
+    )
+    compile: bool | None = flag(
+        None,
+        "compile each decoder layer; default: on GPUs, for dense models at least 1024 wide that no tensor "
+        "parallelism cuts",
+    )
+    router_aux_loss_coef: float | None = flag(
+        None,
+        "coefficient of a loss that evens out the use of experts within each sample; default: that of the "
+        "model's config where it sets output_router_logits, else none",
+        ge=0,
+        only_with=FSDP,
+    )
+    lora_rank: int = flag(
+        0,
+        "train low-rank adapters of this rank instead of the model; 0: train the model",
+        ge=0,
+        only_with=FSDP,
+    )
+    lora_alpha: float = flag(
+        32.0, "scale of the adapters: their product is multiplied by alpha / rank", gt=0, only_with=ADAPTERS
+    )
+    lora_target_modules: list[str] = flag(
+        ["all-linear"],
+        "names of the layers that get an adapter, or all-linear for every one but the output layer",
+        only_with=ADAPTERS,
+    )
+    lora_sync: str = flag(
+        "merged",
+        "what engines get; merged: the whole model with the adapters' products added; adapter: the adapters "
+        "alone, for engines that started with --hf-checkpoint",
+        choices=("merged", "adapter"),
+        only_with=ADAPTERS,
+    )
 
 
 def trainable_parameters(draft: Draft) -> None:
@@ -38,8 +114,8 @@ def _adapters_alone(draft: Draft) -> None:
     engine = ENGINES[draft.rollout_engine]
     if draft.offload_rollout and engine.loses_weights_with_memory:
         raise ValueError(
-            f"--lora-sync adapter with --offload-rollout on {engine.label} engines: they lose the model with their "
-            "memory, and adapters alone do not bring it back; use --lora-sync merged."
+            f"--lora-sync adapter with --offload-rollout on {engine.label} engines: they lose the model with "
+            "their memory, and adapters alone do not bring it back; use --lora-sync merged."
         )
     functions = ("custom_generate_function_path", "rollout_function_path", "eval_function_path")
     own = [
@@ -50,8 +126,8 @@ def _adapters_alone(draft: Draft) -> None:
     if own and engine.requests_name_adapters:
         flag = "--" + own[0].replace("_", "-")
         raise ValueError(
-            f"--lora-sync adapter with {flag} on {engine.label} engines: requests of one's own that do not name the "
-            "adapter would be answered by the model without it; use --lora-sync merged."
+            f"--lora-sync adapter with {flag} on {engine.label} engines: requests of one's own that do not name "
+            "the adapter would be answered by the model without it; use --lora-sync merged."
         )
 
 
