@@ -1,5 +1,4 @@
-"""Advantage estimators: the functions behind the rows of
-`catalog.estimators`; adding one is a function and a row.
+"""Advantage estimators: the functions behind the rows of `catalog.estimators`.
 
 Every estimator takes one `AdvantageInputs` (per-sample lists over full responses) and returns
 per-sample lists of advantages and returns [R_i].
@@ -49,8 +48,7 @@ def get_reinforce_plus_plus_returns(
     kl_coef: float = 0.0,
     gamma: float = 1.0,
 ) -> TokenLists:
-    """Discounted returns over the trained tokens: rewards -kl_coef x kl, with
-    the sample's reward on the last of them.
+    """Discounted returns over the trained tokens: -kl_coef x kl each, and the sample's reward on the last.
 
     Tokens that are not trained get 0, and no discount is counted for them. A sample with an empty mask
     (removed by a filter) carries no reward. The two length arguments are part of the public signature; full
@@ -66,8 +64,7 @@ def get_reinforce_plus_plus_returns(
 def _rewards_of_actions(
     rewards: Sequence[float] | Tensor, kl: Sequence[Tensor], chosen: Sequence[Tensor], kl_coef: float
 ) -> TokenLists:
-    """Token rewards of the policy's own actions, the trained tokens at `chosen`: what
-    a tool or the environment wrote is none.
+    """Rewards of the policy's own actions, the tokens at `chosen`; what a tool wrote is none of them.
 
     One rule for every estimator that discounts, so that a long tool answer
     does not make the turn before it worth less.
@@ -117,9 +114,7 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> tuple[TokenLists, T
 
 
 def ppo(inputs: AdvantageInputs) -> tuple[TokenLists, TokenLists]:
-    """GAE over the trained tokens of each response, with the reward on the last of
-    them. Tokens that are not trained get 0.
-    """
+    """GAE over the trained tokens, with the reward on the last of them; tokens that are not trained get 0."""
     assert inputs.values is not None, "ppo needs the critic's values"
     chosen = [mask.nonzero().squeeze(1) for mask in inputs.loss_masks]
     token_rewards = _rewards_of_actions(inputs.rewards, inputs.kl, chosen, inputs.kl_coef)

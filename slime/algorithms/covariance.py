@@ -17,9 +17,7 @@ BISECTIONS = 64
 def token_covariances(
     advantages: Sequence[Tensor], log_probs: Sequence[Tensor], masks: Sequence[Tensor], total: SumOverRanks
 ) -> list[Tensor]:
-    """[R_i] float64: (advantage - its mean) x (log-prob - its mean),
-    means over the trained tokens of all ranks.
-    """
+    """[R_i] float64: (advantage - mean) x (log-prob - mean), means over the trained tokens of all ranks."""
     sums = torch.zeros(3, dtype=torch.float64)
     for advantage, log_prob, mask in zip(advantages, log_probs, masks, strict=True):
         mask = mask.double()

@@ -1,6 +1,4 @@
-"""On-policy distillation: how far the student stands from its teacher, on
-the sampled token or over the vocabulary.
-"""
+"""On-policy distillation: how far student and teacher are apart, on sampled tokens or over the vocabulary."""
 
 from collections.abc import Sequence
 

@@ -1,5 +1,4 @@
-"""Triton kernels for a block of logits: log-sum-exp, chosen logit and
-entropy of each row, and the gradient in place.
+"""Triton kernels for a block of logits: each row's log-sum-exp, chosen logit and entropy, and the gradient.
 
 Each is one pass over logits in the precision that the matrix product wrote, with fp32 arithmetic inside. Rows
 are the tokens; columns are a part of the vocabulary or all of it. Imported only on CUDA machines (or under
@@ -15,7 +14,7 @@ _BLOCK = 4096
 
 
 @triton.jit
-def _row_statistics(
+def _row_statistics(  # type: ignore[no-untyped-def]  # Triton reads annotations, and pointers have none
     logits, targets, log_sums, chosen, entropy, stride, inverse_temperature,
     COLUMNS: tl.constexpr, WITH_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -49,9 +48,9 @@ def _row_statistics(
 
 
 @triton.jit
-def _logit_gradient(
-    logits, targets, log_sums, entropy, grad_chosen, grad_entropy, stride, columns, first, inverse_temperature,
-    WITH_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+def _logit_gradient(  # type: ignore[no-untyped-def]  # as above
+    logits, targets, log_sums, entropy, grad_chosen, grad_entropy, stride, columns, first,
+    inverse_temperature, WITH_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -78,13 +77,12 @@ def row_statistics(
     chosen: Tensor,
     entropy: Tensor | None,
 ) -> None:
-    """Fills log-sum-exp, log-prob of the target and (if given) entropy, each
-    [rows] fp32, from logits [rows, vocabulary].
-    """
+    """Fills log-sum-exp, target's log-prob and (if given) entropy, [rows] fp32, from logits [rows, V]."""
     rows, columns = logits.shape
     _row_statistics[(rows,)](
         logits, targets, log_sums, chosen, chosen if entropy is None else entropy, logits.stride(0),
-        1.0 / temperature, COLUMNS=columns, WITH_ENTROPY=entropy is not None, BLOCK=_block(columns), num_warps=8,
+        1.0 / temperature, COLUMNS=columns, WITH_ENTROPY=entropy is not None, BLOCK=_block(columns),
+        num_warps=8,
     )  # fmt: skip
 
 
@@ -98,9 +96,7 @@ def logit_gradient_(
     entropy: Tensor | None,
     grad_entropy: Tensor | None,
 ) -> Tensor:
-    """Overwrites logits [rows, columns], whose first column is vocabulary entry
-    `first`, by the loss's gradient in them.
-    """
+    """Overwrites logits [rows, columns], from vocabulary entry `first` on, by their gradient."""
     rows, columns = logits.shape
     block = _block(columns)
     unused = grad_chosen

@@ -1,5 +1,4 @@
-"""Log-probs and entropy of chosen tokens, from hidden states and the
-output matrix, a block of logits at a time.
+"""Log-probs and entropy of chosen tokens from hidden states and output matrix, a block of logits at a time.
 
 The full [tokens, vocabulary] logits never exist, unless memory is given to keep them. Forward goes over
 blocks of tokens and keeps three numbers per token; backward goes over blocks of the vocabulary, so that each
@@ -14,6 +13,7 @@ them.
 
 import functools
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,9 +54,15 @@ def _kernels_for(tensor: Tensor) -> ModuleType | None:
     return kernels if kernels is not None and kernels.usable(tensor) else None
 
 
-def _statistics(logits: Tensor, targets: Tensor, temperature: float, outputs: tuple[Tensor, ...]) -> None:
+def _statistics(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float,
+    log_sums: Tensor,
+    chosen: Tensor,
+    entropy: Tensor | None,
+) -> None:
     """Plain torch version of the kernel `row_statistics`; writes over the logits."""
-    log_sums, chosen, entropy = outputs
     logits = logits.to(log_sums.dtype).div_(temperature)
     log_sums.copy_(torch.logsumexp(logits, dim=-1))
     chosen.copy_(logits.gather(1, targets[:, None]).squeeze(1) - log_sums)
@@ -79,7 +85,7 @@ def _gradient(
     log_dist = logits.to(log_sums.dtype).div_(temperature).sub_(log_sums[:, None])
     probs = log_dist.exp()
     # d log p(target) / d logits = onehot - p;  d H / d logits = -p (log p + H)
-    if grad_entropy is not None:
+    if grad_entropy is not None and entropy is not None:
         grad = log_dist.add_(entropy[:, None]).mul_(probs).mul_(-grad_entropy[:, None])
         grad.addcmul_(probs, grad_chosen[:, None], value=-1)
     else:
@@ -116,7 +122,17 @@ class _ChunkedLogProbs(torch.autograd.Function):
     """Forward and hand-written backward of log-prob and entropy over blocks of logits."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, chunk_size, with_entropy, keep, nucleus):
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        chunk_size: int,
+        with_entropy: bool,
+        keep: bool,
+        nucleus: Nucleus | None,
+    ) -> tuple[Tensor, Tensor | None]:
         kernels = _kernels_for(hidden)
         num_tokens, dtype = hidden.shape[0], _compute_dtype(hidden.dtype)
         log_probs = torch.empty(num_tokens, dtype=dtype, device=hidden.device)
@@ -126,14 +142,13 @@ class _ChunkedLogProbs(torch.autograd.Function):
         kept = hidden.new_empty(num_tokens, weight.shape[0]) if keep else None
         for start in range(0, num_tokens, size):
             rows = slice(start, start + size)
-            logits = torch.mm(hidden[rows], weight.T, out=kept[rows] if keep else None)
+            logits = torch.mm(hidden[rows], weight.T, out=None if kept is None else kept[rows])
             if nucleus is not None:
                 nucleus.rows(start, min(start + size, num_tokens)).cut_(logits, targets[rows])
-            outputs = log_sums[rows], log_probs[rows], entropy[rows] if with_entropy else None
-            if kernels is not None:
-                kernels.row_statistics(logits, targets[rows], temperature, *outputs)
-            else:
-                _statistics(logits.clone() if keep else logits, targets[rows], temperature, outputs)
+            statistics = _statistics if kernels is None else kernels.row_statistics
+            block = logits.clone() if keep and kernels is None else logits
+            outputs = log_sums[rows], log_probs[rows], None if entropy is None else entropy[rows]
+            statistics(block, targets[rows], temperature, *outputs)
         ctx.save_for_backward(hidden, weight, targets, log_sums, entropy)
         ctx.temperature, ctx.chunk_size, ctx.nucleus = temperature, chunk_size, nucleus
         ctx.kept = kept  # not among the saved tensors: backward writes into it and lets it go
@@ -141,7 +156,9 @@ class _ChunkedLogProbs(torch.autograd.Function):
         return log_probs, entropy
 
     @staticmethod
-    def backward(ctx, grad_log_probs, grad_entropy):
+    def backward(
+        ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, log_sums, entropy = ctx.saved_tensors
         if grad_log_probs is None and grad_entropy is None:
             return (None,) * 8
@@ -187,8 +204,7 @@ def chunked_log_probs(
     memory_gib: float = 0.0,
     nucleus: Nucleus | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs [T] of `targets` [T] and, if asked, entropies [T] of
-    softmax(hidden @ weight.T / temperature).
+    """Log-probs [T] of `targets` [T] and maybe entropies [T] of softmax(hidden @ weight.T / temperature).
 
     `hidden` is [T, H], `weight` [V, H]. Results are fp32 (fp64 for fp64 inputs) and differentiable in both.
     `chunk_size` counts tokens; -1 picks it so that one block of logits stays within 256 MiB. Logits that fit
@@ -213,7 +229,7 @@ def chunked_log_probs(
 def calculate_log_probs_and_entropy(
     logits: Tensor,
     tokens: Tensor,
-    tp_group=None,
+    tp_group: Any = None,
     with_entropy: bool = False,
     chunk_size: int = -1,
     log_prob_keep_mask: Tensor | None = None,

@@ -18,8 +18,7 @@ IMPOSSIBLE = -1e30
 
 @dataclass(frozen=True, slots=True)
 class Nucleus:
-    """The ids that each of R rows of logits may be. A row without ids may be
-    any: its token was drawn from all of them.
+    """The ids that each of R rows of logits may be; a row without ids may be any.
 
     Example: ids [3, 7, 5], row_of [0, 0, 2], offsets [0, 2, 2, 3]: row 0
     is 3 or 7, row 1 anything, row 2 only 5.
@@ -61,9 +60,7 @@ class Nucleus:
         )
 
     def cut_(self, logits: Tensor, targets: Tensor, first: int = 0) -> Tensor:
-        """Makes all but the rows' ids and `targets` [R] impossible in logits
-        [R, columns] of the ids from `first` on.
-        """
+        """Makes all but the rows' ids and `targets` [R] impossible in logits [R, columns] from id `first`."""
         rows, columns = logits.shape
         keep = torch.zeros(rows * columns + 1, dtype=torch.bool, device=logits.device)
         every = torch.arange(rows, device=logits.device)

@@ -1,5 +1,4 @@
-"""Correction for tokens that another policy sampled: importance weights,
-rejection, sequence masks, mismatch metrics.
+"""Correction for tokens that another policy sampled: importance weights, rejection, masks, metrics.
 
 Three policies may differ: behaviour (the engine that sampled), proximal (the trainer's policy before this
 rollout's updates; ratios are taken against it) and current. The policy loss handles current / proximal; what
@@ -11,6 +10,7 @@ Flat layout [R] as in `reduce`. Nothing here carries a gradient.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,9 +33,7 @@ class TokenLayout:
 
 @dataclass(frozen=True)
 class Correction:
-    """Per token: the weight of its policy loss, whether it stays in
-    the loss (0/1), and metrics to be averaged.
-    """
+    """Per token: the weight of its policy loss, whether it stays in the loss (0/1), and metrics."""
 
     weights: Tensor  # [R]
     keep: Tensor  # [R]
@@ -43,9 +41,7 @@ class Correction:
 
 
 def importance_ratios(log_ratio: Tensor, layout: TokenLayout, level: str) -> Tensor:
-    """[R] ratio of proximal to behaviour policy: of the token, or of
-    its sample as product or geometric mean.
-    """
+    """[R] ratio of proximal to behaviour policy: of the token, or of its sample (product, geometric mean)."""
     log_ratio = log_ratio.detach()
     if level == "sequence":
         masked = torch.where(layout.mask != 0, log_ratio, torch.zeros_like(log_ratio))
@@ -84,9 +80,7 @@ WEIGHT_MODES: dict[str, Callable[[Tensor, float, float], Tensor]] = {
 def importance_weights(
     log_ratio: Tensor, layout: TokenLayout, *, level: str, mode: str, low: float, high: float
 ) -> Correction:
-    """Truncated importance sampling (TIS) and its relatives: a
-    level of LEVELS with a mode of WEIGHT_MODES.
-    """
+    """Truncated importance sampling (TIS) and its relatives: a level of LEVELS, a mode of WEIGHT_MODES."""
     ratio = importance_ratios(log_ratio, layout, level)
     weights = WEIGHT_MODES[mode](ratio, low, high)
     metrics = {
@@ -134,9 +128,7 @@ def rejection(
 def opsm_keep(
     ppo_kl: Tensor, advantages: Tensor, mask: Tensor, segments: Tensor, num_segments: int, *, delta: float
 ) -> Tensor:
-    """Off-policy sequence mask per token: 0 where the advantage is
-    negative and the sample drifted beyond `delta`.
-    """
+    """Off-policy sequence mask per token: 0 where the advantage is negative and the sample drifted far."""
     drifted = sequence_kl(ppo_kl.detach(), mask, segments, num_segments) > delta
     return 1.0 - ((advantages < 0) & drifted).to(ppo_kl.dtype)
 
@@ -168,7 +160,7 @@ def mismatch_metrics(
 
 
 def icepop_function(
-    args,
+    args: Any,  # the arguments as a plug-in gets them
     *,
     pg_loss: Tensor,
     train_log_probs: Sequence[Tensor],

@@ -7,6 +7,7 @@ over the response tokens of a micro-batch, [R].
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,9 +28,7 @@ class PolicyInputs:
     mask: Tensor  # [R] 0/1
     segments: Tensor  # [R] which sample a token belongs to
     num_samples: int
-    selected: Tensor | None = (
-        None  # [R] 0/1 tokens of extreme covariance; None: the loss does not ask for them
-    )
+    selected: Tensor | None = None  # [R] 0/1 of extreme covariance; None: the loss does not ask for it
 
 
 @dataclass(frozen=True)
@@ -116,8 +115,7 @@ def cispo(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
 
 
 def sapo(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
-    """A soft gate in place of the clip: sigmoid(tau (ratio - 1)) x 4 / tau,
-    steeper where the advantage is not positive.
+    """A soft gate for the clip: sigmoid(tau (ratio - 1)) x 4 / tau, steeper where the advantage is negative.
 
     Its slope at ratio 1 is 1, and it fades where a hard clip would cut.
     Nothing is clipped, so that fraction is 0.
@@ -129,9 +127,7 @@ def sapo(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
 
 
 def gmpo(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
-    """Geometric mean: token log-ratios are clipped to [-eps_clip, eps_clip_high] on the side that the
-    advantage pushes to, and averaged; every token of the sequence carries that one ratio.
-    """
+    """The geometric mean of a sample's token ratios, each clipped where the advantage pushes it to."""
     log_ratio = x.log_probs - x.old_log_probs
     rising = torch.minimum(log_ratio, torch.full_like(log_ratio, o.eps_clip_high))
     falling = torch.maximum(log_ratio, torch.full_like(log_ratio, -o.eps_clip))
@@ -142,16 +138,20 @@ def gmpo(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
 
 def clip_cov(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
     """PPO clip, and selected tokens of high covariance (log-prob with advantage) lose their gradient."""
-    terms = ppo(x, o)
-    dropped = x.selected.bool()
-    loss = torch.where(dropped, torch.zeros_like(terms.loss), terms.loss)
-    return PolicyTerms(loss, torch.maximum(terms.clipped, x.selected.to(terms.clipped.dtype)), terms.ppo_kl)
+    terms, selected = ppo(x, o), _selected(x)
+    loss = torch.where(selected.bool(), torch.zeros_like(terms.loss), terms.loss)
+    return PolicyTerms(loss, torch.maximum(terms.clipped, selected.to(terms.clipped.dtype)), terms.ppo_kl)
+
+
+def _selected(x: PolicyInputs) -> Tensor:
+    assert x.selected is not None, "a covariance loss needs the tokens that were selected for the step"
+    return x.selected
 
 
 def kl_cov(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
     """No clip; selected tokens of the highest covariance pay kl_cov_coef x |log-ratio|."""
     ppo_kl = x.old_log_probs - x.log_probs
-    selected = x.selected.to(ppo_kl.dtype)
+    selected = _selected(x).to(ppo_kl.dtype)
     loss = -exp_ratio(-ppo_kl) * x.advantages + selected * o.kl_cov_coef * ppo_kl.abs()
     return PolicyTerms(loss, selected, ppo_kl)
 
@@ -159,9 +159,7 @@ def kl_cov(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
 def _divergence_mask(
     x: PolicyInputs, o: PolicyOptions, divergence: Callable[[Tensor, Tensor], Tensor]
 ) -> PolicyTerms:
-    """No clip of the ratio; a token gives no gradient once its probability
-    moved too far, if the step moves it farther.
-    """
+    """No clip: a token gives no gradient once its probability moved far and the step moves it farther."""
     ppo_kl = x.old_log_probs - x.log_probs
     ratio = exp_ratio(-ppo_kl)
     away = ((x.advantages > 0) & (ratio > 1)) | ((x.advantages < 0) & (ratio < 1))
@@ -211,14 +209,13 @@ def compute_gspo_kl(
 
 
 def compute_opsm_mask(
-    args,
+    args: Any,  # plug-ins call it with theirs
     full_log_probs: Sequence[Tensor],
     full_old_log_probs: Sequence[Tensor],
     advantages: Sequence[Tensor],
     loss_masks: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """Off-policy sequence mask over the concatenated tokens, and the
-    share of masked tokens summed over samples.
+    """Off-policy sequence mask over the concatenated tokens, and the masked share summed over samples.
 
     Reads `args.opsm_delta`.
     """

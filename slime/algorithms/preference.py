@@ -1,6 +1,4 @@
-"""Losses over pairs of a preferred and a rejected answer: DPO for a
-policy, Bradley-Terry for a reward model.
-"""
+"""Losses over a preferred and a rejected answer: DPO for a policy, Bradley-Terry for a reward model."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,8 +12,7 @@ def compute_dpo_loss(
     beta: float,
     label_smoothing: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss [P] and the implicit rewards [P] of both answers, from
-    summed log-probs [P] of policy and reference.
+    """Loss [P] and both answers' implicit rewards [P], from summed log-probs [P] of policy and reference.
 
     An answer's implicit reward is beta x (log pi - log pi_ref); the loss is -log sigmoid of their difference,
     where a share `label_smoothing` of the labels is taken to be wrong.

@@ -1,5 +1,4 @@
-"""Reductions from per-token values to one number: every function
-returns a sum; the caller owns the denominator.
+"""Reductions from per-token values to one number: each is a sum, and the caller owns the denominator.
 
 Flat layout: the response tokens of all samples of a micro-batch behind each other, `segments[j]` naming the
 sample that token j belongs to. Summing first and dividing by a count of the whole optimizer step is what
@@ -35,9 +34,7 @@ def reduction_weights(
     *,
     constant: float | None = None,
 ) -> Tensor:
-    """Weight of each flat token under a row of `catalog.policy_losses.REDUCTIONS`; the step's
-    count named there divides the sum of all.
-    """
+    """Weight of each flat token under a row of REDUCTIONS, whose count divides the sum of all."""
     if reduction == "rollout_mean":
         return token_weights(mask, segments, rollout_mask_sums, per_token=False)
     mask = mask.to(rollout_mask_sums.dtype)

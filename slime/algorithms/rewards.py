@@ -1,5 +1,4 @@
-"""Turns raw rewards into what advantages start from: components joined,
-length shaped, compared within the group.
+"""Turns raw rewards into what advantages start from: components joined, length shaped, compared in groups.
 
 A group is every sample with the same group index, whatever its size. One rollout may have fanned out into
 several samples (they share a rollout id); such siblings count once in the statistics, as the mean of their
@@ -66,9 +65,7 @@ def leave_one_out_baseline(group: GroupRollouts) -> Baselines:
 
 
 def length_weighted_baseline(group: GroupRollouts) -> Baselines:
-    """The optimal baseline where the squared gradient of a response grows
-    with its length: the length-weighted mean.
-    """
+    """The length-weighted mean: optimal where the squared gradient of a response grows with its length."""
     weight = math.fsum(group.lengths)
     if weight == 0:
         return mean_baseline(group)
@@ -77,9 +74,7 @@ def length_weighted_baseline(group: GroupRollouts) -> Baselines:
 
 
 def success_rate_baseline(group: GroupRollouts) -> Baselines:
-    """The group's mean, in units of that mean: the gradient of the log of the
-    success rate. 0 where nothing succeeded.
-    """
+    """The group's mean, in units of itself: the gradient of the log success rate; 0 where none succeeded."""
     if min(group.rewards) < 0:
         raise ValueError(
             f"a reward of {min(group.rewards)}: --advantage-estimator maxrl divides by the mean reward, so "
@@ -126,8 +121,8 @@ def subtract_baselines(
     compute = BASELINES[baseline]
     lengths = [0.0] * len(rewards) if lengths is None else lengths
     members: dict[int, list[int]] = defaultdict(list)
-    for position, group in enumerate(group_index):
-        members[group].append(position)
+    for position, index in enumerate(group_index):
+        members[index].append(position)
     result = [0.0] * len(rewards)
     for positions in members.values():
         siblings: dict[int, list[int]] = defaultdict(list)
@@ -170,8 +165,6 @@ def combine_rewards(components: Mapping[str, float], weights: Mapping[str, float
 
 
 def overlong_penalty(length: int, max_length: int, buffer_length: int, factor: float) -> float:
-    """0 up to `max_length - buffer_length` tokens, then falling
-    linearly to -factor at `max_length` (DAPO).
-    """
+    """0 up to `max_length - buffer_length` tokens, then linear to -factor at `max_length` (DAPO)."""
     excess = length - (max_length - buffer_length)
     return -factor * min(max(excess, 0), buffer_length) / buffer_length

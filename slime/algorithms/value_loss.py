@@ -7,9 +7,7 @@ from torch import Tensor
 def compute_value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, value_clip: float
 ) -> tuple[Tensor, Tensor]:
-    """Per-token squared error, the larger of the clipped and the plain
-    one, and whether clipping decided (0/1).
-    """
+    """Per-token squared error, clipped or plain, whichever is larger, and whether the clip decided (0/1)."""
     clipped = old_values + (values - old_values).clamp(-value_clip, value_clip)
     plain_error = (values - returns).square()
     clipped_error = (clipped - returns).square()

@@ -1,1 +1,1 @@
-"""From samples to train data: convert, validate, split into steps, balance over ranks, pack into micro-batches."""
+"""From samples to train data: convert, validate, split into steps, balance over ranks and micro-batches."""

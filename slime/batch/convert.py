@@ -1,4 +1,4 @@
-"""Samples -> `RolloutBatch`: rewards post-processed by group, masks, log-probs and weight versions as tensors."""
+"""Samples -> `RolloutBatch`: rewards post-processed by group; masks, log-probs and versions as tensors."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -33,7 +33,7 @@ def samples_to_batch(
 ) -> RolloutBatch:
     """The train data of one rollout, checked; nested lists (groups, fan-out) are flattened in order.
 
-    `engine_version` is what the engines held when the rollout began: that of tokens which name none themselves.
+    `engine_version`: what engines held when the rollout began, for tokens that name no version themselves.
     """
     flat = flatten_samples(samples)
     if not flat:
@@ -76,7 +76,7 @@ def fill_rollout_ids(samples: Sequence[Sample]) -> list[int]:
 def post_process_rewards(
     args: Flags, samples: Sequence[Sample], rollout_ids: Sequence[int]
 ) -> tuple[list[Any], list[float]]:
-    """(raw rewards, rewards that become advantages): the custom hook, or shaping and the estimator's baseline."""
+    """(raw rewards, rewards that become advantages): by the custom hook, or shaped and minus a baseline."""
     if args.custom_reward_post_process_path:
         return _custom_rewards(args.custom_reward_post_process_path, args, samples)
     raw = [_raw_reward(args, sample) for sample in samples]
@@ -202,7 +202,7 @@ def _all_or_none(samples: list[Sample], name: str) -> bool:
 
 
 def _add_nuclei(args: Flags, batch: RolloutBatch, samples: Sequence[Sample]) -> None:
-    """Add the token ids that samples were drawn from; one that recorded none drew from the whole vocabulary."""
+    """Add the token ids that samples were drawn from; without any it was the whole vocabulary."""
     if replays_nucleus(args):
         _require_nuclei(args, batch, samples)
     if all(sample.rollout_top_p_token_offsets is None for sample in samples):

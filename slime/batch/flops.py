@@ -1,4 +1,4 @@
-"""Floating-point operations of a transformer's forward pass, for balance between ranks and for TFLOP/s metrics."""
+"""Floating-point operations of a transformer's forward pass: for balance between ranks, for TFLOP/s."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

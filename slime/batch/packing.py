@@ -26,7 +26,7 @@ def pack_first_fit(sizes: Sequence[int], cap: int) -> list[list[int]]:
 
 
 def balance(costs: Sequence[float], num_bins: int) -> list[list[int]]:
-    """Partition of all indices into `num_bins` sets (some may be empty) of nearly equal cost (Karmarkar-Karp).
+    """Partition of all indices into `num_bins` sets, maybe empty, of nearly equal cost (Karmarkar-Karp).
 
     Repeatedly joins the two most uneven partial partitions, putting the heaviest bin of one with the lightest
     of the other; this ends far closer to even than placing the largest item into the lightest bin.

@@ -1,4 +1,4 @@
-"""Which samples make which optimizer step, on which rank and in which micro-batch: functions of lengths and ids.
+"""Which samples make which optimizer step, on which rank and in which micro-batch, by lengths and ids.
 
 Steps split on rollout ids: the fan-out siblings of one rollout never straddle two steps. Every rank gets the
 same number of micro-batches in a step; where the samples do not suffice an empty micro-batch stands for one
@@ -67,7 +67,7 @@ def plan_steps(
     cp_size: int = 1,
     cost: Callable[[int], float] = typical_cost,
 ) -> list[StepPlan]:
-    """Split samples into steps of `--global-batch-size` rollouts and each step into equal counts of micro-batches.
+    """Split samples into steps of `--global-batch-size` rollouts, and steps into micro-batches, equally many.
 
     A last step with fewer rollouts is kept and has its own, smaller count: nothing is dropped.
     """
@@ -134,7 +134,7 @@ def _split_step(
 def _even_bins(
     bins: list[list[int]], costs: Sequence[float], sizes: Sequence[int], cap: int
 ) -> list[list[int]]:
-    """The same units in as many bins of nearly equal cost, where those stay within `cap` tokens; else `bins`."""
+    """The same units in as many bins of nearly equal cost, if those stay within `cap` tokens; else `bins`."""
     units = [unit for members in bins for unit in members]
     parts = balance([costs[unit] for unit in units], len(bins)) if bins else []
     even = [[units[i] for i in part] for part in parts]
@@ -165,7 +165,7 @@ def _token_budget(args: Flags, cp_size: int) -> int:
 
 
 def take(batch: RolloutBatch, positions: Sequence[int]) -> RolloutBatch:
-    """The samples at `positions`, every per-sample key sliced; what is not one entry per sample stays whole."""
+    """The samples at `positions` of every per-sample key; what is not one entry per sample stays whole."""
     num_samples = len(batch["tokens"])
     taken: dict[str, Any] = {}
     values: Mapping[str, Any] = batch

@@ -26,7 +26,7 @@ def check_reward(sample: Sample, value: Any) -> float:
 
 
 def check_samples(samples: Sequence[Sample]) -> None:
-    """Lengths of one sample's fields agree; a mask or log-probs of another length is named with its sample."""
+    """Lengths of one sample's fields agree; a mask or log-probs of another length is an error."""
     for sample in samples:
         name = f"sample {sample.index} (group {sample.group_index})"
         length = sample.response_length
@@ -50,7 +50,7 @@ def check_samples(samples: Sequence[Sample]) -> None:
 
 
 def validate_batch(batch: RolloutBatch, *, source: str = "the train data") -> None:
-    """Raise ValueError unless every key fits: same number of samples, same response lengths, finite numbers."""
+    """Raise ValueError unless every key fits: number of samples, response lengths, finite numbers."""
     missing = [key for key in REQUIRED_KEYS if key not in batch]
     if missing:
         raise ValueError(f"{source} has no {', '.join(missing)}: training needs {', '.join(REQUIRED_KEYS)}.")

@@ -25,9 +25,7 @@ class Estimator:
 
     @property
     def compares_in_groups(self) -> bool:
-        """Whether a reward is compared with the other rewards of its group;
-        a greedy answer is no part of the group.
-        """
+        """Whether rewards are compared within their group, to which a greedy answer does not belong."""
         return self.baseline not in (None, "greedy")
 
 

@@ -42,9 +42,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """`count`: what of an optimizer step the sum of all weighted tokens is divided
-    by. `by_length`: long samples count more.
-    """
+    """`count`: by what of the step the weighted sum is divided. `by_length`: long samples count more."""
 
     count: str
     by_length: bool

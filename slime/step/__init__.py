@@ -1,1 +1,1 @@
-"""The training step: what one batch goes through, from its first pass to the optimizer. Begin at training_step.py."""
+"""The training step: what one batch goes through, to the optimizer and its metrics; see training_step.py."""

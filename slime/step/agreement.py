@@ -23,7 +23,7 @@ from slime.utils.types import RolloutBatch
 # Lags of versions that are told apart; the last stands for itself and all above.
 LAGS = 5
 SHOWN_TOKENS = 5
-# Rounding scatters to both sides; a mean difference above FROM with more than SHARE to one side is another thing.
+# Rounding scatters to both sides; a difference above FROM with more than SHARE to one side is another thing.
 ONE_SIDED_FROM = 0.02
 ONE_SIDED_SHARE = 0.5
 ONE_SIDED_TOKENS = 256  # of fewer it may be chance
@@ -95,7 +95,7 @@ class Agreement:
         log_probs: LogProbs | None,
         version: int | None,
     ) -> dict[str, float]:
-        """Compare the trainer's `log_probs`, of the weights that engines know as `version`, with the engine's.
+        """Compare the `log_probs` of the trainer, whose weights engines know as `version`, with theirs.
 
         `log_probs` None: a loss of the user's own made them and kept them to itself. `version` None: no
         engine knows the weights. Stops the run where fresh tokens differ by more than the threshold, warns
@@ -155,9 +155,9 @@ class Agreement:
             "difference grows",
             f"log-probs of engine and trainer lie {drift.now:.3g} apart on fresh tokens, {drift.num_pushes} "
             f"weight pushes after they lay {drift.first:.3g} apart: a difference that grows with the pushes "
-            "is a policy that the engines do not have, and samples of it teach less and "
-            f"less.{_fp8_remedy(args.fp8_rounding)} --check-weight-update-equal compares every tensor of the engines "
-            "after each push.",
+            "is a policy that the engines do not have, and samples of it teach less and less."
+            f"{_fp8_remedy(args.fp8_rounding)} --check-weight-update-equal compares every tensor of the "
+            "engines after each push.",
         )
 
     def _judge_correction(self, args: Flags, difference: Difference) -> None:
@@ -242,7 +242,7 @@ def _lags(batch: RolloutBatch, position: int, version: int) -> Tensor:
 
 
 def _likely_cause(difference: Difference, temperature: float) -> str:
-    """A sentence about a difference that is no rounding, with a blank before it; empty: nothing points anywhere."""
+    """A sentence about a difference that is no rounding, after a blank; empty: nothing points anywhere."""
     if difference.fresh < ONE_SIDED_FROM:
         return ""
     before, after = difference.shifted
@@ -267,7 +267,8 @@ def _fp8_remedy(rounding: str) -> str:
         return ""
     return (
         " Engines in FP8 miss updates that are smaller than half a step of FP8 where the trainer started "
-        "from FP8 weights: use --fp8-rounding stochastic, or a 16-bit --hf-checkpoint with --rollout-quantization fp8."
+        "from FP8 weights: use --fp8-rounding stochastic, or a 16-bit --hf-checkpoint with "
+        "--rollout-quantization fp8."
     )
 
 

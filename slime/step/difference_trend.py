@@ -1,4 +1,4 @@
-"""Whether the log-probs of engine and trainer drift apart from push to push, though each push seems to arrive."""
+"""Whether log-probs of engine and trainer drift apart from push to push, though each push seems to arrive."""
 
 from dataclasses import dataclass, field
 
@@ -10,7 +10,7 @@ ENOUGH_TOKENS = 256  # of one reading
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """A difference that grew: `Drift(first=0.038, now=0.33, num_pushes=3)` is nine times as much, 3 pushes later."""
+    """A difference that grew: `Drift(first=0.038, now=0.33, num_pushes=3)` is nine times as much after 3."""
 
     first: float
     now: float
@@ -19,14 +19,14 @@ class Drift:
 
 @dataclass
 class DifferenceTrend:
-    """Readings of one run in the order of weight versions: the mean difference over each version's fresh tokens."""
+    """Readings of one run, by weight version: the mean difference over the version's fresh tokens."""
 
     _first: tuple[int, float] | None = None  # version, difference
     _last: int = -1
     _apart: list[float] = field(default_factory=list)  # readings in a row that lie too far above the first
 
     def note(self, version: int, difference: float, num_tokens: int, threshold: float) -> Drift | None:
-        """Takes one reading per version; returns a drift where it and those just before it have grown too far."""
+        """Takes one reading per version; returns a drift where the last ones have grown too far."""
         if num_tokens < ENOUGH_TOKENS or version <= self._last:
             return None
         self._last = version

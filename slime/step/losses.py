@@ -94,7 +94,7 @@ def _custom_loss(args: Flags, batch: RolloutBatch, path: str) -> LossFunction:
 
 
 def micro_batch_dict(batch: RolloutBatch, mb: MicroBatch) -> dict[str, Any]:
-    """What a custom loss receives: the packed stream, its boundaries and every per-sample list of its samples."""
+    """What a custom loss receives: the packed stream, its boundaries, and its samples' part of every list."""
     device = mb.input_ids.device
     num_samples = len(batch["tokens"])
     view: dict[str, Any] = {}

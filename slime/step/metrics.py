@@ -15,7 +15,7 @@ PER_TOKEN_METRICS: tuple[TokenKey, ...] = (
     *("returns", "advantages", "values", "entropy", "kl", "opd_reverse_kl"),
 )
 PER_SAMPLE_METRICS: tuple[SampleKey, ...] = ("rewards", "raw_reward", "truncated", "response_lengths")
-# Parts of the loss are reported as they are minimised; all else of a policy step is a mean over what is trained.
+# Parts of the loss are reported as they are minimised; all else is a mean over what is trained.
 LOSS_TERMS = ("loss", "pg_loss", "kl_loss")
 STEPS_NOT_APPLIED = ("nonfinite_steps", "empty_steps")
 
@@ -24,8 +24,8 @@ STEPS_NOT_APPLIED = ("nonfinite_steps", "empty_steps")
 class StepReport:
     """What training on one batch gave, the same on all ranks.
 
-    Example: StepReport({"rollout/rewards": 0.25, "perf/train_time": 3.1}, [{"train/loss": 0.2}, {"train/loss":
-    0.1}], []): two optimizer steps, of which `summary` has the mean loss 0.15, and nothing to tell.
+    Example: StepReport({"rollout/rewards": 0.25}, [{"train/loss": 0.2}, {"train/loss": 0.1}], []) of two
+    optimizer steps: the loss of its `summary` is their mean, 0.15, and there is nothing to tell.
     """
 
     metrics: dict[str, float]  # rollout/* and perf/*, of the batch as a whole
@@ -113,7 +113,7 @@ def _sum_of_rollout_means(
 
 
 def explained_variance(backend: TrainBackend, batch: RolloutBatch) -> float:
-    """The share of the variance of returns that the critic's values explain; a constant value explains none."""
+    """The share of the returns' variance that the critic's values explain; a constant explains none."""
     sums = torch.zeros(5, dtype=torch.float64)
     for values, returns, mask in zip(batch["values"], batch["returns"], batch["loss_masks"], strict=True):
         chosen = mask != 0

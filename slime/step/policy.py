@@ -1,4 +1,4 @@
-"""The policy loss of a micro-batch: ratios, off-policy correction, entropy and KL terms, and their metrics."""
+"""The policy loss of a micro-batch: ratios, off-policy correction, entropy and KL terms, their metrics."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -113,7 +113,7 @@ def loss_reducer(args: Flags, mb: MicroBatch, mask: Tensor | None = None) -> Red
 
 
 def mean_reducer(args: Flags, mb: MicroBatch) -> Reducer:
-    """As `loss_reducer`, but always a mean over the step: a constant denominator would shift what is reported."""
+    """As `loss_reducer`, but always a mean over the step, which a constant denominator would not give."""
     reduction = "rollout_mean" if args.loss_reduction == "constant" else args.loss_reduction
     weights = reduction_weights(reduction, mb.loss_mask, mb.segments, mb.rollout_mask_sums)
     return lambda values: weighted_sum(values, weights)
@@ -133,7 +133,7 @@ def _pg_reducer(args: Flags, mb: MicroBatch, default: Reducer, mask: Tensor | No
 
 
 def _trained(mb: MicroBatch, key: str, log_probs: Tensor) -> Tensor:
-    """Recorded values of trained tokens; elsewhere the current log-prob, so that no ratio there can overflow."""
+    """Recorded values of trained tokens; elsewhere the current log-prob, so that no ratio can overflow."""
     if key not in mb.tokens:
         return log_probs.detach()
     return torch.where(mb.loss_mask != 0, mb.tokens[key], log_probs.detach())
@@ -142,7 +142,7 @@ def _trained(mb: MicroBatch, key: str, log_probs: Tensor) -> Tensor:
 def _inputs(out: TokenOutputs, mb: MicroBatch) -> PolicyInputs:
     return PolicyInputs(
         log_probs=out.log_probs,
-        # Without recorded old log-probs this is the first and only step on its policy: the ratio is exactly 1.
+        # Without recorded old log-probs this is the only step on its policy: the ratio is exactly 1.
         old_log_probs=_trained(mb, "old_log_probs", out.log_probs),
         advantages=mb.tokens["advantages"],
         mask=mb.loss_mask,

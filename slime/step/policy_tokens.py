@@ -1,4 +1,4 @@
-"""What the policy loss needs per token beyond the batch, settled once over a whole optimizer step and all ranks."""
+"""What the policy loss needs per token beyond the batch, settled over an optimizer step and all ranks."""
 
 from dataclasses import dataclass
 

@@ -51,7 +51,7 @@ def add_reverse_kl(args: Flags, batch: RolloutBatch, student: list[Tensor] | Non
 
 
 def with_distillation(loss: Loss, backend: TrainBackend, args: Flags) -> Loss:
-    """The loss that also reports the reverse KL to the teacher and, where the full KL is asked for, adds it."""
+    """The loss that also reports the reverse KL to the teacher and, where the full KL is wanted, adds it."""
     full = wants_full_kl(args)
 
     def loss_fn(out: TokenOutputs, mb: MicroBatch) -> tuple[Tensor, Metrics]:
@@ -67,7 +67,7 @@ def with_distillation(loss: Loss, backend: TrainBackend, args: Flags) -> Loss:
 
 
 def _full_kl_at_head(backend: TrainBackend, args: Flags) -> HeadFunction:
-    """KL(policy || teacher) over the vocabulary at each response token; `teacher_hidden` is among the tokens."""
+    """KL(policy || teacher) over the vocabulary at each response token; tokens have `teacher_hidden`."""
     teacher = backend.output_matrix("teacher")
 
     def at_head(hidden: Tensor, matrix: OutputMatrix, mb: MicroBatch) -> Tensor:

@@ -96,7 +96,7 @@ class TrainingStep:
     def _score_samples(self) -> None:
         """Add what models say about the samples without a gradient, where this run needs it.
 
-        `values` of the critic, log-probs of the teacher and of the reference, and `log_probs` and `entropy` of
+        These are `values` of the critic, log-probs of teacher and reference, and `log_probs` and `entropy` of
         the old policy: the weights that sampled the batch.
         """
         args, batch, backend = self.args, self.batch, self.backend
@@ -188,8 +188,9 @@ class TrainingStep:
     def _optimizer_step(
         self, index: int, step: RankStep, compared: dict[str, float] | None
     ) -> dict[str, float]:
-        """One optimizer step of every model that trains: the critic, then, after --num-critic-only-steps, the
-        actor. The first one also compares engine and trainer, unless a pass before did: later weights are newer.
+        """One optimizer step of the critic, if there is one, and of the actor, after --num-critic-only-steps.
+
+        The first also compares engine and trainer, unless a pass before did: later ones have newer weights.
         """
         args, watch = self.args, TokenWatch()
         metrics = self._train_critic(index, step) if needs_critic(args) else {}
@@ -219,7 +220,7 @@ class TrainingStep:
             return {"train/critic-nonfinite_steps": 1.0}
 
     def _train_actor(self, index: int, step: RankStep, watch: TokenWatch) -> dict[str, float]:
-        """One optimizer step with the checks around it; one that is not finite is reported and not applied."""
+        """One optimizer step with the checks around it; one that is not finite is not applied."""
         args, batch, backend = self.args, self.batch, self.backend
         added = None
         if args.loss_type == "policy_loss":
@@ -259,8 +260,8 @@ class TrainingStep:
         cause = f"no token trains, {cause}"
         self.agreement.hints.tell(
             f"empty step: {cause}",
-            f"rollout {self.rollout_id}: optimizer step {index} is not applied, {cause}. Weights, optimizer and "
-            "learning-rate schedule stay as they are; train/empty_steps counts such steps.",
+            f"rollout {self.rollout_id}: optimizer step {index} is not applied, {cause}. Weights, optimizer "
+            "and learning-rate schedule stay as they are; train/empty_steps counts such steps.",
         )
 
 

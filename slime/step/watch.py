@@ -15,7 +15,7 @@ ON_POLICY_LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-3}
 
 
 class TokenWatch:
-    """Per-token terms of the micro-batches of one optimizer step, detached and left where they were computed."""
+    """Per-token terms of one optimizer step's micro-batches, detached and left where they were computed."""
 
     def __init__(self) -> None:
         self._records: list[tuple[MicroBatch, dict[str, Tensor]]] = []

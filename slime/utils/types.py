@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Required, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Required, TypeAlias, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,7 @@ class ExpertArgs(Protocol):
 
 
 IntArray = npt.NDArray[np.int32]
+Tensors: TypeAlias = "list[torch.Tensor]"  # one for each sample of a batch
 
 
 @dataclass
@@ -321,56 +322,46 @@ class Sample:
 
 
 class RolloutBatch(TypedDict, total=False):
-    """What training receives: N samples as per-sample lists. L_i: total length, R_i: response length of sample i.
+    """What training receives: N samples as per-sample lists.
 
-    Keys without `Required` are there for all N samples or not at all. Plug-ins read and change the batch as a
-    dict; keys of their own travel with it. The comments show what the sample of the docstring of `Sample` has in
-    each key: prompt [5, 6], response [7, 8, 2], of which 8 came from a tool.
+    L_i is the length of sample i, R_i that of its response. Keys without `Required` are there for all samples
+    or for none. Plug-ins read and change the batch as a dict; keys of their own travel with it. Behind each
+    key stands its entry for one sample: prompt [5, 6], response [7, 8, 2], of which 8 came from a tool.
     """
 
     # -- from the rollout
-    tokens: Required[list[torch.Tensor]]  # [L_i] int64: tensor([5, 6, 7, 8, 2])
-    response_lengths: Required[list[int]]  # R_i <= L_i - 1: 3
-    loss_masks: Required[list[torch.Tensor]]  # [R_i] int32, 1: trained: tensor([1, 0, 1])
-    rewards: Required[list[float]]  # after group normalisation: 0.7
-    raw_reward: Required[list[float]]  # as people read it: 1.0
-    rollout_ids: Required[list[int]]  # one execution; fan-out siblings share it: 12
-    rollout_mask_sums: Required[list[float]]  # trained tokens of all siblings, before any rejection: 2.0
-    sample_indices: Required[list[int]]  # unique over the run: 48
-    truncated: Required[list[int]]  # 1: cut by the length limit: 0
-    group_index: list[int]  # samples of one prompt share it; -1: it has none: 6
-    rollout_log_probs: list[
-        torch.Tensor
-    ]  # [R_i] fp32 of the engine, 0 where mask 0: tensor([-0.1, 0., -0.2])
-    rollout_top_p_token_ids: list[torch.Tensor]  # [N_i] int32; absent: whole vocabulary: tensor([7, 9, 2])
-    rollout_top_p_token_offsets: list[torch.Tensor]  # [R_i + 1] int32, into the ids: tensor([0, 2, 2, 3])
-    versions: list[torch.Tensor]  # [R_i] int32 of the weights, -1: not generated: tensor([3, -1, 4])
-    routed_experts: list[torch.Tensor]  # [L_i - 1, layers, topk] int32: a tensor of shape [4, 24, 2]
-    metadata: list[dict[str, Any] | None]  # `Sample.train_metadata`: {"margin": 0.5}
-    multimodal_train_inputs: list[
-        dict[str, Any] | None
-    ]  # what the model's processor made: {"pixel_values": ...}
-    round_number: list[int]  # of an agent's turns, for metrics: 2
-    teacher_log_probs: list[
-        torch.Tensor
-    ]  # [R_i] fp32, of a teacher engine or by the step: tensor([-0.3, 0., -0.1])
-    # -- added by the training step
-    log_probs: list[
-        torch.Tensor
-    ]  # [R_i] fp32 of the old policy, before any update: tensor([-0.1, -5.2, -0.2])
-    entropy: list[torch.Tensor]  # [R_i] fp32 of the old policy: tensor([0.4, 2.9, 0.6])
-    ref_log_probs: list[torch.Tensor]  # [R_i] fp32 of the reference: tensor([-0.2, -5., -0.2])
-    teacher_hidden: list[
-        torch.Tensor
-    ]  # [R_i, H] of the teacher, where the full KL is a loss: shape [3, 2048]
-    values: list[torch.Tensor]  # [R_i] fp32 of the critic: tensor([0.5, 0.5, 0.8])
-    kl: list[torch.Tensor]  # [R_i] fp32 to the reference, 0 without --kl-coef: tensor([0.1, -0.2, 0.])
-    advantages: list[torch.Tensor]  # [R_i] fp32: tensor([0.7, 0.7, 0.7])
-    returns: list[torch.Tensor]  # [R_i] fp32, what the critic learns: tensor([1., 0., 1.])
-    opd_reverse_kl: list[torch.Tensor]  # [R_i] fp32, log-probs minus the teacher's: tensor([0.2, -5.2, -0.1])
+    tokens: Required[Tensors]  # [L_i] int64 = [5, 6, 7, 8, 2]
+    response_lengths: Required[list[int]]  # R_i, at most L_i - 1 = 3
+    loss_masks: Required[Tensors]  # [R_i] int32, 1 where a token trains = [1, 0, 1]
+    rewards: Required[list[float]]  # after group normalisation = 0.7
+    raw_reward: Required[list[float]]  # as people read it = 1.0
+    rollout_ids: Required[list[int]]  # of one execution; fan-out siblings share it = 12
+    rollout_mask_sums: Required[list[float]]  # trained tokens of all siblings, before any rejection = 2.0
+    sample_indices: Required[list[int]]  # unique over the run = 48
+    truncated: Required[list[int]]  # 1 where the length limit cut the response = 0
+    group_index: list[int]  # samples of one prompt share it; -1 where there is none = 6
+    rollout_log_probs: Tensors  # [R_i] fp32 of the engine, 0 where it generated nothing = [-0.1, 0.0, -0.2]
+    rollout_top_p_token_ids: Tensors  # [N_i] int32; absent where all ids could be drawn = [7, 9, 2]
+    rollout_top_p_token_offsets: Tensors  # [R_i + 1] int32, each token's place in the ids = [0, 2, 2, 3]
+    versions: Tensors  # [R_i] int32 of the weights, -1 where not generated = [3, -1, 4]
+    routed_experts: Tensors  # [L_i - 1, layers, topk] int32 = [[[0, 5]], [[5, 3]], [[1, 2]], [[7, 0]]]
+    metadata: list[dict[str, Any] | None]  # `Sample.train_metadata` = {"margin": 0.5}
+    multimodal_train_inputs: list[dict[str, Any] | None]  # of the processor = {"image_grid_thw": [[1, 2, 2]]}
+    round_number: list[int]  # of an agent's conversation = 2
+    teacher_log_probs: Tensors  # [R_i] fp32, of a teacher engine or by the step = [-0.3, 0.0, -0.1]
+    # -- added by the training step, where the run needs it
+    log_probs: Tensors  # [R_i] fp32 of the old policy, before any update = [-0.1, -5.2, -0.2]
+    entropy: Tensors  # [R_i] fp32 of the old policy = [0.4, 2.9, 0.6]
+    ref_log_probs: Tensors  # [R_i] fp32 of the reference = [-0.2, -5.0, -0.2]
+    teacher_hidden: Tensors  # [R_i, H] for the full KL to the teacher = [[0.1, -1.3], [0.8, 0.2], [0.4, 0.9]]
+    values: Tensors  # [R_i] fp32 of the critic = [0.5, 0.5, 0.8]
+    kl: Tensors  # [R_i] fp32 to the reference, 0 without --kl-coef = [0.1, -0.2, 0.0]
+    advantages: Tensors  # [R_i] fp32 = [0.7, 0.7, 0.7]
+    returns: Tensors  # [R_i] fp32, what the critic learns = [1.0, 0.0, 1.0]
+    opd_reverse_kl: Tensors  # [R_i] fp32, log-probs minus those of the teacher = [0.2, -5.2, -0.1]
 
 
-# Keys of a batch whose entries have one row per response token, and one number.
+# Keys of a batch whose entries have one row per response token, and keys with one number per sample.
 TokenKey = Literal[
     "loss_masks",
     "rollout_log_probs",
@@ -398,7 +389,7 @@ def flatten_samples(groups: Iterable[Any]) -> list[Sample]:
 
 
 def version_number(version: str | int | None) -> int | None:
-    """The n of a weight version "run:n"; None where it ends in no number: an engine that was given none yet."""
+    """The n of a weight version "run:n"; None where it ends in no number: an engine that has none yet."""
     tail = str(version).rpartition(":")[2]
     return int(tail) if tail.isdecimal() else None
 

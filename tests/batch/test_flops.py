@@ -26,10 +26,12 @@ CONFIGS = {
         first_k_dense_replace=1, n_group=1, topk_group=1,
     ),
     "deepseek_v3": DeepseekV3Config(
-        **SIZES, **EXPERTS, **LATENT, q_lora_rank=16, n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1
+        **SIZES, **EXPERTS, **LATENT,
+        q_lora_rank=16, n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1
     ),
     "deepseek_v3 without a query rank": DeepseekV3Config(
-        **SIZES, **EXPERTS, **LATENT, q_lora_rank=None, n_routed_experts=4, n_shared_experts=2, first_k_dense_replace=2
+        **SIZES, **EXPERTS, **LATENT,
+        q_lora_rank=None, n_routed_experts=4, n_shared_experts=2, first_k_dense_replace=2
     ),
 }  # fmt: skip
 
