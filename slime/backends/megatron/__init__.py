@@ -1,13 +1,11 @@
-"""HF causal LMs trained by megatron-core: tensor, pipeline, context,
-expert and data parallelism, on CPU or GPU.
-"""
+"""Trains HF causal LMs with megatron-core: tensor, pipeline, context, expert and data parallelism."""
 
 import functools
-from typing import Any
 
 import torch
 
 from slime.arguments import Args
+from slime.backends.base import TrainBackend
 
 
 def create_backend(
@@ -18,9 +16,8 @@ def create_backend(
     device: str | torch.device,
     total_steps: int | None = None,
     random_weights: bool = False,
-) -> Any:
-    """The trainer of this rank with the weights of --hf-checkpoint, and the
-    models that its algorithm needs beside it.
+) -> TrainBackend:
+    """This rank's trainer with the weights of --hf-checkpoint, and the other models of its algorithm.
 
     torch.distributed must be initialised. `random_weights`: only the config is read, as speed tests do.
     """

@@ -45,7 +45,7 @@ from slime.backends.megatron.model import ModelCall
 from slime.backends.megatron.passes import Passes
 from slime.backends.megatron.random_weights import draw_weights
 from slime.backends.megatron.routing import (
-    Recorded,
+    RecordedByBatch,
     RoutingPlan,
     balance_coefficient,
     routers_of,
@@ -126,14 +126,11 @@ class MegatronBackend(TrainerBase):
             device,
             after_token=self.is_scalar and role != "critic",
         )
-        # With --overlap-param-gather forward passes gather what the last step left:
-        # on from one training pass to the next.
+        # With --overlap-param-gather the next forward pass gathers what an optimizer step has updated.
         self._gathers_late = args.overlap_param_gather
         self.copies = WeightCopies(self._settled_parameters, on_device=args.weight_copies == "device")
         self.routers = routers_of(self.model)
-        self._recorded: dict[
-            tuple[int, ...], Recorded
-        ] = {}  # experts chosen in the last pass of the old policy
+        self._recorded: RecordedByBatch = {}  # experts chosen in the last pass of the old policy
         self.saves = AsyncCallsQueue()  # with --async-save: what is being written
         self._away: dict[int, tuple[Tensor | None, int]] = {}  # flat buffers that left the device
 
@@ -142,9 +139,7 @@ class MegatronBackend(TrainerBase):
         return [p.data for chunk in self.model for p in chunk.parameters()] + self.hub.buffers
 
     def _settle(self) -> None:
-        """Gather updated parameters now, and let passes take them as they are:
-        whoever reads or swaps weights calls this.
-        """
+        """Gather the updated parameters now; called before anyone reads or swaps weights."""
         if self._gathers_late:
             self._gathers_late = False
             for chunk in self.model:
@@ -160,9 +155,7 @@ class MegatronBackend(TrainerBase):
         entropy: bool = False,
         at_head: HeadFunction | None = None,
     ) -> TokenLists:
-        """Log-probs (and entropies) of every response token under the
-        weights tagged `weights`, on every rank.
-        """
+        """Log-probs (and entropies) of every response token under the weights tagged `weights`."""
         # Experts belong to the policy: a reference or a teacher chooses its own.
         routing = RoutingPlan() if weights in ("ref", "teacher") else self._plan_recording()
         hooks.before_log_prob(self.args, self.model, weights)
@@ -170,7 +163,7 @@ class MegatronBackend(TrainerBase):
         return TokenLists(found["log_probs"], found.get("entropy"), found.get("extra"))
 
     def values(self, mbs: list[MicroBatch]) -> list[Tensor]:
-        """The critic's value of every response token, [R_i] fp32 on the CPU, on every rank."""
+        """The critic's value of every response token, as [R_i] fp32 on the CPU."""
         return self._own_critic()._forward(mbs, LIVE, self._call(), RoutingPlan())["values"]
 
     def _plan_recording(self) -> RoutingPlan:
@@ -189,7 +182,7 @@ class MegatronBackend(TrainerBase):
     def _forward(
         self, mbs: list[MicroBatch], weights: str, call: ModelCall, routing: RoutingPlan
     ) -> dict[str, list[Tensor]]:
-        """Each kind of output by sample, in the order of the batch, from passes without gradients."""
+        """Passes without gradients: for each kind of output one tensor per sample of the batch."""
         self._settle()
         if weights == "teacher" and self.teacher is not None:
             outputs = self.teacher.forward(mbs, call)
@@ -209,8 +202,8 @@ class MegatronBackend(TrainerBase):
         self._gathers_late = self.args.overlap_param_gather
         self.optimizer.zero_grad()
         if self.role == "actor" and place is not None:
-            rates = hooks.LearningRateSchedule(self.args, self.step, self.decay_steps)
-            hooks.before_train_step(self.args, place, self.model, self.optimizer, rates)
+            schedule = hooks.LearningRateSchedule(self.args, self.step, self.decay_steps)
+            hooks.before_train_step(self.args, place, self.model, self.optimizer, schedule)
         sums: dict[str, Tensor] = {}
         seen: list[dict[str, Tensor]] = []
 
@@ -228,9 +221,8 @@ class MegatronBackend(TrainerBase):
         self._repeat_on_other_stages(mbs, loss, seen)
         for chunk in self.model:
             chunk.eval()
-        metrics = (
-            self._reduce(sums, denominators) | self._expert_metrics() | self._mtp_metrics(call.mtp_scale)
-        )
+        metrics = self._reduce(sums, denominators) | self._expert_metrics()
+        metrics |= self._mtp_metrics(call.mtp_scale)
         self.optimizer.prepare_grads()
         return metrics, float(self.optimizer.get_grad_norm())
 
@@ -241,7 +233,7 @@ class MegatronBackend(TrainerBase):
     def _repeat_on_other_stages(
         self, mbs: list[MicroBatch], loss: Loss, seen: list[dict[str, Tensor]]
     ) -> None:
-        """What a loss records about tokens it records on every stage, from the last stage's results."""
+        """Call the loss on the other pipeline stages too, so that what it records is on every stage."""
         if self.layout.pp_size == 1 or loss.needs_logits:
             return
         results = from_last_stage(seen)
@@ -258,9 +250,7 @@ class MegatronBackend(TrainerBase):
         )
 
     def _mtp_scale(self, mbs: list[MicroBatch]) -> float:
-        """What one token counts in the loss of heads that predict further
-        tokens: their share over the step's tokens.
-        """
+        """Weight of one token in the loss of the MTP heads: their factor over the tokens of the step."""
         if not self.config.mtp_num_layers:
             return 0.0
         tokens = sum((mb.loss_mask.sum().double() for mb in mbs), torch.zeros((), dtype=torch.float64))
@@ -270,16 +260,13 @@ class MegatronBackend(TrainerBase):
         if not scale:
             return {}
         losses = self.model[-1].module.mtp_losses
-        total = self.sum_over_ranks(
-            torch.stack([torch.zeros((), device=self.device), *losses]).double().sum()
-        )
+        total = torch.stack([torch.zeros((), device=self.device), *losses]).double().sum()
+        total = self.sum_over_ranks(total)
         losses.clear()
         return {"mtp_loss": from_last_stage(float(total)) * scale / self.config.mtp_loss_scaling_factor}
 
     def _reduce(self, sums: dict[str, Tensor], denominators: Denominators) -> dict[str, float]:
-        """Metrics over the whole step, on every rank. Context- and
-        tensor-parallel ranks computed the same ones.
-        """
+        """Metrics of the whole step; context- and tensor-parallel ranks have computed the same ones."""
         names = sorted(sums)
         values: list[float] = []
         if names:
@@ -300,9 +287,7 @@ class MegatronBackend(TrainerBase):
             member.optimizer.state.clear()
 
     def output_matrix(self, weights: str) -> VocabSlice | None:
-        """This rank's rows of the output matrix of the weights tagged
-        `weights`, a copy; None where no head is.
-        """
+        """A copy of this rank's rows of the output matrix; None on a pipeline stage without it."""
         if weights == "teacher" and self.teacher is not None:
             return self.teacher.output_matrix()
         self._settle()
@@ -310,9 +295,7 @@ class MegatronBackend(TrainerBase):
             return output_matrix_of([chunk.module for chunk in self.model], self.device)
 
     def forward_flops(self, lengths: list[int]) -> float:
-        """This rank's share of one forward pass over its replica's
-        documents: all ranks of a replica work on them.
-        """
+        """FLOPs of this rank in one forward pass over documents that its whole replica works on."""
         ranks = self.layout.tp_size * self.layout.pp_size * self.layout.cp_size
         return total_forward_flops(ModelShape.from_hf_config(self.hf_config), lengths) / ranks
 
@@ -353,7 +336,7 @@ class MegatronBackend(TrainerBase):
         return self.hub.buckets(bucket_bytes, dtype)
 
     def export_stage(self, dtype: torch.dtype | None = None) -> Iterator[Bucket]:
-        """`export` of this rank's pipeline stage alone, on its ranks alone."""
+        """`export` of this rank's pipeline stage alone, by the ranks of that stage."""
         self._settle()
         return self.hub.stage_buckets(self.args.update_weight_buffer_size, dtype)
 
@@ -364,9 +347,7 @@ class MegatronBackend(TrainerBase):
         raise NotImplementedError("this trainer has no adapters: flags refuse --lora-rank with it")
 
     def save_hf(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
-        """Write an HF folder that `from_pretrained` reads, with the tokenizer
-        of --hf-checkpoint; whole or not at all.
-        """
+        """Write an HF folder with weights and tokenizer; it appears whole or not at all."""
         dtype = dtype or self.hf_config.dtype or torch.float32
         source = self.hf_checkpoint
         buckets = self.export(dtype)

@@ -44,7 +44,11 @@ def documents(vocabulary: int, chosen: Sequence[int] = range(NUM_DOCUMENTS)) -> 
         loss_masks=[torch.ones(n) for n in responses],
         rollout_mask_sums=[float(n) for n in responses],
         advantages=[weights[i] for i in chosen],
+        rewards=[0.0] * len(chosen),
+        raw_reward=[0.0] * len(chosen),
+        rollout_ids=list(chosen),
         sample_indices=list(chosen),
+        truncated=[0] * len(chosen),
     )
 
 
