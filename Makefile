@@ -6,20 +6,22 @@ HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 1)
 # A CPU machine gets a CPU build of torch; a GPU machine takes what its index offers.
 CONSTRAINTS := $(if $(HAS_GPU),,-c constraints-cpu.txt)
 STAMP := $(VENV)/.installed
-# SGLang pins its own torch and transformers, its router needs neither: each lives in an environment of its own.
+# SGLang pins its own torch and transformers, its router needs neither: each has an environment of its own.
 SGLANG_VENV := .venv-sglang
 ROUTER_VENV := .venv-router
 # The parts of the long suites that `make ci` runs.
 MEGATRON_QUICK := $(addprefix tests/backends/megatron/test_megatron_,guards.py layouts.py hooks.py)
 SGLANG_QUICK := tests/contracts tests/engines/test_router_process.py tests/algorithms/test_logprob_kernels.py
 # What needs no model, no engine and no run of training.
-FAST := $(addprefix tests/,algorithms arguments batch data observability utils wire) $(wildcard tests/test_*.py)
-# Two cores hold two workers, each with one thread; a file stays with one of them, and so do its engines and models.
+FAST := $(addprefix tests/,algorithms arguments batch data observability utils wire)
+FAST += $(wildcard tests/test_*.py)
+# Two cores hold two workers of one thread each; a file stays with one of them, with its engines and models.
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -q
 PARALLEL := $(PYTEST) -n $(WORKERS) --dist loadfile --durations 20
 
-.PHONY: install quickstart test test-fast ci test-slow test-gpu test-megatron test-sglang sglang-env lint format docs clean
+.PHONY: install quickstart test test-fast ci test-slow test-gpu test-megatron
+.PHONY: test-sglang sglang-env lint format docs clean
 
 install: $(STAMP)
 

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from source_trees import tree_of
+
 _ABSENT = object()
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -143,7 +145,7 @@ def attributes_of(names: Iterable[str], files: Iterable[Path]) -> dict[str, str]
     found: dict[str, str] = {}
     wanted = set(names)
     for file in files:
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(tree_of(file)):
             if isinstance(node, ast.Attribute):
                 base = node.value
                 name = (

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from argument_helpers import base_argv
+from source_trees import tree_of
 
 ROOT = Path(__file__).parent.parent
 STRANGER = "print('the stranger ran')\n\n\ndef train(args): pass\n"
@@ -49,7 +50,7 @@ def test_nothing_in_the_package_imports_the_scripts_at_the_root():
     scripts = {"train", "train_async"}
     wrong = []
     for path in (ROOT / "slime").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) and node.level == 0 else []
             wrong += [

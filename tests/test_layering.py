@@ -6,6 +6,8 @@ import graphlib
 import re
 from pathlib import Path
 
+from source_trees import tree_of
+
 ROOT = Path(__file__).parent.parent
 LAYERS = [
     {"utils"},
@@ -69,7 +71,7 @@ MODULES = modules()
 def modules_imported_by(path: Path) -> frozenset[str]:
     """Modules of slime that a file imports, wherever in the file."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
@@ -138,7 +140,7 @@ def test_no_modules_import_each_other_in_a_circle():
 def test_only_one_module_imports_ray():
     wrong = []
     for path in (ROOT / "slime").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             if any(name.split(".")[0] == "ray" for name in names):
@@ -150,7 +152,7 @@ def test_every_module_says_what_it_is_for():
     silent = [
         str(path.relative_to(ROOT))
         for path in [*(ROOT / "slime").rglob("*.py"), ROOT / "train.py", ROOT / "train_async.py"]
-        if not ast.get_docstring(ast.parse(path.read_text()))
+        if not ast.get_docstring(tree_of(path))
     ]
     assert not silent, silent
 

@@ -6,6 +6,7 @@ import ast
 from pathlib import Path
 
 import pytest
+from source_trees import tree_of
 
 from slime.arguments.all_flags import all_specs
 from slime.arguments.groups import off_policy
@@ -47,7 +48,7 @@ def names_read_outside_arguments() -> set[str]:
     for path in (ROOT / "slime").rglob("*.py"):
         if path.is_relative_to(ROOT / "slime" / "arguments"):
             continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
                 owner = (
                     node.value.attr
