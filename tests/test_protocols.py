@@ -8,7 +8,7 @@ import pytest
 from protocol_checks import attributes_of, differences, members
 
 import slime
-from slime.arguments import PluginArgs
+from slime.arguments import Args, PluginArgs
 from slime.backends.base import OutputMatrix, TrainBackend
 from slime.backends.fsdp.backend import FSDPBackend
 from slime.backends.fsdp.dcp_checkpoint import CheckpointedTrainer
@@ -24,6 +24,8 @@ from slime.engines.pulse import Patient
 from slime.engines.router import Balancer
 from slime.engines.server import EngineServer
 from slime.engines.sglang.router import SGLangRouter
+from slime.observability.metrics import MetricArgs
+from slime.observability.tracking import TrackerArgs
 from slime.rollout.generation.policy_requests import PolicyRequests
 from slime.rollout.journal import CountingJournal, Journal
 from slime.runtime.base import Future, Guarded, Ready, Ref, Runtime
@@ -59,6 +61,8 @@ IMPLEMENTATIONS: dict[type, list[type]] = {
         embedded_weights.GroupSource,
         embedded_weights.DequantizedSource,
     ],
+    MetricArgs: [PluginArgs],
+    TrackerArgs: [Args, PluginArgs],
     RewardArgs: [PluginArgs],
     ExpertArgs: [PluginArgs],
     Journal: [CountingJournal],

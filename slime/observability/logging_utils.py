@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
-from slime.observability.tracking import Tracker
+from slime.observability.tracking import Tracker, TrackerArgs
 
 _FORMAT = "[%(asctime)s{prefix}] %(filename)s:%(lineno)d - %(levelname)s: %(message)s"
 
@@ -15,9 +15,7 @@ _tracker: Tracker | None = None
 
 
 def configure_logger(prefix: str = "", level: int = logging.INFO) -> None:
-    """Log lines of this process go to stderr with time, prefix (rank,
-    role) and place. Call again to change them.
-    """
+    """Write log lines of this process to stderr, with time, prefix (rank, role) and place."""
     handler = logging.StreamHandler(sys.stderr)
     handler.set_name("slime")
     handler.setFormatter(logging.Formatter(_FORMAT.format(prefix=prefix), datefmt="%Y-%m-%d %H:%M:%S"))
@@ -31,7 +29,13 @@ def configure_logger(prefix: str = "", level: int = logging.INFO) -> None:
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
-def init_tracking(args: Any, primary: bool = True, **kwargs: Any) -> Tracker:
+class RunArgs(TrackerArgs, Protocol):
+    """What a plug-in gets as `args`, as far as metrics are concerned."""
+
+    run_dir: str
+
+
+def init_tracking(args: RunArgs, primary: bool = True, **kwargs: Any) -> Tracker:
     """Open this process's tracker in `args.run_dir`; once it is open, the same one comes back."""
     global _tracker
     if _tracker is None:
@@ -39,12 +43,12 @@ def init_tracking(args: Any, primary: bool = True, **kwargs: Any) -> Tracker:
     return _tracker
 
 
-def log(args: Any, metrics: Mapping[str, Any], step_key: str, step: int | None = None) -> None:
+def log(args: RunArgs, metrics: Mapping[str, Any], step_key: str, step: int | None = None) -> None:
     """Record metrics; the step is `step`, or what the metrics hold under `step_key`."""
     init_tracking(args).log(metrics, step_key, step)
 
 
-def finish_tracking(args: Any = None) -> None:
+def finish_tracking(args: object = None) -> None:
     """Flush and close this process's tracker, if there is one."""
     global _tracker
     if _tracker is not None:

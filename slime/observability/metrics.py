@@ -7,7 +7,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from math import comb
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -20,34 +20,48 @@ _REPETITION_TAIL_CHARS = 10_000
 _REPETITION_RATIO = 10.0
 
 
+class MetricArgs(Protocol):
+    """The flags that decide which metrics there are; any `args` has them."""
+
+    reward_key: str | None
+    advantage_estimator: str
+    rollout_num_gpus: int
+    log_passrate: bool
+    log_reward_category: str | None
+
+
 def rollout_metrics(
-    args: Any, samples: Sequence[Any], rollout_time: float, *, current_version: str | int | None = None
+    args: MetricArgs,
+    samples: Sequence[Any],
+    rollout_time: float,
+    *,
+    current_version: str | int | None = None,
 ) -> dict[str, float]:
     """`rollout/*`, `perf/*` and `passrate/*` of one rollout. Samples may be nested (groups, fan-out lists).
 
     `current_version` is the weight version the batch will train; with it, staleness is reported too.
     """
     flat = flatten_samples(samples)
-    metrics = {f"rollout/{key}": value for key, value in sample_metrics(args, flat).items()}
+    metrics = _with_prefix("rollout", sample_metrics(flat, args.log_reward_category))
     rewards = [s.get_reward_value(args) for s in flat if s.reward is not None]
     if rewards and all(isinstance(reward, (int, float)) for reward in rewards):
         metrics["rollout/raw_reward"] = statistics.fmean(rewards)
-        metrics.update(_zero_std_counts(args, flat))
+        if args.advantage_estimator != "ppo":  # which does not compare within groups
+            metrics.update(_zero_std_counts(flat, args.reward_key))
     metrics.update(_groups_of_one(flat))
     metrics.update(_reward_components(flat))
-    metrics.update({f"rollout/{key}": value for key, value in version_metrics(flat, current_version).items()})
-    metrics.update(_perf_metrics(args, flat, rollout_time))
+    metrics.update(_with_prefix("rollout", version_metrics(flat, current_version)))
+    metrics.update(_perf_metrics(flat, rollout_time, num_gpus=max(1, args.rollout_num_gpus or 1)))
     if args.log_passrate:
         by_group = _rewards_by_group(flat, args.reward_key)
-        metrics.update({f"passrate/{key}": value for key, value in pass_rates(by_group).items()})
+        metrics.update(_with_prefix("passrate", pass_rates(by_group)))
     return metrics
 
 
-def eval_metrics(args: Any, data: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+def eval_metrics(args: MetricArgs, data: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     """`eval/*` of all datasets: {name: {"rewards": [...], "truncated": [...], "samples": [...]}}.
 
-    A reward that is None (it could not be computed) is left out of the
-    mean and counted as `eval/{name}-failed`.
+    A reward that could not be computed is None: no part of the mean, and counted as `eval/{name}-failed`.
     """
     metrics: dict[str, float] = {}
     for name, result in data.items():
@@ -60,7 +74,7 @@ def eval_metrics(args: Any, data: Mapping[str, Mapping[str, Any]]) -> dict[str, 
         if result.get("truncated"):
             metrics[f"eval/{name}-truncated_ratio"] = statistics.fmean(map(float, result["truncated"]))
         samples = flatten_samples(result.get("samples") or [])
-        metrics.update({f"eval/{name}/{key}": value for key, value in sample_metrics(args, samples).items()})
+        metrics.update(_with_prefix(f"eval/{name}", sample_metrics(samples, args.log_reward_category)))
         if args.log_passrate and len(samples) == len(rewards):
             pairs = zip(samples, rewards, strict=True)
             by_group = group_by(
@@ -71,10 +85,8 @@ def eval_metrics(args: Any, data: Mapping[str, Mapping[str, Any]]) -> dict[str, 
     return metrics
 
 
-def sample_metrics(args: Any, samples: Sequence[Sample]) -> dict[str, float]:
-    """What any set of samples has: lengths, truncation,
-    repetition, cache and speculation, reward failures.
-    """
+def sample_metrics(samples: Sequence[Sample], reward_category: str | None = None) -> dict[str, float]:
+    """What any set of samples has: lengths, truncation, repetition, cache hits, reward failures."""
     if not samples:
         return {}
     metrics = _with_prefix("response_len", distribution([s.effective_response_length for s in samples]))
@@ -92,25 +104,21 @@ def sample_metrics(args: Any, samples: Sequence[Sample]) -> dict[str, float]:
         cached = sum(s.prefix_cache_info.cached_tokens for s in samples)
         metrics["prefix_cache_hit_rate"] = cached / prompt_tokens
         metrics["avg_cached_tokens_per_sample"] = cached / len(samples)
-    if args.log_reward_category:
-        metrics.update(_reward_categories(args.log_reward_category, samples))
+    if reward_category:
+        metrics.update(_reward_categories(reward_category, samples))
     metrics.update(_kept_vocabulary(samples))
     return metrics
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """The chance that k draws without replacement from the samples
-    contain a correct one (unbiased for pass@k).
-    """
+    """The chance that k of the samples, drawn without replacement, contain a correct one: unbiased pass@k."""
     if not 1 <= k <= num_samples:
         raise ValueError(f"pass@{k} needs at least {k} samples, there are {num_samples}")
     return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
 
 
 def pass_rates(rewards_by_group: Iterable[Sequence[float]]) -> dict[str, float]:
-    """{"pass@1", "pass@2", "pass@4", ...}: reward 1 is correct; k up
-    to the smallest group, mean over groups.
-    """
+    """{"pass@1", "pass@2", "pass@4", ...} up to the smallest group, mean over groups; reward 1 is correct."""
     groups = [group for group in rewards_by_group if group]
     rates: dict[str, float] = {}
     k = 1
@@ -137,19 +145,14 @@ def distribution(values: Sequence[float]) -> dict[str, float]:
 
 
 def version_metrics(samples: Sequence[Sample], current_version: str | int | None) -> dict[str, float]:
-    """Which weights made the tokens. Staleness: how many versions
-    behind, weighted by tokens, and the worst.
-    """
-    spans = [
-        (version_number(v), end - start) for s in samples for v, start, end in s.version_spans if end > start
-    ]
-    if not spans:
-        spans = [(version_number(v), 1) for s in samples for v in s.weight_versions]
-    spans = [(number, weight) for number, weight in spans if number is not None]
+    """Which weights made the tokens, and how many versions behind they are: mean over tokens, and worst."""
+    versions = [(v, end - start) for s in samples for v, start, end in s.version_spans if end > start]
+    versions = versions or [(v, 1) for s in samples for v in s.weight_versions]
+    spans = [(number, weight) for v, weight in versions if (number := version_number(v)) is not None]
     if not spans:
         return {}
     numbers = [number for number, _ in spans]
-    metrics = {"weight_version/min": min(numbers), "weight_version/max": max(numbers)}
+    metrics: dict[str, float] = {"weight_version/min": min(numbers), "weight_version/max": max(numbers)}
     current = version_number(current_version)
     if current is not None:
         total = sum(weight for _, weight in spans)
@@ -160,12 +163,10 @@ def version_metrics(samples: Sequence[Sample], current_version: str | int | None
     return metrics
 
 
-def _zero_std_counts(args: Any, samples: Sequence[Sample]) -> dict[str, float]:
-    """Groups in which all rewards are equal, by that reward. PPO does not compare within groups."""
-    if args.advantage_estimator == "ppo":
-        return {}
+def _zero_std_counts(samples: Sequence[Sample], reward_key: str | None) -> dict[str, float]:
+    """Groups in which all rewards are equal, by that reward."""
     counts: Counter[str] = Counter()
-    for rewards in _rewards_by_group(samples, args.reward_key):
+    for rewards in _rewards_by_group(samples, reward_key):
         if len(set(rewards)) == 1:
             counts[f"rollout/zero_std/count_{round(rewards[0], 1)}"] += 1
     return dict(counts)
@@ -173,7 +174,7 @@ def _zero_std_counts(args: Any, samples: Sequence[Sample]) -> dict[str, float]:
 
 def _groups_of_one(samples: Sequence[Sample]) -> dict[str, float]:
     """Groups with one rollout left: estimators that compare within a group give them advantage 0."""
-    rollouts: dict[Any, set] = {}
+    rollouts: dict[Any, set[int]] = {}
     for sample in samples:
         own = id(sample) if sample.rollout_id is None else sample.rollout_id
         rollouts.setdefault(_group_key(sample), set()).add(own)
@@ -201,11 +202,10 @@ def _group_key(sample: Sample) -> Any:
     return ("alone", id(sample)) if sample.group_index is None else sample.group_index
 
 
-def _perf_metrics(args: Any, samples: Sequence[Sample], rollout_time: float) -> dict[str, float]:
+def _perf_metrics(samples: Sequence[Sample], rollout_time: float, num_gpus: int) -> dict[str, float]:
     metrics: dict[str, float] = {"perf/rollout_time": rollout_time}
     if not samples or rollout_time <= 0:
         return metrics
-    num_gpus = max(1, args.rollout_num_gpus or 1)
     lengths = {
         "": [s.response_length for s in samples],
         "effective_": [s.effective_response_length for s in samples],

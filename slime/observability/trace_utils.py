@@ -30,8 +30,7 @@ _VERSION = 1
 _CHILDREN = "_trace_children"
 T = TypeVar("T")
 
-# trace id -> span that is open in this task; tasks inherit it, so a span
-# opened around a gather is the parent inside.
+# trace id -> span that is open in this task; tasks inherit it, so spans nest across a gather.
 _open_spans: contextvars.ContextVar[dict[str, str] | None] = contextvars.ContextVar(
     "slime_open_spans", default=None
 )
@@ -59,7 +58,8 @@ def _never_raises(fallback: Callable[..., Any]) -> Callable[[Callable[..., T]], 
                 return function(*args, **kwargs)
             except Exception:
                 logger.debug("tracing failed in %s", function.__name__, exc_info=True)
-                return fallback()
+                value: T = fallback()
+                return value
 
         return guarded
 
@@ -74,7 +74,7 @@ def _nowhere() -> TraceHandle:
 def bind_trace(sample: Sample) -> TraceHandle:
     """The sample's trace, begun if it has none."""
     trace = _completed(sample.__dict__.get("trace"), sample_id=sample.index, group_id=sample.group_index)
-    sample.trace = trace
+    vars(sample)["trace"] = trace  # attached: only a traced sample has it
     return _handle(trace)
 
 
@@ -99,7 +99,7 @@ def export_trace(target: Any) -> dict[str, Any] | None:
     handle = _handles(target)[0]
     exported = copy.deepcopy(handle.carrier)
     parent = _current_parent(handle)
-    return {**exported, "parent_span_id": parent} if parent else exported
+    return {**exported, "parent_span_id": parent} if parent and exported else exported
 
 
 @_never_raises(_nowhere)
@@ -115,8 +115,9 @@ def import_trace(exported: Mapping[str, Any] | None, sample: Sample | None = Non
         held["events"] += [event for event in data.get("events", ()) if _identity(event) not in known]
         held["events"].sort(key=lambda event: event["ts"])
     else:
-        sample.trace = _completed(data, sample_id=sample.index, group_id=sample.group_index)
-    return _handle(sample.trace, parent)
+        held = _completed(data, sample_id=sample.index, group_id=sample.group_index)
+        vars(sample)["trace"] = held
+    return _handle(held, parent)
 
 
 @_never_raises(lambda: 0)
@@ -124,8 +125,9 @@ def trace_next_attempt(target: Any) -> int:
     """The target is tried again (after an abort, a retry): later events carry the next attempt number."""
     attempts = []
     for handle in _handles(target):
-        handle.attempt = handle.carrier["attempt"] = handle.carrier["attempt"] + 1
-        attempts.append(handle.attempt)
+        if handle.carrier is not None:
+            handle.attempt = handle.carrier["attempt"] = handle.carrier["attempt"] + 1
+            attempts.append(handle.attempt)
     return max(attempts, default=0)
 
 
@@ -137,15 +139,13 @@ def trace_event(target: Any, name: str, attrs: Mapping[str, Any] | None = None) 
 
 
 class trace_span:  # used like a function: with trace_span(sample, "reward_model") as span
-    """A stretch of time. `span.update({...})` and `span.set(key,
-    value)` add attributes that its end will carry.
-    """
+    """A stretch of time; `span.update({...})` and `span.set(key, value)` add attributes to its end."""
 
     def __init__(self, target: Any, name: str, attrs: Mapping[str, Any] | None = None):
         self._target, self._name, self._start_attrs = target, name, attrs
         self._attrs: dict[str, Any] = {}
         self._opened: list[tuple[TraceHandle, str, str | None]] = []
-        self._token: contextvars.Token | None = None
+        self._token: contextvars.Token[dict[str, str] | None] | None = None
         self._start_ts = 0.0
 
     def update(self, attrs: Mapping[str, Any] | None = None, **more: Any) -> None:
@@ -194,9 +194,7 @@ def trace_function(
     target_getter: Callable[..., Any] | None = None,
     attrs_getter: Callable[..., Mapping[str, Any]] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator: each call is a span on the argument named `target`,
-    or on what `target_getter(*args)` finds.
-    """
+    """Decorator: each call is a span on the argument named `target`, or on what `target_getter` finds."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(function)
@@ -206,7 +204,7 @@ def trace_function(
             if target_getter is not None:
                 subject = target_getter(*args, **kwargs)
             else:
-                subject = signature.bind_partial(*args, **kwargs).arguments.get(target)
+                subject = signature.bind_partial(*args, **kwargs).arguments.get(target or "")
             return trace_span(subject, name, attrs_getter(*args, **kwargs) if attrs_getter else None)
 
         if inspect.iscoroutinefunction(function):
@@ -325,7 +323,8 @@ def _write(
     }
     optional = {"span_id": span_id, "parent_span_id": parent, "attrs": _plain(dict(attrs)) if attrs else None}
     event.update({key: value for key, value in optional.items() if value is not None})
-    handle.carrier["events"].append(event)
+    if handle.carrier is not None:
+        handle.carrier["events"].append(event)
 
 
 def _write_child(handle: TraceHandle, child: Mapping[str, Any], parent: str, start_ts: float) -> None:

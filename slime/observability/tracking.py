@@ -16,30 +16,50 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from slime.utils.errors import RunStopped
 from slime.utils.run_file import METRICS_FILE, read_run
 
 
+class TrackerArgs(Protocol):
+    """The flags that decide where metrics go; any `args` has them."""
+
+    use_tensorboard: bool
+    tb_project_name: str | None
+    tb_experiment_name: str | None
+    use_wandb: bool
+    wandb_mode: str | None
+    wandb_dir: str | None
+    wandb_key: str | None
+    wandb_host: str | None
+    wandb_team: str | None
+    wandb_group: str | None
+    wandb_project: str | None
+    wandb_run_id: str | None
+    wandb_random_suffix: bool
+
+
 class Tracker:
     """Takes metrics from any thread; each report is on disk when `log` returns."""
 
-    def __init__(self, args: Any, run_dir: str | Path):
+    def __init__(self, args: TrackerArgs, run_dir: str | Path):
         self.path = Path(run_dir) / METRICS_FILE
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()
         # Sinks that may refuse come first: a refusal leaves no file behind.
-        self._sinks = [make(args, Path(run_dir)) for wanted, make in _sink_makers(args) if wanted]
+        self._sinks: list[_TensorBoard | _WandB] = []
+        if args.use_tensorboard:
+            self._sinks.append(_TensorBoard(args, Path(run_dir)))
+        if args.use_wandb:
+            self._sinks.append(_WandB(args, Path(run_dir)))
         record = read_run(self.path.parent)
         self._origin = {"run": record.id, "start": record.num_starts} if record is not None else {}
         self._fd: int | None = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         _cut_torn_line(self._fd)
 
     def log(self, metrics: Mapping[str, Any], step_key: str, step: int | None = None) -> None:
-        """Record metrics at a step of the axis `step_key`; without
-        `step`, the metrics hold it under that key.
-        """
+        """Record metrics at a step of the axis `step_key`; `step` None: the metrics hold it under that key."""
         if step is None:
             if step_key not in metrics:
                 raise ValueError(f"no step given and the metrics have no {step_key!r}")
@@ -51,13 +71,13 @@ class Tracker:
             if self._fd is None:
                 raise ValueError("this tracker is finished")
             # One write per line: lines of several processes never mix, and a crash cannot split one.
-            self._write((json.dumps(_finite(line), allow_nan=False) + "\n").encode())
+            self._write(self._fd, (json.dumps(_finite(line), allow_nan=False) + "\n").encode())
             for sink in self._sinks:
                 sink.log(values, step_key, step)
 
-    def _write(self, line: bytes) -> None:
+    def _write(self, fd: int, line: bytes) -> None:
         try:
-            written = os.write(self._fd, line)
+            written = os.write(fd, line)
         except OSError as error:
             raise RunStopped(
                 f"--run-dir {self.path.parent}: metrics cannot be written: {error.strerror}"
@@ -134,7 +154,7 @@ def _cut_torn_line(fd: int) -> None:
 
 
 class _TensorBoard:
-    def __init__(self, args: Any, run_dir: Path):
+    def __init__(self, args: TrackerArgs, run_dir: Path):
         try:
             # Here, not above: an optional package, and slow to import.
             from torch.utils.tensorboard import SummaryWriter
@@ -156,7 +176,7 @@ class _TensorBoard:
 
 
 class _WandB:
-    def __init__(self, args: Any, run_dir: Path):
+    def __init__(self, args: TrackerArgs, run_dir: Path):
         try:
             import wandb  # here, not above: an optional package, and slow to import
         except ImportError as error:
@@ -175,7 +195,7 @@ class _WandB:
             resume="allow" if args.wandb_run_id else None,
             mode=args.wandb_mode,
             dir=args.wandb_dir or str(run_dir),
-            config={key: value for key, value in _args_dict(args).items() if key != "wandb_key"},
+            config={key: value for key, value in _plain_settings(args).items() if key != "wandb_key"},
         )
         for axis in ("train", "rollout", "eval", "perf", "passrate", "multi_turn"):
             step_key = "rollout/step" if axis in ("perf", "passrate", "multi_turn") else f"{axis}/step"
@@ -188,12 +208,6 @@ class _WandB:
         self._run.finish()
 
 
-def _args_dict(args: Any) -> dict[str, Any]:
-    fields = (
-        vars(args) if hasattr(args, "__dict__") else {name: getattr(args, name) for name in args.__slots__}
-    )
-    return {k: v if isinstance(v, (bool, int, float, str, type(None))) else str(v) for k, v in fields.items()}
-
-
-def _sink_makers(args: Any) -> list[tuple[bool, type]]:
-    return [(args.use_tensorboard, _TensorBoard), (args.use_wandb, _WandB)]
+def _plain_settings(args: TrackerArgs) -> dict[str, Any]:
+    plain = (bool, int, float, str, type(None))
+    return {name: value if isinstance(value, plain) else str(value) for name, value in vars(args).items()}

@@ -143,11 +143,11 @@ def test_metrics_of_a_plug_in_in_another_process_carry_the_run_too(tmp_path):
     run = start(tmp_path)
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from test_tracking import make_args; from slime.observability import logging_utils\n"
-        "args = make_args(run_dir=sys.argv[2]); logging_utils.log(args, {'x': 1}, 'x/step', 0); "
+        "from argument_helpers import declared; from slime.observability import logging_utils\n"
+        "args = declared(run_dir=sys.argv[2]); logging_utils.log(args, {'x': 1}, 'x/step', 0); "
         "logging_utils.finish_tracking()"
     )
-    tests = str(Path(__file__).parent.parent / "observability")
+    tests = str(Path(__file__).parent.parent)
     subprocess.run([sys.executable, "-c", code, tests, str(tmp_path)], check=True, env={**os.environ})
     assert read_metrics(tmp_path)[-1]["run"] == run.run_id
 

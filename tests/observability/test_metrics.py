@@ -1,9 +1,9 @@
 """Metric arithmetic on small hand-checked batches."""
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
+from argument_helpers import declared
 
 from slime.observability.metrics import (
     eval_metrics,
@@ -18,15 +18,8 @@ from slime.observability.trace_utils import trace_span
 from slime.utils.types import PrefixCacheInfo, Sample, SpecInfo, invalid
 
 
-def make_args(**overrides):
-    defaults = dict(
-        reward_key=None,
-        advantage_estimator="grpo",
-        rollout_num_gpus=2,
-        log_passrate=False,
-        log_reward_category=None,
-    )
-    return SimpleNamespace(**{**defaults, **overrides})
+def make_args(**changes):
+    return declared(**{"rollout_num_gpus": 2, **changes})
 
 
 def sample(group, reward, length=10, **fields):
@@ -119,7 +112,7 @@ def test_engine_counters_are_ratios_of_sums():
         sample(0, 1.0, spec_info=SpecInfo(3, 4, 2, 6), prefix_cache_info=PrefixCacheInfo(10, 20)),
         sample(0, 1.0, spec_info=SpecInfo(1, 4, 2, 2), prefix_cache_info=PrefixCacheInfo(0, 20)),
     ]
-    metrics = sample_metrics(make_args(), batch)
+    metrics = sample_metrics(batch)
     assert (metrics["spec_accept_rate"], metrics["spec_accept_length"]) == (0.5, 2.0)
     assert (metrics["prefix_cache_hit_rate"], metrics["avg_cached_tokens_per_sample"]) == (0.25, 5.0)
 

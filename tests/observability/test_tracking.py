@@ -10,29 +10,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from argument_helpers import declared
 
 from slime.observability import logging_utils
-from slime.observability.timer import Timer
 from slime.observability.tracking import METRICS_FILE, Tracker, read_metrics
 
 
-def make_args(**overrides):
-    defaults = dict(
-        use_tensorboard=False,
-        tb_project_name=None,
-        tb_experiment_name=None,
-        use_wandb=False,
-        wandb_key="secret",
-        wandb_host=None,
-        wandb_group=None,
-        wandb_random_suffix=True,
-        wandb_project="p",
-        wandb_team=None,
-        wandb_run_id=None,
-        wandb_mode="offline",
-        wandb_dir=None,
-    )
-    return SimpleNamespace(**{**defaults, **overrides})
+def make_args(**changes):
+    return declared(**{"wandb_key": "secret", "wandb_project": "p", "wandb_mode": "offline", **changes})
 
 
 def test_each_report_is_one_json_line_on_disk_with_step_and_time(tmp_path):
@@ -183,53 +168,3 @@ def test_logger_is_configured_once_with_the_latest_prefix(capsys):
     finally:
         root.handlers[:] = before
         root.setLevel(level)
-
-
-def test_timer_sums_per_name_nests_and_starts_anew_after_collection():
-    timer = Timer()
-    for _ in range(2):
-        with timer("perf/train_time"), timer("perf/actor_train_time"):
-            time.sleep(0.01)
-    timer.start("perf/train_wait_time")
-    timer.end("perf/train_wait_time")
-    seconds = timer.collect()
-    assert list(seconds) == ["perf/actor_train_time", "perf/train_time", "perf/train_wait_time"]
-    assert 0.02 <= seconds["perf/actor_train_time"] <= seconds["perf/train_time"] < 1
-    assert timer.collect() == {}
-
-
-def test_timer_counts_a_block_that_raises_and_works_as_decorator():
-    timer = Timer()
-    with pytest.raises(KeyError), timer("a"):
-        raise KeyError
-
-    @timer("b")
-    def work():
-        return 3
-
-    assert work() == work() == 3
-    assert set(timer.log_dict()) == {"a", "b"}
-
-
-def test_timer_threads_add_up():
-    timer = Timer()
-
-    def work():
-        for _ in range(200):
-            timer.add("x", 1.0)
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert timer.collect() == {"x": 800.0}
-
-
-def test_timer_misuse_is_an_error_with_the_name():
-    timer = Timer()
-    timer.start("x")
-    with pytest.raises(ValueError, match="already running"):
-        timer.start("x")
-    with pytest.raises(ValueError, match="never started"):
-        timer.end("y")

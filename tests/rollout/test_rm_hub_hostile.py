@@ -8,7 +8,6 @@ import resource
 import time
 from inspect import signature
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from argument_helpers import declared
@@ -138,6 +137,5 @@ def test_an_answer_too_large_to_compare_is_wrong_and_counted(rm_type, wrong):
     assert value_of(sample) == wrong and sample.reward_failure is None
     assert sample.metadata[NOT_COMPARED_KEY]
     assert NOT_COMPARED_KEY not in plain.metadata
-    args = SimpleNamespace(log_reward_category=None)
-    assert sample_metrics(args, [sample, plain])["answers_not_compared"] == 1
-    assert "answers_not_compared" not in sample_metrics(args, [plain])
+    assert sample_metrics([sample, plain])["answers_not_compared"] == 1
+    assert "answers_not_compared" not in sample_metrics([plain])
