@@ -6,18 +6,13 @@ import asyncio
 import contextlib
 import errno
 import json
-import os
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-
 from slime.utils import shm, waits
 from slime.utils.errors import RunStopped
+from slime.utils.safetensors_files import all_files, read_tensors, write_index, write_tensors
 from slime.weight_sync.base import NamedTensors, Parcel, SenderOptions, Transport
 from slime.weight_sync.verify import reload_and_compare
 from slime.wire.control import EngineControl, Receipt
@@ -54,15 +49,13 @@ class DiskSender:
             shutil.rmtree(self._staging, ignore_errors=True)
             self._staging.mkdir(parents=True)
         file = f"model-{len(set(self._index.values())) + 1:05d}.safetensors"
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in bucket}
-        save_tensors(tensors, self._staging / file)
-        self._index.update(dict.fromkeys(tensors, file))
-        self._nbytes += sum(t.numel() * t.element_size() for t in tensors.values())
+        write_tensors(self._staging / file, dict(bucket))
+        self._index.update((name, file) for name, _ in bucket)
+        self._nbytes += sum(tensor.numel() * tensor.element_size() for _, tensor in bucket)
 
     def finish(self, version: str) -> Parcel:
-        index = {"metadata": {"total_size": self._nbytes, "version": version}, "weight_map": self._index}
         with room_for(f"weights {version}", self._folder, "--update-weight-disk-dir"):
-            (self._staging / "model.safetensors.index.json").write_text(json.dumps(index))
+            write_index(self._staging, self._index, self._nbytes, version=version)
             copy_config(self._options, self._staging)
         target = self._target(version)
         shutil.rmtree(target, ignore_errors=True)
@@ -88,17 +81,6 @@ class DiskSender:
         for folder in () if self._keep_files else self._written:
             shutil.rmtree(folder, ignore_errors=True)
         self._written = []
-
-
-def save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Like safetensors' own, but an error of the system is an OSError with its number."""
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        number = re.search(r"\(os error (\d+)\)", str(error))
-        if number is None:
-            raise
-        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 
 @contextlib.contextmanager
@@ -215,9 +197,7 @@ async def compare_with_folder(
     """The files' tensors, laid out in shared memory, against the engine's."""
     if not info.compares_manifests:
         return await reload_and_compare(control, folder, version)
-    tensors: list[tuple[str, torch.Tensor]] = []
-    for file in sorted(folder.glob("*.safetensors")):
-        tensors.extend(load_file(file).items())
+    tensors = list(read_tensors(all_files(folder)))
     segment = shm.create_segment(plan_bucket(tensors)[1], shm_prefix)
     try:
         bucket = fill_bucket(segment.name, segment.buffer, tensors)

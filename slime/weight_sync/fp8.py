@@ -20,6 +20,7 @@ from torch import Tensor
 
 from slime.utils.fp8 import SCALE_SUFFIX, quantize_blocks, uniform_noise
 from slime.utils.fp8_config import quantization_config
+from slime.utils.safetensors_files import files_by_tensor
 
 _WEIGHT = ".weight"
 SERVED_BLOCK = (128, 128)  # what kernels of engines are made for
@@ -146,7 +147,7 @@ def checkpoint_format(folder: str | Path) -> Fp8Format | None:
     config = json.loads(file.read_text()).get("quantization_config")
     if not config:
         return None
-    scales = {name for name in _tensor_names(Path(folder)) if name.endswith(_WEIGHT + SCALE_SUFFIX)}
+    scales = {name for name in files_by_tensor(Path(folder)) if name.endswith(_WEIGHT + SCALE_SUFFIX)}
     names = frozenset(name.removesuffix(SCALE_SUFFIX) for name in scales)
     try:
         return Fp8Format.from_config(config, names or None)
@@ -156,22 +157,10 @@ def checkpoint_format(folder: str | Path) -> Fp8Format | None:
 
 def served_config(folder: str | Path) -> dict[str, Any]:
     """The `quantization_config` with which engines serve a 16-bit checkpoint in FP8."""
-    modules = [name.removesuffix(_WEIGHT) for name in _tensor_names(Path(folder)) if name.endswith(_WEIGHT)]
+    modules = [name.removesuffix(_WEIGHT) for name in files_by_tensor(Path(folder)) if name.endswith(_WEIGHT)]
     # Embeddings are no linear layers, so nobody would convert them.
     kept = [module for module in modules if _NEVER.search(module) and not _EMBEDDING.search(module)]
     return quantization_config(SERVED_BLOCK, kept=sorted(kept))
-
-
-def _tensor_names(folder: Path) -> Iterator[str]:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        yield from json.loads(index.read_text())["weight_map"]
-        return
-    from safetensors import safe_open  # with transformers, only needed here
-
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            yield from tensors.keys()
 
 
 def _matches(pattern: str, module: str) -> bool:

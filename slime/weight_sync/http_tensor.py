@@ -14,9 +14,8 @@ import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from safetensors.torch import save_file
-
 from slime.utils import shm
+from slime.utils.safetensors_files import write_tensors
 from slime.weight_sync.base import Parcel, Transport
 from slime.weight_sync.sglang_format import pack_bucket
 from slime.weight_sync.shared_memory import SharedMemorySender
@@ -72,7 +71,7 @@ async def compare(parcel: Parcel, control: EngineControl, info: EngineInfo, shm_
         for i, bucket in enumerate(parcel.payload.buckets):
             segment = shm.open_segment(bucket.segment)
             tensors = {entry.name: entry.view(segment.buffer).clone() for entry in bucket.tensors}
-            save_file(tensors, Path(folder) / f"model-{i + 1:05d}.safetensors", metadata={"format": "pt"})
+            write_tensors(Path(folder) / f"model-{i + 1:05d}.safetensors", tensors)
             segment.close()
         return await reload_and_compare(control, Path(folder), parcel.version)
 

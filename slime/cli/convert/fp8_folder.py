@@ -1,20 +1,25 @@
-"""A Hugging Face folder with its linear weights in FP8: file by file, and
-the new folder appears whole or not at all.
-"""
+"""A Hugging Face folder with its linear weights in FP8, file by file; it appears whole or not at all."""
 
 import argparse
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from slime.utils.fp8_config import quantization_config
+from slime.utils.safetensors_files import (
+    INDEX,
+    all_files,
+    read_index,
+    read_tensors,
+    tensor_names,
+    write_index,
+    write_tensors,
+)
 from slime.weight_sync.fp8 import quantize_state
 
-INDEX = "model.safetensors.index.json"
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
 
 
@@ -34,14 +39,13 @@ def convert(source: Path, target: Path, options: argparse.Namespace) -> None:
     weight_map: dict[str, str] = {}
     kept, total = [], 0
     for file, names in _files(source).items():
-        tensors = dict(quantize_state(_read(source / file, names), how))
-        _write(staging / file, tensors)
+        tensors = dict(quantize_state(read_tensors([source / file]), how))
+        write_tensors(staging / file, tensors)
         weight_map.update(dict.fromkeys(tensors, file))
         total += sum(tensor.nbytes for tensor in tensors.values())
         kept += [name.removesuffix(".weight") for name in names if _stays(name, tensors)]
     if len(set(weight_map.values())) > 1 or (source / INDEX).is_file():
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (staging / INDEX).write_text(json.dumps(index, indent=2))
+        write_index(staging, weight_map, total)
     how = quantization_config(block, scale_fmt=options.scale_fmt, kept=kept)
     (staging / "config.json").write_text(json.dumps(config | {"quantization_config": how}, indent=2))
     _copy_rest(source, staging)
@@ -63,15 +67,8 @@ def _read_config(source: Path) -> dict[str, Any]:
 
 def _files(source: Path) -> dict[str, list[str]]:
     """File -> names of the tensors in it, all of them at hand."""
-    from safetensors import safe_open  # with transformers, only needed here
-
-    index = source / INDEX
-    listed = json.loads(index.read_text())["weight_map"] if index.is_file() else None
-    files = (
-        sorted(set(listed.values()))
-        if listed
-        else [file.name for file in sorted(source.glob("*.safetensors"))]
-    )
+    listed = read_index(source) or {}
+    files = sorted(set(listed.values())) or [file.name for file in all_files(source)]
     if not files:
         raise ValueError(
             f"--hf-checkpoint {source} holds no safetensors: save the model again with save_pretrained."
@@ -79,11 +76,8 @@ def _files(source: Path) -> dict[str, list[str]]:
     absent = [file for file in files if not (source / file).is_file()]
     if absent:
         raise ValueError(f"--hf-checkpoint {source}: {INDEX} names {', '.join(absent)}, which is not there.")
-    found: dict[str, list[str]] = {}
-    for file in files:
-        with safe_open(source / file, framework="pt") as tensors:
-            found[file] = list(tensors.keys())
-    missing = [name for name, file in (listed or {}).items() if name not in found[file]]
+    found = {file: tensor_names(source / file) for file in files}
+    missing = [name for name, file in listed.items() if name not in found[file]]
     if missing:
         raise ValueError(
             f"--hf-checkpoint {source}: {len(missing)} tensors of {INDEX} are in none of its files: "
@@ -92,34 +86,14 @@ def _files(source: Path) -> dict[str, list[str]]:
     return found
 
 
-def _read(file: Path, names: list[str]) -> Iterator[tuple[str, Tensor]]:
-    from safetensors import safe_open  # with transformers, only needed here
-
-    with safe_open(file, framework="pt") as tensors:
-        for name in names:
-            yield name, tensors.get_tensor(name)
-
-
-def _write(file: Path, tensors: dict[str, Tensor]) -> None:
-    from safetensors.torch import save_file  # with transformers, only needed here
-
-    save_file(
-        {name: tensor.contiguous() for name, tensor in tensors.items()}, file, metadata={"format": "pt"}
-    )
-
-
 def _stays(name: str, tensors: dict[str, Tensor]) -> bool:
-    """Whether this is a linear layer that was left as it is; readers of
-    the folder must know. Embeddings are none.
-    """
+    """Whether this is a linear layer that was left as it is, as readers must know. Embeddings are none."""
     matrix = name.endswith(".weight") and tensors[name].ndim == 2 and not name.endswith(_EMBEDDINGS)
     return matrix and tensors[name].element_size() > 1
 
 
 def _copy_rest(source: Path, target: Path) -> None:
-    """Tokenizer, generation config, chat template, code: everything
-    but weights and what was written already.
-    """
+    """Copy tokenizer, generation config, chat template, code: all but weights and what is there already."""
     for file in source.iterdir():
         weights = file.suffix in (".safetensors", ".bin", ".pt", ".pth") or file.name.endswith(".index.json")
         if file.is_file() and not weights and not (target / file.name).exists():

@@ -1,8 +1,6 @@
-"""Hugging Face folders into trainer checkpoints and back, by the
-trainer's own code, in one process on the CPU.
+"""Hugging Face folders into trainer checkpoints and back, by the trainer's own code, on one CPU process.
 
-FSDP keeps fp32 weights, four bytes per parameter; Megatron keeps the model's
-own dtype and a gradient buffer beside it.
+FSDP keeps fp32 weights, four bytes per parameter; Megatron the model's own dtype and a gradient buffer.
 """
 
 import argparse
@@ -11,17 +9,18 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from slime.arguments import default_args
+from slime.backends.base import TrainBackend
 from slime.backends.megatron.families import mimo
 from slime.backends.shared.trainer_folder import MANIFEST, is_checkpoint
 from slime.catalog.backends import BACKENDS, DEFAULT_BACKEND
 from slime.cluster.checkpoint import write_checkpoint
 from slime.utils.process_groups import stay_on_loopback
+from slime.utils.safetensors_files import all_files, files_by_tensor
 from slime.utils.step_folders import Manifest, by_content, check_trainer_folder, find_step, step_folders
 
 
@@ -32,14 +31,12 @@ def from_hf(options: argparse.Namespace) -> None:
     _need_model(source)
     with _trainer(options.train_backend, source) as backend:
         manifest = Manifest(rollout_id=0, run_id="convert", num_pushes=0)
-        size = sum(file.stat().st_size for file in source.glob("*.safetensors"))
+        size = sum(file.stat().st_size for file in all_files(source))
         write_checkpoint(target, manifest, None, backend.save, needed_bytes=2 * size)
 
 
 def to_hf(options: argparse.Namespace) -> None:
-    """The weights of a checkpoint with config, generation config
-    and tokenizer of the model it started from.
-    """
+    """The weights of a checkpoint, with config and tokenizer of the model that it started from."""
     source, target = Path(options.hf_checkpoint), Path(options.save)
     _refuse_existing(target)
     _need_model(source)
@@ -53,25 +50,13 @@ def to_hf(options: argparse.Namespace) -> None:
 
 
 def _name_left_out(source: Path, target: Path) -> None:
-    """A trainer writes what it builds, and copies heads that predict further
-    tokens; what else a folder holds is left out.
-    """
-    left = sorted(_tensors(source) - _tensors(target))
+    """Tell what the new folder lacks: a trainer writes what it builds, and copies MTP heads."""
+    left = sorted(files_by_tensor(source).keys() - files_by_tensor(target).keys())
     if left:
         print(
             f"left out, because this trainer does not build them: {len(left)} tensors of {source}, the "
             f"first is {left[0]}"
         )
-
-
-def _tensors(folder: Path) -> set[str]:
-    from safetensors import safe_open  # with transformers, only needed here
-
-    names: set[str] = set()
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, framework="pt") as tensors:
-            names |= set(tensors.keys())
-    return names
 
 
 def _find(folder: Path, step: int | None) -> Path:
@@ -86,9 +71,10 @@ def _find(folder: Path, step: int | None) -> Path:
             f"--load {folder} holds no checkpoint: give a folder that --save of a run wrote, or one step_* "
             "in it."
         )
-    # Chosen by number: a damaged one is refused and the one before it
-    # offered, where a run would go on from that.
-    return find_step(folder, max(steps) if step is None else step, damage_of=by_content).trainer
+    # Chosen by number: a damaged one is refused and the one before it offered, where a run would take that.
+    chosen = find_step(folder, max(steps) if step is None else step, damage_of=by_content)
+    assert chosen is not None, f"{folder} holds steps, and a number that is not there is an error"
+    return chosen.trainer
 
 
 def _refuse_existing(target: Path) -> None:
@@ -104,10 +90,8 @@ def _need_model(source: Path) -> None:
 
 
 @contextmanager
-def _trainer(kind: str, source: Path) -> Iterator[Any]:
-    """The trainer of one process with the weights of `source`. SGD,
-    because Adam would take room for its moments.
-    """
+def _trainer(kind: str, source: Path) -> Iterator[TrainBackend]:
+    """The trainer of one process with the weights of `source`; SGD, as Adam would need room for moments."""
     # Heavy import, only needed here.
     from transformers import AutoConfig
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from slime.backends.fsdp.layers import decoder_layers
 from slime.cli.verify_model import capture
 from slime.cli.verify_model.cases import LEARNING_RATE, Activations, Outcome, documents
+from slime.utils.safetensors_files import all_files, read_tensors
 
 
 def be_quiet() -> None:
@@ -84,10 +85,4 @@ class _captured:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    from safetensors.torch import load_file  # with transformers, only needed here
-
-    return {
-        name: tensor
-        for file in sorted(folder.glob("*.safetensors"))
-        for name, tensor in load_file(file).items()
-    }
+    return dict(read_tensors(all_files(folder)))

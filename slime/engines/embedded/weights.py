@@ -9,7 +9,6 @@ by one under the names of the Qwen families. Not covered: families with other na
 memory; these are refused, and nothing is applied.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from torch import nn
 from slime.utils import shm
 from slime.utils.finite import is_finite
 from slime.utils.fp8 import SCALE_SUFFIX, dequantize_blocks
+from slime.utils.safetensors_files import INDEX, model_files
 from slime.wire.manifest import BucketManifest, WeightManifest, byte_checksum
 
 _MAX_INDEX_BYTES = 256 << 20
@@ -122,29 +122,17 @@ class DiskSource:
 
 
 def _checkpoint_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX
     if index.exists():
-        files = [folder / name for name in _indexed_names(index)]
-    else:
-        files = sorted(folder.glob("*.safetensors"))
+        _check_plain(index)
+        if index.stat().st_size > _MAX_INDEX_BYTES:
+            raise BadWeights(f"{index} has {index.stat().st_size} bytes: that is no index of a checkpoint")
+    files = model_files(folder)
     if not files:
         raise BadWeights(f"{folder} has no .safetensors file")
     for file in files:
         _check_plain(file)
     return files
-
-
-def _indexed_names(index: Path) -> list[str]:
-    _check_plain(index)
-    if index.stat().st_size > _MAX_INDEX_BYTES:
-        raise BadWeights(f"{index} has {index.stat().st_size} bytes: that is no index of a checkpoint")
-    data = json.loads(index.read_text(encoding="utf-8"))
-    names = data.get("weight_map") if isinstance(data, dict) else None
-    if not isinstance(names, dict) or not all(
-        isinstance(n, str) and Path(n).name == n for n in names.values()
-    ):
-        raise BadWeights(f"{index} has no weight_map of file names in its folder")
-    return sorted(set(names.values()))
 
 
 def _check_plain(file: Path) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import shutil
@@ -22,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from slime.utils.safetensors_files import write_index, write_tensors
 from slime.weight_sync.base import NamedTensors, Parcel, SenderOptions, Transport
 from slime.weight_sync.delta.codec import check_installed, checksum_function, encode, worker_pool
 from slime.weight_sync.delta.local_copy import LocalCopy
@@ -39,7 +39,7 @@ from slime.weight_sync.delta.publication import (
     sync_path,
 )
 from slime.weight_sync.delta.weight_agent import ask_agent
-from slime.weight_sync.disk import compare_with_folder, copy_config, room_for, save_tensors
+from slime.weight_sync.disk import compare_with_folder, copy_config, room_for
 from slime.weight_sync.verify import reload_and_compare
 from slime.wire.control import EngineControl, Receipt
 from slime.wire.protocol import EngineInfo
@@ -179,11 +179,10 @@ class DeltaSender:
         weight_map: dict[str, str] = {}
         for i, shard in enumerate(_shards(tensors), 1):
             file = f"model-{i:05d}.safetensors"
-            save_tensors(shard, staging / file)
+            write_tensors(staging / file, shard)
             weight_map.update(dict.fromkeys(shard, file))
         total = sum(t.numel() * t.element_size() for t in tensors.values())
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (staging / "model.safetensors.index.json").write_text(json.dumps(index))
+        write_index(staging, weight_map, total)
         copy_config(self._options, staging)
         for path in staging.iterdir():
             sync_path(path)

@@ -1,0 +1,90 @@
+"""The safetensors files of a model folder, and the index that says which of them holds which tensor."""
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"  # the one file of a model that needs no index
+
+
+def read_index(folder: Path) -> dict[str, str] | None:
+    """Tensor -> name of its file, as the index of the folder says; None: it has no index."""
+    file = folder / INDEX
+    if not file.is_file():
+        return None
+    data = json.loads(file.read_text(encoding="utf-8"))
+    names = data.get("weight_map") if isinstance(data, dict) else None
+    # A file outside of the folder is none of the model's.
+    if not isinstance(names, dict) or not all(
+        isinstance(n, str) and Path(n).name == n for n in names.values()
+    ):
+        raise ValueError(f"{file} has no weight_map of file names in its folder")
+    return names
+
+
+def write_index(folder: Path, files: Mapping[str, str], total_bytes: int, **metadata: str) -> None:
+    """Write which file of the folder holds each tensor: what `read_index` reads."""
+    index = {"metadata": {"total_size": total_bytes, **metadata}, "weight_map": dict(files)}
+    (folder / INDEX).write_text(json.dumps(index, indent=2))
+
+
+def model_files(folder: Path) -> list[Path]:
+    """The files of a model: those that the index names, else model.safetensors, else all that are there."""
+    index = read_index(folder)
+    if index is not None:
+        return [folder / name for name in sorted(set(index.values()))]
+    single = folder / SINGLE
+    return [single] if single.is_file() else all_files(folder)
+
+
+def all_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def tensor_names(file: Path) -> list[str]:
+    from safetensors import safe_open  # only needed where weights are read
+
+    with safe_open(file, framework="pt") as tensors:
+        return list(tensors.keys())
+
+
+def files_by_tensor(folder: Path) -> dict[str, str]:
+    """Tensor -> name of its file, from the index or from the files themselves; empty: the folder has none."""
+    index = read_index(folder)
+    if index is not None:
+        return index
+    return {name: file.name for file in model_files(folder) for name in tensor_names(file)}
+
+
+def read_tensors(files: Iterable[Path], names: Iterable[str] | None = None) -> "Iterator[tuple[str, Tensor]]":
+    """Every tensor of the files, one at a time; with `names` only those."""
+    from safetensors import safe_open  # only needed where weights are read
+
+    wanted = None if names is None else set(names)
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - not a dict
+                if wanted is None or name in wanted:
+                    yield name, tensors.get_tensor(name)
+
+
+def write_tensors(file: Path, tensors: "Mapping[str, Tensor]") -> None:
+    """Write one file as transformers asks for it. An error of the system is an OSError with its number."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file  # imports torch: only needed where weights are written
+
+    on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    try:
+        save_file(on_cpu, file, metadata={"format": "pt"})
+    except SafetensorError as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from error
