@@ -53,15 +53,11 @@ class MicroBatch:
     rollout_mask_sums: Tensor  # [S] fp32
     positions: tuple[int, ...]  # of the samples in the rank's batch; empty: a micro-batch of weight zero
     response_lengths: tuple[int, ...]  # [S]
-    tokens: dict[str, Tensor] = field(
-        default_factory=dict
-    )  # further values per response token [R]: advantages, ...
+    tokens: dict[str, Tensor] = field(default_factory=dict)  # further values [R]: advantages, ...
     routed_experts: Tensor | None = (
-        None  # [T, layers, topk] int32 of the engine; -1: none recorded; None: not replayed
+        None  # [T, layers, topk] int32 of the engine, -1: unknown; None: no replay
     )
-    nucleus: Nucleus | None = (
-        None  # of R rows: what the engine drew the response tokens from; None: all of the vocabulary
-    )
+    nucleus: Nucleus | None = None  # R rows: the ids that the engine drew each token from; None: all ids
 
     @property
     def num_samples(self) -> int:
@@ -120,9 +116,7 @@ class TokenOutputs:
 
 @dataclass(frozen=True, slots=True)
 class TokenLists:
-    """Results of a pass without gradients: one CPU fp32 tensor [R_i] per
-    sample of the rank's batch, in its order.
-    """
+    """Results of a pass without gradients: a CPU fp32 tensor [R_i] per sample, in the order of the batch."""
 
     log_probs: list[Tensor]
     entropy: list[Tensor] | None = None
@@ -163,18 +157,17 @@ class Loss:
 
 
 class OutputMatrix(Protocol):
-    """What makes logits of hidden states, as this rank holds it: the
-    whole matrix, or its rows of the vocabulary.
-    """
+    """What makes logits of hidden states, as this rank holds it: the whole matrix, or some of its rows."""
 
-    weight: Tensor  # [V, H], or this rank's part of the V rows
+    @property
+    def weight(self) -> Tensor:
+        """[V, H], or this rank's part of the V rows."""
+        ...
 
     def reverse_kl(
         self, hidden: Tensor, teacher_hidden: Tensor, teacher: Self, *, temperature: float, chunk_size: int
     ) -> Tensor:
-        """[R] KL(own || teacher) over the vocabulary, the same on all ranks
-        that share it; differentiable in the own.
-        """
+        """[R] KL(own || teacher) over the vocabulary, alike on all its ranks; differentiable in the own."""
         ...
 
 
@@ -257,17 +250,14 @@ class TrainBackend(Protocol):
     def export(self, *, weights: str = "actor", dtype: torch.dtype | None = None) -> Iterator[Bucket]: ...
 
     def export_stage(self, dtype: torch.dtype | None = None) -> Iterator[Bucket]:
-        """`export` of this rank's pipeline stage alone, on the ranks of that stage;
-        all stages one after another are `export`.
+        """`export` of this rank's pipeline stage alone; all stages one after another are `export`.
 
         All ranks call it together. Then stages go through their buckets independently.
         """
         ...
 
     def export_adapter(self, dtype: torch.dtype | None = None) -> Iterator[Bucket]:
-        """The adapters alone, under the names of peft. Asked only of
-        a trainer for which flags allow adapters.
-        """
+        """The adapters alone, under the names of peft; only of a trainer for which flags allow adapters."""
         ...
 
     def adapter_config(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from slime.arguments import Args, RunInfo, plugin_args
 from slime.backends import create_backend
 from slime.backends.base import Layout
-from slime.backends.shared.old_policy import keep_versions
+from slime.backends.shared.old_policy import old_policy_of
 from slime.batch.split import RankData
 from slime.cluster.checkpoint import files_of_rank
 from slime.cluster.rank_sender import RankSender
@@ -98,7 +98,7 @@ class TrainActor:
         info = RunInfo(run.run_id, str(run.run_dir), num_rollout=args.num_rollout)
         self._plugin_args = plugin_args(args, info)
         self._backend = create_backend(args, rank=rank, world_size=world_size, device=device)
-        self._kept = keep_versions(args, self._backend)
+        self._kept = old_policy_of(args, self._backend)
         if checkpoint is not None:
             self._backend.load(checkpoint)
             if self._kept is not None and not args.finetune:

@@ -14,7 +14,7 @@ from slime.algorithms.kl import compute_approx_kl
 from slime.arguments import Flags
 from slime.backends.base import Denominators, NonFiniteStepError, StepPlace, TrainBackend
 from slime.backends.shared.microbatch import build_micro_batches
-from slime.backends.shared.old_policy import KeptVersions
+from slime.backends.shared.old_policy import OldPolicy
 from slime.backends.shared.roles import has_advantages, needs_critic, needs_reference
 from slime.batch.split import RankData, RankStep
 from slime.catalog.policy_losses import POLICY_LOSSES, REDUCTIONS
@@ -54,7 +54,7 @@ class TrainingStep:
         share: RankData,
         *,
         weight_version: int | None = None,  # as engines know the current weights; None: they do not
-        kept: KeptVersions | None = None,  # weights of older versions; None: ratios need none
+        kept: OldPolicy | None = None,  # weights of older versions; None: ratios need none
         agreement: Agreement | None = None,  # what was found in the run so far; None: this is its first batch
     ) -> None:
         self.backend, self.args, self.rollout_id = backend, args, rollout_id

@@ -16,7 +16,7 @@ from slime.arguments.groups.objectives import CriticFlags, DistillationFlags, Ke
 from slime.arguments.groups.off_policy import OffPolicyFlags
 from slime.backends.fsdp import create_backend
 from slime.backends.fsdp.model import gather_full
-from slime.backends.shared.old_policy import keep_versions
+from slime.backends.shared.old_policy import old_policy_of
 from slime.batch.convert import samples_to_batch
 from slime.batch.split import split_for_ranks
 from slime.catalog.estimators import ESTIMATORS
@@ -244,7 +244,7 @@ def outcome(args):
     """All that two rollouts on the same samples, of two optimizer steps each, tell and leave behind."""
     torch.manual_seed(0)
     backend = create_backend(args, rank=0, world_size=1, device="cpu")
-    kept = keep_versions(args, backend)
+    kept = old_policy_of(args, backend)
     if kept is not None:
         kept.note_push(1)
     found = []

@@ -14,7 +14,7 @@ from slime.algorithms.gae import vanilla_gae
 from slime.backends.base import NonFiniteStepError
 from slime.backends.fsdp import create_backend
 from slime.backends.fsdp.model import gather_full
-from slime.backends.shared.old_policy import keep_versions
+from slime.backends.shared.old_policy import old_policy_of
 from slime.batch.convert import samples_to_batch
 from slime.batch.split import split_for_ranks
 from slime.step.training_step import TrainingStep
@@ -532,7 +532,7 @@ def kept_args(model, **changes):
 def test_old_log_probs_come_from_the_version_that_sampled_the_batch(model):
     args = kept_args(model)
     backend = backend_of(args)
-    kept = keep_versions(args, backend)
+    kept = old_policy_of(args, backend)
     kept.note_push(1)
     first = step_on_version(backend, args, kept, 1, current=1)  # its own samples
     kept.note_push(2)
@@ -556,7 +556,7 @@ def test_a_resumed_run_has_the_kept_versions_of_the_one_that_saved(model, tmp_pa
         return [*results, step_on_version(backend, args, kept, 2), weights_of(backend)]
 
     whole = backend_of(args)
-    kept = keep_versions(args, whole)
+    kept = old_policy_of(args, whole)
     for push in (1, 2):
         kept.note_push(push)
         step_on_version(whole, args, kept, push)
@@ -565,7 +565,7 @@ def test_a_resumed_run_has_the_kept_versions_of_the_one_that_saved(model, tmp_pa
     expected = rest(whole, kept)
     resumed = backend_of(args)
     resumed.load(tmp_path / "ckpt")
-    kept = keep_versions(args, resumed)
+    kept = old_policy_of(args, resumed)
     kept.load(tmp_path / "ckpt")
     got = rest(resumed, kept)
     assert got[:-1] == expected[:-1]  # bit for bit
@@ -577,7 +577,7 @@ def test_a_checkpoint_without_kept_versions_is_never_resumed_in_silence(model, t
     args = kept_args(model)
     backend = backend_of(args)
     backend.save(tmp_path / "ckpt")
-    kept = keep_versions(args, backend)
+    kept = old_policy_of(args, backend)
     kept.load(tmp_path / "ckpt")
     assert "holds no weights of earlier pushes" in caplog.text
     kept.note_push(5)
@@ -587,4 +587,4 @@ def test_a_checkpoint_without_kept_versions_is_never_resumed_in_silence(model, t
     fresh = backend_of(args)
     fresh.load(tmp_path / "ckpt")
     with pytest.raises(ValueError, match="push 5, but its folder rollout is missing"):
-        keep_versions(args, fresh).load(tmp_path / "ckpt")
+        old_policy_of(args, fresh).load(tmp_path / "ckpt")

@@ -1,3 +1,1 @@
-"""The attention operators of training: causal attention within each document of
-a packed stream, and context parallelism.
-"""
+"""The attention of training: causal within each document of a packed stream, also over several ranks."""

@@ -1,11 +1,11 @@
-"""Context parallelism by zigzag: each document is cut into 2 x size chunks, and
-rank r holds chunks r and 2 x size - 1 - r.
+"""Context parallelism by zigzag: documents are cut into 2 x size chunks; rank r holds r and 2 x size - 1 - r.
 
 Under a causal mask late chunks cost more than early ones; one of each kind balances the ranks. Queries stay
 where they are, keys and values are gathered.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -82,19 +82,17 @@ class ZigzagPlan:
 
 
 class _GatherRows(torch.autograd.Function):
-    """All ranks' rows behind each other; the gradient of each rank's rows
-    is summed over the ranks that used them.
-    """
+    """All ranks' rows behind each other; a rank's gradient is summed over the ranks that used its rows."""
 
     @staticmethod
-    def forward(ctx, local: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group, ctx.rows = group, local.shape[0]
         parts = [torch.empty_like(local) for _ in range(group.size())]
         dist.all_gather(parts, local.contiguous(), group=group)
         return torch.cat(parts)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         grad = grad.contiguous()
         # gloo has no reduce-scatter of every dtype; the sum is cut instead.
         dist.all_reduce(grad, group=ctx.group)
@@ -105,12 +103,11 @@ class _GatherRows(torch.autograd.Function):
 class _PlaceTokens(torch.autograd.Function):
     """Each rank's values at its places of one vector that all ranks then hold.
 
-    All ranks compute the same loss from it, so the gradient of a rank's own
-    values is its part of the gradient, not a sum.
+    All ranks compute the same loss from it, so the gradient of a rank's own values is its part, not a sum.
     """
 
     @staticmethod
-    def forward(ctx, values: Tensor, places: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, values: Tensor, places: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:
         ctx.save_for_backward(places)
         whole = torch.zeros(count, dtype=values.dtype, device=values.device)
         whole[places] = values
@@ -118,7 +115,7 @@ class _PlaceTokens(torch.autograd.Function):
         return whole
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (places,) = ctx.saved_tensors
         return grad[places], None, None, None
 
@@ -149,8 +146,7 @@ def zigzag_attention(
         key = _GatherRows.apply(key, group).index_select(0, plan.order)
         value = _GatherRows.apply(value, group).index_select(0, plan.order)
     if (attend := packed.varlen_for(query)) is not None:
-        # Queries of a chunk are the last tokens of the prefix that they
-        # see: so a causal mask is aligned there.
+        # Queries of a chunk are the last tokens of the prefix that they see: a causal mask is aligned there.
         key, value, bound = (
             key.index_select(0, plan.seen),
             value.index_select(0, plan.seen),
@@ -173,23 +169,20 @@ def zigzag_attention(
 
 
 def _chunk_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """The last tokens of a prefix attend to all of it: query [C, H,
-    D], key and value [S, G, D] with S >= C.
-    """
+    """The last tokens of a prefix attend to all of it: query [C, H, D], key and value [S, G, D], S >= C."""
     queries, seen = query.shape[0], key.shape[0]
     repeat = query.shape[1] // key.shape[1]
     if repeat > 1:
         key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
     mask = torch.ones(queries, seen, dtype=torch.bool, device=query.device).tril(seen - queries)
-    parts = (x.transpose(0, 1)[None] for x in (query, key, value))
-    return F.scaled_dot_product_attention(*parts, attn_mask=mask, scale=scale)[0].transpose(0, 1)
+    query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    return out[0].transpose(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class SharedDocuments:
-    """Documents whose tokens are spread over the ranks of `group`: what a model's
-    attention gets in place of PackedDocuments.
-    """
+    """Documents spread over the ranks of `group`: what attention gets in place of PackedDocuments."""
 
     plan: ZigzagPlan
     group: dist.ProcessGroup
@@ -223,9 +216,7 @@ class StreamShare:
     def of(
         cls, mb: MicroBatch, size: int, rank: int, group: dist.ProcessGroup, *, after_token: bool = False
     ) -> "StreamShare":
-        """`mb` on the CPU; `after_token`: rows are those of the
-        response tokens, not of the tokens before them.
-        """
+        """Of `mb` on the CPU; `after_token`: rows are those of response tokens, not of the tokens before."""
         multiple = chunk_multiple(size)
         lengths = tuple(-(-length // multiple) * multiple for length in mb.documents.lengths)
         documents = PackedDocuments.from_lengths(lengths)
@@ -242,10 +233,10 @@ class StreamShare:
         rows = row_of[padded_place[mb.logit_positions + int(after_token)]]
         places = (rows >= 0).nonzero()[:, 0]
         own = plan.local
-        documents = SharedDocuments(plan, group)
+        shared = SharedDocuments(plan, group)
         nucleus = None if mb.nucleus is None else mb.nucleus.select(places)
         return cls(
-            input_ids[own][None], position_ids[own][None], documents, rows[places], places, real[own], nucleus
+            input_ids[own][None], position_ids[own][None], shared, rows[places], places, real[own], nucleus
         )
 
     def to(self, device: torch.device) -> "StreamShare":

@@ -1,5 +1,4 @@
-"""Packed attention by FlashAttention-4, where the package `flash-attn-4`
-is installed: all documents in one call.
+"""Packed attention by FlashAttention-4, where `flash-attn-4` is installed: all documents in one call.
 
 The fastest way on Hopper and Blackwell GPUs. Its public function hides the pass back inside autograd, which
 compiled layers cannot look into, so the two functions below it are called here. They may change with a
@@ -8,7 +7,7 @@ release: `attention.prepare` tries the operator against plain attention before a
 
 import functools
 import importlib.util
-from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from slime.backends.attention.operator import NotInstalled, packed_operator
 
 
 @functools.cache
-def _interface() -> ModuleType:
+def _interface() -> Any:
     if importlib.util.find_spec("flash_attn") is None:
         raise NotInstalled("flash-attn-4")
     from flash_attn.cute import interface  # optional, and slow to import

@@ -1,5 +1,4 @@
-"""Packed attention on CUDA: long documents one by one through cuDNN, runs of
-short ones through variable-length attention.
+"""Packed attention on CUDA: cuDNN for each long document, variable-length attention for runs of short ones.
 
 A packed batch spends most of its attention on few long documents, where cuDNN's kernels are about twice as
 fast as the variable-length ones of torch. cuDNN prepares a kernel for each length it meets, so a document is
@@ -9,7 +8,7 @@ sees them, and their gradient is zero.
 
 import itertools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,13 +23,11 @@ _aten = torch.ops.aten
 
 
 class Part(NamedTuple):
-    """Tokens `start` to `end` of the stream: one long document computed at
-    length `rounded`, or (0) a run of short ones.
-    """
+    """Tokens `start` to `end` of the stream: one long document, or a run of short ones."""
 
     start: int
     end: int
-    rounded: int
+    rounded: int  # the length at which a long document is computed; 0: a run of short ones
     first: int  # documents `first` to `last` (exclusive) are in it
     last: int
 
@@ -42,9 +39,7 @@ def rounded_length(length: int) -> int:
 
 
 def plan_parts(bounds: list[int], long: int) -> Iterator[Part]:
-    """The parts of a stream whose documents begin and end at `bounds`, in order;
-    `long` is the length of a long document.
-    """
+    """The parts of a stream whose documents begin and end at `bounds`; from length `long` on one is long."""
     run = 0  # first document of the run of short ones that is open
     for document, (start, end) in enumerate(itertools.pairwise(bounds)):
         if end - start < long:
@@ -74,9 +69,7 @@ def _aligned(size: int) -> int:
 
 
 def _extended(stream: Tensor, part: Part) -> Tensor:
-    """[1, heads, rounded, width] of a long document, going on into what
-    follows; zeros behind the end of the stream.
-    """
+    """[1, heads, rounded, width] of a long document and what follows it; zeros behind the stream's end."""
     if part.start + part.rounded > stream.shape[0]:
         return _zero_extended(stream, part)
     return _as_document(stream, part.start * stream.stride(0), part.rounded)
@@ -90,9 +83,7 @@ def _zero_extended(stream: Tensor, part: Part) -> Tensor:
 
 
 def _as_document(stream: Tensor, offset: int, length: int) -> Tensor:
-    """[1, heads, length, width] of a contiguous stream [T, heads, width]: one
-    call, because these are made by the thousand.
-    """
+    """[1, heads, length, width] of a contiguous stream [T, heads, width]: one call, as thousands are made."""
     _, heads, width = stream.shape
     strides = (length * heads * width, width, heads * width, 1)
     return stream.as_strided((1, heads, length, width), strides, stream.storage_offset() + offset)
@@ -159,20 +150,20 @@ def _backward(
         if part.rounded:
             streams = [_extended(x, part) for x in (query, key, value, out)]
             length, sums = part.rounded, sums.view(1, heads, part.rounded, 1)
+            known: tuple[Any, ...] = (_zero_extended(grad, part), *streams, sums, unused, unused)
             results = _aten._scaled_dot_product_cudnn_attention_backward(
-                _zero_extended(grad, part), *streams, sums, unused, unused, None, None, None, length, length, 0.0, True,
-                scale=scale,
-            )  # fmt: skip
+                *known, None, None, None, length, length, 0.0, True, scale=scale
+            )
             for whole, document in zip(grads, results, strict=True):
                 _put(whole, part, document)
         else:
             rows = slice(part.start, part.end)
             cu, longest = _run_bounds(cu_seqlens, ends, part)
             parts = (x[rows] for x in (grad, query, key, value, out))
+            known = (*parts, sums.view(heads, count), cu, cu, longest, longest)
             results = _aten._flash_attention_backward(
-                *parts, sums.view(heads, count), cu, cu, longest, longest, 0.0, True, _no_dropout(query.device), unused,
-                scale=scale,
-            )  # fmt: skip
+                *known, 0.0, True, _no_dropout(query.device), unused, scale=scale
+            )
             for whole, piece in zip(grads, results, strict=True):
                 whole[rows] = piece
     return grads

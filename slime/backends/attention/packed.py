@@ -6,8 +6,7 @@ It is registered with transformers under the name `slime_packed`; models are cal
 Elsewhere documents of similar length are gathered into one batch, padded on the right: under a causal mask no
 real token sees the padding, so no mask tensor is needed.
 
-Not covered, and refused by name: sliding windows, attention sinks,
-soft-capped scores, dropout, non-causal layers.
+Not covered, and refused by name: sliding windows, attention sinks, soft-capped scores, dropout, other masks.
 """
 
 import functools
@@ -35,11 +34,9 @@ _UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "sinks", "position_bias")
 
 @dataclass(frozen=True, slots=True)
 class DocumentGroup:
-    """Documents computed as one batch: `gather` [n, longest]
-    stream positions (padding repeats a real one).
-    """
+    """Documents of similar length that are computed as one batch."""
 
-    gather: Tensor
+    gather: Tensor  # [n, longest] stream positions; padding repeats a real one
     scatter: Tensor  # [tokens of the group] row of the flattened [n * longest] result that belongs to each
     targets: Tensor  # [tokens of the group] stream positions, in the order of `scatter`
 
@@ -51,17 +48,16 @@ class PackedDocuments:
     cu_seqlens: Tensor
     lengths: tuple[int, ...]
     # At least the longest document. A power of two, because compiled layers are specialised to its value.
-    bound: int = 0
-    bounds: Tensor | None = None  # cu_seqlens as the host reads them: int64, on the CPU
-    _groups: list[DocumentGroup] | None = field(default=None, repr=False)
-    _order: Tensor | None = field(default=None, repr=False)
+    bound: int
+    bounds: Tensor  # cu_seqlens as the host reads them: int64, on the CPU
+    _groups: tuple[list[DocumentGroup], Tensor] | None = field(default=None, repr=False)
 
     @classmethod
     def from_lengths(cls, lengths: list[int] | tuple[int, ...]) -> "PackedDocuments":
         cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32)
         cu_seqlens[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
         bound = 1 << (max(lengths) - 1).bit_length()
-        return cls(cu_seqlens, tuple(lengths), bound, bounds=cu_seqlens.long())
+        return cls(cu_seqlens, tuple(lengths), bound, cu_seqlens.long())
 
     @property
     def longest(self) -> int:
@@ -78,15 +74,14 @@ class PackedDocuments:
         )
 
     def groups(self) -> tuple[list[DocumentGroup], Tensor]:
-        """The document groups, and for each stream position the row
-        of their concatenated results. Built once.
-        """
+        """The document groups, and for each stream position its row in their joined results. Built once."""
         if self._groups is None:
-            self._groups = _group_documents(self.lengths, self.cu_seqlens.device)
-            targets = torch.cat([group.targets for group in self._groups])
-            self._order = torch.empty_like(targets)
-            self._order[targets] = torch.arange(len(targets), device=targets.device)
-        return self._groups, self._order
+            groups = _group_documents(self.lengths, self.cu_seqlens.device)
+            targets = torch.cat([group.targets for group in groups])
+            order = torch.empty_like(targets)
+            order[targets] = torch.arange(len(targets), device=targets.device)
+            self._groups = groups, order
+        return self._groups
 
 
 def _group_documents(lengths: tuple[int, ...], device: torch.device) -> list[DocumentGroup]:
@@ -118,9 +113,7 @@ def _group_documents(lengths: tuple[int, ...], device: torch.device) -> list[Doc
 def packed_attention(
     query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, *, scale: float | None = None
 ) -> Tensor:
-    """Causal attention within documents. query [T, H, D], key and value [T,
-    G, D] with H a multiple of G -> [T, H, D].
-    """
+    """Causal attention within documents: query [T, H, D], key and value [T, G, D], H = n x G -> [T, H, D]."""
     if (operator := operator_for(query, key, value)) is not None:
         chosen = query.shape[-1] ** -0.5 if scale is None else scale
         return operator(query, key, value, documents.cu_seqlens, documents.bounds, chosen)[0]
@@ -134,8 +127,8 @@ def packed_attention(
     for group in groups:
         batch, longest = group.gather.shape
         index = group.gather.flatten()
-        parts = [x.index_select(0, index).view(batch, longest, *x.shape[1:]) for x in (query, key, value)]
-        results.append(_causal(*parts, scale).flatten(0, 1).index_select(0, group.scatter))
+        q, k, v = (x.index_select(0, index).view(batch, longest, *x.shape[1:]) for x in (query, key, value))
+        results.append(_causal(q, k, v, scale).flatten(0, 1).index_select(0, group.scatter))
     return torch.cat(results).index_select(0, order)
 
 
@@ -182,9 +175,7 @@ def _fits_kernels(query: Tensor) -> bool:
 
 
 def prepare(ratio: int, width: int) -> None:
-    """Find out how to attend with `ratio` query heads per key head of
-    this width. Called outside of compiled code.
-    """
+    """Find out how to attend with `ratio` query heads per key head of this width, before code is compiled."""
     if not torch.cuda.is_available():
         return  # documents are gathered into batches
     if not _VARLEN:
@@ -217,14 +208,24 @@ def _varlen_attention() -> Callable[..., Tensor] | None:
     except ImportError:
         return None
     accepted = inspect.signature(varlen_attn).parameters
-    # How a causal mask is asked for, and whether grouped queries and a
-    # scale are understood, differs by release.
-    options = {"window_size": (-1, 0)} if "window_size" in accepted else {"is_causal": True}
+    # How a causal mask is asked for, and whether grouped queries and a scale are known, differs by release.
+    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in accepted else {"is_causal": True}
     scaled = "scale" in accepted
     if "enable_gqa" in accepted:
         options["enable_gqa"] = True
 
-    def attend(query, key, value, cu_query, cu_key, longest_query, longest_key, scale, *, repeat=True):
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_query: Tensor,
+        cu_key: Tensor,
+        longest_query: int,
+        longest_key: int,
+        scale: float | None,
+        *,
+        repeat: bool = True,
+    ) -> Tensor:
         if repeat and key.shape[1] != query.shape[1]:
             times = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
@@ -234,7 +235,9 @@ def _varlen_attention() -> Callable[..., Tensor] | None:
         elif scale is not None:
             query = query * (scale * query.shape[-1] ** 0.5)
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-        return varlen_attn(query, key, value, cu_query, cu_key, longest_query, longest_key, **chosen)
+        out = varlen_attn(query, key, value, cu_query, cu_key, longest_query, longest_key, **chosen)
+        assert isinstance(out, Tensor), "only the output was asked for"
+        return out
 
     return functools.partial(attend, repeat=not _takes_groups(attend))
 
@@ -271,8 +274,7 @@ def transformers_attention(
 ) -> tuple[Tensor, None]:
     """What transformers calls: query [1, H, T, D], key and value [1, G, T, D] -> ([1, T, H, D], None).
 
-    `documents` knows which tokens see each other: PackedDocuments, or this
-    rank's part of them under context parallelism.
+    `documents` knows which tokens see each other: PackedDocuments, or this rank's part of them.
     """
     assert documents is not None, (
         "models on slime_packed attention are called with documents=PackedDocuments(...)"
@@ -298,9 +300,7 @@ def register() -> str:
 
 
 def refuse_unsupported(config: Any) -> None:
-    """Raise, naming the feature, for a model whose attention or output
-    layer this trainer would compute wrongly.
-    """
+    """Raise, naming the feature, for a model whose attention or output this trainer would compute wrongly."""
     values = config.get_text_config().to_dict()
     kind = values.get("model_type")
     layer_types = set(values.get("layer_types") or ()) - {"full_attention"}

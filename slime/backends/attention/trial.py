@@ -1,5 +1,4 @@
-"""Does a packed attention kernel compute what plain attention does, on this
-machine? Tried before anything relies on it.
+"""Tries whether a packed attention kernel computes what plain attention does, before anything relies on it.
 
 Fast kernels depend on the release of torch or of a package and on the device, and some have been wrong in one
 pass only: a trial costs a second, a wrong gradient costs a run.
@@ -23,9 +22,7 @@ _TOLERANCE = 0.02  # of the norm: 16-bit rounding is a tenth of it, a wrong mask
 def first_right(
     operators: dict[str, Operator], ratio: int, width: int, device: torch.device
 ) -> Operator | None:
-    """The first operator that agrees with plain attention for `ratio` query
-    heads per key head of this width, or None.
-    """
+    """The first operator that agrees with plain attention, for `ratio` query heads per key head."""
     for name, operator in operators.items():
         reason = why_wrong(operator, ratio, width, device)
         if reason is None:
@@ -37,22 +34,19 @@ def first_right(
 
 
 def why_wrong(operator: Operator, ratio: int, width: int, device: torch.device) -> str | None:
-    """None where both passes agree; an empty reason where the
-    operator needs a package that is not installed.
-    """
-    parts = _inputs(ratio, width, device)
+    """None where both passes agree; an empty reason where a package that it needs is not installed."""
+    query, key, value = parts = _inputs(ratio, width, device)
     bounds = torch.tensor([0, *_LENGTHS]).cumsum(0)
     scale = 1.5 * width**-0.5  # not the usual one: an operator that passes over it must be seen
     try:
-        out, _ = operator(*parts, bounds.to(device, torch.int32), bounds, scale)
+        out, _ = operator(query, key, value, bounds.to(device, torch.int32), bounds, scale)
         found = [out, *torch.autograd.grad(out.float().square().sum(), parts)]
     except NotInstalled:
         return ""
     except Exception as error:  # whatever a package raises on a shape or device it cannot take is the reason
         return f"it failed on a small batch ({type(error).__name__}: {error})"
-    plain = torch.cat(
-        [_plain(*pieces, scale) for pieces in zip(*(x.split(_LENGTHS) for x in parts), strict=True)]
-    )
+    documents = zip(*(torch.split(x, list(_LENGTHS)) for x in parts), strict=True)
+    plain = torch.cat([_plain(q, k, v, scale) for q, k, v in documents])
     expected = [plain, *torch.autograd.grad(plain.float().square().sum(), parts)]
     for what, a, b in zip(
         ("output", "query gradient", "key gradient", "value gradient"), found, expected, strict=True

@@ -87,7 +87,9 @@ def _write(backend: CheckpointedTrainer, path: Path, state: dict[str, Any]) -> N
     copied = {
         name: value.detach().clone() if value.device.type == "cpu" else value for name, value in state.items()
     }
-    backend.pending_save = dcp.async_save(copied, checkpoint_id=path, process_group=backend.save_group)
+    pending = dcp.async_save(copied, checkpoint_id=path, process_group=backend.save_group)
+    assert isinstance(pending, Future), "torch gives more only where it is asked to"
+    backend.pending_save = pending
 
 
 def load(backend: CheckpointedTrainer, path: Path, *, weights_only: bool) -> dict[str, Any]:

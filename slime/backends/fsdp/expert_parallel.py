@@ -1,5 +1,4 @@
-"""Experts of a layer shared out over the ranks of a tensor-parallel
-group: each holds some, whole, and runs those.
+"""Experts of a layer shared out over the ranks of a tensor-parallel group: each rank runs some, whole.
 
 All ranks of the group have the same tokens and the same routing. A rank runs the choices that fell on its
 experts, and the ranks' results are summed; so are, on the way back, the gradients of the tokens and of the
@@ -8,6 +7,7 @@ routing weights.
 
 import copy
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,22 +20,20 @@ _MATRICES = ("gate_up_proj", "down_proj")
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether a module holds the experts of a layer as transformers keeps
-    them: one tensor [experts, ...] per matrix.
-    """
+    """Whether a module holds a layer's experts as transformers does: one tensor [experts, ...] per matrix."""
     parameters = dict(module.named_parameters(recurse=False))
     return parameters.keys() == set(_MATRICES) and all(p.dim() == 3 for p in parameters.values())
 
 
-def share_out(experts: nn.Module, mesh: DeviceMesh) -> None:
+def share_out(experts: Any, mesh: DeviceMesh) -> None:
     """Cut the experts over the one-dimensional `mesh`. The number of them must divide."""
     for name in _MATRICES:
         whole = getattr(experts, name)
         cut = nn.Parameter(distribute_tensor(whole.data, mesh, [Shard(0)]), requires_grad=whole.requires_grad)
         experts.register_parameter(name, cut)
     group, size, rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
-    num_own = experts.num_experts // size
-    run = type(experts).forward
+    num_own: int = experts.num_experts // size
+    run: Callable[..., Tensor] = type(experts).forward
 
     def forward(module: nn.Module, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         own = (chosen >= rank * num_own) & (chosen < (rank + 1) * num_own)

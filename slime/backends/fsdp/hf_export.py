@@ -7,14 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from slime.backends.base import Bucket
+from slime.backends.fsdp.layers import HFModel
 from slime.backends.fsdp.lora import merged
 from slime.backends.shared import hf_folder
 
 
-def named_tensors(lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(lm: HFModel) -> Iterator[tuple[str, Tensor]]:
     """In-memory (name, possibly sharded tensor) of parameters and saved buffers; a tied matrix comes once."""
     yield from ((name, parameter.data) for name, parameter in lm.named_parameters())
     for module_name, module in lm.named_modules():
@@ -23,7 +24,7 @@ def named_tensors(lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield (f"{module_name}.{name}" if module_name else name), buffer
 
 
-def buckets(lm: nn.Module, bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[Bucket]:
+def buckets(lm: HFModel, bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[Bucket]:
     """Full tensors under hub names in buckets of at most `bucket_bytes` (a larger tensor stands alone)."""
     return in_buckets(_hub_tensors(lm), bucket_bytes, dtype)
 
@@ -47,7 +48,7 @@ def in_buckets(
         yield bucket
 
 
-def _hub_tensors(lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _hub_tensors(lm: HFModel) -> Iterator[tuple[str, Tensor]]:
     """Gathered tensors, renamed and split as the hub checkpoint has them. Families that transformers fuses in
     memory are reverted a decoder layer at a time, because one hub tensor never spans two layers.
     """
@@ -70,7 +71,7 @@ def _hub_tensors(lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield from revert_weight_conversion(lm, layer).items()
 
 
-def is_converted(lm: nn.Module) -> bool:
+def is_converted(lm: HFModel) -> bool:
     # Only present in transformers 5; dense families have no conversions.
     from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -87,7 +88,7 @@ def _layer_of(name: str) -> str:
 
 
 def save_folder(
-    lm: nn.Module,
+    lm: HFModel,
     path: Path,
     source: str,
     bucket_bytes: int,
@@ -96,9 +97,7 @@ def save_folder(
     *,
     scalar: bool = False,
 ) -> None:
-    """Write the model next to `path`, then rename. `scalar`: its output
-    layer is one row, the head of a reward model.
-    """
+    """Write the model next to `path`, then rename. `scalar`: its output layer is a reward model's one row."""
     # Heavy import, only needed where a model is saved.
     from transformers import AutoConfig
 

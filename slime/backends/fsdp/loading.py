@@ -6,7 +6,7 @@ for. Families whose tensors transformers fuses in memory are converted on the fi
 by tensor.
 """
 
-import json
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,21 +14,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from slime.backends.attention.packed import refuse_unsupported, register
 from slime.backends.fsdp.hf_export import is_converted, named_tensors
+from slime.backends.fsdp.layers import HFModel
 from slime.backends.fsdp.lora import hub_name, is_adapter
+from slime.backends.fsdp.model import local
 from slime.utils.fp8 import SCALE_SUFFIX, dequantize_part
 from slime.utils.fp8_config import block_size_of
+from slime.utils.safetensors_files import model_files
 
 Reader = Callable[[tuple[slice, ...]], Tensor]  # of a region of one tensor
 
 
-def empty_model(path: str | Path) -> nn.Module:
-    """The HF causal LM of the folder or hub id `path`, in fp32 (the master
-    weights), without storage, on packed attention.
-    """
+def empty_model(path: str | Path) -> HFModel:
+    """The HF causal LM of the folder or hub id `path`: fp32 master weights, no storage, packed attention."""
     # Heavy import, only needed where a model is built.
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -44,15 +46,13 @@ def empty_model(path: str | Path) -> nn.Module:
     return model
 
 
-def known_values(lm: nn.Module) -> dict[str, Tensor]:
+def known_values(lm: HFModel) -> dict[str, Tensor]:
     """Parameters that were given values before sharding (a new head, adapters): they are kept, not read."""
     return {name: parameter.data for name, parameter in lm.named_parameters() if not parameter.is_meta}
 
 
-def allocate(model: nn.Module, device: torch.device, *, compute: torch.device | None = None) -> None:
-    """Storage for this rank's shards on `device`, and buffers (those that no
-    checkpoint holds are computed) on `compute`.
-    """
+def allocate(model: Any, device: torch.device, *, compute: torch.device | None = None) -> None:
+    """Storage for this rank's shards on `device`; buffers, computed where no file has them, on `compute`."""
     compute = compute or device
     model.to_empty(device=device)
     for module in model.modules():
@@ -73,13 +73,13 @@ def allocate(model: nn.Module, device: torch.device, *, compute: torch.device | 
 
 
 @torch.no_grad()
-def fill(lm: nn.Module, path: str | Path, known: dict[str, Tensor] | None = None) -> None:
+def fill(lm: HFModel, path: str | Path, known: dict[str, Tensor] | None = None) -> None:
     """Write the weights of the HF folder or hub id `path`, and the `known` ones, into this rank's shards."""
     known = known or {}
     wanted = {name: t for name, t in named_tensors(lm) if name not in known and not is_adapter(name)}
     for name, tensor in named_tensors(lm):
         if name in known:
-            write_part(tensor, lambda region, value=known[name]: value[region])
+            write_part(tensor, known[name].__getitem__)
     with ExitStack() as stack:
         source = None if is_converted(lm) else _open_files(Path(path), stack)
         if source is None or any(hub_name(name) not in source for name in wanted):
@@ -90,35 +90,35 @@ def fill(lm: nn.Module, path: str | Path, known: dict[str, Tensor] | None = None
 
 
 @torch.no_grad()
-def fill_randomly(lm: nn.Module, seed: int) -> None:
+def fill_randomly(lm: HFModel, seed: int) -> None:
     """Weights as at the start of a training from nothing, where only the shapes matter."""
     for name, tensor in named_tensors(lm):
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        own = local(tensor)
         if tensor.ndim > 1:
-            generator = torch.Generator(local.device).manual_seed(seed + len(name))
-            local.normal_(0.0, 0.02, generator=generator)
+            generator = torch.Generator(own.device).manual_seed(seed + len(name))
+            own.normal_(0.0, 0.02, generator=generator)
         else:
-            local.fill_(0.0 if name.endswith("bias") else 1.0)
+            own.fill_(0.0 if name.endswith("bias") else 1.0)
 
 
 def _open_files(folder: Path, stack: ExitStack) -> dict[str, Reader] | None:
     """Name -> reader of a region, over all safetensors files of a folder; None where there are none."""
-    # With transformers, only needed where a model is loaded.
-    from safetensors import safe_open
+    from safetensors import safe_open  # with transformers, only needed where a model is loaded
 
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    else:
-        names = ["model.safetensors"]
-    if not all((folder / name).is_file() for name in names):
+    files = model_files(folder)
+    if not files or not all(file.is_file() for file in files):
         return None
-    readers = {}
-    for name in names:
-        file = stack.enter_context(safe_open(folder / name, framework="pt"))
+    readers: dict[str, Reader] = {}
+    for path in files:
+        file = stack.enter_context(safe_open(path, framework="pt"))
         for key in file.keys():  # noqa: SIM118 - not a dict
-            readers[key] = lambda region, file=file, key=key: file.get_slice(key)[region]
+            readers[key] = functools.partial(_read_region, file, key)
     return _dequantizing(readers, block_size_of(folder))
+
+
+def _read_region(file: Any, key: str, region: tuple[slice, ...]) -> Tensor:
+    part: Tensor = file.get_slice(key)[region]
+    return part
 
 
 def _dequantizing(readers: dict[str, Reader], block: tuple[int, int] | None) -> dict[str, Reader]:
@@ -140,23 +140,23 @@ def _dequantizing(readers: dict[str, Reader], block: tuple[int, int] | None) -> 
     return {key: dequantizing(read, scales[key]) if key in scales else read for key, read in plain.items()}
 
 
-def write_part(target: Any, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
+def write_part(target: Tensor, read: Reader) -> None:
     """Fill this rank's part of `target` from `read(region of the whole tensor)`."""
-    local = target.to_local() if hasattr(target, "to_local") else target
-    if local.numel() == 0:
+    own = local(target)
+    if own.numel() == 0:
         return
     value = read(region_of(target))
-    assert value.shape == local.shape, f"read {tuple(value.shape)} for a shard of {tuple(local.shape)}"
-    local.copy_(value)
+    assert value.shape == own.shape, f"read {tuple(value.shape)} for a shard of {tuple(own.shape)}"
+    own.copy_(value)
 
 
-def region_of(tensor: Any) -> tuple[slice, ...]:
+def region_of(tensor: Tensor) -> tuple[slice, ...]:
     """Which rows, columns, ... of the whole tensor this rank holds."""
     ranges = [(0, size) for size in tensor.shape]
-    if hasattr(tensor, "placements"):
+    if isinstance(tensor, DTensor):
         # The last mesh dimension (tensor parallel) cuts first: FSDP shards what it left.
         for dimension in reversed(range(tensor.device_mesh.ndim)):
-            placement = tensor.placements[dimension]
+            placement: Any = tensor.placements[dimension]  # kinds that cut have `dim`
             if not placement.is_replicate():
                 start, end = ranges[placement.dim]
                 count, rank = tensor.device_mesh.size(dimension), tensor.device_mesh.get_local_rank(dimension)
@@ -166,10 +166,8 @@ def region_of(tensor: Any) -> tuple[slice, ...]:
     return tuple(slice(start, end) for start, end in ranges)
 
 
-def _broadcast(lm: nn.Module, wanted: dict[str, Any], path: str | Path) -> None:
-    """The first rank loads through transformers, which knows how to
-    convert, and sends one tensor at a time.
-    """
+def _broadcast(lm: HFModel, wanted: dict[str, Tensor], path: str | Path) -> None:
+    """The first rank loads through transformers, which knows how to convert, and sends tensor by tensor."""
     source: dict[str, Tensor] = {}
     if dist.get_rank() == 0:
         # Heavy import, only needed where a model is loaded.
@@ -190,10 +188,10 @@ def _broadcast(lm: nn.Module, wanted: dict[str, Any], path: str | Path) -> None:
             f"{path} has no weights for {', '.join(missing[0][:4])}: it is another model's folder."
         )
     for name, value in _sent(wanted, source):
-        write_part(wanted[name], lambda region, value=value: value[region])
+        write_part(wanted[name], value.__getitem__)
 
 
-def _sent(wanted: dict[str, Any], source: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _sent(wanted: dict[str, Tensor], source: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in wanted.items():
         device = torch.device("cpu") if dist.get_backend() == "gloo" else torch.device("cuda")
         full = (

@@ -1,6 +1,4 @@
-"""Low-rank adapters through peft: added before sharding; they leave the
-trainer merged into its weights, or alone.
-"""
+"""Low-rank adapters through peft: added before sharding, exported merged into the weights or alone."""
 
 import hashlib
 import json
@@ -13,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from slime.arguments import Args
+from slime.backends.fsdp.layers import HFModel
 from slime.backends.fsdp.model import gather_full
+from slime.utils.safetensors_files import write_tensors
 
 NAME = "default"
 # A layer that carries an adapter keeps its own weight under this name.
@@ -30,12 +30,11 @@ def hub_name(name: str) -> str:
     return name.replace(ADAPTED, ".")
 
 
-def add_adapters(args: Args, lm: nn.Module) -> None:
-    """Freeze the model (parameters that already have values, such as a new head,
-    still train) and add adapters with values.
+def add_adapters(args: Args, lm: HFModel) -> None:
+    """Freeze the model, except for parameters that already have values such as a new head, and add adapters.
 
-    The first factor is drawn from --seed and the layer's name, the second is zero: every rank has
-    the same, and the model starts as it was.
+    The first factor is drawn from --seed and the layer's name, the second is zero: every rank has the same,
+    and the model starts as it was.
     """
     if not args.lora_rank:
         return
@@ -69,10 +68,8 @@ def _first_value(name: str, shape: torch.Size, seed: int) -> Tensor:
     return (torch.rand(shape, generator=generator) * 2 - 1) / math.sqrt(shape[1])
 
 
-def merged(lm: nn.Module, named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Whole tensors under the names of a model without adapters,
-    the adapters' products added; a collective.
-    """
+def merged(lm: HFModel, named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Whole tensors as a model without adapters names them, the adapters' products added; a collective."""
     for name, tensor in named:
         if is_adapter(name):
             continue
@@ -84,14 +81,14 @@ def merged(lm: nn.Module, named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple
         yield hub_name(name), full
 
 
-def adapter_tensors(lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def adapter_tensors(lm: HFModel) -> Iterator[tuple[str, Tensor]]:
     """Whole adapter tensors under the names that peft saves them with; a collective."""
     for name, parameter in lm.named_parameters():
         if is_adapter(name):
             yield "base_model.model." + name.replace(f".{NAME}.", "."), gather_full(parameter.detach())
 
 
-def adapter_config(args: Args, lm: nn.Module) -> dict[str, Any]:
+def adapter_config(args: Args, lm: HFModel) -> dict[str, Any]:
     """What peft writes beside adapters: how they were made, and for which layers."""
     names = (name for name, _ in lm.named_parameters() if is_adapter(name))
     return {
@@ -107,13 +104,11 @@ def adapter_config(args: Args, lm: nn.Module) -> dict[str, Any]:
     }
 
 
-def save_adapter(args: Args, lm: nn.Module, path: Path, rank: int) -> None:
+def save_adapter(args: Args, lm: HFModel, path: Path, rank: int) -> None:
     """Write the adapters alone, as peft reads them. All ranks call; the first writes."""
-    from safetensors.torch import save_file  # with transformers, only needed here
-
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in adapter_tensors(lm)}
+    tensors = {name: tensor.cpu() for name, tensor in adapter_tensors(lm)}
     if rank != 0:
         return
     path.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})
+    write_tensors(path / "adapter_model.safetensors", tensors)
     (path / "adapter_config.json").write_text(json.dumps(adapter_config(args, lm), indent=2))

@@ -1,7 +1,7 @@
 """An HF causal LM as the trainer sees it: packed tokens in, log-probs of the response tokens out; FSDP2."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -110,7 +110,7 @@ class PackedCausalLM(nn.Module):
         if share is not None:
             assert not logits and at_head is None, "the whole stream's logits are not on one rank"
             log_probs = share.join(log_probs, len(mb.targets))
-            entropies = share.join(entropies, len(mb.targets)) if entropy else None
+            entropies = share.join(entropies, len(mb.targets)) if entropies is not None else None
         full = (hidden @ weight.T)[None].float() if logits else None
         extra = at_head(chosen, WholeMatrix(weight), mb) if at_head is not None else None
         return log_probs, entropies, full, extra
@@ -144,7 +144,8 @@ def gather_full(tensor: Tensor) -> Tensor:
     """The whole tensor on every rank; a collective when sharded."""
     if not isinstance(tensor, DTensor):
         return tensor
-    if tensor.device.type != tensor.device_mesh.device_type:
+    whole: DTensor = tensor
+    if whole.device.type != whole.device_mesh.device_type:
         # Offloaded shards: the group's collectives take only tensors of its own device.
-        tensor = tensor.to(tensor.device_mesh.device_type)
-    return tensor.full_tensor()
+        whole = cast(DTensor, whole.to(whole.device_mesh.device_type))
+    return whole.full_tensor()

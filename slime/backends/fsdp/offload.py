@@ -1,5 +1,4 @@
-"""Host memory for a trainer that leaves its device and returns every step:
-page-locked once, then used again and again.
+"""Host memory for a trainer that leaves its device every step: page-locked once, then used again and again.
 
 Fresh pageable memory would be faulted in page by page, which takes ten times as long as the copy itself.
 Shards of several ranks (DTensors) still go that way.
@@ -44,9 +43,7 @@ class HostMemory:
 
     @torch.no_grad()
     def keep(self, key: Any, tensor: Tensor) -> Tensor:
-        """A copy in host memory, in the place that this key had before. On a
-        GPU it is there after a synchronisation.
-        """
+        """A copy in host memory, in this key's place; from a GPU it is there after a synchronisation."""
         place = self._places.get(key)
         if place is None or place.shape != tensor.shape or place.dtype != tensor.dtype:
             place = self._places[key] = self._carve(tensor.nbytes).view(tensor.dtype).view(tensor.shape)

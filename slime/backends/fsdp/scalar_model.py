@@ -1,6 +1,5 @@
 """A decoder with a scalar head: the critic's value of each response token, or a reward model's score."""
 
-import json
 from pathlib import Path
 
 import torch
@@ -11,6 +10,7 @@ from slime.backends.base import MicroBatch
 from slime.backends.fsdp.layers import HFModel
 from slime.backends.fsdp.model import PackedCausalLM, run_decoder
 from slime.backends.shared.scalar_head import HEAD, draw_head
+from slime.utils.safetensors_files import files_by_tensor, read_tensors
 
 
 class PackedScalarLM(nn.Module):
@@ -52,18 +52,7 @@ PackedLM = PackedCausalLM | PackedScalarLM
 
 def read_head(path: str | Path) -> Tensor | None:
     """The scalar head of a reward model's folder; None where there is none (a causal LM, a hub id)."""
-    from safetensors import safe_open  # with transformers, only needed where a model is built
-
-    folder = Path(path)
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        name = json.loads(index.read_text())["weight_map"].get(HEAD)
-        files = [folder / name] if name else []
-    else:
-        files = [folder / "model.safetensors"]
-    for file in files:
-        if file.is_file():
-            with safe_open(file, framework="pt") as tensors:
-                if HEAD in tensors.keys():  # noqa: SIM118 - not a dict
-                    return tensors.get_tensor(HEAD).float()
-    return None
+    name = files_by_tensor(Path(path)).get(HEAD)
+    if name is None or not (Path(path) / name).is_file():
+        return None
+    return next((tensor.float() for _, tensor in read_tensors([Path(path) / name], [HEAD])), None)

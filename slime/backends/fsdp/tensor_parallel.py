@@ -1,5 +1,4 @@
-"""Tensor parallelism from the plan that each transformers family carries:
-matrices cut by columns or rows over ranks.
+"""Tensor parallelism by the plan of each transformers family: matrices cut by columns or rows over ranks.
 
 Embedding, norms and output matrix stay whole on every rank. Their gradients are the same on all ranks of the
 group, because what flows back into them was summed there. So do routers; experts are shared out whole. Not
@@ -9,7 +8,6 @@ covered, and refused by name: experts that are kept in another way, and styles o
 import re
 from typing import Any
 
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -21,10 +19,10 @@ from torch.distributed.tensor.parallel import (
 
 from slime.backends.fsdp.expert_parallel import is_experts, share_out
 from slime.backends.fsdp.experts import routers
+from slime.backends.fsdp.layers import HFModel
 from slime.backends.fsdp.lora import NAME as ADAPTER
 
-# Norms of single heads see only this rank's heads (dimension 2 of [1, T,
-# heads, size]): their gradients are summed.
+# Norms of single heads see only this rank's heads (dimension 2 of [1, T, heads, size]): gradients are summed.
 _STYLES: dict[str, Any] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
@@ -38,7 +36,7 @@ _UNDER_ADAPTERS = {
 }
 
 
-def apply(lm: nn.Module, mesh: DeviceMesh) -> None:
+def apply(lm: HFModel, mesh: DeviceMesh) -> None:
     """Cut the decoder of `lm` over the one-dimensional `mesh`."""
     size, config = mesh.size(), lm.config.get_text_config()
     plan, experts = plan_of(lm, size)
@@ -61,10 +59,8 @@ def apply(lm: nn.Module, mesh: DeviceMesh) -> None:
         parameter.requires_grad_(trains[name])  # some styles make new parameters, which would all train
 
 
-def plan_of(lm: nn.Module, size: int) -> tuple[dict[str, str], list[nn.Module]]:
-    """What is cut by which style, and the modules whose experts are shared
-    out; a model that cannot be is a ValueError.
-    """
+def plan_of(lm: HFModel, size: int) -> tuple[dict[str, str], list[Any]]:
+    """What is cut by which style, and the modules whose experts are shared out; else a ValueError."""
     config = lm.config.get_text_config()
     # What stands outside of the layers (embedding, output matrix) stays whole.
     plan = {

@@ -2,12 +2,11 @@
 
 import re
 
-from torch import nn
-
 from slime.arguments import Args
+from slime.backends.fsdp.layers import HFModel
 
 
-def choose_trainable(args: Args, lm: nn.Module) -> None:
+def choose_trainable(args: Args, lm: HFModel) -> None:
     """Freeze what --only-train-params-name-list leaves out, or what --freeze-params-name-list names."""
     only, freeze = args.only_train_params_name_list, args.freeze_params_name_list
     if only and freeze:

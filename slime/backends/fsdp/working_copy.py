@@ -1,6 +1,4 @@
-"""A 16-bit copy of fp32 weights for the passes of a trainer that is alone:
-what sharding would do, without its copies.
-"""
+"""A 16-bit copy of fp32 weights for the passes of a trainer that is alone, where nothing is sharded."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,9 +21,7 @@ class WorkingCopy:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """The model computes in 16 bit inside the block, with the values
-        that the fp32 weights have at its start.
-        """
+        """The model computes in 16 bit inside the block, with what the fp32 weights are at its start."""
         self._refresh()
         try:
             self._place(self._copies)
@@ -56,6 +52,7 @@ class WorkingCopy:
 
 
 def _add_gradient(master: nn.Parameter, copy: nn.Parameter) -> None:
+    assert copy.grad is not None, "called when the gradient of the copy is there"
     if master.grad is None:
         master.grad = copy.grad.to(master.dtype)
     else:

@@ -3,7 +3,6 @@
 Every parameter is mapped exactly once; an error lists what is missing, left over or wrongly shaped.
 """
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from slime.backends.base import Bucket
 from slime.backends.megatron.families.base import Dims, Family, Rule, to_hub, to_local
 from slime.backends.megatron.model import PackedGPTModel
 from slime.backends.shared.scalar_head import HEAD, draw_head
+from slime.utils.safetensors_files import files_by_tensor
 
 _SHOWN = 8
 SCALAR_HEAD = Rule("output_layer.weight", (HEAD,), "replicated")
@@ -323,24 +323,13 @@ class CheckpointFolder:
             from huggingface_hub import snapshot_download  # with transformers; only needed for hub ids
 
             self.path = Path(snapshot_download(str(path), allow_patterns=["*.safetensors", "*.json"]))
-        index = self.path / "model.safetensors.index.json"
-        if index.is_file():
-            self._files = json.loads(index.read_text())["weight_map"]
-        else:
-            self._files = dict.fromkeys(self._names_of_single_file(), "model.safetensors")
-        self._open: dict[str, Any] = {}
-
-    def _names_of_single_file(self) -> list[str]:
-        file = self.path / "model.safetensors"
-        if not file.is_file():
+        self._files = files_by_tensor(self.path)
+        if not self._files:
             raise ValueError(
                 f"{self.path} holds no model.safetensors and no index of several: the Megatron backend reads "
                 "safetensors; save the model again with save_pretrained."
             )
-        from safetensors import safe_open  # with transformers, only needed here
-
-        with safe_open(file, framework="pt") as handle:
-            return list(handle.keys())
+        self._open: dict[str, Any] = {}
 
     def __enter__(self) -> "CheckpointFolder":
         return self

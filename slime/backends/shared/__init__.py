@@ -1,3 +1,1 @@
-"""What both trainers use: micro-batches, the optimizer, Hugging Face
-folders, and copies of a model's weights.
-"""
+"""What both trainers use: their base class, micro-batches, the optimizer, HF folders, copies of weights."""

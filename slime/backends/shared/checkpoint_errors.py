@@ -7,9 +7,7 @@ from pathlib import Path
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """torch wraps what a rank met in an exception that is no
-    `Exception`, and would end the process unheard.
-    """
+    """Raise what torch wraps in an exception that is no `Exception` and would end the process unheard."""
     # Only where a checkpoint is written or read.
     from torch.distributed.checkpoint.api import CheckpointException
 

@@ -1,9 +1,6 @@
-"""Writes a folder that `from_pretrained` reads, from a stream of weight
-buckets; it appears whole or not at all.
-"""
+"""Writes a folder that `from_pretrained` reads, from a stream of weight buckets; whole or not at all."""
 
 import itertools
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +10,7 @@ import torch.distributed as dist
 
 from slime.backends.base import Bucket
 from slime.backends.shared.mtp_heads import unbuilt_heads
+from slime.utils.safetensors_files import SINGLE, write_index, write_tensors
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -73,26 +71,22 @@ def save(
 
 
 def _write_bucket(file: Path, bucket: Bucket) -> dict[str, int]:
-    from safetensors.torch import save_file  # with transformers, only needed here
-
-    tensors = {name: tensor.cpu() for name, tensor in bucket}
-    save_file(tensors, file, metadata={"format": "pt"})
-    return {name: tensor.nbytes for name, tensor in tensors.items()}
+    write_tensors(file, dict(bucket))
+    return {name: tensor.nbytes for name, tensor in bucket}
 
 
 def _name_files(folder: Path, files: list[dict[str, int]]) -> None:
     """One file is model.safetensors; several get numbers and an index."""
     if len(files) == 1:
-        (folder / "part-0").rename(folder / "model.safetensors")
+        (folder / "part-0").rename(folder / SINGLE)
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for i, sizes in enumerate(files):
         name = f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
         (folder / f"part-{i}").rename(folder / name)
         weight_map.update(dict.fromkeys(sizes, name))
     total = sum(sum(sizes.values()) for sizes in files)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    write_index(folder, weight_map, total)
 
 
 def _copy_tokenizer(source: str, folder: Path) -> None:
@@ -108,9 +102,7 @@ def _copy_tokenizer(source: str, folder: Path) -> None:
 
 
 def _replace(new: Path, path: Path) -> None:
-    """Rename `new` to `path`; an older folder there is moved aside first, to a
-    name that nobody has, and removed after.
-    """
+    """Rename `new` to `path`; an older folder there moves aside first, to a free name, and is removed."""
     if not path.exists():
         new.rename(path)
         return

@@ -1,6 +1,4 @@
-"""Builds packed micro-batches from a rank's batch: concatenation
-and index arithmetic, no loop over tokens.
-"""
+"""Builds packed micro-batches from a rank's batch by concatenation and index arithmetic."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -20,11 +18,9 @@ def build_micro_batch(
 ) -> MicroBatch:
     """The samples at `positions` as one packed stream; `tokens` are values per response token to carry along.
 
-    `replay`: with the experts that the engine chose. The ids that it drew tokens
-    from come along wherever they were recorded.
-
-    No positions: a two-token stream whose one target has mask 0, so that a
-    rank without samples runs the same passes.
+    `replay`: with the experts that the engine chose. The ids that it drew tokens from come along wherever
+    they were recorded. No positions: a two-token stream whose one target has mask 0, so that a rank without
+    samples runs the same passes.
     """
     if not positions:
         return empty_micro_batch(tokens or ())

@@ -1,5 +1,4 @@
-"""Heads that predict further tokens and that a trainer did not build: copied
-unchanged from the model it started from.
+"""MTP heads (multi-token prediction) that a trainer did not build: copied from the model it started from.
 
 Without them a written folder would announce heads in its config that it does not hold.
 """
@@ -15,6 +14,7 @@ import torch
 from slime.backends.base import Bucket
 from slime.utils.fp8 import SCALE_SUFFIX, dequantize_blocks
 from slime.utils.fp8_config import block_size_of
+from slime.utils.safetensors_files import all_files, read_tensors, tensor_names
 
 logger = logging.getLogger(__name__)
 
@@ -22,22 +22,20 @@ _NAMED = re.compile(r"(^|\.)(mtp|nextn)\w*\.")
 _LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
 
 
-def is_further_head(name: str, num_layers: int) -> bool:
-    """Whether a hub tensor belongs to a head: by its name, or because
-    its layer comes after the decoder's last.
-    """
+def is_mtp_head(name: str, num_layers: int) -> bool:
+    """Whether a hub tensor belongs to an MTP head: by its name, or as a layer after the decoder's last."""
     layer = _LAYER.search(name)
     return bool(_NAMED.search(name)) or (layer is not None and int(layer[2]) >= num_layers)
 
 
 def unbuilt_heads(source: str, config: Any, written: Iterable[str], dtype: torch.dtype) -> Bucket:
-    """Tensors of the heads of `source` that are not among those `written`, as `dtype`."""
+    """Tensors of the MTP heads of `source` that are not among those `written`, as `dtype`."""
     num_layers, written = config.get_text_config().num_hidden_layers, set(written)
     folder = _folder_of(source)
-    found = _read(folder, lambda name: is_further_head(name, num_layers) and name not in written, dtype)
+    found = _read(folder, lambda name: is_mtp_head(name, num_layers) and name not in written, dtype)
     if found:
         logger.info(
-            "%d tensors of heads that predict further tokens are those of %s: they were not trained",
+            "%d tensors of MTP heads are those of %s: they were not trained",
             len(found),
             source,
         )
@@ -54,19 +52,15 @@ def _folder_of(source: str) -> Path:
 
 
 def _read(folder: Path, wanted: Callable[[str], bool], dtype: torch.dtype) -> Bucket:
-    from safetensors import safe_open  # with transformers, only needed here
-
-    tensors = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            tensors |= {name: file.get_tensor(name) for name in file.keys() if wanted(name)}  # noqa: SIM118 - no dict
+    files = all_files(folder)
+    names = [name for file in files for name in tensor_names(file) if wanted(name)]
+    tensors = dict(read_tensors(files, names))
     block = block_size_of(folder)
     found: Bucket = []
     for name, tensor in tensors.items():
-        if name.endswith(SCALE_SUFFIX) and block is not None:
+        if block is not None and name.endswith(SCALE_SUFFIX):
             continue
-        scale = tensors.get(name + SCALE_SUFFIX) if block is not None else None
-        if scale is not None:
+        if block is not None and (scale := tensors.get(name + SCALE_SUFFIX)) is not None:
             tensor = dequantize_blocks(tensor, scale, block, dtype)
         found.append((name, tensor.to(dtype) if tensor.is_floating_point() else tensor))
     return found

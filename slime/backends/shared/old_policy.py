@@ -1,4 +1,4 @@
-"""The weights of the last two pushes, so that ratios can be taken against the ones that sampled a batch."""
+"""The old policy: the weights of the last two pushes, so that ratios are taken against those that sampled."""
 
 import json
 import logging
@@ -14,13 +14,11 @@ from slime.utils.types import RolloutBatch
 logger = logging.getLogger(__name__)
 
 TAGS = NEWEST, BEFORE = "rollout", "old"  # of the copies
-FILE = "kept_versions.json"
+FILE = "kept_versions.json"  # in a checkpoint; the name is part of the format
 
 
-class KeptVersions:
-    """One per rank. An asynchronous run trains on samples of an
-    older push; which one stands on the samples.
-    """
+class OldPolicy:
+    """One per rank. An asynchronous run trains on samples of an older push; samples say which."""
 
     def __init__(self, backend: TrainBackend) -> None:
         self._backend = backend
@@ -35,9 +33,7 @@ class KeptVersions:
         self._numbers[NEWEST] = number
 
     def save(self, path: Path) -> None:
-        """Which versions the copies in the checkpoint `path` are. One
-        rank calls it; the backend saves the copies.
-        """
+        """Write which versions the copies in `path` are. One rank calls it; the backend saves the copies."""
         (path / FILE).write_text(json.dumps(self._numbers))
 
     def load(self, path: Path) -> None:
@@ -45,8 +41,8 @@ class KeptVersions:
         if not (path / FILE).is_file():
             logger.warning(
                 "--keep-old-actor: checkpoint %s holds no weights of earlier pushes (it was saved without "
-                "the flag): samples "
-                "that it left unfinished or untrained cannot be trained on, and stop the run.",
+                "the flag): samples that it left unfinished or untrained cannot be trained on, and stop the "
+                "run.",
                 path,
             )
             return
@@ -60,9 +56,7 @@ class KeptVersions:
                 )
 
     def tag_of(self, batch: RolloutBatch, current: int | None) -> str:
-        """The tag of the weights that sampled the batch; "actor" where
-        they are the live ones (version `current`).
-        """
+        """The tag of the weights that sampled the batch; "actor": the live ones (version `current`)."""
         if "versions" not in batch:
             raise ValueError(
                 "--keep-old-actor: the samples do not say which weights made them; use an engine that does."
@@ -86,5 +80,5 @@ class KeptVersions:
         )
 
 
-def keep_versions(args: Args, backend: TrainBackend) -> KeptVersions | None:
-    return KeptVersions(backend) if args.keep_old_actor else None
+def old_policy_of(args: Args, backend: TrainBackend) -> OldPolicy | None:
+    return OldPolicy(backend) if args.keep_old_actor else None

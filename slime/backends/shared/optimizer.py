@@ -1,6 +1,4 @@
-"""The optimizer and its learning rate, from the flags: AdamW or SGD;
-constant, linear or cosine after a warm-up.
-"""
+"""The optimizer and its learning rate, from the flags: AdamW or SGD; constant, linear or cosine."""
 
 import math
 from collections.abc import Iterable
@@ -40,15 +38,13 @@ def build_optimizer(
     args: Args, named_parameters: Iterable[tuple[str, nn.Parameter]]
 ) -> torch.optim.Optimizer:
     """Two parameter groups: matrices with weight decay; vectors (norms, biases) without."""
-    matrices, vectors = [], []
+    matrices: list[nn.Parameter] = []
+    vectors: list[nn.Parameter] = []
     for _, parameter in named_parameters:
         if parameter.requires_grad:
             (matrices if parameter.ndim > 1 else vectors).append(parameter)
-    groups = [
-        {"params": matrices, "weight_decay": args.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
+    decays = ((matrices, args.weight_decay), (vectors, 0.0))
+    groups: list[dict[str, Any]] = [{"params": own, "weight_decay": decay} for own, decay in decays if own]
     if args.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=args.lr)
     return torch.optim.AdamW(
@@ -57,9 +53,7 @@ def build_optimizer(
 
 
 def init_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create the state that AdamW would create in its first step,
-    so that a checkpoint can be read into it.
-    """
+    """Create the state that AdamW creates in its first step, so that a checkpoint can be read into it."""
     if not isinstance(optimizer, torch.optim.AdamW):
         return
     for group in optimizer.param_groups:

@@ -63,17 +63,13 @@ def load_critic(load: Callable[[Path], object], args: Args, path: Path) -> None:
 
 
 def moving_copies(args: Args) -> tuple[str, ...]:
-    """Tags of the copies that change as the run goes on, so that a
-    checkpoint must hold them beside the live weights.
-    """
+    """Tags of the copies that change as the run goes on, which a checkpoint holds beside the live weights."""
     reference = ("ref",) if args.ref_update_interval else ()
     return (*reference, *(old_policy.TAGS if args.keep_old_actor else ()))
 
 
 def save_copies(args: Args, copies: WeightCopies, path: Path, write: Callable[[Path], None]) -> None:
-    """Each into a folder of its own in the checkpoint `path`; `write` saves
-    the weights that the live model holds then.
-    """
+    """Save each copy in a folder of its own in `path`; `write` saves what the live model holds then."""
     for tag in moving_copies(args):
         if tag in copies:
             with copies.active(tag):
@@ -81,9 +77,7 @@ def save_copies(args: Args, copies: WeightCopies, path: Path, write: Callable[[P
 
 
 def load_copies(args: Args, copies: WeightCopies, path: Path, read: Callable[[Path], None]) -> None:
-    """What `save_copies` wrote; `read` puts the weights of a folder into the
-    live model. --finetune starts copies anew.
-    """
+    """Load what `save_copies` wrote; `read` fills the live model. --finetune starts copies anew."""
     if args.finetune:
         return
     for tag in moving_copies(args):

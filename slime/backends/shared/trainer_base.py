@@ -86,7 +86,7 @@ class TrainerBase(ABC):
         model: str = LIVE,
         place: StepPlace | None = None,
     ) -> StepStats:
-        """One optimizer step over all micro-batches; where a number is not finite it raises and applies none."""
+        """One optimizer step over all micro-batches; raises without applying it if a number is not finite."""
         if model == "critic":
             return self._own_critic().train_step(mbs, loss, denominators)
         metrics, grad_norm = self._accumulate(mbs, loss, denominators, place)

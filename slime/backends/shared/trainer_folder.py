@@ -1,6 +1,4 @@
-"""What the checkpoint folders of both trainers have in common:
-`trainer.json` and the random state of each rank.
-"""
+"""What checkpoint folders of both trainers have in common: `trainer.json` and each rank's random state."""
 
 import json
 import logging
@@ -28,17 +26,14 @@ def is_checkpoint(path: str | Path) -> bool:
 
 
 def check_content(path: Path, args: Args) -> None:
-    """Before a checkpoint is read as a model beside the policy: its files are
-    what was written, each rank reads its share.
-    """
+    """Before a checkpoint is read as a model beside the policy: are its files what was written?"""
     if not args.no_load_verify:
+        # Each rank reads its share of the files.
         check_trainer_folder(path, share=(dist.get_rank(), dist.get_world_size()))
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """What `trainer.json` says; a folder that is no trainer
-    checkpoint or of another format is a ValueError.
-    """
+    """What `trainer.json` says; a ValueError where it is missing, or of another format."""
     file = path / MANIFEST
     if not file.is_file():
         raise ValueError(f"{path} is no trainer checkpoint: {MANIFEST} is missing.")
@@ -66,7 +61,8 @@ def check_optimizer(manifest: dict[str, Any], optimizer: str, path: Path) -> Non
 
 def random_state() -> dict[str, Any]:
     """The random generators of this rank: torch, its CUDA device, numpy and Python."""
-    kind, keys, position, has_gauss, cached = np.random.get_state()
+    legacy: Any = np.random.get_state()  # a tuple, where numpy says: or a dict
+    kind, keys, position, has_gauss, cached = legacy
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,

@@ -44,9 +44,7 @@ class WeightCopies:
 
     @contextmanager
     def active(self, tag: str) -> Iterator[None]:
-        """The live model holds the weights of `tag` inside the block,
-        and its own again after it, also on error.
-        """
+        """The live model holds the weights of `tag` inside the block, and its own again after it."""
         if tag == LIVE:
             yield
             return
@@ -60,9 +58,7 @@ class WeightCopies:
 
     @contextmanager
     def filling(self, tag: str) -> Iterator[None]:
-        """What the block writes into the live model becomes the weights of
-        `tag`; the live model is as before after it.
-        """
+        """What the block writes into the live model becomes the weights of `tag`; then it is as before."""
         if tag == LIVE:
             yield
             return

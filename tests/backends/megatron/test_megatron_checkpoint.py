@@ -168,14 +168,14 @@ def kept_versions(rank, world_size, model, other, folder):
     from pathlib import Path
 
     from slime.backends.megatron import create_backend
-    from slime.backends.shared.old_policy import KeptVersions
+    from slime.backends.shared.old_policy import OldPolicy
 
     def backend_of(**layout):
         args = megatron_args(model, distopt=True, keep_old_actor=True, **layout)
         return create_backend(args, rank=rank, world_size=world_size, device="cpu")
 
     backend = backend_of(tp=2)
-    kept = KeptVersions(backend)
+    kept = OldPolicy(backend)
     kept.note_push(1)
     before = exported(backend)
     backend.load_hf(other)
@@ -185,7 +185,7 @@ def kept_versions(rank, world_size, model, other, folder):
     after = exported(backend)
     resumed = backend_of(pp=2)
     resumed.load(Path(folder))
-    kept = KeptVersions(resumed)
+    kept = OldPolicy(resumed)
     kept.load(Path(folder))
     held = {tag: exported(resumed, weights=tag) for tag in ("old", "rollout", "actor")}
     expected = {"old": before, "rollout": after, "actor": after}
