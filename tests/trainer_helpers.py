@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from slime.arguments import Args, default_args
 from slime.backends.fsdp import create_backend
+from slime.backends.fsdp.model import gather_full
 from slime.backends.shared.microbatch import build_micro_batches
 from slime.batch.convert import samples_to_batch
 from slime.batch.split import split_for_ranks
@@ -60,9 +61,15 @@ def backend_of(args):
     return create_backend(args, rank=0, world_size=1, device="cpu")
 
 
-def train(backend, args, samples, **options):
-    batch = samples_to_batch(args, samples)
-    return TrainingStep(backend, args, 0, split_for_ranks(args, batch, 1)[0], **options).run().summary
+def weights_of(backend):
+    return {name: gather_full(p.data).clone() for name, p in backend.model.lm.named_parameters()}
+
+
+def train(backend, args, samples=None, *, rollout_id=0, **options):
+    batch = samples_to_batch(args, samples or random_samples(2, 4))
+    return (
+        TrainingStep(backend, args, rollout_id, split_for_ranks(args, batch, 1)[0], **options).run().summary
+    )
 
 
 def engine_samples(backend, args, num_groups=2, group_size=4, noise=0.0, version=None):

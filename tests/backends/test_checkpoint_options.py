@@ -4,26 +4,14 @@ or random state that are not read. FSDP.
 
 import pytest
 import torch
-import torch.distributed as dist
-from tiny_model import make_tiny_model
-from trainer_helpers import init_process_group, random_samples, trainer_args
+from trainer_helpers import random_samples, trainer_args, weights_of
 
 from slime.backends.fsdp import create_backend
 from slime.batch.convert import samples_to_batch
 from slime.batch.split import split_for_ranks
 from slime.step.training_step import TrainingStep
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    init_process_group()
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("process_group")
 
 
 def backend_of(model, **changes):
@@ -33,10 +21,6 @@ def backend_of(model, **changes):
 def train(backend, seed=0):
     batch = samples_to_batch(backend.args, random_samples(2, 2, seed=seed))
     return TrainingStep(backend, backend.args, 0, split_for_ranks(backend.args, batch, 1)[0]).run().summary
-
-
-def weights_of(backend):
-    return {name: parameter.detach().clone() for name, parameter in backend.model.lm.named_parameters()}
 
 
 def test_a_background_save_holds_the_state_of_its_moment(model, tmp_path):

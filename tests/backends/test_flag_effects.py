@@ -6,10 +6,9 @@ import dataclasses
 
 import pytest
 import torch
-import torch.distributed as dist
 from argument_helpers import parse
 from tiny_model import make_tiny_model
-from trainer_helpers import init_process_group, random_samples
+from trainer_helpers import random_samples
 
 from slime.arguments.groups.algorithm import AlgorithmFlags
 from slime.arguments.groups.objectives import CriticFlags, DistillationFlags, KeptPolicyFlags, PreferenceFlags
@@ -26,6 +25,8 @@ from slime.step.training_step import TrainingStep
 PLUGINS = '''
 """One function of each kind; each reads the flags that a function in its place may read."""
 import torch
+
+pytestmark = pytest.mark.usefixtures("process_group")
 
 
 def knobs(args, *names):
@@ -187,13 +188,6 @@ def folder(tmp_path_factory):
         make_tiny_model(path / name, layers=1, hidden=16, seed=seed, init_std=0.3)
     (path / "plugins.py").write_text(PLUGINS)
     return path
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    init_process_group()
-    yield
-    dist.destroy_process_group()
 
 
 def words(folder, settings):

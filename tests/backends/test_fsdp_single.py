@@ -4,42 +4,16 @@ import json
 
 import pytest
 import torch
-import torch.distributed as dist
 from tiny_model import make_tiny_model
-from trainer_helpers import init_process_group, random_samples, trainer_args
+from trainer_helpers import backend_of, random_samples, train, trainer_args, weights_of
 
 from slime.backends.base import NonFiniteStepError
-from slime.backends.fsdp import create_backend
-from slime.backends.fsdp.model import gather_full
 from slime.backends.shared.microbatch import build_micro_batches
 from slime.batch.convert import samples_to_batch
 from slime.batch.split import split_for_ranks
 from slime.step.training_step import TrainingStep
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    init_process_group()
-    yield
-    dist.destroy_process_group()
-
-
-def backend_of(args):
-    return create_backend(args, rank=0, world_size=1, device="cpu")
-
-
-def train(backend, args, samples, rollout_id=0):
-    batch = samples_to_batch(args, samples)
-    return TrainingStep(backend, args, rollout_id, split_for_ranks(args, batch, 1)[0]).run().summary
-
-
-def weights_of(backend):
-    return {name: gather_full(p.data).clone() for name, p in backend.model.lm.named_parameters()}
+pytestmark = pytest.mark.usefixtures("process_group")
 
 
 def hf_log_probs(path, samples, temperature=1.0):

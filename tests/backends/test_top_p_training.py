@@ -6,9 +6,8 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 from tiny_model import make_tiny_model
-from trainer_helpers import init_process_group, random_samples, trainer_args, with_nuclei
+from trainer_helpers import random_samples, trainer_args, with_nuclei
 
 from slime.backends.fsdp import create_backend
 from slime.backends.fsdp.model import gather_full
@@ -16,6 +15,8 @@ from slime.backends.shared.microbatch import build_micro_batches
 from slime.batch.convert import samples_to_batch
 from slime.batch.split import split_for_ranks
 from slime.step.training_step import TrainingStep
+
+pytestmark = pytest.mark.usefixtures("process_group")
 
 TEMPERATURE = 0.7
 
@@ -28,13 +29,6 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def other_model(tmp_path_factory):
     return make_tiny_model(tmp_path_factory.mktemp("other") / "tiny", layers=1, hidden=32, seed=7)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    init_process_group()
-    yield
-    dist.destroy_process_group()
 
 
 def double_model(path):
