@@ -174,7 +174,7 @@ def test_the_learning_rate_warms_up_and_decays(model):
     args = trainer_args(
         model, lr_warmup_iters=2, lr_decay_style="linear", lr_decay_iters=4, lr=1.0, min_lr=0.5
     )
-    from slime.backends.shared.optimizer import learning_rate
+    from slime.backends.shared.learning_rate import learning_rate
 
     assert [learning_rate(args, step, 4) for step in range(6)] == [0.5, 1.0, 1.0, 0.75, 0.5, 0.5]
     with pytest.raises(ValueError, match="--lr-decay-iters"):

@@ -32,12 +32,12 @@ from slime.backends.fsdp.layers import decoder_layers, prepare_layers
 from slime.backends.fsdp.mesh import Mesh
 from slime.backends.fsdp.model import PackedCausalLM, WholeMatrix, gather_full, local, reshard, shard
 from slime.backends.fsdp.offload import HostMemory
+from slime.backends.fsdp.optimizer import build_optimizer
 from slime.backends.fsdp.scalar_model import PackedLM, PackedScalarLM
 from slime.backends.fsdp.trainable import choose_trainable
 from slime.backends.fsdp.working_copy import WorkingCopy
 from slime.backends.shared.checkpoint_errors import plain_errors
 from slime.backends.shared.microbatch import by_sample
-from slime.backends.shared.optimizer import build_optimizer
 from slime.backends.shared.trainer_base import TrainerBase
 from slime.backends.shared.trainer_folder import is_checkpoint
 from slime.backends.shared.weight_copies import LIVE, WeightCopies

@@ -19,9 +19,9 @@ from slime.backends.base import Layout
 from slime.backends.fsdp import loading
 from slime.backends.fsdp.layers import HFModel
 from slime.backends.fsdp.lora import hub_name, is_adapter
+from slime.backends.fsdp.optimizer import init_state
 from slime.backends.fsdp.scalar_model import PackedLM
 from slime.backends.shared.checkpoint_errors import plain_errors, unreadable_named
-from slime.backends.shared.optimizer import init_state
 from slime.backends.shared.trainer_folder import (
     FORMAT_VERSION,
     MANIFEST,

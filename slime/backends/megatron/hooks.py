@@ -11,7 +11,7 @@ from torch import nn
 from slime.arguments import Args
 from slime.backends.base import StepPlace
 from slime.backends.megatron.model import PackedGPTModel
-from slime.backends.shared.optimizer import learning_rate
+from slime.backends.shared.learning_rate import learning_rate
 from slime.utils.misc import load_function
 from slime.utils.plugin_errors import plugin_call
 

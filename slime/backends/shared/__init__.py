@@ -1,1 +1,1 @@
-"""What both trainers use: their base class, micro-batches, the optimizer, HF folders, copies of weights."""
+"""What both trainers use: their base class, micro-batches, learning rates, HF folders, copies of weights."""

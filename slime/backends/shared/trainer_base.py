@@ -23,7 +23,7 @@ from slime.backends.base import (
     StepStats,
     has_update,
 )
-from slime.backends.shared.optimizer import learning_rate, set_rate
+from slime.backends.shared.learning_rate import learning_rate, set_rate
 from slime.backends.shared.roles import (
     critic_settings,
     load_copies,

@@ -1,0 +1,30 @@
+"""The learning rate of each optimizer step, from the flags: a warm-up, then constant, linear or cosine."""
+
+import math
+from typing import Any
+
+from slime.arguments import Args
+
+
+def learning_rate(args: Args, step: int, decay_steps: int | None) -> float:
+    """Learning rate of optimizer step `step` (from 0): linear warm-up to --lr, then decay to --min-lr."""
+    if step < args.lr_warmup_iters:
+        return args.lr * (step + 1) / args.lr_warmup_iters
+    if args.lr_decay_style == "constant":
+        return args.lr
+    if not decay_steps:
+        raise ValueError(
+            f"--lr-decay-style is {args.lr_decay_style} but the number of steps to decay over is unknown: "
+            "set --lr-decay-iters."
+        )
+    span = max(decay_steps - args.lr_warmup_iters, 1)
+    progress = min((step - args.lr_warmup_iters) / span, 1.0)
+    share = 1.0 - progress if args.lr_decay_style == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return args.min_lr + (args.lr - args.min_lr) * share
+
+
+def set_rate(optimizer: Any, rate: float) -> tuple[float, ...]:
+    """Give every parameter group the rate; returns it per group."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    return (rate,) * len(optimizer.param_groups)
