@@ -85,22 +85,26 @@ GRPO = dict(
 )
 
 
-def train(backend_of, args, rank: int, world_size: int) -> dict:
-    """Three GRPO steps on ragged samples: losses, norms, and the exported weights before and after."""
+def training_step(backend, args, samples, rollout_id: int = 0, **options):
+    """The TrainingStep of this rank on its share of `samples`."""
     from slime.batch.convert import samples_to_batch
     from slime.batch.split import split_for_ranks
     from slime.step.training_step import TrainingStep
 
-    backend = backend_of(args, rank=rank, world_size=world_size, device="cpu")
-    batch = samples_to_batch(args, with_nuclei(random_samples(5, 3, vocab=127), vocab=127))
-    layout = backend.layout
+    layout, batch = backend.layout, samples_to_batch(args, samples)
     data = split_for_ranks(args, batch, layout.dp_size, cp_size=layout.cp_size)[layout.dp_rank]
+    return TrainingStep(backend, args, rollout_id, data, **options)
+
+
+def train(backend_of, args, rank: int, world_size: int) -> dict:
+    """Three GRPO steps on ragged samples: losses, norms, and the exported weights before and after."""
+    backend = backend_of(args, rank=rank, world_size=world_size, device="cpu")
     before = exported(backend)
-    report = TrainingStep(backend, args, 0, data).run()
-    metrics, steps = report.summary, report.steps
+    samples = with_nuclei(random_samples(5, 3, vocab=127), vocab=127)
+    report = training_step(backend, args, samples).run()
     return {
-        "steps": [(step["train/loss"], step["train/grad_norm"]) for step in steps],
-        "entropy": metrics["train/entropy_loss"],
+        "steps": [(step["train/loss"], step["train/grad_norm"]) for step in report.steps],
+        "entropy": report.summary["train/entropy_loss"],
         "before": before,
         "after": exported(backend),
         "backend": backend,
@@ -154,17 +158,11 @@ def save_and_resume(
 ) -> dict:
     """Three steps, a checkpoint, three more; then the last three again from `folder` as `load_as`."""
     from slime.backends.megatron import create_backend
-    from slime.batch.convert import samples_to_batch
-    from slime.batch.split import split_for_ranks
-    from slime.step.training_step import TrainingStep
 
     place = dict(rank=rank, world_size=world_size, device="cpu")
 
     def go_on(backend, args):
-        batch = samples_to_batch(args, random_samples(5, 3, vocab=127, seed=1))
-        layout = backend.layout
-        data = split_for_ranks(args, batch, layout.dp_size, cp_size=layout.cp_size)[layout.dp_rank]
-        steps = TrainingStep(backend, args, 1, data).run().steps
+        steps = training_step(backend, args, random_samples(5, 3, vocab=127, seed=1), 1).run().steps
         return {
             "steps": [(s["train/loss"], s["train/grad_norm"]) for s in steps],
             "weights": exported(backend),

@@ -69,17 +69,19 @@ def _without_model_flags(args: Args, hf_config: Any) -> Args:
     """`args` without flags that describe the policy's architecture: a teacher has its own."""
     described = architecture(hf_config)
     fields = {name: value for name, value in (args.megatron_config or {}).items() if name not in described}
-    return Args(vars(args) | {"megatron_config": fields}, sources={})
+    return args.replace(megatron_config=fields)
 
 
 def _without_experts(args: Args) -> Args:
     """`args` without the flags of a mixture of experts, which the policy is and this teacher is not."""
-    fields = {
-        name: value for name, value in (args.megatron_config or {}).items() if not name.startswith("moe_")
-    }
-    sizes = {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1}
-    replay = {"use_routing_replay": False, "use_rollout_routing_replay": False}
-    return Args(vars(args) | sizes | replay | {"megatron_config": fields}, sources={})
+    given = (args.megatron_config or {}).items()
+    return args.replace(
+        expert_model_parallel_size=1,
+        expert_tensor_parallel_size=1,
+        use_routing_replay=False,
+        use_rollout_routing_replay=False,
+        megatron_config={name: value for name, value in given if not name.startswith("moe_")},
+    )
 
 
 @torch.no_grad()

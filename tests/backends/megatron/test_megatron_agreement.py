@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from megatron_helpers import GRPO, in_processes, make_family, megatron_args
+from megatron_helpers import GRPO, in_processes, make_family, megatron_args, training_step
 from trainer_helpers import random_samples
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(1800)]
@@ -21,9 +21,6 @@ TWO = {
 def compare(rank: int, world_size: int, model: str, cases: dict) -> dict:
     """Per case: metrics of a rollout with random engine log-probs, and that a threshold stops it."""
     from slime.backends import fsdp, megatron
-    from slime.batch.convert import samples_to_batch
-    from slime.batch.split import split_for_ranks
-    from slime.step.training_step import TrainingStep
     from slime.utils.errors import RunStopped
 
     results = {}
@@ -38,23 +35,11 @@ def compare(rank: int, world_size: int, model: str, cases: dict) -> dict:
         }
         args = megatron_args(model, **settings)
         backend = module.create_backend(args, rank=rank, world_size=world_size, device="cpu")
-        batch = samples_to_batch(args, random_samples(2, 4, vocab=127))
-        layout = backend.layout
-        data = split_for_ranks(args, batch, layout.dp_size, cp_size=layout.cp_size)[layout.dp_rank]
-        steps = (
-            TrainingStep(
-                backend,
-                args,
-                0,
-                data,
-                weight_version=1,
-            )
-            .run()
-            .steps
-        )
+        samples = random_samples(2, 4, vocab=127)
+        steps = training_step(backend, args, samples, weight_version=1).run().steps
         args = args.replace(logprob_diff_threshold=0.02)
         try:
-            TrainingStep(backend, args, 1, data, weight_version=2).run()
+            training_step(backend, args, samples, 1, weight_version=2).run()
             raise AssertionError(f"{name}: rank {rank} went on")
         except RunStopped:
             pass

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from megatron_helpers import exported, in_processes, make_family, megatron_args
+from megatron_helpers import exported, in_processes, make_family, megatron_args, training_step
 from trainer_helpers import random_samples
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(1800)]
@@ -93,27 +93,18 @@ def samples_for(settings):
 
 
 def train_case(rank, world_size, models, settings, create):
-    from slime.batch.convert import samples_to_batch
-    from slime.batch.split import split_for_ranks
-    from slime.step.training_step import TrainingStep
-
     settings = dict(settings)
     model = models[settings.pop("model", "qwen3")]
     if teacher := settings.pop("teacher", None):
         settings["opd_teacher_load"] = models[teacher]
     args = megatron_args(model, **(BASE | settings))
     backend = create(args, rank=rank, world_size=world_size, device="cpu")
-    layout = backend.layout
-    data = split_for_ranks(
-        args, samples_to_batch(args, samples_for(settings)), layout.dp_size, cp_size=layout.cp_size
-    )[layout.dp_rank]
     before = exported(backend)
-    report = TrainingStep(backend, args, 0, data).run()
-    metrics, steps = report.summary, report.steps
+    report = training_step(backend, args, samples_for(settings)).run()
     skipped = ("time", "tok_per_s", "tflops")
     result = {
-        "steps": [{n: v for n, v in step.items() if not n.endswith(skipped)} for step in steps],
-        "metrics": {n: v for n, v in metrics.items() if not n.endswith(skipped)},
+        "steps": [{n: v for n, v in step.items() if not n.endswith(skipped)} for step in report.steps],
+        "metrics": {n: v for n, v in report.summary.items() if not n.endswith(skipped)},
         "before": before,
         "after": exported(backend),
     }
@@ -248,9 +239,6 @@ def test_patterns_and_critics_that_do_not_fit_are_refused(folder, models):
 def step_without_tokens(rank, world_size, models):
     """How far weights move under Adam in a step, in one without trained tokens, and in another."""
     from slime.backends.megatron import create_backend
-    from slime.batch.convert import samples_to_batch
-    from slime.batch.split import split_for_ranks
-    from slime.step.training_step import TrainingStep
 
     warm = dict(lr=1e-2, weight_decay=0.5, lr_decay_style="linear", lr_decay_iters=8, global_batch_size=None)
     found = {}
@@ -265,11 +253,9 @@ def step_without_tokens(rank, world_size, models):
             samples = random_samples(2, 4, vocab=127, seed=seed)
             for sample in samples:
                 sample.loss_mask = [0] * sample.response_length if seed == 1 else sample.loss_mask
-            layout = backend.layout
-            data = split_for_ranks(args, samples_to_batch(args, samples), layout.dp_size)[layout.dp_rank]
             models_of = [backend, *([backend.critic] if backend.critic is not None else [])]
             before = [exported(one) for one in models_of]
-            metrics.append(TrainingStep(backend, args, seed, data).run().summary)
+            metrics.append(training_step(backend, args, samples, seed).run().summary)
             after = [exported(one) for one in models_of]
             pairs = [(a[n], b[n]) for a, b in zip(before, after, strict=True) for n in a]
             moved.append(max((x - y).abs().max().item() for x, y in pairs))

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from megatron_helpers import GRPO, exported, in_processes, make_family, megatron_args
+from megatron_helpers import GRPO, exported, in_processes, make_family, megatron_args, training_step
 from trainer_helpers import random_samples
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(1800)]
@@ -48,16 +48,9 @@ def routed_samples():
 
 
 def train_case(rank, world_size, model, settings, create):
-    from slime.batch.convert import samples_to_batch
-    from slime.batch.split import split_for_ranks
-    from slime.step.training_step import TrainingStep
-
     args = megatron_args(model, **(BASE | settings))
     backend = create(args, rank=rank, world_size=world_size, device="cpu")
-    layout = backend.layout
-    batch = samples_to_batch(args, routed_samples())
-    data = split_for_ranks(args, batch, layout.dp_size, cp_size=layout.cp_size)[layout.dp_rank]
-    steps = TrainingStep(backend, args, 0, data).run().steps
+    steps = training_step(backend, args, routed_samples()).run().steps
     names = (
         "train/loss",
         "train/grad_norm",

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("megatron.core")
 
 from megatron_families import MTP, make_checkpoint, mtp_log_probs, samples_of_tests
-from megatron_helpers import GRPO, exported, in_processes, megatron_args
+from megatron_helpers import GRPO, exported, in_processes, megatron_args, training_step
 
 from slime.backends.megatron.config import check_mtp, read_hf_config, transformer_config
 
@@ -33,8 +33,6 @@ def train_with_mtp(rank: int, world_size: int, cases: dict[str, tuple[str, dict]
     from slime.backends.megatron import create_backend
     from slime.backends.shared.microbatch import build_micro_batches
     from slime.batch.convert import samples_to_batch
-    from slime.batch.split import split_for_ranks
-    from slime.step.training_step import TrainingStep
 
     results = {}
     for name, (model, settings) in cases.items():
@@ -45,14 +43,10 @@ def train_with_mtp(rank: int, world_size: int, cases: dict[str, tuple[str, dict]
         mbs = build_micro_batches(samples_to_batch(args, samples_of_tests()), [[0, 3, 4], [1, 2], [5]])
         nothing = Loss(fn=lambda out, mb: (0.0 * out.log_probs.sum(), {}))
         backend.args = args.replace(lr=0.0)
-        found["loss"] = backend.train_step(mbs, nothing, Denominators(rollouts=1, tokens=1.0)).metrics.get(
-            "mtp_loss"
-        )
+        stats = backend.train_step(mbs, nothing, Denominators(rollouts=1, tokens=1.0))
+        found["loss"] = stats.metrics.get("mtp_loss")
         backend.args = args
-        batch = samples_to_batch(args, random_samples(5, 3, vocab=127))
-        layout = backend.layout
-        data = split_for_ranks(args, batch, layout.dp_size, cp_size=layout.cp_size)[layout.dp_rank]
-        steps = TrainingStep(backend, args, 0, data).run().steps
+        steps = training_step(backend, args, random_samples(5, 3, vocab=127)).run().steps
         found["steps"] = [(step["train/loss"], step.get("train/mtp_loss")) for step in steps]
         results[name] = found | {"after": exported(backend)}
     return results

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 pytest.importorskip("megatron.core")
 
 from megatron_families import make_checkpoint
-from megatron_helpers import in_processes, make_family, megatron_args
+from megatron_helpers import in_processes, make_family, megatron_args, training_step
 
 from slime.backends.megatron import te_attention
 from slime.backends.megatron.config import read_hf_config, transformer_config
@@ -203,9 +203,6 @@ def _whole_model(rank, world_size, model, fake_name):
     from trainer_helpers import random_samples
 
     from slime.backends.megatron import create_backend
-    from slime.batch.convert import samples_to_batch
-    from slime.batch.split import split_for_ranks
-    from slime.step.training_step import TrainingStep
 
     te_attention.why_unfit = lambda *facts: None
     fake = globals()[fake_name]
@@ -215,8 +212,7 @@ def _whole_model(rank, world_size, model, fake_name):
     for choice in ("local", "auto"):
         args = megatron_args(model, tp=2, attention_backend=choice, lr=0.1)
         backend = create_backend(args, rank=rank, world_size=world_size, device="cpu")
-        data = split_for_ranks(args, samples_to_batch(args, random_samples(4, 2, vocab=127)), 1)[0]
-        metrics = TrainingStep(backend, args, 0, data).run().summary
+        metrics = training_step(backend, args, random_samples(4, 2, vocab=127)).run().summary
         layer = backend.model[0].module.decoder.layers[0].self_attention.core_attention
         found[choice] = {
             "norm": metrics["train/grad_norm"],
