@@ -1,6 +1,4 @@
-"""What the tests of deltas share: a small model's tensors,
-an optimizer that moves a few of them, readers of folders.
-"""
+"""For tests of deltas: a small model's tensors, an optimizer that moves a few, readers of folders."""
 
 from pathlib import Path
 

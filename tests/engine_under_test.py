@@ -17,6 +17,8 @@ import torch
 from patience import PATIENCE_S
 
 from slime.catalog.transports import TRANSPORTS
+from slime.engines.embedded.command import embedded_command
+from slime.engines.server import Command, EngineServer, LaunchPlan
 from slime.utils import http_utils, shm
 from slime.utils.async_utils import run
 from slime.utils.processes import LifePipe, stop_process, thread_environment
@@ -29,6 +31,29 @@ from slime.wire.protocol import EngineInfo, GenerateRequest, Generation, Samplin
 
 CONTEXT = 512
 VOCAB = 128
+
+
+def small_embedded_command(model: Path, prefix: str, **changes) -> Command:
+    """The command line of an embedded engine on one CPU thread, with room for four requests."""
+    options = dict(device="cpu", dtype="float32", threads=1, max_running_requests=4, max_total_tokens=4096)
+    options |= dict(seed=0, await_weights=False)
+    return embedded_command(model_path=str(model), shm_prefix=prefix, **options | changes)
+
+
+@contextmanager
+def served_by_embedded(model: Path, log: Path, **changes) -> Iterator[tuple[EngineControl, EngineInfo, str]]:
+    """(control of such an engine, what it says of itself, its prefix of shared memory)."""
+    prefix = shm.make_prefix()
+    command = small_embedded_command(model, prefix, **changes)
+    server = EngineServer(LaunchPlan("engine-0", command, thread_environment(1), log, 120.0))
+    server.launch()
+    try:
+        server.wait_ready()
+        control = EngineControl(server.url)
+        yield control, run(control.info()), prefix
+    finally:
+        server.stop()
+        shm.unlink_prefix(prefix)
 
 
 @contextmanager
@@ -132,9 +157,7 @@ class EngineUnderTest:
                 segment.close()
 
     async def push(self, model, version: str) -> Receipt:
-        """By the first transport that leaves a parcel; an engine
-        that does not empty its cache by itself is told to.
-        """
+        """Push by the first transport that leaves a parcel, and have the engine empty its cache."""
         fetched = (name for name, row in TRANSPORTS.items() if not row.live)
         transport = transport_of(
             next(name for name in fetched if TRANSPORTS[name].engine_needs in self.can.transports)

@@ -1,5 +1,4 @@
-"""One trainer rank of a live push by handles, as a process
-of its own: `python live_rank.py RANK WORLD PORT JOB`.
+"""One trainer rank of a live push by handles, as a process: `python live_rank.py RANK WORLD PORT JOB`.
 
 JOB is JSON: `targets` (url and GPUs of each engine), `version`, and `model` (a folder
 whose weights are sent) or `segments` (the prefix of shared memory that stands in for

@@ -1,5 +1,4 @@
-"""One trainer rank of pushes by process groups, as a process of
-its own: `python stage_rank.py RANK STAGES WORLD PORT DEADLINE_S`.
+"""One trainer rank of pushes by groups: `python stage_rank.py RANK STAGES WORLD PORT DEADLINE_S`.
 
 Rank r is the first rank of pipeline stage r; ranks beyond share the last stage and send nothing. Each line of
 input is a push: `version`, `targets` ([url, life, token] each), `model` (a folder whose tensors are dealt to

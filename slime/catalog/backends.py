@@ -1,33 +1,35 @@
 """Trainers: the rows of `--train-backend`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """`create` gets the arguments of a run, a rank, the number of ranks and a device; returns a `TrainBackend`.
+    """One trainer. `create` gets the run's arguments, rank, number of ranks and device: a `TrainBackend`.
 
     A path, because a trainer may need packages that are not installed where another one runs.
     """
 
     create: str
+    help: str
     flags: tuple[str, ...] = ()  # that no other trainer reads
-    flags_unread: str = ""  # why such a flag has no effect with another trainer, and the remedy
+    # Why such a flag has no effect with another trainer, and the remedy.
+    flags_unread: str = field(default="", repr=False)
     takes_megatron_flags: bool = False  # fields of Megatron's configuration, and flags of its layout
     splits_logits: bool = False  # under tensor parallelism no rank has the logits of the whole vocabulary
     has_pipeline: bool = False  # ranks divide into pipeline stages too, by rules of the trainer's own
     scores_split_samples: bool = False  # rm_loss works where context parallelism splits a sample
     reads_kept_checkpoints: bool = False  # also for a model beside the policy, such as the reference
     float32_on_cpu: bool = False  # whatever precision the model is stored in
-    weights_in_dtype: bool = (
-        False  # --dtype is that of the weights; masters in float32 stand in the optimizer
-    )
+    # --dtype is that of the weights; masters in float32 stand in the optimizer.
+    weights_in_dtype: bool = False
     trains_transformers_model: bool = False  # its model is that of transformers, not a rewrite
 
 
 BACKENDS: dict[str, Backend] = {
     "fsdp": Backend(
         "slime.backends.fsdp.create_backend",
+        "any causal LM of transformers, sharded by PyTorch's FSDP",
         flags=("fsdp_cpu_offload", "router_aux_loss_coef", "lora_rank"),
         flags_unread="only the FSDP trainer reads it; remove it or use --train-backend fsdp",
         reads_kept_checkpoints=True,
@@ -35,6 +37,7 @@ BACKENDS: dict[str, Backend] = {
     ),
     "megatron": Backend(
         "slime.backends.megatron.create_backend",
+        "model families rebuilt from Megatron-Core's modules",
         takes_megatron_flags=True,
         splits_logits=True,
         has_pipeline=True,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """What servers of one kind and version can do over the HTTP protocol, so that nobody asks for their name."""
+    """What servers of one kind and version can do over HTTP, so that nobody asks for their name."""
 
     name: str
     transports: tuple[str, ...]  # ways to bring weights in: what rows of catalog.transports need of an engine
@@ -16,16 +16,14 @@ class Dialect:
     memory_saver: bool = False  # release and resume free memory (SGLang: only with its flag, see EngineInfo)
     flush_while_running: bool = False  # the prefix cache can be flushed while requests are held in place
     compares_manifests: bool = False  # it compares its tensors with the bytes of a manifest
-    has_seeds: bool = (
-        False  # sampling_seed alone decides the tokens (SGLang: only with its flag, see EngineInfo)
-    )
+    # `sampling_seed` alone decides the tokens (SGLang: only with its flag, see EngineInfo).
+    has_seeds: bool = False
     strict: bool = False  # it answers 400 to whatever is wrong with a request; others may ignore it, or end
     probes_while_paused: bool = False  # a health probe makes its token also while generation is paused
     clamps_length: bool = False  # more new tokens than the context holds are cut to fit; others answer 400
     frees_at_hang_up: bool = False  # a client that hangs up ends its request at once; others notice later
-    adapters_by: str | None = (
-        None  # the transport of low-rank adapters, if it was started for them; None: none
-    )
+    # The transport of low-rank adapters, if it was started for them; None: none.
+    adapters_by: str | None = None
     tells_nucleus: bool = False  # it can say which ids each token was drawn from, with log-probs over these
     oldest_version: tuple[int, ...] = ()  # of the server; an older one is refused
 
@@ -48,23 +46,22 @@ class EngineKind:
     """
 
     command: str
-    label: str  # its name in messages
+    help: str
+    label: str = field(repr=False)  # its name in messages
     dialect: Dialect
     # (V, dialect): servers older than version V speak that one.
-    older_dialects: tuple[tuple[tuple[int, ...], Dialect], ...] = ()
+    older_dialects: tuple[tuple[tuple[int, ...], Dialect], ...] = field(default=(), repr=False)
     chosen_by: tuple[str, ...] = ()  # flags whose use means this engine, where --rollout-engine is auto
-    chosen_why: str = ""
+    chosen_why: str = field(default="", repr=False)
     flags: tuple[str, ...] = ()  # that no other engine reads
-    flags_unread: str = ""  # why such a flag has no effect on a run with another engine, and the remedy
-    find_python: str | None = None  # finds the interpreter that it runs in; None: ours, with our modules
+    # Why such a flag has no effect on a run with another engine, and the remedy.
+    flags_unread: str = field(default="", repr=False)
+    # Finds the interpreter that it runs in; None: ours, with our modules.
+    find_python: str | None = field(default=None, repr=False)
     python_flag: str = ""  # the flag that names this interpreter
-    single_request_flag: str | None = (
-        None  # at 1, requests are computed one at a time, so in reproducible bits
-    )
+    single_request_flag: str | None = None  # at 1, requests are computed one at a time: reproducibly
     several_processes: bool = False  # whose threads get in each other's way on a CPU machine
-    takes_sglang_flags: bool = (
-        False  # --sglang-..., groups of the topology, and fields that SGLang's router adds
-    )
+    takes_sglang_flags: bool = False  # --sglang-..., topology groups, and fields that SGLang's router adds
     loses_weights_with_memory: bool = False  # released memory comes back empty: only a whole push fills it
     requests_name_adapters: bool = False  # a request that names none is answered by the model alone
 
@@ -72,6 +69,7 @@ class EngineKind:
 ENGINES: dict[str, EngineKind] = {
     "embedded": EngineKind(
         "slime.engines.embedded.command.run_command",
+        "our own server process, on a CPU or one GPU",
         "the embedded engine",
         Dialect(
             name="embedded",
@@ -99,10 +97,11 @@ ENGINES: dict[str, EngineKind] = {
     ),
     "sglang": EngineKind(
         "slime.engines.sglang.command.run_command",
+        "real SGLang servers, in a Python of their own",
         "SGLang",
         _SGLANG,
         # 0.5.16 answers 404 to begin_weight_update and reports one weight_version per answer; 0.5.23 demands
-        # the first and reports spans. Releases in between were not examined: the older form holds up to 0.5.22.
+        # the first and reports spans. Releases in between were not examined: they count as old.
         older_dialects=(
             (
                 (0, 5, 23),

@@ -13,9 +13,8 @@ class Estimator:
     """
 
     function: str
-    baseline: str | None = (
-        None  # row of algorithms.rewards.BASELINES that rewards are compared with; None: raw rewards
-    )
+    # Row of algorithms.rewards.BASELINES that rewards are compared with; None: raw rewards.
+    baseline: str | None = None
     scale_rewards: bool = False  # divide by the group's standard deviation too, unless switched off
     uses_kl_in_reward: bool = False  # --kl-coef enters the advantages
     uses_gamma: bool = False

@@ -13,9 +13,8 @@ class PolicyLoss:
     clips: bool = False  # reads --eps-clip and --eps-clip-high
     dual_clips: bool = False  # reads --eps-clip-c
     ratio_per_sample: bool = False  # defined as a mean over samples
-    selects_by_covariance: bool = (
-        False  # needs the log-probs of the whole optimizer step before its first pass
-    )
+    # Needs the log-probs of the whole optimizer step before its first pass.
+    selects_by_covariance: bool = False
     flags: tuple[str, ...] = ()  # that this loss reads, beyond those above
 
 

@@ -30,9 +30,8 @@ class Reward:
     metadata: tuple[str, ...] = ()  # entries of Sample.metadata that the function gets, as a dict
     reads_box: bool = False  # looks at nothing but the last \boxed{...} anyway
     reads_answer_line: bool = False  # looks for "Answer: ..."; the content of a box is handed over like that
-    is_remote: bool = (
-        False  # a judge at --rm-url, which retries on its own and may answer otherwise next time
-    )
+    # A judge at --rm-url, which retries on its own and may answer otherwise next time.
+    is_remote: bool = False
     package: str | None = None  # that has to be installed
     extra: str | None = None  # of slime, which installs it
 

@@ -16,35 +16,42 @@ OLDER_NAMES = {"nccl": "distributed"}
 class TransportRow:
     """One way to bring weights from the trainer to engines.
 
-    `code`: a `weight_sync.base.Transport`; of a live transport the class of its sender. Example: cuda_ipc sends
-    handles of device memory to engines that wait for them, and auto tries it second on GPUs.
+    `code`: a `weight_sync.base.Transport`; of a live transport the class of its sender. Example: cuda_ipc
+    sends handles of device memory to engines that wait for them, and auto tries it second on GPUs.
     """
 
     code: str
+    help: str
     choice: str  # the value of --update-weight-transport that allows it
     engine_needs: str  # one of the transports that an engine's dialect must name
-    # Places in the order that auto tries, fastest first; None: never there. Bodies of requests beat a group of
-    # gloo on a CPU machine, and lose to NCCL on GPUs. Of two that are equally slow, a folder asks less of the
-    # network than a group.
+    # Places in the order that auto tries, fastest first; None: never there. Bodies of requests beat a group
+    # of gloo on a CPU machine, and lose to NCCL on GPUs. Of two that are equally slow, a folder asks less of
+    # the network than a group.
     order_on_cpu: int | None
     order_on_cuda: int | None
     mode: str = "full"  # of --update-weight-mode
     content: str = "model"  # or "adapter": low-rank adapters alone
     live: bool = False  # engines wait for it, and nothing is left for one that comes late
-    every_rank: bool = (
-        False  # each trainer rank sends, to the engines on its device; else each pipeline stage
-    )
-    on_shared_gpus: bool | None = (
-        None  # True: works only where trainer and engines share GPUs; False: only else
-    )
+    # Each trainer rank sends, to the engines on its device; else each pipeline stage.
+    every_rank: bool = False
+    # True: works only where trainer and engines share GPUs; False: only else.
+    on_shared_gpus: bool | None = None
     keeps_requests: bool = True  # paused requests may wait in the engine meanwhile
 
 
 _HOME = "slime.weight_sync"
 TRANSPORTS: dict[str, TransportRow] = {
-    "shared_memory": TransportRow(f"{_HOME}.shared_memory.SHARED_MEMORY", "tensor", "shared_memory", 0, 0),
+    "shared_memory": TransportRow(
+        f"{_HOME}.shared_memory.SHARED_MEMORY",
+        "segments of shared memory, with checksums",
+        "tensor",
+        "shared_memory",
+        0,
+        0,
+    ),
     "cuda_ipc": TransportRow(
         f"{_HOME}.cuda_ipc.CudaIpcSender",
+        "handles of GPU memory, on the same GPUs",
         "tensor",
         "tensor",
         order_on_cpu=None,
@@ -53,9 +60,12 @@ TRANSPORTS: dict[str, TransportRow] = {
         every_rank=True,
         on_shared_gpus=True,
     ),
-    "http_tensor": TransportRow(f"{_HOME}.http_tensor.HTTP_TENSOR", "tensor", "tensor", 1, 4),
+    "http_tensor": TransportRow(
+        f"{_HOME}.http_tensor.HTTP_TENSOR", "bodies of requests, for small models", "tensor", "tensor", 1, 4
+    ),
     "distributed": TransportRow(
         f"{_HOME}.distributed.DistributedSender",
+        "broadcasts in a process group, by NCCL or gloo",
         "distributed",
         "distributed",
         order_on_cpu=3,
@@ -63,13 +73,28 @@ TRANSPORTS: dict[str, TransportRow] = {
         live=True,
         on_shared_gpus=False,  # two ranks of one NCCL group cannot share a device
     ),
-    "disk": TransportRow(f"{_HOME}.disk.DISK", "disk", "disk", 2, 3),
-    "delta": TransportRow(f"{_HOME}.delta.transport.DELTA", "disk", "disk", 4, 5, mode="delta"),
+    "disk": TransportRow(f"{_HOME}.disk.DISK", "a checkpoint folder that engines load", "disk", "disk", 2, 3),
+    "delta": TransportRow(
+        f"{_HOME}.delta.transport.DELTA",
+        "changed bytes, in a folder that copies beside the engines follow",
+        "disk",
+        "disk",
+        4,
+        5,
+        mode="delta",
+    ),
     "adapter_shared_memory": TransportRow(
-        f"{_HOME}.lora.ADAPTER_SHARED_MEMORY", "tensor", "adapter_shared_memory", 0, 0, content="adapter"
+        f"{_HOME}.lora.ADAPTER_SHARED_MEMORY",
+        "low-rank adapters alone, in shared memory",
+        "tensor",
+        "adapter_shared_memory",
+        0,
+        0,
+        content="adapter",
     ),
     "adapter_tensors": TransportRow(
         f"{_HOME}.lora.ADAPTER_TENSORS",
+        "low-rank adapters alone, in bodies of requests",
         "tensor",
         "adapter_tensors",
         order_on_cpu=1,

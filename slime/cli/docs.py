@@ -1,14 +1,34 @@
-"""`slime docs`: writes docs/flags.md and docs/plugins.md from the declarations, so that they always agree."""
+"""`slime docs`: writes docs/flags.md, plugins.md and catalog.md from the declarations, so that they agree."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
 from slime.arguments.all_flags import all_specs
 from slime.arguments.core.flag import FlagSpec
+from slime.catalog.backends import BACKENDS
+from slime.catalog.datasets import DATASET_FORMATS
+from slime.catalog.engines import ENGINES
+from slime.catalog.estimators import ESTIMATORS
+from slime.catalog.policy_losses import POLICY_LOSSES, REDUCTIONS
+from slime.catalog.rewards import REWARDS
+from slime.catalog.transports import TRANSPORTS
 from slime.plugins import PLUGIN_POINTS
 
 GENERATED = "<!-- Written by `slime docs`; edit the declarations in slime/, not this page. -->"
+
+CATALOG: dict[str, Mapping[str, Any]] = {
+    "`--advantage-estimator`": ESTIMATORS,
+    "`--policy-loss-type`": POLICY_LOSSES,
+    "`--loss-reduction`": REDUCTIONS,
+    "`--rm-type`": REWARDS,
+    "`--prompt-data`": DATASET_FORMATS,
+    "`--rollout-engine`": ENGINES,
+    "`--train-backend`": BACKENDS,
+    "Weight transports": TRANSPORTS,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def pages() -> dict[str, str]:
     """File name -> content of every generated page."""
-    return {"flags.md": flags_page(), "plugins.md": plugins_page()}
+    return {"flags.md": flags_page(), "plugins.md": plugins_page(), "catalog.md": catalog_page()}
 
 
 def flags_page() -> str:
@@ -72,6 +92,35 @@ def plugins_page() -> str:
     for p in PLUGIN_POINTS:
         lines.append(f"| `{p.option}` | `{p.call}` | {_cell(p.returns)} | {_cell(p.when)} |")
     return "\n".join(lines) + "\n"
+
+
+def catalog_page() -> str:
+    lines = [
+        GENERATED,
+        "# Catalog",
+        "",
+        "What flags with a closed list of choices can choose: where its code is, and its traits as the rows",
+        "of `slime/catalog` have them; comments there say what each means. A trait that is not named has its",
+        "default.",
+    ]
+    for flag, rows in CATALOG.items():
+        lines += ["", f"## {flag}", "", "| name | what it is | code | traits |", "|---|---|---|---|"]
+        for name, row in rows.items():
+            code, what = getattr(row, fields(row)[0].name), getattr(row, "help", "")
+            home = f"`{code}`" if code.startswith("slime.") else code
+            lines.append(f"| `{name}` | {_cell(what)} | {home} | {_cell('; '.join(_traits(row)))} |")
+    return "\n".join(lines) + "\n"
+
+
+def _traits(row: Any) -> Iterator[str]:
+    """Fields that differ from their defaults; the first is the code, and prose is left out."""
+    for trait in fields(row)[1:]:
+        value = getattr(row, trait.name)
+        if is_dataclass(value):
+            yield from _traits(value)
+        elif trait.repr and trait.name != "help" and value != trait.default:
+            text = ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            yield trait.name if value is True else f"{trait.name}: {text}"
 
 
 def _type_text(spec: FlagSpec) -> str:

@@ -50,7 +50,7 @@ COMMANDS = {
         "hold every trainer and layout against transformers on a small model of your architecture",
     ),
     "docs": Command(
-        "slime.cli.docs", "write docs/flags.md and docs/plugins.md from the declarations", hidden=True
+        "slime.cli.docs", "write docs/flags.md, plugins.md and catalog.md from the declarations", hidden=True
     ),
 }
 

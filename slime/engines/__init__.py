@@ -1,3 +1,1 @@
-"""Inference engines: processes that serve the wire protocol, and how
-they are started, grouped and routed to.
-"""
+"""Inference engines: processes that serve the wire protocol; how they are started, grouped and routed to."""

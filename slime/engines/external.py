@@ -1,6 +1,4 @@
-"""Engines that somebody else runs: found by their address, checked against our
-model, used, and never started or stopped.
-"""
+"""Engines that somebody else runs: checked against our model and used, never started or stopped."""
 
 from __future__ import annotations
 
@@ -141,9 +139,7 @@ def _check_version(engine: ExternalEngine) -> None:
 
 
 class ExternalServer:
-    """Stands in a fleet like a process of ours. "Killed" means out of use
-    until it answers again; it is left running.
-    """
+    """One of them in a fleet, like a process of ours. "Killed": out of use until it answers again."""
 
     pid = None
 
@@ -180,8 +176,7 @@ class ExternalServer:
         return self.url
 
     def alive(self) -> bool:
-        """Whether its port takes connections, looked at every few seconds;
-        once it did not, false until `wait_ready`.
+        """Whether its port takes connections, asked every few seconds; after a no, false until `wait_ready`.
 
         An engine that comes back by itself comes back with the weights it was started with.
         """

@@ -1,6 +1,4 @@
-"""All engines of one model: started together, watched, restarted when
-they die, given up when they keep dying.
-"""
+"""All engines of one model: started together, watched, restarted when they die, until they die too often."""
 
 from __future__ import annotations
 
@@ -37,8 +35,7 @@ class NoEngineLeft(RunStopped):
 
 @dataclass(frozen=True, slots=True)
 class WatchPolicy:
-    """When an engine counts as dead and when the run gives up.
-    `probe_interval_s` None: no token is asked of it.
+    """When an engine counts as dead, and when the run gives up. `probe_interval_s` None: without probes.
 
     `silence_limit_s`: how long it may give no sign of life, see `pulse`; None: for ever. `probe_failures`:
     health questions that must fail in a row. `no_engine_timeout_s` None: a run without any engine waits for
@@ -57,9 +54,7 @@ class WatchPolicy:
 
 
 class Server(Protocol):
-    """One engine: of ours (`EngineServer`, or `HostedEngine` wherever it
-    runs), or of somebody else (`ExternalServer`).
-    """
+    """One engine: a process of ours (`EngineServer`, `HostedEngine`) or another's (`ExternalServer`)."""
 
     plan: LaunchPlan
 
@@ -81,9 +76,7 @@ class Server(Protocol):
 
 
 class Rotation(Protocol):
-    """Who spreads requests over engines: told at once who is out,
-    and who is back with the current weights.
-    """
+    """Spreads requests over engines; told at once who is out, and who is back with current weights."""
 
     def add(self, server: Server) -> None: ...
     def remove(self, url: str) -> None: ...
@@ -314,9 +307,7 @@ class EngineFleet:
         self._last_probe = time.monotonic()
 
     def _check_versions(self, urls: list[str]) -> None:
-        """Membership is held, so no push is under way: an engine that holds
-        something else lost its weights by itself.
-        """
+        """No push is under way: an engine that holds another version lost its weights; evict it."""
         expected = self._expected_version()
         if expected is None:
             return

@@ -1,6 +1,4 @@
-"""Middleware of the built-in balancer: a class of yours sees each request, may
-change or answer it, and sees the answer.
-"""
+"""Middleware of the built-in balancer: a class of yours sees, changes or answers each request."""
 
 from __future__ import annotations
 
@@ -14,9 +12,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RouterRequest:
-    """One POST. Example: RouterRequest("/generate", {"text": "2+2=",
-    "sampling_params": {}}, {"X-SMG-Routing-Key": "a"}).
-    """
+    """One POST, for example RouterRequest("/generate", {"text": "2+2="}, {"X-SMG-Routing-Key": "a"})."""
 
     path: str
     payload: dict[str, Any]

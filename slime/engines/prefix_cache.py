@@ -1,5 +1,4 @@
-"""Middleware for conversations kept as text: what was generated before goes back
-to the engine as the very same token ids.
+"""Middleware for conversations kept as text: what was generated goes back as the very same token ids.
 
 Tokenising a conversation again may split it otherwise than the model did, and then log-probs belong to other
 tokens. `--router-middleware-paths slime.engines.prefix_cache.PrefixCacheMiddleware` remembers, per text, the
@@ -33,9 +32,7 @@ _HALF_CHARACTER = "\ufffd"
 
 @dataclass(eq=False, slots=True)
 class Piece:
-    """The ids of one stretch of a conversation, after those of `before`.
-    `log_probs` and `version` None: not generated.
-    """
+    """The ids of one stretch of a conversation, after those of `before`. `log_probs` None: not generated."""
 
     before: Piece | None
     ids: tuple[int, ...]
@@ -63,9 +60,7 @@ class _Node:
 
 
 class RadixTree:
-    """Texts and their ids; a lookup costs the length of the text. The least
-    recently used are forgotten above `max_tokens`.
-    """
+    """Texts and their ids, found in the time of the text's length; above `max_tokens` the oldest go."""
 
     def __init__(self, max_tokens: int = MAX_TOKENS):
         self._root, self._max_tokens = _Node("", None), max_tokens
@@ -185,9 +180,7 @@ class PrefixCacheMiddleware:
         return payload["text"] if isinstance(payload.get("text"), str) else None
 
     async def _prompt(self, text: str) -> tuple[int, Piece]:
-        """(how many ids were known, the last piece of the text). Long ones
-        must not hold up the loop they come in on.
-        """
+        """(how many ids were known, the last piece). Long texts are tokenised on another thread."""
         length, piece = self._tree.longest_prefix(text)
         known = sum(len(p.ids) for p in piece.line()) if piece is not None else 0
         if length < len(text) or piece is None:

@@ -1,5 +1,4 @@
-"""A minimal balancer for installs without SGLang's router: the engine
-with the fewest requests in flight is next.
+"""A small balancer for installs without SGLang's router: the engine with the fewest requests is next.
 
 It runs on the loop of the process that owns the engines. A session key pins a conversation to one engine,
 whose prefix cache knows it. A request whose engine refuses the connection, answers 5xx or is taken out of
@@ -106,9 +105,8 @@ class Balancer:
         self, urls: Sequence[str], *, no_engine_timeout_s: float = 0.0, middlewares: Sequence[Middleware] = ()
     ):
         self._running: dict[str, set[asyncio.Task[Any]]] = {url: set() for url in urls}
-        self._num_broken: Counter[str] = (
-            Counter()
-        )  # requests under which an engine broke, in its present life
+        # Requests under which an engine broke, in its present life.
+        self._num_broken: Counter[str] = Counter()
         self._session_home: OrderedDict[str, str] = OrderedDict()
         self._no_engine_timeout_s = no_engine_timeout_s
         self._middlewares = tuple(middlewares)
@@ -220,9 +218,7 @@ class Balancer:
                 return answer
 
     async def _send_back(self, url: str, errand: _Errand, alone: bool) -> _Answer | web.StreamResponse | None:
-        """To the engine that broke under the request, once more. None: it does
-        not come back, and another may be asked.
-        """
+        """Send a request again to the engine that broke under it. None: it stays away; ask another."""
         patience = errand.deadline if alone else min(errand.deadline, time.monotonic() + _RETURN_PATIENCE_S)
         await asyncio.sleep(_DYING_PAUSE_S)
         while True:

@@ -42,9 +42,7 @@ class MachineLost(RunStopped):
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """How to start one engine. `command` gets the port to bind (0:
-    any), the ready file and the life pipe's fd.
-    """
+    """How to start one engine. `command` gets the port (0: any), the ready file and the life pipe's fd."""
 
     name: str
     command: Command
@@ -59,9 +57,7 @@ class LaunchPlan:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """An engine that serves: its address and its process.
-    `bootstrap_port`: of one that prefills for others.
-    """
+    """An engine that serves: address and process. `bootstrap_port`: of one that prefills for others."""
 
     host: str
     port: int
@@ -101,9 +97,7 @@ class EngineServer:
         return info.transports
 
     def launch(self) -> None:
-        """Start the process without waiting for it. A restart needs
-        the port it had before, which clients know.
-        """
+        """Start the process without waiting for it. A restart gets the port it had, which clients know."""
         if self._process is not None:
             _kill_group(self._process)  # what an earlier life may have left
         if self.port:

@@ -1,6 +1,4 @@
-"""From a topology to a launch plan: which engine on which GPUs with which
-command line, behind which router. Pure.
-"""
+"""From a topology to a launch plan: which engine on which GPUs, with which flags, behind which router."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ class EnginePlace:
 class EngineSite:
     """All that decides how one engine of a run is started, besides the arguments of the run.
 
-    `quantization`: the quantization_config in which it holds the trainer's weights; None: as the model has them.
+    `quantization`: the quantization_config under which it takes weights; None: as the model has them.
     """
 
     model_path: str

@@ -1,5 +1,4 @@
-"""What a weight transport is: a sender on the trainer's side, a
-delivery to one engine, and what lies between.
+"""What a weight transport is: a sender at the trainer, a delivery to an engine, and what lies between.
 
 A `Parcel` is a version of the weights that any engine can still fetch: it stays valid until the parcel after
 the next one is made, so that an engine that restarts late catches up without asking the trainer.
@@ -59,9 +58,7 @@ class Sender(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """An engine that waits for a live push. `life` changes when it was
-    restarted: a new process knows no old group.
-    """
+    """An engine that waits for a live push. `life` changes at a restart: a new process is in no group."""
 
     url: str
     life: int
@@ -71,9 +68,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class LiveReport:
-    """What a live push came to, over all stages. `failures`: engine address
-    -> why it does not hold the new weights.
-    """
+    """What came of a live push, over all stages. `failures`: engine address -> why it has no new weights."""
 
     num_tensors: int
     nbytes: int
@@ -94,9 +89,7 @@ class LiveSender(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DeltaOptions:
-    """What only deltas need. `agents`: engine address -> the agent that
-    keeps a copy beside it; others share `local`.
-    """
+    """What only deltas need. `agents`: engine address -> the agent beside it; other engines share `local`."""
 
     local: Path  # the copy beside the engines of this machine
     remove_local: bool = False  # it is ours, and goes with the run
@@ -116,12 +109,10 @@ class SenderOptions:
     host: str = "127.0.0.1"  # address of this rank, as engines reach it
     deadline_s: float = 120.0  # longest wait for one bucket
     stage: int = 0  # this rank's in the pipeline; a trainer without one is a single stage
-    quantization: Mapping[str, Any] | None = (
-        None  # what the config of those checkpoints must say of FP8; None: as it is
-    )
-    adapter_config: Mapping[str, Any] | None = (
-        None  # of adapters that are sent alone; None: the model is sent
-    )
+    # What the config of those checkpoints must say of FP8; None: as it is.
+    quantization: Mapping[str, Any] | None = None
+    # Of adapters that are sent alone; None: the model is sent.
+    adapter_config: Mapping[str, Any] | None = None
     keep_files: bool = False  # versions on disk stay after their use
     delta: DeltaOptions | None = None  # None: the run sends no deltas
     # Called with what this sender writes beside the versions of pushes, before readers learn of it.
@@ -134,9 +125,8 @@ class Site:
 
     cuda: bool = False
     colocated: bool = False
-    every_gpu_trains: bool = (
-        True  # each GPU of an engine has a trainer rank on it; only asked where they are colocated
-    )
+    # Each GPU of an engine has a trainer rank on it; only asked where they are colocated.
+    every_gpu_trains: bool = True
 
 
 async def nothing_to_prepare(parcel: Parcel, control: EngineControl) -> None:

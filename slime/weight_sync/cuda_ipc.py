@@ -1,5 +1,4 @@
-"""Weights by handles to GPU memory, for SGLang engines on the
-trainer's own devices: nothing crosses the host.
+"""Weights by handles to GPU memory, for SGLang engines on the trainer's devices: none crosses the host.
 
 A bucket is gathered into one flat buffer on the device; the engine maps it, copies its weights out and
 answers. Two buffers take turns, so that the next bucket is gathered meanwhile. An engine of several GPUs gets
@@ -25,9 +24,7 @@ _NUM_BUFFERS = 2
 
 
 class CudaIpcSender:
-    """One per trainer rank; takes part in serving the engine on this
-    rank's device. All ranks call it in step.
-    """
+    """One per trainer rank; sends to the engine on this rank's device. All ranks call it in step."""
 
     def __init__(self, options: SenderOptions):
         self._rank, self._deadline_s = options.rank, options.deadline_s

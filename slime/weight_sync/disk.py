@@ -85,9 +85,7 @@ class DiskSender:
 
 @contextlib.contextmanager
 def room_for(what: str, folder: Path, flag: str) -> Iterator[None]:
-    """A full disk ends the run with the folder's name; a version
-    appears only when it is whole, so none is lost.
-    """
+    """A full disk ends the run with the folder's name; a version appears only when it is whole."""
     try:
         yield
     except OSError as error:
@@ -115,8 +113,7 @@ def copy_config(options: SenderOptions, folder: Path) -> None:
 
 
 class CopyRequest:
-    """How an engine's side asks the trainer's for a copy that is only written
-    when somebody needs it: by files beside it.
+    """How an engine asks the trainer, by files beside it, for a copy that is only written when needed.
 
     `.wanted` asks. The folder answers; or the file gets another name, which takes no room on a disk that has
     none: `.no-room` ends the run, `.failed` is a failure that another attempt may not meet. The cause stands
@@ -166,9 +163,7 @@ class CopyRequest:
 
 
 async def until_written(folder: Path) -> None:
-    """A late copy is written once it is asked for; it appears whole. One
-    that cannot be written raises the cause.
-    """
+    """Ask for a late copy and wait until it is there, whole. One that cannot be written raises the cause."""
     request = CopyRequest(folder)
     request.ask()
     with waits.waiting(f"weights in {folder}", owner="engine", deadline_s=_WRITE_DEADLINE_S) as wait:

@@ -1,5 +1,4 @@
-"""Weights by broadcast in a process group of one trainer rank and all
-ranks of all engines: NCCL, or gloo on CPU.
+"""Weights by broadcast in a process group of one trainer rank and all engine ranks: NCCL, or gloo on CPU.
 
 Each pipeline stage has a sender with a group of its own, named after the stage; a trainer without a pipeline
 is one stage. Stages send in turns, for the reason that `stage_turns` gives.
@@ -96,9 +95,7 @@ class DistributedSender:
         logger.info("%s: this rank sends weights to %d ranks of engines", self._group_name, world_size - 1)
 
     def _give_up(self, error: Exception) -> None:
-        """One broken member breaks the group for all: they take the
-        copy on disk, and the group is made anew.
-        """
+        """One broken member breaks the group: all take the copy on disk, and the group is made anew."""
         own = dict(self._errors)  # before others fail because the group is gone
         cause = (
             "; ".join(f"engine {url}: {why}" for url, why in own.items())
@@ -129,9 +126,7 @@ class DistributedSender:
         return [EngineControl(target.url, self._options.deadline_s) for target in self._targets]
 
     def _on_all(self, calls: list[Coroutine[Any, Any, None]]) -> concurrent.futures.Future[None]:
-        """One call per target, all at once and in the background:
-        they end only when this rank does its part.
-        """
+        """One call per target, all in the background: they end only when this rank does its part."""
         errors = self._errors
 
         async def one(url: str, call: Coroutine[Any, Any, None]) -> None:

@@ -1,5 +1,4 @@
-"""Weights on their way to an FP8 model: which of them become FP8, and a
-stream of named tensors that has them so.
+"""Weights for an FP8 model: which become FP8, and a stream of named tensors that has them so.
 
 What an FP8 checkpoint holds is said by the `quantization_config` of its config.json. Linear weights become
 e4m3 with fp32 factors beside them; embedding, output matrix, norms, routers and what the config excludes stay
@@ -44,9 +43,8 @@ class Fp8Format:
     excluded: tuple[str, ...] = ()  # modules, as patterns
     included: tuple[str, ...] = ()  # modules that would otherwise not be converted
     powers_of_two: bool = False
-    names: frozenset[str] | None = (
-        None  # weights that a checkpoint has in FP8; None: not known, the patterns decide
-    )
+    # Weights that a checkpoint has in FP8; None: not known, the patterns decide.
+    names: frozenset[str] | None = None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], names: frozenset[str] | None = None) -> Fp8Format:
@@ -93,9 +91,7 @@ class Fp8Format:
 def quantize_state(
     named: Iterable[tuple[str, Tensor]], config: Mapping[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a model as an FP8 checkpoint with this
-    `quantization_config` holds them, in the order they come.
-    """
+    """A model's tensors as an FP8 checkpoint with this `quantization_config` holds them, in their order."""
     return quantize_named(named, Fp8Format.from_config(config))
 
 
@@ -128,15 +124,12 @@ def quantize_named(
 
 
 def engine_format(folder: str | Path, served: Mapping[str, Any] | None) -> Fp8Format | None:
-    """How engines hold the policy: as they were told to serve it, else as
-    the checkpoint that they start from does.
-    """
+    """How engines hold the policy: as they were told to serve it, else as their checkpoint does."""
     return Fp8Format.from_config(served) if served is not None else checkpoint_format(folder)
 
 
 def checkpoint_format(folder: str | Path) -> Fp8Format | None:
-    """How the checkpoint in a folder holds its weights; None: it is not
-    quantised, or its config is not at hand.
+    """How the checkpoint in a folder holds its weights; None: not quantised, or its config is not at hand.
 
     Where its files can be listed they say which weights are FP8; the
     patterns of its config only decide without them.
@@ -164,9 +157,7 @@ def served_config(folder: str | Path) -> dict[str, Any]:
 
 
 def _matches(pattern: str, module: str) -> bool:
-    """Whether a pattern of a quantization_config names a module: its name or that of one around it, an end of
-    its name, or a regular expression for the beginning of it.
-    """
+    """Whether a pattern of a quantization_config names a module: by its name, one around it, or a regex."""
     if module == pattern or module.startswith(pattern + ".") or module.endswith(pattern):
         return True
     try:

@@ -1,5 +1,4 @@
-"""Weights in the body of a request, for SGLang on the trainer's machine: read
-from shared memory, sent bucket by bucket.
+"""Weights in the body of a request, for SGLang on the trainer's machine, bucket by bucket.
 
 The parcel is that of shared memory, so a restarted engine takes it as any other does. The bytes cross a
 socket in base64: fine for small models and CPU machines; with a shared GPU device handles to its memory go
@@ -42,9 +41,7 @@ async def deliver(parcel: Parcel, control: EngineControl, info: EngineInfo) -> R
 
 @contextlib.asynccontextmanager
 async def update_session(control: EngineControl, info: EngineInfo) -> AsyncIterator[None]:
-    """Between begin and end, where the engine knows them. On an error
-    it stays open: the engine is evicted then.
-    """
+    """An update between begin and end, where the engine knows them. After an error the engine is evicted."""
     if info.has_begin_end:
         await control.begin_update()
     yield

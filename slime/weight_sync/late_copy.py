@@ -1,6 +1,4 @@
-"""The copy that follows a live push, for engines that come late: kept in
-host memory, written to disk when one asks.
-"""
+"""The copy after a live push, for engines that come late: in host memory, on disk when one asks."""
 
 from __future__ import annotations
 

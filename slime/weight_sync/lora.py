@@ -1,5 +1,4 @@
-"""Low-rank adapters alone, for engines that hold the model already: a
-small part of the bytes of a whole push.
+"""Low-rank adapters alone, for engines that hold the model: a small part of the bytes of a whole push.
 
 The parcel is the adapters in shared memory and their config, both as peft has them. An engine that comes late
 has loaded the model from its folder, so the parcel is all it needs. Our own engine adds the product to
@@ -73,8 +72,7 @@ async def compare_by_memory(
 
 
 async def deliver_by_tensors(parcel: Parcel, control: EngineControl, info: EngineInfo) -> Receipt:
-    """The engine must be paused and without requests: it holds on to
-    an adapter as long as one of them uses it.
+    """The engine must be paused and without requests: one that runs would hold on to the old adapter.
 
     It checks every tensor against our checksum before it takes the adapter.
     """
@@ -91,9 +89,7 @@ async def deliver_by_tensors(parcel: Parcel, control: EngineControl, info: Engin
 async def compare_by_tensors(
     parcel: Parcel, control: EngineControl, info: EngineInfo, shm_prefix: str
 ) -> list[str]:
-    """The engine compared them as it took them and gives none out; what
-    is left to see is that it still has them.
-    """
+    """The engine compared the adapters as it took them; what is left to see is that it still has them."""
     return [] if ADAPTER_NAME in await control.adapters() else [ADAPTER_NAME]
 
 

@@ -1,5 +1,4 @@
-"""SGLang's format of a bucket of weights: a pickled dictionary of one flat
-tensor and where each weight lies in it.
+"""SGLang's format of a bucket of weights: a pickled dictionary of a flat tensor and its layout.
 
 SGLang is not imported: its metadata class is named in the pickle, and only SGLang's side needs to know it. A
 tensor on a CUDA device goes as a handle to its memory, which a process on the same device maps; one on the
@@ -80,9 +79,7 @@ class _Pickler(pickle._Pickler):
 
 
 def seen_by_reader(arguments: tuple[Any, ...], reader_device: int) -> tuple[Any, ...]:
-    """A handle says on which device the memory lies. We see one device,
-    number 0; an engine counts all of its own.
-    """
+    """A handle with the device's number as the engine counts it; here every device is number 0."""
     return (*arguments[:_DEVICE_ARGUMENT], reader_device, *arguments[_DEVICE_ARGUMENT + 1 :])
 
 

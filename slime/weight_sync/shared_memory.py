@@ -1,6 +1,4 @@
-"""Weights through shared memory, for engines on the trainer's machine:
-each bucket is a segment with a checksum.
-"""
+"""Weights through shared memory, for engines on the trainer's machine: buckets with a checksum each."""
 
 from __future__ import annotations
 

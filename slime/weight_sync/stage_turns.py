@@ -1,5 +1,4 @@
-"""Pipeline stages send one after another: first to last, each from its own
-first rank, in a process group of its own.
+"""Pipeline stages send in turns, first to last: each from its first rank, in a process group of its own.
 
 Why in turns: an engine works on one update at a time (SGLang holds a lock over a bucket, and its ranks wait
 inside the broadcast). If two stages sent at once, engine A could begin with a bucket of stage 0 and engine B
@@ -26,9 +25,7 @@ from slime.weight_sync.base import LiveReport, LiveSender, NamedTensors, Target
 
 @dataclass(frozen=True, slots=True)
 class StagePlace:
-    """Where a trainer rank stands in the pipeline. `is_first`: of the ranks that
-    share the stage; it is the one that sends.
-    """
+    """Where a trainer rank stands in the pipeline. `is_first`: of the ranks of its stage; this one sends."""
 
     stage: int = 0
     num_stages: int = 1

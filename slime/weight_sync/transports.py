@@ -26,7 +26,7 @@ def live_sender_of(name: str) -> Callable[[SenderOptions], LiveSender]:
 def choose_transport(
     wanted: str, offered: Iterable[str], site: Site | None = None, mode: str = "full"
 ) -> str:
-    """The first that --update-weight-transport and -mode allow, that every engine takes and that suits the site."""
+    """The first that the flags allow, that every engine takes and that suits the site."""
     offered, site = set(offered), site or Site()
     allowed = {
         name: row

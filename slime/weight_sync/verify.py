@@ -1,6 +1,4 @@
-"""Do the engines hold what was pushed? Cheap questions after every push,
-the engines' own checksums now and then.
-"""
+"""Do engines hold what was pushed? Cheap questions after every push, their checksums now and then."""
 
 from __future__ import annotations
 

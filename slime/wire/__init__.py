@@ -1,3 +1,1 @@
-"""The HTTP contract between slime and its inference engines: typed
-values, a client, one worker's control plane.
-"""
+"""The HTTP contract between slime and inference engines: typed values, a client, a worker's control plane."""

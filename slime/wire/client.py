@@ -48,9 +48,7 @@ class EngineClient:
     async def stream(
         self, request: GenerateRequest, headers: Mapping[str, str] | None = None
     ) -> AsyncIterator[dict[str, Any]]:
-        """The events of one answer; each holds all that was made so far. A
-        broken stream raises, it is not resumed.
-        """
+        """The events of one answer; each holds all that was made so far. A broken stream raises."""
         url = f"{self.base_url}/generate"
         async with self._slots:
             events = http_utils.stream(
@@ -73,8 +71,7 @@ class EngineClient:
             )
 
     async def _post_until_taken(self, url: str, payload: dict[str, Any], headers: dict[str, str]) -> Any:
-        """An engine that has not noticed yet that the connection of an
-        earlier attempt broke refuses its id as taken.
+        """An engine that has not noticed that an earlier attempt's connection broke refuses its id as taken.
 
         That is no mistake of the request, and passes: the engine
         looks for such connections every few seconds.

@@ -33,17 +33,14 @@ class NoChecksums(RuntimeError):
 
 
 class EngineControl:
-    """One worker, addressed directly. Every call has a name and a
-    deadline; no call is repeated behind your back.
-    """
+    """One worker, addressed directly. Every call has a name and a deadline; none is repeated by itself."""
 
     def __init__(self, url: str, deadline_s: float = 120.0):
         self.url = url.rstrip("/")
         self.deadline_s = deadline_s
 
     async def pause(self, mode: PauseMode = "abort") -> None:
-        """abort: running requests answer now. retract: they lose their KV and start again from their tokens.
-        in_place: they freeze and go on with the KV they have."""
+        """abort: requests answer now. retract: they lose their KV and start again. in_place: they keep it."""
         await self._post("pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
@@ -85,8 +82,7 @@ class EngineControl:
         return seconds
 
     async def bent_by_others(self) -> tuple[int, str | None]:
-        """Requests of other HTTP clients than slime's whose tokens must not be
-        trained on, and what the last one asked for.
+        """How many requests of foreign clients must not be trained on, and what the last one asked for.
 
         (0, None) also where an engine does not look.
         """
@@ -124,9 +120,7 @@ class EngineControl:
         return _receipt(await self._post("update_weights_from_disk", payload), version)
 
     async def update_from_shared_memory(self, manifest: WeightManifest) -> Receipt:
-        """Every bucket is verified before any is applied; on a mismatch
-        this raises and the old version serves on.
-        """
+        """All buckets are verified before any is applied; after a mismatch the old version stays."""
         answer = await self._post("update_weights_from_shared_memory", manifest.to_json())
         return _receipt(answer, manifest.version)
 
@@ -140,9 +134,7 @@ class EngineControl:
     async def load_adapter_from_tensors(
         self, name: str, payloads: Sequence[str], config: Mapping[str, Any], checksums: Mapping[str, str]
     ) -> None:
-        """Low-rank adapters in SGLang's own format, base64, one text per
-        rank; `checksums`: SHA-256 of each tensor.
-        """
+        """Send low-rank adapters in SGLang's format, a text per rank; `checksums`: SHA-256 of each tensor."""
         payload = {
             "lora_name": name,
             "config_dict": dict(config),
@@ -163,9 +155,7 @@ class EngineControl:
         return tuple(model["id"] for model in models if model.get("parent"))
 
     async def begin_update(self) -> None:
-        """Opens an update by tensors or by a process group; engines without
-        the call need none (EngineInfo says so).
-        """
+        """Open an update by tensors or by a process group, on engines that have it (see EngineInfo)."""
         await self._post("begin_weight_update", {})
 
     async def end_update(self) -> None:
@@ -184,9 +174,7 @@ class EngineControl:
     async def join_group(
         self, address: str, port: int, rank_offset: int, world_size: int, name: str, backend: str
     ) -> None:
-        """The engine's ranks join a process group, whose rank 0 listens at
-        the address; returns when all have joined.
-        """
+        """Have the engine's ranks join a process group whose rank 0 is at the address; waits for all."""
         payload = {
             "master_address": address,
             "master_port": port,
@@ -203,9 +191,7 @@ class EngineControl:
     async def update_from_group(
         self, tensors: Sequence[tuple[str, str, Sequence[int]]], group: str, version: str
     ) -> None:
-        """One bucket that rank 0 of the group broadcasts: (name,
-        dtype, shape) of each tensor, in that order.
-        """
+        """Take a bucket that rank 0 of the group broadcasts: (name, dtype, shape) per tensor, in order."""
         payload = {
             "names": [name for name, _, _ in tensors],
             "dtypes": [dtype for _, dtype, _ in tensors],

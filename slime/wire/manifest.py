@@ -33,8 +33,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def byte_checksum(data: torch.Tensor) -> int:
-    """`sum(x_i * (2 i + 1)) mod 2^64` over the int64 words of a contiguous
-    uint8 tensor, the tail padded with zeros.
+    """`sum(x_i * (2 i + 1)) mod 2^64` over the int64 words of a contiguous uint8 tensor, padded with zeros.
 
     The factors are odd, hence invertible modulo 2^64: a change confined to one word always changes the sum.
     """

@@ -74,8 +74,7 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
 
 
 def wrong_token_id(ids: Sequence[Any], vocab_size: int | None) -> str | None:
-    """The first entry that no model of that vocabulary has as a token, in words; None:
-    all are fine. SGLang ends over such a one.
+    """Names the first entry that is no token of the vocabulary, over which SGLang would end; None: all are.
 
     `vocab_size` None: not known, so that only what can be no id at all is found.
     """
@@ -240,8 +239,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What an engine made for one request. `ids`, and `log_probs` when they
-    were asked for, have one entry per token.
+    """What an engine made for one request. `ids`, and `log_probs` if asked for, have one entry per token.
 
     Example: `Generation(ids=(7, 2), log_probs=(-0.3, -1.2), finish="stop", finish_detail={"type": "stop",
     "matched": 2}, text="c", spans=(VersionSpan("run:4", 0, 2),), weight_version="run:4", prompt_tokens=5,

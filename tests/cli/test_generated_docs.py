@@ -1,4 +1,4 @@
-"""docs/flags.md and docs/plugins.md say what the declarations say."""
+"""docs/flags.md, plugins.md and catalog.md say what the declarations say."""
 
 from pathlib import Path
 

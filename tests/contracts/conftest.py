@@ -78,9 +78,7 @@ def served_engine(request, tiny_folder, tmp_path_factory) -> Iterator[EngineUnde
 
 @pytest.fixture(scope="session")
 def sglang_pair(tiny_folder, tmp_path_factory) -> Iterator[tuple[EngineFleet, EngineWeights]]:
-    """Two real SGLang servers on the CPU, started once and restarted
-    when they die, and what keeps their weights.
-    """
+    """Two real SGLang servers on the CPU, restarted when they die, and what keeps their weights."""
     python = find_python(None)
     if python is None:
         pytest.skip("there is no SGLang: `make sglang-env`")

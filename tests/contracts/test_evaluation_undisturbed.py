@@ -1,6 +1,4 @@
-"""Evaluation while training aborts its surplus and pushes weights: every
-sample ends, and says which weights made it.
-"""
+"""Evaluation while training aborts its surplus and pushes weights: all samples end, with their versions."""
 
 import dataclasses
 import json
@@ -10,11 +8,10 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
-from engine_under_test import CONTEXT, largest_difference, plain_log_probs
+from engine_under_test import CONTEXT, largest_difference, plain_log_probs, small_embedded_command
 from rollout_helpers import assert_conserved, make_args, make_source, write_prompts
 
 from slime.cluster.serving.engine_weights import EngineWeights
-from slime.engines.embedded.command import embedded_command
 from slime.engines.fleet import EngineFleet, WatchPolicy
 from slime.engines.router import Balancer
 from slime.engines.server import EngineServer, LaunchPlan
@@ -35,17 +32,7 @@ TEMPERATURE = 0.5  # of evaluation: tells its log-probs from those of training
 @pytest.fixture(scope="module")
 def embedded_fleet(tiny_folder, tmp_path_factory) -> Iterator[tuple[EngineFleet, EngineWeights]]:
     prefix = shm.make_prefix()
-    command = embedded_command(
-        model_path=str(tiny_folder),
-        device="cpu",
-        dtype="float32",
-        threads=1,
-        max_running_requests=32,
-        max_total_tokens=1 << 15,
-        seed=0,
-        shm_prefix=prefix,
-        await_weights=False,
-    )
+    command = small_embedded_command(tiny_folder, prefix, max_running_requests=32, max_total_tokens=1 << 15)
     log = tmp_path_factory.mktemp("embedded") / "engine.log"
     server = EngineServer(LaunchPlan("engine", command, thread_environment(1), log, 120.0))
     fleet = EngineFleet([server], WatchPolicy(8, 3600.0))
@@ -94,9 +81,7 @@ def in_background(work):
 
 
 def wait_for_requests(balancer: Balancer, evaluation: threading.Thread, count: int) -> None:
-    """Until that many are under way, and have had time for a few
-    tokens. An engine's own count may lag behind.
-    """
+    """Wait until that many are under way and have a few tokens. An engine's own count may lag."""
     deadline = time.monotonic() + 120
     while sum(len(tasks) for tasks in balancer._running.values()) < count:
         assert evaluation.is_alive(), "the evaluation ended before all its requests were seen together"

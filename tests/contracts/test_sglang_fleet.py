@@ -1,6 +1,4 @@
-"""Two real SGLang servers as a run has them: every weight path, versions
-per token, and a server killed under load.
-"""
+"""Two real SGLang servers as a run has them: weight paths, versions per token, death under load."""
 
 import asyncio
 import dataclasses
@@ -66,9 +64,7 @@ def make_parcel(transport: str, options, model, version: str):
 
 
 def assert_all_hold(engines, model, folder, version: str) -> None:
-    """Version, checksums equal over the servers and to a load from
-    files, and log-probs of the trainer's model.
-    """
+    """The version, checksums as of a load from files, and log-probs of the trainer's model."""
     sums = [run(engine.control.checksums()) for engine in engines]
     assert sums[0] == sums[1] and len(sums[0]) > 10
     for engine in engines:
@@ -139,9 +135,7 @@ def test_a_process_group_brings_both_servers_to_the_trainer_s_weights(
 def test_two_stages_with_a_group_each_bring_both_servers_to_the_trainer_s_weights(
     servers, options, old_model, new_model, tiny_folder, new_folder
 ):
-    """There and back over the same groups. A server that is killed between the
-    stages joins both groups when it is back.
-    """
+    """There and back over the same groups, which a server that was killed in between joins again."""
     fleet, weights, engines = servers
     ranks, restarts = StageRanks(2, 2, deadline_s=60), fleet.num_restarts
 
@@ -246,9 +240,7 @@ def in_thread(work):
 
 
 def wait_for_requests(urls) -> None:
-    """Until each server has a request that runs, and has had time for a
-    few tokens: a moment later all may be done.
-    """
+    """Wait until each server runs a request and has made a few tokens: a moment later all may be done."""
     deadline = time.monotonic() + 60
     while not all(run(EngineControl(url).load())[0] for url in urls):
         assert time.monotonic() < deadline, "no request reached the servers"
@@ -334,9 +326,7 @@ def test_the_real_router_serves_a_rollout_and_knows_its_workers_again_after_a_ki
 
 @pytest.mark.slow
 def test_the_real_router_killed_under_load_loses_no_sample(servers, tmp_path):
-    """Its requests are sent again under their ids, while the engines may
-    still work on what they were sent first.
-    """
+    """Its requests are sent again under their ids, while engines may still work on the first ones."""
     fleet, _, _ = servers
     router = make_router(fleet, tmp_path)
     try:

@@ -1,6 +1,4 @@
-"""A real SGLang server whose weights lie in two shares: pushes reach
-both, and its answers are the trainer's.
-"""
+"""A real SGLang server with two ranks: pushes reach both, and its answers are the trainer's."""
 
 from collections.abc import Iterator
 

@@ -1,13 +1,11 @@
-"""An engine that other machines reach asks for a token; those of its own
-run have it, and nobody else gets anything.
-"""
+"""An engine that other machines reach asks for a token, which only its own run has."""
 
 import aiohttp
 import psutil
 import pytest
+from engine_under_test import small_embedded_command
 from tiny_model import make_tiny_model
 
-from slime.engines.embedded.command import embedded_command
 from slime.engines.router import Balancer
 from slime.engines.server import EngineServer, LaunchPlan
 from slime.utils import http_utils, shm
@@ -30,18 +28,7 @@ def test_beyond_loopback_only_who_has_the_token_is_served_and_the_balancer_has_i
         pytest.skip("this machine has no address but loopback")
     token = EngineToken.make()
     model, prefix = make_tiny_model(tmp_path / "model", layers=1), shm.make_prefix()
-    command = embedded_command(
-        model_path=str(model),
-        device="cpu",
-        dtype="float32",
-        threads=1,
-        max_running_requests=4,
-        max_total_tokens=1024,
-        seed=0,
-        shm_prefix=prefix,
-        await_weights=False,
-        host=host,
-    )
+    command = small_embedded_command(model, prefix, max_total_tokens=1024, host=host)
     env = {**thread_environment(1), **import_environment()}
     plan = LaunchPlan("engine", command, env, tmp_path / "engine.log", 120.0, host=host, token=token.at(host))
     server, balancer = EngineServer(plan), Balancer([])

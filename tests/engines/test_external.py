@@ -1,6 +1,4 @@
-"""Engines that already run: one clear error for each wrong address or
-model, and never a process of theirs touched.
-"""
+"""Engines that already run: one clear error for each wrong address or model, no process touched."""
 
 import contextlib
 import json

@@ -1,6 +1,4 @@
-"""Engine processes: started, watched, restarted on their port, given
-up when they keep dying, gone at the end.
-"""
+"""Engine processes: started, watched, restarted on their port, given up if they keep dying, ended."""
 
 import os
 import signal

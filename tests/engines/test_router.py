@@ -1,6 +1,4 @@
-"""The balancer over real HTTP: who gets the next request, where a session
-stays, and what happens when engines are down.
-"""
+"""The balancer over real HTTP: who gets a request, where a session stays, what if engines are down."""
 
 import asyncio
 import contextlib
@@ -227,9 +225,7 @@ def test_a_port_that_is_taken_is_named():
 
 
 def breaks(*numbers):
-    """A script of an engine whose connection breaks under the requests
-    with these numbers, of all that it gets.
-    """
+    """A script of an engine whose connection breaks under the requests with these numbers."""
     return lambda payload, number: {"break": True} if not numbers or number in numbers else None
 
 

@@ -1,6 +1,4 @@
-"""SGLang's real router over engines that compute nothing: registration,
-sessions, disaggregation, and its own death.
-"""
+"""SGLang's real router over engines that compute nothing: registration, sessions, disaggregation, death."""
 
 import os
 import signal

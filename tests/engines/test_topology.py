@@ -1,6 +1,4 @@
-"""The topology file: read with errors that name key and value,
-placed on GPUs, and turned into a launch plan.
-"""
+"""The topology file: errors name key and value; engines are placed on GPUs and get their launch plan."""
 
 import json
 import subprocess
@@ -28,27 +26,28 @@ sglang:
 """
 COMMON = "--dtype bfloat16 --random-seed 1234 --weight-version default"
 PORTS = "--host 127.0.0.1 --port '{port}' --nccl-port '{nccl_port}'"
+SERVER = "python -m sglang.launch_server"
 GOLDEN = f"""10 GPUs, 5 engines, 2 models
 
 model policy: org/policy
   weights: every push
   router: sglang --pd-disaggregation
   engine-0 (prefill) on machine 0 GPU 0,1
-    python -m sglang.launch_server --model-path org/policy {PORTS} {COMMON} --tp-size 2 --disaggregation-mode prefill \
+    {SERVER} --model-path org/policy {PORTS} {COMMON} --tp-size 2 --disaggregation-mode prefill \
 --disaggregation-bootstrap-port '{{bootstrap_port}}' --chunked-prefill-size 8192
   engine-1 (decode) on machine 0 GPU 2,3
-    python -m sglang.launch_server --model-path org/policy {PORTS} {COMMON} --tp-size 2 --disaggregation-mode decode
+    {SERVER} --model-path org/policy {PORTS} {COMMON} --tp-size 2 --disaggregation-mode decode
   engine-2 (decode) on machine 0 GPU 4,5
-    python -m sglang.launch_server --model-path org/policy {PORTS} {COMMON} --tp-size 2 --disaggregation-mode decode
+    {SERVER} --model-path org/policy {PORTS} {COMMON} --tp-size 2 --disaggregation-mode decode
   placeholder: 2 GPUs stay free
 
 model reward: org/reward
   weights: as loaded, never changed
   router: sglang
   reward-engine-0 (regular) on machine 1 GPU 0
-    python -m sglang.launch_server --model-path org/reward {PORTS} {COMMON} --tp-size 1 --mem-fraction-static 0.5 --enable-metrics
+    {SERVER} --model-path org/reward {PORTS} {COMMON} --tp-size 1 --mem-fraction-static 0.5 --enable-metrics
   reward-engine-1 (regular) on machine 1 GPU 1
-    python -m sglang.launch_server --model-path org/reward {PORTS} {COMMON} --tp-size 1 --mem-fraction-static 0.5 --enable-metrics
+    {SERVER} --model-path org/reward {PORTS} {COMMON} --tp-size 1 --mem-fraction-static 0.5 --enable-metrics
 """
 
 
@@ -84,7 +83,9 @@ def test_a_mistake_in_a_planned_file_is_one_line_and_exit_code_2(write, capsys):
 def test_what_a_group_leaves_open_follows_from_its_model_and_then_from_the_arguments(write):
     text = """
     sglang:
-      - {name: a, num_gpus_per_engine: 4, server_groups: [{num_gpus: 8}, {num_gpus: 4, num_gpus_per_engine: 2}]}
+      - name: a
+        num_gpus_per_engine: 4
+        server_groups: [{num_gpus: 8}, {num_gpus: 4, num_gpus_per_engine: 2}]
       - {name: b, update_weights: false, engine_groups: [{num_gpus: 4}]}
     """
     topology = read_topology(write(text), "org/policy", 2)
@@ -117,7 +118,7 @@ def test_the_model_of_the_checkpoint_learns_and_another_does_not(write):
         ("sglang: [{name: a, server_groups: [{num_gpus: true}]}]", r"num_gpus is True"),
         (
             "sglang: [{name: a, server_groups: [{num_gpus: 3, num_gpus_per_engine: 2}]}]",
-            r"server_groups\[0\]\.num_gpus is 3, not a multiple of num_gpus_per_engine 2: 1 would stay idle; use 2",
+            r"server_groups\[0\]\.num_gpus is 3, not a multiple of num_gpus_per_engine 2: 1 would stay idle",
         ),
         (
             "sglang: [{name: a, server_groups: [{num_gpus: 1, worker_type: prefil}]}]",

@@ -1,6 +1,4 @@
-"""Adapters alone on their way from a trainer to engines that hold the model:
-what the engine then says, the trainer says.
-"""
+"""Adapters alone on their way to engines that hold the model: log-probs are then the trainer's."""
 
 import os
 import secrets
@@ -12,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from engine_under_test import largest_difference
+from engine_under_test import largest_difference, small_embedded_command
 from tiny_model import make_tiny_model
 from trainer_helpers import init_process_group, random_samples, trainer_args
 
@@ -23,7 +21,6 @@ from slime.backends.shared.microbatch import build_micro_batch
 from slime.batch.convert import samples_to_batch
 from slime.batch.split import split_for_ranks
 from slime.cluster.serving.engine_weights import EngineWeights
-from slime.engines.embedded.command import embedded_command
 from slime.engines.fleet import EngineFleet, WatchPolicy
 from slime.engines.server import EngineServer, LaunchPlan
 from slime.engines.sglang.command import run_command
@@ -78,17 +75,7 @@ def engines(request, model, tmp_path_factory):
 
 
 def embedded(model: Path, prefix: str):
-    return embedded_command(
-        model_path=str(model),
-        device="cpu",
-        dtype="float32",
-        threads=1,
-        max_running_requests=4,
-        max_total_tokens=4096,
-        seed=0,
-        shm_prefix=prefix,
-        await_weights=True,
-    )
+    return small_embedded_command(model, prefix, await_weights=True)
 
 
 def sglang(model: Path, prefix: str):

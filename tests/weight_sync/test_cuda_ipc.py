@@ -1,5 +1,4 @@
-"""Handles for engines of several GPUs: one per rank of the engine, and
-no buffer is written before it was read.
+"""Handles for engines of several GPUs: one per engine rank, and no buffer is reused before it was read.
 
 Two processes stand for trainer ranks and shared memory of the host for that of devices: what CUDA
 itself does with a handle is not covered here.

@@ -1,6 +1,4 @@
-"""Published versions and the copy that follows them: bit-exact over many
-steps, and whole again after every accident.
-"""
+"""Published versions and the copy that follows them: bit-exact, and whole again after accidents."""
 
 import json
 import os

@@ -1,6 +1,4 @@
-"""Changed bytes, encoded and put back: exact for every element size
-and share of changes, refused when damaged.
-"""
+"""Changed bytes, encoded and put back: exact for every element size, refused when damaged."""
 
 import builtins
 import sys

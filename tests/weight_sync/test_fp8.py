@@ -54,9 +54,7 @@ def test_a_value_is_off_by_at_most_half_a_step_of_its_block(rows, columns, block
 
 
 def test_the_bound_is_no_looser_than_the_format():
-    """A value in the middle between two neighbours reaches it, so that a
-    coarser format would fail the test above.
-    """
+    """A value between two neighbours reaches the bound: a coarser format would fail the test above."""
     weight = torch.tensor([[LARGEST, 17.0]])  # neighbours 16 and 18
     values, scale = quantize_blocks(weight, (1, 2))
     back = dequantize_blocks(values, scale, (1, 2), torch.float64)
@@ -231,9 +229,7 @@ def test_stochastic_rounding_goes_to_a_neighbour_and_is_right_on_average():
 
 
 def test_updates_below_a_step_of_fp8_reach_the_engine_on_average_only_by_stochastic_rounding():
-    """A trainer that starts from FP8 weights: with the nearest value nothing
-    moves, so the engine keeps the old policy.
-    """
+    """Small steps from FP8 weights: with the nearest value nothing moves, so engines keep the old policy."""
     generator = torch.Generator().manual_seed(0)
     start = dequantize_blocks(
         *quantize_blocks(torch.randn(256, 256, generator=generator) * 0.02, BLOCK), BLOCK, torch.float32

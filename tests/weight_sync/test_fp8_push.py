@@ -1,6 +1,4 @@
-"""A model whose checkpoint is FP8: the trainer reads what it stands for, the engine
-gets FP8 again and says what that means.
-"""
+"""A model whose checkpoint is FP8: the trainer reads its values, and engines get FP8 again."""
 
 import json
 import shutil
@@ -9,26 +7,21 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from engine_under_test import largest_difference, load_model, plain_log_probs
+from engine_under_test import largest_difference, load_model, plain_log_probs, served_by_embedded
 from safetensors.torch import load_file, save_file
 from tiny_model import make_tiny_model
 from trainer_helpers import init_process_group, trainer_args
 
 from slime.backends.fsdp import create_backend
 from slime.cluster.rank_sender import RankSender
-from slime.engines.embedded.command import embedded_command
 from slime.engines.embedded.runner import ModelRunner
 from slime.engines.embedded.weights import DiskSource, WeightStore
-from slime.engines.server import EngineServer, LaunchPlan
-from slime.utils import shm
 from slime.utils.async_utils import run
 from slime.utils.fp8 import FP8, dequantize_blocks
-from slime.utils.processes import thread_environment
 from slime.weight_sync import transport_of
 from slime.weight_sync.base import SenderOptions, check_receipt
 from slime.weight_sync.fp8 import checkpoint_format, quantize_state
 from slime.wire.client import EngineClient
-from slime.wire.control import EngineControl
 from slime.wire.protocol import GenerateRequest, SamplingParams
 
 CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [32, 16]}
@@ -72,25 +65,9 @@ def backend(model):
 
 @pytest.fixture(scope="module")
 def engine(model, tmp_path_factory):
-    prefix = shm.make_prefix()
-    command = embedded_command(
-        model_path=str(model),
-        device="cpu",
-        dtype="float32",
-        threads=1,
-        max_running_requests=4,
-        max_total_tokens=4096,
-        seed=0,
-        shm_prefix=prefix,
-        await_weights=False,
-    )
     log = tmp_path_factory.mktemp("logs") / "engine.log"
-    server = EngineServer(LaunchPlan("engine-0", command, thread_environment(1), log, 120.0))
-    server.launch()
-    server.wait_ready()
-    yield EngineControl(server.url), prefix
-    server.stop()
-    shm.unlink_prefix(prefix)
+    with served_by_embedded(model, log) as (control, _, prefix):
+        yield control, prefix
 
 
 def sent_by(backend, model: Path) -> list[list]:

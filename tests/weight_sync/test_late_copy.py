@@ -1,6 +1,4 @@
-"""The copy for engines that come late, when it cannot be written: who
-asked hears why at once, and so does the run.
-"""
+"""The copy for engines that come late, when it cannot be written: who asked hears why at once."""
 
 import asyncio
 import errno

@@ -1,6 +1,4 @@
-"""The parts of SGLang's weight paths that need no SGLang: its format, the choice
-of a transport, a live push's bookkeeping.
-"""
+"""Parts of SGLang's weight paths that need no SGLang: format, choice of transport, live bookkeeping."""
 
 import base64
 import io

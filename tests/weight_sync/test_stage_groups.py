@@ -1,18 +1,16 @@
-"""Pipeline stages push in turns, each in a group of its own, to real engine
-processes; engines and senders die on the way.
-"""
+"""Pipeline stages push in turns to real engine processes, while engines and senders die."""
 
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
+from engine_under_test import small_embedded_command
 from stage_rank import DEADLINE_S, buckets
 from stage_ranks import StageRanks
 from tiny_model import make_tiny_model
 
 from slime.cluster.serving.engine_weights import EngineWeights
-from slime.engines.embedded.command import embedded_command
 from slime.engines.fleet import EngineFleet, WatchPolicy
 from slime.engines.server import EngineServer, LaunchPlan
 from slime.utils import shm
@@ -39,17 +37,7 @@ def models(tmp_path_factory):
 def served(models, tmp_path_factory):
     """(fleet of two engines, what keeps their weights)."""
     prefix = shm.make_prefix()
-    command = embedded_command(
-        model_path=str(models[0]),
-        device="cpu",
-        dtype="float32",
-        threads=1,
-        max_running_requests=4,
-        max_total_tokens=4096,
-        seed=0,
-        shm_prefix=prefix,
-        await_weights=False,
-    )
+    command = small_embedded_command(models[0], prefix)
     logs = tmp_path_factory.mktemp("logs")
     plans = [
         LaunchPlan(f"engine-{i}", command, thread_environment(1), logs / f"engine-{i}.log", 120.0)

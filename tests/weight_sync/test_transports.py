@@ -1,6 +1,4 @@
-"""Weights on their way to a real engine process: shared memory and
-disk, receipts, comparison, late engines.
-"""
+"""Weights on their way to a real engine: shared memory and disk, receipts, comparison, late engines."""
 
 import resource
 from dataclasses import replace
@@ -8,18 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine_under_test import served_by_embedded
 from safetensors.torch import load_file, safe_open
 from tiny_model import make_tiny_model
 
-from slime.engines.embedded.command import embedded_command
-from slime.engines.server import EngineServer, LaunchPlan
 from slime.utils import shm
 from slime.utils.async_utils import run
 from slime.utils.errors import RunStopped
-from slime.utils.processes import thread_environment
 from slime.weight_sync import choose_transport, transport_of
 from slime.weight_sync.base import SenderOptions, check_receipt
-from slime.wire.control import EngineControl
 from slime.wire.manifest import byte_checksum
 
 
@@ -36,26 +31,9 @@ def state(model) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def engine(model, tmp_path_factory):
     """(control of an engine process, what it says of itself, the run's prefix of shared memory)."""
-    prefix = shm.make_prefix()
-    command = embedded_command(
-        model_path=str(model),
-        device="cpu",
-        dtype="float32",
-        threads=1,
-        max_running_requests=4,
-        max_total_tokens=4096,
-        seed=0,
-        shm_prefix=prefix,
-        await_weights=True,
-    )
     log = tmp_path_factory.mktemp("logs") / "engine.log"
-    server = EngineServer(LaunchPlan("engine-0", command, thread_environment(1), log, 120.0))
-    server.launch()
-    server.wait_ready()
-    control = EngineControl(server.url)
-    yield control, run(control.info()), prefix
-    server.stop()
-    shm.unlink_prefix(prefix)
+    with served_by_embedded(model, log, await_weights=True) as engine:
+        yield engine
 
 
 @pytest.fixture(params=["shared_memory", "disk"])

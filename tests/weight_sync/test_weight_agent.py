@@ -1,6 +1,4 @@
-"""Deltas to a real engine process: by the trainer's push, and
-through an agent process that pulls over HTTP.
-"""
+"""Deltas to a real engine: by the trainer's push, and through an agent that pulls over HTTP."""
 
 import contextlib
 import json
@@ -16,10 +14,9 @@ import pytest
 import torch
 from aiohttp import web
 from delta_world import load_folder, make_sender, publish
+from engine_under_test import served_by_embedded
 from tiny_model import make_tiny_model
 
-from slime.engines.embedded.command import embedded_command
-from slime.engines.server import EngineServer, LaunchPlan
 from slime.utils import shm
 from slime.utils.async_utils import run
 from slime.utils.processes import stop_process, thread_environment
@@ -27,7 +24,6 @@ from slime.weight_sync.base import check_receipt
 from slime.weight_sync.delta.publication import open_source
 from slime.weight_sync.delta.transport import DELTA
 from slime.weight_sync.delta.weight_agent import WeightAgent, publisher_app
-from slime.wire.control import EngineControl
 from slime.wire.manifest import WeightManifest, fill_bucket, plan_bucket
 
 pytest.importorskip("zstandard")
@@ -44,26 +40,9 @@ def model(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def engine(model, tmp_path_factory):
     """(control, info, prefix of shared memory) of an embedded engine in a process of its own."""
-    prefix = shm.make_prefix()
-    command = embedded_command(
-        model_path=str(model),
-        device="cpu",
-        dtype="float32",
-        threads=1,
-        max_running_requests=4,
-        max_total_tokens=4096,
-        seed=0,
-        shm_prefix=prefix,
-        await_weights=True,
-    )
     log = tmp_path_factory.mktemp("logs") / "engine.log"
-    server = EngineServer(LaunchPlan("engine-0", command, thread_environment(1), log, 120.0))
-    server.launch()
-    server.wait_ready()
-    control = EngineControl(server.url)
-    yield control, run(control.info()), prefix
-    server.stop()
-    shm.unlink_prefix(prefix)
+    with served_by_embedded(model, log, await_weights=True) as engine:
+        yield engine
 
 
 def differing(engine, state: dict[str, torch.Tensor]) -> list[str]:

@@ -1,6 +1,4 @@
-"""The client tries again where that helps, raises at once where it does
-not, and never waits without a deadline.
-"""
+"""The client retries where that helps, raises where it does not, and never waits without a deadline."""
 
 import asyncio
 from contextlib import asynccontextmanager

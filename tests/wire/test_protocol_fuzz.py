@@ -1,6 +1,4 @@
-"""Whatever JSON comes, the types of the protocol read it or raise
-ValueError with words; nothing else gets out.
-"""
+"""Whatever JSON comes, the protocol's types read it or raise ValueError with words."""
 
 import json
 

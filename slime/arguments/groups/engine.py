@@ -46,7 +46,9 @@ class EngineFlags:
 
     rollout_engine: str = flag(
         "auto",
-        "inference engine; auto: sglang where flags of its own (--sglang-...) are given, else embedded",
+        "inference engine; "
+        + "".join(f"{name}: {kind.help}; " for name, kind in ENGINES.items())
+        + "auto: sglang where flags of its own (--sglang-...) are given, else embedded",
         choices=("auto", *ENGINES),
     )
     sglang_python: str | None = flag(

@@ -43,7 +43,10 @@ class TrainingFlags:
     """Training."""
 
     train_backend: str = flag(
-        DEFAULT_BACKEND, "trainer implementation", choices=tuple(BACKENDS), alias="--backend"
+        DEFAULT_BACKEND,
+        "trainer implementation; " + "; ".join(f"{name}: {row.help}" for name, row in BACKENDS.items()),
+        choices=tuple(BACKENDS),
+        alias="--backend",
     )
     dtype: str = flag(
         "auto",

@@ -68,9 +68,7 @@ class AdaptedWeights:
         self._base, self._factors, self.name = {}, {}, None
 
     def check(self, source: Source) -> None:
-        """Raise BadWeights unless every tensor is a factor of a layer's, with
-        the layer's shape, and none stands alone.
-        """
+        """Raise BadWeights unless the tensors are whole pairs of factors that fit their layers."""
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
         pairs: dict[str, dict[str, tuple[int, ...]]] = {}
         for name, shape in source.shapes.items():
@@ -128,9 +126,7 @@ class AdaptedWeights:
         )
 
     def checksums(self, of_weights: Mapping[str, int]) -> dict[str, int]:
-        """Of the weights without adapters and of the factors: the same on
-        any machine, which products need not be.
-        """
+        """Checksums of the plain weights and the factors: equal on any machine; products need not be."""
         base = {name: byte_checksum(tensor_bytes(tensor)) for name, tensor in self._base.items()}
         return {
             **of_weights,

@@ -52,9 +52,7 @@ class BatchPlan:
 
 
 class KVPool:
-    """Keys and values of all layers: `[num_blocks * block_size, kv_heads,
-    head_dim]` each, in pages of block_size.
-    """
+    """Keys and values of all layers, in pages: `[num_blocks * block_size, kv_heads, head_dim]` each."""
 
     def __init__(
         self,
@@ -96,9 +94,7 @@ def paged_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: query `[1, H, T, D]`, key and
-    value `[1, H_kv, T, D]` -> `[1, T, H, D]`.
-    """
+    """For transformers: query `[1, H, T, D]`, key and value `[1, H_kv, T, D]` -> output `[1, T, H, D]`."""
     refused = [
         n for n in ("sliding_window", "s_aux", "softcap", "position_bias") if kwargs.get(n) is not None
     ]
@@ -164,9 +160,7 @@ def _prefill(
 
 
 def register() -> None:
-    """Make `attn_implementation="slime_paged"` known; without a mask
-    function transformers builds no mask for it.
-    """
+    """Make `attn_implementation="slime_paged"` known; transformers builds no mask for it."""
     from transformers import AttentionInterface  # late: transformers takes seconds to import
 
     AttentionInterface.register(NAME, paged_attention)

@@ -1,5 +1,4 @@
-"""The engine: one `step` is schedule, forward, sample, record.
-Everything here runs on the engine's own thread.
+"""The engine: one `step` is schedule, forward, sample, record. It all runs on the engine's own thread.
 
 Control operations (pause, abort, new weights, memory) run between two steps on that same thread, so none of
 them needs a lock and none of them sees a half-done step. An exception in a step fails the requests in it, and
@@ -81,9 +80,7 @@ class Engine:
 
     @property
     def is_mixed(self) -> bool:
-        """Some weights are of the next version already: requests
-        wait until all are, or a whole update comes.
-        """
+        """Whether some weights are of the next version already: requests wait until all are."""
         return self._arriving is not None
 
     @property
@@ -105,9 +102,7 @@ class Engine:
         return []
 
     def step(self) -> list[Sequence]:
-        """One forward pass. Returns the sequences that HTTP must hear
-        about: finished and failed ones, and streams.
-        """
+        """One forward pass. Returns who has news for its client: finished, failed and streamed sequences."""
         if self.scoring:
             return self._score(self.scoring.popleft())
         try:
@@ -176,9 +171,7 @@ class Engine:
         return members
 
     def _start_over(self, error: Exception) -> list[Sequence]:
-        """A pass could not be laid out, so the queues may be half changed:
-        who is in them fails, and they begin anew.
-        """
+        """A pass could not be laid out: the queues may be half changed, so all in them fail."""
         everyone = list(dict.fromkeys([*self.scheduler.running, *self.scheduler.waiting]))
         for sequence in everyone:
             sequence.slot = -1
@@ -186,15 +179,14 @@ class Engine:
         return self._fail(everyone, error)
 
     def _wipe_cache(self) -> None:
-        """Values that are no numbers spoil whoever reads their page
-        next, even where a mask hides them from him.
-        """
+        """Zero the pool: a NaN spoils whoever reads its page next, even under a mask."""
         self.scheduler.retract_all()
         self.allocator.flush()
         self.runner.wipe_pool()
 
     def _not_finite(self) -> dict[str, Any]:
-        message = f"the model's probabilities are not finite numbers (weights {self.version}): no token can be drawn"
+        weights = f"(weights {self.version}): no token can be drawn"
+        message = f"the model's probabilities are not finite numbers {weights}"
         return failure(422, message, NOT_FINITE)
 
     def _finish_reason(self, sequence: Sequence) -> dict[str, Any] | None:
@@ -241,9 +233,7 @@ class Engine:
     # -- weights ---------------------------------------------------------------------------------------------
 
     def update_weights(self, source: Source, version: str) -> tuple[int, int]:
-        """Replace all parameters. Requests in flight go on from the
-        KV they have; nobody reuses it afterwards.
-        """
+        """Replace all parameters. Requests in flight go on from the KV they have; no other reuses it."""
         self._refuse_without_memory()
         self.weights.check(source)
 
@@ -254,9 +244,7 @@ class Engine:
         return self._change_weights(apply, version)
 
     def update_part(self, source: Source, version: str) -> tuple[int, int]:
-        """Replace some parameters. The engine holds `version` when
-        every parameter has come under that name.
-        """
+        """Replace some parameters. `version` is held once every parameter has come under that name."""
         self._refuse_without_memory()
         self.weights.check_part(source)
         self.weights.check_finite(source)
@@ -301,9 +289,7 @@ class Engine:
     # -- memory ----------------------------------------------------------------------------------------------
 
     def release(self, tags: Iterable[str]) -> None:
-        """Nothing is generated until everything released is resumed;
-        requests in flight are computed again then.
-        """
+        """Give memory back. Nothing is generated until all is resumed; requests are then computed again."""
         tags = set(tags)
         if "kv_cache" in tags - self.released:
             self.scheduler.retract_all()

@@ -59,8 +59,7 @@ class BlockAllocator:
         return block
 
     def match(self, tokens: Sequence[int]) -> list[int]:
-        """The longest run of kept blocks that `tokens` starts with; the
-        caller must `hold` them before any `take`.
+        """The longest run of kept blocks that `tokens` starts with; `hold` them before any `take`.
 
         At least one token is left over: its forward pass gives the first logits.
         """
@@ -107,9 +106,7 @@ class BlockAllocator:
                     self._free.append(block)
 
     def flush(self) -> None:
-        """Forget all kept content. Blocks in use stay with their
-        holders and are no longer found by `match`.
-        """
+        """Forget all kept content. Blocks in use stay with their holders, but `match` finds them no more."""
         self._free.extend(self._idle)
         self._idle.clear()
         self._by_key.clear()

@@ -35,9 +35,7 @@ class Limits:
 
 
 class RequestReader:
-    """Turns the body of /generate into sequences. `seed` makes the seeds
-    of requests that bring none reproducible.
-    """
+    """Turns the body of /generate into sequences. `seed` decides the seeds of requests that bring none."""
 
     def __init__(self, limits: Limits, detokenizer: Detokenizer, seed: int):
         self.limits = limits

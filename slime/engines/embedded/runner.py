@@ -1,6 +1,4 @@
-"""Holds the model and its KV pool on one device and runs forward passes; can
-give their memory back and take it again.
-"""
+"""The model and its KV pool on one device: runs forward passes, gives memory back and takes it again."""
 
 from typing import Any
 
@@ -24,8 +22,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 class ModelRunner:
-    """`max_total_tokens` None: derived from the memory that is free,
-    and no more than all requests could need.
+    """`max_total_tokens` None: derived from the free memory, and at most what all requests could need.
 
     `fp8_block`: updates bring FP8 weights in such blocks; None: as the checkpoint holds its own.
     """
@@ -116,9 +113,7 @@ class ModelRunner:
         return logits
 
     def score(self, tokens: list[int]) -> list[float]:
-        """Log-probs of all tokens but the first, each given those before
-        it, of the model as it is (temperature 1).
-        """
+        """Log-probs of all tokens but the first, each given those before it, at temperature 1."""
         count = len(tokens)
         ids, positions = (torch.tensor(x, device=self.device) for x in (tokens, range(count)))
         # All keys go to the page that is padding: what is scored leaves nothing behind.
@@ -136,9 +131,7 @@ class ModelRunner:
         return psutil.Process().memory_info().rss
 
     def check_device(self) -> None:
-        """After a pass that failed: raises when the device answers to nothing
-        any more, as CUDA does after an assertion.
-        """
+        """After a failed pass: raise if the device answers no more, as CUDA after an assertion."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()

@@ -1,5 +1,4 @@
-"""Draws one token per row, with noise that depends on nothing but the
-request's seed and the token's position.
+"""Draws one token per row, with noise that depends only on the request's seed and the token's position.
 
 A row's uniform number is a hash of (seed, absolute position), so its token does not depend on who else is in
 the batch, and a request that is resubmitted with its first tokens as prompt continues the same stream. The
@@ -54,9 +53,7 @@ class SampleRows:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """One token per row. `kept`: of a recorded row the ids that it was
-    drawn from; none when that is all of them.
-    """
+    """One token per row. `kept`: the ids that a recorded row was drawn from; empty if that is all of them."""
 
     tokens: list[int]
     log_probs: list[float]
@@ -65,11 +62,11 @@ class Draws:
 
 @torch.inference_mode()
 def sample(logits: torch.Tensor, rows: SampleRows) -> Draws:
-    """Log-probs are of the temperature-scaled full distribution (unscaled for greedy rows), and of recorded
-    rows over the ids that they were drawn from.
+    """Draw a token per row, with its log-prob.
 
-    A row whose logits are no numbers, or that leaves no token to draw, gets some
-    token with a log-prob that is not finite.
+    Log-probs are of the temperature-scaled full distribution (unscaled for greedy rows), and of recorded rows
+    over the ids that they were drawn from. A row whose logits are no numbers, or that leaves no token to
+    draw, gets some token with a log-prob that is not finite.
     """
     logits = logits.float()
     greedy = rows.temperature == 0.0

@@ -38,9 +38,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One forward pass: the plan for the model, and the sequences that
-    get a token, in the order of the logits.
-    """
+    """One forward pass: the plan for the model, and who gets a token, in the order of the logits."""
 
     plan: BatchPlan
     samplers: list[Sequence]  # first those that decode, then those whose prompt ends here
@@ -55,9 +53,7 @@ class Pass:
 
 
 class SlotTable:
-    """Per-slot facts of running sequences as arrays, so that a pass is
-    laid out without a Python loop over them.
-    """
+    """Facts of running sequences as arrays, one entry per slot: a pass is laid out without a Python loop."""
 
     def __init__(self, max_running: int, max_blocks: int):
         self.length = np.zeros(
@@ -83,9 +79,7 @@ class SlotTable:
 
 
 class Scheduler:
-    """Queues and pages. `row_bytes`: bytes of one token's key in one
-    layer (decides how decode groups are split).
-    """
+    """Queues and pages. `row_bytes`: of one token's key in one layer; decides how decode groups are split."""
 
     def __init__(
         self,
@@ -164,9 +158,7 @@ class Scheduler:
         return self._lay_out(decoding, chunks)
 
     def _grow_running(self) -> None:
-        """Give every decoding sequence the page that its newest token
-        needs; retract from the back if there is none.
-        """
+        """Give each decoding sequence the page that its newest token needs, or retract from the back."""
         size = self.allocator.block_size
         for sequence in self.running.copy():
             if sequence.slot < 0 or len(sequence.blocks) * size >= sequence.num_tokens:
@@ -274,9 +266,7 @@ class Scheduler:
         positions: list[np.ndarray],
         rows: list[np.ndarray],
     ) -> list[PrefillGroup]:
-        """Groups of equal shape; appends the tokens, positions and
-        pool rows of the chunks to the given lists.
-        """
+        """Groups of equal shape; appends tokens, positions and pool rows of the chunks to the given lists."""
         groups, size = [], self.allocator.block_size
         index = 0
         while index < len(chunks):

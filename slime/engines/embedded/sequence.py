@@ -11,9 +11,7 @@ from slime.wire.protocol import SamplingParams
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """Written by the engine thread only; the HTTP thread reads it
-    when told, never beyond `len(log_probs)`.
-    """
+    """One request in work. Only the engine's thread writes it; HTTP reads it up to `len(log_probs)`."""
 
     rid: str
     prompt: list[int]

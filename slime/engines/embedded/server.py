@@ -1,4 +1,4 @@
-"""The HTTP face of the embedded engine: SGLang's endpoints, and one of our own for weights in shared memory."""
+"""The HTTP face of the embedded engine: SGLang's endpoints, and one for weights in shared memory."""
 
 import asyncio
 import json
@@ -71,7 +71,7 @@ class Server:
         self.model_path = static_info["model_path"]
         self.loop = EngineLoop(engine)
         self.bent_by_others: dict[str, Any] = {"count": 0, "why": None}
-        # Of its own: whoever waits for weights takes a thread for long, and requests must not wait behind that.
+        # Of its own: whoever waits for weights takes a thread for long, and requests must not wait for that.
         self._reading = ThreadPoolExecutor(1, "requests")
 
     def make_app(self) -> web.Application:
@@ -146,9 +146,7 @@ class Server:
         return await asyncio.get_running_loop().run_in_executor(self._reading, self.reader.read, body)
 
     def _note_bent(self, sequences: list[Sequence]) -> None:
-        """Count tokens asked for in a way that must not be trained on: of
-        our own clients' requests the sender knows.
-        """
+        """Count requests of other clients than ours whose tokens must not be trained on."""
         for sequence in sequences:
             told, size = sequence.sampling.return_top_p_token_ids, self.engine.runner.vocab_size
             why = refusal(asdict(sequence.sampling), vocab_size=size, nucleus_told=told)
@@ -278,9 +276,7 @@ class Server:
         held: WeightStore | AdaptedWeights,
         apply: Callable[[Source], tuple[int, int]],
     ) -> tuple[int, int]:
-        """Opened and checked beside generation, on another thread; only the
-        copy stops it. Returns (tensors, bytes).
-        """
+        """Open and check while others generate; only the copy stops them. Returns (tensors, bytes)."""
 
         def checked() -> Source:
             source = open_source()
@@ -346,9 +342,7 @@ class Server:
         return web.json_response({"success": left, "message": message}, status=200 if left else 400)
 
     async def update_weights_from_group(self, request: web.Request) -> web.Response:
-        """One bucket. The bytes come beside generation; only the copy stops
-        it, and it stays so until the last bucket.
-        """
+        """One bucket. It comes while others generate; its copy stops them until the last bucket is in."""
         body = await _read_json(request)
         version = str(body.get("weight_version") or self.engine.version)
         tensors = await asyncio.to_thread(self.groups.receive, body.get("group_name"), read_bucket(body))

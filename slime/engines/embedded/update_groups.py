@@ -1,6 +1,4 @@
-"""The engine's end of process groups in which a trainer rank broadcasts
-weights: one per pipeline stage of the trainer.
-"""
+"""The engine's end of the process groups in which trainer ranks broadcast weights, one per pipeline stage."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Replaces the parameters of a model. From shared memory or a checkpoint
-folder: verified first, then applied whole.
+"""Replaces a model's parameters, from shared memory or a checkpoint folder: verified, then applied whole.
 
 Over a process group they come bucket by bucket and are applied so; the
 engine serves none of it before all have come.
@@ -159,9 +158,7 @@ class GroupSource:
 
 
 class DequantizedSource:
-    """A source whose FP8 weights have become those that they stand
-    for: this engine computes with no others.
-    """
+    """A source whose FP8 weights are unpacked: this engine computes with the values they stand for."""
 
     def __init__(self, source: Source, block: tuple[int, int]):
         self._source, self._block = source, block
@@ -235,8 +232,7 @@ class WeightStore:
 
     @torch.no_grad()
     def check_finite(self, source: Source) -> None:
-        """Raise BadWeights at the first tensor of integers, or with a value that
-        is no finite number in the model's dtype.
+        """Raise BadWeights at the first tensor of integers, or with a value not finite in the model's dtype.
 
         Call `check` first. It reads every tensor, which takes as long as copying them.
         """
@@ -251,9 +247,7 @@ class WeightStore:
 
     @torch.no_grad()
     def apply(self, source: Source) -> tuple[int, int]:
-        """Copy every tensor in; returns (tensors, bytes) that came. Call
-        `check` first: this must not fail half-way.
-        """
+        """Copy every tensor in; returns (tensors, bytes). Call `check` first: this must not fail half-way."""
         parameters, nbytes = self._parameters(), 0
         for name, tensor in self._plain(source).tensors():
             parameters[name].copy_(tensor)
@@ -262,9 +256,7 @@ class WeightStore:
 
     @torch.no_grad()
     def differing(self, source: Source) -> list[str]:
-        """Names whose values differ from the source's in the
-        model's dtype, and parameters the source lacks.
-        """
+        """Names whose values differ from the source's in the model's dtype, and those the source lacks."""
         source, parameters = self._plain(source), self._parameters()
         names, seen = [], set()
         for name, tensor in source.tensors():
@@ -288,9 +280,7 @@ def refuse_non_finite(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> No
 
 
 def _experts(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Views of the single experts in a tensor [experts, out, in] under
-    their hub names; empty for other tensors.
-    """
+    """Views of single experts of a tensor [experts, out, in] by their hub names; empty for other tensors."""
     layer, _, matrix = name.rpartition(".")
     if tensor.dim() != 3 or not layer.endswith(".experts"):
         return {}

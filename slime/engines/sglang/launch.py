@@ -32,9 +32,7 @@ class _NoKernels(types.ModuleType):
 
 
 def fill_cpu_gaps() -> None:
-    """What a CPU machine lacks: the choice of the native code paths, two operators, the kernel package,
-    page-locked memory (asked for by flag, and by hand).
-    """
+    """Stand in for what a CPU machine lacks: native code paths, operators, kernels, page-locked memory."""
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     import torch  # only after the choice above is made
 
@@ -74,9 +72,7 @@ def _without_pinning(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def spread_over_cores(ranks: int) -> None:
-    """SGLang gives each rank a NUMA node, and refuses more ranks than nodes
-    unless it is told which cores are whose.
-    """
+    """Tell SGLang which cores are whose: else it refuses more ranks than there are NUMA nodes."""
     cores = sorted(os.sched_getaffinity(0))
     shares = [
         cores[i * len(cores) // ranks : (i + 1) * len(cores) // ranks] or cores[:1] for i in range(ranks)
@@ -96,9 +92,7 @@ if "cpu" in _values(sys.argv, "--device"):
 
 
 def print_flags() -> None:
-    """The command line of the installed server as JSON: {"version",
-    "flags": [{options, dest, nargs, ...}]}.
-    """
+    """The flags of the installed server as JSON: {"version", "flags": [{options, dest, nargs, ...}]}."""
     import argparse
 
     import sglang
@@ -125,8 +119,7 @@ def print_flags() -> None:
 
 
 def token_words() -> list[str]:
-    """What asks clients for a token, on every endpoint but /health. It comes in the
-    environment: command lines are seen by all.
+    """What makes the server ask for a token. It comes in the environment: all users see command lines.
 
     The admin key alone would not do: /server_info is open then, and tells it.
     """

@@ -1,6 +1,4 @@
-"""SGLang's own router before the engines: a supervised process that
-knows its workers again after a restart.
-"""
+"""SGLang's own router before the engines: a supervised process that gets its workers back at a restart."""
 
 from __future__ import annotations
 
@@ -53,8 +51,7 @@ class RouterKeepsDying(RunStopped):
 
 
 class SGLangRouter:
-    """Keeps its port over restarts, so that nobody learns a new
-    address, and tells a new life of it who works.
+    """Keeps its port over restarts, so that nobody learns a new address, and registers its workers again.
 
     `failure` gets the exception that ends the run.
     """

@@ -1,5 +1,4 @@
-"""A small process around one SGLang server: finds its ports, says when it
-serves, and lets nothing outlive the run.
+"""A process around one SGLang server: finds ports, says when it serves, lets nothing outlive the run.
 
 SGLang does not know the life pipe, so this process holds it. It leads the process group in which the server
 and its workers run; when the pipe ends, when it is told to stop, or when any of them dies, the whole group
@@ -97,9 +96,7 @@ class Supervisor:
         return code
 
     def _hold(self, port: int) -> PortHold:
-        """The port of an earlier life of this engine may still be
-        held by a process on its way out: ask again.
-        """
+        """Hold a port. An earlier life of this engine may still have it on its way out: ask again."""
         for _ in range(_HOLD_ATTEMPTS):
             try:
                 return PortHold(self._options.host, port)
@@ -169,9 +166,7 @@ class Supervisor:
 
 
 def _die_with_parent() -> None:
-    """In the child before exec: the kernel ends it when the supervisor is
-    killed. The main thread spawns, so that holds.
-    """
+    """In the child before exec: the kernel ends it with the supervisor, whose main thread spawned it."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

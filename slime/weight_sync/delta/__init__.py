@@ -1,3 +1,1 @@
-"""Only what changed: versions of the weights published as deltas in
-a folder, and the copies that follow it.
-"""
+"""Only what changed: weight versions published as deltas in a folder, and the copies that follow it."""

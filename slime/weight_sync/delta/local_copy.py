@@ -63,9 +63,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What `bring_to` did. `route`: "held" (nothing to do), "delta" or
-    "full"; `nbytes`: of published files it read.
-    """
+    """What `bring_to` did. `route`: "held" (nothing to do), "delta" or "full"; `nbytes`: how much it read."""
 
     version: str
     folder: Path
@@ -87,9 +85,7 @@ class _Broken(DeltaError):
 
 
 def find_route(index: Index, held: str | None, target: str, without: Sequence[str] = ()) -> Route | None:
-    """From what is held if that is less to read, else from the newest
-    full copy on the way. None: there is none.
-    """
+    """The route with the least to read, from what is held or from a full copy. None: there is none."""
     usable = [entry for entry in index.entries if entry.folder not in without]
     fulls = {entry.version: entry for entry in usable if entry.base is None}
     deltas = {entry.version: entry for entry in usable if entry.base is not None}
@@ -138,8 +134,7 @@ class LocalCopy:
     def bring_to(
         self, source: Source, version: str | None = None, *, exact: bool = False, deadline_s: float = 600.0
     ) -> Arrival:
-        """At least `version` (None: the newest), or exactly it; waits
-        for it to be published until the deadline.
+        """Bring the copy to at least `version` (None: the newest), or exactly it; waits until the deadline.
 
         A delta that does not apply (damaged, another base) is left aside and a full copy taken; where
         there is none the trainer is asked for one.
@@ -187,9 +182,7 @@ class LocalCopy:
         return Arrival(target, folder, kind, len(route.deltas), route.nbytes, time.monotonic() - started)
 
     def _learn(self, route: Route, error: _Broken, attempts: _Attempts) -> None:
-        """The copy here may be what is wrong: it is left aside first. What
-        fails on a full copy too is broken itself.
-        """
+        """The copy here may be at fault: it is left aside first. What fails on a full copy too is broken."""
         logger.warning("weights do not apply: %s", error)
         attempts.why.append(str(error))
         if route.full is None and not error.surely:
@@ -376,9 +369,7 @@ def _closing(steps: _Steps) -> Iterator[None]:
 def _rewrite(
     base: Path, target: Path, steps: _Steps, pool: concurrent.futures.ThreadPoolExecutor, *, link: bool
 ) -> None:
-    """Every file of `base` into `target`, changed by the deltas, each tensor
-    verified. `link`: unchanged files are shared.
-    """
+    """Write `base` with deltas applied to `target`, each tensor verified. `link`: share unchanged files."""
     finals = {record.name: record for record in steps.last.tensors}
     seen: set[str] = set()
     for path in sorted(base.iterdir()):
@@ -439,9 +430,7 @@ def _builder(
 
 
 def read_header(path: Path) -> tuple[bytes, dict[str, tuple[int, int]]]:
-    """A safetensors file: the bytes before the data, and name -> (offset in
-    the file, bytes), in the order they lie.
-    """
+    """Of a safetensors file: the bytes before the data, and name -> (offset in the file, bytes), in order."""
     with open(path, "rb") as file:
         prefix = file.read(8)
         length = int.from_bytes(prefix, "little")

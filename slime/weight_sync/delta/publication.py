@@ -3,7 +3,7 @@
     published.json               what there is, oldest first; replaced in one rename
     full-<version>/              a checkpoint folder: safetensors files, config, tokenizer, and weights.json
     delta-<version>/             changed bytes: delta-00001.bin, ... and weights.json
-    full.wanted                  left by a reader that no route leads to the version it needs; the trainer answers
+    full.wanted                  left by a reader that finds no route to its version; the trainer acts
 
 Every folder appears whole, by a rename. weights.json lists *all* tensors of the version with their checksums,
 also those that a delta leaves alone: who follows a delta verifies the whole copy.

@@ -1,5 +1,4 @@
-"""Only what changed: a full copy once, then the changed bytes of each
-version, in a folder that copies are kept from.
+"""The delta transport: a full copy once, then the changed bytes of each version, in a folder.
 
 The trainer remembers the bytes it published last (one copy of the model in host memory) and compares. A copy
 of the weights beside the engines follows (`local_copy.py`), and the engines load from it; they need no patch.
@@ -61,8 +60,7 @@ class Published:
 
 
 class DeltaSender:
-    """Publishes a full copy first, deltas after it, and a full copy again where
-    the deltas outgrow it or one is asked for.
+    """Publishes a full copy, then deltas, and a full copy again when deltas outgrow it or one is asked for.
 
     Full copies after the first are written beside training, from the remembered bytes.
     """
@@ -80,9 +78,8 @@ class DeltaSender:
         self._base: str | None = None
         self._records: list[TensorRecord] = []
         self._index: list[Entry] = []
-        self._state = (
-            threading.Lock()
-        )  # guards all of the above between the caller and the thread of full copies
+        # Guards all of the above between the caller and the thread of full copies.
+        self._state = threading.Lock()
         self._pool = worker_pool()
         self._closing = threading.Event()
         self._background: threading.Thread | None = None
@@ -207,9 +204,7 @@ class DeltaSender:
         return Entry(version, base, target.name, sum(files.values()) + (target / MANIFEST).stat().st_size)
 
     def _publish(self, entry: Entry) -> None:
-        """A full copy that comes late goes to its place in the order. What it
-        makes superfluous is removed afterwards.
-        """
+        """Publish an entry, a late full copy in its place; what it makes superfluous is removed."""
         if not self._index:
             self._clear_old_run()
             self._options.after_writing(self._folder)
@@ -272,9 +267,7 @@ class DeltaSender:
             return len(chain) >= _MAX_CHAIN or sum(e.nbytes for e in chain) > self._index[newest].nbytes
 
     def _write_full_late(self) -> bool:
-        """False: not now, a push is under way. A copy that is there already is
-        written again: its reader found it broken.
-        """
+        """Write a full copy, also over one that is found broken. False: not now, a push is under way."""
         with self._state:
             if self._version is None:
                 return False

@@ -1,10 +1,9 @@
-"""Beside an engine: a process that keeps a copy of the weights and has the
-engine load it when asked for a version.
+"""A process beside an engine that keeps a copy of the weights, and has the engine load a version of it.
 
 For engines that share no disk with the trainer, or that somebody else runs. The engine needs no patch: it
 loads a checkpoint folder. The publisher serves a published folder over HTTP to agents on other machines.
 
-    POST /pull     {"version": "3f2a:7", "exact": false, "load": true}   -> at least this version is held (and served)
+    POST /pull     {"version": "3f2a:7", "exact": false, "load": true}   -> it has (and serves) this version
     GET  /version                                                        -> of the copy, and of the engine
 """
 

@@ -1,6 +1,4 @@
-"""What is scheduled how never changes what is generated: small
-pools, chunked prompts, split decode groups.
-"""
+"""Scheduling never changes what is generated: small pools, chunked prompts, split decode groups."""
 
 import random
 

@@ -1,6 +1,4 @@
-"""The engine as a process: it starts, reports its port, waits for
-weights, dies with its parent, leaves nothing.
-"""
+"""The engine as a process: it starts, reports its port, waits for weights, dies with its parent."""
 
 import subprocess
 import sys

@@ -1,6 +1,4 @@
-"""Draws follow the distribution, filters keep what a slow version keeps,
-noise depends on seed and position only.
-"""
+"""Draws follow the distribution, filters a slow version; noise depends on seed and position only."""
 
 import numpy as np
 import pytest

@@ -1,6 +1,4 @@
-"""The process around an SGLang server, with a stand-in for the server: ports,
-readiness, and an end that leaves nothing.
-"""
+"""The process around an SGLang server, with a stand-in for the server: ports, readiness, a clean end."""
 
 import os
 import signal
