@@ -37,7 +37,9 @@ PROBES = OnlyWith(
 def _read_by(flag_name: str) -> OnlyWith:
     """Flags of one engine alone: its row in the catalog names them."""
     name, row = next((name, row) for name, row in ENGINES.items() if flag_name in row.flags)
-    return OnlyWith(f"with --rollout-engine {name}", lambda d: d.rollout_engine == name, row.flags_unread)
+    return OnlyWith(
+        f"with --rollout-engine {name}", lambda d: ENGINES[d.rollout_engine] is row, row.flags_unread
+    )
 
 
 @dataclass

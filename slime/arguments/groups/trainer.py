@@ -8,9 +8,8 @@ from slime.catalog.backends import BACKENDS
 from slime.catalog.engines import ENGINES
 
 # -- when flags have an effect
-FSDP = OnlyWith(
-    "with --train-backend fsdp", lambda d: d.train_backend == "fsdp", BACKENDS["fsdp"].flags_unread
-)
+_FSDP = BACKENDS["fsdp"]
+FSDP = OnlyWith("with --train-backend fsdp", lambda d: BACKENDS[d.train_backend] is _FSDP, _FSDP.flags_unread)
 ADAPTERS = OnlyWith("with --lora-rank", lambda d: d.lora_rank > 0, "no adapters are trained; add --lora-rank")
 
 
