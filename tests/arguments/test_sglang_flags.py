@@ -103,3 +103,7 @@ def test_flags_of_sglang_beside_another_engine_are_refused():
 def test_an_interpreter_without_sglang_is_named():
     with pytest.raises(ValueError, match="it has no SGLang"):
         parse("--sglang-sleep-on-idle", sglang_python=sys.executable)
+
+
+def test_the_script_that_asks_for_the_flags_is_where_it_is_looked_for():
+    assert sglang._LAUNCH.is_file() and (sglang._PACKAGE / "__init__.py").is_file()

@@ -19,7 +19,7 @@ from slime.arguments.core.devices import visible_gpus
 from slime.arguments.core.unbuilt import is_unbuilt
 
 PREFIX = "--sglang-"
-_PACKAGE = Path(__file__).parents[1]
+_PACKAGE = Path(__file__).parents[2]
 _LAUNCH = _PACKAGE / "engines" / "sglang" / "launch.py"
 _TABLE_MARK = "SGLANG-FLAGS "
 _ASK_TIMEOUT_S = 300.0
