@@ -65,7 +65,7 @@ class AsyncRolloutWorker:
         self._news = asyncio.Event()
         self._failure: Exception | None = None  # of the data source, while nobody was collecting
 
-    # -- admission -------------------------------------------------------------------------------------------
+    # -- admission
 
     @property
     def concurrency(self) -> int:
@@ -129,7 +129,7 @@ class AsyncRolloutWorker:
     def forget(self, number: int) -> None:
         del self.tickets[number], self._scopes[number], self._started_at[number]
 
-    # -- consumption -----------------------------------------------------------------------------------------
+    # -- consumption
 
     async def open_for(self, rollout_id: int) -> None:
         if self._failure is not None:

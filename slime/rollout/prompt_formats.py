@@ -1,6 +1,4 @@
-"""How the prompts of a run are read, in training and in each evaluation, and
-the look at them before anything starts.
-"""
+"""How the prompts of training and of each evaluation are read, and a look at them before the start."""
 
 from typing import Any
 
@@ -21,9 +19,7 @@ _EARLY_ROWS = 50_000
 
 
 def check_prompt_files(args: PluginArgs) -> None:
-    """Rows that no rollout could use are told before any process starts:
-    of the training data and of evaluations.
-    """
+    """Refuse rows that no rollout could use, of training and evaluation, before any process starts."""
     if (
         args.prompt_data is not None
         and args.rollout_global_dataset

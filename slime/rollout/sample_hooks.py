@@ -1,6 +1,4 @@
-"""Sample hooks (--rollout-sample-hook-path): user functions that see each
-sample after generation, before its reward.
-"""
+"""Sample hooks: user functions that see each sample after generation, before its reward."""
 
 import inspect
 from contextvars import ContextVar
@@ -26,9 +24,7 @@ def set_current_rollout_id(rollout_id: int | None) -> None:
 async def apply_rollout_sample_hooks(
     args: PluginArgs, sample: Sample | list, *, evaluation: bool = False, rollout_id: int | None = None
 ) -> Sample | list:
-    """Run every hook on every sample; lists keep their shape. A hook that
-    returns None changed the sample in place.
-    """
+    """Run every hook on every sample; a hook that returns None has changed the sample in place."""
     if not args.rollout_sample_hook_path:
         return sample
     if isinstance(sample, list):

@@ -295,9 +295,7 @@ def _check_sample(path: str, source: Sample, result: Any) -> Sample:
 
 
 def _check_fan_out(path: str, source: Sample, result: list[Sample]) -> list[Sample]:
-    """Siblings belong to one group and share a rollout_id; where the
-    function gave none, the source's index is it.
-    """
+    """Give siblings one group and one rollout_id: their own, or else the index of their source."""
     if not result:
         wrong_return(
             CUSTOM_GENERATE, path, "returned no sample; return at least one.", describe_fully(source)

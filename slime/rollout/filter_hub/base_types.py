@@ -39,9 +39,7 @@ def call_dynamic_filter(fn: Callable[..., Any] | None, *args: Any, **kwargs: Any
 def should_drop_dynamic_filter_output(
     output: DynamicFilterOutput, *, remaining_batch_size: int, target_data_size: int
 ) -> bool:
-    """Whether the group goes. `remaining_batch_size`: groups that can
-    still end up in the batch, this one included.
-    """
+    """Whether the group is dropped, while `remaining_batch_size` groups, this one too, can fill the batch."""
     if output.keep:
         return False
     return not (output.keep_when_insufficient and remaining_batch_size <= target_data_size)

@@ -26,9 +26,7 @@ def check_reward_nonzero_std(args: PluginArgs, samples: Sequence[Any], **kwargs:
 def check_reward_nonzero_std_with_fallback(
     args: PluginArgs, samples: Sequence[Any], **kwargs: Any
 ) -> DynamicFilterOutput:
-    """Like `check_reward_nonzero_std`, but a group of equal rewards
-    still fills a batch that would come up short.
-    """
+    """Like `check_reward_nonzero_std`, but equal rewards still fill a batch that would come up short."""
     output = check_reward_nonzero_std(args, samples, **kwargs)
     if not output.keep and output.reason != "no_scored_sample":
         output.keep_when_insufficient = True
@@ -36,9 +34,7 @@ def check_reward_nonzero_std_with_fallback(
 
 
 def _scored_rewards(args: PluginArgs, samples: Sequence[Sample]) -> list[float]:
-    """Rewards of the samples that have one. A sample whose reward
-    failed has no say; one never scored is a bug.
-    """
+    """Rewards of the samples that have one; a sample that was never scored is a bug."""
     unscored = [s.index for s in samples if s.reward is None and s.reward_failure is None]
     if unscored:
         raise ValueError(f"dynamic sampling filter called before samples {unscored} were scored")

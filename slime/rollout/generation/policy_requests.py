@@ -52,9 +52,7 @@ def is_trained() -> bool:
 
 
 def check_sampling(args: PluginArgs, params: Mapping[str, Any]) -> None:
-    """Raise SamplingRefused where trained tokens must not be drawn with `params`;
-    a temperature that differs is told once.
-    """
+    """Raise SamplingRefused where trained tokens must not be drawn with `params`; warn of a temperature."""
     if not _trained.get() or args.allow_sampling_mismatch or args.debug_rollout_only:
         return
     can_tell = engines_tell_nucleus(args)
@@ -101,9 +99,7 @@ class PolicyRequests:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator["PolicyRequests"]:
-        """See the requests of this task and of those it starts. A refusal is raised
-        at the end even if it was caught inside.
-        """
+        """Watch the requests of this task and its children; a refusal is raised at the end in any case."""
         token = _current.set(self)
         try:
             with http_utils.observed(self):
@@ -149,9 +145,7 @@ class PolicyRequests:
                 self.told_nucleus = True
 
     def check_nucleus(self, sample: Sample) -> None:
-        """Raise where a function was told what its tokens were drawn from, and
-        left it out: their log-probs are over that.
-        """
+        """Raise where a function was told which ids its tokens were drawn from, and did not record them."""
         trained = any(sample.loss_mask or [1] * sample.response_length)
         if self.told_nucleus and trained and sample.rollout_top_p_token_offsets is None:
             raise SamplingRefused(

@@ -1,6 +1,4 @@
-"""One generate request for one sample: what is sent, with which
-seed, and what is refused before it is sent.
-"""
+"""One generate request for one sample: what is sent, with which seed, and what is refused before."""
 
 import functools
 from typing import Any
@@ -22,15 +20,11 @@ _LOG_PROB_SLACK = 0.01  # rounding of a certain token's 0
 
 
 class PromptError(ValueError):
-    """A sample that no engine can serve: too long for the context, or
-    with a token id the model does not have.
-    """
+    """A sample that no engine can serve: too long for the context, or with an unknown token id."""
 
 
 def sampling_params_of(args: PluginArgs) -> dict[str, Any]:
-    """The run's sampling parameters as a plain dict, a new one at each
-    call; generate functions may change theirs.
-    """
+    """The run's sampling parameters, a new dict at each call, which generate functions may change."""
     return {
         "temperature": args.rollout_temperature,
         "top_p": args.rollout_top_p,
@@ -149,9 +143,7 @@ def _wrong_nucleus(args: PluginArgs, request: GenerateRequest, answer: Generatio
 
 
 def _needs_what_is_kept(args: PluginArgs, sample: Sample, params: dict[str, Any]) -> bool:
-    """Whether a request for training must ask which ids its tokens are drawn from:
-    it cuts some, or earlier tokens have them.
-    """
+    """Whether a request must ask which ids its tokens are drawn from: some are cut, or earlier were."""
     if not is_trained() or args.allow_sampling_mismatch or not engines_tell_nucleus(args):
         return False
     return is_cut(params, args.vocab_size) or sample.rollout_top_p_token_offsets is not None

@@ -42,7 +42,7 @@ def _has_word(text: str, word: str) -> bool:
     return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE) is not None
 
 
-# Keywords
+# -- keywords
 def _keywords_exist(text: str, keywords: Sequence[str]) -> bool:
     return all(re.search(re.escape(word), text, re.IGNORECASE) for word in keywords)
 
@@ -59,7 +59,7 @@ def _letter_frequency(text: str, letter: str, let_frequency: int, let_relation: 
     return _compare(text.lower().count(letter.lower()), let_relation, let_frequency)
 
 
-# Length
+# -- length
 def _number_sentences(text: str, num_sentences: int, relation: str | None = None) -> bool:
     return _compare(len(sentences_of(text)), relation, num_sentences)
 
@@ -92,7 +92,7 @@ def _unique_word_count(text: str, N: int) -> bool:  # the data sets spell it so
     return len({word.lower() for word in words_of(text)}) >= N
 
 
-# Content
+# -- content
 def _placeholders(text: str, num_placeholders: int) -> bool:
     return len(re.findall(r"\[[^\[\]]+\]", text)) >= num_placeholders
 
@@ -113,7 +113,7 @@ def _palindromes(text: str) -> bool:
     return sum(word == word[::-1] for word in words) >= 10
 
 
-# Format
+# -- format
 def _bullets(text: str, num_bullets: int) -> bool:
     return len(_BULLET.findall(text)) == num_bullets
 
@@ -149,7 +149,7 @@ def _one_per_line(text: str) -> bool:
     return bool(lines) and all(len(line.split()) == 1 for line in lines)
 
 
-# Combination
+# -- combination
 def _two_responses(text: str) -> bool:
     parts = [part.strip() for part in text.split("******")]
     if any(not part for part in parts[1:-1]):
@@ -162,7 +162,7 @@ def _repeats_prompt(text: str, prompt_to_repeat: str) -> bool:
     return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
 
 
-# Start and end
+# -- start and end
 def _ends_with(text: str, end_phrase: str) -> bool:
     return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
 
@@ -172,7 +172,7 @@ def _quoted(text: str) -> bool:
     return len(text) > 1 and text[0] == '"' and text[-1] == '"'
 
 
-# Case and punctuation
+# -- case and punctuation
 def _capital_words(text: str, capital_frequency: int, capital_relation: str | None = None) -> bool:
     return _compare(sum(word.isupper() for word in words_of(text)), capital_relation, capital_frequency)
 

@@ -1,6 +1,4 @@
-"""The `math` reward as a worker runs it: boxed answers compared by
-math-verify. Imported in check workers only.
-"""
+"""The `math` reward, which only check workers import: boxed answers compared by math-verify."""
 
 from __future__ import annotations
 

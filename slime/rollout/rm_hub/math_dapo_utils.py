@@ -1,6 +1,4 @@
-"""The `dapo` reward: the text after "Answer:" near the end of a
-solution, normalised, against the reference.
-"""
+"""The `dapo` reward: the text after "Answer:" near the end of a solution, against the reference."""
 
 from __future__ import annotations
 
@@ -34,9 +32,7 @@ def remove_boxed(s: str) -> str:
 
 
 def normalize_final_answer(final_answer: str) -> str:
-    """One spelling for a final answer: right of the last '=', no
-    units, no LaTeX dressing, no thousands commas.
-    """
+    """One spelling for a final answer: right of the last '=', without units, LaTeX and commas."""
     text = final_answer.split("=")[-1]
     text = re.sub(r"\\(?:boxed|text|textbf|mathrm|overline)\s*\{([^{}]*)\}", r"\1", text)
     math_span = re.search(r"\$([^$]*)\$", text)
@@ -58,9 +54,7 @@ def normalize_final_answer(final_answer: str) -> str:
 def is_correct_minerva(
     solution_str: str, gt: str, gt_need_extract: bool = False, answer_pattern: str = _ANSWER_PATTERN
 ) -> tuple[bool, str]:
-    """(correct, prediction) by the last match of `answer_pattern`;
-    prediction "[INVALID]" when there is none.
-    """
+    """(correct, prediction) by the last match of `answer_pattern`; "[INVALID]" when there is none."""
     matches = re.findall(answer_pattern, solution_str)
     prediction = normalize_final_answer(matches[-1]) if matches else "[INVALID]"
     if gt_need_extract:

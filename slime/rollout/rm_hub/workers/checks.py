@@ -1,6 +1,4 @@
-"""How the hub runs a comparison: in the check pool, where a deadline reaches it;
-what is too large is wrong, and counted.
-"""
+"""Run a comparison in the check pool, under a deadline; an answer that is too large counts as wrong."""
 
 from __future__ import annotations
 

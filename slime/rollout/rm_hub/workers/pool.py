@@ -70,9 +70,7 @@ class CheckPool:
             return sorted(worker.pid for worker in self._workers if worker.is_alive())
 
     async def check(self, function: str, *arguments: Any) -> Any:
-        """The function's value; `too_large` when the check gave up or was killed, `invalid` when it
-        raised, `infra_error` when its worker broke.
-        """
+        """The function's value, or a failure: it gave up or was killed, it raised, or its worker broke."""
         future: Future[Any] = Future()
         with self._lock:
             if self._closed:

@@ -117,9 +117,7 @@ class _Worker:
         return self._become_template()
 
     def _become_template(self) -> bool:
-        """Returns True in a child, and False in each that takes the place
-        of a spent one; this process only waits.
-        """
+        """Fork: True in the first child, False in those that replace a spent one; this process only waits."""
         template_pid, is_first = os.getpid(), True
         while (child_pid := os.fork()) != 0:
             is_first = False
