@@ -59,7 +59,7 @@ class Tracker:
         _cut_torn_line(self._fd)
 
     def log(self, metrics: Mapping[str, Any], step_key: str, step: int | None = None) -> None:
-        """Record metrics at a step of the axis `step_key`; `step` None: the metrics hold it under that key."""
+        """Record metrics at a step of the axis `step_key`; without `step` they hold it under that key."""
         if step is None:
             if step_key not in metrics:
                 raise ValueError(f"no step given and the metrics have no {step_key!r}")
