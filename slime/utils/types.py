@@ -363,20 +363,9 @@ class RolloutBatch(TypedDict, total=False):
 
 # Keys of a batch whose entries have one row per response token, and keys with one number per sample.
 TokenKey = Literal[
-    "loss_masks",
-    "rollout_log_probs",
-    "versions",
-    "teacher_log_probs",
-    "log_probs",
-    "entropy",
-    "ref_log_probs",
-    "teacher_hidden",
-    "values",
-    "kl",
-    "advantages",
-    "returns",
-    "opd_reverse_kl",
-]
+    "loss_masks", "rollout_log_probs", "versions", "teacher_log_probs", "log_probs", "entropy",
+    "ref_log_probs", "teacher_hidden", "values", "kl", "advantages", "returns", "opd_reverse_kl",
+]  # fmt: skip
 SampleKey = Literal["response_lengths", "rewards", "raw_reward", "rollout_mask_sums", "truncated"]
 
 
