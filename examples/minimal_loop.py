@@ -28,7 +28,7 @@ from slime.utils import shm
 from slime.utils.http_utils import close_session
 from slime.utils.processes import thread_environment
 from slime.utils.types import Sample
-from slime.weight_sync import TRANSPORTS
+from slime.weight_sync import transport_of
 from slime.weight_sync.base import Sender, SenderOptions, check_receipt
 from slime.wire.client import EngineClient
 from slime.wire.control import EngineControl
@@ -87,7 +87,7 @@ async def push(backend: TrainBackend, sender: Sender, control: EngineControl, ve
     parcel = sender.finish(version)
     await control.pause("retract")
     await control.flush()
-    receipt = await TRANSPORTS[parcel.transport].deliver(parcel, control, await control.info())
+    receipt = await transport_of(parcel.transport).deliver(parcel, control, await control.info())
     check_receipt(parcel, receipt, control.url)
     await control.resume()
 
@@ -99,7 +99,7 @@ async def main() -> list[float]:
         client, control = EngineClient(server.url), EngineControl(server.url)
         dist.init_process_group("gloo", init_method=f"file://{name}/ranks", rank=0, world_size=1)
         backend = create_backend(args, rank=0, world_size=1, device="cpu")
-        sender = TRANSPORTS["shared_memory"].make_sender(
+        sender = transport_of("shared_memory").make_sender(
             SenderOptions("slime-minimal", Path(name), args.hf_checkpoint)
         )
         source, tokenizer, rewards = RolloutDataSource(args), tiny.build_tokenizer(), []
