@@ -1,6 +1,4 @@
-"""Every plug-in point as data: its flag, how it is called and when; configured
-ones are checked before anything starts.
-"""
+"""Every plug-in point as data: its flag, how it is called and when; all that a run names are checked first."""
 
 import functools
 import inspect
@@ -8,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from slime.arguments import Args
 from slime.utils.misc import load_function
 
 Style = Literal["sync", "async", "either", "class"]
@@ -47,22 +46,20 @@ class PluginPoint:
         return f"{start}({', '.join(parts)})"
 
 
-_ROLLOUT_CALL = {
-    "positional": ("args", "rollout_id", "data_source"),
-    "keywords": ("evaluation",),
-    "style": "sync",
-}
-
 PLUGIN_POINTS = (
     PluginPoint(
         "rollout_function_path",
-        **_ROLLOUT_CALL,
+        positional=("args", "rollout_id", "data_source"),
+        keywords=("evaluation",),
+        style="sync",
         returns="RolloutFnTrainOutput, or a list of samples or groups",
         when="once per rollout: makes all samples of it",
     ),
     PluginPoint(
         "eval_function_path",
-        **_ROLLOUT_CALL,
+        positional=("args", "rollout_id", "data_source"),
+        keywords=("evaluation",),
+        style="sync",
         returns="RolloutFnEvalOutput, or its data dict",
         when="at each evaluation",
     ),
@@ -267,15 +264,13 @@ DATASET_POINTS = {
 }
 
 
-def check_plugins(args: Any) -> None:
-    """Load every configured plug-in and bind its signature to the call that will
-    be made; ValueError names what is wrong.
-    """
+def check_plugins(args: Args) -> None:
+    """Load every configured plug-in and compare its parameters with the call; a ValueError names what is wrong."""
     for point, path, where in configured_plugins(args):
         check_plugin(point, path, where)
 
 
-def configured_plugins(args: Any) -> Iterator[tuple[PluginPoint, str, str]]:
+def configured_plugins(args: Args) -> Iterator[tuple[PluginPoint, str, str]]:
     """Every (point, path, who set it) of these settings, the evaluation datasets' own included."""
     points = {point.flag: point for point in PLUGIN_POINTS}
     for point in PLUGIN_POINTS:

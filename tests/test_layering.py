@@ -12,7 +12,8 @@ ROOT = Path(__file__).parent.parent
 LAYERS = [
     {"utils"},
     {"catalog"},
-    {"arguments", "observability", "plugins"},
+    {"arguments", "observability"},
+    {"plugins"},
     {"data", "algorithms", "wire"},
     {"batch"},
     {"rollout", "engines", "backends", "weight_sync"},

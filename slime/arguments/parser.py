@@ -1,6 +1,4 @@
-"""The command line: flags from their declarations, values from files and
-arguments, mistakes as one clear message.
-"""
+"""The command line: flags from their declarations, values from files and arguments, mistakes as one message."""
 
 import argparse
 import logging
@@ -22,16 +20,13 @@ from slime.arguments.passthrough.megatron import (
     megatron_fields,
     read_megatron_flags,
     read_megatron_value,
-    split_megatron_flags,
 )
+from slime.arguments.passthrough.program import split_flags, yaml_words
 from slime.arguments.passthrough.router import PREFIX as ROUTER_PREFIX
-from slime.arguments.passthrough.router import split_router_flags
 from slime.arguments.passthrough.sglang import (
     PREFIX,
     need_python,
     read_server_flags,
-    split_server_flags,
-    yaml_words,
 )
 from slime.arguments.rules import apply_rules
 from slime.arguments.show import render_config, render_help
@@ -59,9 +54,10 @@ def parse_args(
     """
     parser, custom = build_parser(add_custom_arguments)
     words = sys.argv[1:] if argv is None else list(argv)
-    words, server_flags = split_server_flags(words, set(known_options(parser)))
-    words, router_flags = split_router_flags(words, set(known_options(parser)))
-    words, megatron_flags = split_megatron_flags(words, set(known_options(parser)))
+    ours = set(known_options(parser))
+    words, server_flags = split_flags(words, lambda o: o.startswith(PREFIX) and o not in ours)
+    words, router_flags = split_flags(words, lambda o: o.startswith(ROUTER_PREFIX) and o not in ours)
+    words, megatron_flags = split_flags(words, lambda o: is_megatron_flag(o) and o not in ours)
     given = _parse_command_line(parser, words)
     draft = Draft(all_specs(), training_loop=training_loop)
     for name, flag in custom.items():
@@ -75,7 +71,9 @@ def parse_args(
         _apply_custom_config(draft, draft.custom_config_path)
     _require_custom(draft, custom)
     _apply_server_flags(draft, server_flags)
-    _apply_megatron_flags(draft, megatron_flags)
+    _apply_megatron_flags(
+        draft, {option.replace("_", "-"): given for option, given in megatron_flags.items()}
+    )
     apply_rules(draft)
     args = Args.of(draft)
     if args.warnings:
@@ -96,7 +94,8 @@ class CustomFlag:
 
     def read(self, value: Any) -> Any:
         """A value of a file, or a default; text goes through the flag's own type, as argparse does it."""
-        return self.action.type(value) if isinstance(value, str) and self.action.type else value
+        reader = self.action.type
+        return reader(value) if isinstance(value, str) and callable(reader) else value
 
 
 class _Parser(argparse.ArgumentParser):
@@ -121,7 +120,9 @@ def build_parser(
     add_custom_arguments: AddArguments | None = None,
 ) -> tuple[argparse.ArgumentParser, dict[str, CustomFlag]]:
     """The parser of all flags, and by name those that a user's own function added to it."""
-    parser = _Parser(prog="slime train", allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser: argparse.ArgumentParser = _Parser(
+        prog="slime train", allow_abbrev=False, argument_default=argparse.SUPPRESS
+    )
     for spec in all_specs().values():
         _add_flag(parser, spec)
     declared = set(parser._actions)
@@ -138,9 +139,7 @@ def build_parser(
 
 
 def _take_over(action: argparse.Action) -> CustomFlag:
-    """Leave argparse only the reading: defaults and required values
-    are decided once files have been read too.
-    """
+    """Leave argparse only the reading: defaults and required values are decided when files have been read too."""
     flag = CustomFlag(action, None, action.required)
     default = None if action.default is argparse.SUPPRESS else flag.read(action.default)
     action.required, action.default = False, argparse.SUPPRESS
@@ -190,7 +189,10 @@ def _explain_unknown(words: list[str], argv: list[str], options: list[str]) -> s
     if not flags:
         before = argv[: argv.index(words[0])][-1:]
         if before and before[0] in options:
-            return f"unexpected {words[0]!r} after {before[0]}, which takes no value (the --no- form turns a switch off)."
+            return (
+                f"unexpected {words[0]!r} after {before[0]}, which takes no value (the --no- form turns a "
+                "switch off)."
+            )
         return f"unexpected {words[0]!r}: every setting is a flag that starts with --."
     return "\n".join(_explain_unknown_flag(flag, options) for flag in flags)
 
@@ -310,18 +312,16 @@ def read_file_value(spec: FlagSpec, value: Any, where: str) -> Any:
 
 
 def _apply_custom_config(draft: Draft, path: str) -> None:
-    """Before the rules, so that nothing set here escapes them. Unknown
-    keys are allowed: they belong to plug-ins.
-    """
+    """Before the rules, so that nothing set here escapes them. Unknown keys are allowed: they are for plug-ins."""
     for key, value in read_yaml_mapping(path, "--custom-config-path").items():
         name = str(key).replace("-", "_")
         if hasattr(Args, name) and name not in all_specs():
             raise ValueError(f"{path}: {key!r} is a name that args uses itself; choose another.")
         if name in all_specs() and value is not None:
             value = read_file_value(all_specs()[name], value, f"{key} in {path}")
-        if name in draft and draft.sources[name] == COMMAND_LINE and getattr(draft, name) != value:
+        if name in draft and draft.sources[name] == COMMAND_LINE and draft.values[name] != value:
             raise ValueError(
-                f"{key} is {value!r} in --custom-config-path {path} and {getattr(draft, name)!r} on the "
+                f"{key} is {value!r} in --custom-config-path {path} and {draft.values[name]!r} on the "
                 "command line; keep one of them."
             )
         draft.set(name, value, f"file {path}")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.arguments.groups.topology import ServedModel, ServerGroup, Topology
-from slime.arguments.passthrough.sglang import yaml_words
+from slime.arguments.passthrough.program import yaml_words
 from slime.engines.sglang.supervisor import BOOTSTRAP_PORT
 
 Gpu = tuple[int, int]  # a machine, and the number of a device on it

@@ -92,9 +92,7 @@ def _check_template(flag: str, template: str) -> None:
 
 
 def kept_models(draft: Draft) -> None:
-    """`--ref-load runs/a/checkpoints` becomes the trainer's folder of its
-    latest checkpoint, or of --ref-ckpt-step.
-    """
+    """`--ref-load runs/a/checkpoints` becomes the trainer's folder in its latest checkpoint, or --ref-ckpt-step."""
     for name, step_name in STEP_FLAGS.items():
         model, step = getattr(draft, name), getattr(draft, step_name)
         flag, step_flag = (f"--{n.replace('_', '-')}" for n in (name, step_name))
@@ -119,6 +117,7 @@ def kept_models(draft: Draft) -> None:
                 f"goes on; choose one with {step_flag}."
             )
         chosen = find_step(Path(model).expanduser(), max(folders) if step is None else step, flag=step_flag)
+        assert chosen is not None, f"{model} holds the checkpoints {sorted(folders)}"
         why = "its latest checkpoint" if step is None else step_name
         draft.derive(name, str(chosen.trainer), why)
 

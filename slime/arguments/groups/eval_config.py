@@ -1,14 +1,11 @@
-"""Evaluation datasets: each has a name, a file and settings of its
-own; what it leaves out follows the flags.
-"""
+"""Evaluation datasets: each has a name, a file and settings of its own; what it leaves out follows the flags."""
 
 import dataclasses
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
-# Which flags give a field its value when neither the dataset nor the defaults
-# of the file do; the first set one wins.
+# Which flags give a field its value when neither the dataset nor the file's defaults do; the first set one wins.
 FALLBACK_FLAGS: dict[str, tuple[str, ...]] = {
     "input_key": ("eval_input_key", "input_key"),
     "label_key": ("eval_label_key", "label_key"),
@@ -125,7 +122,7 @@ def ensure_dataset_list(config: Any) -> list[dict[str, Any]]:
 
 
 def build_eval_dataset_configs(
-    args: Any, raw_config: Any, defaults: dict[str, Any]
+    args: object, raw_config: Any, defaults: dict[str, Any]
 ) -> list[EvalDatasetConfig]:
     """Resolve every dataset: its own entry, else the defaults of the file, else the flags."""
     _refuse_unknown_keys(defaults, "eval defaults", not_here=("name", "path"))
@@ -139,7 +136,7 @@ def build_eval_dataset_configs(
     return configs
 
 
-def _build_one(args: Any, entry: dict[str, Any], defaults: dict[str, Any]) -> EvalDatasetConfig:
+def _build_one(args: object, entry: dict[str, Any], defaults: dict[str, Any]) -> EvalDatasetConfig:
     where = f"evaluation dataset {entry.get('name', '(no name)')!r}"
     for required in ("name", "path"):
         if not entry.get(required):

@@ -1,5 +1,4 @@
-"""How trained tokens may be drawn: the one rule, for the run's flags and for
-what a generate function asks an engine.
+"""How trained tokens may be drawn: one rule for the run's flags and for what a generate function asks an engine.
 
 The trainer takes log-probs of the policy at --rollout-temperature: over the ids that an engine tells it kept
 for a token (top-p, top-k and min-p cut the vocabulary), else over the whole vocabulary, and so does the
@@ -8,7 +7,7 @@ is asked for.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from slime.arguments.core.draft import Draft
 from slime.arguments.groups.objectives import SUPERVISED_LOSSES
@@ -31,7 +30,18 @@ TOLD_BY_NUCLEUS = ("top_p", "top_k", "min_p")
 CONSTRAINTS = ("regex", "json_schema", "ebnf", "structural_tag", "logit_bias", "custom_logit_processor")
 
 
-def engines_tell_nucleus(args: Any) -> bool:
+class SamplingFlags(Protocol):
+    """Of the settings of a run, what decides how its tokens are drawn."""
+
+    loss_type: str
+    allow_sampling_mismatch: bool
+    rollout_engine: str
+    rollout_external_engine_addrs: list[str] | None
+    rollout_top_p: float
+    rollout_top_k: int
+
+
+def engines_tell_nucleus(args: SamplingFlags) -> bool:
     """Whether the run's engines can say which ids they drew a token from."""
     return ENGINES[args.rollout_engine].dialect.tells_nucleus and not args.rollout_external_engine_addrs
 
@@ -41,7 +51,7 @@ def is_cut(params: Mapping[str, Any], vocab_size: int | None = None) -> bool:
     return any(not _is_neutral(name, params.get(name), vocab_size) for name in TOLD_BY_NUCLEUS)
 
 
-def replays_nucleus(args: Any) -> bool:
+def replays_nucleus(args: SamplingFlags) -> bool:
     """Whether by its flags a run trains on tokens that come with the ids they were drawn from."""
     cut = is_cut({"top_p": args.rollout_top_p, "top_k": args.rollout_top_k})
     return cut and not args.allow_sampling_mismatch and args.loss_type not in SUPERVISED_LOSSES
@@ -65,7 +75,8 @@ def refusal(
         "top_k"
     ) == 1:
         name = "top_k" if params.get("top_k") == 1 else "temperature"
-        return f"{spelling(name)} is {params[name]}: greedy decoding is not a policy RL can improve. {_accept(name)}"
+        greedy = f"{spelling(name)} is {params[name]}: greedy decoding is not a policy RL can improve."
+        return f"{greedy} {_accept(name)}"
     for name in NEUTRAL:
         if _is_neutral(name, params.get(name), vocab_size) or (nucleus_told and name in TOLD_BY_NUCLEUS):
             continue
@@ -95,7 +106,8 @@ def _accept(name: str, other_way: str = "") -> str:
     use = {"temperature": "Use a value > 0"}.get(name) or (
         f"Use {NEUTRAL[name]:g}" if name in NEUTRAL else "Remove it"
     )
-    return f"{use}, {f'{other_way}, ' if other_way else ''}or accept the mismatch with --allow-sampling-mismatch."
+    other_way = f"{other_way}, " if other_way else ""
+    return f"{use}, {other_way}or accept the mismatch with --allow-sampling-mismatch."
 
 
 def trained_sampling(draft: Draft) -> None:

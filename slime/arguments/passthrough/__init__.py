@@ -1,1 +1,5 @@
-"""Flags of other programs that are passed on: SGLang, its router, and megatron-core."""
+"""Flags of other programs on slime's command line: split off, checked against the program's own table, passed on.
+
+`program.py` is what they share; SGLang's flags start with `--sglang-`, those of its router with `--router-`,
+and Megatron's have no prefix.
+"""

@@ -1,5 +1,4 @@
-"""Flags of the Megatron trainer: the familiar ones declared here, all other fields of
-megatron-core's configuration passed on.
+"""Fields of megatron-core's configuration as flags; those that slime declares itself are in groups/megatron.py.
 
 The package has no command line of its own. Its configuration dataclasses are read from their source, which
 takes milliseconds where importing them takes seconds.
@@ -27,8 +26,7 @@ CONFIG_CLASSES = (
     "DistributedDataParallelConfig",
 )
 
-# Spellings of Megatron's own command line whose field has another name,
-# with the value that a bare switch means.
+# Spellings of Megatron's own command line whose field has another name, with what a bare switch means.
 SPELLINGS: dict[str, tuple[str, Any]] = {
     "--norm-epsilon": ("layernorm_epsilon", None),
     "--swiglu": ("gated_linear_unit", True),
@@ -49,8 +47,7 @@ class Field:
     many: bool
 
 
-# Of Megatron's own command line, fields of none of its dataclasses: they describe the
-# model, and are held against its HF config.
+# Flags of Megatron's own command line that describe the model: compared with its Hugging Face config.
 MODEL_FACTS = {
     "--" + name.replace("_", "-"): Field(name, kind, False)
     for name, kind in {
@@ -68,9 +65,7 @@ MODEL_FACTS = {
 
 @functools.cache
 def megatron_fields() -> dict[str, Field]:
-    """`--moe-aux-loss-coeff` -> its field, for every field that a word can
-    set; empty where megatron-core is missing.
-    """
+    """`--moe-aux-loss-coeff` -> its field, if a word can set it; empty where megatron-core is missing."""
     found = importlib.util.find_spec("megatron")
     fields: dict[str, Field] = {}
     for root in (found.submodule_search_locations if found else []) or []:
@@ -95,9 +90,7 @@ def _fields_of_file(path: Path) -> dict[str, Field]:
 
 
 def _kind(annotation: str) -> tuple[type | None, bool]:
-    """`Optional[List[str]]` -> (str, True); what no word can
-    express (a function, a dtype) -> (None, False).
-    """
+    """`Optional[List[str]]` -> (str, True); what no word can express (a function, a dtype) -> (None, False)."""
     text = annotation.removeprefix("Optional[").lower()
     if "callable" in text or "dtype" in text:
         return None, False
@@ -110,25 +103,6 @@ def _kind(annotation: str) -> tuple[type | None, bool]:
     return None, False
 
 
-def split_megatron_flags(argv: list[str], ours: set[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """Takes Megatron's flags that are not slime's own out of a
-    command line: (the rest, option -> its words).
-    """
-    rest: list[str] = []
-    found: dict[str, list[str]] = {}
-    current: list[str] | None = None
-    for word in argv:
-        option, equals, value = word.partition("=")
-        if word.startswith("--"):
-            current = None
-            spelling = option.replace("_", "-")
-            if spelling not in ours and is_megatron_flag(spelling):
-                current = found[spelling] = [value] if equals else []
-                continue
-        (rest if current is None else current).append(word)
-    return rest, found
-
-
 def is_megatron_flag(option: str) -> bool:
     return option in SPELLINGS or _positive(option) in megatron_fields()
 
@@ -139,7 +113,7 @@ def _positive(option: str) -> str:
 
 
 def read_megatron_flags(found: dict[str, list[str]]) -> dict[str, Any]:
-    """Field name -> value, for the words that `split_megatron_flags` found."""
+    """Field name -> value, for the words that `split_flags` found."""
     values = {}
     for option, words in found.items():
         spelled, bare = SPELLINGS.get(option, (None, None))

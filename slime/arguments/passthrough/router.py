@@ -1,14 +1,12 @@
-"""The flags of SGLang's router as `--router-<flag>`: asked once from the
-interpreter that has it, checked, passed on.
-"""
+"""The flags of SGLang's router as `--router-<flag>`: asked once from the interpreter that has it."""
 
 import functools
 import json
 import subprocess
-from difflib import get_close_matches
 from pathlib import Path
 
-from slime.arguments.passthrough.sglang import ServerFlag, find_python, read_flag_rows
+from slime.arguments.passthrough.program import ProgramFlags, read_flag_rows
+from slime.arguments.passthrough.sglang import find_python
 
 PREFIX = "--router-"
 _ASK_TIMEOUT_S = 120.0
@@ -26,12 +24,20 @@ OWNED = {
 _ASK = """
 import argparse, json
 from sglang_router.router_args import RouterArgs
+
 parser = argparse.ArgumentParser(add_help=False)
 RouterArgs.add_cli_args(parser)
-rows = [{"options": a.option_strings, "dest": a.dest, "nargs": a.nargs, "type": getattr(a.type, "__name__", None),
-         "choices": [str(c) for c in a.choices] if a.choices else None, "help": a.help or ""} for a in parser._actions]
-print(json.dumps(rows + [{"options": ["--host"], "dest": "host", "nargs": None, "type": "str", "choices": None, "help": ""},
-    {"options": ["--port"], "dest": "port", "nargs": None, "type": "int", "choices": None, "help": ""}]))
+
+
+def row(options, dest, type, nargs=None, choices=None, help=""):
+    return {"options": options, "dest": dest, "nargs": nargs, "type": type, "choices": choices, "help": help}
+
+
+rows = [row(["--host"], "host", "str"), row(["--port"], "port", "int")]
+for a in parser._actions:
+    choices = [str(c) for c in a.choices] if a.choices else None
+    rows.append(row(a.option_strings, a.dest, getattr(a.type, "__name__", None), a.nargs, choices, a.help or ""))
+print(json.dumps(rows))
 """
 
 
@@ -49,46 +55,17 @@ def need_router_python(given: str | None, reason: str) -> str:
 
 
 @functools.cache
-def router_flags(python: str) -> dict[str, ServerFlag]:
+def router_flags(python: str) -> ProgramFlags:
     """Every option of the router that `python` has."""
     done = subprocess.run([python, "-c", _ASK], capture_output=True, text=True, timeout=_ASK_TIMEOUT_S)
     if done.returncode:
         raise ValueError(
             f"--router-python is {python}: it has no sglang-router ({done.stderr.strip()[-300:]})."
         )
-    return read_flag_rows(json.loads(done.stdout.splitlines()[-1]))
-
-
-def split_router_flags(argv: list[str], ours: set[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """Takes `--router-...` flags that are not slime's own out of a
-    command line: (the rest, option -> its words).
-    """
-    rest: list[str] = []
-    found: dict[str, list[str]] = {}
-    current: list[str] | None = None
-    for word in argv:
-        option, equals, value = word.partition("=")
-        if word.startswith("--"):
-            current = None
-            if option.startswith(PREFIX) and option.replace("_", "-") not in ours:
-                current = found[option] = [value] if equals else []
-                continue
-        (rest if current is None else current).append(word)
-    return rest, found
+    rows = json.loads(done.stdout.splitlines()[-1])
+    return ProgramFlags("sglang-router", PREFIX, OWNED, read_flag_rows(rows))
 
 
 def read_router_flags(found: dict[str, list[str]], python: str) -> list[str]:
     """The words for the router's own command line; an unknown or misspelt one is a ValueError that helps."""
-    table, words = router_flags(python), []
-    for option, given in found.items():
-        name = "--" + option.removeprefix(PREFIX).replace("_", "-")
-        known = table.get(name)
-        if known is None:
-            near = get_close_matches(name, table, n=1, cutoff=0.6)
-            hint = f"; did you mean {PREFIX}{near[0].removeprefix('--')}?" if near else "."
-            raise ValueError(f"unknown flag {option}: sglang-router has no {name}{hint}")
-        if known.dest in OWNED:
-            raise ValueError(f"{option} cannot be given: {OWNED[known.dest]}.")
-        known.read(given, option)
-        words += [name, *given]
-    return words
+    return router_flags(python).read(found)[1]

@@ -1,5 +1,4 @@
-"""The flags of the installed SGLang as `--sglang-<flag>`: asked once from the
-interpreter that has it, checked, passed on.
+"""The flags of the installed SGLang as `--sglang-<flag>`: asked once from the interpreter that has it.
 
 SGLang lives in an environment of its own and is never imported here. Its table of flags is cached by version.
 """
@@ -10,13 +9,11 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from slime.arguments.core.devices import visible_gpus
-from slime.arguments.core.unbuilt import is_unbuilt
+from slime.arguments.passthrough.program import ProgramFlags, read_flag_rows
 
 PREFIX = "--sglang-"
 _PACKAGE = Path(__file__).parents[2]
@@ -48,67 +45,8 @@ OWNED = {
 }
 
 
-@dataclass(frozen=True)
-class ServerFlag:
-    """One flag of SGLang: `options` as SGLang spells them, `nargs` 0 for a switch."""
-
-    options: tuple[str, ...]
-    dest: str
-    nargs: int | str | None
-    kind: str | None  # "int", "float", "str" or a parser of SGLang's own
-    choices: tuple[str, ...] | None
-    help: str
-
-    def read(self, words: list[str], option: str) -> Any:
-        """The words after the flag as a value; SGLang checks again what it reads itself."""
-        reader = {"int": int, "float": float}.get(self.kind or "", str)
-        values = []
-        for word in words:
-            if self.choices and word not in self.choices:
-                raise ValueError(f"{option} is {word!r}: SGLang takes {', '.join(self.choices)}.")
-            try:
-                values.append(reader(word))
-            except ValueError:
-                raise ValueError(f"{option} is {word!r}: SGLang expects {self.kind} there.") from None
-        if self.nargs == 0:
-            if values:
-                raise ValueError(f"{option} is a switch and takes no value, but {words[0]!r} follows it.")
-            return True
-        if self.nargs in ("+", "*"):
-            return values
-        if len(values) != 1 and self.nargs != "?":
-            raise ValueError(f"{option} takes one value, found {len(values)}.")
-        return values[0] if values else True
-
-
-@dataclass(frozen=True)
-class ServerFlags:
-    """The whole command line of one installed version."""
-
-    version: str
-    by_option: dict[str, ServerFlag]  # "--mem-fraction-static" -> its flag
-
-    def find(self, option: str) -> ServerFlag:
-        """The flag that `--sglang-mem-fraction-static` (or `_` for `-`)
-        means; a ValueError that helps otherwise.
-        """
-        server_option = "--" + option.removeprefix(PREFIX).replace("_", "-")
-        flag = self.by_option.get(server_option)
-        if flag is None:
-            if is_unbuilt(option.removeprefix("--").replace("_", "-")):
-                raise ValueError(f"{option} is a slime flag that this version does not build yet.")
-            near = get_close_matches(server_option, self.by_option, n=1, cutoff=0.6)
-            hint = f"; did you mean {PREFIX}{near[0].removeprefix('--')}?" if near else "."
-            raise ValueError(f"unknown flag {option}: SGLang {self.version} has no {server_option}{hint}")
-        if flag.dest in OWNED:
-            raise ValueError(f"{option} cannot be given: {OWNED[flag.dest]}.")
-        return flag
-
-
 def find_python(given: str | None, environment: str = ".venv-sglang", module: str = "sglang") -> str | None:
-    """The interpreter that has SGLang: the one given, that of `make
-    sglang-env`, or this one. None: there is none.
-    """
+    """The interpreter that has SGLang: the one given, that of `make sglang-env`, or this one; None without any."""
     if given is not None:
         return given
     for folder in (Path.cwd(), _PACKAGE.parent):
@@ -129,7 +67,7 @@ def need_python(given: str | None, reason: str) -> str:
     return python
 
 
-def server_flags(python: str) -> ServerFlags:
+def server_flags(python: str) -> ProgramFlags:
     """The flags of the SGLang that `python` has; asked once per version, since that takes half a minute."""
     version = _installed_version(python)
     cache = _cache_folder() / f"sglang-flags-{version}.json"
@@ -162,22 +100,13 @@ def _ask(python: str) -> dict[str, Any]:
     )
     for line in done.stdout.splitlines():
         if line.startswith(_TABLE_MARK):
-            return json.loads(line.removeprefix(_TABLE_MARK))
+            table: dict[str, Any] = json.loads(line.removeprefix(_TABLE_MARK))
+            return table
     raise ValueError(f"--sglang-python is {python}: SGLang did not say its flags:\n{done.stderr[-2000:]}")
 
 
-def _read_table(table: dict[str, Any]) -> ServerFlags:
-    return ServerFlags(table["version"], read_flag_rows(table["flags"]))
-
-
-def read_flag_rows(rows: list[dict[str, Any]]) -> dict[str, ServerFlag]:
-    """Option -> flag, from the rows in which an installed program describes its own command line."""
-    flags = {}
-    for row in rows:
-        choices = tuple(row["choices"]) if row["choices"] else None
-        flag = ServerFlag(tuple(row["options"]), row["dest"], row["nargs"], row["type"], choices, row["help"])
-        flags.update(dict.fromkeys(flag.options, flag))
-    return flags
+def _read_table(table: dict[str, Any]) -> ProgramFlags:
+    return ProgramFlags(f"SGLang {table['version']}", PREFIX, OWNED, read_flag_rows(table["flags"]))
 
 
 def _cache_folder() -> Path:
@@ -189,42 +118,7 @@ def _cache_folder() -> Path:
         return Path(tempfile.gettempdir())
 
 
-def split_server_flags(argv: list[str], ours: set[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """Takes `--sglang-...` flags that are not slime's own out of a
-    command line: (the rest, option -> its words).
-    """
-    rest: list[str] = []
-    found: dict[str, list[str]] = {}
-    current: list[str] | None = None
-    for word in argv:
-        option, equals, value = word.partition("=")
-        if word.startswith("--"):
-            current = None
-            if option.startswith(PREFIX) and option.replace("_", "-") not in ours:
-                current = found.setdefault(option, [])
-                current.clear()  # given twice: the last one counts, as everywhere
-                current += [value] if equals else []
-                continue
-        (rest if current is None else current).append(word)
-    return rest, found
-
-
-def yaml_words(value: Any) -> list[str] | None:
-    """A value of a file as the words of a command line; None: the flag is off."""
-    if value is None or value is False:
-        return None
-    if value is True:
-        return []
-    return [str(v) for v in value] if isinstance(value, list) else [str(value)]
-
-
 def read_server_flags(found: dict[str, list[str]], python: str) -> tuple[dict[str, Any], list[str]]:
     """(`sglang_<name>` -> value for args, the words for the server's own command line)."""
-    table = server_flags(python)
-    values: dict[str, Any] = {}
-    words: list[str] = []
-    for option, given in found.items():
-        flag = table.find(option)
-        values[f"sglang_{flag.dest}"] = flag.read(given, option)
-        words += ["--" + option.removeprefix(PREFIX).replace("_", "-"), *given]
-    return values, words
+    values, words = server_flags(python).read(found)
+    return {f"sglang_{name}": value for name, value in values.items()}, words

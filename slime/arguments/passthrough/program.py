@@ -1,0 +1,119 @@
+"""The flags of another program: taken out of a command line, and checked against what the program says it has."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from slime.arguments.core.unbuilt import is_unbuilt
+
+
+def split_flags(argv: list[str], is_theirs: Callable[[str], bool]) -> tuple[list[str], dict[str, list[str]]]:
+    """Takes the flags that `is_theirs` knows (spelt with `-`) out of a command line.
+
+    Returns the other words, and option as written -> the words after it. A flag given twice counts as the last.
+    Example: `--seed 1 --sglang-tp 2` with SGLang's becomes (["--seed", "1"], {"--sglang-tp": ["2"]}).
+    """
+    rest: list[str] = []
+    found: dict[str, list[str]] = {}
+    current = rest
+    for word in argv:
+        if word.startswith("--"):
+            current = rest
+            option, equals, value = word.partition("=")
+            if is_theirs(option.replace("_", "-")):
+                current = found[option] = [value] if equals else []
+                continue
+        current.append(word)
+    return rest, found
+
+
+def yaml_words(value: Any) -> list[str] | None:
+    """A value of a file as the words of a command line; None: the flag is off."""
+    if value is None or value is False:
+        return None
+    if value is True:
+        return []
+    return [str(v) for v in value] if isinstance(value, list) else [str(value)]
+
+
+@dataclass(frozen=True)
+class ProgramFlag:
+    """One flag of the program: `options` as the program spells them, `nargs` 0 for a switch."""
+
+    options: tuple[str, ...]
+    dest: str
+    nargs: int | str | None
+    kind: str | None  # "int", "float", "str" or a parser of the program's own
+    choices: tuple[str, ...] | None
+    help: str
+
+    def read(self, words: list[str], option: str) -> Any:
+        """The words after the flag as a value; the program checks again what it reads itself."""
+        reader: Callable[[str], Any] = {"int": int, "float": float}.get(self.kind or "", str)
+        values = []
+        for word in words:
+            if self.choices and word not in self.choices:
+                raise ValueError(f"{option} is {word!r}: SGLang takes {', '.join(self.choices)}.")
+            try:
+                values.append(reader(word))
+            except ValueError:
+                raise ValueError(f"{option} is {word!r}: SGLang expects {self.kind} there.") from None
+        if self.nargs == 0:
+            if values:
+                raise ValueError(f"{option} is a switch and takes no value, but {words[0]!r} follows it.")
+            return True
+        if self.nargs in ("+", "*"):
+            return values
+        if len(values) != 1 and self.nargs != "?":
+            raise ValueError(f"{option} takes one value, found {len(values)}.")
+        return values[0] if values else True
+
+
+@dataclass(frozen=True)
+class ProgramFlags:
+    """The whole command line of one installed program, whose flags slime takes with a prefix."""
+
+    program: str  # with its version where that is known
+    prefix: str
+    owned: Mapping[str, str]  # flags that slime sets itself -> what decides them
+    by_option: Mapping[str, ProgramFlag]  # "--mem-fraction-static" -> its flag
+
+    def find(self, option: str) -> ProgramFlag:
+        """The flag that `--sglang-mem-fraction-static` (or `_` for `-`) means; a ValueError that helps otherwise."""
+        name = self.own_option(option)
+        flag = self.by_option.get(name)
+        if flag is None:
+            if is_unbuilt(option.removeprefix("--").replace("_", "-")):
+                raise ValueError(f"{option} is a slime flag that this version does not build yet.")
+            near = get_close_matches(name, self.by_option, n=1, cutoff=0.6)
+            hint = f"; did you mean {self.prefix}{near[0].removeprefix('--')}?" if near else "."
+            raise ValueError(f"unknown flag {option}: {self.program} has no {name}{hint}")
+        if flag.dest in self.owned:
+            raise ValueError(f"{option} cannot be given: {self.owned[flag.dest]}.")
+        return flag
+
+    def own_option(self, option: str) -> str:
+        """The flag as the program itself spells it."""
+        return "--" + option.removeprefix(self.prefix).replace("_", "-")
+
+    def read(self, found: Mapping[str, list[str]]) -> tuple[dict[str, Any], list[str]]:
+        """(name -> value, the words for the program's own command line) of what `split_flags` found."""
+        values, words = {}, []
+        for option, given in found.items():
+            flag = self.find(option)
+            values[flag.dest] = flag.read(given, option)
+            words += [self.own_option(option), *given]
+        return values, words
+
+
+def read_flag_rows(rows: list[dict[str, Any]]) -> dict[str, ProgramFlag]:
+    """Option -> flag, from the rows in which an installed program describes its own command line."""
+    flags = {}
+    for row in rows:
+        choices = tuple(row["choices"]) if row["choices"] else None
+        flag = ProgramFlag(
+            tuple(row["options"]), row["dest"], row["nargs"], row["type"], choices, row["help"]
+        )
+        flags.update(dict.fromkeys(flag.options, flag))
+    return flags
