@@ -1,4 +1,4 @@
-"""Every plug-in point as data: its flag, how it is called and when; all that a run names are checked first."""
+"""Every plug-in point as data: its flag, how it is called and when; checked before a run starts."""
 
 import functools
 import inspect
@@ -219,9 +219,8 @@ PLUGIN_POINTS = (
         style="sync",
         returns="nothing",
         when="on every trainer rank when a version lies in version_dir, before the engines (their "
-        "addresses) read it; "
-        "with deltas also on the first rank alone, for full copies beside them and for the folder that a "
-        "run takes over",
+        "addresses) read it; with deltas also on the first rank alone, for full copies beside them and for "
+        "the folder that a run takes over",
     ),
     PluginPoint(
         "custom_megatron_init_path",
@@ -265,7 +264,7 @@ DATASET_POINTS = {
 
 
 def check_plugins(args: Args) -> None:
-    """Load every configured plug-in and compare its parameters with the call; a ValueError names what is wrong."""
+    """Load every configured plug-in and compare its parameters with the call; ValueError if they differ."""
     for point, path, where in configured_plugins(args):
         check_plugin(point, path, where)
 

@@ -1,7 +1,6 @@
 """The smallest complete command line, for tests that change one thing about it."""
 
-from slime.arguments import Args, PluginArgs, parse_args
-from slime.arguments.all_flags import all_specs
+from slime.arguments import Args, PluginArgs, default_args, parse_args
 
 # Sizes are explicit, so that no test depends on the machine it runs on.
 BASE = {
@@ -38,5 +37,5 @@ def parse(*words: str, **changes: object) -> Args:
 
 
 def declared(**changes: object) -> PluginArgs:
-    """What a plug-in gets, with every flag at its declared default and nothing derived, but for the changes."""
-    return PluginArgs(**{name: spec.default for name, spec in all_specs().items()} | changes)
+    """What a plug-in gets, with every flag at its declared default but for the changes."""
+    return PluginArgs(**(vars(default_args()) | changes))

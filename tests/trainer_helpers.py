@@ -1,6 +1,4 @@
-"""Shared by the trainer tests: settings without a command
-line, random ragged batches, a single-process group.
-"""
+"""Shared by the trainer tests: settings, random ragged batches, a single-process group."""
 
 import atexit
 import os
@@ -22,7 +20,7 @@ from slime.utils.types import Sample
 
 
 def trainer_args(model: str | Path, **changes) -> Args:
-    """The settings of a trainer at their defaults, except for a rate at which tiny models learn in a few steps."""
+    """The settings of a trainer at their defaults, but for a rate at which tiny models learn quickly."""
     values = dict(dtype="float32", lr=1e-3, adam_beta2=0.99, rollout_max_response_len=16, run_dir="runs/test")
     return default_args(hf_checkpoint=str(model), **(values | changes))
 
@@ -87,9 +85,7 @@ def engine_samples(backend, args, num_groups=2, group_size=4, noise=0.0, version
 
 
 def with_nuclei(samples: list[Sample], *, vocab: int = 128, seed: int = 0) -> list[Sample]:
-    """The same samples, two of three drawn from recorded
-    parts of the vocabulary, and some tokens from all of it.
-    """
+    """The same samples, two of three drawn from recorded parts of the vocabulary, some tokens from all."""
     generator = torch.Generator().manual_seed(seed)
     for sample in samples:
         if sample.index % 3 == 2:
@@ -114,9 +110,7 @@ def init_process_group(rank: int = 0, world_size: int = 1, address: str | None =
 
 
 def meeting_point() -> str:
-    """Where the ranks of one group find each other: a new
-    file. A port that is free now may be taken a moment later.
-    """
+    """Where the ranks of one group meet: a new file, since a port that is free now may be taken soon."""
     path = Path(tempfile.gettempdir(), f"slime-ranks-{secrets.token_hex(8)}")
     atexit.register(path.unlink, missing_ok=True)
     return f"file://{path}"

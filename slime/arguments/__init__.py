@@ -1,4 +1,4 @@
-"""The settings of a run: every flag declared once, read from the command line and files, checked, then frozen."""
+"""The settings of a run: every flag declared once, read from command line and files, checked, then frozen."""
 
 from slime.arguments.all_flags import Flags
 from slime.arguments.args import Args, default_args

@@ -1,4 +1,4 @@
-"""Every flag group in the order a reader meets them; the one list that the parser, the help and the docs walk."""
+"""Every flag group in the order a reader meets them: the one list that parser, help and docs walk."""
 
 import functools
 

@@ -60,7 +60,7 @@ class Args(Flags):
         return self._warnings
 
     def to_dict(self, *, hide_secrets: bool = False) -> dict[str, Any]:
-        """A deep copy of all values, free to change; with `hide_secrets`, one that may be written to a file."""
+        """A deep copy of all values, free to change; with `hide_secrets` it may be written to a file."""
         values = copy.deepcopy(vars(self))
         if hide_secrets:
             values |= {name: "********" for name in secret_names() if values[name] is not None}
@@ -78,8 +78,8 @@ class Args(Flags):
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(
-            f"args.{name} cannot be set: arguments are fixed after parsing. Use args.replace({name}=...) "
-            "for a copy."
+            f"args.{name} cannot be set: arguments are fixed after parsing. Use args.replace({name}=...) for "
+            "a copy."
         )
 
     def __delattr__(self, name: str) -> None:
@@ -103,9 +103,9 @@ class Args(Flags):
 
 
 def default_args(**changes: Any) -> Args:
-    """Every flag at its default except those named, for commands and tests that build a trainer by themselves.
+    """Every flag at its default except those named, for commands and tests that build a trainer alone.
 
-    No rule runs: beside what is named, only those values are derived that a trainer reads and flags leave open.
+    No rule runs: only what a trainer reads and flags leave open is derived.
     """
     values = {name: copy.copy(spec.default) for name, spec in all_specs().items()} | changes
     derived = {

@@ -1,4 +1,4 @@
-"""The command line: flags from their declarations, values from files and arguments, mistakes as one message."""
+"""The command line: flags from their declarations, values from words and files, clear mistakes."""
 
 import argparse
 import logging
@@ -139,7 +139,7 @@ def build_parser(
 
 
 def _take_over(action: argparse.Action) -> CustomFlag:
-    """Leave argparse only the reading: defaults and required values are decided when files have been read too."""
+    """Leave argparse only the reading: defaults and required flags are decided after files are read."""
     flag = CustomFlag(action, None, action.required)
     default = None if action.default is argparse.SUPPRESS else flag.read(action.default)
     action.required, action.default = False, argparse.SUPPRESS
@@ -312,7 +312,7 @@ def read_file_value(spec: FlagSpec, value: Any, where: str) -> Any:
 
 
 def _apply_custom_config(draft: Draft, path: str) -> None:
-    """Before the rules, so that nothing set here escapes them. Unknown keys are allowed: they are for plug-ins."""
+    """Before the rules, so that nothing set here escapes them. Unknown keys belong to plug-ins."""
     for key, value in read_yaml_mapping(path, "--custom-config-path").items():
         name = str(key).replace("-", "_")
         if hasattr(Args, name) and name not in all_specs():

@@ -1,4 +1,4 @@
-"""The rules about settings in the order they run: each refuses a combination with reason and fix, or derives a value.
+"""The rules in the order they run: each refuses a combination with reason and fix, or derives a value.
 
 Every rule stands beside the flags that it is about, in groups/.
 """
@@ -84,7 +84,7 @@ def apply_rules(draft: Draft) -> None:
 
 
 def for_asynchronous_loop(args: Args) -> Args:
-    """The settings as they would be, had they been parsed for that loop: scripts may parse before they choose it."""
+    """The settings as if they had been parsed for that loop: scripts may parse before they choose it."""
     draft = args.reopen(training_loop=ASYNCHRONOUS)
     correct_stale_tokens(draft)
     return Args.of(draft)

@@ -32,7 +32,7 @@ class RunInfo:
 
 
 class PluginArgs(argparse.Namespace, Flags):
-    """What a plug-in gets as `args`: every flag, facts of the run and keys of --custom-config-path, to change freely."""
+    """What a plug-in gets as `args`, its own to change: flags, facts of the run, --custom-config-path."""
 
     sglang_router_ip: str | None
     sglang_router_port: int | None

@@ -107,7 +107,8 @@ def test_a_value_follows_from_the_others(changes, name, value):
         ({"opsm_delta": 0.1}, "add --use-opsm"),
         (
             {"use_kl_loss": True, "kl_loss_coef": 0.01},
-            r"--kl-loss-type k1 \(the default\): .* does not depend on the reference.*--kl-loss-type k3.*--use-unbiased-kl",
+            r"--kl-loss-type k1 \(the default\): .* does not depend on the reference.*"
+            r"--kl-loss-type k3.*--use-unbiased-kl",
         ),
         (
             {"use_kl_loss": True, "kl_loss_coef": -0.01, "kl_loss_type": "k1", "advantage_estimator": "ppo"},

@@ -1,6 +1,4 @@
-"""Evaluation datasets: an entry's own settings, then the file's defaults,
-then the flags; unknown keys are errors.
-"""
+"""Evaluation datasets: an entry's settings, then the file's defaults, then flags; others are errors."""
 
 import pytest
 from argument_helpers import parse

@@ -1,6 +1,4 @@
-"""No flag is accepted and ignored: each is read by the code that it
-steers, or used up while arguments are parsed.
-"""
+"""No flag is accepted and ignored: each is read by what it steers, or used up while parsing."""
 
 import ast
 from pathlib import Path

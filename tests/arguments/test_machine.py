@@ -1,6 +1,4 @@
-"""What is told about the machine: precision by what it can do, and
-sizes that were written for another one.
-"""
+"""What is told about the machine: precision by what it can do, and sizes written for another one."""
 
 import json
 

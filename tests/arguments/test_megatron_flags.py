@@ -1,6 +1,4 @@
-"""Megatron's own flags: read from its dataclasses, typed, refused
-where slime or the other trainer decides.
-"""
+"""Megatron's own flags: read from its dataclasses, typed, refused where something else decides."""
 
 import pytest
 from argument_helpers import base_argv, parse

@@ -151,7 +151,8 @@ def test_command_line_can_turn_off_what_the_file_turned_on(tmp_path):
 
 
 def test_file_keys_may_be_written_like_flags(tmp_path):
-    text = "clip-grad: 0.5\ndisable-rewards-normalization: true\nrollout_stop: [a, b]\nbackend: fsdp\nsave_interval: null\n"
+    text = "clip-grad: 0.5\ndisable-rewards-normalization: true\nrollout_stop: [a, b]\n"
+    text += "backend: fsdp\nsave_interval: null\n"
     args = parse("--config", write(tmp_path, text))
     assert args.clip_grad == 0.5
     assert args.rewards_normalization is False

@@ -1,6 +1,4 @@
-"""SGLang's own flags on our command line: known by asking its
-interpreter, here a script that answers like it.
-"""
+"""SGLang's own flags on our command line: asked from its interpreter, here a script that answers."""
 
 import json
 import sys

@@ -18,7 +18,7 @@ from argument_helpers import parse
         ({"lora_alpha": 16}, "--lora-alpha is 16.0, but no adapters are trained; add --lora-rank"),
         (
             {"lora_rank": 8, "lora_sync": "adapter", "update_weight_transport": "distributed"},
-            "--lora-sync adapter with --update-weight-transport distributed: adapters alone go in memory only",
+            "--lora-sync adapter with --update-weight-transport distributed: adapters alone go in memory",
         ),
         (
             {"lora_rank": 8, "lora_sync": "adapter", "update_weight_mode": "delta"},

@@ -13,7 +13,7 @@ COMMAND_LINE = "command line"
 
 
 class Draft:
-    """Values and their sources before they are frozen. Values read as attributes: `draft.rollout_batch_size`."""
+    """Values and their sources before they are frozen; values are attributes: `draft.lr`."""
 
     def __init__(self, specs: Mapping[str, FlagSpec], *, training_loop: str = SYNCHRONOUS):
         self.specs = specs
@@ -44,12 +44,12 @@ class Draft:
         return self.sources[name] != DEFAULT and not self.sources[name].startswith("derived")
 
     def warn(self, message: str) -> None:
-        """Tell the user at the start of a setting that does nothing here and changes nothing of what is trained."""
+        """Tell the user at the start of a setting that does nothing here and changes no training."""
         self.warnings.append(message)
 
 
 def refuse_flags_without_effect(draft: Draft) -> None:
-    """A flag that was given a value, but does nothing beside the others: its declaration says when (`only_with`)."""
+    """Refuse a flag that was given and does nothing beside the others: its declaration says when it does."""
     for name, spec in draft.specs.items():
         value = getattr(draft, name)
         if not draft.was_given(name) or value == spec.default:

@@ -1,4 +1,4 @@
-"""How one flag is declared: a typed dataclass field that carries its help, its range and when it has an effect."""
+"""How one flag is declared: a typed field that carries its help, its range and when it has an effect."""
 
 import dataclasses
 import types
@@ -13,7 +13,7 @@ class OnlyWith:
     """A condition under which a flag does something; a user who gives the flag without it is told.
 
     Example: OnlyWith("with --use-rs", lambda d: d.use_rs, "nothing is rejected; add --use-rs") on --rs-upper
-    shows "only with --use-rs" in the help, and refuses "--rs-upper is 3, but nothing is rejected; add --use-rs."
+    shows "only with --use-rs" in the help, and says "--rs-upper is 3, but nothing is rejected; add --use-rs."
     """
 
     words: str  # in the help, after "only"
@@ -52,7 +52,7 @@ class FlagInfo:
 
 
 def flag(default: Any, help: str, *, only_with: OnlyWith | tuple[OnlyWith, ...] = (), **info: Any) -> Any:
-    """Declare a flag. The field's annotation is its type; `None` in it means "not set", which the help explains."""
+    """Declare a flag. The annotation is its type; `None` in it means "not set", which the help explains."""
     conditions = (only_with,) if isinstance(only_with, OnlyWith) else only_with
     metadata = {"flag": FlagInfo(help=help, only_with=conditions, **info)}
     if isinstance(default, (list, dict)):

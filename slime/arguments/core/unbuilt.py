@@ -1,6 +1,4 @@
-"""Flags that slime recipes use and this version does not build:
-refused by name, never accepted and ignored.
-"""
+"""Flags that slime recipes use and this version does not build: refused by name, never ignored."""
 
 UNBUILT_FLAGS = frozenset(
     """

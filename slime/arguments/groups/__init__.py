@@ -1,4 +1,4 @@
-"""The flags, a file per subject: their declarations, when each has an effect, and the rules that span several.
+"""The flags, a file per subject: declarations, when each has an effect, and rules that span several.
 
 The order in which the rules run stands in slime/arguments/rules.py.
 """

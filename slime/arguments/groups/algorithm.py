@@ -247,8 +247,8 @@ class AlgorithmFlags:
     logprob_diff_threshold: float | None = flag(
         None,
         "mean difference between the log-probs of engine and trainer that stops the run; 0: never; default: "
-        "0.02 "
-        "where both compute in float32, else 0.2; a difference that grows with the pushes is told before that",
+        "0.02 where both compute in float32, else 0.2; a difference that grows with the pushes is told "
+        "before that",
         ge=0,
         only_with=OWN_SAMPLES,
     )
@@ -324,9 +324,7 @@ def loss_reduction(draft: Draft) -> None:
 
 
 def _sequence_ratios(draft: Draft) -> None:
-    """A loss with one ratio per sample is defined as a mean over samples; summed
-    over tokens, long samples would count more.
-    """
+    """One ratio per sample means a mean over samples: in a sum over tokens, long ones would count more."""
     replaced = draft.custom_policy_loss_function_path or draft.custom_pg_loss_reducer_function_path
     if (
         draft.loss_type != "policy_loss"
@@ -403,15 +401,13 @@ def _kl_loss(draft: Draft) -> None:
     if draft.kl_loss_coef == 0:
         draft.warn(
             "--use-kl-loss with --kl-loss-coef 0: the KL to the reference is computed and reported "
-            "(train/kl_loss), and pulls on "
-            "nothing; give a coefficient, or leave --use-kl-loss out to save the reference and its pass."
+            "(train/kl_loss), and pulls on nothing; give a coefficient, or leave --use-kl-loss out to save "
+            "the reference and its pass."
         )
     elif draft.kl_loss_type == "k1" and not draft.use_unbiased_kl:
         raise ValueError(
-            f"--use-kl-loss --kl-loss-coef {draft.kl_loss_coef:g} with --kl-loss-type k1"
-            f"{'' if draft.was_given('kl_loss_type') else ' (the default)'}: the gradient of k1 does not "
-            "depend on the reference, so "
-            "the term would make every sampled token less likely and hold the policy to nothing; use "
-            "--kl-loss-type k3 (or "
-            "low_var_kl, k2), or add --use-unbiased-kl."
+            f"--use-kl-loss --kl-loss-coef {draft.kl_loss_coef:g} with --kl-loss-type "
+            f"k1{'' if draft.was_given('kl_loss_type') else ' (the default)'}: the gradient of k1 does not "
+            "depend on the reference, so the term would make every sampled token less likely and hold the "
+            "policy to nothing; use --kl-loss-type k3 (or low_var_kl, k2), or add --use-unbiased-kl."
         )

@@ -92,7 +92,7 @@ def _check_template(flag: str, template: str) -> None:
 
 
 def kept_models(draft: Draft) -> None:
-    """`--ref-load runs/a/checkpoints` becomes the trainer's folder in its latest checkpoint, or --ref-ckpt-step."""
+    """`--ref-load runs/a` becomes the trainer's folder of its latest checkpoint, or of --ref-ckpt-step."""
     for name, step_name in STEP_FLAGS.items():
         model, step = getattr(draft, name), getattr(draft, step_name)
         flag, step_flag = (f"--{n.replace('_', '-')}" for n in (name, step_name))
@@ -106,15 +106,15 @@ def kept_models(draft: Draft) -> None:
         if not folders:
             if step is not None:
                 raise ValueError(
-                    f"{step_flag} is {step}, but {flag} {model} holds no checkpoints (step_*): give a "
-                    f"folder written by --save, or leave {step_flag} out."
+                    f"{step_flag} is {step}, but {flag} {model} holds no checkpoints (step_*): give a folder "
+                    f"written by --save, or leave {step_flag} out."
                 )
             continue
         _check_trainer(draft, flag, model)
         if step is None and draft.save is not None and Path(model).resolve() == Path(draft.save).resolve():
             raise ValueError(
-                f"{flag} {model} is also the folder of --save: its latest checkpoint changes as the run "
-                f"goes on; choose one with {step_flag}."
+                f"{flag} {model} is also the folder of --save: its latest checkpoint changes as the run goes "
+                f"on; choose one with {step_flag}."
             )
         chosen = find_step(Path(model).expanduser(), max(folders) if step is None else step, flag=step_flag)
         assert chosen is not None, f"{model} holds the checkpoints {sorted(folders)}"

@@ -1,4 +1,4 @@
-"""Flags and rules of machines: how many ranks train, how many engines generate, who shares a device with whom."""
+"""Flags and rules of machines: how many ranks train and engines generate, and who shares a device."""
 
 import os
 from collections.abc import Callable
@@ -133,8 +133,8 @@ def _check_node_size(draft: Draft) -> None:
     if draft.actor_num_gpus_per_node > draft.num_gpus_per_node:
         raise ValueError(
             f"--actor-num-gpus-per-node is {draft.actor_num_gpus_per_node}, but --num-gpus-per-node says "
-            "that a machine has "
-            f"{draft.num_gpus_per_node}; use at most that, or more machines (--actor-num-nodes)."
+            f"that a machine has {draft.num_gpus_per_node}; use at most that, or more machines "
+            "(--actor-num-nodes)."
         )
 
 
@@ -157,9 +157,7 @@ def derive_offload(draft: Draft) -> None:
 
 
 def tell_of_this_machine(draft: Draft, count_gpus: Callable[[], int]) -> None:
-    """Warnings only: scripts carry these flags from machine to
-    machine. Of a cluster nothing is known here.
-    """
+    """Warn of sizes that do not fit this machine; of a cluster (--runtime ray) nothing is known here."""
     if draft.runtime == "ray":
         return
     gpus = count_gpus()

@@ -1,4 +1,4 @@
-"""Flags and rules of the engines and of the weights they get: which kind, how long to wait, how weights travel."""
+"""Flags and rules of the engines: which kind, how long to wait for them, how they get new weights."""
 
 import importlib.util
 from dataclasses import dataclass
@@ -74,7 +74,8 @@ class EngineFlags:
     )
     embedded_max_running_requests: int = flag(
         256,
-        "requests decoded together; 1 computes each alone and keeps no prefixes, as --deterministic-mode does",
+        "requests decoded together; 1 computes each alone and keeps no prefixes, as --deterministic-mode "
+        "does",
         ge=1,
         only_with=_read_by("embedded_max_running_requests"),
     )
@@ -209,9 +210,7 @@ def engine_choice(draft: Draft) -> None:
 
 
 def reproducible_engine(draft: Draft) -> None:
-    """What is computed together decides the last bits of log-probs, and
-    what arrives together is a matter of timing.
-    """
+    """The last bits of log-probs depend on which requests are computed together, and that on timing."""
     flag = ENGINES[draft.rollout_engine].single_request_flag
     if not draft.deterministic_mode or flag is None:
         return
@@ -240,7 +239,7 @@ def weight_sync(draft: Draft) -> None:
 def _delta(draft: Draft) -> None:
     if draft.update_weight_transport not in ("auto", "disk"):
         raise ValueError(
-            f"--update-weight-mode delta goes through a folder, but --update-weight-transport is "
+            "--update-weight-mode delta goes through a folder, but --update-weight-transport is "
             f"{draft.update_weight_transport}; use auto or disk, or --update-weight-mode full."
         )
     _need("zstandard", "'slime[delta]'", "--update-weight-mode delta", "--update-weight-mode full")

@@ -1,11 +1,11 @@
-"""Evaluation datasets: each has a name, a file and settings of its own; what it leaves out follows the flags."""
+"""Evaluation datasets: each has a name, a file and settings; what it leaves out follows the flags."""
 
 import dataclasses
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
-# Which flags give a field its value when neither the dataset nor the file's defaults do; the first set one wins.
+# The flags that give a field its value where dataset and file leave it open; the first set one wins.
 FALLBACK_FLAGS: dict[str, tuple[str, ...]] = {
     "input_key": ("eval_input_key", "input_key"),
     "label_key": ("eval_label_key", "label_key"),

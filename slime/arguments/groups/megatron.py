@@ -81,8 +81,8 @@ class MegatronFlags:
     attention_backend: str = flag(
         "auto",
         "local: slime's attention; flash, fused, unfused: a kernel of TransformerEngine's; auto: "
-        "TransformerEngine's where it "
-        "is installed, agrees with slime's in a trial, and layers are not compiled",
+        "TransformerEngine's where it is installed, agrees with slime's in a trial, and layers are not "
+        "compiled",
         choices=("auto", "local", "flash", "fused", "unfused"),
     )
     use_routing_replay: bool = flag(

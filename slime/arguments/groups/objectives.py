@@ -1,4 +1,4 @@
-"""Flags and rules of what stands beside the policy: a critic, the teacher of a distillation, preference pairs."""
+"""Flags and rules of what stands beside the policy: critic, teacher of a distillation, preference pairs."""
 
 from dataclasses import dataclass
 
@@ -168,8 +168,8 @@ def distillation(draft: Draft) -> None:
     if draft.opd_type == "engine" and draft.rollout_temperature != 1:
         raise ValueError(
             f"--rollout-temperature is {draft.rollout_temperature:g} with --opd-type engine: an engine "
-            "scores the teacher's tokens at "
-            "temperature 1, so the two policies would not be comparable; use 1, or --opd-type trainer."
+            "scores the teacher's tokens at temperature 1, so the two policies would not be comparable; use "
+            "1, or --opd-type trainer."
         )
     if draft.opd_type == "engine" and draft.opd_kl == "full":
         raise ValueError(

@@ -38,7 +38,8 @@ OPSM = OnlyWith("with --use-opsm", lambda d: d.use_opsm, "no sample is masked; a
 DRIFTS = OnlyWith(
     "with several optimizer steps per rollout, or --use-rollout-logprobs",
     lambda d: d.use_rollout_logprobs or d.keep_old_actor or d.num_steps_per_rollout > 1,
-    "the only optimizer step of a rollout starts at the old policy, so no sample has drifted from it; take several (--num-steps-per-rollout) or the engine's log-probs as the old policy (--use-rollout-logprobs)",
+    "the only optimizer step of a rollout starts at the old policy, so no sample has drifted from it; take "
+    "several (--num-steps-per-rollout) or the engine's log-probs as the old policy (--use-rollout-logprobs)",
 )
 
 
@@ -113,9 +114,7 @@ def off_policy(draft: Draft) -> None:
 
 
 def correct_stale_tokens(draft: Draft) -> None:
-    """Truncated importance weights are the default: they need nothing that
-    is not there, and are 1 on fresh tokens.
-    """
+    """Runs that train on tokens of older weights weight them by default; fresh tokens have a weight of 1."""
     reasons = {
         "the asynchronous loop": draft.training_loop == ASYNCHRONOUS,
         "the fully asynchronous rollout": draft.rollout_function_path == FULLY_ASYNC_ROLLOUT_FUNCTION,

@@ -63,9 +63,7 @@ def _on_cpu(draft: Draft) -> None:
 
 
 def stored_dtype(model: str | None) -> str | None:
-    """The precision of a model's weights as its config says; None: it
-    does not say, or is not on this machine.
-    """
+    """The precision that a model's config names; None: it names none, or is not on this machine."""
     config = _read_config(model) if model else {}
     parts = [config, config.get("text_config") or {}]
     return next(
@@ -91,8 +89,8 @@ def engine_precision(draft: Draft) -> None:
     elif not from_folder:
         if draft.was_given("fp8_rounding") and draft.fp8_rounding != "auto":
             raise ValueError(
-                f"--fp8-rounding is {draft.fp8_rounding}, but the engines hold no FP8 weights; remove it, "
-                "or serve FP8 with --rollout-quantization fp8."
+                f"--fp8-rounding is {draft.fp8_rounding}, but the engines hold no FP8 weights; remove it, or "
+                "serve FP8 with --rollout-quantization fp8."
             )
         return
     on_grid = bool(draft.hf_checkpoint and block_size_of(draft.hf_checkpoint))
@@ -115,8 +113,8 @@ def _about_an_fp8_start(path: str, rounding: str) -> str:
     }[rounding]
     return (
         f"--hf-checkpoint {path} holds FP8 weights: the trainer starts from values of FP8. Updates are much "
-        "smaller than the "
-        f"step between two of them, {meaning}. Better: the 16-bit checkpoint with --rollout-quantization fp8."
+        f"smaller than the step between two of them, {meaning}. Better: the 16-bit checkpoint with "
+        "--rollout-quantization fp8."
     )
 
 

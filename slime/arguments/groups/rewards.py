@@ -23,7 +23,8 @@ OVERLONG = OnlyWith(
 SHAPED = OnlyWith(
     "with rewards, without --custom-reward-post-process-path",
     lambda d: d.loss_type not in SUPERVISED_LOSSES and d.custom_reward_post_process_path is None,
-    "rewards are not shaped here (supervised losses have none; --custom-reward-post-process-path makes its own); remove it",
+    "rewards are not shaped here (supervised losses have none; --custom-reward-post-process-path makes its "
+    "own); remove it",
 )
 REMOTE = OnlyWith(
     "with --rm-type remote_rm",

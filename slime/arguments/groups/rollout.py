@@ -20,7 +20,8 @@ REFUSED = {
 IN_FLIGHT = OnlyWith(
     "with a rollout function that keeps groups in flight",
     lambda d: d.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION,
-    "the default rollout function keeps nothing in flight; use fully_async_rollout.generate_rollout_fully_async",
+    "the default rollout function keeps nothing in flight; use "
+    "fully_async_rollout.generate_rollout_fully_async",
 )
 PARTIAL = OnlyWith(
     "with --partial-rollout",
@@ -123,14 +124,14 @@ class RolloutFlags:
 def sampling(draft: Draft) -> None:
     if not draft.rollout_temperature > 0:
         raise ValueError(
-            f"--rollout-temperature is {draft.rollout_temperature:g}: greedy decoding is not a policy RL "
-            "can improve; use a value > 0."
+            f"--rollout-temperature is {draft.rollout_temperature:g}: greedy decoding is not a policy RL can "
+            "improve; use a value > 0."
         )
     if draft.loss_type in SUPERVISED_LOSSES and draft.rollout_temperature != 1:
         raise ValueError(
-            f"--rollout-temperature is {draft.rollout_temperature:g} with --loss-type {draft.loss_type}: "
-            "the trainer computes at that temperature, and a supervised loss is that of the model as it "
-            "is; use 1 (evaluation has --eval-temperature)."
+            f"--rollout-temperature is {draft.rollout_temperature:g} with --loss-type {draft.loss_type}: the "
+            "trainer computes at that temperature, and a supervised loss is that of the model as it is; use "
+            "1 (evaluation has --eval-temperature)."
         )
     if draft.rollout_top_k == 0:
         raise ValueError("--rollout-top-k is 0, which keeps no token at all; use -1 for all tokens.")

@@ -103,8 +103,8 @@ def needed_flags(draft: Draft) -> None:
     own_data = draft.data_source_path != DEFAULT_DATA_SOURCE or not draft.rollout_global_dataset
     if draft.prompt_data is None and not own_data and not draft.load_debug_rollout_data:
         raise ValueError(
-            f"--prompt-data is required: a {ENDINGS} file of prompts. "
-            "If your rollout function brings its own prompts, say --disable-rollout-global-dataset."
+            f"--prompt-data is required: a {ENDINGS} file of prompts. If your rollout function brings its "
+            "own prompts, say --disable-rollout-global-dataset."
         )
     if asks_engines and not draft.debug_train_only and draft.rollout_max_response_len is None:
         raise ValueError(
@@ -146,9 +146,7 @@ def check_paths_exist(draft: Draft) -> None:
 
 
 def _split_files(word: str) -> list[str]:
-    """Several files may be written as one word with commas; a comma in
-    the name of an existing file is just that.
-    """
+    """Several files may be one word with commas, unless a file of that very name exists."""
     return (
         [word] if _without_rows(word).exists() else [part.strip() for part in word.split(",") if part.strip()]
     )

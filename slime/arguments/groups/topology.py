@@ -1,4 +1,4 @@
-"""Flags and rules of which engines serve which models, and the file of --sglang-config read into plain values."""
+"""Flags and rules of which engines serve which models; reads the file of --sglang-config."""
 
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -137,8 +137,8 @@ def prefill_topology(
     if num_prefill >= num_engines:
         raise ValueError(
             f"--prefill-num-servers is {num_prefill}, but there are {num_engines} engines "
-            f"(--rollout-num-gpus {num_gpus}, "
-            f"--rollout-num-gpus-per-engine {num_gpus_per_engine}): at least one must decode; use less."
+            f"(--rollout-num-gpus {num_gpus}, --rollout-num-gpus-per-engine {num_gpus_per_engine}): at least "
+            "one must decode; use less."
         )
     sizes = {"prefill": num_prefill, "decode": num_engines - num_prefill}
     groups = tuple(
@@ -148,9 +148,7 @@ def prefill_topology(
 
 
 def read_topology(path: str, hf_checkpoint: str | None, num_gpus_per_engine: int) -> Topology:
-    """The file of `--sglang-config`; what it leaves open follows from the
-    arguments. Mistakes name file, key and value.
-    """
+    """Read the file of --sglang-config; what it leaves open follows from the arguments."""
     content = read_yaml_mapping(path, "--sglang-config")
     _refuse_unknown(content, ("sglang",), f"--sglang-config {path}")
     rows = content.get("sglang")
@@ -204,8 +202,8 @@ def _read_group(row: Any, where: str, default_size: int) -> ServerGroup:
     if kind != "placeholder" and num_gpus % size:
         raise ValueError(
             f"{where}.num_gpus is {num_gpus}, not a multiple of num_gpus_per_engine {size}: "
-            f"{num_gpus % size} would stay "
-            f"idle; use {num_gpus - num_gpus % size or size}, or a placeholder group for GPUs to leave free."
+            f"{num_gpus % size} would stay idle; use {num_gpus - num_gpus % size or size}, or a placeholder "
+            "group for GPUs to leave free."
         )
     overrides = row.get("overrides") or {}
     if not isinstance(overrides, dict):
@@ -257,8 +255,8 @@ def _check_models(models: tuple[ServedModel, ...], path: str) -> None:
     for model in models:
         if model.num_engines and model.model_path is None:
             raise ValueError(
-                f"--sglang-config {path}: model {model.name!r} has no model_path, and --hf-checkpoint is "
-                "not set."
+                f"--sglang-config {path}: model {model.name!r} has no model_path, and --hf-checkpoint is not "
+                "set."
             )
 
 
@@ -281,9 +279,7 @@ def _refuse_unknown(row: Any, known: tuple[str, ...], where: str) -> None:
 
 
 def topology_source(draft: Draft) -> None:
-    """Before the sizes: at most one thing says which engines there
-    are, and it may say how many GPUs they take.
-    """
+    """Before sizes are derived: at most one flag says which engines there are, and maybe their GPUs."""
     given = ["--" + name.replace("_", "-") for name in _SOURCES if getattr(draft, name)]
     if len(given) > 1:
         raise ValueError(f"{' and '.join(given)} both say which engines serve; keep one of them.")
@@ -294,8 +290,8 @@ def topology_source(draft: Draft) -> None:
         elif draft.rollout_num_gpus != topology.num_gpus:
             raise ValueError(
                 f"--rollout-num-gpus is {draft.rollout_num_gpus}, but the groups of --sglang-config "
-                f"{draft.sglang_config} have {topology.num_gpus} GPUs together; use that, or leave it out "
-                "(a placeholder group keeps GPUs free)."
+                f"{draft.sglang_config} have {topology.num_gpus} GPUs together; use that, or leave it out (a "
+                "placeholder group keeps GPUs free)."
             )
         draft.derive("engine_topology", topology, "sglang_config")
     if draft.rollout_external_engine_addrs:
@@ -341,8 +337,8 @@ def _check_evaluation_engines(draft: Draft) -> None:
     count = len(draft.rollout_external_engine_addrs or ()) or policy.num_engines
     if wanted >= count:
         raise ValueError(
-            f"--eval-num-engines is {wanted}, but the policy has {count} engines: at least one must "
-            "generate for training; use less, or more engines (--rollout-num-gpus)."
+            f"--eval-num-engines is {wanted}, but the policy has {count} engines: at least one must generate "
+            "for training; use less, or more engines (--rollout-num-gpus)."
         )
     if policy.is_disaggregated:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""How trained tokens may be drawn: one rule for the run's flags and for what a generate function asks an engine.
+"""How trained tokens may be drawn: one rule for flags and for what generate functions ask of an engine.
 
 The trainer takes log-probs of the policy at --rollout-temperature: over the ids that an engine tells it kept
 for a token (top-p, top-k and min-p cut the vocabulary), else over the whole vocabulary, and so does the
@@ -84,8 +84,8 @@ def refusal(
         untold, way = (" unless it is told which tokens were kept", to_be_told) if told else ("", "")
         return (
             f"{spelling(name)} is {params[name]}: the engine then samples from a truncated distribution "
-            "whose log-probs the "
-            f"trainer does not compute{untold}, so importance ratios are wrong. {_accept(name, way)}"
+            f"whose log-probs the trainer does not compute{untold}, so importance ratios are wrong. "
+            f"{_accept(name, way)}"
         )
     for name in CONSTRAINTS:
         if params.get(name):
@@ -135,8 +135,8 @@ def trained_sampling(draft: Draft) -> None:
     if draft.use_opd and draft.opd_type == "engine":
         raise ValueError(
             f"{given} with --opd-type engine: a teacher's engine scores tokens over its whole vocabulary, "
-            "the policy over the "
-            f"tokens that were kept, and the two do not compare. {_accept(name, 'use --opd-type trainer')}"
+            "the policy over the tokens that were kept, and the two do not compare. "
+            f"{_accept(name, 'use --opd-type trainer')}"
         )
 
 

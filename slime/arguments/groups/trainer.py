@@ -125,15 +125,13 @@ def _adapters_alone(draft: Draft) -> None:
     if own and engine.requests_name_adapters:
         flag = "--" + own[0].replace("_", "-")
         raise ValueError(
-            f"--lora-sync adapter with {flag} on {engine.label} engines: requests of one's own that do not name "
-            "the adapter would be answered by the model without it; use --lora-sync merged."
+            f"--lora-sync adapter with {flag} on {engine.label} engines: requests of one's own that do not "
+            "name the adapter would be answered by the model without it; use --lora-sync merged."
         )
 
 
 def weight_copies(draft: Draft) -> None:
-    """Copies on the device stay there when the trainer leaves it.
-    Runs after placement has decided on that.
-    """
+    """Copies on the device stay there when the trainer leaves it. Runs after the placement rules."""
     if draft.weight_copies == "device" and draft.offload_train:
         raise ValueError(
             "--weight-copies device with --offload-train: the copies would stay on the device that the "
@@ -150,8 +148,8 @@ def model_parallel_sizes(draft: Draft) -> None:
     if not BACKENDS[draft.train_backend].has_pipeline and ranks % (tensor * context):
         raise ValueError(
             f"--tensor-model-parallel-size {tensor} x --context-parallel-size {context} does not divide the "
-            f"{ranks} trainer "
-            "ranks (--actor-num-nodes x --actor-num-gpus-per-node): choose sizes whose product does."
+            f"{ranks} trainer ranks (--actor-num-nodes x --actor-num-gpus-per-node): choose sizes whose "
+            "product does."
         )
 
 

@@ -75,7 +75,8 @@ class TrainingFlags:
     log_probs_chunk_size: int = flag(-1, "tokens per chunk of log-probs and entropy; -1: one chunk", ge=-1)
     logits_memory_gib: float = flag(
         0.0,
-        "GiB in which a micro-batch may keep its logits for the backward pass, which else computes them again",
+        "GiB in which a micro-batch may keep its logits for the backward pass, which else computes them "
+        "again",
         ge=0,
         only_with=WHOLE_LOGITS,
     )
@@ -110,9 +111,7 @@ class OptimizerFlags:
 
 
 def derive_batch(draft: Draft) -> None:
-    """Either of --global-batch-size and --num-steps-per-rollout gives the
-    other; neither means one step per rollout.
-    """
+    """--global-batch-size or --num-steps-per-rollout gives the other; without both, one step per rollout."""
     total = draft.rollout_batch_size * draft.n_samples_per_prompt
     if draft.num_steps_per_rollout is None and draft.global_batch_size is None:
         draft.derive("global_batch_size", total, "all samples of a rollout make one optimizer step")
@@ -134,16 +133,15 @@ def _check_global_batch(draft: Draft, total: int) -> None:
     size = draft.global_batch_size
     if size > total:
         raise ValueError(
-            f"--global-batch-size is {size}, but one rollout makes only {_samples(draft)}: no "
-            f"optimizer step would ever be full. Use at most {total}, or raise --rollout-batch-size."
+            f"--global-batch-size is {size}, but one rollout makes only {_samples(draft)}: no optimizer step "
+            f"would ever be full. Use at most {total}, or raise --rollout-batch-size."
         )
     if total % size:
         steps, rest = divmod(total, size)
         raise ValueError(
-            f"--global-batch-size is {size}, but {_samples(draft)} = "
-            f"{count(steps, 'optimizer step')} of "
-            f"{size} and {rest} left over, which would not be trained on. Use a divisor of {total} "
-            f"(nearest: {_nearest_divisor(total, size)}), or --num-steps-per-rollout."
+            f"--global-batch-size is {size}, but {_samples(draft)} = {count(steps, 'optimizer step')} of "
+            f"{size} and {rest} left over, which would not be trained on. Use a divisor of {total} (nearest: "
+            f"{_nearest_divisor(total, size)}), or --num-steps-per-rollout."
         )
 
 
@@ -151,15 +149,14 @@ def _check_steps(draft: Draft, total: int) -> None:
     steps, size = draft.num_steps_per_rollout, draft.global_batch_size
     if total % steps:
         raise ValueError(
-            f"--num-steps-per-rollout is {steps}, but {_samples(draft)} cannot be cut into "
-            f"{steps} equal "
+            f"--num-steps-per-rollout is {steps}, but {_samples(draft)} cannot be cut into {steps} equal "
             f"optimizer steps. Use a divisor of {total} (nearest: {_nearest_divisor(total, steps)})."
         )
     if size is not None and size * steps != total:
         raise ValueError(
             f"--global-batch-size is {size} and --num-steps-per-rollout is {steps}: together {size * steps} "
-            f"samples, but {_samples(draft)}. Give only one of them, or make them agree ({steps} "
-            f"steps of {total // steps})."
+            f"samples, but {_samples(draft)}. Give only one of them, or make them agree ({steps} steps of "
+            f"{total // steps})."
         )
 
 
@@ -206,6 +203,5 @@ def learning_rate(draft: Draft) -> None:
     if decays and draft.lr_warmup_iters >= draft.lr_decay_iters:
         raise ValueError(
             f"--lr-warmup-iters is {draft.lr_warmup_iters}, but the schedule ends after "
-            f"{draft.lr_decay_iters} optimizer "
-            "steps: no step would be left for the decay; warm up for fewer."
+            f"{draft.lr_decay_iters} optimizer steps: no step would be left for the decay; warm up for fewer."
         )

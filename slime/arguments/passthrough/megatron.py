@@ -1,4 +1,4 @@
-"""Fields of megatron-core's configuration as flags; those that slime declares itself are in groups/megatron.py.
+"""Fields of megatron-core's configuration as flags; what slime declares itself is in groups/megatron.py.
 
 The package has no command line of its own. Its configuration dataclasses are read from their source, which
 takes milliseconds where importing them takes seconds.
@@ -90,7 +90,7 @@ def _fields_of_file(path: Path) -> dict[str, Field]:
 
 
 def _kind(annotation: str) -> tuple[type | None, bool]:
-    """`Optional[List[str]]` -> (str, True); what no word can express (a function, a dtype) -> (None, False)."""
+    """`Optional[List[str]]` -> (str, True); what no word can express, such as a dtype -> (None, False)."""
     text = annotation.removeprefix("Optional[").lower()
     if "callable" in text or "dtype" in text:
         return None, False

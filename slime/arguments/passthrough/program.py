@@ -1,4 +1,4 @@
-"""The flags of another program: taken out of a command line, and checked against what the program says it has."""
+"""The flags of another program: taken out of a command line and checked against those it says it has."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from slime.arguments.core.unbuilt import is_unbuilt
 def split_flags(argv: list[str], is_theirs: Callable[[str], bool]) -> tuple[list[str], dict[str, list[str]]]:
     """Takes the flags that `is_theirs` knows (spelt with `-`) out of a command line.
 
-    Returns the other words, and option as written -> the words after it. A flag given twice counts as the last.
+    Returns the other words, and option as written -> the words after it; of a flag given twice the last.
     Example: `--seed 1 --sglang-tp 2` with SGLang's becomes (["--seed", "1"], {"--sglang-tp": ["2"]}).
     """
     rest: list[str] = []
@@ -80,7 +80,7 @@ class ProgramFlags:
     by_option: Mapping[str, ProgramFlag]  # "--mem-fraction-static" -> its flag
 
     def find(self, option: str) -> ProgramFlag:
-        """The flag that `--sglang-mem-fraction-static` (or `_` for `-`) means; a ValueError that helps otherwise."""
+        """The flag that `--sglang-mem-fraction-static` (or `_` for `-`) means; ValueError: there is none."""
         name = self.own_option(option)
         flag = self.by_option.get(name)
         if flag is None:

@@ -36,7 +36,8 @@ def row(options, dest, type, nargs=None, choices=None, help=""):
 rows = [row(["--host"], "host", "str"), row(["--port"], "port", "int")]
 for a in parser._actions:
     choices = [str(c) for c in a.choices] if a.choices else None
-    rows.append(row(a.option_strings, a.dest, getattr(a.type, "__name__", None), a.nargs, choices, a.help or ""))
+    kind = getattr(a.type, "__name__", None)
+    rows.append(row(a.option_strings, a.dest, kind, a.nargs, choices, a.help or ""))
 print(json.dumps(rows))
 """
 

@@ -46,7 +46,7 @@ OWNED = {
 
 
 def find_python(given: str | None, environment: str = ".venv-sglang", module: str = "sglang") -> str | None:
-    """The interpreter that has SGLang: the one given, that of `make sglang-env`, or this one; None without any."""
+    """The interpreter that has SGLang: the given one, that of `make sglang-env`, this one, or none."""
     if given is not None:
         return given
     for folder in (Path.cwd(), _PACKAGE.parent):
