@@ -9,6 +9,7 @@ from protocol_checks import attributes_of, differences, members
 
 import slime
 from slime.arguments import Args, PluginArgs
+from slime.arguments.groups.trained_sampling import SamplingFlags
 from slime.backends.base import OutputMatrix, TrainBackend
 from slime.backends.fsdp.backend import FSDPBackend
 from slime.backends.fsdp.dcp_checkpoint import CheckpointedTrainer
@@ -63,6 +64,7 @@ IMPLEMENTATIONS: dict[type, list[type]] = {
     ],
     MetricArgs: [PluginArgs],
     TrackerArgs: [Args, PluginArgs],
+    SamplingFlags: [Args, PluginArgs],
     RewardArgs: [PluginArgs],
     ExpertArgs: [PluginArgs],
     Journal: [CountingJournal],
