@@ -21,6 +21,11 @@ class OnlyWith:
     reason: str  # completes the sentence "--x is 3, but ..."
 
 
+def needs(name: str, reason: str) -> OnlyWith:
+    """The condition that another flag is given: a switch that is on, a number above 0, a text."""
+    return OnlyWith(f"with --{name.replace('_', '-')}", lambda draft: getattr(draft, name), reason)
+
+
 @dataclass(frozen=True)
 class FlagInfo:
     """What a declaration says about a flag besides its name, type and default."""

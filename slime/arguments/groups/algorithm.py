@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from slime.arguments.core.draft import Draft
-from slime.arguments.core.flag import OnlyWith, flag
+from slime.arguments.core.flag import OnlyWith, flag, needs
 from slime.arguments.groups.objectives import NOT_PAIRS, POLICY_LOSS, SUPERVISED_LOSSES
 from slime.arguments.groups.rollout import DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC_ROLLOUT_FUNCTION
 from slime.catalog.estimators import ESTIMATORS
@@ -17,9 +17,7 @@ GROUPING_ROLLOUTS = (DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC_ROLLOUT_FUNCTION)
 
 
 # -- when flags have an effect
-KL_LOSS = OnlyWith(
-    "with --use-kl-loss", lambda d: d.use_kl_loss, "the loss has no KL term without --use-kl-loss; add it"
-)
+KL_LOSS = needs("use_kl_loss", "the loss has no KL term without --use-kl-loss; add it")
 KL = OnlyWith(
     "with --use-kl-loss or --kl-coef",
     lambda d: d.use_kl_loss or d.kl_coef != 0,

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime.arguments.core.draft import Draft
-from slime.arguments.core.flag import OnlyWith, flag
+from slime.arguments.core.flag import flag, needs
 from slime.arguments.groups.objectives import REFERENCE
 from slime.catalog.backends import BACKENDS
 from slime.utils.step_folders import find_step, step_folders
@@ -20,7 +20,7 @@ STEP_FLAGS = {"ref_load": "ref_ckpt_step", "opd_teacher_load": "opd_teacher_ckpt
 
 
 # -- when flags have an effect
-LOADS = OnlyWith("with --load", lambda d: d.load is not None, "no checkpoint is loaded; add --load")
+LOADS = needs("load", "no checkpoint is loaded; add --load")
 
 
 @dataclass
@@ -65,10 +65,10 @@ def checkpoints(draft: Draft) -> None:
         raise ValueError(
             f"--save-interval is {draft.save_interval}, but there is no folder to save in; add --save DIR."
         )
-    for name, needs in _CHECKPOINT_FOLDERS.items():
-        if draft.was_given(name) and getattr(draft, name) and getattr(draft, needs) is None:
+    for name, folder in _CHECKPOINT_FOLDERS.items():
+        if draft.was_given(name) and getattr(draft, name) and getattr(draft, folder) is None:
             raise ValueError(
-                f"--{name.replace('_', '-')} does nothing without --{needs}; add it or remove the flag."
+                f"--{name.replace('_', '-')} does nothing without --{folder}; add it or remove the flag."
             )
     if draft.no_load_verify and not (draft.load or draft.ref_load or draft.opd_teacher_load):
         raise ValueError("--no-load-verify does nothing without --load; add it or remove the flag.")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pkgutil import resolve_name
 
 from slime.arguments.core.draft import Draft
-from slime.arguments.core.flag import OnlyWith, flag
+from slime.arguments.core.flag import OnlyWith, flag, needs
 from slime.catalog.engines import DEFAULT_ENGINE, ENGINES
 from slime.catalog.transports import MODES, OLDER_NAMES, TRANSPORT_CHOICES
 
@@ -27,11 +27,7 @@ DELTA = OnlyWith(
     lambda d: d.update_weight_mode == "delta",
     "whole weights travel; add --update-weight-mode delta",
 )
-PROBES = OnlyWith(
-    "with --use-fault-tolerance",
-    lambda d: d.use_fault_tolerance,
-    "engines are probed only with --use-fault-tolerance; add it",
-)
+PROBES = needs("use_fault_tolerance", "engines are probed only with --use-fault-tolerance; add it")
 
 
 def _read_by(flag_name: str) -> OnlyWith:

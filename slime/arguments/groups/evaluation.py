@@ -5,16 +5,12 @@ from typing import Any
 
 from slime.arguments.core.draft import Draft
 from slime.arguments.core.files import read_yaml_mapping
-from slime.arguments.core.flag import OnlyWith, flag
+from slime.arguments.core.flag import flag, needs
 from slime.arguments.groups.eval_config import build_eval_dataset_configs
 from slime.arguments.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
 
 # -- when flags have an effect
-EVALUATES = OnlyWith(
-    "with --eval-interval",
-    lambda d: d.eval_interval is not None,
-    "nothing is evaluated without --eval-interval; add it",
-)
+EVALUATES = needs("eval_interval", "nothing is evaluated without --eval-interval; add it")
 
 
 @dataclass

@@ -4,7 +4,7 @@ import importlib.util
 from dataclasses import dataclass
 
 from slime.arguments.core.draft import Draft
-from slime.arguments.core.flag import OnlyWith, flag, specs_of
+from slime.arguments.core.flag import flag, needs, specs_of
 from slime.catalog.backends import BACKENDS
 
 # Fields of megatron-core's configuration that are not the user's to set, and what decides them.
@@ -38,10 +38,8 @@ BALANCING = ("none", "aux_loss", "seq_aux_loss")
 
 
 # -- when flags have an effect
-MTP = OnlyWith(
-    "with --enable-mtp-training",
-    lambda d: d.enable_mtp_training,
-    "heads that predict further tokens train only with --enable-mtp-training; add it",
+MTP = needs(
+    "enable_mtp_training", "heads that predict further tokens train only with --enable-mtp-training; add it"
 )
 
 

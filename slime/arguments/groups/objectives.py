@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from slime.arguments.core.draft import Draft
-from slime.arguments.core.flag import OnlyWith, flag
+from slime.arguments.core.flag import OnlyWith, flag, needs
 
 # Losses over pairs of a preferred and a rejected answer.
 PAIR_LOSSES = ("dpo_loss", "rm_loss")
@@ -29,7 +29,7 @@ CRITIC_DECAYS = OnlyWith(
     lambda d: d.critic_lr_decay_style != "constant",
     "--critic-lr-decay-style constant never decays; choose linear or cosine",
 )
-DISTILS = OnlyWith("with --use-opd", lambda d: d.use_opd, "there is no distillation; add --use-opd")
+DISTILS = needs("use_opd", "there is no distillation; add --use-opd")
 TEACHER_IN_TRAINER = OnlyWith(
     "with --opd-type trainer",
     lambda d: d.opd_type == "trainer",

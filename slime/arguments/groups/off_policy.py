@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from slime.arguments.core.draft import ASYNCHRONOUS, Draft
-from slime.arguments.core.flag import OnlyWith, flag
+from slime.arguments.core.flag import OnlyWith, flag, needs
 from slime.arguments.groups.objectives import POLICY_LOSS
 from slime.arguments.groups.rollout import FULLY_ASYNC_ROLLOUT_FUNCTION
 
@@ -33,8 +33,8 @@ BUILT_IN_WEIGHTS = OnlyWith(
     lambda d: d.custom_tis_function_path is None,
     "--custom-tis-function-path replaces the built-in weights; remove one of them",
 )
-REJECTS = OnlyWith("with --use-rs", lambda d: d.use_rs, "nothing is rejected; add --use-rs")
-OPSM = OnlyWith("with --use-opsm", lambda d: d.use_opsm, "no sample is masked; add --use-opsm")
+REJECTS = needs("use_rs", "nothing is rejected; add --use-rs")
+OPSM = needs("use_opsm", "no sample is masked; add --use-opsm")
 DRIFTS = OnlyWith(
     "with several optimizer steps per rollout, or --use-rollout-logprobs",
     lambda d: d.use_rollout_logprobs or d.keep_old_actor or d.num_steps_per_rollout > 1,

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from slime.arguments.core.draft import Draft
-from slime.arguments.core.flag import OnlyWith, flag
+from slime.arguments.core.flag import OnlyWith, flag, needs
 from slime.arguments.groups.algorithm import COMPUTES_ADVANTAGES
 from slime.arguments.groups.objectives import SUPERVISED_LOSSES
 from slime.catalog.rewards import BOXED, REWARDS, find_reward
@@ -15,11 +15,7 @@ WEIGHTED_REWARD_KEY = "weighted_sum"
 
 
 # -- when flags have an effect
-OVERLONG = OnlyWith(
-    "with --overlong-buffer-len",
-    lambda d: d.overlong_buffer_len is not None,
-    "long responses cost nothing; add --overlong-buffer-len",
-)
+OVERLONG = needs("overlong_buffer_len", "long responses cost nothing; add --overlong-buffer-len")
 SHAPED = OnlyWith(
     "with rewards, without --custom-reward-post-process-path",
     lambda d: d.loss_type not in SUPERVISED_LOSSES and d.custom_reward_post_process_path is None,

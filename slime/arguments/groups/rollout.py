@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from slime.arguments.core.draft import Draft
-from slime.arguments.core.flag import OnlyWith, flag
+from slime.arguments.core.flag import OnlyWith, flag, needs
 from slime.arguments.groups.data import SHARED_DATASET
 from slime.arguments.groups.objectives import SUPERVISED_LOSSES
 
@@ -23,11 +23,7 @@ IN_FLIGHT = OnlyWith(
     "the default rollout function keeps nothing in flight; use "
     "fully_async_rollout.generate_rollout_fully_async",
 )
-PARTIAL = OnlyWith(
-    "with --partial-rollout",
-    lambda d: d.partial_rollout,
-    "no response spans two policies without --partial-rollout; add it",
-)
+PARTIAL = needs("partial_rollout", "no response spans two policies without --partial-rollout; add it")
 
 
 @dataclass

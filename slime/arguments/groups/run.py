@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime.arguments.core.draft import Draft
-from slime.arguments.core.flag import OnlyWith, flag
+from slime.arguments.core.flag import flag, needs
 from slime.arguments.groups.data import DEFAULT_DATA_SOURCE
 from slime.arguments.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slime.catalog.datasets import ENDINGS, why_unreadable
@@ -17,11 +17,7 @@ HUB_ID = re.compile(r"^[\w-][\w.-]*(/[\w.-]+)?$")
 
 
 # -- when flags have an effect
-REPLAYS = OnlyWith(
-    "with --load-debug-rollout-data",
-    lambda d: d.load_debug_rollout_data is not None,
-    "no dump is replayed; add --load-debug-rollout-data",
-)
+REPLAYS = needs("load_debug_rollout_data", "no dump is replayed; add --load-debug-rollout-data")
 
 
 @dataclass

@@ -2,13 +2,11 @@
 
 from dataclasses import dataclass
 
-from slime.arguments.core.flag import OnlyWith, flag
+from slime.arguments.core.flag import flag, needs
 
 # -- when flags have an effect
-TENSORBOARD = OnlyWith(
-    "with --use-tensorboard", lambda d: d.use_tensorboard, "TensorBoard is off; add --use-tensorboard"
-)
-WANDB = OnlyWith("with --use-wandb", lambda d: d.use_wandb, "Weights & Biases is off; add --use-wandb")
+TENSORBOARD = needs("use_tensorboard", "TensorBoard is off; add --use-tensorboard")
+WANDB = needs("use_wandb", "Weights & Biases is off; add --use-wandb")
 
 
 @dataclass

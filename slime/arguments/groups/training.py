@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from slime.arguments.core.draft import Draft
-from slime.arguments.core.flag import OnlyWith, flag
+from slime.arguments.core.flag import OnlyWith, flag, needs
 from slime.arguments.groups.objectives import NOT_PAIRS
 from slime.catalog.backends import BACKENDS, DEFAULT_BACKEND
 
@@ -13,10 +13,8 @@ WHOLE_LOGITS = OnlyWith(
     lambda d: not BACKENDS[d.train_backend].splits_logits or d.tensor_model_parallel_size == 1,
     "no rank of Megatron's has whole logits with --tensor-model-parallel-size above 1; remove it",
 )
-BY_TOKENS = OnlyWith(
-    "with --use-dynamic-batch-size",
-    lambda d: d.use_dynamic_batch_size,
-    "micro-batches are filled by tokens only with --use-dynamic-batch-size; add it",
+BY_TOKENS = needs(
+    "use_dynamic_batch_size", "micro-batches are filled by tokens only with --use-dynamic-batch-size; add it"
 )
 BY_SAMPLES = OnlyWith(
     "without --use-dynamic-batch-size",
