@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Never, NoReturn
 
 from slime.arguments.all_flags import Flags, all_specs
 from slime.arguments.core.draft import Draft
@@ -76,13 +76,13 @@ class Args(Flags):
         sources = self.sources | dict.fromkeys(changes, "derived: replaced in code")
         return Args(self.to_dict() | changes, sources, self._warnings)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: Never) -> NoReturn:
         raise AttributeError(
             f"args.{name} cannot be set: arguments are fixed after parsing. Use args.replace({name}=...) for "
             "a copy."
         )
 
-    def __delattr__(self, name: str) -> None:
+    def __delattr__(self, name: str) -> NoReturn:
         raise AttributeError(f"args.{name} cannot be deleted: arguments are fixed after parsing.")
 
     def __reduce__(self) -> tuple[Any, ...]:
