@@ -1,6 +1,4 @@
-"""What the end-to-end tests share: a tiny model, a task,
-command lines, and readers of what a run left behind.
-"""
+"""What the end-to-end tests share: a tiny model, a task, command lines, readers of what a run left."""
 
 import json
 import os

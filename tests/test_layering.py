@@ -46,12 +46,6 @@ NEVER = {
         "rollout.filter_hub",
         "rollout.sglang_rollout",
     ),
-    "cluster.serving": (
-        "cluster.cluster",
-        "cluster.train_group",
-        "cluster.train_actor",
-        "cluster.rollout_manager",
-    ),
     "runtime.worker": ("runtime.local", "runtime.on_ray"),
 }
 
@@ -127,6 +121,18 @@ def test_sub_folders_keep_to_their_order():
     assert not wrong, "\n".join(wrong)
     assert [name for name in NEVER if name not in MODULES] == []
     assert [name for names in NEVER.values() for name in names if name not in MODULES] == []
+
+
+def test_serving_knows_nothing_of_the_run_around_it():
+    """`cluster` is the run; `cluster.serving` is a room of its own in it."""
+    wrong = [
+        f"{module} imports {other}"
+        for module, path in MODULES.items()
+        if is_within(module, "cluster.serving")
+        for other in sorted(modules_imported_by(path))
+        if is_within(other, "cluster") and not is_within(other, "cluster.serving")
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_no_modules_import_each_other_in_a_circle():

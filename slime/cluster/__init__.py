@@ -1,3 +1,1 @@
-"""Wires the stages of slime together and places them on processes and
-machines; the only folder that knows Ray.
-"""
+"""The run: wires rollout, trainer and weight sync together and places them on processes and machines."""

@@ -1,9 +1,9 @@
 """A checkpoint is one transaction: trainer, rollout state and manifest in one folder, complete by one rename.
 
-    <save>/step_0000007/manifest.json     format version, rollout id, weight version, run id; sizes and checksums of all files
-                        rollout.pt        cursor of the trained batch: data source, buffer, counters
-                        in_flight.pt      the next batch, where it was being made meanwhile (train_async.py)
-                        trainer/          weights, optimizer, schedule, RNG (torch distributed checkpoint)
+    <save>/step_0000007/manifest.json   format, rollout id, weight version, run id, checksums of all files
+                        rollout.pt      cursor of the trained batch: data source, buffer, counters
+                        in_flight.pt    the next rollout, where it was being made meanwhile (train_async.py)
+                        trainer/        weights, optimizer, schedule, RNG (torch distributed checkpoint)
 
 A folder that ends in .tmp was interrupted, one that ends in .aside was replaced by a run that went on from an
 earlier step; neither is ever read. Each rank takes the checksums of what it wrote, when it is written.
@@ -38,9 +38,7 @@ logger = logging.getLogger(__name__)
 
 ROLLOUT, IN_FLIGHT = "rollout.pt", "in_flight.pt"
 _DRIVER_FILES = (MANIFEST, ROLLOUT, IN_FLIGHT)
-_RANK = re.compile(
-    r"(?:^|/)(?:__|rng_)(\d+)[_.][^/]*$"
-)  # of the rank that wrote a file: __3_0.distcp, rng_3.pt
+_RANK = re.compile(r"(?:^|/)(?:__|rng_)(\d+)[_.][^/]*$")  # that wrote a file: __3_0.distcp, rng_3.pt
 
 
 def rollout_state(checkpoint: StepFolder) -> dict[str, Any] | None:
@@ -57,9 +55,7 @@ def resolve_load(
     damage_of: DamageOf = by_size,
     latest: int | None = None,
 ) -> StepFolder | None:
-    """What `--load` means. An empty folder is fine only where this
-    run saves too: then it is its first start.
-    """
+    """What `--load` means. An empty folder is fine only where this run saves too: it is its first start."""
     if load is None:
         return None
     checkpoint = find_step(load, step, damage_of=damage_of, latest=latest)
@@ -93,8 +89,7 @@ class StagedCheckpoint:
         return self.staging.with_suffix("")
 
     def complete(self, files: Mapping[str, FileRecord], keep_last: int | None = None) -> StepFolder:
-        """One rename, when all is written and `files` recorded; then all but
-        the `keep_last` newest go (None: all stay).
+        """One rename, when all is written and `files` recorded; then all but the `keep_last` newest go.
 
         Wherever it is interrupted, every folder that looks like a checkpoint is a whole one.
         """
@@ -130,9 +125,7 @@ def write_checkpoint(
 def stage_checkpoint(
     folder: str | Path, manifest: Manifest, write_trainer: Callable[[Path], object], needed_bytes: int
 ) -> StagedCheckpoint:
-    """The trainer's part into `step_N.tmp`; the caller adds the rest. An
-    older interrupted attempt is removed first.
-    """
+    """Begins with the trainer's part in `step_N.tmp`; the caller adds the rest. Older attempts go first."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
@@ -155,9 +148,7 @@ def discard_staged(folder: str | Path) -> None:
 
 
 def _set_aside(folder: Path, rollout_id: int) -> None:
-    """Before a run that went on from an earlier step completes its own:
-    later ones would be taken for its latest.
-    """
+    """Checkpoints of a run that this one did not go on from; they would be taken for its latest."""
     for step, path in step_folders(folder).items():
         if step >= rollout_id:
             names = [f"{path.name}.aside", *(f"{path.name}.{n}.aside" for n in range(2, 1000))]

@@ -1,5 +1,4 @@
-"""The batch that was being made when a checkpoint was written: part of it, so that
-a resumed run trains on that very batch.
+"""The rollout that was in flight when a checkpoint was written: a resumed run trains on that very one.
 
 The asynchronous loop trains on samples of the weights before. A resumed run would make the batch anew with
 the weights of now, one version later, and be another run from there on.
@@ -24,16 +23,12 @@ _FULLY_ASYNC = "generate_rollout_fully_async"
 
 
 def write_in_flight(folder: Path, rollout_id: int, future: Future[Generated] | None) -> None:
-    """Wait for rollout `rollout_id` and put it into a staged
-    checkpoint. `future` None: nothing is being made.
-    """
+    """Wait for rollout `rollout_id` and put it into a checkpoint. `future` None: nothing is being made."""
     if future is None:
         return
     try:
         generated = future.result()
-    except (
-        Exception
-    ) as error:  # raised where the loop asks for the batch; what was trained before is still saved
+    except Exception as error:  # raised where the loop asks for the batch; what was trained before is saved
         logger.warning("rollout %d failed (%s): the checkpoint is written without it", rollout_id, error)
         return
     data = {"rollout_id": rollout_id, **{f.name: getattr(generated, f.name) for f in fields(generated)}}
@@ -64,9 +59,7 @@ def read_in_flight(checkpoint: StepFolder) -> Generated | None:
 def tell_differences(
     args: Args, checkpoint: StepFolder, batch: Generated | None, *, overlapped: bool
 ) -> None:
-    """One line for each way in which this resumed run is not the
-    uninterrupted one, said before it goes on.
-    """
+    """One line for each way in which this resumed run differs from the uninterrupted one."""
     done = checkpoint.manifest.rollout_id
     if not overlapped:
         if batch is not None:

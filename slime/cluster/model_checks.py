@@ -1,15 +1,11 @@
-"""The models that a run names, looked at before any process starts: a
-worker would tell of them late and at length.
-"""
+"""The models that a run names, looked at before any process starts: a worker would tell of them late."""
 
 from slime.arguments import Args
 from slime.utils.model_files import check_model
 
 
 def check_models(args: Args) -> None:
-    """Raises ValueError for the first that cannot be loaded. A folder may also
-    be a checkpoint, except --hf-checkpoint.
-    """
+    """ValueError for the first that cannot be loaded. All but --hf-checkpoint may be checkpoints of a run."""
     if args.hf_checkpoint is not None:
         check_model("--hf-checkpoint", args.hf_checkpoint, tokenizer=_makes_prompts(args))
     others = {

@@ -17,12 +17,7 @@ from slime.utils.http_utils import get_host_info
 from slime.utils.misc import load_function
 from slime.utils.run_identity import LOOPBACK, Run
 from slime.weight_sync import LiveReport, LiveSender, Parcel, Sender, Target, live_sender_of, transport_of
-from slime.weight_sync.base import (
-    DeltaOptions,
-    NamedTensors,
-    SenderOptions,
-    nothing_after_writing,
-)
+from slime.weight_sync.base import DeltaOptions, NamedTensors, SenderOptions, nothing_after_writing
 from slime.weight_sync.fp8 import engine_format, quantize_named, served_config
 from slime.weight_sync.late_copy import LateCopySender
 from slime.weight_sync.post_write import PostWrite
@@ -99,14 +94,16 @@ class RankSender:
     @property
     def _policy_path(self) -> str:
         """The model that engines of the policy start from."""
-        return self._args.engine_topology.policy.model_path
+        path = self._args.engine_topology.policy.model_path
+        assert path is not None, "engines that get weights serve a model"
+        return path
 
     def _own_address(self) -> str:
         """As engines reach it: the first rank is where the run listens, others may be on other machines."""
         return self._run.host if self._rank == 0 or self._run.host == LOOPBACK else get_host_info()[1]
 
     def export(self, version: str, dtype: str | None) -> Parcel | None:
-        """The model or its adapters, bucket by bucket, into the transport; the first rank returns the parcel."""
+        """The model or its adapters go into the transport; the first rank returns the parcel."""
         for bucket in self._stream(dtype):
             if self._sender is not None:
                 self._sender.send(self._as_engines_hold(bucket))
@@ -116,7 +113,7 @@ class RankSender:
         return parcel
 
     def send_live(self, version: str, dtype: str | None, targets: tuple[Target, ...]) -> LiveReport | None:
-        """The whole model, bucket by bucket, to engines that wait for it; a rank that sends nothing returns None."""
+        """The whole model goes to engines that wait for it; a rank that sends nothing returns None."""
         if self._turns is not None:
             buckets = self._backend.export_stage(dtype=_torch_dtype(dtype))
             if self._live_sender is not None:
@@ -134,7 +131,7 @@ class RankSender:
         return export(dtype=_torch_dtype(dtype))
 
     def _as_engines_hold(self, bucket: NamedTensors) -> NamedTensors:
-        """In FP8 where the engines' checkpoint is. Engines other than ours would take a NaN without a word."""
+        """In FP8 where the engines' checkpoint is. Engines but ours would take a NaN without a word."""
         broken = first_non_finite(bucket)
         if broken is not None:
             raise WeightsNotFinite(

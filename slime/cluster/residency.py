@@ -20,11 +20,11 @@ _MEMORY_DEADLINE_S = 600.0
 
 
 class Phase(enum.Enum):
-    """GENERATE: engine weights and KV. TRAIN: parameters and optimizer. SYNC: weights of both sides, nothing else."""
+    """What the device holds."""
 
-    GENERATE = "generate"
-    TRAIN = "train"
-    SYNC = "sync"
+    GENERATE = "generate"  # engine weights and KV cache
+    TRAIN = "train"  # parameters and optimizer
+    SYNC = "sync"  # weights of both sides, nothing else
 
 
 GENERATE, TRAIN, SYNC = Phase
@@ -35,7 +35,7 @@ _ENGINE_HOLDS: dict[Phase, frozenset[Tag]] = {
     SYNC: frozenset({"weights"}),
 }
 
-# What a phase is called where its memory is reported. "offload": engines have left and the trainer has not come.
+# How a phase is called where its memory is reported. "offload": engines have left, the trainer has not come.
 _REPORTED = {GENERATE: "rollout", TRAIN: "train", SYNC: "push"}
 _OFFLOAD = "offload"
 

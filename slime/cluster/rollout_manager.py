@@ -1,8 +1,8 @@
-"""The rollout side of a run: turns prompts into batches, with the data source, the rollout functions and the engines."""
+"""The rollout side of a run: data source, rollout functions and engines turn prompts into batches."""
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import json
 import logging
 import time
@@ -31,11 +31,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RolloutFacts:
-    """What start-up found out. `num_rollout_per_epoch` None: the data has no epochs. `transports`: of every engine."""
+    """What the start found out. `num_rollout_per_epoch` None: the data has no epochs."""
 
     num_rollout: int
     num_rollout_per_epoch: int | None
-    transports: tuple[str, ...]
+    transports: tuple[str, ...]  # that every engine offers
     engine_urls: tuple[str, ...]
 
 
@@ -103,9 +103,7 @@ class RolloutManager:
 
     def _make_data_source(self, info: RunInfo) -> Any:
         path, args = self._args.data_source_path, plugin_args(self._args, info)
-        if path.startswith("slime.rollout."):
-            return load_function(path)(args)
-        with plugin_call("--data-source-path", path):
+        with _named("--data-source-path", path):
             return load_function(path)(args)
 
     def _load_state(self, start_rollout_id: int, rollout_state: dict[str, Any] | None) -> None:
@@ -125,16 +123,14 @@ class RolloutManager:
                 f"--num-epoch {args.num_epoch} of {size} prompts makes no rollout of --rollout-batch-size "
                 f"{args.rollout_batch_size}: lower it, add prompts, or give --num-rollout"
             )
+        assert args.num_epoch is not None, "without --num-rollout there is --num-epoch"
         return per_epoch, per_epoch * args.num_epoch
 
     # -- generation
 
     def generate(self, rollout_id: int) -> Generated:
-        started, forward_before, version = (
-            time.monotonic(),
-            self._engines.forward_seconds(),
-            self._engines.weights.version,
-        )
+        started, forward_before = time.monotonic(), self._engines.forward_seconds()
+        version = self._engines.weights.version
         set_current_rollout_id(rollout_id)
         output = self._engines.guard(lambda: self._samples_of(rollout_id))
         samples = flatten_samples(output.samples)
@@ -154,17 +150,12 @@ class RolloutManager:
         if template is not None:
             subsample = self._args.load_debug_rollout_data_subsample
             return RolloutFnTrainOutput(samples=load_rollout_dump(template, rollout_id, subsample=subsample))
-        call = functools.partial(
-            call_rollout_fn, self._rollout_fn, self._plugin_args, rollout_id, self._data_source
-        )
-        if self._args.rollout_function_path.startswith("slime.rollout."):
-            return call(evaluation=False)
         path = self._args.rollout_function_path
-        with (
-            PolicyRequests(self._plugin_args).entered(),
-            plugin_call("--rollout-function-path", path, lambda: f"rollout {rollout_id}"),
-        ):
-            return call(evaluation=False)
+        watched = contextlib.nullcontext() if _is_ours(path) else PolicyRequests(self._plugin_args).entered()
+        with watched, _named("--rollout-function-path", path, f"rollout {rollout_id}"):
+            return call_rollout_fn(
+                self._rollout_fn, self._plugin_args, rollout_id, self._data_source, evaluation=False
+            )
 
     def _tell_of_other_clients(self) -> None:
         """Once: of requests that only the engines saw."""
@@ -215,23 +206,18 @@ class RolloutManager:
         self._write_eval(rollout_id, output)
         path = self._args.custom_eval_rollout_log_function_path
         if path:
-            with plugin_call(
-                "--custom-eval-rollout-log-function-path", path, lambda: f"evaluation {rollout_id}"
-            ):
+            flag = "--custom-eval-rollout-log-function-path"
+            with plugin_call(flag, path, lambda: f"evaluation {rollout_id}"):
                 if load_function(path)(rollout_id, self._plugin_args, output.data, output.metrics or {}):
                     return {}
         return {**eval_metrics(self._plugin_args, output.data), **(output.metrics or {})}
 
     def _evaluate(self, rollout_id: int) -> RolloutFnEvalOutput:
         path = self._args.eval_function_path or self._args.rollout_function_path
-        call = functools.partial(
-            call_rollout_fn, self._eval_fn, self._plugin_args, rollout_id, self._data_source
-        )
-        with not_trained():
-            if path.startswith("slime.rollout."):
-                return call(evaluation=True)
-            with plugin_call("--eval-function-path", path, lambda: f"evaluation {rollout_id}"):
-                return call(evaluation=True)
+        with not_trained(), _named("--eval-function-path", path, f"evaluation {rollout_id}"):
+            return call_rollout_fn(
+                self._eval_fn, self._plugin_args, rollout_id, self._data_source, evaluation=True
+            )
 
     def _write_eval(self, rollout_id: int, output: RolloutFnEvalOutput) -> None:
         """The answers themselves, one line each: numbers without answers convince nobody."""
@@ -239,10 +225,17 @@ class RolloutManager:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "w") as file:
             for dataset, result in output.data.items():
-                for sample, reward in zip(
-                    flatten_samples(result["samples"]), result["rewards"], strict=False
-                ):
+                samples = flatten_samples(result["samples"])
+                for sample, reward in zip(samples, result["rewards"], strict=False):
                     row = {"dataset": dataset, "prompt": sample.prompt, "response": sample.response}
-                    file.write(
-                        json.dumps({**row, "label": sample.label, "reward": reward}, default=str) + "\n"
-                    )
+                    row |= {"label": sample.label, "reward": reward}
+                    file.write(json.dumps(row, default=str) + "\n")
+
+
+def _is_ours(path: str) -> bool:
+    return path.startswith("slime.rollout.")
+
+
+def _named(flag: str, path: str, subject: str = "") -> contextlib.AbstractContextManager[None]:
+    """Mistakes of a user's function are told with its flag; our own rise as they are."""
+    return contextlib.nullcontext() if _is_ours(path) else plugin_call(flag, path, lambda: subject)

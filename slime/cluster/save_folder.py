@@ -1,6 +1,4 @@
-"""The folder of `--save`: found usable before anything starts, kept for one run,
-and named when it fills up in mid-write.
-"""
+"""The folder of `--save`: found usable before anything starts, kept for one run, named when it fills up."""
 
 from __future__ import annotations
 
@@ -19,13 +17,13 @@ from slime.utils.step_folders import same_folder, step_folders
 _PROBE_BYTES = 1 << 20
 _LOOKED_AT = 1000  # places of models to come
 _FULL_BYTES = 1 << 20  # less than this is full: what failed to be written may have left that much
-# How errors of the disk read that reach us as text only, from another
-# process or a library that drops the number.
+# Errors of the disk may reach us as text only, from another process or a library that drops the number.
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.EACCES, errno.EPERM)
 
 
 def open_save_folder(args: Args) -> FolderLock:
     """Ready to be written to, and this run's alone until it ends. ValueError: why not."""
+    assert args.save is not None, "asked for without --save"
     folder = Path(args.save)
     prepare_folder("--save", folder, _least_bytes(args))
     lock = FolderLock(folder, "--save")
@@ -33,7 +31,7 @@ def open_save_folder(args: Args) -> FolderLock:
         _refuse_other_run(args, folder)
         if args.save_hf:
             prepare_folder("--save-hf", _fixed_part(args.save_hf))
-            _refuse_other_folders(args)
+            _refuse_other_folders(args.save_hf)
     except BaseException:
         lock.release()
         raise
@@ -65,9 +63,7 @@ def prepare_folder(flag: str, folder: Path, needed_bytes: int = 0) -> None:
 
 @contextlib.contextmanager
 def naming_disk_errors(flag: str, folder: Path, rollout_id: int) -> Iterator[None]:
-    """What a disk did to a checkpoint becomes one message, whoever
-    wrote it: a rank, a library, this process.
-    """
+    """What a disk did to a checkpoint becomes one message, whoever wrote: a rank, a library, this process."""
     try:
         yield
     except RunStopped:
@@ -86,9 +82,10 @@ def naming_disk_errors(flag: str, folder: Path, rollout_id: int) -> Iterator[Non
 def disk_error(error: BaseException, folder: Path) -> str | None:
     """What the disk did, if it is the cause of an error; None: it is not known to be."""
     chain: list[BaseException] = []
-    while error is not None and error not in chain:
-        chain.append(error)
-        error = error.__cause__ or error.__context__
+    cause: BaseException | None = error
+    while cause is not None and cause not in chain:
+        chain.append(cause)
+        cause = cause.__cause__ or cause.__context__
     for link in chain:
         if isinstance(link, OSError) and link.errno in _DISK_ERRORS:
             return _why(link)
@@ -110,14 +107,12 @@ def _why(error: OSError) -> str:
         errno.EEXIST: "a file of that name is in its place",
         errno.ENOTDIR: "a part of its path is a file",
     }
-    text = words.get(error.errno)
+    text = words.get(error.errno or 0)
     return f"{text} ({error.strerror})" if text else str(error.strerror or error)
 
 
 def _refuse_other_run(args: Args, folder: Path) -> None:
-    """A run goes on with what is in its folder, or finds none there: two
-    lines of checkpoints in one folder would mix.
-    """
+    """A run goes on with the checkpoints in its folder, or finds none there: those of two runs would mix."""
     steps = step_folders(folder)
     if steps and (not same_folder(args.load, args.save) or args.finetune):
         found = ", ".join(map(str, sorted(steps)[-3:]))
@@ -128,12 +123,10 @@ def _refuse_other_run(args: Args, folder: Path) -> None:
         )
 
 
-def _refuse_other_folders(args: Args) -> None:
-    """A model in the place of one to come is replaced, for a resumed
-    run saves a rollout again; nothing else is.
-    """
+def _refuse_other_folders(template: str) -> None:
+    """A resumed run saves a rollout again, so a model in its place is replaced; nothing else is."""
     for rollout_id in range(_LOOKED_AT):
-        path = Path(args.save_hf.format(rollout_id=rollout_id))
+        path = Path(template.format(rollout_id=rollout_id))
         is_empty = path.is_dir() and not any(path.iterdir())
         if path.exists() and not is_empty and not (path / "config.json").is_file():
             raise FolderTaken(
@@ -143,8 +136,7 @@ def _refuse_other_folders(args: Args) -> None:
 
 
 def _least_bytes(args: Args) -> int:
-    """What a checkpoint takes at the very least, from the model's files: its weights,
-    and as much again for each moment of Adam.
+    """What a checkpoint takes at the very least: the model's weights, and as much for each moment of Adam.
 
     0: not known. FSDP keeps weights in fp32, so it is usually twice that; Megatron may keep them in 16 bits.
     """

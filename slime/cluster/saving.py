@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class Saver:
-    """`folder`: of --save. `save_hf`: the template of --save-hf. `keep_last`: older checkpoints go; None: all stay."""
+    """`folder`: of --save. `save_hf`: the template of --save-hf. `keep_last` None: all checkpoints stay."""
 
     def __init__(
         self,
@@ -47,10 +47,10 @@ class Saver:
         *,
         wait: bool,
     ) -> float:
-        """One transaction: the cursor of the batch that was trained, and the next batch where one is in flight.
+        """One transaction: the cursor of the batch that was trained, and the next rollout if it is in flight.
 
-        The trainer's part is written first, while that batch is being made. `wait` False: ranks may go on writing
-        after this returns. Returns the seconds it took, without the wait for generation.
+        The trainer's part is written first, while that rollout is being made. `wait` False: ranks may go on
+        writing after this returns. Returns the seconds it took, without the wait for generation.
         """
         started = time.monotonic()
         self.finish(wait=True)
@@ -74,7 +74,7 @@ class Saver:
         return time.monotonic() - started
 
     def finish(self, *, wait: bool) -> None:
-        """Completes the checkpoint that ranks write in the background, if they are done (or as soon as they are)."""
+        """Completes the checkpoint that ranks write, if they are done; `wait`: when they are."""
         staged = self._staged
         if staged is None:
             return

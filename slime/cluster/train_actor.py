@@ -29,7 +29,7 @@ from slime.weight_sync import Parcel
 
 
 class RankProcess:
-    """The process of a trainer rank: there before the model is, to read checkpoints and to meet the other ranks."""
+    """The process of a trainer rank: there before its model, to read checkpoints and meet the other ranks."""
 
     def __init__(self, args: Args, run: Run, rank: int, world_size: int):
         configure_logger()
@@ -51,7 +51,7 @@ class RankProcess:
         return self._store.port
 
     def load(self, store_port: int, checkpoint: Path | None) -> Layout:
-        """A collective: joins the other ranks, builds the model and loads weights; returns this rank's place."""
+        """A collective: joins the other ranks, builds and loads the model; returns this rank's place."""
         if self._store is None:
             self._store = dist.TCPStore(self._run.host, store_port, self._world_size, is_master=False)
         device = (
@@ -147,7 +147,7 @@ class TrainActor:
         return self.sender().export(version, dtype)
 
     def note_push(self, number: int) -> None:
-        """The current weights are what engines sample with as version `number`, or did in the run that is replayed."""
+        """Engines sample with these weights as version `number`, or did so in the run that is replayed."""
         if self._kept is not None:
             self._kept.note_push(number)
 
@@ -160,7 +160,7 @@ class TrainActor:
             self._kept.save(path)
 
     def finish_save(self, *, wait: bool) -> dict[str, FileRecord] | None:
-        """Size and checksum of every file that this rank wrote; None: it still writes, or reads them again."""
+        """Size and checksum of every file that this rank wrote; None: it still writes or reads them."""
         if not self._backend.finish_save(wait=wait):
             return None
         if self._recording is None:

@@ -65,7 +65,7 @@ class RankProcesses:
         self._loaded: list[Future[bool]] = []  # one for each rank, once `load` is called
 
     def find_damage(self, folder: Path, files: Mapping[str, FileRecord]) -> list[str]:
-        """Files of a checkpoint that are not what was written. Ranks share them, and read while engines start."""
+        """Which files of a checkpoint are not what was written; ranks share the reading, beside engines."""
         handles = self._processes.handles
         if not handles:  # such a run reads the driver's own files alone
             return find_damage(folder, {name: record for name, record in files.items() if "/" not in name})

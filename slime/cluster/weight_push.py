@@ -81,7 +81,7 @@ def _check_count(report: LiveReport, parcel: Parcel) -> None:
 
 
 class PushToNobody:
-    """A replay has no engines: the ranks count versions as the recorded run did, to know them on the samples."""
+    """A replay has no engines: ranks count versions as the recorded run did, to know them on the samples."""
 
     def __init__(self, ranks: Ranks[TrainActor], done: int = 0):
         self._ranks, self.num_pushes = ranks, done

@@ -1,6 +1,4 @@
-"""Where objects run: child processes of this machine or Ray actors, behind the
-same handles; and which devices each gets.
-"""
+"""Where objects run: child processes of this machine or Ray actors, and which devices each gets."""
 
 from pathlib import Path
 

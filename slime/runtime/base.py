@@ -120,14 +120,14 @@ class Ref(Protocol[R_co]):
 
 
 class Runtime(Protocol):
-    """Where objects live: child processes of this one, or Ray actors. One that is handed on spawns like the first."""
+    """Child processes of this one, or Ray actors. A runtime that is handed on spawns like the first."""
 
     @property
     def num_machines(self) -> int:
         """How many a plan may use."""
 
     def claim(self, placement: Placement) -> Placement:
-        """Takes the machines and devices that a plan needs, until `close`; returns it with their real names."""
+        """Takes machines and devices for a plan, until `close`; returns it with their real names."""
 
     @property
     def failure(self) -> concurrent.futures.Future[None]:

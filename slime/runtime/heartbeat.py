@@ -1,5 +1,4 @@
-"""Heartbeats of workers: a call may take as long as it needs, but a process
-that gives no sign of life is told by name.
+"""Heartbeats of workers: a call may take as long as it needs, but a silent process is told by name.
 
 Each worker has a thread that answers for it beside its work, so a long step is no silence. A stopped process,
 and one that hangs with Python's lock held, is: it is warned of, and after the limit its calls fail with what
@@ -87,8 +86,9 @@ class _Watched:
 
 
 class HeartbeatWatch:
-    """One thread for all workers of a runtime. `limit_s` 0: nobody is watched.
-    `failure` gets the first silence over the limit.
+    """One thread for all workers of a runtime. `failure` gets the first silence over the limit.
+
+    `limit_s` 0: nobody is watched.
     """
 
     def __init__(self, limit_s: float = DEFAULT_LIMIT_S):

@@ -1,8 +1,7 @@
-"""Removes a run's shared memory when its driver ends, however it ends: a small
-process beside it, standard library only.
+"""Removes a run's shared memory when its driver ends, however it ends: a small process beside it.
 
-Workers of the local runtime clean up when they see the driver gone;
-those of Ray are killed before they could.
+Workers of the local runtime clean up when they see the driver gone; Ray kills its own before they could.
+Standard library only.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class LocalFuture(Generic[R]):
 
 
 class _Lane:
-    """A daemon thread that runs calls one after another: a call that never ends cannot keep the driver alive."""
+    """A daemon thread that runs calls in order: a call that never ends cannot keep the driver alive."""
 
     def __init__(self, name: str):
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], concurrent.futures.Future[Any]]] = (

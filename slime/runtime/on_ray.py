@@ -49,7 +49,7 @@ class _Actor:
 
 
 class RayFuture(Generic[R]):
-    """An object ref whose errors are those of the other runtime. `silence`: why the actor is given up, if it is."""
+    """An object ref whose errors are those of the other runtime. `silence`: why the actor is given up."""
 
     def __init__(self, ref: Any, name: str, silence: Callable[[], WorkerSilent | None]):
         self._ref, self._name, self._silence = ref, name, silence
@@ -197,9 +197,8 @@ class RayRuntime:
         return self._machines([()] * number)
 
     def _claim_gpus(self, needs: tuple[int, ...]) -> list[Machine]:
-        needs = tuple(
-            max(1, needed) for needed in needs
-        )  # a machine on which engines leave all GPUs free is held too
+        # A machine on which engines leave all GPUs free is held too.
+        needs = tuple(max(1, needed) for needed in needs)
         have = sorted((int(node["Resources"].get("GPU", 0)) for node in _alive_nodes()), reverse=True)
         if any(there < needed for there, needed in zip(have, sorted(needs, reverse=True), strict=False)):
             raise ValueError(
@@ -260,9 +259,7 @@ def _addresses() -> dict[str, str]:
 
 
 def _look_around(group: PlacementGroup, bundle: int, num_gpus: int) -> Any:
-    """Ray alone knows where a bundle lies and which devices it holds, and
-    tells only those who ask for all of them.
-    """
+    """Ray alone knows where a bundle lies and which devices it holds; it tells who asks for all of them."""
     place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
     return (
         ray.remote(_node_and_gpus).options(num_cpus=0, num_gpus=num_gpus, scheduling_strategy=place).remote()

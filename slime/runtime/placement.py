@@ -34,9 +34,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One that the runtime gave to the run: its address, and the devices
-    that are ours, in the order of the plan.
-    """
+    """One that the runtime gave to the run: its address, and our devices in the order of the plan."""
 
     host: str
     gpu_ids: tuple[int, ...] = ()
@@ -44,7 +42,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One slot per trainer rank and per engine; colocated stages name the same devices."""
+    """One slot per trainer rank and per engine; where they are colocated, they name the same devices."""
 
     trainer: tuple[Slot, ...]
     engines: tuple[Slot, ...]
@@ -119,18 +117,13 @@ def _spread(num_engines: int, num_machines: int) -> tuple[Slot, ...]:
 
 
 def _engine_gpus(args: Args, training: list[Gpu], wanted: int, machines: tuple[int, int]) -> list[Gpu]:
-    """What engines may have, in the order in which they take it.
-    `machines`: how many, and the GPUs of each.
-    """
+    """GPUs for engines, in the order in which they take them. `machines`: how many, and the GPUs of each."""
     num_machines, per_machine = machines
     needed = max(len(training), wanted if args.colocate else len(training) + wanted)
     total = num_machines * per_machine
     if needed > total or (training and args.actor_num_gpus_per_node > per_machine):
-        there = (
-            f"{total} are visible"
-            if num_machines == 1
-            else f"{num_machines} machines have {per_machine} each"
-        )
+        several = f"{num_machines} machines have {per_machine} each"
+        there = f"{total} are visible" if num_machines == 1 else several
         raise ValueError(
             f"{len(training)} trainer ranks and {_num_engines(args)} engines on {wanted} GPUs need {needed} "
             f"GPUs, but {there}: lower --actor-num-gpus-per-node or --rollout-num-gpus, or use --colocate"

@@ -1,8 +1,8 @@
 """The main program of a child process of the local runtime: one object, driven over a socket.
 
 Frames are pickles between processes of one run: (lane, call id) and (method, args, kwargs) in, (call id, ok,
-value) out; an empty one is a heartbeat. The main thread runs the work lane, so that signals and debuggers behave;
-the control lane and the heartbeat have threads of their own.
+value) out; an empty one is a heartbeat. The main thread runs the work lane, so that signals and debuggers
+behave; the control lane and the heartbeat have threads of their own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAKE = "__init__"  # the first call: makes the object, from the path of its clas
 
 
 def invoke(target: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A call as it travels. `weights.receive` is the method `receive` of what the target's `weights()` returns."""
+    """A call as it travels: `weights.receive` is the method `receive` of what `target.weights()` returns."""
     *owners, name = method.split(".")
     for owner in owners:
         target = getattr(target, owner)()
@@ -108,7 +108,7 @@ def _portable(error: Exception) -> Exception:
 
 
 def encode_call(lane: str, call_id: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """A frame: lane and id in a head of fixed size, which can be read where the arguments cannot, then the call."""
+    """Lane and id in a head of fixed size, which can be read where the arguments cannot; then the call."""
     return pickle.dumps((lane, call_id)).ljust(_HEAD_BYTES, b"\0") + pickle.dumps((method, args, kwargs))
 
 

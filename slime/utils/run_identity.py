@@ -1,4 +1,4 @@
-"""The identity of a run, known to every process of it: its name, its folder, and the prefix of its shared memory."""
+"""The identity of a run, known to all its processes: its name, its folder, its part of shared memory."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class EngineToken:
-    """The secret that engines ask of who speaks to them; each run makes its own, for engines that other machines reach.
+    """The secret that engines ask for where other machines reach them; each run makes its own.
 
-    `given`: it stands in the environment, and all engines ask for it, also those that somebody else has started.
+    `given`: it stands in the environment, and all engines ask for it, also those that somebody else started.
     """
 
     value: str = field(repr=False)
@@ -50,5 +50,5 @@ class Run:
 
     @property
     def pushes_as(self) -> str:
-        """The first part of weight versions: a resumed run may push other weights under a number pushed before."""
+        """The first part of weight versions: a resumed run may push other weights under the same number."""
         return self.run_id if self.num_starts == 1 else f"{self.run_id}.{self.num_starts}"

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from slime.arguments import Args
+from slime.arguments import PluginArgs
 from slime.utils.errors import RunStopped
 from slime.utils.plugin_errors import place_of
 
@@ -22,7 +22,9 @@ FLAG = "--custom-update-weight-post-write-path"
 class PostWrite:
     """`function(args, version_dir, rollout_engines)`; the engines are their addresses."""
 
-    def __init__(self, function: Callable[..., Any], args: Args, engine_urls: tuple[str, ...], rank: int):
+    def __init__(
+        self, function: Callable[..., Any], args: PluginArgs, engine_urls: tuple[str, ...], rank: int
+    ):
         self._function, self._args, self._engine_urls, self._rank = function, args, engine_urls, rank
 
     def __call__(self, folder: Path) -> None:

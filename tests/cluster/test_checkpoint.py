@@ -1,6 +1,4 @@
-"""The checkpoint transaction: what is found is whole, what is damaged
-is named, and no kill leaves half of one.
-"""
+"""The checkpoint transaction: what is found is whole, damage is named, and no kill leaves half of one."""
 
 import json
 import os
@@ -293,9 +291,7 @@ def test_a_full_disk_is_noticed_before_anything_is_written(tmp_path):
 
 
 def killed_at(point, staged, files):
-    """Complete in a child that is killed before the `point`-th
-    change to the disk; whether it got to the end.
-    """
+    """Complete in a child that is killed before the `point`-th change to the disk; whether it ended."""
     child = os.fork()
     if child == 0:
         left = point

@@ -1,6 +1,4 @@
-"""The batch in flight is part of a checkpoint; where a resumed run
-is another one all the same, it is said.
-"""
+"""The rollout in flight is part of a checkpoint; where a resumed run still differs, it is said."""
 
 from types import SimpleNamespace
 

@@ -1,6 +1,4 @@
-"""A run folder belongs to one run: resuming continues it, nothing else
-gets in, and every line says whose it is.
-"""
+"""A run folder belongs to one run: only resuming continues it, and every line says whose it is."""
 
 import json
 import os

@@ -1,6 +1,4 @@
-"""The folder of --save is found unusable before anything starts, is one run's
-alone, and a disk that fills up is named.
-"""
+"""The folder of --save: unusable ones are told at once, it is one run's alone, and a full disk is named."""
 
 import errno
 import os

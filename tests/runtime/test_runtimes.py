@@ -1,6 +1,4 @@
-"""One conformance suite for every runtime: handles, lanes, failures,
-references, and an end that leaves nothing.
-"""
+"""One conformance suite for every runtime: handles, lanes, failures, references, and a clean end."""
 
 import concurrent.futures
 import os

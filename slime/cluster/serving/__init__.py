@@ -1,3 +1,1 @@
-"""Served models: how their engines are started, the fleet that keeps them
-alive, the address before them, their weights.
-"""
+"""Served models: how their engines start, the fleet that keeps them alive, their addresses and weights."""

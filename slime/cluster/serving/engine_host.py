@@ -21,7 +21,7 @@ _SIGNS_DEADLINE_S = 5.0
 
 
 class HostedEngine:
-    """Stands in a fleet for an engine. `own`: places an owner for the given port (0: any), again when one is lost."""
+    """Stands in a fleet for an engine. `own`: places an owner for a port (0: any), again when one is lost."""
 
     def __init__(self, plan: LaunchPlan, own: Callable[[int], Handle[EngineServer]]):
         self.plan, self._own = plan, own

@@ -65,6 +65,6 @@ def plan_router_process(args: Args, run: Run, name: str, words: Sequence[str]) -
 
 
 def _default_threads(kind: EngineKind, slots: Sequence[Slot]) -> int:
-    """A share of a machine's cores; one where the threads of an engine's processes get in each other's way."""
+    """A share of a machine's cores; one where the threads of an engine's processes would compete."""
     crowd = max(Counter(slot.machine for slot in slots).values(), default=1)
     return 1 if kind.several_processes else max(1, (os.cpu_count() or 1) // crowd)

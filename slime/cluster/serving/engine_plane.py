@@ -1,4 +1,4 @@
-"""All models that a run serves: the policy, whose engines get the trainer's weights, and frozen ones beside it."""
+"""All models that a run serves: the policy, which gets the trainer's weights, and frozen ones beside it."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ class EnginePlane:
         return self._fleet.urls
 
     def connect(self, info: RunInfo) -> RunInfo:
-        """Waits for every engine; returns the facts of the run with their addresses and what all of them can take."""
+        """Waits for every engine; returns the facts of the run with their addresses and limits."""
         if not self.urls:
             return info
-        # Now, while the engines start: the default rollout needs it, and a folder that is no model is told at once.
+        # While engines start: the default rollout needs it, and a folder that is no model is told at once.
         load_tokenizer(self._args.hf_checkpoint)
         self._fleet.wait_ready()
         infos = [self.weights.info(url) for url in self.urls]
@@ -103,7 +103,7 @@ class EnginePlane:
         return max((count for count in counts if isinstance(count, float)), default=0.0)
 
     def requests_of_others(self) -> tuple[int, str | None] | None:
-        """How many requests changed the sampling and came by another client than slime's, and in what; None: none."""
+        """Requests that another client than slime's sent with other sampling: how many, and what differs."""
         answers = self._ask_each(EngineControl.bent_by_others)
         found = [answer for answer in answers if isinstance(answer, tuple) and answer[0]]
         return (sum(count for count, _ in found), found[0][1]) if found else None
@@ -124,7 +124,7 @@ class EnginePlane:
 
 
 def _with_model_facts(info: RunInfo, hf_checkpoint: str | None, infos: list[EngineInfo]) -> RunInfo:
-    """Sizes that every engine can take; what an engine does not say about itself follows from the model's config."""
+    """Limits of all engines; what one does not say about itself follows from the model's config."""
     config = _text_config(hf_checkpoint)
     return replace(
         info,

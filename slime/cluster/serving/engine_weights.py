@@ -48,7 +48,7 @@ class Member:
 
 
 class EngineWeights:
-    """One push at a time; membership of the fleet does not change within one. `gpu_ids`: of each engine's ranks."""
+    """One push at a time; no engine joins within one. `gpu_ids`: trainer ranks on each engine's devices."""
 
     def __init__(self, args: Args, shm_prefix: str, gpu_ids: tuple[tuple[int, ...], ...], fleet: EngineFleet):
         self._args, self._shm_prefix, self._gpu_ids, self._fleet = args, shm_prefix, gpu_ids, fleet
@@ -104,7 +104,7 @@ class EngineWeights:
         }
 
     def bring_up_to_date(self, url: str) -> None:
-        """An engine that was started again gets the weights, and gives away the memory, that the others did."""
+        """An engine that was started again takes the weights, and gives memory away, as the others did."""
         if self.parcel is not None:
             run(self._take(self.parcel)(url, self.info(url)))
         if self._released:
@@ -192,7 +192,7 @@ class EngineWeights:
     # -- verification
 
     def _check_deeply(self, parcel: Parcel, urls: list[str]) -> int:
-        """Compares the engines' own checksums; on the first push also with a load from files. Evicts who differs."""
+        """Compares the engines' checksums; at first also with a load from files. Evicts who differs."""
         first, interval = self._num_pushes == 0, self._args.weight_checksum_interval
         if not urls or not (first or (interval and self._num_pushes % interval == 0)):
             return 0
@@ -226,7 +226,7 @@ class EngineWeights:
 
     @contextlib.contextmanager
     def _membership(self) -> Iterator[list[str]]:
-        """The engines that are alive; nobody joins meanwhile. Goes on with the freeze of a live push, if there is one."""
+        """The engines that are alive; nobody joins meanwhile, nor since a live push began."""
         if self._live is None:
             with self._fleet.frozen() as urls:
                 yield urls

@@ -1,4 +1,4 @@
-"""One address before engines: the engine itself where there is one, the built-in balancer, or SGLang's router."""
+"""One address before engines: of a single engine, of the built-in balancer, or of SGLang's router."""
 
 from __future__ import annotations
 

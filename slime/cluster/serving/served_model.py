@@ -42,7 +42,7 @@ class ModelService:
         return tuple(server.url for server in self._shared)
 
     def start_routers(self, run_: Run, port: int | None) -> tuple[int, int | None]:
-        """Where requests go: the port, and that of the reserved engines. `port`: the one that was asked for."""
+        """Where requests go: the port, and that of the reserved engines. `port`: what was asked for."""
         args = self._args
         plan = plan_router(self.model, args.rollout_router)
         name = "router" if self.model is args.engine_topology.policy else f"{self.model.name}-router"
@@ -105,7 +105,7 @@ def ranks_on_engines(args: Args, placement: Placement) -> tuple[tuple[int, ...],
 
 
 def trains_on_every_gpu(args: Args, placement: Placement) -> bool:
-    """Whether each GPU of an engine that gets weights has a trainer rank on it, to hand them over in its memory."""
+    """Whether each GPU of an engine that gets weights has a trainer rank on it, which can hand them over."""
     training = {gpu for slot in placement.trainer for gpu in slot.gpus}
     return all(training.issuperset(slot.gpus) for slot in _policy_slots(args, placement.engines))
 
