@@ -1,1 +1,1 @@
-"""The rollout stage: prompts out of the data source, samples with rewards into the training batch."""
+"""The rollout side: prompts out of the data source, samples with rewards into the training batch."""

@@ -17,11 +17,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from slime.arguments import Args
 from slime.runtime.base import Handle, P, R, T, WorkerDied, WorkerSpec
 from slime.runtime.heartbeat import DEFAULT_LIMIT_S, HeartbeatWatch, WorkerSilent
-from slime.runtime.placement import LOOPBACK, Machine, Placement
+from slime.runtime.placement import Machine, Placement
 from slime.runtime.worker import BEAT_S, CONTROL, WORK, invoke
 from slime.utils import waits
 from slime.utils.errors import RunStopped
 from slime.utils.processes import import_environment
+from slime.utils.run_identity import LOOPBACK
 from slime.utils.vital_signs import Signs, signs_of
 
 _CLAIM_DEADLINE_S = 120.0

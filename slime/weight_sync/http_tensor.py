@@ -25,7 +25,7 @@ from slime.wire.protocol import EngineInfo
 
 
 class HttpTensorSender(SharedMemorySender):
-    """Fills shared memory; the rollout stage reads it and sends it on."""
+    """Fills shared memory; the rollout side reads it and sends it on."""
 
     transport = "http_tensor"
 

@@ -3,7 +3,7 @@ trained tokens would be drawn in another way.
 
 Our own requests pass `check_sampling` when they are built. Those that a function of the user's posts itself
 are seen by `slime.utils.http_utils`, which reports them to the `PolicyRequests` of the running task. Those of
-other clients only an engine sees: the embedded one counts them, and the rollout stage tells.
+other clients only an engine sees: the embedded one counts them, and the rollout side tells.
 """
 
 import contextlib
