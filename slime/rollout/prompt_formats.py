@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from slime.arguments import PluginArgs
+from slime.arguments import Args, PluginArgs
 from slime.arguments.groups.data import DEFAULT_DATA_SOURCE
 from slime.arguments.groups.eval_config import EvalDatasetConfig
 from slime.arguments.groups.rollout import DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC_ROLLOUT_FUNCTION
@@ -18,7 +18,7 @@ _PREFERENCE = "slime.rollout.preference_rollout.generate_rollout"
 _EARLY_ROWS = 50_000
 
 
-def check_prompt_files(args: PluginArgs) -> None:
+def check_prompt_files(args: Args | PluginArgs) -> None:
     """Refuse rows that no rollout could use, of training and evaluation, before any process starts."""
     if (
         args.prompt_data is not None
@@ -30,7 +30,7 @@ def check_prompt_files(args: PluginArgs) -> None:
         check_prompt_file(config.path, evaluation_format(args, config), max_rows=_EARLY_ROWS)
 
 
-def training_format(args: PluginArgs) -> PromptFormat:
+def training_format(args: Args | PluginArgs) -> PromptFormat:
     """The columns that the flags name, and who reads them."""
     use = _training_use(args)
     _check_template(use, args.apply_chat_template, args.multimodal_keys, "--prompt-data")
@@ -48,7 +48,7 @@ def training_format(args: PluginArgs) -> PromptFormat:
     )
 
 
-def evaluation_format(args: PluginArgs, config: EvalDatasetConfig) -> PromptFormat:
+def evaluation_format(args: Args | PluginArgs, config: EvalDatasetConfig) -> PromptFormat:
     """The same for one evaluation dataset."""
     generate = config.custom_generate_function_path or args.custom_generate_function_path
     function = args.eval_function_path or args.rollout_function_path
@@ -70,7 +70,7 @@ def evaluation_format(args: PluginArgs, config: EvalDatasetConfig) -> PromptForm
     )
 
 
-def _training_use(args: PluginArgs) -> PromptUse:
+def _training_use(args: Args | PluginArgs) -> PromptUse:
     """A data source of the user's may turn rows into prompts of its own."""
     if args.load_debug_rollout_data or args.data_source_path != DEFAULT_DATA_SOURCE:
         return PromptUse.OWN_CODE
@@ -80,7 +80,7 @@ def _training_use(args: PluginArgs) -> PromptUse:
     return PromptUse.ENGINE if ours else PromptUse.OWN_CODE
 
 
-def _label_reader(args: PluginArgs, config: EvalDatasetConfig | None = None) -> str | None:
+def _label_reader(args: Args | PluginArgs, config: EvalDatasetConfig | None = None) -> str | None:
     """The built-in reward, if none of the user's takes its place."""
     if args.custom_rm_path or (config is not None and config.custom_rm_path):
         return None
