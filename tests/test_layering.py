@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = [
     {"utils"},
     {"catalog"},
-    {"arguments", "observability"},
+    {"arguments", "observability", "record"},
     {"plugins"},
     {"data", "algorithms", "wire"},
     {"batch"},

@@ -1,0 +1,18 @@
+"""The record of a run: one SQLite file in its folder with every prompt, answer, reward and decision."""
+
+from slime.record.entries import Entry, group_entries
+from slime.record.reader import Answer, Record, Select, open_record
+from slime.record.schema import RECORD_FILE, RecordError
+from slime.record.writer import RecordWriter
+
+__all__ = [
+    "RECORD_FILE",
+    "Answer",
+    "Entry",
+    "Record",
+    "RecordError",
+    "RecordWriter",
+    "Select",
+    "group_entries",
+    "open_record",
+]

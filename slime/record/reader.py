@@ -1,0 +1,180 @@
+"""Questions to a run's record: its rollouts, the answers of one, the same prompt early and late."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from slime.record.entries import prompt_hash
+from slime.record.packed import unpack_floats, unpack_ids, unpack_mask
+from slime.record.schema import RECORD_FILE, open_for_reading
+
+_COLUMNS = (
+    "r.kind, r.rollout_id, g.dataset, g.group_index, g.prompt, g.label, g.outcome, g.reason, "
+    "s.sample_index, s.status, s.reward, s.reward_parts, s.failure, s.response, s.num_tokens, s.id"
+)
+_JOINED = "samples s JOIN groups g ON g.id = s.group_row JOIN rollouts r ON r.id = g.rollout"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One sample as it is shown.
+
+    Example: Answer("train", 12, None, 3, "2+2=", "4", "trained", None, 25, "completed", 1.0, {}, None,
+    "4<|im_end|>", 2, 77).
+    """
+
+    kind: str
+    rollout_id: int
+    dataset: str | None
+    group_index: int | None
+    prompt: str
+    label: str | None
+    outcome: str
+    reason: str | None
+    sample_index: int | None
+    status: str
+    reward: float | None
+    reward_parts: dict[str, Any]
+    failure: str | None
+    response: str
+    num_tokens: int
+    row: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The numbers behind an answer. Log-probs and mask have one entry per response token; None: not known."""
+
+    ids: list[int]
+    log_probs: list[float] | None
+    loss_mask: list[int] | None
+    versions: list[tuple[str, int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Select:
+    """Which answers: all conditions hold together; None is no condition. Newest rollouts come first."""
+
+    kind: Literal["train", "eval"] | None = None
+    rollout_id: int | None = None
+    dataset: str | None = None
+    outcome: str | None = None
+    contains: str | None = None  # in the prompt, the answer or the label; case does not count
+    order: Literal["made", "worst", "best"] = "made"
+    limit: int = 20
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRow:
+    """A rollout or an evaluation as a whole. `pruned`: its answers were removed for their size."""
+
+    kind: str
+    rollout_id: int
+    time: float
+    version: str | None
+    num_groups: int
+    num_samples: int
+    mean_reward: float | None
+    pruned: bool
+
+
+class Record:
+    """A reader of one record; may stay open while the run goes on. Close it, or use it in a `with`."""
+
+    def __init__(self, path: Path):
+        self._connection = open_for_reading(path)
+
+    def __enter__(self) -> Record:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def rollouts(self) -> list[RolloutRow]:
+        """Every rollout and evaluation, oldest first."""
+        rows = self._connection.execute(
+            "SELECT kind, rollout_id, time, version, num_groups, num_samples, mean_reward, pruned "
+            "FROM rollouts ORDER BY time, id"
+        )
+        return [RolloutRow(*row) for row in rows]
+
+    def answers(self, select: Select) -> list[Answer]:
+        """At most `select.limit` answers. With an order by reward, those without one are left out."""
+        where, values = _conditions(select)
+        order = {
+            "made": "r.time DESC, r.id DESC, g.group_index, s.sample_index",
+            "worst": "s.reward, s.id",
+            "best": "s.reward DESC, s.id",
+        }[select.order]
+        query = f"SELECT {_COLUMNS} FROM {_JOINED} WHERE {where} ORDER BY {order} LIMIT ?"
+        return [_answer(row) for row in self._connection.execute(query, (*values, select.limit))]
+
+    def tokens(self, row: int) -> Tokens:
+        """The tokens of the answer whose `row` this is."""
+        ids, log_probs, mask, versions = self._connection.execute(
+            "SELECT tokens, log_probs, loss_mask, versions FROM samples WHERE id = ?", (row,)
+        ).fetchone()
+        return Tokens(
+            unpack_ids(ids or b""),
+            None if log_probs is None else unpack_floats(log_probs),
+            None if mask is None else unpack_mask(mask),
+            [(str(v), int(a), int(b)) for v, a, b in json.loads(versions)] if versions else [],
+        )
+
+    def prompts_of_both(self, kind: str, early: int, late: int, limit: int) -> list[str]:
+        """Prompts that two rollouts (or evaluations) have in common, in the order of the first."""
+        rows = self._connection.execute(
+            "SELECT DISTINCT a.prompt FROM groups a JOIN rollouts ra ON ra.id = a.rollout "
+            "WHERE ra.kind = ?1 AND ra.rollout_id = ?2 AND EXISTS ("
+            "SELECT 1 FROM groups b JOIN rollouts rb ON rb.id = b.rollout "
+            "WHERE rb.kind = ?1 AND rb.rollout_id = ?3 AND b.prompt_hash = a.prompt_hash) ORDER BY a.id LIMIT ?4",
+            (kind, early, late, limit),
+        )
+        return [prompt for (prompt,) in rows]
+
+    def answers_to(self, kind: str, rollout_id: int, prompt: str) -> list[Answer]:
+        """All answers to a prompt in one rollout or evaluation."""
+        query = (
+            f"SELECT {_COLUMNS} FROM {_JOINED} WHERE r.kind = ? AND r.rollout_id = ? AND g.prompt_hash = ? "
+            "ORDER BY s.sample_index"
+        )
+        return [
+            _answer(row) for row in self._connection.execute(query, (kind, rollout_id, prompt_hash(prompt)))
+        ]
+
+
+def open_record(run_dir: str | Path) -> Record:
+    """The record in the folder of a run; a RecordError says why there is none."""
+    return Record(Path(run_dir) / RECORD_FILE)
+
+
+def _conditions(select: Select) -> tuple[str, list[object]]:
+    conditions: list[tuple[str, object]] = []
+    for column, value in (
+        ("r.kind", select.kind),
+        ("r.rollout_id", select.rollout_id),
+        ("g.dataset", select.dataset),
+        ("g.outcome", select.outcome),
+    ):
+        if value is not None:
+            conditions.append((f"{column} = ?", value))
+    words, values = [condition for condition, _ in conditions], [value for _, value in conditions]
+    if select.contains is not None:
+        words.append("(instr(lower(g.prompt), ?) OR instr(lower(s.response), ?) OR instr(lower(g.label), ?))")
+        values += [select.contains.lower()] * 3
+    if select.order != "made":
+        words.append("s.reward IS NOT NULL")
+    return " AND ".join(words) or "1", values
+
+
+def _answer(row: sqlite3.Row | tuple[Any, ...]) -> Answer:
+    values = list(row)
+    values[11] = json.loads(values[11]) if values[11] else {}
+    return Answer(*values)

@@ -1,0 +1,139 @@
+"""The tables of `record.db`, and how the file is opened by its one writer and by any number of readers.
+
+    rollouts   one row for each rollout and each evaluation: when, of which weights, how many, mean reward
+    groups     one row per prompt group: the prompt, its label, what became of the group and why
+    samples    one row per answer: text, tokens, log-probs, loss mask, weight versions, reward and its parts
+
+When the file reaches its limit, the oldest rollouts lose their groups and samples; their own rows stay.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+RECORD_FILE = "record.db"
+SCHEMA_NUMBER = 1
+_BUSY_S = 30.0  # how long a statement waits for another process's lock
+
+_TABLES = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE rollouts (
+    id INTEGER PRIMARY KEY,
+    kind TEXT NOT NULL,             -- train or eval
+    rollout_id INTEGER NOT NULL,
+    time REAL NOT NULL,             -- seconds since 1970, when it ended
+    version TEXT,                   -- weights that the engines held when it began
+    num_groups INTEGER NOT NULL,
+    num_samples INTEGER NOT NULL,
+    mean_reward REAL,
+    pruned INTEGER NOT NULL DEFAULT 0,
+    UNIQUE (kind, rollout_id)
+);
+CREATE TABLE groups (
+    id INTEGER PRIMARY KEY,
+    rollout INTEGER NOT NULL REFERENCES rollouts ON DELETE CASCADE,
+    dataset TEXT,                   -- of an evaluation
+    group_index INTEGER,
+    prompt TEXT NOT NULL,
+    prompt_hash INTEGER NOT NULL,
+    label TEXT,
+    outcome TEXT NOT NULL,          -- trained, filtered, failed or evaluated
+    reason TEXT
+);
+CREATE TABLE samples (
+    id INTEGER PRIMARY KEY,
+    group_row INTEGER NOT NULL REFERENCES groups ON DELETE CASCADE,
+    sample_index INTEGER,
+    execution INTEGER,              -- siblings of one fan-out share it
+    status TEXT NOT NULL,
+    reward REAL,
+    reward_parts TEXT,              -- JSON, where the reward is more than a number
+    failure TEXT,                   -- why there is no reward
+    response TEXT NOT NULL,
+    num_tokens INTEGER NOT NULL,    -- of the response
+    tokens BLOB,                    -- prompt and response
+    log_probs BLOB,                 -- one per response token
+    loss_mask BLOB,                 -- run lengths, beginning with zeros; NULL: all ones
+    versions TEXT                   -- JSON: [version, start, end] in the response
+);
+CREATE INDEX groups_of_rollout ON groups (rollout);
+CREATE INDEX groups_of_prompt ON groups (prompt_hash);
+CREATE INDEX samples_of_group ON samples (group_row);
+"""
+
+
+class RecordError(RuntimeError):
+    """The record of a run cannot be read or written, and why."""
+
+
+def create_or_open(path: Path, run_id: str) -> sqlite3.Connection:
+    """For the one writer. A file of another run or another schema is a RecordError, and is never changed."""
+    connection = _connect(f"{path.resolve().as_uri()}?mode=rwc", path)
+    try:
+        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # before the first table
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = NORMAL")
+        connection.execute("PRAGMA foreign_keys = ON")
+        if not connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone():
+            connection.executescript(f"BEGIN; {_TABLES} COMMIT;")
+            connection.execute(
+                "INSERT INTO meta VALUES ('schema', ?), ('run', ?)", (str(SCHEMA_NUMBER), run_id)
+            )
+            connection.commit()
+        _check_schema(connection, path)
+        (owner,) = connection.execute("SELECT value FROM meta WHERE key = 'run'").fetchone()
+        if owner != run_id:
+            raise RecordError(
+                f"{path} is the record of run {owner}, this is run {run_id}; use another folder."
+            )
+    except sqlite3.Error as error:
+        connection.close()
+        raise RecordError(f"{path} cannot be written: {error}.") from error
+    except RecordError:
+        connection.close()
+        raise
+    return connection
+
+
+def open_for_reading(path: Path) -> sqlite3.Connection:
+    """For a reader, while the run goes on or after it; also of a folder that cannot be written."""
+    if not path.is_file():
+        raise RecordError(
+            f"{path} does not exist: the run has recorded no rollout yet, or this is not its folder."
+        )
+    uri = path.resolve().as_uri()
+    connection = _connect(f"{uri}?mode=ro", path)
+    try:
+        try:
+            _check_schema(connection, path)
+        except sqlite3.OperationalError:  # a read-only folder has no place for the write-ahead log's index
+            connection.close()
+            connection = _connect(f"{uri}?mode=ro&immutable=1", path)
+            _check_schema(connection, path)
+    except sqlite3.Error as error:
+        connection.close()
+        raise RecordError(f"{path} cannot be read: {error}.") from error
+    except RecordError:
+        connection.close()
+        raise
+    return connection
+
+
+def _connect(uri: str, path: Path) -> sqlite3.Connection:
+    try:
+        return sqlite3.connect(uri, uri=True, timeout=_BUSY_S, check_same_thread=False)
+    except sqlite3.Error as error:
+        raise RecordError(f"{path} cannot be opened: {error}.") from error
+
+
+def _check_schema(connection: sqlite3.Connection, path: Path) -> None:
+    tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    if "meta" not in tables:
+        raise RecordError(f"{path} is no record of a run.")
+    (found,) = connection.execute("SELECT value FROM meta WHERE key = 'schema'").fetchone() or ("missing",)
+    if found != str(SCHEMA_NUMBER):
+        raise RecordError(
+            f"{path} has schema {found}, this version of slime reads {SCHEMA_NUMBER}: use the version that "
+            "wrote it."
+        )

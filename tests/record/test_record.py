@@ -1,0 +1,245 @@
+"""The record of a run: what is written is read back, the file stays within its size, errors are clear."""
+
+import sqlite3
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slime.record import RecordError, RecordWriter, Select, group_entries, open_record
+from slime.record.packed import pack_floats, pack_ids, pack_mask, unpack_floats, unpack_ids, unpack_mask
+from slime.utils.types import RewardFailure, Sample
+
+MIB = 1 << 20
+
+
+def make_sample(group, copy=0, reward=1.0, response="4", prompt="2+2=", **more):
+    return Sample(
+        group_index=group,
+        index=group * 10 + copy,
+        prompt=prompt,
+        tokens=[5, 6, 7, 70_000],
+        response=response,
+        response_length=2,
+        label="4",
+        reward=reward,
+        rollout_log_probs=[-0.5, -0.25],
+        version_spans=[("run:1", 0, 2)],
+        status=Sample.Status.COMPLETED,
+        **more,
+    )
+
+
+@pytest.fixture
+def writer(tmp_path):
+    made = RecordWriter(tmp_path / "record.db", "run-1", 64 * MIB)
+    yield made
+    made.close()
+
+
+def record_of(writer):
+    writer.close()
+    return open_record(writer._path.parent)
+
+
+def test_samples_come_back_with_their_tokens_outcome_and_reward(writer):
+    kept = [[make_sample(0), make_sample(0, 1, reward=0.0, response="5", loss_mask=[1, 0])]]
+    entries = group_entries(kept, "trained") + group_entries([[make_sample(1)]], "filtered", "zero_std_1.0")
+    writer.add("train", 3, entries, version="run:1")
+    with record_of(writer) as record:
+        [row] = record.rollouts()
+        assert (row.kind, row.rollout_id, row.num_groups, row.num_samples) == ("train", 3, 2, 3)
+        assert row.mean_reward == pytest.approx(2 / 3) and not row.pruned
+        answers = record.answers(Select())
+        assert [(a.outcome, a.reason, a.response, a.reward) for a in answers] == [
+            ("trained", None, "4", 1.0),
+            ("trained", None, "5", 0.0),
+            ("filtered", "zero_std_1.0", "4", 1.0),
+        ]
+        tokens = record.tokens(answers[1].row)
+        assert tokens.ids == [5, 6, 7, 70_000] and tokens.log_probs == [-0.5, -0.25]
+        assert tokens.loss_mask == [1, 0] and tokens.versions == [("run:1", 0, 2)]
+        assert record.tokens(answers[0].row).loss_mask is None
+
+
+def test_answers_are_found_by_reward_text_and_outcome(writer):
+    samples = [make_sample(n, reward=n / 10, response=f"Answer {n}", prompt=f"p{n}") for n in range(10)]
+    writer.add("train", 0, group_entries([[s] for s in samples], "trained"))
+    failed = make_sample(99, reward=None, reward_failure=RewardFailure("infra", "judge down"))
+    writer.add("train", 1, group_entries([[failed]], "failed", "judge down"))
+    with record_of(writer) as record:
+        assert [a.response for a in record.answers(Select(order="worst", limit=2))] == [
+            "Answer 0",
+            "Answer 1",
+        ]
+        assert [a.reward for a in record.answers(Select(order="best", limit=1))] == [0.9]
+        assert [a.prompt for a in record.answers(Select(contains="ANSWER 7"))] == ["p7"]
+        assert record.answers(Select(contains="100% sure_")) == []
+        [answer] = record.answers(Select(outcome="failed"))
+        assert answer.failure == "infra: judge down" and answer.reward is None
+        assert len(record.answers(Select(rollout_id=0, limit=100))) == 10
+
+
+def test_the_same_prompt_early_and_late(writer):
+    for rollout_id, response in ((1, "five"), (9, "four")):
+        writer.add(
+            "eval",
+            rollout_id,
+            group_entries([[make_sample(0, response=response)]], "evaluated", dataset="held"),
+        )
+        writer.add(
+            "train", rollout_id, group_entries([[make_sample(1, prompt=f"only {rollout_id}")]], "trained")
+        )
+    with record_of(writer) as record:
+        assert record.prompts_of_both("eval", 1, 9, 10) == ["2+2="]
+        assert record.prompts_of_both("train", 1, 9, 10) == []
+        assert [a.response for a in record.answers_to("eval", 9, "2+2=")] == ["four"]
+
+
+def test_a_rollout_that_is_made_again_takes_the_place_of_the_first(writer):
+    writer.add("train", 4, group_entries([[make_sample(0, response="lost")]], "trained"))
+    writer.add("train", 4, group_entries([[make_sample(0, response="redone")]], "trained"))
+    with record_of(writer) as record:
+        assert [a.response for a in record.answers(Select())] == ["redone"]
+
+
+def test_rewards_with_parts_keep_them(writer):
+    sample = make_sample(0, reward={"score": 0.5, "format": 1, "note": "ok"})
+    writer.add("train", 0, group_entries([[sample]], "trained"), reward_key="score")
+    with record_of(writer) as record:
+        [answer] = record.answers(Select())
+    assert answer.reward == 0.5 and answer.reward_parts == {"score": 0.5, "format": 1, "note": "ok"}
+
+
+HOSTILE = [
+    "",
+    "\x00nul",
+    "\ud800 half",
+    "a" * 300_000,
+    "'; DROP TABLE samples; --",
+    "‮right to left",
+    "\x1b[2J",
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+def test_any_text_can_be_recorded(writer, text):
+    sample = make_sample(
+        0, response=text, prompt=[{"role": "user", "content": text}, {"content": None}, "odd"]
+    )
+    sample.label = {"answer": float("nan"), "set": {1}}
+    sample.metadata = {"object": object()}
+    writer.add("train", 0, group_entries([[sample]], "trained", reason=text))
+    with record_of(writer) as record:
+        [answer] = record.answers(Select())
+    assert answer.response == text.replace("\ud800", "?")
+
+
+def test_a_sample_without_tokens_or_rewards_is_recorded(writer):
+    writer.add("train", 0, group_entries([Sample(), [Sample()]], "failed", "never generated"))
+    with record_of(writer) as record:
+        answers = record.answers(Select())
+        assert [(a.reward, a.response, a.num_tokens) for a in answers] == [(None, "", 0)] * 2
+        assert record.tokens(answers[0].row).ids == []
+
+
+def test_the_file_stays_within_its_limit_and_the_newest_rollout_stays(tmp_path):
+    writer = RecordWriter(tmp_path / "record.db", "run-1", 2 * MIB)
+    for rollout_id in range(20):
+        text = f"{rollout_id} " * 60_000
+        writer.add("train", rollout_id, group_entries([[make_sample(0, response=text)]], "trained"))
+    with record_of(writer) as record:
+        rows = record.rollouts()
+        assert len(rows) == 20 and not rows[-1].pruned and rows[0].pruned
+        assert len(record.answers(Select(rollout_id=19))) == 1 and record.answers(Select(rollout_id=0)) == []
+    assert (tmp_path / "record.db").stat().st_size < 3 * MIB
+
+
+def test_readers_see_a_live_record(writer, tmp_path):
+    writer.add("train", 0, group_entries([[make_sample(0)]], "trained"))
+    written = threading.Event()
+    original = writer._prune
+    writer._prune = lambda: (original(), written.set())
+    writer.add("train", 1, group_entries([[make_sample(0)]], "trained"))
+    assert written.wait(60)
+    with open_record(tmp_path) as record:
+        assert [row.rollout_id for row in record.rollouts()] == [0, 1]
+
+
+def test_a_second_start_of_the_run_goes_on_in_the_same_record(tmp_path):
+    for rollout_id in (0, 1):
+        writer = RecordWriter(tmp_path / "record.db", "run-1", MIB)
+        writer.add("train", rollout_id, group_entries([[make_sample(0)]], "trained"))
+        writer.close()
+        writer.close()
+    with open_record(tmp_path) as record:
+        assert len(record.rollouts()) == 2
+
+
+def test_a_record_of_another_run_is_refused_and_left_alone(tmp_path):
+    RecordWriter(tmp_path / "record.db", "run-1", MIB).close()
+    with pytest.raises(
+        RecordError, match=r"is the record of run run-1, this is run run-2; use another folder"
+    ):
+        RecordWriter(tmp_path / "record.db", "run-2", MIB)
+
+
+def test_what_is_no_record_is_named(tmp_path):
+    with pytest.raises(RecordError, match="does not exist: the run has recorded no rollout yet"):
+        open_record(tmp_path)
+    (tmp_path / "record.db").write_bytes(b"not a database at all, but some text of enough length" * 40)
+    with pytest.raises(RecordError, match="cannot be read"):
+        open_record(tmp_path)
+    with pytest.raises(RecordError, match="cannot be written"):
+        RecordWriter(tmp_path / "record.db", "run-1", MIB)
+
+
+def test_another_schema_is_refused(tmp_path):
+    RecordWriter(tmp_path / "record.db", "run-1", MIB).close()
+    with sqlite3.connect(tmp_path / "record.db") as connection:
+        connection.execute("UPDATE meta SET value = '99' WHERE key = 'schema'")
+    connection.close()
+    with pytest.raises(RecordError, match="has schema 99, this version of slime reads 1"):
+        open_record(tmp_path)
+    with pytest.raises(RecordError, match="has schema 99"):
+        RecordWriter(tmp_path / "record.db", "run-1", MIB)
+
+
+def test_a_write_that_fails_is_told_once_and_the_run_goes_on(writer, caplog):
+    original, failures = writer._write, iter([True, True])
+
+    def full(rollout):
+        if next(failures, False):
+            raise sqlite3.OperationalError("database or disk is full")
+        original(rollout)
+
+    writer._write = full
+    for rollout_id in range(3):
+        writer.add("train", rollout_id, group_entries([[make_sample(0)]], "trained"))
+    with record_of(writer) as record:
+        assert [row.rollout_id for row in record.rollouts()] == [2]
+    told = [r.getMessage() for r in caplog.records if "cannot be written" in r.getMessage()]
+    assert len(told) == 1 and "disk is full" in told[0] and "train 0" in told[0]
+
+
+@given(st.lists(st.integers(0, 2**32 - 1)))
+@settings(deadline=None)
+def test_ids_come_back(ids):
+    assert unpack_ids(pack_ids(ids)) == ids
+
+
+@given(st.lists(st.integers(0, 1)))
+@settings(deadline=None)
+def test_masks_come_back(mask):
+    assert unpack_mask(pack_mask(mask)) == mask
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False)))
+@settings(deadline=None)
+def test_log_probs_come_back(values):
+    assert unpack_floats(pack_floats(values)) == values
+
+
+def test_ids_take_two_or_three_bytes():
+    assert len(pack_ids([1, 65_535])) == 5 and len(pack_ids([1, 151_000])) == 7
