@@ -32,6 +32,12 @@ COMMANDS = {
     "quickstart": Command(
         "slime.cli.quickstart", "train a small model on this machine in minutes, and show that it learned"
     ),
+    "samples": Command(
+        "slime.cli.samples", "show what the model was asked and what it answered, from a run's folder"
+    ),
+    "plot": Command(
+        "slime.cli.plot", "curves of any metrics of one run or several, in the terminal or as a picture"
+    ),
     "plan": Command(
         "slime.cli.plan", "show which engine would run on which GPUs, and what a trainer layout would cost"
     ),

@@ -134,7 +134,8 @@ class Record:
             "SELECT DISTINCT a.prompt FROM groups a JOIN rollouts ra ON ra.id = a.rollout "
             "WHERE ra.kind = ?1 AND ra.rollout_id = ?2 AND EXISTS ("
             "SELECT 1 FROM groups b JOIN rollouts rb ON rb.id = b.rollout "
-            "WHERE rb.kind = ?1 AND rb.rollout_id = ?3 AND b.prompt_hash = a.prompt_hash) ORDER BY a.id LIMIT ?4",
+            "WHERE rb.kind = ?1 AND rb.rollout_id = ?3 AND b.prompt_hash = a.prompt_hash) "
+            "ORDER BY a.id LIMIT ?4",
             (kind, early, late, limit),
         )
         return [prompt for (prompt,) in rows]

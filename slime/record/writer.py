@@ -158,7 +158,8 @@ def _write_entry(connection: sqlite3.Connection, rollout: int, entry: Entry, rew
     ).lastrowid
     connection.executemany(
         "INSERT INTO samples (group_row, sample_index, execution, status, reward, reward_parts, failure, "
-        "response, num_tokens, tokens, log_probs, loss_mask, versions) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        "response, num_tokens, tokens, log_probs, loss_mask, versions) "
+        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         [(group, *_sample_row(sample, reward_key)) for sample in entry.samples],
     )
 

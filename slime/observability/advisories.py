@@ -1,0 +1,267 @@
+"""Advice while a run goes on: it works, but will not learn, or wastes its devices. Each cause is told once.
+
+An `Advisor` sees the metrics as they are logged. A check looks at the history and answers with what it saw,
+what that means and which flag helps, or with nothing. Checks wait for a few steps: one odd batch is no
+pattern.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+PATIENCE = 3  # rollouts in a row that show the same before it is told
+
+
+@dataclass(frozen=True, slots=True)
+class Advisory:
+    """One piece of advice.
+
+    Example: Advisory("all_cut", "75% of the answers were cut at --rollout-max-response-len 512 in the last 3
+    rollouts", "an answer that is cut cannot be right: raise --rollout-max-response-len, or ask for shorter
+    answers").
+    """
+
+    cause: str  # a name, the same for every run
+    evidence: str
+    advice: str
+
+    def __str__(self) -> str:
+        return f"{self.evidence}; {self.advice}."
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the advice depends on besides metrics. Example:
+    Facts("grpo", 8, 512, 2048, "runs/ckpt", False).
+    """
+
+    estimator: str
+    samples_per_prompt: int
+    max_response_len: int | None
+    context_len: int | None  # of the model; None: not known
+    save: str | None
+    overlapped: bool  # the next rollout is made while the trainer trains
+    trains: bool = True  # a policy by rewards, as opposed to supervised losses
+
+
+@dataclass(slots=True)
+class History:
+    """Values of each metric by step, in the order in which they were logged."""
+
+    values: dict[str, dict[int, float]] = field(default_factory=dict)
+
+    def add(self, metrics: Mapping[str, object], step: int) -> None:
+        for name, value in metrics.items():
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                self.values.setdefault(name, {})[step] = float(value)
+
+    def last(self, name: str, count: int = PATIENCE) -> list[float]:
+        """The last `count` values; fewer at the beginning of a run."""
+        return list(self.values.get(name, {}).values())[-count:]
+
+    def first(self, name: str, count: int = PATIENCE) -> list[float]:
+        return list(self.values.get(name, {}).values())[:count]
+
+    def streak(self, name: str, holds: Callable[[float], bool], count: int = PATIENCE) -> bool:
+        """Whether the last `count` values all satisfy a condition."""
+        last = self.last(name, count)
+        return len(last) == count and all(map(holds, last))
+
+
+Check = Callable[[History, Facts], "tuple[str, str] | None"]
+CHECKS: dict[str, Check] = {}
+
+
+def _check(function: Check) -> Check:
+    CHECKS[function.__name__.lstrip("_")] = function
+    return function
+
+
+class Advisor:
+    """Tells each cause at most once in a run."""
+
+    def __init__(self, facts: Facts):
+        self._facts, self._history = facts, History()
+        self._told: set[str] = set()
+
+    def at_start(self) -> list[Advisory]:
+        """What can be said before the first step."""
+        return self._new(dict(start_checks(self._facts)))
+
+    def observe(self, metrics: Mapping[str, object], step: int) -> list[Advisory]:
+        """What is newly wrong once these metrics are known."""
+        self._history.add(metrics, step)
+        untold = {name: check for name, check in CHECKS.items() if name not in self._told}
+        found = {name: check(self._history, self._facts) for name, check in untold.items()}
+        return self._new({name: answer for name, answer in found.items() if answer is not None})
+
+    def _new(self, found: Mapping[str, tuple[str, str]]) -> list[Advisory]:
+        new = [Advisory(name, *answer) for name, answer in found.items() if name not in self._told]
+        self._told |= found.keys()
+        return new
+
+
+def start_checks(facts: Facts) -> dict[str, tuple[str, str]]:
+    """Cause -> evidence and advice, from the settings alone."""
+    found = {}
+    if facts.save is None:
+        found["no_save"] = (
+            "no --save is given: the trained weights are gone when the run ends",
+            "give --save DIR --save-interval N for checkpoints, or --save-hf DIR for a model folder",
+        )
+    if facts.context_len and facts.max_response_len and facts.max_response_len >= facts.context_len:
+        found["no_room"] = (
+            f"--rollout-max-response-len {facts.max_response_len} leaves no room for a prompt: the model's "
+            "context has "
+            f"{facts.context_len} tokens",
+            "lower it, so that prompt and answer fit together",
+        )
+    return found
+
+
+def _zero_variance_share(history: History, count: int = PATIENCE) -> float | None:
+    """Share of groups whose answers all have one reward, over the last rollouts; None: not known."""
+    kept = history.values.get("rollout/groups/kept", {})
+    steps = list(kept)[-count:]
+    if len(steps) < count:
+        return None
+    equal = sum(
+        values.get(step, 0.0)
+        for name, values in history.values.items()
+        if name.startswith("rollout/zero_std/count_")
+        for step in steps
+    )
+    total = sum(kept[step] for step in steps)
+    return equal / total if total else None
+
+
+@_check
+def _reward_never_moves(history: History, facts: Facts) -> tuple[str, str] | None:
+    rewards = history.last("rollout/raw_reward")
+    share = _zero_variance_share(history)
+    if len(rewards) < PATIENCE or share != 1.0 or max(rewards) != min(rewards):
+        return None
+    return (
+        f"every answer of the last {PATIENCE} rollouts got the reward {rewards[0]:g}",
+        "nothing can be learned from that: look at `slime samples RUN`, the reward function and the labels",
+    )
+
+
+@_check
+def _groups_without_difference(history: History, facts: Facts) -> tuple[str, str] | None:
+    share = _zero_variance_share(history)
+    if share is None or share < 0.8 or facts.samples_per_prompt < 2:
+        return None
+    return (
+        f"in {share:.0%} of the groups of the last {PATIENCE} rollouts all answers have the same reward",
+        "they train nothing: prompts of fitting difficulty, more --n-samples-per-prompt, or "
+        "--dynamic-sampling-filter-path "
+        "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",
+    )
+
+
+@_check
+def _no_gradient(history: History, facts: Facts) -> tuple[str, str] | None:
+    if not history.streak("train/grad_norm", lambda norm: norm == 0.0, 2):
+        return None
+    return (
+        "the gradient was 0 in the last 2 steps",
+        "no weight moves: rewards without difference, a loss mask of zeros, or frozen parameters",
+    )
+
+
+@_check
+def _answers_cut(history: History, facts: Facts) -> tuple[str, str] | None:
+    if not history.streak("rollout/truncated_ratio", lambda share: share >= 0.5):
+        return None
+    share = sum(history.last("rollout/truncated_ratio")) / PATIENCE
+    return (
+        f"{share:.0%} of the answers of the last {PATIENCE} rollouts were cut at --rollout-max-response-len "
+        f"{facts.max_response_len}",
+        "an answer that is cut is rarely right: raise it, or ask for shorter answers",
+    )
+
+
+@_check
+def _entropy_collapse(history: History, facts: Facts) -> tuple[str, str] | None:
+    first, last = history.first("train/entropy_loss"), history.last("train/entropy_loss")
+    if len(history.values.get("train/entropy_loss", {})) < 2 * PATIENCE or not facts.trains:
+        return None
+    before, now = sum(first) / PATIENCE, sum(last) / PATIENCE
+    if now > 0.1 * before or now > 0.1:
+        return None
+    return (
+        f"the entropy of the policy fell from {before:.3g} to {now:.3g}",
+        "it answers nearly always the same and explores no more: lower --lr, raise --entropy-coef or "
+        "--eps-clip-high, "
+        "or --use-kl-loss",
+    )
+
+
+@_check
+def _kl_runaway(history: History, facts: Facts) -> tuple[str, str] | None:
+    for name in ("train/kl_loss", "rollout/kl"):
+        if history.streak(name, lambda kl: abs(kl) > 1.0):
+            return (
+                f"the KL to the reference was above 1 nat a token in the last {PATIENCE} steps ({name} is "
+                f"{history.last(name)[-1]:.3g})",
+                "the policy has left its reference: lower --lr, or raise --kl-loss-coef or --kl-coef",
+            )
+    return None
+
+
+@_check
+def _length_explodes(history: History, facts: Facts) -> tuple[str, str] | None:
+    name = "rollout/response_len/mean"
+    if len(history.values.get(name, {})) < 2 * PATIENCE or not facts.max_response_len:
+        return None
+    before, now = sum(history.first(name)) / PATIENCE, sum(history.last(name)) / PATIENCE
+    if now < 3 * before or now < 0.5 * facts.max_response_len:
+        return None
+    return (
+        f"answers grew from {before:.0f} to {now:.0f} tokens, of at most {facts.max_response_len}",
+        "does the reward pay for length? --loss-reduction, an overlong penalty or a shorter limit bound it",
+    )
+
+
+@_check
+def _evaluation_falls(history: History, facts: Facts) -> tuple[str, str] | None:
+    for name, values in history.values.items():
+        if not name.startswith("eval/") or "-" in name or name.count("/") > 1 or len(values) < 3:
+            continue
+        best, last = max(values.values()), list(values.values())[-2:]
+        if best > 0 and max(last) < 0.8 * best and best - max(last) > 0.03:
+            step = max(values, key=lambda at: values[at])
+            return (
+                f"{name} fell from {best:.3g} (step {step}) to {last[-1]:.3g}, twice in a row",
+                "the training reward may be gamed, or the step is too large: compare `slime samples RUN "
+                "--diff`, lower --lr",
+            )
+    return None
+
+
+@_check
+def _reward_is_slow(history: History, facts: Facts) -> tuple[str, str] | None:
+    waits, times = history.last("perf/non_generation_time/mean"), history.last("perf/rollout_time")
+    if min(len(waits), len(times)) < PATIENCE or sum(waits) < 0.5 * sum(times):
+        return None
+    return (
+        f"a sample spent {sum(waits) / PATIENCE:.1f} s outside the engine, of rollouts that took "
+        f"{sum(times) / PATIENCE:.1f} s",
+        "engines wait for tools or rewards: more --reward-num-workers, a faster judge, or "
+        "--over-sampling-batch-size",
+    )
+
+
+@_check
+def _trainer_waits(history: History, facts: Facts) -> tuple[str, str] | None:
+    waits, steps = history.last("perf/train_wait_time"), history.last("perf/step_time")
+    if min(len(waits), len(steps)) < PATIENCE or sum(waits) < 0.8 * sum(steps):
+        return None
+    share = min(sum(waits) / sum(steps), 1.0)
+    return (
+        f"the trainer waited for answers in {share:.0%} of the last {PATIENCE} steps",
+        "more engines (--rollout-num-gpus), shorter answers"
+        + ("" if facts.overlapped else ", or `slime train-async`, which generates while it trains"),
+    )

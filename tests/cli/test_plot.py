@@ -1,0 +1,52 @@
+"""`slime plot`: curves of any metric, of several runs, in a terminal and as a picture."""
+
+import json
+
+import pytest
+
+from slime.cli.main import main
+
+
+@pytest.fixture
+def runs(tmp_path):
+    for name, scale in (("one", 1.0), ("two", 2.0)):
+        (tmp_path / name).mkdir()
+        rows = [
+            {
+                "step": i,
+                "step_key": "rollout/step",
+                "rollout/raw_reward": scale * i,
+                "train/odd": float("nan"),
+            }
+            for i in range(100)
+        ]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / name / "metrics.jsonl").write_text(text + '{"step": 100, "rollout/raw_rew')
+    return [str(tmp_path / "one"), str(tmp_path / "two")]
+
+
+def test_two_runs_in_the_terminal(runs, capsys):
+    assert main(["plot", *runs]) == 0
+    out = capsys.readouterr().out
+    assert "rollout/raw_reward" in out and "0 -> 99" in out and "0 -> 198" in out and "from 0 to 198" in out
+
+
+def test_a_picture(runs, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "p.png"
+    assert main(["plot", *runs, "-m", "rollout/*", "--out", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main(["plot", *runs, "--out", str(tmp_path / "no" / "p.png")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_names_are_listed_and_misspelt_ones_corrected(runs, capsys):
+    assert main(["plot", runs[0], "--list"]) == 0
+    assert "rollout/raw_reward" in capsys.readouterr().out
+    assert main(["plot", runs[0], "-m", "rollout/raw_rewards"]) == 2
+    assert "did you mean rollout/raw_reward" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_no_run(tmp_path, capsys):
+    assert main(["plot", str(tmp_path / "nowhere")]) == 2
+    assert "does not exist" in capsys.readouterr().err
