@@ -109,7 +109,7 @@ def _why_none(record: Record, options: argparse.Namespace) -> str:
     steps = f"it has steps {numbers[0]} to {numbers[-1]}"
     wanted = {options.step, *(options.diff or ())} - {None}
     if pruned := sorted(row.rollout_id for row in rows if row.pruned and row.rollout_id in wanted):
-        return f"the samples of step {pruned[0]} were removed to keep the record small (--record-max-mib); {steps}."
+        return f"the samples of step {pruned[0]} were removed for their size (--record-max-mib); {steps}."
     if options.diff:
         return f"steps {options.diff[0]} and {options.diff[1]} have no prompt in common; {steps}."
     return f"no sample matches; {steps}."
