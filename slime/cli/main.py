@@ -32,6 +32,8 @@ COMMANDS = {
     "quickstart": Command(
         "slime.cli.quickstart", "train a small model on this machine in minutes, and show that it learned"
     ),
+    "status": Command("slime.cli.status", "how a run is doing: step, reward, times, how it ended"),
+    "watch": Command("slime.cli.watch", "the same, renewed until the run ends"),
     "samples": Command(
         "slime.cli.samples", "show what the model was asked and what it answered, from a run's folder"
     ),

@@ -1,0 +1,78 @@
+"""`slime status` and `slime watch`: what a run's folder says, while it runs, after it ended and after it was killed."""
+
+import json
+import threading
+
+import pytest
+
+from slime.cli import status
+from slime.cli.main import main
+from slime.utils.folder_lock import FolderLock
+from slime.utils.run_file import close_run_file, open_run_file
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    folder = tmp_path / "my-run"
+    folder.mkdir()
+    open_run_file(
+        folder, {"num_rollout": {"value": 10, "source": "command line"}}, str(tmp_path / "c"), None, None
+    )
+    return folder
+
+
+def log(folder, step, **metrics):
+    row = {"time": 1.7e9, "step": step, "rollout/num_samples": 4, "rollout/raw_reward": 0.25, **metrics}
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def test_a_run_that_has_logged_nothing(run_dir, capsys):
+    assert main(["status", str(run_dir)]) == 0
+    out = capsys.readouterr().out
+    assert (
+        out.startswith("my-run (")
+        and "lost: the process ended without a word" in out
+        and "no step yet" in out
+    )
+
+
+def test_a_running_one_shows_where_it_is_and_how_long_it_takes(run_dir, capsys):
+    lock = FolderLock(run_dir, "--run-dir")
+    log(run_dir, 3, **{"perf/step_time": 60.0, "eval/held": 0.5, "eval/held-truncated_ratio": 0.0})
+    assert main(["status", str(run_dir)]) == 0
+    out = capsys.readouterr().out
+    assert ": running" in out and "step 4/10, about 0:06:00 left" in out and "reward 0.25" in out
+    assert "eval/held 0.5\n" in out and "truncated" not in out and "checkpoints in" in out
+    lock.release()
+
+
+@pytest.mark.parametrize(
+    "error, words", [(None, "finished"), (ValueError("bad \x1b[2J"), "ValueError: bad ␛[2J")]
+)
+def test_how_it_ended(run_dir, capsys, error, words):
+    log(run_dir, 9)
+    close_run_file(run_dir, error)
+    assert main(["status", str(run_dir)]) == 0
+    out = capsys.readouterr().out
+    assert words in out and "step 10/10" in out and "left" not in out
+
+
+def test_watching_ends_with_the_run(run_dir, capsys, monkeypatch):
+    monkeypatch.setattr(status, "_EVERY_S", 0.01)
+    lock = FolderLock(run_dir, "--run-dir")
+    log(run_dir, 0)
+    watcher = threading.Thread(target=main, args=(["watch", str(run_dir)],))
+    watcher.start()
+    log(run_dir, 1)
+    close_run_file(run_dir, None)
+    lock.release()
+    watcher.join(60)
+    assert not watcher.is_alive()
+    assert "finished" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["status", "watch"])
+def test_a_folder_of_no_run_is_one_line(tmp_path, capsys, command):
+    assert main([command, str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
