@@ -1,4 +1,4 @@
-"""`slime status RUN` and `slime watch RUN`: how a run is doing, from another shell, while it runs or after it."""
+"""`slime status RUN` and `slime watch RUN`: how a run is doing, from another shell, now or after its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`slime status` and `slime watch`: what a run's folder says, while it runs, after it ended and after it was killed."""
+"""`slime status` and `slime watch`: what a folder says of its run, going on, ended or killed."""
 
 import json
 import threading
