@@ -17,7 +17,7 @@ LAYERS = [
     {"data", "algorithms", "wire"},
     {"batch"},
     {"rollout", "engines", "backends", "weight_sync"},
-    {"step", "runtime"},
+    {"preflight", "step", "runtime"},
     {"cluster"},
     {"loop", "loop_async"},
     {"cli"},

@@ -1,0 +1,129 @@
+"""The models of a run: whether each can be loaded, and whether tokenizer and configuration fit together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from slime.arguments import Args
+from slime.preflight.report import Finding
+from slime.utils.model_files import check_model
+from slime.utils.processing_utils import load_tokenizer
+
+FLAG = "--hf-checkpoint"
+
+
+def check_model_files(args: Args) -> Iterator[Finding]:
+    """Every folder or hub name that a flag gives."""
+    if args.hf_checkpoint is not None:
+        check_model(FLAG, args.hf_checkpoint, tokenizer=makes_prompts(args))
+        yield from _check_config(args.hf_checkpoint)
+    others = {
+        "--ref-load": args.ref_load,
+        "--critic-load": args.critic_load,
+        "--opd-teacher-load": args.opd_teacher_load,
+    }
+    others |= {f"model_path of {model.name}": model.model_path for model in args.engine_topology.models}
+    for flag, model in others.items():
+        if model is not None and model != args.hf_checkpoint:
+            check_model(flag, model, whole=False)
+
+
+def makes_prompts(args: Args) -> bool:
+    """Whether a tokenizer is loaded: for engines always, else by the rollout functions of slime."""
+    if args.load_debug_rollout_data:
+        return False
+    return not args.debug_train_only or args.rollout_function_path.startswith("slime.")
+
+
+def _check_config(model: str) -> Iterator[Finding]:
+    """Of a local folder: is it a configuration, of an architecture that this transformers knows?"""
+    file = Path(model) / "config.json"
+    if not file.is_file():
+        return
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        yield Finding(
+            "error", FLAG, f"{file} cannot be read as JSON ({error}); copy it again from the model."
+        )
+        return
+    kind = config.get("model_type") if isinstance(config, dict) else None
+    if not kind:
+        yield Finding(
+            "error", FLAG, f"{file} names no model_type; it is no configuration of a language model."
+        )
+        return
+    from transformers import __version__
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if kind not in CONFIG_MAPPING and "auto_map" not in config:
+        yield Finding(
+            "error",
+            FLAG,
+            f"{file}: transformers {__version__} knows no model_type {kind!r}; install a newer one.",
+        )
+
+
+def check_tokenizer(args: Args) -> Iterator[Finding]:
+    """The tokenizer against the model's vocabulary, and against what the prompts need of it."""
+    if args.hf_checkpoint is None or not makes_prompts(args):
+        return
+    tokenizer = _load(args.hf_checkpoint)
+    size = vocabulary_of(args.hf_checkpoint)
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if size is not None and largest >= size:
+        yield Finding(
+            "error",
+            FLAG,
+            f"the tokenizer has token ids up to {largest}, but the model's vocabulary ends at {size - 1}: "
+            "tokenizer and weights are of different models.",
+        )
+    if needs_template(args) and not getattr(tokenizer, "chat_template", None):
+        yield Finding(
+            "error",
+            "--apply-chat-template",
+            f"the tokenizer of {args.hf_checkpoint} has no chat template; use an instruction-tuned model, "
+            "put a "
+            "chat_template.jinja into the folder, or leave the flag out and write prompts as text.",
+        )
+
+
+def needs_template(args: Args) -> bool:
+    """Whether any prompt is made from messages."""
+    return bool(args.apply_chat_template) or any(
+        dataset.apply_chat_template for dataset in args.eval_datasets
+    )
+
+
+def vocabulary_of(model: str) -> int | None:
+    """Rows of the embedding matrix, where the configuration is here and says so."""
+    file = Path(model) / "config.json"
+    if not file.is_file():
+        return None
+    config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    text = config.get("text_config", config)
+    size = text.get("vocab_size", config.get("vocab_size"))
+    return size if isinstance(size, int) else None
+
+
+def context_of(model: str) -> int | None:
+    """Positions that the model was made for, where its configuration says so."""
+    file = Path(model) / "config.json"
+    if not file.is_file():
+        return None
+    config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    length = config.get("text_config", config).get("max_position_embeddings")
+    return length if isinstance(length, int) else None
+
+
+def _load(model: str) -> Any:
+    try:
+        return load_tokenizer(model)
+    except Exception as error:  # tokenizer files that are damaged raise anything
+        raise ValueError(
+            f"{FLAG} {model}: its tokenizer cannot be loaded ({type(error).__name__}: {error}); copy the "
+            "tokenizer's files again."
+        ) from error

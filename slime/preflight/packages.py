@@ -1,0 +1,46 @@
+"""Packages that the chosen parts of a run import late: looked for now."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+from slime.arguments import Args
+from slime.catalog.rewards import find_reward
+from slime.preflight.report import Finding
+
+
+def check_packages(args: Args) -> Iterator[Finding]:
+    """One error for each that is missing, with the command that installs it."""
+    for flag, module, install in _needed(args):
+        if not is_installed(module):
+            yield Finding("error", flag, f"needs the package {module}, which is not installed: {install}")
+
+
+def _needed(args: Args) -> Iterator[tuple[str, str, str]]:
+    for on, flag, module, extra in (
+        (args.use_wandb, "--use-wandb", "wandb", "wandb"),
+        (args.use_tensorboard, "--use-tensorboard", "tensorboard", "tensorboard"),
+        (args.runtime == "ray", "--runtime ray", "ray", "ray"),
+        (args.train_backend == "megatron", "--train-backend megatron", "megatron.core", "megatron"),
+        (bool(args.lora_rank), "--lora-rank", "peft", "lora"),
+        (args.update_weight_mode == "delta", "--update-weight-mode delta", "zstandard", "delta"),
+    ):
+        if on:
+            yield flag, module, f"pip install 'slime[{extra}]'"
+    row = None if args.custom_rm_path else find_reward(args.rm_type)
+    if row is not None and row.package:
+        yield f"--rm-type {args.rm_type}", row.package.replace("-", "_"), f"pip install 'slime[{row.extra}]'"
+    files = [args.prompt_data, *(dataset.path for dataset in args.eval_datasets)]
+    names = [name for file in files if file for name in ([file] if isinstance(file, str) else file)]
+    if any(Path(name.partition("@[")[0]).suffix == ".parquet" for name in names):
+        yield "--prompt-data", "pyarrow", "pip install 'slime[data]'"
+
+
+def is_installed(module: str) -> bool:
+    """Whether it can be imported, without importing it."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the package that it would be in
+        return False
