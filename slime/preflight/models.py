@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from slime.arguments import Args
 from slime.preflight.report import Finding
+from slime.utils.model_config import read_config
 from slime.utils.model_files import check_model
 from slime.utils.processing_utils import load_tokenizer
 
@@ -39,32 +38,20 @@ def makes_prompts(args: Args) -> bool:
 
 
 def _check_config(model: str) -> Iterator[Finding]:
-    """Of a local folder: is it a configuration, of an architecture that this transformers knows?"""
-    file = Path(model) / "config.json"
-    if not file.is_file():
-        return
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        yield Finding(
-            "error", FLAG, f"{file} cannot be read as JSON ({error}); copy it again from the model."
-        )
-        return
-    kind = config.get("model_type") if isinstance(config, dict) else None
-    if not kind:
-        yield Finding(
-            "error", FLAG, f"{file} names no model_type; it is no configuration of a language model."
-        )
+    """Of a local folder: is it a configuration of an architecture that this transformers knows?"""
+    config = read_config(model)
+    if not config:
         return
     from transformers import __version__
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    if kind not in CONFIG_MAPPING and "auto_map" not in config:
-        yield Finding(
-            "error",
-            FLAG,
-            f"{file}: transformers {__version__} knows no model_type {kind!r}; install a newer one.",
-        )
+    kind = config.get("model_type")
+    if not kind:
+        text = f"{model}/config.json names no model_type; it is no configuration of a language model."
+        yield Finding("error", FLAG, text)
+    elif kind not in CONFIG_MAPPING and "auto_map" not in config:
+        text = f"{model}: transformers {__version__} knows no model_type {kind!r}; install a newer one."
+        yield Finding("error", FLAG, text)
 
 
 def check_tokenizer(args: Args) -> Iterator[Finding]:
@@ -100,23 +87,18 @@ def needs_template(args: Args) -> bool:
 
 def vocabulary_of(model: str) -> int | None:
     """Rows of the embedding matrix, where the configuration is here and says so."""
-    file = Path(model) / "config.json"
-    if not file.is_file():
-        return None
-    config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    text = config.get("text_config", config)
-    size = text.get("vocab_size", config.get("vocab_size"))
-    return size if isinstance(size, int) else None
+    return _size(model, "vocab_size")
 
 
 def context_of(model: str) -> int | None:
     """Positions that the model was made for, where its configuration says so."""
-    file = Path(model) / "config.json"
-    if not file.is_file():
-        return None
-    config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    length = config.get("text_config", config).get("max_position_embeddings")
-    return length if isinstance(length, int) else None
+    return _size(model, "max_position_embeddings")
+
+
+def _size(model: str, key: str) -> int | None:
+    config = read_config(model)
+    size = config.get("text_config", config).get(key, config.get(key))
+    return size if isinstance(size, int) else None
 
 
 def _load(model: str) -> Any:
