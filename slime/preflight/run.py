@@ -20,8 +20,8 @@ CHECKS: tuple[tuple[str, Check, tuple[Check, ...]], ...] = (
     ("--hf-checkpoint", check_model_files, ()),
     ("--hf-checkpoint", check_tokenizer, (check_model_files,)),
     ("--prompt-data", check_rows, ()),
-    ("--prompt-data", check_lengths, (check_model_files, check_tokenizer, check_rows)),
-    ("reward", check_reward, (check_packages, check_rows)),
+    ("--prompt-data", check_lengths, (check_tokenizer, check_rows)),
+    ("reward", check_reward, (check_packages, check_tokenizer, check_rows)),
     ("machine", check_machine, ()),
 )
 
@@ -32,6 +32,7 @@ def preflight(args: Args) -> Report:
     failed: set[Check] = set()
     for subject, check, needed in CHECKS:
         if failed.intersection(needed):
+            failed.add(check)  # and so what needs this one is left out, too
             continue
         found = list(_guarded(subject, check, args))
         if any(finding.kind == "error" for finding in found):

@@ -110,8 +110,8 @@ def test_a_model_without_a_chat_template(look, changed_model):
     for file in folder.glob("chat_template*"):
         file.unlink()
     rows = [{"input": [{"role": "user", "content": "hi"}], "label": "1"}]
-    found = errors(look(apply_chat_template=True, rows=rows, hf_checkpoint=str(folder)))
-    assert any("has no chat template" in e and "--apply-chat-template" in e for e in found)
+    [error] = errors(look(apply_chat_template=True, rows=rows, hf_checkpoint=str(folder)))
+    assert "has no chat template" in error and "--apply-chat-template" in error
 
 
 def test_an_unknown_architecture(look, changed_model):
