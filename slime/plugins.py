@@ -16,8 +16,8 @@ Style = Literal["sync", "async", "either", "class"]
 class PluginPoint:
     """One place where a user's function takes part.
 
-    Example: `--custom-rm-path` is awaited as `fn(args, sample)`, so its entry has positional=("args",
-    "sample") and style="async". A function may name its parameters as it likes where they are passed by
+    Example: `--custom-generate-function-path` is awaited as `fn(args, sample, sampling_params)`, so its entry
+    has positional=("args", "sample", "sampling_params") and style="async". A function may name its parameters as it likes where they are passed by
     position, and may take more if those have defaults.
     """
 
@@ -98,7 +98,7 @@ PLUGIN_POINTS = (
     PluginPoint(
         "custom_rm_path",
         positional=("args", "sample"),
-        style="async",
+        style="either",
         returns="a number, a dict (see --reward-key), invalid(reason) or infra_error(reason)",
         when="on each sample; with --group-rm the second argument is the list of a group's samples, and so "
         "is the result",

@@ -77,8 +77,14 @@ def test_keyword_the_caller_passes_must_be_accepted(plugin):
 
 
 def test_sync_where_async_is_needed_is_refused(plugin):
-    with pytest.raises(ValueError, match=r"--custom-rm-path .*it is awaited, but it is not async"):
-        check("custom_rm_path", plugin("def f(args, sample): pass"))
+    with pytest.raises(
+        ValueError, match=r"--custom-generate-function-path .*it is awaited, but it is not async"
+    ):
+        check("custom_generate_function_path", plugin("def f(args, sample, sampling_params): pass"))
+
+
+def test_a_reward_may_be_a_plain_function(plugin):
+    check("custom_rm_path", plugin("def f(args, sample): pass"))
 
 
 def test_async_where_sync_is_needed_is_refused(plugin):
@@ -167,5 +173,5 @@ def test_path_of_an_evaluation_dataset_is_checked_and_named(plugin, tmp_path):
     config.write_text(
         f"datasets: [{{name: a, path: {data}, custom_rm_path: {plugin('def f(args): pass')!r}}}]"
     )
-    with pytest.raises(ValueError, match=r"custom_rm_path of evaluation dataset 'a' is .*not async"):
+    with pytest.raises(ValueError, match=r"custom_rm_path of evaluation dataset 'a' is .*positional"):
         check_plugins(parse("--eval-config", str(config)))

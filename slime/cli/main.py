@@ -32,6 +32,12 @@ COMMANDS = {
     "quickstart": Command(
         "slime.cli.quickstart", "train a small model on this machine in minutes, and show that it learned"
     ),
+    "new": Command(
+        "slime.cli.new", "make a folder for a task of your own: prompts, reward, settings, a test"
+    ),
+    "doctor": Command(
+        "slime.cli.doctor", "look at the flags, model, data and reward of a run without starting it"
+    ),
     "status": Command("slime.cli.status", "how a run is doing: step, reward, times, how it ended"),
     "watch": Command("slime.cli.watch", "the same, renewed until the run ends"),
     "samples": Command(

@@ -1,0 +1,158 @@
+"""`slime new NAME`: a folder for a task of your own, which runs as it is: prompts, reward, settings, a test."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+_REWARD = '''"""The reward of this task. Change `reward`; `python test_reward.py` tries it on a few answers."""
+
+
+def reward(args, sample):
+    """A number for one answer: here, the share of its characters that the label names.
+
+    `sample.response` is what the model wrote, `sample.label` the label of the prompt's row, `sample.prompt` the prompt.
+    Return a number, or a dict of numbers and name the one to train on with `reward_key` in run.yaml.
+    """
+    answer = sample.response.replace("<eos>", "")
+    if not answer:
+        return 0.0
+    return sum(character in sample.label for character in answer) / len(answer)
+'''
+
+_TEST = '''"""Tries the reward on answers whose score is known. Run it with `python test_reward.py` or pytest."""
+
+from reward import reward
+
+from slime.utils.types import Sample
+
+
+def score(response, label="aeiou"):
+    return reward(None, Sample(prompt="vowels>", response=response, label=label))
+
+
+def test_a_right_answer_scores_well():
+    assert score("aeiouaeiou") == 1.0
+
+
+def test_a_wrong_answer_scores_badly():
+    assert score("xyz") == 0.0
+    assert score("") == 0.0
+
+
+def test_one_in_between():
+    assert score("abab") == 0.5
+
+
+if __name__ == "__main__":
+    for name, test in list(globals().items()):
+        if name.startswith("test_"):
+            test()
+            print(f"{name}: ok")
+'''
+
+_GENERATE = '''"""How an answer is made, where one request is not enough: several turns, tools, an environment.
+
+Named by `custom_generate_function_path` in run.yaml.
+"""
+
+from slime.rollout.sglang_rollout import generate as ask_once
+
+
+async def generate(args, sample, sampling_params):
+    """Ask, look at the answer, and ask again once if it is empty. Return the sample."""
+    sample = await ask_once(args, sample, sampling_params)
+    return sample
+'''
+
+_RUN = """# The settings of this run: `slime train --config run.yaml`. Every flag of `slime train --help` may stand here.
+hf-checkpoint: {model}          # a Hugging Face folder, or a name on the hub
+prompt-data: {folder}/prompts.jsonl
+input-key: prompt
+label-key: label
+{template}custom-rm-path: {folder}/reward.py:reward
+{generate}
+num-rollout: 15                # steps
+rollout-batch-size: 16         # prompts in a step
+n-samples-per-prompt: 8        # answers to each prompt
+rollout-max-response-len: {max_len}
+advantage-estimator: grpo
+lr: {lr}
+lr-decay-style: constant
+use-dynamic-batch-size: true
+max-tokens-per-gpu: 8192
+{precision}
+run-dir: {folder}/run
+save: {folder}/checkpoints
+save-interval: 15
+save-hf: {folder}/trained-{{rollout_id}}    # the trained model, as a Hugging Face folder
+"""
+
+_README = """# {name}
+
+    slime doctor --config {folder}/run.yaml       # is everything right?
+    slime train --config {folder}/run.yaml        # train
+    slime samples {folder}/run --best 5           # what did it write?
+    slime plot {folder}/run                       # did the reward rise?
+
+Change `prompts.jsonl` (one JSON object a line), `reward.py` (a number for one answer; `python test_reward.py` tries it),
+and `hf-checkpoint` in `run.yaml`, in this order. The model in `model/` has random weights and writes single
+characters: it is there so that the folder runs as it is.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    options = _parser().parse_args(argv)
+    folder = Path(options.name)
+    try:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise FileExistsError(f"{folder} is there already; give another name.")
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(folder, options.model, with_generate=options.generate)
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"made {folder}: prompts.jsonl, reward.py, test_reward.py, run.yaml")
+    print(f"now:  slime train --config {folder / 'run.yaml'}")
+    return 0
+
+
+def _write(folder: Path, model: str | None, *, with_generate: bool) -> None:
+    rows = [{"prompt": f"{number} vowels>", "label": "aeiou"} for number in range(200)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "reward.py").write_text(_REWARD)
+    (folder / "test_reward.py").write_text(_TEST)
+    (folder / "README.md").write_text(_README.format(name=folder.name, folder=folder))
+    if with_generate:
+        (folder / "generate.py").write_text(_GENERATE)
+    own = model is None
+    if own:
+        from slime.cli.quickstart import tiny  # transformers is slow to import
+
+        tiny.make_checkpoint(folder / "model", seed=0)
+    path = f"custom-generate-function-path: {folder}/generate.py:generate"
+    text = _RUN.format(
+        folder=folder,
+        model=f"{folder}/model" if own else model,
+        template="" if own else "apply-chat-template: true\n",
+        generate=path if with_generate else f"# {path}",
+        max_len=16 if own else 512,
+        lr="5.0e-3" if own else "1.0e-6",
+        precision="dtype: float32" if own else "",
+    )
+    (folder / "run.yaml").write_text(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("slime new", description=__doc__, allow_abbrev=False)
+    parser.add_argument("name", metavar="NAME", help="the folder to make")
+    parser.add_argument(
+        "--model", metavar="MODEL", help="a model folder or hub name; default: a tiny one is made"
+    )
+    parser.add_argument(
+        "--generate", action="store_true", help="with a generate function, for several turns or tools"
+    )
+    return parser
