@@ -11,6 +11,7 @@ from typing import Any
 
 from slime.arguments import Args, RunInfo, plugin_args
 from slime.batch.convert import samples_to_batch
+from slime.cluster.recording import Recording
 from slime.cluster.serving.engine_plane import EnginePlane
 from slime.cluster.serving.engine_weights import EngineWeights
 from slime.observability.logging_utils import configure_logger
@@ -18,6 +19,7 @@ from slime.observability.metrics import eval_metrics, rollout_metrics
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
 from slime.rollout.dumps import load_rollout_dump, save_rollout_dump
 from slime.rollout.generation.policy_requests import PolicyRequests, not_trained
+from slime.rollout.journal import CountingJournal
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.runtime.base import Runtime
 from slime.runtime.placement import Placement
@@ -60,9 +62,12 @@ class RolloutProcess:
         self._args, self._run = args, run
         self._engines = EnginePlane(args, run, placement, runtime)
         self._manager: RolloutManager | None = None
+        self._recording = Recording(run, args.record_max_mib, args.reward_key, args.eval_reward_key)
 
     def start(self, start_rollout_id: int, rollout_state: dict[str, Any] | None) -> RolloutFacts:
-        self._manager = RolloutManager(self._args, self._run, self._engines, start_rollout_id, rollout_state)
+        self._manager = RolloutManager(
+            self._args, self._run, self._engines, self._recording, start_rollout_id, rollout_state
+        )
         return self._manager.facts
 
     def manager(self) -> RolloutManager:
@@ -75,6 +80,7 @@ class RolloutProcess:
 
     def close(self) -> None:
         self._engines.close()
+        self._recording.close()
 
 
 class RolloutManager:
@@ -85,10 +91,11 @@ class RolloutManager:
         args: Args,
         run: Run,
         engines: EnginePlane,
+        recording: Recording,
         start_rollout_id: int,
         rollout_state: dict[str, Any] | None,
     ):
-        self._args, self._run, self._engines = args, run, engines
+        self._args, self._run, self._engines, self._recording = args, run, engines, recording
         self._told_of_others = False
         info = RunInfo(run_id=run.run_id, run_dir=str(run.run_dir), start_rollout_id=start_rollout_id)
         self._data_source = self._make_data_source(info)
@@ -136,6 +143,9 @@ class RolloutManager:
         samples = flatten_samples(output.samples)
         if self._args.save_debug_rollout_data:
             save_rollout_dump(self._args.save_debug_rollout_data, rollout_id, output.samples)
+        journal = getattr(self._data_source, "journal", None)
+        dropped = journal.take_dropped() if isinstance(journal, CountingJournal) else []
+        self._recording.rollout(rollout_id, output, dropped, version)
         metrics = self._rollout_metrics(rollout_id, samples, output.metrics or {}, time.monotonic() - started)
         metrics["perf/engine_forward_time"] = max(0.0, self._engines.forward_seconds() - forward_before)
         self._tell_of_other_clients()
@@ -203,6 +213,7 @@ class RolloutManager:
         if self._args.save_debug_rollout_data:
             samples = [sample for result in output.data.values() for sample in result["samples"]]
             save_rollout_dump(self._args.save_debug_rollout_data, f"eval_{rollout_id}", samples)
+        self._recording.evaluation(rollout_id, output, self._engines.weights.version)
         self._write_eval(rollout_id, output)
         path = self._args.custom_eval_rollout_log_function_path
         if path:

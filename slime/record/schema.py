@@ -63,7 +63,7 @@ CREATE INDEX samples_of_group ON samples (group_row);
 """
 
 
-class RecordError(RuntimeError):
+class RecordError(ValueError):
     """The record of a run cannot be read or written, and why."""
 
 

@@ -5,13 +5,15 @@ Each group that is handed out (`issued`) comes back once: into the buffer (`retu
 implements the same three methods.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from slime.rollout.groups import Group
 
 Outcome = Literal["trained", "filtered", "failed"]
+_MAX_DROPPED = 10_000  # groups that wait to be taken
 
 
 class Journal(Protocol):
@@ -22,11 +24,24 @@ class Journal(Protocol):
     def consumed(self, groups: Sequence[Group], outcome: Outcome, reason: str | None = None) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """A group that left the run without being trained on, and why."""
+
+    group: Group
+    outcome: Outcome
+    reason: str | None
+
+
 class CountingJournal:
-    """Keeps totals only. `new` groups came from the dataset, `reissued` ones out of the buffer."""
+    """Keeps totals, and the groups dropped since they were last taken.
+
+    `new` groups came from the dataset, `reissued` ones out of the buffer.
+    """
 
     def __init__(self, counts: dict[str, int] | None = None):
         self.counts: Counter[str] = Counter(counts or {})
+        self._dropped: deque[Settled] = deque(maxlen=_MAX_DROPPED)
 
     def issued(self, groups: Sequence[Group], *, from_buffer: bool) -> None:
         self.counts["reissued" if from_buffer else "new"] += len(groups)
@@ -36,6 +51,13 @@ class CountingJournal:
 
     def consumed(self, groups: Sequence[Group], outcome: Outcome, reason: str | None = None) -> None:
         self.counts[outcome] += len(groups)
+        if outcome != "trained":
+            self._dropped.extend(Settled(group, outcome, reason) for group in groups)
+
+    def take_dropped(self) -> list[Settled]:
+        """The groups that were dropped since the last call."""
+        taken = [self._dropped.popleft() for _ in range(len(self._dropped))]
+        return taken
 
     @property
     def in_flight(self) -> int:

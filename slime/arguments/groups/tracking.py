@@ -13,6 +13,12 @@ WANDB = needs("use_wandb", "Weights & Biases is off; add --use-wandb")
 class TrackingFlags:
     """Logging (metrics.jsonl is always written)."""
 
+    record_max_mib: int = flag(
+        1024,
+        "MiB that the record of a run may take: prompts, answers, rewards (`slime samples RUN`); the oldest "
+        "samples go first; 0: none is kept",
+        ge=0,
+    )
     use_tensorboard: bool = flag(False, "write TensorBoard events")
     tb_project_name: str | None = flag(
         None, "TensorBoard project folder", metavar="NAME", only_with=TENSORBOARD
