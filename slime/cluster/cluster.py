@@ -16,6 +16,7 @@ from slime.cluster.rollout_schedule import RolloutSchedule
 from slime.cluster.saving import Saver
 from slime.cluster.train_group import TrainGroup
 from slime.cluster.weight_push import PushToNobody, WeightPush
+from slime.observability.advisories import Advisor
 from slime.observability.tracking import Tracker
 from slime.runtime.base import Future, Guarded, Handle, Ready
 from slime.utils.run_identity import Run
@@ -41,6 +42,7 @@ class Cluster:
     weight_push: WeightPush | PushToNobody | None  # None: nothing trains
     saver: Saver | None  # None: the run keeps no checkpoints
     tracker: Tracker
+    advisor: Advisor
     failure: concurrent.futures.Future[None]
     taken_up: dict[int, Generated]  # by rollout: what was in flight at the checkpoint
     _step_started: float = field(default_factory=time.monotonic)
@@ -106,6 +108,8 @@ class Cluster:
 
     def _log(self, metrics: dict[str, Any], axis: str, step: int) -> None:
         self.tracker.log(metrics, f"{axis}/step", step)
+        for advice in self.advisor.observe(metrics, step):
+            logger.warning("advice: %s", advice)
 
 
 _ROLLOUT_HEADLINE = (

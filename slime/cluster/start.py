@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 from slime.arguments import Args, explain_batch
+from slime.arguments.groups.objectives import SUPERVISED_LOSSES
 from slime.catalog.transports import TRANSPORTS
 from slime.cluster.checkpoint import resolve_load, rollout_state
 from slime.cluster.closing import Closing
@@ -31,6 +32,7 @@ from slime.cluster.serving.served_model import trains_on_every_gpu
 from slime.cluster.train_actor import TrainActor
 from slime.cluster.train_group import RankProcesses, Ranks
 from slime.cluster.weight_push import PushToNobody, WeightPush
+from slime.observability.advisories import Advisor, Facts
 from slime.observability.logging_utils import configure_logger
 from slime.observability.tracking import Tracker
 from slime.plugins import check_plugins
@@ -42,6 +44,7 @@ from slime.runtime.placement import Placement, plan_placement
 from slime.utils import shm, waits
 from slime.utils.accelerator import device_count, has_bfloat16
 from slime.utils.folder_lock import FolderLock
+from slime.utils.model_config import context_of
 from slime.utils.run_identity import Run
 from slime.utils.step_folders import StepFolder
 from slime.weight_sync import Site, choose_adapter_transport, choose_transport
@@ -149,9 +152,26 @@ def _start(
         _open_push(args, run, placement, facts, trainer.ranks, engines, residency, beginning.num_pushes),
         Saver(Path(args.save), args.save_hf, args.keep_last_n, trainer.ranks, manager) if args.save else None,
         tracker,
+        _open_advisor(args, overlapped),
         runtime.failure,
         beginning.taken_up,
     )
+
+
+def _open_advisor(args: Args, overlapped: bool) -> Advisor:
+    """Who tells a run that works but does not learn; what the settings alone show is told now."""
+    facts = Facts(
+        samples_per_prompt=args.n_samples_per_prompt,
+        max_response_len=args.rollout_max_response_len,
+        context_len=context_of(args.hf_checkpoint) if args.hf_checkpoint else None,
+        saves=args.save is not None,
+        overlapped=overlapped,
+        by_rewards=args.loss_type not in SUPERVISED_LOSSES and not args.debug_rollout_only,
+    )
+    advisor = Advisor(facts)
+    for advice in advisor.at_start():
+        logger.warning("advice: %s", advice)
+    return advisor
 
 
 def _verify(args: Args, checkpoint: StepFolder | None, ranks: RankProcesses) -> StepFolder | None:

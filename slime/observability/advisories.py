@@ -32,17 +32,14 @@ class Advisory:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the advice depends on besides metrics. Example:
-    Facts("grpo", 8, 512, 2048, "runs/ckpt", False).
-    """
+    """What the advice depends on besides metrics. Example: Facts(8, 512, 2048, True, False, True)."""
 
-    estimator: str
     samples_per_prompt: int
     max_response_len: int | None
     context_len: int | None  # of the model; None: not known
-    save: str | None
+    saves: bool
     overlapped: bool  # the next rollout is made while the trainer trains
-    trains: bool = True  # a policy by rewards, as opposed to supervised losses
+    by_rewards: bool  # as opposed to supervised losses, and to runs that only generate
 
 
 @dataclass(slots=True)
@@ -105,12 +102,17 @@ class Advisor:
 def start_checks(facts: Facts) -> dict[str, tuple[str, str]]:
     """Cause -> evidence and advice, from the settings alone."""
     found = {}
-    if facts.save is None:
+    if not facts.saves and facts.by_rewards:
         found["no_save"] = (
             "no --save is given: the trained weights are gone when the run ends",
             "give --save DIR --save-interval N for checkpoints, or --save-hf DIR for a model folder",
         )
-    if facts.context_len and facts.max_response_len and facts.max_response_len >= facts.context_len:
+    if (
+        facts.by_rewards
+        and facts.context_len
+        and facts.max_response_len
+        and facts.max_response_len >= facts.context_len
+    ):
         found["no_room"] = (
             f"--rollout-max-response-len {facts.max_response_len} leaves no room for a prompt: the model's "
             "context has "
@@ -186,7 +188,7 @@ def _answers_cut(history: History, facts: Facts) -> tuple[str, str] | None:
 @_check
 def _entropy_collapse(history: History, facts: Facts) -> tuple[str, str] | None:
     first, last = history.first("train/entropy_loss"), history.last("train/entropy_loss")
-    if len(history.values.get("train/entropy_loss", {})) < 2 * PATIENCE or not facts.trains:
+    if len(history.values.get("train/entropy_loss", {})) < 2 * PATIENCE or not facts.by_rewards:
         return None
     before, now = sum(first) / PATIENCE, sum(last) / PATIENCE
     if now > 0.1 * before or now > 0.1:

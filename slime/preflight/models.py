@@ -7,7 +7,7 @@ from typing import Any
 
 from slime.arguments import Args
 from slime.preflight.report import Finding
-from slime.utils.model_config import read_config
+from slime.utils.model_config import read_config, vocabulary_of
 from slime.utils.model_files import check_model
 from slime.utils.processing_utils import load_tokenizer
 
@@ -83,22 +83,6 @@ def needs_template(args: Args) -> bool:
     return bool(args.apply_chat_template) or any(
         dataset.apply_chat_template for dataset in args.eval_datasets
     )
-
-
-def vocabulary_of(model: str) -> int | None:
-    """Rows of the embedding matrix, where the configuration is here and says so."""
-    return _size(model, "vocab_size")
-
-
-def context_of(model: str) -> int | None:
-    """Positions that the model was made for, where its configuration says so."""
-    return _size(model, "max_position_embeddings")
-
-
-def _size(model: str, key: str) -> int | None:
-    config = read_config(model)
-    size = config.get("text_config", config).get(key, config.get(key))
-    return size if isinstance(size, int) else None
 
 
 def _load(model: str) -> Any:

@@ -11,9 +11,9 @@ from slime.arguments.groups.data import DEFAULT_DATA_SOURCE
 from slime.data.dataset import prompt_lengths
 from slime.data.prompts import row_to_sample
 from slime.data.reader import read_rows
-from slime.preflight.models import context_of
 from slime.preflight.report import Finding
 from slime.rollout.prompt_formats import check_prompt_files, training_format
+from slime.utils.model_config import context_of
 from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import Sample
 

@@ -17,3 +17,19 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ValueError(f"{file} holds a {type(config).__name__}, not a model's configuration.")
     return config
+
+
+def vocabulary_of(model: str) -> int | None:
+    """Rows of the embedding matrix, where the configuration is here and says so."""
+    return _size(model, "vocab_size")
+
+
+def context_of(model: str) -> int | None:
+    """Positions that the model was made for, where its configuration says so."""
+    return _size(model, "max_position_embeddings")
+
+
+def _size(model: str, key: str) -> int | None:
+    config = read_config(model)
+    size = config.get("text_config", config).get(key, config.get(key))
+    return size if isinstance(size, int) else None

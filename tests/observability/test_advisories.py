@@ -4,7 +4,7 @@ import pytest
 
 from slime.observability.advisories import CHECKS, Advisor, Facts, start_checks
 
-FACTS = Facts("grpo", 8, 100, 2048, "runs/ckpt", False)
+FACTS = Facts(8, 100, 2048, True, False, True)
 
 
 def advise(rows, facts=FACTS):
@@ -83,9 +83,9 @@ def test_one_odd_batch_is_no_pattern():
 
 def test_settings_alone():
     assert start_checks(FACTS) == {}
-    found = start_checks(Facts("grpo", 8, 4096, 2048, None, False))
+    found = start_checks(Facts(8, 4096, 2048, False, False, True))
     assert set(found) == {"no_save", "no_room"}
-    advisor = Advisor(Facts("grpo", 8, 4096, 2048, None, False))
+    advisor = Advisor(Facts(8, 4096, 2048, False, False, True))
     assert len(advisor.at_start()) == 2 and advisor.at_start() == []
 
 
