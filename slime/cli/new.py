@@ -87,6 +87,7 @@ max-tokens-per-gpu: 8192
 {precision}
 run-dir: {folder}/run
 save: {folder}/checkpoints
+load: {folder}/checkpoints       # the same command goes on after any end
 save-interval: 15
 save-hf: {folder}/trained-{{rollout_id}}    # the trained model, as a Hugging Face folder
 """
