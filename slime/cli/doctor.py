@@ -1,4 +1,4 @@
-"""`slime doctor`: the flags of `slime train`, looked at without starting anything: what is wrong, what is odd, what will run."""
+"""`slime doctor`: looks at the flags, model, data and reward of a run without starting it."""
 
 from __future__ import annotations
 

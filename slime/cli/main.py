@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -90,6 +91,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # before or after a run: imports take seconds
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:  # `slime plot RUN | head`: whoever reads has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed at the exit
+        return RUN_STOPPED
 
 
 def render_help() -> str:

@@ -1,4 +1,4 @@
-"""`slime new NAME`: a folder for a task of your own, which runs as it is: prompts, reward, settings, a test."""
+"""`slime new NAME`: a folder for a task of your own that runs as it is: prompts, reward, settings."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-_REWARD = '''"""The reward of this task. Change `reward`; `python test_reward.py` tries it on a few answers."""
+_REWARD = '''"""The reward of this task. Change it; `python test_reward.py` tries it on a few answers."""
 
 
 def reward(args, sample):
     """A number for one answer: here, the share of its characters that the label names.
 
-    `sample.response` is what the model wrote, `sample.label` the label of the prompt's row, `sample.prompt` the prompt.
-    Return a number, or a dict of numbers and name the one to train on with `reward_key` in run.yaml.
+    `sample.response` is what the model wrote, `sample.label` the label of the prompt's row.
+    Return a number, or a dict of numbers and name the one to train on by `reward-key` in run.yaml.
     """
     answer = sample.response.replace("<eos>", "")
     if not answer:
@@ -23,7 +23,7 @@ def reward(args, sample):
     return sum(character in sample.label for character in answer) / len(answer)
 '''
 
-_TEST = '''"""Tries the reward on answers whose score is known. Run it with `python test_reward.py` or pytest."""
+_TEST = '''"""Tries the reward on answers whose score is known: `python test_reward.py`, or pytest."""
 
 from reward import reward
 
@@ -54,21 +54,17 @@ if __name__ == "__main__":
             print(f"{name}: ok")
 '''
 
-_GENERATE = '''"""How an answer is made, where one request is not enough: several turns, tools, an environment.
+_GENERATE = '''"""How an answer is made where one request is not enough: several turns, tools, an environment."""
 
-Named by `custom_generate_function_path` in run.yaml.
-"""
-
-from slime.rollout.sglang_rollout import generate as ask_once
+from slime.rollout.sglang_rollout import generate as ask_engine
 
 
 async def generate(args, sample, sampling_params):
-    """Ask, look at the answer, and ask again once if it is empty. Return the sample."""
-    sample = await ask_once(args, sample, sampling_params)
-    return sample
+    """Returns the sample with its answer. Call `ask_engine` again for another turn."""
+    return await ask_engine(args, sample, sampling_params)
 '''
 
-_RUN = """# The settings of this run: `slime train --config run.yaml`. Every flag of `slime train --help` may stand here.
+_RUN = """# `slime train --config run.yaml`. Every flag of `slime train --help` may stand here.
 hf-checkpoint: {model}          # a Hugging Face folder, or a name on the hub
 prompt-data: {folder}/prompts.jsonl
 input-key: prompt
@@ -99,8 +95,8 @@ _README = """# {name}
     slime samples {folder}/run --best 5           # what did it write?
     slime plot {folder}/run                       # did the reward rise?
 
-Change `prompts.jsonl` (one JSON object a line), `reward.py` (a number for one answer; `python test_reward.py` tries it),
-and `hf-checkpoint` in `run.yaml`, in this order. The model in `model/` has random weights and writes single
+Change `prompts.jsonl` (one JSON object a line), `reward.py` (a number for one answer), and then
+`hf-checkpoint` in `run.yaml`. The model in `model/` has random weights and writes single
 characters: it is there so that the folder runs as it is.
 """
 

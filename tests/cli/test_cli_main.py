@@ -82,13 +82,13 @@ def test_misspelt_flag_is_one_line_and_exit_code_2():
 
 def test_wrong_plug_in_ends_before_training(capsys, tmp_path):
     reward = tmp_path / "reward.py"
-    reward.write_text("def f(args, sample): return 1\n")
+    reward.write_text("def f(sample): return 1\n")
     with pytest.raises(SystemExit) as stop:
         cli_train.main(
             [*base_argv(), "--custom-rm-path", f"{reward}:f"], train=lambda args: pytest.fail("trained")
         )
     assert stop.value.code == 2
-    assert "write `async def`" in capsys.readouterr().err
+    assert "fn(args, sample)" in capsys.readouterr().err
 
 
 def test_train_gets_the_parsed_settings():

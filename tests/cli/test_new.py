@@ -1,0 +1,63 @@
+"""`slime new`: the folder that it makes runs as it is, and nothing of a user's is overwritten."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from slime.cli.main import main
+
+
+@pytest.fixture
+def task(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", "mine", "--generate"]) == 0
+    return tmp_path / "mine"
+
+
+def test_the_test_of_the_reward_passes(task):
+    result = subprocess.run(
+        [sys.executable, "test_reward.py"], cwd=task, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0 and result.stdout.count("ok") == 3, result.stderr
+
+
+def test_doctor_finds_nothing_wrong(task, capsys):
+    assert main(["doctor", "--config", "mine/run.yaml"]) == 0
+    out = capsys.readouterr().out
+    assert "ready" in out and "error" not in out
+
+
+def test_doctor_lists_what_is_wrong(task, capsys):
+    (task / "nothing.py").write_text("def reward(args, sample):\n    return None\n")
+    generate = "custom-generate-function-path"
+    text = (
+        (task / "run.yaml").read_text().replace(generate, f"# {generate}").replace("reward.py", "nothing.py")
+    )
+    (task / "run.yaml").write_text(text)
+    assert main(["doctor", "--config", "mine/run.yaml", "--rollout-max-prompt-len", "2"]) == 2
+    out = capsys.readouterr().out
+    assert "all 200 prompts" in out and "no score" in out
+
+
+def test_a_folder_that_is_there_is_left_alone(task, capsys):
+    before = (task / "reward.py").read_text()
+    assert main(["new", "mine"]) == 2
+    assert "is there already" in capsys.readouterr().err and (task / "reward.py").read_text() == before
+
+
+def test_it_trains_and_the_reward_rises(task):
+    """A whole run in processes of its own, as a user starts it; then its answers are looked at."""
+    command = [sys.executable, "-m", "slime", "train", "--config", "mine/run.yaml", "--num-rollout", "7"]
+    result = subprocess.run(command, cwd=task.parent, capture_output=True, text=True, timeout=900)
+    assert result.returncode == 0, result.stderr[-2000:]
+    rows = map(json.loads, (task / "run" / "metrics.jsonl").read_text().splitlines())
+    rewards = [row["rollout/raw_reward"] for row in rows if "rollout/num_samples" in row]
+    assert len(rewards) == 7 and rewards[-1] > 2 * rewards[0]
+    shown = [sys.executable, "-m", "slime", "samples", "mine/run", "--diff", "0", "6", "--json"]
+    lines = subprocess.run(
+        shown, cwd=task.parent, capture_output=True, text=True, timeout=300
+    ).stdout.splitlines()
+    answers = [json.loads(line) for line in lines]
+    assert {answer["rollout_id"] for answer in answers} <= {0, 6}
