@@ -54,7 +54,7 @@ if __name__ == "__main__":
             print(f"{name}: ok")
 '''
 
-_GENERATE = '''"""How an answer is made where one request is not enough: several turns, tools, an environment."""
+_GENERATE = '''"""How an answer is made where one request is not enough: turns, tools, an environment."""
 
 from slime.rollout.sglang_rollout import generate as ask_engine
 
