@@ -17,8 +17,8 @@ class PluginPoint:
     """One place where a user's function takes part.
 
     Example: `--custom-generate-function-path` is awaited as `fn(args, sample, sampling_params)`, so its entry
-    has positional=("args", "sample", "sampling_params") and style="async". A function may name its parameters as it likes where they are passed by
-    position, and may take more if those have defaults.
+    has positional=("args", "sample", "sampling_params") and style="async". A function may name its parameters
+    as it likes where they are passed by position, and may take more if those have defaults.
     """
 
     flag: str  # the name in args

@@ -115,8 +115,7 @@ def start_checks(facts: Facts) -> dict[str, tuple[str, str]]:
     ):
         found["no_room"] = (
             f"--rollout-max-response-len {facts.max_response_len} leaves no room for a prompt: the model's "
-            "context has "
-            f"{facts.context_len} tokens",
+            f"context has {facts.context_len} tokens",
             "lower it, so that prompt and answer fit together",
         )
     return found
@@ -196,8 +195,7 @@ def _entropy_collapse(history: History, facts: Facts) -> tuple[str, str] | None:
     return (
         f"the entropy of the policy fell from {before:.3g} to {now:.3g}",
         "it answers nearly always the same and explores no more: lower --lr, raise --entropy-coef or "
-        "--eps-clip-high, "
-        "or --use-kl-loss",
+        "--eps-clip-high, or --use-kl-loss",
     )
 
 

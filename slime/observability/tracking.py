@@ -104,7 +104,9 @@ class Tracker:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """All lines of a metrics file (or of the one in a run folder), in order; not one that is being written."""
+    """All lines of a metrics file (or of the one in a run folder),
+    in order; not one that is being written.
+    """
     path = Path(path)
     path = path / METRICS_FILE if path.is_dir() else path
     with path.open(encoding="utf-8") as lines:

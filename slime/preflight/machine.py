@@ -31,8 +31,7 @@ def _check_gpus(args: Args) -> Iterator[Finding]:
             "error",
             "--actor-num-gpus-per-node",
             f"{ranks} for the trainer and {engines} for engines are {wanted} GPUs; this machine shows "
-            f"{gpus}: lower them, "
-            "or share with --colocate.",
+            f"{gpus}: lower them, or share with --colocate.",
         )
 
 
@@ -58,8 +57,7 @@ def _check_room(args: Args) -> Iterator[Finding]:
             "warning",
             "--update-weight-transport",
             f"weights of {size / 2**30:.1f} GiB may travel through {shm.FOLDER}, which has "
-            f"{free / 2**30:.1f} GiB left: "
-            "enlarge it (docker: --shm-size), or use disk.",
+            f"{free / 2**30:.1f} GiB left: enlarge it (docker: --shm-size), or use disk.",
         )
 
 

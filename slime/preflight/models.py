@@ -73,8 +73,7 @@ def check_tokenizer(args: Args) -> Iterator[Finding]:
             "error",
             "--apply-chat-template",
             f"the tokenizer of {args.hf_checkpoint} has no chat template; use an instruction-tuned model, "
-            "put a "
-            "chat_template.jinja into the folder, or leave the flag out and write prompts as text.",
+            "put a chat_template.jinja into the folder, or leave the flag out and write prompts as text.",
         )
 
 

@@ -73,9 +73,8 @@ def check_lengths(args: Args) -> Iterator[Finding]:
             yield Finding(
                 "warning",
                 "--rollout-max-response-len",
-                f"{answer} tokens after the prompt go beyond the context of "
-                f"{context} for "
-                f"{cut} of {len(lengths)} prompts: their answers are cut earlier.",
+                f"{answer} tokens after the prompt go beyond the context of {context} for {cut} of "
+                f"{len(lengths)} prompts: their answers are cut earlier.",
             )
 
 

@@ -248,10 +248,9 @@ def _custom_tis(
     lengths = tuple(len(mask) if mask.ndim == 1 else -1 for mask in masks)
     if corrected.shape != loss.shape or lengths != mb.response_lengths:
         raise ValueError(
-            f"--custom-tis-function-path {path} returned a loss of shape "
-            f"{tuple(corrected.shape)} and masks of {[tuple(mask.shape) for mask in masks]} for responses "
-            f"of {list(mb.response_lengths)} tokens: return one loss per token, flat, and one mask per "
-            "sample with a value per token."
+            f"--custom-tis-function-path {path} returned a loss of shape {tuple(corrected.shape)} and masks "
+            f"of {[tuple(mask.shape) for mask in masks]} for responses of {list(mb.response_lengths)} "
+            "tokens: return one loss per token, flat, and one mask per sample with a value per token."
         )
     # What it leaves of each trained token; it cannot add tokens that do not train.
     mask = torch.where(mb.loss_mask != 0, torch.cat(masks).to(loss) / mb.loss_mask, torch.zeros_like(loss))

@@ -1,4 +1,6 @@
-"""What the tests of trainers share. Heavy imports stand in the fixtures, so that collecting tests is quick."""
+"""What the tests of trainers share. Heavy imports stand in the
+fixtures, so that collecting tests is quick.
+"""
 
 import pytest
 

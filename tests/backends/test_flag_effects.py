@@ -43,7 +43,8 @@ def advantages(args, rollout_data):
 
 
 def policy(args, inputs):
-    losses = ("sapo_tau_pos", "sapo_tau_neg", "clip_cov_ratio", "clip_cov_low", "clip_cov_high", "kl_cov_ratio")
+    losses = ("sapo_tau_pos", "sapo_tau_neg")
+    losses += ("clip_cov_ratio", "clip_cov_low", "clip_cov_high", "kl_cov_ratio")
     scale = knobs(args, "eps_clip", "eps_clip_high", "eps_clip_c", "kl_cov_coef", "dppo_delta", *losses)
     return -(inputs.log_probs - inputs.old_log_probs) * inputs.advantages * scale, {}
 
@@ -59,9 +60,11 @@ def weights(args, *, pg_loss, loss_masks, **_):
 def loss(args, batch, logits, reduce):
     lists = ("log_probs", "ref_log_probs", "values", "advantages", "returns", "rewards")
     used = [torch.as_tensor(v).abs().sum() for key in lists for v in batch.get(key, ())]
-    scale = knobs(args, "eps_clip", "eps_clip_high", "eps_clip_c", "entropy_coef", "kl_loss_coef", "use_unbiased_kl")
+    clips = ("eps_clip", "eps_clip_high", "eps_clip_c")
+    scale = knobs(args, *clips, "entropy_coef", "kl_loss_coef", "use_unbiased_kl")
     scale = scale + len(args.kl_loss_type) * args.use_kl_loss * ord(args.kl_loss_type[1])
-    return logits.square().mean() * (scale + sum(used)) + reduce(torch.cat(batch["loss_masks"]).float()) * 0.1, {}
+    masked = reduce(torch.cat(batch["loss_masks"]).float())
+    return logits.square().mean() * (scale + sum(used)) + masked * 0.1, {}
 
 
 def rewards(args, samples):

@@ -72,10 +72,20 @@ def test_log_probs_and_entropy_are_over_the_recorded_ids(model, packing, chunk_s
 def test_a_step_is_that_of_the_objective_over_the_recorded_ids(model, other_model, max_tokens):
     samples = with_nuclei(random_samples(3, 4))
     args = trainer_args(
-        model, ref_load=str(other_model), rollout_temperature=TEMPERATURE, optimizer="sgd", lr=0.3, weight_decay=0.0,
-        clip_grad=0.0, entropy_coef=0.05, use_kl_loss=True, kl_loss_coef=0.2, kl_loss_type="k3",
-        use_dynamic_batch_size=True, max_tokens_per_gpu=max_tokens,
-    )  # fmt: skip
+        model,
+        ref_load=str(other_model),
+        rollout_temperature=TEMPERATURE,
+        optimizer="sgd",
+        lr=0.3,
+        weight_decay=0.0,
+        clip_grad=0.0,
+        entropy_coef=0.05,
+        use_kl_loss=True,
+        kl_loss_coef=0.2,
+        kl_loss_type="k3",
+        use_dynamic_batch_size=True,
+        max_tokens_per_gpu=max_tokens,
+    )
     backend = create_backend(args, rank=0, world_size=1, device="cpu")
     batch = samples_to_batch(args, samples)
     metrics = TrainingStep(backend, args, 0, split_for_ranks(args, batch, 1)[0]).run().summary

@@ -39,18 +39,25 @@ BAD_LINES = {
     "float": ('{"input": 7.5, "label": 1}', "is float 7.5"),
     "truth": ('{"input": true, "label": 1}', "is true"),
     "NaN prompt": ('{"input": NaN, "label": 1}', "is float nan"),
-    "object": ('{"input": {"role": "user", "content": "x"}, "label": 1}', "is an object; write text, or "
-                                                                          "messages"),
+    "object": (
+        '{"input": {"role": "user", "content": "x"}, "label": 1}',
+        "is an object; write text, or messages",
+    ),
     "empty list": ('{"input": [], "label": 1}', "an empty list"),
     "token ids": ('{"input": [1, 2], "label": 1}', "message 0 is int 1; messages look like"),
     "list of texts": ('{"input": ["a"], "label": 1}', "message 0 is str 'a'"),
     "list of nulls": ('{"input": [null], "label": 1}', "message 0 is null"),
     "no role": ('{"input": [{"content": "x"}], "label": 1}', "message 0 has no role, only .'content'."),
-    "other words": ('{"input": [{"from": "human", "value": "x"}], "label": 1}', "has no role, only .'from', "
-                                                                                "'value'."),
+    "other words": (
+        '{"input": [{"from": "human", "value": "x"}], "label": 1}',
+        "has no role, only .'from', 'value'.",
+    ),
     "role null": ('{"input": [{"role": null, "content": "x"}], "label": 1}', "has role None"),
     "role number": ('{"input": [{"role": 3, "content": "x"}], "label": 1}', "has role 3"),
-    "content null": ('{"input": [{"role": "user", "content": null}], "label": 1}', r"message 0 \(user\) has content null"),
+    "content null": (
+        '{"input": [{"role": "user", "content": null}], "label": 1}',
+        r"message 0 \(user\) has content null",
+    ),
     "no content": ('{"input": [{"role": "user"}], "label": 1}', r"\(user\) has no content"),
     "content number": ('{"input": [{"role": "user", "content": 3}], "label": 1}', "has content int 3"),
     "part number": ('{"input": [{"role": "user", "content": [3]}], "label": 1}', "has a part int 3"),
@@ -58,22 +65,33 @@ BAD_LINES = {
     "half a pair": ('{"input": "a \\ud83d b", "label": 1}', r"has \\ud83d at character 3"),
     "NaN label": ('{"input": "a", "label": NaN}', r"'label' \(--label-key\) is nan"),
     "infinite label": ('{"input": "a", "label": 1e999}', "is inf"),
-    "no input key": ('{"inputs": "a", "label": 1}', r"no column 'input' \(--input-key\); the row has .'inputs', 'label'."),
+    "no input key": (
+        '{"inputs": "a", "label": 1}',
+        r"no column 'input' \(--input-key\); the row has .'inputs', 'label'.",
+    ),
     "no label key": ('{"input": "a"}', r"no column 'label' \(--label-key\)"),
     "duplicate key": ('{"input": "a", "input": "b", "label": 1}', "key 'input' stands twice"),
     "inner duplicate": ('{"input": "a", "label": 1, "metadata": {"x": 1, "x": 2}}', "key 'x' stands twice"),
-    "duplicate in text": ('{"input": "a", "label": 1, "metadata": "{\\"x\\": 1, \\"x\\": 2}"}', "key 'x' stands twice"),
+    "duplicate in text": (
+        '{"input": "a", "label": 1, "metadata": "{\\"x\\": 1, \\"x\\": 2}"}',
+        "key 'x' stands twice",
+    ),
     "huge number": (f'{{"input": "a", "label": {"9" * 5000}}}', "more than 4300 digits; write it as text"),
     "deep": ('{"input": "a", "label": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested more than 100 levels"),
-    "rather deep": ('{"input": "a", "label": ' + '{"a":' * 300 + "1" + "}" * 300 + "}", "nested more than 100 levels"),
+    "rather deep": (
+        '{"input": "a", "label": ' + '{"a":' * 300 + "1" + "}" * 300 + "}",
+        "nested more than 100 levels",
+    ),
     "comma inside": ('{"input": "a", "label": 1,}', "not valid JSON"),
     "comma behind": ('{"input": "a", "label": 1},', "not valid JSON .Extra data at column 27"),
     "quotes of Python": ("{'input': 'a'}", "not valid JSON"),
     "list": ("[1]", "expected a JSON object, found list"),
-    "latin-1": ('{"input": "caf\u00e9", "label": 1}'.encode("latin-1"), "not UTF-8 text .byte 0xe9 at "
-                                                                        "column 15"),
+    "latin-1": (
+        '{"input": "caf\u00e9", "label": 1}'.encode("latin-1"),
+        "not UTF-8 text .byte 0xe9 at column 15",
+    ),
     "cut in a character": ('{"input": "\u00e9'.encode()[:-1], "not UTF-8 text .byte 0xc3"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("ending", ["\n", "\r\n", "\r"])

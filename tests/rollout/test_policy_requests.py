@@ -75,7 +75,8 @@ async def by_stream(args, sample, sampling_params):
 async def by_list(args, sample, sampling_params):
     payload = payload_of(args, sample, sampling_params)
     params = payload["sampling_params"]
-    answers = await post(url_of(args), {{**payload, "input_ids": [sample.tokens] * 2, "sampling_params": [{{}}, params]}})
+    both = {{"input_ids": [sample.tokens] * 2, "sampling_params": [{{}}, params]}}
+    answers = await post(url_of(args), {{**payload, **both}})
     return take(sample, answers[1])
 
 async def by_openai(args, sample, sampling_params):
@@ -163,9 +164,19 @@ def test_engines_that_cannot_tell_refuse_what_a_function_cuts(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("top_k", 20), ("top_k", 1), ("min_p", 0.05), ("min_new_tokens", 2), ("temperature", 0), ("repetition_penalty", 1.1),
-     ("frequency_penalty", 0.5), ("presence_penalty", 0.5), ("regex", "a+"), ("logit_bias", {"5": 9.0})],
-)  # fmt: skip
+    [
+        ("top_k", 20),
+        ("top_k", 1),
+        ("min_p", 0.05),
+        ("min_new_tokens", 2),
+        ("temperature", 0),
+        ("repetition_penalty", 1.1),
+        ("frequency_penalty", 0.5),
+        ("presence_penalty", 0.5),
+        ("regex", "a+"),
+        ("logit_bias", {"5": 9.0}),
+    ],
+)
 def test_every_parameter_that_bends_the_distribution_is_refused(tmp_path, name, value):
     args = make_args(tmp_path)
     args.rollout_engine = "sglang"  # which does not tell what it keeps

@@ -54,9 +54,15 @@ RIGHT = [
     ("boxed_f1", r"so \boxed{forty two}", "forty two", {}, 1.0),
     ("gpqa", "I thought.\nC", "C", {}, 1.0),
     ("gpqa", "in words", "in words", {}, 1.0),
-    ("ifbench", "The end.", None, {"instruction_id_list": ["startend:end_checker"], "kwargs": [{"end_phrase": "The end."}]}, 1.0),
+    (
+        "ifbench",
+        "The end.",
+        None,
+        {"instruction_id_list": ["startend:end_checker"], "kwargs": [{"end_phrase": "The end."}]},
+        1.0,
+    ),
     ("ifbench", '{"a": 1}', None, {"instruction_id_list": ["detectable_format:json_format"]}, 1.0),
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module", autouse=True)

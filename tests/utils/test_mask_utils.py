@@ -21,11 +21,13 @@ THINKING = [
 # Writes thinking only after the last question, as reasoning templates do;
 # tool answers in a row form one user block.
 DROPS_THINKING = """{%- set ns = namespace(last=0) -%}
-{%- for m in messages -%}{%- if m.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}{%- endfor -%}
+{%- for m in messages -%}
+{%- if m.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}{%- endfor -%}
 {%- if tools -%}{{ '<|im_start|>system\\ntools:' ~ tools | length ~ '<|im_end|>\\n' }}{%- endif -%}
 {%- for m in messages -%}
 {%- set text = m.content -%}
-{%- if m.role == 'assistant' and loop.index0 < ns.last -%}{%- set text = text.split('</think>')[-1].lstrip('\\n') -%}{%- endif -%}
+{%- if m.role == 'assistant' and loop.index0 < ns.last -%}
+{%- set text = text.split('</think>')[-1].lstrip('\\n') -%}{%- endif -%}
 {%- if m.role == 'tool' -%}
 {%- if loop.first or messages[loop.index0 - 1].role != 'tool' -%}{{ '<|im_start|>user' }}{%- endif -%}
 {{ '\\n[' ~ text ~ ']' }}

@@ -56,7 +56,9 @@ def test_an_answer_ends_the_silence_and_time_in_which_the_asker_slept_is_not_cou
 @pytest.fixture
 def family():
     """A process that leads a group, and a child of it in that group."""
-    code = "import subprocess, sys, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
+    code = (
+        "import subprocess, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True
     )
