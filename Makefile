@@ -18,7 +18,8 @@ FAST += $(wildcard tests/test_*.py)
 # Two cores hold two workers of one thread each; a file stays with one of them, with its engines and models.
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -q
-PARALLEL := $(PYTEST) -n $(WORKERS) --dist loadfile --durations 20
+# In the order of the folders, which end with small files: no worker is left alone with a long one.
+PARALLEL := $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 20
 
 .PHONY: install quickstart test test-fast ci test-slow test-gpu test-megatron
 .PHONY: test-sglang sglang-env lint format docs clean
@@ -36,7 +37,7 @@ quickstart: $(STAMP)
 	$(BIN)/slime quickstart
 
 test: $(STAMP) lint
-	$(PYTEST) --durations 20
+	$(PARALLEL)
 
 # The pure parts, in a minute.
 test-fast: $(STAMP)

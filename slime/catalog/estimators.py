@@ -13,6 +13,7 @@ class Estimator:
     """
 
     function: str
+    help: str
     # Row of algorithms.rewards.BASELINES that rewards are compared with; None: raw rewards.
     baseline: str | None = None
     scale_rewards: bool = False  # divide by the group's standard deviation too, unless switched off
@@ -29,19 +30,65 @@ class Estimator:
 
 
 ESTIMATORS: dict[str, Estimator] = {
-    "ppo": Estimator(f"{_ADVANTAGES}.ppo", uses_kl_in_reward=True, uses_gamma=True, needs_values=True),
-    "grpo": Estimator(f"{_ADVANTAGES}.grpo", baseline="mean", scale_rewards=True),
-    "gspo": Estimator(f"{_ADVANTAGES}.grpo", baseline="mean", scale_rewards=True, policy_loss="gspo"),
-    "cispo": Estimator(f"{_ADVANTAGES}.grpo", baseline="mean", scale_rewards=True, policy_loss="cispo"),
-    "dr_grpo": Estimator(f"{_ADVANTAGES}.grpo", baseline="mean", reduction="constant"),
-    "rloo": Estimator(f"{_ADVANTAGES}.grpo", baseline="leave_one_out"),
-    "remax": Estimator(f"{_ADVANTAGES}.grpo", baseline="greedy"),
-    "opo": Estimator(f"{_ADVANTAGES}.grpo", baseline="length_weighted"),
-    "maxrl": Estimator(f"{_ADVANTAGES}.grpo", baseline="success_rate"),
+    "ppo": Estimator(
+        f"{_ADVANTAGES}.ppo",
+        "generalised advantages over the values of a critic",
+        uses_kl_in_reward=True,
+        uses_gamma=True,
+        needs_values=True,
+    ),
+    "grpo": Estimator(
+        f"{_ADVANTAGES}.grpo",
+        "reward against the mean of its group, over the group's std",
+        baseline="mean",
+        scale_rewards=True,
+    ),
+    "gspo": Estimator(
+        f"{_ADVANTAGES}.grpo",
+        "as grpo, with one ratio per sample (the loss of that name)",
+        baseline="mean",
+        scale_rewards=True,
+        policy_loss="gspo",
+    ),
+    "cispo": Estimator(
+        f"{_ADVANTAGES}.grpo",
+        "as grpo, with clipped weights that keep every gradient (the loss of that name)",
+        baseline="mean",
+        scale_rewards=True,
+        policy_loss="cispo",
+    ),
+    "dr_grpo": Estimator(
+        f"{_ADVANTAGES}.grpo",
+        "reward against the mean of its group; tokens over one constant",
+        baseline="mean",
+        reduction="constant",
+    ),
+    "rloo": Estimator(
+        f"{_ADVANTAGES}.grpo",
+        "reward against the mean of the other answers of its group",
+        baseline="leave_one_out",
+    ),
+    "remax": Estimator(f"{_ADVANTAGES}.grpo", "reward against that of one greedy answer", baseline="greedy"),
+    "opo": Estimator(
+        f"{_ADVANTAGES}.grpo",
+        "reward against the length-weighted mean of its group",
+        baseline="length_weighted",
+    ),
+    "maxrl": Estimator(
+        f"{_ADVANTAGES}.grpo",
+        "reward against the success rate of its group, over that rate",
+        baseline="success_rate",
+    ),
     "reinforce_plus_plus": Estimator(
-        f"{_ADVANTAGES}.reinforce_plus_plus", uses_kl_in_reward=True, uses_gamma=True
+        f"{_ADVANTAGES}.reinforce_plus_plus",
+        "discounted sum of reward and KL penalties",
+        uses_kl_in_reward=True,
+        uses_gamma=True,
     ),
     "reinforce_plus_plus_baseline": Estimator(
-        f"{_ADVANTAGES}.reinforce_plus_plus_baseline", baseline="mean", uses_kl_in_reward=True
+        f"{_ADVANTAGES}.reinforce_plus_plus_baseline",
+        "reward against the mean of its group, less the KL penalty",
+        baseline="mean",
+        uses_kl_in_reward=True,
     ),
 }
