@@ -24,6 +24,8 @@ class Backend:
     # --dtype is that of the weights; masters in float32 stand in the optimizer.
     weights_in_dtype: bool = False
     trains_transformers_model: bool = False  # its model is that of transformers, not a rewrite
+    package: str | None = None  # module that has to be installed
+    extra: str | None = None  # of slime, which installs it
 
 
 BACKENDS: dict[str, Backend] = {
@@ -44,6 +46,8 @@ BACKENDS: dict[str, Backend] = {
         scores_split_samples=True,
         float32_on_cpu=True,
         weights_in_dtype=True,
+        package="megatron.core",
+        extra="megatron",
     ),
 }
 DEFAULT_BACKEND = "fsdp"

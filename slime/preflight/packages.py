@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slime.arguments import Args
+from slime.catalog.backends import BACKENDS
 from slime.catalog.rewards import find_reward
 from slime.preflight.report import Finding
 
@@ -23,12 +24,18 @@ def _needed(args: Args) -> Iterator[tuple[str, str, str]]:
         (args.use_wandb, "--use-wandb", "wandb", "wandb"),
         (args.use_tensorboard, "--use-tensorboard", "tensorboard", "tensorboard"),
         (args.runtime == "ray", "--runtime ray", "ray", "ray"),
-        (args.train_backend == "megatron", "--train-backend megatron", "megatron.core", "megatron"),
         (bool(args.lora_rank), "--lora-rank", "peft", "lora"),
         (args.update_weight_mode == "delta", "--update-weight-mode delta", "zstandard", "delta"),
     ):
         if on:
             yield flag, module, f"pip install 'slime[{extra}]'"
+    backend = BACKENDS[args.train_backend]
+    if backend.package:
+        yield (
+            f"--train-backend {args.train_backend}",
+            backend.package,
+            f"pip install 'slime[{backend.extra}]'",
+        )
     row = None if args.custom_rm_path else find_reward(args.rm_type)
     if row is not None and row.package:
         yield f"--rm-type {args.rm_type}", row.package.replace("-", "_"), f"pip install 'slime[{row.extra}]'"
