@@ -22,11 +22,11 @@ from slime.catalog.estimators import ESTIMATORS
 from slime.catalog.policy_losses import POLICY_LOSSES
 from slime.step.training_step import TrainingStep
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
 PLUGINS = '''
 """One function of each kind; each reads the flags that a function in its place may read."""
 import torch
-
-pytestmark = pytest.mark.usefixtures("process_group")
 
 
 def knobs(args, *names):

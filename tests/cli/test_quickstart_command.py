@@ -104,7 +104,7 @@ def test_a_new_quick_start_moves_what_an_earlier_one_left_aside(tmp_path, capsys
     assert {name: now[f"earlier/1/{name}"] for name in FINISHED} == {name: before[name] for name in FINISHED}
     assert now["notes.txt"] == b"old notes.txt"
     assert not (tmp_path / "summary.json").exists() and not (tmp_path / "rl").exists()
-    assert "earlier/1" in capsys.readouterr().out
+    assert "earlier/1" in capsys.readouterr().out.replace("\n", "")  # a long path is wrapped
 
 
 def test_every_earlier_quick_start_keeps_a_folder_of_its_own(tmp_path):

@@ -134,7 +134,7 @@ def test_an_unknown_flag_is_told_with_the_nearest_one(world):
 def test_a_plug_in_with_another_signature_is_told_with_the_expected_call(world, end):
     ended = end("signature", custom_rm_path=f"{world}/bad_plugins.py:no_sample")
     assert_one_message(
-        ended, "--custom-rm-path", "bad_plugins.py:no_sample", "await fn(args, sample)", "no_sample(args)"
+        ended, "--custom-rm-path", "bad_plugins.py:no_sample", "expected fn(args, sample)", "no_sample(args)"
     )
     assert not (world / "signature").exists()
 

@@ -30,19 +30,19 @@ class Disk:
 
     def __init__(self):
         self.error: int | None = None
-        self._save = disk.save_tensors
+        self._write = disk.write_tensors
 
-    def save(self, tensors, path) -> None:
+    def write(self, path, tensors) -> None:
         if self.error is not None:
             path.write_bytes(b"half a file")
             raise OSError(self.error, errno.errorcode[self.error], str(path))
-        self._save(tensors, path)
+        self._write(path, tensors)
 
 
 @pytest.fixture
 def faulty(monkeypatch):
     made = Disk()
-    monkeypatch.setattr(disk, "save_tensors", made.save)
+    monkeypatch.setattr(disk, "write_tensors", made.write)
     return made
 
 
