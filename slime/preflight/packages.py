@@ -29,12 +29,12 @@ def _needed(args: Args) -> Iterator[tuple[str, str, str]]:
     ):
         if on:
             yield flag, module, f"pip install 'slime[{extra}]'"
-    backend = BACKENDS[args.train_backend]
-    if backend.package:
+    trainer = BACKENDS[args.train_backend]
+    if trainer.package:
         yield (
             f"--train-backend {args.train_backend}",
-            backend.package,
-            f"pip install 'slime[{backend.extra}]'",
+            trainer.package,
+            f"pip install 'slime[{trainer.extra}]'",
         )
     row = None if args.custom_rm_path else find_reward(args.rm_type)
     if row is not None and row.package:
