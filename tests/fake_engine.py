@@ -17,9 +17,10 @@ Script = Callable[[dict[str, Any], int], Any]
 
 class FakeEngine:
     """`script(payload, number)` may return None (answer normally), a status code, raw text, seconds to wait
-    as `{"delay_s": ...}`, `{"hold": True}` (until aborted, `tokens` made so far), `{"break": True}` (the
-    connection ends), `{"break_when": n}` (when it has n such requests) or `{"tokens": [...], "finish": ...}`;
-    `meta` adds to what an answer says about itself, `meta_of(tokens)` to what each event of a stream does.
+    as `{"delay_s": ...}`, `{"until": condition}`, `{"hold": True}` (until aborted, `tokens` made so far),
+    `{"break": True}` (the connection ends), `{"break_when": n}` (when it has n such requests) or `{"tokens":
+    [...], "finish": ...}`; `meta` adds to what an answer says about itself, `meta_of(tokens)` to what each
+    event of a stream does.
     """
 
     def __init__(
@@ -96,6 +97,8 @@ class FakeEngine:
             return web.Response(text=action)
         action = action or {}
         await asyncio.sleep(action.get("delay_s", 0))
+        while "until" in action and not action["until"]():
+            await asyncio.sleep(0.01)
         finish = action.get("finish")
         if action.get("hold"):
             self._held[payload["rid"]] = asyncio.Event()

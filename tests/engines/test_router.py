@@ -52,8 +52,8 @@ def test_an_answer_passes_through_unchanged():
 
 def test_the_engine_with_the_fewest_requests_in_flight_is_next():
     with (
-        FakeEngine(lambda *_: {"delay_s": 0.6}) as slow,
         FakeEngine() as fast,
+        FakeEngine(lambda *_: {"until": lambda: len(fast.requests) == 5}) as slow,
         balanced([slow.url, fast.url]) as (url, _),
     ):
 
@@ -70,7 +70,11 @@ def test_the_engine_with_the_fewest_requests_in_flight_is_next():
 
 
 def test_many_requests_at_once_are_spread_evenly():
-    with FakeEngine(lambda *_: {"delay_s": 0.3}) as one, FakeEngine(lambda *_: {"delay_s": 0.3}) as two:
+    def all_are_there() -> bool:
+        return len(one.requests) + len(two.requests) == 20
+
+    held = {"until": all_are_there}
+    with FakeEngine(lambda *_: held) as one, FakeEngine(lambda *_: held) as two:
         with balanced([one.url, two.url]) as (url, _):
 
             async def send():
