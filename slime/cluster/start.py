@@ -20,7 +20,6 @@ from slime.cluster.checkpoint import resolve_load, rollout_state
 from slime.cluster.closing import Closing
 from slime.cluster.cluster import Cluster
 from slime.cluster.in_flight import read_in_flight, tell_differences
-from slime.cluster.model_checks import check_models
 from slime.cluster.residency import Residency
 from slime.cluster.rollout_manager import Generated, RolloutFacts, RolloutProcess
 from slime.cluster.rollout_schedule import RolloutSchedule
@@ -36,6 +35,7 @@ from slime.observability.advisories import Advisor, Facts
 from slime.observability.logging_utils import configure_logger
 from slime.observability.tracking import Tracker
 from slime.plugins import check_plugins
+from slime.preflight.models import check_models
 from slime.rollout.prompt_formats import check_prompt_files
 from slime.runtime import create_runtime
 from slime.runtime.base import Future, Handle, Runtime, WorkerSpec, gather, in_background

@@ -15,10 +15,16 @@ FLAG = "--hf-checkpoint"
 
 
 def check_model_files(args: Args) -> Iterator[Finding]:
-    """Every folder or hub name that a flag gives."""
+    """Every folder or hub name that a flag gives, and the policy's configuration."""
+    check_models(args)
+    if args.hf_checkpoint is not None:
+        yield from _check_config(args.hf_checkpoint)
+
+
+def check_models(args: Args) -> None:
+    """ValueError for the first that cannot be loaded. All but --hf-checkpoint may be checkpoints of a run."""
     if args.hf_checkpoint is not None:
         check_model(FLAG, args.hf_checkpoint, tokenizer=makes_prompts(args))
-        yield from _check_config(args.hf_checkpoint)
     others = {
         "--ref-load": args.ref_load,
         "--critic-load": args.critic_load,

@@ -23,8 +23,8 @@ from slime.cli.quickstart.outcome import Outcome, draw_plot, read_outcome, summa
 from slime.cli.quickstart.plan import RECIPES, Recipe, build_rl_argv, build_sft_argv, warmed_up
 from slime.cli.quickstart.presets import PRESETS, describe
 from slime.cli.train import load_args, run_loop
-from slime.cluster.model_checks import check_models
 from slime.observability.logging_utils import configure_logger
+from slime.preflight.models import check_models
 
 RANDOM_REWARD = "random-reward"
 STDERR = 2
