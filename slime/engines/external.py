@@ -178,10 +178,13 @@ class ExternalServer:
     def alive(self) -> bool:
         """Whether its port takes connections, asked every few seconds; after a no, false until `wait_ready`.
 
-        An engine that comes back by itself comes back with the weights it was started with.
+        An engine that comes back by itself comes back with the weights it was started with. Several threads
+        ask: a look that found it there must not take back what another one saw meanwhile.
         """
         if self._in_use and self._answers and time.monotonic() - self._last_look > _LOOK_INTERVAL_S:
-            self._answers, self._last_look = self._connects(), time.monotonic()
+            if not self._connects():
+                self._answers = False
+            self._last_look = time.monotonic()
         return self._in_use and self._answers
 
     def _connects(self) -> bool:

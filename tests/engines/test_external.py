@@ -17,6 +17,10 @@ from slime.utils.http_utils import find_available_port
 OURS = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2}
 
 
+class _PatientServer(ThreadingHTTPServer):
+    request_queue_size = 128  # a busy machine lets connections wait
+
+
 class Engine:
     """Answers like an engine, as far as discovery asks; computes nothing."""
 
@@ -34,8 +38,7 @@ class Engine:
             def log_message(self, *_: object) -> None:
                 """Quiet."""
 
-        ThreadingHTTPServer.allow_reuse_address = True
-        self.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self.server = _PatientServer(("127.0.0.1", port), Handler)
         self.port = self.server.server_address[1]
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 

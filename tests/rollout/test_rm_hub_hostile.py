@@ -81,7 +81,7 @@ def cpu_seconds(args):
     total = time.process_time() + ended.ru_utime + ended.ru_stime
     for worker in list(get_pool(args)._workers):
         for pid in {worker.process.pid, worker.pid}:
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
                 total += sum(map(int, values[11:15])) / TICKS_PER_S
     return total
