@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 PATIENCE_S = 600.0
+LONG_S = 60.0  # what ends at once has ended by then, even on a busy machine
 
 
 def eventually(condition: Callable[[], Any], seconds: float = PATIENCE_S) -> Any:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from patience import PATIENCE_S, eventually
+from patience import LONG_S, PATIENCE_S, eventually
 
 from slime.engines import server as engine_server
 from slime.engines.fleet import EngineFleet, EnginesKeepDying, NoEngineLeft, WatchPolicy
@@ -237,7 +237,7 @@ def test_the_cause_of_an_eviction_is_behind_the_end_of_the_run(make):
 
 
 def test_an_engine_that_fails_its_health_question_is_replaced(make):
-    fleet = make(probe_interval_s=0.05, probe_timeout_s=5.0)
+    fleet = make(probe_interval_s=0.05, probe_timeout_s=LONG_S)
     fleet.start()
     old = fleet.servers[0].pid
     fleet.set_mood("sick")
@@ -247,7 +247,7 @@ def test_an_engine_that_fails_its_health_question_is_replaced(make):
 
 
 def test_an_engine_that_lost_its_weights_is_replaced_by_name(make, caplog):
-    fleet = make(probe_interval_s=0.05, probe_timeout_s=5.0)
+    fleet = make(probe_interval_s=0.05, probe_timeout_s=LONG_S)
     fleet.fleet.keep_current(lambda: "well", fleet.on_join)
     fleet.start()
     old = fleet.servers[0].pid
@@ -329,7 +329,7 @@ def test_one_engine_left_is_enough(make):
 
 
 def test_a_probe_must_fail_as_often_as_it_is_told(make):
-    fleet = make(probe_interval_s=0.05, probe_timeout_s=5.0, probe_failures=1000)
+    fleet = make(probe_interval_s=0.05, probe_timeout_s=LONG_S, probe_failures=1000)
     fleet.start()
     old = fleet.servers[0].pid
     fleet.set_mood("sick")
@@ -338,7 +338,7 @@ def test_a_probe_must_fail_as_often_as_it_is_told(make):
 
 
 def test_engines_without_their_memory_are_neither_asked_nor_restarted_until_they_wake(make):
-    fleet = make(probe_interval_s=0.05, probe_timeout_s=5.0)
+    fleet = make(probe_interval_s=0.05, probe_timeout_s=LONG_S)
     fleet.start()
     fleet.fleet.asleep = True
     fleet.set_mood("sick")

@@ -200,7 +200,7 @@ def test_an_engine_that_left_gets_nothing_until_it_returns():
 
 
 def test_requests_wait_for_an_engine_to_return():
-    with FakeEngine() as engine, balanced([engine.url], no_engine_timeout_s=20.0) as (url, balancer):
+    with FakeEngine() as engine, balanced([engine.url], no_engine_timeout_s=PATIENCE_S) as (url, balancer):
         balancer.remove(engine.url)
         future = asyncio.run_coroutine_threadsafe(post(url), async_utils.get_loop())
         time.sleep(0.3)
@@ -214,7 +214,7 @@ def test_the_wait_for_an_engine_ends():
         started = time.monotonic()
         with pytest.raises(http_utils.HttpError, match="no engine answers"):
             run(post(url))
-        assert 0.4 <= time.monotonic() - started < 5
+        assert time.monotonic() - started >= 0.4
 
 
 def test_a_port_that_is_taken_is_named():

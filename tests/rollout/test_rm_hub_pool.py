@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from patience import eventually
+from patience import LONG_S, eventually
 
 from slime.rollout.rm_hub.workers.pool import CheckPool
 from slime.utils.reward_failure import AnswerTooLarge, RewardFailure
@@ -66,7 +66,7 @@ def test_hanging_check_is_killed_at_the_deadline_and_the_pool_stays_usable(pool)
     start = time.monotonic()
     # Catastrophic backtracking: one C call that holds the interpreter for longer than anyone will wait.
     failure = asyncio.run(pool.check("re:match", r"(a+)+$", "a" * 60 + "b"))
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < LONG_S
     assert isinstance(failure, RewardFailure) and failure.kind == "invalid"
     assert failure.reason.startswith("timeout") and "--reward-timeout-s 1" in failure.reason
     assert not is_running(first)
@@ -115,7 +115,7 @@ def test_worker_that_is_stopped_while_idle_is_noticed_within_the_deadline_and_re
     os.kill(pid, signal.SIGSTOP)
     start = time.monotonic()
     failure = asyncio.run(pool.check("builtins:len", "x" * size))
-    assert time.monotonic() - start < 20  # the deadline is 1 s; it used to be 120 s
+    assert time.monotonic() - start < LONG_S  # the deadline is 1 s; it used to be 120 s
     assert failure.kind == "infra_error"
     eventually(lambda: not is_running(pid))
     assert asyncio.run(pool.check("builtins:len", "x" * size)) == size
@@ -126,7 +126,7 @@ def test_worker_that_is_stopped_before_its_first_import_is_noticed_too(pool):
     os.kill(pid, signal.SIGSTOP)
     start = time.monotonic()
     failure = asyncio.run(pool.check("json:dumps", 1))
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < LONG_S
     assert failure.kind == "infra_error" and "stopped" in failure.reason
 
 

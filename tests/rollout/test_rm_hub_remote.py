@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import time
 
 import pytest
 from aiohttp import web
@@ -97,17 +96,17 @@ def test_remote_judge_that_is_down_is_an_infra_error_naming_the_url():
 
 def test_remote_judge_that_never_answers_ends_at_the_total_deadline():
     async def handler(request):
-        await asyncio.sleep(1.5)
+        await answered.wait()
 
     async def main():
         async with judge_server(handler) as url:
-            start = time.monotonic()
             failure = await remote_rm(declared(rm_url=url), Sample(index=0), deadline_s=0.3)
-            return failure, time.monotonic() - start
+            answered.set()
+            return failure
 
-    failure, wall_s = asyncio.run(main())
+    answered = asyncio.Event()
+    failure = asyncio.run(main())
     assert failure.kind == "infra_error" and "within 0.3 s" in failure.reason
-    assert wall_s < 1.2
 
 
 def test_remote_judge_without_url_is_a_configuration_error():
