@@ -1,0 +1,151 @@
+"""On-policy distillation from a teacher, on one process."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from step_helpers import (
+    PACKINGS,
+    SGD,
+    backend_of,
+    hf_model,
+    plain_log_dist,
+    plain_log_probs,
+    train,
+    weights_of,
+)
+from tiny_model import make_tiny_model
+from trainer_helpers import init_process_group, random_samples, trainer_args
+
+from slime.algorithms.distillation import full_reverse_kl
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group():
+    init_process_group()
+    yield
+    dist.destroy_process_group()
+
+
+def opd_args(model, teacher, **changes):
+    return trainer_args(model, use_opd=True, opd_type="trainer", opd_teacher_load=str(teacher), **changes)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("teacher") / "same", seed=9)
+
+
+@pytest.fixture(scope="module")
+def wide_teacher(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("teacher") / "wide", hidden=96, layers=3, seed=9)
+
+
+@pytest.mark.parametrize("which", ["teacher", "wide_teacher"])
+def test_the_sampled_reverse_kl_shapes_the_advantages(model, which, request):
+    path = request.getfixturevalue(which)
+    args = opd_args(model, path, opd_kl_coef=0.5, micro_batch_size=3, **SGD)
+    samples = random_samples(2, 4)
+    for sample in samples:
+        sample.reward = 0.0
+    backend = backend_of(args)
+    before = weights_of(backend)
+    metrics = train(backend, args, samples)
+    student, expert = hf_model(model), hf_model(path)
+    loss = kl = 0.0
+    for sample in samples:
+        mask = torch.tensor(sample.loss_mask).float()
+        own = plain_log_probs(student, sample)
+        difference = own.detach() - plain_log_probs(expert, sample).detach()
+        kl += (difference * mask).sum() / mask.sum()
+        loss = loss + (torch.exp(own - own.detach()) * 0.5 * difference * mask).sum() / mask.sum()
+    (loss / len(samples)).backward()
+    assert metrics["train/opd_reverse_kl"] == pytest.approx(kl.item() / len(samples), rel=1e-4)
+    assert metrics["rollout/opd_reverse_kl"] == pytest.approx(kl.item() / len(samples), rel=1e-4)
+    after = weights_of(backend)
+    for name, parameter in student.named_parameters():
+        torch.testing.assert_close(before[name] - after[name], parameter.grad, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("which", ["teacher", "wide_teacher"])
+def test_the_full_reverse_kl_is_a_loss_of_its_own(model, which, request):
+    path = request.getfixturevalue(which)
+    args = opd_args(
+        model, path, opd_kl="full", opd_kl_coef=0.5, micro_batch_size=3, log_probs_chunk_size=4, **SGD
+    )
+    samples = random_samples(2, 4)
+    for sample in samples:
+        sample.reward = 0.0
+    backend = backend_of(args)
+    before = weights_of(backend)
+    metrics = train(backend, args, samples)
+    student, expert = hf_model(model), hf_model(path)
+    total = 0.0
+    for sample in samples:
+        mask = torch.tensor(sample.loss_mask).float()
+        own, theirs = plain_log_dist(student, sample), plain_log_dist(expert, sample).detach()
+        total = total + ((own.exp() * (own - theirs)).sum(-1) * mask).sum() / mask.sum()
+    (0.5 * total / len(samples)).backward()
+    assert metrics["train/opd_reverse_kl"] == pytest.approx(total.item() / len(samples), rel=1e-5)
+    after = weights_of(backend)
+    for name, parameter in student.named_parameters():
+        torch.testing.assert_close(before[name] - after[name], parameter.grad, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["sampled", "full"])
+def test_distillation_does_not_depend_on_packing(model, teacher, kind):
+    outcomes = []
+    for packing in PACKINGS.values():
+        args = opd_args(model, teacher, opd_kl=kind, **SGD, **packing)
+        backend = backend_of(args)
+        metrics = train(backend, args, random_samples(3, 4))
+        outcomes.append((metrics, weights_of(backend)))
+    for metrics, weights in outcomes[1:]:
+        torch.testing.assert_close(weights, outcomes[0][1], rtol=1e-5, atol=1e-5)
+        assert metrics["train/opd_reverse_kl"] == pytest.approx(
+            outcomes[0][0]["train/opd_reverse_kl"], rel=1e-5
+        )
+
+
+def test_a_teacher_with_another_vocabulary_is_refused(model, tmp_path):
+    other = make_tiny_model(tmp_path / "other", vocab=136)
+    with pytest.raises(ValueError, match=r"--opd-teacher-load .* 136 tokens .* --hf-checkpoint has 128"):
+        backend_of(opd_args(model, other))
+
+
+def test_log_probs_of_a_served_teacher_must_be_on_the_samples(model):
+    args = trainer_args(model, use_opd=True, opd_type="engine")
+    samples = random_samples(2, 4)
+    with pytest.raises(ValueError, match="no teacher_log_probs"):
+        train(backend_of(args), args, samples)
+    for sample in samples:
+        sample.teacher_log_probs = [-1.0] * sample.response_length
+    assert "train/opd_reverse_kl" in train(backend_of(args), args, samples)
+
+
+def test_the_chunked_full_kl_equals_the_obvious_one_in_float64():
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, theirs, matrix = (
+        torch.randn(shape, generator=generator, dtype=torch.float64)
+        for shape in [(7, 5), (11, 5), (7, 3), (11, 3)]
+    )
+    leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    got = full_reverse_kl(*leaves, theirs, matrix, temperature=0.7, chunk_size=3)
+    plain = hidden.requires_grad_(), weight.requires_grad_()
+    own = torch.log_softmax(hidden @ weight.T / 0.7, -1)
+    want = F.kl_div(
+        torch.log_softmax(theirs @ matrix.T / 0.7, -1), own, reduction="none", log_target=True
+    ).sum(-1)
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    factors = torch.arange(7, dtype=torch.float64)
+    torch.testing.assert_close(
+        torch.autograd.grad((got * factors).sum(), leaves),
+        torch.autograd.grad((want * factors).sum(), plain),
+        rtol=1e-10,
+        atol=1e-10,
+    )
