@@ -16,7 +16,7 @@ from slime.arguments.groups.algorithm import (
 )
 from slime.arguments.groups.checkpoints import checkpoints, kept_models
 from slime.arguments.groups.cluster import devices
-from slime.arguments.groups.data import length_of_run
+from slime.arguments.groups.data import columns, length_of_run
 from slime.arguments.groups.engine import engine_choice, reproducible_engine, weight_sync
 from slime.arguments.groups.evaluation import evaluation
 from slime.arguments.groups.megatron import megatron_trainer
@@ -40,6 +40,7 @@ RULES: tuple[Rule, ...] = (
     context_length,
     over_sampling,
     length_of_run,
+    columns,
     loss,
     policy_loss,
     loss_reduction,

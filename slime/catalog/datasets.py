@@ -1,49 +1,120 @@
-"""Formats of prompt files, by the ending of the file's name: the rows of `--prompt-data`."""
+"""Where prompts come from: the kinds of `--prompt-data`, by the ending of a file's name, and a hub."""
 
+import difflib
+import importlib.util
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
+
+HUB = "hf:"
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetFormat:
-    """`reader` takes a path and yields each row as a dict, with its place in the file.
+    """`reader` takes what stands in the flag and yields each row as a dict, with its place in the file.
 
-    Example: `.jsonl` yields (train.jsonl, line 3) and {"input": "1+1=", "label": "2"}.
+    Example: `.jsonl` yields (train.jsonl, line 3) and {"input": "1+1=", "label": "2"}. `package` is what the
+    reader imports beyond our own dependencies, `extra` the name by which pip installs it.
     """
 
     reader: str
     help: str
+    package: str | None = None
+    extra: str | None = None
 
 
 DATASET_FORMATS: dict[str, DatasetFormat] = {
     ".jsonl": DatasetFormat("slime.data.jsonl.read_jsonl", "one JSON object per line"),
-    ".parquet": DatasetFormat("slime.data.parquet.read_parquet", "a table, read with pyarrow"),
+    ".json": DatasetFormat("slime.data.tables.read_json", "a list of objects, or one object per line"),
+    ".csv": DatasetFormat("slime.data.tables.read_csv", "a table with the names of its columns on top"),
+    ".tsv": DatasetFormat("slime.data.tables.read_csv", "the same, with tabs"),
+    ".parquet": DatasetFormat(
+        "slime.data.parquet.read_parquet", "a table, read with pyarrow", "pyarrow", "data"
+    ),
+    HUB: DatasetFormat(
+        "slime.data.hub.read_hub",
+        "a data set of the Hugging Face hub or of a folder: hf:openai/gsm8k#main:train",
+        "datasets",
+        "hf",
+    ),
 }
-ENDINGS = " or ".join(DATASET_FORMATS)  # as messages name them
-
-_HINTS = {
-    ".json": "a .json file holds one value: write one JSON object per line to a .jsonl file",
-    ".csv": "write its rows as .jsonl, e.g. pandas.read_csv(...).to_json(..., orient='records', lines=True)",
-    **dict.fromkeys((".gz", ".zst", ".bz2", ".xz", ".zip"), "it is compressed: unpack it first"),
-}
-_HINTS[".tsv"] = _HINTS[".csv"]
+_FILES = [ending for ending in DATASET_FORMATS if ending != HUB]
+ENDINGS = f"{', '.join(_FILES[:-1])} or {_FILES[-1]}"  # as messages name them
+_COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".zip")
+_HUB_NAME = re.compile(r"^hf:(?P<name>[^#:]+)(#(?P<config>[^:]*))?(:(?P<split>[^:]+))?$")
 
 
-def why_unreadable(path: Path) -> str | None:
-    """What is wrong with a prompt file, with what to do instead; None: it can be opened. Never opens it."""
+def is_url(source: str) -> bool:
+    """Whether fsspec reads it: `https://...`, `s3://...`, or any other protocol that is installed."""
+    return re.match(r"^[A-Za-z][A-Za-z0-9+.-]*://", source) is not None
+
+
+def format_of(source: str) -> DatasetFormat | None:
+    """None: nothing here reads it."""
+    return DATASET_FORMATS.get(HUB if source.startswith(HUB) else _ending(source))
+
+
+def _ending(source: str) -> str:
+    parts = urlsplit(source)  # without what stands behind a "?"
+    return Path(parts.netloc + parts.path if is_url(source) else source).suffix.lower()
+
+
+def hub_parts(source: str) -> tuple[str, str | None, str | None]:
+    """`hf:openai/gsm8k#main:train` -> ("openai/gsm8k", "main", "train"); what is not written is None."""
+    match = _HUB_NAME.match(source)
+    if match is None:
+        raise ValueError(
+            f"{source}: a data set is written hf:OWNER/NAME#CONFIGURATION:SPLIT, the last two if it has "
+            "several; rows are chosen by @[0:100] at the end."
+        )
+    return match["name"], match["config"] or None, match["split"]
+
+
+def why_unreadable(source: str) -> str | None:
+    """What is wrong with a source of prompts, with what to do instead; None: try it. Never opens it."""
+    if source.startswith(HUB):
+        try:
+            hub_parts(source)
+        except ValueError as error:
+            return str(error).removesuffix(".").partition(": ")[2]
+        if importlib.util.find_spec("datasets") is None:
+            return "it needs the package datasets: pip install 'slime[hf]'"
+        return None
+    if format_of(source) is None:
+        hint = "write one JSON object per line to a .jsonl file"
+        if _ending(source) in _COMPRESSED:
+            hint = "it is compressed: unpack it first"
+        reason = f"it ends in {_ending(source)!r}: prompts come from {ENDINGS} files; {hint}"
+        return reason if is_url(source) or Path(source).expanduser().is_file() else _why_no_file(source)
+    return _why_no_url(source) if is_url(source) else _why_no_file(source)
+
+
+def _why_no_url(source: str) -> str | None:
+    try:
+        import fsspec  # here: most runs read files of this machine
+
+        fsspec.get_filesystem_class(source.partition("://")[0].lower())
+    except (ImportError, ValueError) as error:
+        return f"nothing here reads such addresses ({error}): pip install fsspec, or the package it names"
+    return None
+
+
+def _why_no_file(source: str) -> str | None:
+    path = Path(source).expanduser()
     try:
         if not path.exists():
-            return f"there is no such file (working directory: {Path.cwd()})"
+            beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+            near = difflib.get_close_matches(path.name, beside, n=1)
+            hint = f"did you mean {path.parent / near[0]}?" if near else f"working directory: {Path.cwd()}"
+            return f"there is no such file ({hint})"
     except OSError as error:  # a folder on the way that may not be entered, a name that is too long
         return f"it cannot be looked at ({error.strerror})"
     if path.is_dir():
-        return f"it is a folder; name a {ENDINGS} file in it"
+        return f"it is a folder; name a {ENDINGS} file in it, or write {HUB}{source} for a data set's folder"
     if not path.is_file():
         return "it is a pipe, socket or device, which is read only once; write its rows to a .jsonl file"
-    if path.suffix not in DATASET_FORMATS:
-        hint = _HINTS.get(path.suffix.lower(), "write one JSON object per line to a .jsonl file")
-        return f"it ends in {path.suffix!r}: prompts come from {ENDINGS} files; {hint}"
     if not os.access(path, os.R_OK):
         return "this user may not read it"
     return None

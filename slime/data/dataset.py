@@ -3,6 +3,8 @@
 The order is computed, not drawn from a shared generator, so a resumed run and every process agree on it.
 """
 
+import functools
+import hashlib
 import itertools
 import logging
 from collections.abc import Iterable, Sequence
@@ -172,6 +174,14 @@ class Dataset:
     @property
     def samples(self) -> list[Sample]:
         return [self.origin_samples[i] for i in self.order]
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Of all prompts and labels, by which a resumed run knows that they are the same."""
+        found = hashlib.blake2b(digest_size=8)
+        for sample in self.origin_samples:
+            found.update(repr((sample.prompt, sample.label)).encode(errors="surrogatepass"))
+        return found.hexdigest()
 
     def __len__(self) -> int:
         return len(self.origin_samples)

@@ -2,33 +2,34 @@
 
 import itertools
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TextIO
 
+from slime.data.copies import local_path
 from slime.data.reader import Place, PlacedRows, Row
 from slime.data.strict_json import parse_json
 
 _MAX_LINE_CHARACTERS = 2**28
 
 
-def read_jsonl(path: Path) -> PlacedRows:
+def read_jsonl(source: str) -> PlacedRows:
     """The rows of a file; blank lines are skipped."""
+    path = local_path(source)
     # Bytes that are no UTF-8 become lone surrogates, so that they are found in their line.
     with path.open(encoding="utf-8-sig", errors="surrogateescape") as file:
-        for number, line in enumerate(_lines(path, file), start=1):
-            place = Place(str(path), "line", number)
-            _check_encoding(place, line)
+        for number, line in enumerate(_lines(source, file), start=1):
+            place = Place(source, "line", number)
+            check_encoding(place, line)
             text = line.strip().lstrip("\ufeff")  # files that were joined have byte order marks inside
             if text:
                 yield place, _parse_line(place, text)
 
 
-def _lines(path: Path, file: TextIO) -> Iterator[str]:
+def _lines(source: str, file: TextIO) -> Iterator[str]:
     for number in itertools.count(1):
         line = file.readline(_MAX_LINE_CHARACTERS)
         if len(line) == _MAX_LINE_CHARACTERS:
             raise ValueError(
-                f"{path}, line {number}: longer than {_MAX_LINE_CHARACTERS} characters; write one JSON "
+                f"{source}, line {number}: longer than {_MAX_LINE_CHARACTERS} characters; write one JSON "
                 "object per line."
             )
         if not line:
@@ -49,7 +50,8 @@ def _parse_line(place: Place, line: str) -> Row:
     return row
 
 
-def _check_encoding(place: Place, line: str) -> None:
+def check_encoding(place: Place, line: str) -> None:
+    """Refuse a line with bytes that are no UTF-8, which were read as lone surrogates."""
     if line.isascii():
         return
     try:

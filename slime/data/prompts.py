@@ -1,6 +1,10 @@
 """Turn one row of a prompt file into a Sample: keys, chat template, tools and media."""
 
+import datetime
+import decimal
+import difflib
 import re
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,9 +13,11 @@ from slime.data.reader import Row
 from slime.data.row_checks import PromptUse, check_label, check_messages, check_prompt
 from slime.data.strict_json import parse_json
 from slime.utils.chat_roles import find_dropped_message
+from slime.utils.templates import template_parts
 from slime.utils.types import MultimodalTypes, Sample
 
 Message = dict[str, Any]
+_SHOWN = 20  # column names in a message
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,13 @@ class PromptFormat:
         None  # built-in reward that reads labels whose row names none; None: others read them
     )
     label_is_messages: bool = False  # the label is a conversation, too: of a preference pair
+    prompt_template: str | None = (
+        None  # "Q: {question}": the prompt is text made of columns, not of input_key
+    )
+    label_pattern: str | None = None  # the label is what this finds in its column
+    metadata_columns: tuple[
+        str, ...
+    ] = ()  # go to the metadata under their own names; "*": all that are plain
 
     @property
     def as_messages(self) -> bool:
@@ -45,14 +58,20 @@ def _read_fields(
     row: Row, fmt: PromptFormat, where: object
 ) -> tuple[Any, Any, dict[str, Any], list[Any] | None]:
     """Prompt, label, metadata and tools, checked."""
-    prompt = _get(row, fmt.input_key, "--input-key", where)
+    if fmt.prompt_template is None:
+        prompt = _get(row, fmt.input_key, "--input-key", where)
+    else:
+        prompt = fill_template(fmt.prompt_template, row, where)
     rendered = fmt.apply_chat_template or (fmt.as_messages and fmt.use is not PromptUse.ENGINE)
     check_prompt(prompt, fmt.input_key, fmt.use, rendered=rendered, where=where)
     metadata = _read_metadata(row, fmt.metadata_key, where)
+    metadata |= _kept_columns(row, fmt, where)
     tools = _read_tools(row, fmt.tool_key, where)
     if fmt.label_key is None:
         return prompt, None, metadata, tools
     label = _get(row, fmt.label_key, "--label-key", where)
+    if fmt.label_pattern is not None:
+        label = find_label(label, fmt.label_pattern, fmt.label_key, where)
     if fmt.label_is_messages:
         _check_conversation(label, fmt.label_key, where)
     else:
@@ -194,8 +213,61 @@ def _media_inputs(messages: Any, where: object) -> dict[str, list[Any]] | None:
 
 def _get(row: Row, key: str, flag: str, where: object) -> Any:
     if key not in row:
-        raise ValueError(f"{where}: no column {key!r} ({flag}); the row has {sorted(row)}: name one of them.")
+        near = difflib.get_close_matches(key, row, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        names = f"{sorted(row)[:_SHOWN]}" + (" and more" if len(row) > _SHOWN else "")
+        raise ValueError(f"{where}: no column {key!r} ({flag}); {hint}the row has {names}: name one of them.")
     return row[key]
+
+
+def fill_template(template: str, row: Row, where: object) -> str:
+    """The prompt that a template makes of a row."""
+    pieces = []
+    for text, name in template_parts(template):
+        pieces.append(text)
+        if name is not None:
+            value = _get(row, name, "--prompt-template", where)
+            if value is None or isinstance(value, (list, dict)):
+                raise ValueError(
+                    f"{where}: column {name!r} (--prompt-template) is {type(value).__name__}; a template "
+                    "takes text and numbers."
+                )
+            pieces.append(str(value))
+    return "".join(pieces)
+
+
+def find_label(value: Any, pattern: str, key: str, where: object) -> str:
+    """The first group of the pattern's last match, or the whole match; without white space around it."""
+    matches = list(re.finditer(pattern, value)) if isinstance(value, str) else []
+    if not matches:
+        shown = repr(value) if len(repr(value)) <= 80 else "..." + repr(value)[-77:]
+        raise ValueError(f"{where}: --label-pattern {pattern!r} finds nothing in column {key!r}: {shown}.")
+    return str(matches[-1][1 if matches[-1].re.groups else 0] or "").strip()
+
+
+def _kept_columns(row: Row, fmt: PromptFormat, where: object) -> dict[str, Any]:
+    everything = "*" in fmt.metadata_columns
+    kept = {}
+    for name in row if everything else fmt.metadata_columns:
+        try:
+            kept[name] = _plain(_get(row, name, "--metadata-columns", where))
+        except TypeError as error:
+            if not everything:
+                raise ValueError(f"{where}: column {name!r} (--metadata-columns) holds {error}.") from None
+    return kept
+
+
+def _plain(value: Any) -> Any:
+    """A value that checkpoints hold: what tables have beyond JSON (dates, decimals) becomes text."""
+    if value is None or isinstance(value, (str, int, float, bytes)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, uuid.UUID)):
+        return str(value)
+    raise TypeError(f"a {type(value).__name__}, which checkpoints cannot keep")
 
 
 def _read_metadata(row: Row, key: str | None, where: object) -> dict[str, Any]:

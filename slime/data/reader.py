@@ -1,4 +1,4 @@
-"""Read prompt files: one or several, of any format, whole or as a `path@[a:b]` slice of rows."""
+"""Read prompts: of one source or several, of any format, whole or as a `path@[a:b]` slice of rows."""
 
 import itertools
 import re
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime.catalog.datasets import DATASET_FORMATS, why_unreadable
+from slime.catalog.datasets import format_of, is_url, why_unreadable
 from slime.utils.misc import load_function
 
 _SLICE = re.compile(r"^(?P<path>.*)@\[(?P<start>-?\d*):(?P<end>-?\d*)\]$")
@@ -67,12 +67,11 @@ def read_rows(spec: str | Iterable[str]) -> PlacedRows:
 
 def _read_one(spec: str) -> PlacedRows:
     name, start, end = parse_slice(spec)
-    path = Path(name).expanduser()
-    reason = why_unreadable(path)
-    if reason is not None:
-        error = ValueError if path.exists() else FileNotFoundError
-        raise error(f"prompt file {name}: {reason}.")
-    rows: PlacedRows = load_function(DATASET_FORMATS[path.suffix].reader)(path)
+    reason, fmt = why_unreadable(name), format_of(name)
+    if reason is not None or fmt is None:
+        there = is_url(name) or Path(name).expanduser().exists()
+        raise (ValueError if there else FileNotFoundError)(f"prompt file {name}: {reason}.")
+    rows: PlacedRows = load_function(fmt.reader)(name)
     if start is None and end is None:
         return rows
     if (start or 0) >= 0 and (end is None or end >= 0):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
-from pathlib import Path
 
 from slime.arguments import Args
 from slime.catalog.backends import BACKENDS
+from slime.catalog.datasets import format_of
 from slime.catalog.rewards import find_reward
 from slime.preflight.report import Finding
 
@@ -41,8 +41,10 @@ def _needed(args: Args) -> Iterator[tuple[str, str, str]]:
         yield f"--rm-type {args.rm_type}", row.package.replace("-", "_"), f"pip install 'slime[{row.extra}]'"
     files = [args.prompt_data, *(dataset.path for dataset in args.eval_datasets)]
     names = [name for file in files if file for name in ([file] if isinstance(file, str) else file)]
-    if any(Path(name.partition("@[")[0]).suffix == ".parquet" for name in names):
-        yield "--prompt-data", "pyarrow", "pip install 'slime[data]'"
+    for fmt in {format_of(name.partition("@[")[0]) for name in names}:
+        if fmt is None or fmt.package is None:
+            continue
+        yield "--prompt-data", fmt.package, f"pip install 'slime[{fmt.extra}]'"
 
 
 def is_installed(module: str) -> bool:

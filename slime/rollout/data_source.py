@@ -120,6 +120,7 @@ class RolloutDataSource(DataSource):
             "sample_index": self.sample_index,
             "metadata": dict(self.metadata),
             "num_prompts": len(self),
+            "prompts": self.dataset.digest if self.dataset is not None else None,
         }
         if isinstance(self.journal, CountingJournal):
             state["counts"] = dict(self.journal.counts)
@@ -137,6 +138,10 @@ class RolloutDataSource(DataSource):
                 "order",
                 len(self),
                 state["num_prompts"],
+            )
+        elif self.dataset is not None and state.get("prompts", self.dataset.digest) != self.dataset.digest:
+            logger.warning(
+                "--prompt-data holds other prompts than when the run was saved: it goes on with these"
             )
         self.sample_offset = state["sample_offset"]
         self.epoch_id = state["epoch_id"]

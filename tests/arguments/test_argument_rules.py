@@ -336,9 +336,9 @@ def test_missing_files_are_named_with_their_flag(tmp_path):
 
 
 def test_prompt_file_of_another_kind_is_refused(tmp_path):
-    file = tmp_path / "data.csv"
+    file = tmp_path / "data.txt"
     file.touch()
-    with pytest.raises(ValueError, match=r"come from .jsonl or .parquet"):
+    with pytest.raises(ValueError, match=r"come from .jsonl, .* or .parquet"):
         parse("--prompt-data", str(file))
 
 

@@ -67,7 +67,7 @@ BAD_LINES = {
     "infinite label": ('{"input": "a", "label": 1e999}', "is inf"),
     "no input key": (
         '{"inputs": "a", "label": 1}',
-        r"no column 'input' \(--input-key\); the row has .'inputs', 'label'.",
+        r"no column 'input' \(--input-key\); did you mean 'inputs'\? the row has .'inputs', 'label'.",
     ),
     "no label key": ('{"input": "a"}', r"no column 'label' \(--label-key\)"),
     "duplicate key": ('{"input": "a", "input": "b", "label": 1}', "key 'input' stands twice"),
@@ -171,13 +171,12 @@ def test_what_is_no_file_is_never_opened(tmp_path):
         load(tmp_path / "pipe.jsonl")
     (tmp_path / "folder.jsonl").mkdir()
     with pytest.raises(
-        ValueError, match=r"folder\.jsonl: it is a folder; name a \.jsonl or \.parquet file in it"
+        ValueError, match=r"folder\.jsonl: it is a folder; name a \.jsonl, .* or \.parquet file in it"
     ):
         load(tmp_path / "folder.jsonl")
     for name, hint in (
         ("a.jsonl.gz", "unpack it first"),
-        ("a.csv", "read_csv"),
-        ("a.json", "per line"),
+        ("a.txt", "per line"),
         ("a", "per line"),
     ):
         (tmp_path / name).write_text(GOOD)

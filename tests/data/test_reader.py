@@ -71,7 +71,7 @@ def test_bytes_that_are_no_text_are_an_error(tmp_path):
 def test_missing_file_wrong_extension_and_bad_slice_are_errors(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"gone\.jsonl"):
         ids(str(tmp_path / "gone.jsonl"))
-    other = tmp_path / "a.json"
+    other = tmp_path / "a.txt"
     other.write_text("[]")
     with pytest.raises(ValueError, match=r"one JSON object per line"):
         ids(str(other))

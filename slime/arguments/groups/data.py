@@ -1,10 +1,12 @@
 """Flags and rules of the prompts: where they are, what their columns mean, how many make up one rollout."""
 
+import re
 from dataclasses import dataclass
 
 from slime.arguments.core.draft import Draft
-from slime.arguments.core.flag import OnlyWith, flag
+from slime.arguments.core.flag import OnlyWith, flag, needs
 from slime.catalog.datasets import DATASET_FORMATS
+from slime.utils.templates import template_parts
 
 _FORMATS = "; ".join(f"{ending}: {row.help}" for ending, row in DATASET_FORMATS.items())
 DEFAULT_DATA_SOURCE = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
@@ -24,7 +26,8 @@ class DataFlags:
 
     prompt_data: str | list[str] | None = flag(
         None,
-        f"prompt file ({_FORMATS}), with an optional row range: data.jsonl@[0:100]; several are joined",
+        f"prompts ({_FORMATS}), also by https:// or s3://, with an optional row range: data.jsonl@[0:100]; "
+        "several are joined",
         metavar="FILE",
     )
     rollout_batch_size: int | None = flag(None, "prompts per rollout (required)", ge=1)
@@ -35,8 +38,20 @@ class DataFlags:
     rollout_shuffle: bool = flag(False, "shuffle prompts in each epoch", only_with=SHARED_DATASET)
     rollout_seed: int = flag(42, "seed of the shuffle and of per-request sampling seeds", ge=0)
     input_key: str = flag("input", "column of the prompt (text or messages)", metavar="KEY")
+    prompt_template: str | None = flag(
+        None, "the prompt as text made of columns: 'Q: {question} A:', instead of --input-key", metavar="TEXT"
+    )
     label_key: str | None = flag(None, "column of the label", metavar="KEY")
+    label_pattern: str | None = flag(
+        None,
+        "the label is what this regular expression finds in its column, the group if it has one: '#### (.+)'",
+        metavar="REGEX",
+        only_with=needs("label_key", "no column of labels is named; add --label-key"),
+    )
     metadata_key: str = flag("metadata", "column of the metadata", metavar="KEY")
+    metadata_columns: list[str] = flag(
+        [], "columns that go to the metadata under their own names; '*': all", metavar="KEY"
+    )
     tool_key: str = flag("tools", "column of the tools", metavar="KEY")
     multimodal_keys: dict | None = flag(
         None, 'columns of media, as JSON: {"image": "images"}', metavar="JSON"
@@ -57,6 +72,32 @@ class DataFlags:
     custom_convert_samples_to_train_data_path: str | None = flag(
         None, "function that turns samples into train data", metavar="PATH"
     )
+
+
+def columns(draft: Draft) -> None:
+    """A template or a pattern that is none is told before any row is read."""
+    if draft.prompt_template is not None:
+        if draft.was_given("input_key"):
+            raise ValueError(
+                "--input-key and --prompt-template both say what the prompt is; keep one of them."
+            )
+        check_template("--prompt-template", draft.prompt_template)
+    if draft.label_pattern is not None:
+        check_pattern("--label-pattern", draft.label_pattern)
+
+
+def check_template(what: str, template: str) -> None:
+    try:
+        template_parts(template)
+    except ValueError as error:
+        raise ValueError(f"{what} is {template!r}: {error}.") from None
+
+
+def check_pattern(what: str, pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{what} is {pattern!r}: not a regular expression ({error}).") from None
 
 
 def length_of_run(draft: Draft) -> None:

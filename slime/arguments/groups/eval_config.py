@@ -5,12 +5,15 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
+from slime.arguments.groups.data import check_pattern, check_template
+
 # The flags that give a field its value where dataset and file leave it open; the first set one wins.
 FALLBACK_FLAGS: dict[str, tuple[str, ...]] = {
     "input_key": ("eval_input_key", "input_key"),
     "label_key": ("eval_label_key", "label_key"),
     "tool_key": ("eval_tool_key", "tool_key"),
     "metadata_key": ("metadata_key",),
+    "metadata_columns": ("metadata_columns",),
     "multimodal_keys": ("multimodal_keys",),
     "apply_chat_template": ("apply_chat_template",),
     "apply_chat_template_kwargs": ("apply_chat_template_kwargs",),
@@ -54,6 +57,9 @@ class EvalDatasetConfig:
     label_key: str | None = None
     tool_key: str | None = None
     metadata_key: str | None = None
+    prompt_template: str | None = None
+    label_pattern: str | None = None
+    metadata_columns: list[str] | None = None
     multimodal_keys: dict[str, str] | None = None
     apply_chat_template: bool | None = None
     apply_chat_template_kwargs: dict[str, Any] | None = None
@@ -81,6 +87,10 @@ class EvalDatasetConfig:
             raise ValueError(f"{where}: temperature is {self.temperature}; use 0 (greedy) or more.")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"{where}: top_p is {self.top_p}; use a value in (0, 1].")
+        if self.prompt_template is not None:
+            check_template(f"{where}: prompt_template", self.prompt_template)
+        if self.label_pattern is not None:
+            check_pattern(f"{where}: label_pattern", self.label_pattern)
         if not isinstance(self.metadata_overrides, dict):
             raise ValueError(
                 f"{where}: metadata_overrides must be a mapping, not {self.metadata_overrides!r}."
@@ -92,6 +102,7 @@ class EvalDatasetConfig:
         kwargs = tuple(sorted((self.apply_chat_template_kwargs or {}).items(), key=str))
         media = tuple(sorted((self.multimodal_keys or {}).items()))
         columns = (self.input_key, self.label_key, self.tool_key, self.metadata_key)
+        columns += (self.prompt_template, self.label_pattern, *(self.metadata_columns or ()))
         return (self.name, self.path, *columns, media, self.apply_chat_template, repr(kwargs))
 
     def inject_metadata(self, sample_metadata: dict[str, Any] | None) -> dict[str, Any]:
@@ -143,6 +154,13 @@ def _build_one(args: object, entry: dict[str, Any], defaults: dict[str, Any]) ->
             raise ValueError(f"{where} has no {required}: every dataset needs a name and a path.")
     _refuse_unknown_keys(entry, where)
     values = dict(defaults) | entry
+    # What the run makes of its columns holds for columns of the same names.
+    for name, key, flag in (
+        ("prompt_template", "input_key", "eval_input_key"),
+        ("label_pattern", "label_key", "eval_label_key"),
+    ):
+        if values.get(name) is None and values.get(key) is None and getattr(args, flag) is None:
+            values[name] = getattr(args, name)
     for name, flags in FALLBACK_FLAGS.items():
         if values.get(name) is None:
             values[name] = next((v for v in (getattr(args, flag) for flag in flags) if v is not None), None)

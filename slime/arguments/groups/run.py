@@ -143,14 +143,14 @@ def check_paths_exist(draft: Draft) -> None:
 
 def _split_files(word: str) -> list[str]:
     """Several files may be one word with commas, unless a file of that very name exists."""
-    return (
-        [word] if _without_rows(word).exists() else [part.strip() for part in word.split(",") if part.strip()]
-    )
+    if Path(_without_rows(word)).expanduser().exists():
+        return [word]
+    return [part.strip() for part in word.split(",") if part.strip()]
 
 
-def _without_rows(path: str) -> Path:
+def _without_rows(path: str) -> str:
     match = ROW_RANGE.match(path)
-    return Path(match.group(1) if match else path).expanduser()
+    return match.group(1) if match else path
 
 
 def _check_data_file(what: str, path: str) -> None:

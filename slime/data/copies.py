@@ -1,0 +1,58 @@
+"""Prompt files that lie elsewhere (`https://`, `s3://`, ...): each process that reads copies them once."""
+
+import functools
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from slime.catalog.datasets import is_url
+
+
+def local_path(source: str) -> Path:
+    """Where the bytes of a file lie on this machine."""
+    return _copy_of(source) if is_url(source) else Path(source).expanduser()
+
+
+def forget_copies() -> None:
+    """What is asked for from now on is fetched anew: a new run in this process begins."""
+    _copy_of.cache_clear()
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="slime-data-")  # removed when the process ends
+
+
+@functools.cache
+def _copy_of(url: str) -> Path:
+    import fsspec  # here: most runs read files of this machine
+
+    protocol = url.partition("://")[0].lower()
+    try:
+        with (
+            fsspec.open(url, "rb", **_options(protocol)) as there,
+            tempfile.NamedTemporaryFile(dir=_folder().name, delete=False) as here,
+        ):
+            shutil.copyfileobj(there, here, 2**20)
+    except Exception as error:  # of whatever package reads the protocol
+        cause = error.__cause__ if isinstance(error, FileNotFoundError) else error
+        if cause is None or getattr(cause, "status", None) == 404:
+            raise FileNotFoundError(f"prompt file {url}: there is no such file.") from None
+        said = f"{type(cause).__name__}: {cause}".removesuffix(": ")
+        raise ValueError(f"prompt file {url}: it cannot be fetched ({said}).") from error
+    return Path(here.name)
+
+
+def _options(protocol: str) -> dict[str, Any]:
+    """A large file may take its time; a server that says nothing for a minute is given up."""
+    if protocol not in ("http", "https"):
+        return {}
+    import aiohttp
+
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=60)
+    # Identity: what travels compressed has a length that is not the file's.
+    return {
+        "client_kwargs": {"timeout": timeout, "headers": {"Accept-Encoding": "identity"}},
+        "block_size": 0,
+    }

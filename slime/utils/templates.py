@@ -1,0 +1,19 @@
+"""Templates of prompts: text with columns in braces, `Q: {question}`."""
+
+import functools
+import string
+
+
+@functools.lru_cache(maxsize=16)
+def template_parts(template: str) -> tuple[tuple[str, str | None], ...]:
+    """(text, column after it) in order; ValueError where it is no template of columns."""
+    try:
+        found = list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise ValueError(f"not a template ({error}); a brace that is meant is doubled") from None
+    for _, name, spec, conversion in found:
+        if name is not None and (not name or spec or conversion):
+            raise ValueError("a column stands alone in its braces, e.g. {question}")
+    if not any(name for _, name, _, _ in found):
+        raise ValueError("it names no column; write e.g. {question} where that column goes")
+    return tuple((text, name) for text, name, _, _ in found)
