@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from slime.arguments import Args
+from slime.utils.column_rewards import columns_asked, takes_columns
 from slime.utils.misc import load_function
 
 Style = Literal["sync", "async", "either", "class"]
@@ -29,6 +30,7 @@ class PluginPoint:
     keywords: tuple[str, ...] = ()  # passed by name
     optional: tuple[str, ...] = ()  # passed by name to functions that have such a parameter
     methods: tuple[str, ...] = ()  # what an object of a class must offer
+    columns: bool = False  # may instead be called with lists, as TRL calls a reward
 
     @property
     def option(self) -> str:
@@ -101,7 +103,9 @@ PLUGIN_POINTS = (
         style="either",
         returns="a number, a dict (see --reward-key), invalid(reason) or infra_error(reason)",
         when="on each sample; with --group-rm the second argument is the list of a group's samples, and so "
-        "is the result",
+        "is the result; in TRL's signature, `fn(prompts, completions, **columns)`, once for each group, and "
+        "the result is a list",
+        columns=True,
     ),
     PluginPoint(
         "dynamic_sampling_filter_path",
@@ -333,6 +337,12 @@ def _is_async(found: Callable[..., Any]) -> bool:
 
 
 def _check_signature(point: PluginPoint, found: Callable[..., Any], path: str, where: str) -> None:
+    if point.columns and takes_columns(found):
+        try:
+            columns_asked(found)
+        except ValueError as error:
+            raise ValueError(f"{where} is {path}, a reward in TRL's signature: {error}.") from None
+        return
     try:
         signature = inspect.signature(found)
     except (ValueError, TypeError):

@@ -1,5 +1,6 @@
 """Turn one row of a prompt file into a Sample: keys, chat template, tools and media."""
 
+import contextlib
 import datetime
 import decimal
 import difflib
@@ -13,6 +14,7 @@ from slime.data.reader import Row
 from slime.data.row_checks import PromptUse, check_label, check_messages, check_prompt
 from slime.data.strict_json import parse_json
 from slime.utils.chat_roles import find_dropped_message
+from slime.utils.column_rewards import PROMPT, ColumnsAsked
 from slime.utils.templates import template_parts
 from slime.utils.types import MultimodalTypes, Sample
 
@@ -40,9 +42,8 @@ class PromptFormat:
         None  # "Q: {question}": the prompt is text made of columns, not of input_key
     )
     label_pattern: str | None = None  # the label is what this finds in its column
-    metadata_columns: tuple[
-        str, ...
-    ] = ()  # go to the metadata under their own names; "*": all that are plain
+    metadata_columns: tuple[str, ...] = ()  # also in the metadata, by their names; "*": all
+    reward_columns: ColumnsAsked | None = None  # so are these, for a reward in TRL's signature
 
     @property
     def as_messages(self) -> bool:
@@ -68,7 +69,7 @@ def _read_fields(
     metadata |= _kept_columns(row, fmt, where)
     tools = _read_tools(row, fmt.tool_key, where)
     if fmt.label_key is None:
-        return prompt, None, metadata, tools
+        return prompt, None, metadata | _columns_for_reward(row, fmt, prompt, where), tools
     label = _get(row, fmt.label_key, "--label-key", where)
     if fmt.label_pattern is not None:
         label = find_label(label, fmt.label_pattern, fmt.label_key, where)
@@ -77,7 +78,8 @@ def _read_fields(
     else:
         rm_type = None if fmt.rm_type is None else str(metadata.get("rm_type") or fmt.rm_type)
         check_label(label, fmt.label_key, rm_type, where)
-    return prompt, label, metadata, tools
+    row = {"label": label} | row | {fmt.label_key: label}
+    return prompt, label, metadata | _columns_for_reward(row, fmt, prompt, where), tools
 
 
 def _check_conversation(label: Any, key: str, where: object) -> None:
@@ -254,6 +256,20 @@ def _kept_columns(row: Row, fmt: PromptFormat, where: object) -> dict[str, Any]:
         except TypeError as error:
             if not everything:
                 raise ValueError(f"{where}: column {name!r} (--metadata-columns) holds {error}.") from None
+    return kept
+
+
+def _columns_for_reward(row: Row, fmt: PromptFormat, prompt: Any, where: object) -> dict[str, Any]:
+    """What a reward in TRL's signature asks for, and the messages that a chat template will make text of."""
+    asked = fmt.reward_columns
+    if asked is None:
+        return {}
+    kept = {PROMPT: prompt} if isinstance(prompt, list) else {}
+    for name in dict.fromkeys((*asked.required, *asked.optional, *(row if asked.everything else ()))):
+        if name in row or name in asked.required:
+            value = _get(row, name, "a parameter of the reward function", where)
+            with contextlib.suppress(TypeError):  # a picture or the like: it stays in the file
+                kept[name] = _plain(value)
     return kept
 
 

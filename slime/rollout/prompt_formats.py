@@ -9,6 +9,8 @@ from slime.arguments.groups.rollout import DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC
 from slime.data.dataset import check_prompt_file
 from slime.data.prompts import PromptFormat
 from slime.data.row_checks import PromptUse
+from slime.utils.column_rewards import ColumnsAsked, columns_asked, takes_columns
+from slime.utils.misc import load_function
 
 _GENERATING = (DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC_ROLLOUT_FUNCTION)
 _OWN_GENERATE = (None, "slime.rollout.sglang_streaming_rollout.generate_streaming")
@@ -42,6 +44,7 @@ def training_format(args: Args | PluginArgs) -> PromptFormat:
         prompt_template=args.prompt_template,
         label_pattern=args.label_pattern,
         metadata_columns=tuple(args.metadata_columns),
+        reward_columns=_reward_columns(args.custom_rm_path),
         multimodal_keys=args.multimodal_keys,
         apply_chat_template=args.apply_chat_template,
         apply_chat_template_kwargs=args.apply_chat_template_kwargs or {},
@@ -68,6 +71,7 @@ def evaluation_format(args: Args | PluginArgs, config: EvalDatasetConfig) -> Pro
         prompt_template=config.prompt_template,
         label_pattern=config.label_pattern,
         metadata_columns=tuple(config.metadata_columns or ()),
+        reward_columns=_reward_columns(config.custom_rm_path or args.custom_rm_path),
         multimodal_keys=config.multimodal_keys,
         apply_chat_template=bool(config.apply_chat_template),
         apply_chat_template_kwargs=config.apply_chat_template_kwargs or {},
@@ -93,6 +97,12 @@ def _label_reader(args: Args | PluginArgs, config: EvalDatasetConfig | None = No
     if args.load_debug_rollout_data or args.data_source_path != DEFAULT_DATA_SOURCE:
         return None
     return (config.rm_type if config is not None else None) or args.rm_type or ""
+
+
+def _reward_columns(path: str | None) -> ColumnsAsked | None:
+    """What a reward function in TRL's signature asks for; None: it has another, or there is none."""
+    function = load_function(path) if path is not None else None
+    return columns_asked(function) if function is not None and takes_columns(function) else None
 
 
 def _check_template(use: PromptUse, template: bool, multimodal_keys: Any, what: str) -> None:

@@ -35,6 +35,7 @@ from slime.rollout.generation.requests import (
 from slime.rollout.generation.scope import RequestScope, current_scope
 from slime.rollout.groups import Entry, Group, copy_group, copy_sample, describe, describe_fully, is_finished
 from slime.rollout.rm_hub import RewardConfigError, score_samples
+from slime.rollout.rm_hub.hub import waits_for_group
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks, set_current_rollout_id
 from slime.utils import http_utils, waits
 from slime.utils.async_utils import run
@@ -232,7 +233,7 @@ async def generate_and_rm(
             else:
                 made = await _call_generate(args, sample, sampling_params, evaluation=False)
         sample = await apply_rollout_sample_hooks(args, made, evaluation=evaluation)
-    if not args.group_rm:
+    if not waits_for_group(args):
         await _score(args, flatten_samples([sample]), evaluation)
     return sample
 
@@ -335,7 +336,7 @@ async def generate_and_rm_group(
         group = await keep_the_rest(group, attempts)
     else:
         group = await all_or_none(attempts)
-    if args.group_rm and not any(s.status is Sample.Status.ABORTED for s in flatten_samples(group)):
+    if waits_for_group(args) and not any(s.status is Sample.Status.ABORTED for s in flatten_samples(group)):
         await _score(
             args, [s for s in flatten_samples(group) if s.status is not Sample.Status.FAILED], evaluation
         )

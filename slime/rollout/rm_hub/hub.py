@@ -18,6 +18,7 @@ from slime.rollout.groups import describe_fully
 from slime.rollout.rm_hub.answers import answer_text
 from slime.rollout.rm_hub.outcomes import RewardConfigError
 from slime.rollout.rm_hub.workers.checks import box_of, check
+from slime.utils.column_rewards import reward_columns, scores_of, takes_columns
 from slime.utils.loop_watch import loop_watch
 from slime.utils.misc import load_function
 from slime.utils.plugin_errors import plugin_call, wrong_return
@@ -87,9 +88,17 @@ async def batched_async_rm(args: PluginArgs, samples: Sequence[Sample], **kwargs
 
 def scores_groups(args: PluginArgs, samples: Sequence[Sample]) -> bool:
     """Whether one call scores the group (--group-rm); a function that a sample names takes one sample."""
-    return bool(args.group_rm and args.custom_rm_path) and not any(
-        sample.custom_rm_path for sample in samples
+    return (
+        bool(args.custom_rm_path)
+        and waits_for_group(args)
+        and not any(sample.custom_rm_path for sample in samples)
     )
+
+
+def waits_for_group(args: PluginArgs) -> bool:
+    """Whether rewards come when all samples of a group are there: by the flag, or by TRL's signature."""
+    path = args.custom_rm_path
+    return args.group_rm or (path is not None and takes_columns(load_function(path)))
 
 
 def custom_path_of(args: PluginArgs, sample: Sample) -> str | None:
@@ -114,6 +123,8 @@ async def call_custom(args: PluginArgs, path: str, subject: Any, **kwargs: Any) 
     try:
         async with asyncio.timeout(args.generate_timeout_s) as deadline:
             with plugin_call(CUSTOM_RM, path, lambda: describe_fully(subject), keep=(RewardConfigError,)):
+                if takes_columns(function):
+                    return await _call_with_columns(args, path, function, subject)
                 if inspect.iscoroutinefunction(function):
                     return await loop_watch.run(f"{CUSTOM_RM} {path}", function(args, subject, **kwargs))
                 value = await _in_thread(lambda: function(args, subject, **kwargs))
@@ -122,6 +133,17 @@ async def call_custom(args: PluginArgs, path: str, subject: Any, **kwargs: Any) 
         if not deadline.expired():
             raise  # a time-out of the function's own
         return infra_error(f"{path} did not return within --generate-timeout-s {args.generate_timeout_s:g}")
+
+
+async def _call_with_columns(
+    args: PluginArgs, path: str, function: Callable[..., Any], subject: Sample | list[Sample]
+) -> Any:
+    """TRL's way: one call with lists. A list of scores for a group, one score for one sample."""
+    samples = subject if isinstance(subject, list) else [subject]
+    columns = reward_columns(function, samples, [answer_text(args, sample) for sample in samples])
+    value = await _in_thread(lambda: function(**columns))
+    scores = scores_of(await value if inspect.isawaitable(value) else value)
+    return scores if isinstance(subject, list) else _one_per_sample(path, scores, samples)[0]
 
 
 async def _in_thread(call: Callable[[], Any]) -> Any:

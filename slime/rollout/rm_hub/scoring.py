@@ -22,7 +22,9 @@ from slime.rollout.rm_hub.hub import (
     scores_groups,
 )
 from slime.rollout.rm_hub.outcomes import RewardConfigError, RewardFailuresExceeded, judge, settle_reward
+from slime.utils.column_rewards import takes_columns
 from slime.utils.errors import RunStopped
+from slime.utils.misc import load_function
 from slime.utils.plugin_errors import may_pass, place_of, wrong_return
 from slime.utils.reward_failure import RewardFailure, infra_error
 from slime.utils.types import Sample, flatten_samples
@@ -141,7 +143,7 @@ def _is_remote(args: PluginArgs, sample: Sample) -> bool:
 
 def _conclude(args: PluginArgs, sample: Sample, outcome: Any, evaluation: bool) -> None:
     path = custom_path_of(args, sample)
-    if path is not None:
+    if path is not None and not takes_columns(load_function(path)):
         hint_about_ending(args, sample, path)
     settle_reward(args, sample, outcome, evaluation=evaluation)
     if sample.reward_failure is None:

@@ -1,0 +1,94 @@
+"""Rewards in TRL's signature: a plain function of lists, `reward(prompts, completions, **columns) -> list`.
+
+It is known by its parameters: one is called `completions`, and the first is not `args`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slime.utils.reward_failure import invalid
+from slime.utils.types import Sample
+
+PROMPT = "prompt"  # metadata: the messages that a chat template made the prompt of
+_GIVEN = ("prompts", "completions", "completion_ids")
+_TRAINERS = ("trainer_state", "log_extra", "log_metric", "environments")  # objects of TRL's trainer
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnsAsked:
+    """Columns that a function names, with and without a default; `everything`: it takes **columns.
+
+    Example: `def reward(completions, answer, **columns)` asks for ("answer",), (), True.
+    """
+
+    required: tuple[str, ...]
+    optional: tuple[str, ...]
+    everything: bool
+
+
+def takes_columns(function: Callable[..., Any]) -> bool:
+    """Whether a reward function is called as TRL calls one."""
+    names = list(_parameters(function))
+    return "completions" in names and names[0] != "args"
+
+
+def columns_asked(function: Callable[..., Any]) -> ColumnsAsked:
+    """ValueError: it asks for what only TRL's own trainer has, or for something without a name."""
+    required: list[str] = []
+    optional: list[str] = []
+    everything = False
+    for name, parameter in _parameters(function).items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            everything = True
+        elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
+            if parameter.kind is parameter.POSITIONAL_ONLY:
+                raise ValueError(f"parameter {name!r} has no name to pass columns by; drop the `/`")
+        elif name in _TRAINERS and parameter.default is parameter.empty:
+            raise ValueError(f"it asks for {name!r}, an object of TRL's trainer; give it a default")
+        elif name not in (*_GIVEN, *_TRAINERS):
+            (required if parameter.default is parameter.empty else optional).append(name)
+    return ColumnsAsked(tuple(required), tuple(optional), everything)
+
+
+def reward_columns(
+    function: Callable[..., Any], samples: Sequence[Sample], answers: Sequence[str]
+) -> dict[str, list[Any]]:
+    """The arguments of one call for these samples, whose answers are text without their ending.
+
+    Where prompts are messages, an answer is a conversation of one message, as TRL has it.
+    """
+    asked = columns_asked(function)
+    prompts = [sample.metadata.get(PROMPT, sample.prompt) for sample in samples]
+    completions = [
+        [{"role": "assistant", "content": answer}] if isinstance(prompt, list) else answer
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+    ids = [list(sample.tokens[len(sample.tokens) - sample.response_length :]) for sample in samples]
+    columns: dict[str, list[Any]] = {"label": [sample.label for sample in samples]}
+    for name in dict.fromkeys(name for sample in samples for name in sample.metadata):
+        columns[name] = [sample.metadata.get(name) for sample in samples]
+    columns |= {"prompts": prompts, "completions": completions, "completion_ids": ids}
+    if asked.everything:
+        columns.pop(PROMPT, None)
+        return columns
+    return {name: values for name, values in columns.items() if name in _parameters(function)}
+
+
+def scores_of(values: Any) -> Any:
+    """What the function returned; None, TRL's "this does not apply", says that there is no score."""
+    if not isinstance(values, (list, tuple)):
+        return values
+    return [
+        invalid("the reward function returned None for it") if value is None else value for value in values
+    ]
+
+
+def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    try:
+        return dict(inspect.signature(function).parameters)
+    except (ValueError, TypeError):  # a builtin
+        return {}
