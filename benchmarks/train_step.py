@@ -14,7 +14,6 @@ its own.
 
 import argparse
 import functools
-import gc
 import importlib
 import json
 import logging
@@ -33,6 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from measuring import free_memory, matrix_rate, peak_gib, seconds, synchronize
 from shapes import qwen3_config
 from torch.utils.checkpoint import checkpoint
 
@@ -80,46 +80,6 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/train_step.json"))
     return parser.parse_args()
-
-
-# -- measuring -----------------------------------------------------------------------------------------------
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def seconds(function: Callable[[], Any], device: torch.device, *, warmup: int = 2, repeats: int = 5) -> float:
-    """Median wall time of a call that ends when the device is done."""
-    for _ in range(warmup):
-        function()
-    times = []
-    for _ in range(repeats):
-        synchronize(device)
-        started = time.perf_counter()
-        function()
-        synchronize(device)
-        times.append(time.perf_counter() - started)
-    return statistics.median(times)
-
-
-def free_memory(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-
-
-def peak_gib(device: torch.device) -> float:
-    return torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
-
-
-def matrix_rate(device: torch.device, size: int) -> float:
-    """FLOP/s of a bf16 product of random square matrices."""
-    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    rate = 2 * size**3 / seconds(lambda: a @ b, device, warmup=3, repeats=10)
-    return rate
 
 
 # -- log-prob kernel -----------------------------------------------------------------------------------------

@@ -1,0 +1,45 @@
+"""Seconds and bytes of a call on a device, once it is done with its work."""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def seconds(function: Callable[[], Any], device: torch.device, *, warmup: int = 2, repeats: int = 5) -> float:
+    """Median wall time of a call that ends when the device is done."""
+    for _ in range(warmup):
+        function()
+    times = []
+    for _ in range(repeats):
+        synchronize(device)
+        started = time.perf_counter()
+        function()
+        synchronize(device)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def free_memory(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_gib(device: torch.device) -> float:
+    return torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+
+
+def matrix_rate(device: torch.device, size: int) -> float:
+    """FLOP/s of a bf16 product of random square matrices."""
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return 2 * size**3 / seconds(lambda: a @ b, device, warmup=3, repeats=10)
