@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from glossary import assert_in_glossary
 from patience import PATIENCE_S
 from tiny_model import make_tiny_model
 
@@ -85,6 +86,7 @@ def run_train(
     )
     if check:
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+        assert_in_glossary(Path(changes.get("run_dir", world / run)))
     return done
 
 

@@ -1,6 +1,7 @@
-"""`slime docs`: writes docs/flags.md, plugins.md and catalog.md from the declarations, so that they agree."""
+"""`slime docs`: writes flags, plugins, catalog and metrics from the declarations, so that they agree."""
 
 import argparse
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -12,12 +13,14 @@ from slime.catalog.backends import BACKENDS
 from slime.catalog.datasets import DATASET_FORMATS
 from slime.catalog.engines import ENGINES
 from slime.catalog.estimators import ESTIMATORS
+from slime.catalog.metrics import METRICS
 from slime.catalog.policy_losses import POLICY_LOSSES, REDUCTIONS
 from slime.catalog.rewards import REWARDS
 from slime.catalog.transports import TRANSPORTS
 from slime.plugins import PLUGIN_POINTS
 
 GENERATED = "<!-- Written by `slime docs`; edit the declarations in slime/, not this page. -->"
+WIDTH = 110
 
 CATALOG: dict[str, Mapping[str, Any]] = {
     "`--advantage-estimator`": ESTIMATORS,
@@ -28,6 +31,41 @@ CATALOG: dict[str, Mapping[str, Any]] = {
     "`--rollout-engine`": ENGINES,
     "`--train-backend`": BACKENDS,
     "Weight transports": TRANSPORTS,
+}
+
+# The flags that most runs give, in the order in which one thinks of them, each with a value as an example.
+ESSENTIALS = {
+    "config": "run.yaml",
+    "hf_checkpoint": "Qwen/Qwen3-0.6B",
+    "prompt_data": "prompts.jsonl",
+    "input_key": "prompt",
+    "label_key": "label",
+    "apply_chat_template": "",
+    "rm_type": "math",
+    "custom_rm_path": "reward.py:reward",
+    "advantage_estimator": "grpo",
+    "num_rollout": "500",
+    "rollout_batch_size": "32",
+    "n_samples_per_prompt": "8",
+    "global_batch_size": "256",
+    "rollout_max_response_len": "1024",
+    "rollout_temperature": "1.0",
+    "lr": "1e-6",
+    "use_dynamic_batch_size": "",
+    "max_tokens_per_gpu": "8192",
+    "eval_prompt_data": "heldout heldout.jsonl",
+    "eval_interval": "20",
+    "save": "checkpoints",
+    "load": "checkpoints",
+    "save_interval": "20",
+    "save_hf": "model-{rollout_id}",
+    "run_dir": "runs/first",
+    "rollout_engine": "sglang",
+    "train_backend": "megatron",
+    "actor_num_gpus_per_node": "8",
+    "rollout_num_gpus": "8",
+    "colocate": "",
+    "runtime": "ray",
 }
 
 
@@ -45,71 +83,99 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def pages() -> dict[str, str]:
     """File name -> content of every generated page."""
-    return {"flags.md": flags_page(), "plugins.md": plugins_page(), "catalog.md": catalog_page()}
+    return {
+        "flags.md": flags_page(),
+        "plugins.md": plugins_page(),
+        "catalog.md": catalog_page(),
+        "metrics.md": metrics_page(),
+    }
 
 
 def flags_page() -> str:
-    lines = [
-        GENERATED,
-        "# Flags",
-        "",
-        "Every flag of `slime train` (and `python train.py`). Each is also a key of a `--config run.yaml`, "
-        "written with `-` or",
-        "`_`; the command line wins. Switches have a `--no-` form. `slime train ... --print-config` shows "
-        "every value of a run",
-        "and where it came from. An empty default means that the flag is not set, or that its value is "
-        "derived.",
+    blocks = [
+        "Every flag of `slime train` (and `python train.py`), the essential ones first. Each is also a "
+        "key of a `--config run.yaml`, written with `-` or `_`; the command line wins. Switches have a "
+        "`--no-` form. `slime train ... --print-config` shows every value of a run and where it came "
+        "from. No default means that the flag is not set, or that its value is derived.",
+        "## Essentials",
+        "What most runs give, each with an example. [scaling.md](scaling.md) has whole commands, "
+        "`recipes/` whole files.",
     ]
+    specs = all_specs()
+    for name, value in ESSENTIALS.items():
+        blocks.append(f"- `{f'{specs[name].option} {value}'.strip()}`: {_meaning(specs[name])}")
     group = None
-    for spec in all_specs().values():
+    for spec in specs.values():
         if spec.group != group:
             group = spec.group
-            lines += ["", f"## {group}", "", "| flag | type | default | meaning |", "|---|---|---|---|"]
-        meaning = spec.info.help + (f" ({spec.info.condition})" if spec.info.condition else "")
-        lines.append(f"| `{spec.option}` | {_type_text(spec)} | {_default_text(spec)} | {_cell(meaning)} |")
-    return "\n".join(lines) + "\n"
+            blocks.append(f"## {group}")
+        facts = "; ".join(filter(None, (_type_text(spec), _default_text(spec))))
+        blocks.append(f"- `{spec.option}` ({facts}): {_meaning(spec)}")
+    return _page("Flags", blocks)
 
 
 def plugins_page() -> str:
-    lines = [
-        GENERATED,
-        "# Plug-ins",
-        "",
+    blocks = [
         "A plug-in is a function (or class) of yours, named on the command line as "
-        "`package.module.function` or",
-        "`path/to/file.py:function`. All configured ones are loaded before any process starts, and their "
-        "parameters are",
-        "compared with the call below: a misspelt path or a wrong parameter ends the run at once, with the "
-        "reason. A function",
-        "may have further parameters if they have defaults. Parameters in brackets are passed only if the "
-        "function has them.",
-        "`args` is a copy of all flags with facts of the run (`sglang_router_ip`, `num_rollout`, ...), "
-        "yours to change.",
-        "",
-        "| flag | called as | returns | when |",
-        "|---|---|---|---|",
+        "`package.module.function` or `path/to/file.py:function`. All configured ones are loaded before "
+        "any process starts, and their parameters are compared with the call below: a misspelt path or a "
+        "wrong parameter ends the run at once, with the reason. A function may have further parameters if "
+        "they have defaults. Parameters in brackets are passed only if the function has them. `args` is a "
+        "copy of all flags with facts of the run (`sglang_router_ip`, `num_rollout`, ...), yours to "
+        "change. What they may import and get: [api.md](api.md).",
     ]
     for p in PLUGIN_POINTS:
-        lines.append(f"| `{p.option}` | `{p.call}` | {_cell(p.returns)} | {_cell(p.when)} |")
-    return "\n".join(lines) + "\n"
+        blocks.append(f"- `{p.option}`, {p.when}: `{p.call}` returns {_text(p.returns)}.")
+    return _page("Plug-ins", blocks)
 
 
 def catalog_page() -> str:
-    lines = [
-        GENERATED,
-        "# Catalog",
-        "",
-        "What flags with a closed list of choices can choose: where its code is, and its traits as the rows",
-        "of `slime/catalog` have them; comments there say what each means. A trait that is not named has its",
-        "default.",
+    blocks = [
+        "What flags with a closed list of choices can choose: what it is, where its code is, and its "
+        "traits as the rows of `slime/catalog` have them; comments there say what each means. A trait "
+        "that is not named has its default.",
     ]
     for flag, rows in CATALOG.items():
-        lines += ["", f"## {flag}", "", "| name | what it is | code | traits |", "|---|---|---|---|"]
+        blocks.append(f"## {flag}")
         for name, row in rows.items():
-            code, what = getattr(row, fields(row)[0].name), getattr(row, "help", "")
+            code = getattr(row, fields(row)[0].name)
             home = f"`{code}`" if code.startswith("slime.") else code
-            lines.append(f"| `{name}` | {_cell(what)} | {home} | {_cell('; '.join(_traits(row)))} |")
-    return "\n".join(lines) + "\n"
+            parts = [_text(getattr(row, "help", "")), home, _text(", ".join(_traits(row)))]
+            blocks.append(f"- `{name}`: {'; '.join(filter(None, parts))}")
+    return _page("Catalog", blocks)
+
+
+def metrics_page() -> str:
+    blocks = [
+        "Every metric that a run logs, to `RUN/metrics.jsonl` (one JSON object a line) and to the "
+        "trackers. What is normal is a rule of thumb, not a limit that the program checks; what it does "
+        "check while a run goes on is in [watching.md](watching.md#advice). A part in angle brackets "
+        "stands for several names: `<stat>` is mean, median, max or min. `slime plot RUN -m 'train/*'` "
+        "draws any of them.",
+    ]
+    for group, rows in METRICS.items():
+        blocks.append(f"## {group}")
+        for row in rows:
+            normal = f". *Normal: {_text(row.normal)}.*" if row.normal else ""
+            blocks.append(f"- `{row.name}`: {_text(row.what)}{normal}")
+    return _page("Metrics", blocks)
+
+
+def _page(title: str, blocks: Sequence[str]) -> str:
+    """Headings and paragraphs stand apart, entries of a list below each other."""
+    text, before = f"{GENERATED}\n# {title}\n", ""
+    for block in blocks:
+        item = block.startswith("- ")
+        lines = textwrap.wrap(
+            block,
+            WIDTH,
+            subsequent_indent="  " if item else "",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        text += ("" if item and before.startswith("- ") else "\n") + "\n".join(lines) + "\n"
+        before = block
+    return text
 
 
 def _traits(row: Any) -> Iterator[str]:
@@ -119,8 +185,8 @@ def _traits(row: Any) -> Iterator[str]:
         if is_dataclass(value):
             yield from _traits(value)
         elif trait.repr and trait.name != "help" and value != trait.default:
-            text = ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-            yield trait.name if value is True else f"{trait.name}: {text}"
+            text = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            yield trait.name if value is True else f"{trait.name} {text}"
 
 
 def _type_text(spec: FlagSpec) -> str:
@@ -128,15 +194,19 @@ def _type_text(spec: FlagSpec) -> str:
         return ", ".join(spec.info.choices)
     name = {bool: "switch", dict: "JSON", int: "int", float: "float", str: "text"}[spec.kind]
     return (f"{name} ..." if spec.many else name) + (
-        f" {_cell(spec.info.limits)}" if spec.info.limits else ""
+        f" {_text(spec.info.limits)}" if spec.info.limits else ""
     )
 
 
 def _default_text(spec: FlagSpec) -> str:
     if spec.kind is bool or spec.default in (None, [], {}):
         return ""
-    return f"`{spec.default}`"
+    return f"default `{spec.default}`"
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "&lt;")
+def _meaning(spec: FlagSpec) -> str:
+    return _text(spec.info.help + (f" ({spec.info.condition})" if spec.info.condition else ""))
+
+
+def _text(text: str) -> str:
+    return text.replace("<", "&lt;")

@@ -65,7 +65,7 @@ COMMANDS = {
         "hold every trainer and layout against transformers on a small model of your architecture",
     ),
     "docs": Command(
-        "slime.cli.docs", "write docs/flags.md, plugins.md and catalog.md from the declarations", hidden=True
+        "slime.cli.docs", "write the pages of docs/ that are made from the declarations", hidden=True
     ),
 }
 

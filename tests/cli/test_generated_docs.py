@@ -1,29 +1,85 @@
-"""docs/flags.md, plugins.md and catalog.md say what the declarations say."""
+"""Generated pages say what the declarations say, and the glossary has every metric that is logged."""
 
+import ast
+import re
 from pathlib import Path
 
 import pytest
 
 from slime.arguments.all_flags import all_specs
+from slime.arguments.core.flag import convert
+from slime.catalog.metrics import METRICS, find_metric
 from slime.cli import docs
 from slime.plugins import PLUGIN_POINTS
+from slime.step.metrics import PER_SAMPLE_METRICS, PER_TOKEN_METRICS
 
-FOLDER = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("name", docs.pages())
 def test_page_is_current(name):
-    assert (FOLDER / name).read_text(encoding="utf-8") == docs.pages()[name], (
+    assert (ROOT / "docs" / name).read_text(encoding="utf-8") == docs.pages()[name], (
         "run `slime docs` and commit the result"
     )
 
 
-def test_every_flag_and_plug_in_has_a_row():
+def test_every_flag_and_plug_in_has_an_entry():
     pages = docs.pages()
-    assert [s.option for s in all_specs().values() if f"| `{s.option}` |" not in pages["flags.md"]] == []
-    assert [p.option for p in PLUGIN_POINTS if f"| `{p.option}` |" not in pages["plugins.md"]] == []
+    assert [s.option for s in all_specs().values() if f"\n- `{s.option}` (" not in pages["flags.md"]] == []
+    assert [p.option for p in PLUGIN_POINTS if f"\n- `{p.option}`, " not in pages["plugins.md"]] == []
+
+
+def test_essential_flags_have_examples_that_are_values():
+    for name, value in docs.ESSENTIALS.items():
+        spec = all_specs()[name]
+        assert (spec.kind is bool) == (value == ""), name
+        for word in value.split():
+            convert(spec, word)
 
 
 def test_command_writes_the_pages(tmp_path):
     assert docs.main([str(tmp_path)]) == 0
     assert (tmp_path / "flags.md").read_text(encoding="utf-8") == docs.pages()["flags.md"]
+
+
+FILLED_IN = "\0"  # stands for what an f-string puts into a name
+
+
+def written_names() -> set[str]:
+    """Names of metrics in the source."""
+    found = set()
+    for path in (ROOT / "slime").rglob("*.py"):
+        if path.parent.name in ("cli", "catalog"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = [p.value if isinstance(p, ast.Constant) else FILLED_IN for p in node.values]
+                found.add("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(node.value)
+    name = re.compile(r"(rollout|train|perf|eval|passrate)/[\0\w/.@-]*[\0a-z0-9]")
+    return set(filter(name.fullmatch, found))
+
+
+def has_row(written: str) -> bool:
+    """A name, a name with parts filled in, or the beginning of names."""
+    template = re.compile(re.escape(written).replace(FILLED_IN, ".*") + "(/<.*)?")
+    return bool(find_metric(written)) or any(
+        template.fullmatch(row.name) for rows in METRICS.values() for row in rows
+    )
+
+
+def test_every_metric_in_the_source_is_in_the_glossary():
+    names = written_names() | {f"rollout/{key}" for key in (*PER_TOKEN_METRICS, *PER_SAMPLE_METRICS)}
+    assert len(names) > 40
+    unknown = {name for name in names if not has_row(name)}
+    assert not unknown, f"add rows to slime/catalog/metrics.py for {unknown}"
+
+
+def test_metrics_are_found_by_the_most_exact_row():
+    assert find_metric("rollout/response_len/mean").name == "rollout/response_len/<stat>"
+    assert find_metric("eval/heldout/response_len/mean").name == "rollout/response_len/<stat>"
+    assert find_metric("eval/heldout-pass@4").name == "eval/<dataset>-pass@<k>"
+    assert find_metric("rollout/never_heard_of") is None
+    assert find_metric("eval/heldout/never_heard_of/x") is None
+    assert all(row.what for rows in METRICS.values() for row in rows)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from glossary import assert_in_glossary
 
 from slime.cli.quickstart.presets import PRESETS
 
@@ -17,6 +18,8 @@ def quickstart(run_dir, *flags, timeout_s=1500):
     command = [sys.executable, "-m", "slime", "quickstart", "--run-dir", str(run_dir), *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+    for part in ("sft", "rl"):
+        assert_in_glossary(run_dir / part)
     return json.loads((run_dir / "summary.json").read_text()), done.stdout
 
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from glossary import assert_in_glossary
 
 ROOT = Path(__file__).parents[2]
 NUMBER = re.compile(r"(?:greedy|ranked right by \S+:) ([01]\.\d+)")
@@ -26,6 +27,8 @@ def test_an_example_learns(tmp_path, name, before, after):
         timeout=900,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    for metrics in (tmp_path / "run").rglob("metrics.jsonl"):
+        assert_in_glossary(metrics.parent)
     numbers = [float(number) for number in NUMBER.findall(done.stdout)]
     assert numbers[-2] < before and numbers[-1] > after, done.stdout
 
