@@ -22,12 +22,8 @@ run=${RUN_DIR:-runs/examples/dpo}
 "$python" examples/digits.py score "$run/sft/hf-23"
 
 # Twelve steps: trained for much longer, DPO lowers the log-probs of both answers, and the model unlearns what it knew.
-"$python" train.py \
-    --hf-checkpoint "$run/sft/hf-23" --run-dir "$run/dpo" --save "$run/dpo/checkpoints" --save-interval 1 --save-hf "$run/dpo/hf-{rollout_id}" \
-    --rollout-function-path slime.rollout.preference_rollout.generate_rollout --debug-train-only \
-    --loss-type dpo_loss --dpo-beta 1.0 \
-    --prompt-data "$run/pairs.jsonl" --input-key chosen --label-key rejected --loss-mask-type qwen \
-    --num-rollout 1 --rollout-batch-size 768 --global-batch-size 64 \
-    --use-dynamic-batch-size --max-tokens-per-gpu 8192 --lr 2e-4 --weight-decay 0
+"$python" train.py --config recipes/laptop/dpo.yaml \
+    --hf-checkpoint "$run/sft/hf-23" --prompt-data "$run/pairs.jsonl" \
+    --run-dir "$run/dpo" --save "$run/dpo/checkpoints" --save-hf "$run/dpo/hf-{rollout_id}"
 
 "$python" examples/digits.py score "$run/dpo/hf-0"

@@ -23,13 +23,10 @@ run=${RUN_DIR:-runs/examples/opd}
 student=$run/sft/hf-3
 teacher=$run/sft/hf-9
 
-"$python" train.py \
-    --hf-checkpoint "$student" --run-dir "$run/opd" --save "$run/opd/checkpoints" --save-interval 25 --save-hf "$run/opd/hf-{rollout_id}" \
-    --use-opd --opd-type trainer --opd-teacher-load "$teacher" --opd-kl "${OPD_KL:-full}" \
-    --custom-rm-path slime.rollout.on_policy_distillation.zero_reward \
-    --prompt-data "$run/prompts.jsonl" --input-key prompt --label-key label --rollout-shuffle \
-    --num-rollout 25 --rollout-batch-size 64 --n-samples-per-prompt 4 --rollout-max-response-len 8 \
-    --use-dynamic-batch-size --max-tokens-per-gpu 8192 --lr 1e-3 --weight-decay 0 --adam-beta2 0.99
+"$python" train.py --config recipes/laptop/opd.yaml \
+    --hf-checkpoint "$student" --opd-teacher-load "$teacher" --opd-kl "${OPD_KL:-full}" \
+    --prompt-data "$run/prompts.jsonl" \
+    --run-dir "$run/opd" --save "$run/opd/checkpoints" --save-hf "$run/opd/hf-{rollout_id}"
 
 # The teacher, the student before and after.
 "$python" examples/digits.py score "$teacher" "$student" "$run/opd/hf-24"

@@ -1,0 +1,48 @@
+"""Every recipe is read by the same parser as `--config`, with its plug-ins, and says what it is."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from docs_world import ROOT, make_world, provide, provide_model
+
+from slime.cli.train import load_args
+
+RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
+NAMES = [str(path.relative_to(ROOT)) for path in RECIPES]
+
+
+def test_there_is_a_recipe_for_each_hardware_and_each_task():
+    found = {tuple(path.with_suffix("").parts[-2:]) for path in RECIPES}
+    assert {hardware for hardware, _ in found} == {"laptop", "gpu24", "gpu80", "gpu8", "nodes2"}
+    assert {task for _, task in found} == {"math", "code", "tools", "sft", "dpo", "opd"}
+    assert {("laptop", task) for task in ("math", "code", "tools", "sft", "dpo", "opd")} <= found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_is_read_as_a_run_would_read_it(name, tmp_path, monkeypatch):
+    world = make_world(tmp_path)
+    monkeypatch.chdir(world)
+    values = yaml.safe_load(Path(name).read_text())
+    provide(world, [str(value) for value in values.values()])
+    for key in ("hf-checkpoint", "opd-teacher-load"):
+        if str(values.get(key)).startswith(("runs/", "models/")):
+            provide_model(world / values[key])
+    args = load_args(["--config", name])
+    # Of a machine without GPUs only what is about the machine may be told.
+    told = [w for w in args.warnings if not re.search("GPU|cores|threads", w)]
+    assert not told, told
+    assert args.run_dir.startswith("runs/") and args.save
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_says_what_it_is_and_how_to_run_it(name):
+    head = []
+    for line in (ROOT / name).read_text().splitlines():
+        if not line.startswith("#"):
+            break
+        head.append(line)
+    text = "\n".join(head)
+    assert all(word in text for word in ("Data, one JSON object a line:", "Memory", f"--config {name}")), text
+    assert max(map(len, head)) <= 110

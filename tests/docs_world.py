@@ -1,0 +1,71 @@
+"""A folder in which the commands of the docs and the recipes can be read: the files that they name are there."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from tiny_model import make_tiny_tokenizer
+
+ROOT = Path(__file__).parents[1]
+PLUGIN = """
+from slime.utils.types import Sample
+
+async def generate(args, sample, sampling_params): return sample
+def reward(args, sample): return 0.0
+def commit(args, version_dir, rollout_engines): ...
+def keep(args, samples): return True
+"""
+ROWS = {
+    "jsonl": {
+        "prompt": "1+1?",
+        "input": "1+1?",
+        "label": "2",
+        "messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}],
+        "chosen": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}],
+        "rejected": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "3"}],
+    }
+}
+CONFIG = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+}
+
+
+def make_world(folder: Path) -> Path:
+    """`folder` as a clone of the repository would be, with an SGLang environment beside it."""
+    for name in ("examples", "recipes", "benchmarks", "tests", "train.py", "train_async.py"):
+        (folder / name).symlink_to(ROOT / name)
+    python = folder / ".venv-sglang/bin/python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(os.path.realpath(sys.executable))
+    return folder
+
+
+def provide(folder: Path, words: list[str]) -> None:
+    """Make what the words of a command name: prompt files, model folders, functions, YAML."""
+    for word in words:
+        path = folder / word.partition("@")[0].partition(":")[0]
+        if path.exists() or word.startswith(("-", "/", "http")) or not path.is_relative_to(folder):
+            continue
+        if path.suffix == ".jsonl":
+            write(path, json.dumps(ROWS["jsonl"]) + "\n")
+        elif path.suffix == ".py":
+            write(path, PLUGIN)
+
+
+def provide_model(path: Path) -> None:
+    make_tiny_tokenizer().save_pretrained(path)
+    write(path / "config.json", json.dumps(CONFIG))
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
