@@ -1,4 +1,4 @@
-"""A folder in which the commands of the docs and the recipes can be read: the files that they name are there."""
+"""A folder in which commands of the docs and recipes can be read: the files that they name are there."""
 
 import json
 import os
