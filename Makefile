@@ -43,10 +43,12 @@ test: $(STAMP) lint
 test-fast: $(STAMP)
 	$(PARALLEL) $(FAST)
 
-# What continuous integration runs: the tests, and what of the Megatron and SGLang suites is quick.
+# What continuous integration runs: the tests, what of the Megatron and SGLang suites is quick, and all trackers.
 ci: test
 	$(BIN)/python -m pip install -q $(CONSTRAINTS) -e ".[megatron]"
 	$(PYTEST) -m "megatron and not slow" --timeout 900 $(MEGATRON_QUICK)
+	$(BIN)/python -m pip install -q $(CONSTRAINTS) -e ".[wandb,trackio,mlflow]"
+	$(PYTEST) tests/observability/test_trackers.py
 	$(MAKE) sglang-env
 	$(PYTEST) -m "sglang and not slow" --timeout 900 $(SGLANG_QUICK)
 

@@ -12,7 +12,8 @@ ROOT = Path(__file__).parent.parent
 LAYERS = [
     {"utils"},
     {"catalog"},
-    {"arguments", "observability", "record"},
+    {"arguments", "record"},
+    {"observability"},
     {"plugins"},
     {"data", "algorithms", "wire"},
     {"batch"},

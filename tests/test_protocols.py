@@ -13,6 +13,7 @@ from slime.arguments.groups.trained_sampling import SamplingFlags
 from slime.backends.base import OutputMatrix, TrainBackend
 from slime.backends.fsdp.backend import FSDPBackend
 from slime.backends.fsdp.dcp_checkpoint import CheckpointedTrainer
+from slime.catalog.trackers import TRACKERS
 from slime.catalog.transports import TRANSPORTS
 from slime.cluster.serving.engine_host import HostedEngine
 from slime.cluster.serving.front import Rotations
@@ -25,14 +26,16 @@ from slime.engines.pulse import Patient
 from slime.engines.router import Balancer
 from slime.engines.server import EngineServer
 from slime.engines.sglang.router import SGLangRouter
+from slime.observability.logging_utils import RunArgs
 from slime.observability.metrics import MetricArgs
-from slime.observability.tracking import TrackerArgs
+from slime.observability.trackers.base import Service
 from slime.rollout.generation.policy_requests import PolicyRequests
 from slime.rollout.journal import CountingJournal, Journal
 from slime.runtime.base import Future, Guarded, Ready, Ref, Runtime
 from slime.runtime.heartbeat import Beating
 from slime.runtime.local import LocalFuture, LocalRuntime, ProcessHandle, SegmentRef
 from slime.utils.http_utils import Observer
+from slime.utils.misc import load_function
 from slime.utils.types import ExpertArgs, RewardArgs
 from slime.weight_sync import live_sender_of, transport_of
 from slime.weight_sync.base import LiveSender, Sender
@@ -63,7 +66,8 @@ IMPLEMENTATIONS: dict[type, list[type]] = {
         embedded_weights.DequantizedSource,
     ],
     MetricArgs: [PluginArgs],
-    TrackerArgs: [Args, PluginArgs],
+    RunArgs: [PluginArgs],
+    Service: [load_function(row.service) for row in TRACKERS.values()],
     SamplingFlags: [Args, PluginArgs],
     RewardArgs: [PluginArgs],
     ExpertArgs: [PluginArgs],

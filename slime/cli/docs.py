@@ -16,6 +16,7 @@ from slime.catalog.estimators import ESTIMATORS
 from slime.catalog.metrics import METRICS
 from slime.catalog.policy_losses import POLICY_LOSSES, REDUCTIONS
 from slime.catalog.rewards import REWARDS
+from slime.catalog.trackers import TRACKERS
 from slime.catalog.transports import TRANSPORTS
 from slime.plugins import PLUGIN_POINTS
 
@@ -31,6 +32,7 @@ CATALOG: dict[str, Mapping[str, Any]] = {
     "`--rollout-engine`": ENGINES,
     "`--train-backend`": BACKENDS,
     "Weight transports": TRANSPORTS,
+    "Trackers (`--use-NAME`)": TRACKERS,
 }
 
 # The flags that most runs give, in the order in which one thinks of them, each with a value as an example.

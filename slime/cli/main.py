@@ -47,6 +47,7 @@ COMMANDS = {
     "plot": Command(
         "slime.cli.plot", "curves of any metrics of one run or several, in the terminal or as a picture"
     ),
+    "track": Command("slime.cli.track", "send a run to TensorBoard, W&B, trackio or MLflow after its end"),
     "plan": Command(
         "slime.cli.plan", "show which engine would run on which GPUs, and what a trainer layout would cost"
     ),

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
-from slime.observability.tracking import Tracker, TrackerArgs
+from slime.observability.tracking import Tracker
+from slime.utils.folder_lock import is_locked
 
 _FORMAT = "[%(asctime)s{prefix}] %(filename)s:%(lineno)d - %(levelname)s: %(message)s"
 
@@ -29,17 +31,20 @@ def configure_logger(prefix: str = "", level: int = logging.INFO) -> None:
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
-class RunArgs(TrackerArgs, Protocol):
+class RunArgs(Protocol):
     """What a plug-in gets as `args`, as far as metrics are concerned."""
 
     run_dir: str
 
 
 def init_tracking(args: RunArgs, primary: bool = True, **kwargs: Any) -> Tracker:
-    """Open this process's tracker in `args.run_dir`; once it is open, the same one comes back."""
+    """Open this process's tracker in `args.run_dir`; once it is open, the same one comes back.
+
+    Within a run, its driver has the trackers already, and they follow what is written here, too.
+    """
     global _tracker
     if _tracker is None:
-        _tracker = Tracker(args, args.run_dir)
+        _tracker = Tracker(args, args.run_dir, feeds=not is_locked(Path(args.run_dir), "--run-dir"))
     return _tracker
 
 

@@ -1,4 +1,4 @@
-"""Where metrics go: always one JSON object per line in the run folder, and TensorBoard or W&B when asked.
+"""Where metrics go: one JSON object per line in the run folder, which trackers follow when asked.
 
 A line holds every metric of one report, its step axis and the wall time:
     {"time": 1754820000.1, "run": "3f9c01aa", "start": 1, "step_key": "rollout/step", "step": 3,
@@ -16,47 +16,36 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from slime.catalog.trackers import TRACKERS, chosen_trackers, missing_package, tracker_options
+from slime.observability.trackers.feed import Feed
 from slime.utils.errors import RunStopped
+from slime.utils.misc import is_installed
 from slime.utils.run_file import METRICS_FILE, read_run
 
 
-class TrackerArgs(Protocol):
-    """The flags that decide where metrics go; any `args` has them."""
-
-    use_tensorboard: bool
-    tb_project_name: str | None
-    tb_experiment_name: str | None
-    use_wandb: bool
-    wandb_mode: str | None
-    wandb_dir: str | None
-    wandb_key: str | None
-    wandb_host: str | None
-    wandb_team: str | None
-    wandb_group: str | None
-    wandb_project: str | None
-    wandb_run_id: str | None
-    wandb_random_suffix: bool
-
-
 class Tracker:
-    """Takes metrics from any thread; each report is on disk when `log` returns."""
+    """Takes metrics from any thread; each report is on disk when `log` returns.
 
-    def __init__(self, args: TrackerArgs, run_dir: str | Path):
+    Trackers that the flags ask for read that file in processes of their own. `feeds` False: somebody else has
+    started these, as the driver of a run has for the plug-ins of all its processes.
+    """
+
+    def __init__(self, args: object, run_dir: str | Path, *, feeds: bool = True):
+        names = chosen_trackers(args) if feeds else []
+        for name in names:  # before anything is written
+            if not is_installed(TRACKERS[name].package):
+                raise ValueError(missing_package(name))
         self.path = Path(run_dir) / METRICS_FILE
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()
-        # Sinks that may refuse come first: a refusal leaves no file behind.
-        self._sinks: list[_TensorBoard | _WandB] = []
-        if args.use_tensorboard:
-            self._sinks.append(_TensorBoard(args, Path(run_dir)))
-        if args.use_wandb:
-            self._sinks.append(_WandB(args, Path(run_dir)))
         record = read_run(self.path.parent)
         self._origin = {"run": record.id, "start": record.num_starts} if record is not None else {}
         self._fd: int | None = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         _cut_torn_line(self._fd)
+        options = tracker_options(args)
+        self._feeds = [Feed(name, self.path.parent.absolute(), options) for name in names]
 
     def log(self, metrics: Mapping[str, Any], step_key: str, step: int | None = None) -> None:
         """Record metrics at a step of the axis `step_key`; without `step` they hold it under that key."""
@@ -72,8 +61,8 @@ class Tracker:
                 raise ValueError("this tracker is finished")
             # One write per line: lines of several processes never mix, and a crash cannot split one.
             self._write(self._fd, (json.dumps(_finite(line), allow_nan=False) + "\n").encode())
-            for sink in self._sinks:
-                sink.log(values, step_key, step)
+            for feed in self._feeds:
+                feed.look()
 
     def _write(self, fd: int, line: bytes) -> None:
         try:
@@ -91,8 +80,8 @@ class Tracker:
             if self._fd is not None:
                 os.close(self._fd)
                 self._fd = None
-                for sink in self._sinks:
-                    sink.finish()
+                for feed in self._feeds:
+                    feed.finish()
 
     close = finish
 
@@ -153,63 +142,3 @@ def _cut_torn_line(fd: int) -> None:
         keep = start
     if keep < size:
         os.ftruncate(fd, keep)
-
-
-class _TensorBoard:
-    def __init__(self, args: TrackerArgs, run_dir: Path):
-        try:
-            # Here, not above: an optional package, and slow to import.
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ValueError(
-                "--use-tensorboard needs the tensorboard package: pip install 'slime[tensorboard]'"
-            ) from error
-        parts = [name for name in (args.tb_project_name, args.tb_experiment_name) if name]
-        self._writer = SummaryWriter(log_dir=str(run_dir.joinpath("tensorboard", *parts)))
-
-    def log(self, values: dict[str, Any], step_key: str, step: int) -> None:
-        for key, value in values.items():
-            if isinstance(value, (int, float)):
-                self._writer.add_scalar(key, value, step)
-        self._writer.flush()
-
-    def finish(self) -> None:
-        self._writer.close()
-
-
-class _WandB:
-    def __init__(self, args: TrackerArgs, run_dir: Path):
-        try:
-            import wandb  # here, not above: an optional package, and slow to import
-        except ImportError as error:
-            raise ValueError("--use-wandb needs the wandb package: pip install 'slime[wandb]'") from error
-        if args.wandb_key:
-            wandb.login(key=args.wandb_key, host=args.wandb_host)
-        name = args.wandb_group
-        if name and args.wandb_random_suffix:
-            name = f"{name}-{wandb.util.generate_id()}"
-        self._run = wandb.init(
-            project=args.wandb_project,
-            entity=args.wandb_team,
-            group=args.wandb_group,
-            name=name,
-            id=args.wandb_run_id,
-            resume="allow" if args.wandb_run_id else None,
-            mode=args.wandb_mode,
-            dir=args.wandb_dir or str(run_dir),
-            config={key: value for key, value in _plain_settings(args).items() if key != "wandb_key"},
-        )
-        for axis in ("train", "rollout", "eval", "perf", "passrate", "multi_turn"):
-            step_key = "rollout/step" if axis in ("perf", "passrate", "multi_turn") else f"{axis}/step"
-            self._run.define_metric(f"{axis}/*", step_metric=step_key)
-
-    def log(self, values: dict[str, Any], step_key: str, step: int) -> None:
-        self._run.log(values)
-
-    def finish(self) -> None:
-        self._run.finish()
-
-
-def _plain_settings(args: TrackerArgs) -> dict[str, Any]:
-    plain = (bool, int, float, str, type(None))
-    return {name: value if isinstance(value, plain) else str(value) for name, value in vars(args).items()}

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 
 from slime.arguments import Args
 from slime.catalog.backends import BACKENDS
 from slime.catalog.datasets import format_of
 from slime.catalog.rewards import find_reward
+from slime.catalog.trackers import TRACKERS, chosen_trackers
 from slime.preflight.report import Finding
+from slime.utils.misc import is_installed
 
 
 def check_packages(args: Args) -> Iterator[Finding]:
@@ -21,8 +22,10 @@ def check_packages(args: Args) -> Iterator[Finding]:
 
 def _needed(args: Args) -> Iterator[tuple[str, str, str]]:
     for on, flag, module, extra in (
-        (args.use_wandb, "--use-wandb", "wandb", "wandb"),
-        (args.use_tensorboard, "--use-tensorboard", "tensorboard", "tensorboard"),
+        *(
+            (True, f"--use-{name}", TRACKERS[name].package, TRACKERS[name].extra)
+            for name in chosen_trackers(args)
+        ),
         (args.runtime == "ray", "--runtime ray", "ray", "ray"),
         (bool(args.lora_rank), "--lora-rank", "peft", "lora"),
         (args.update_weight_mode == "delta", "--update-weight-mode delta", "zstandard", "delta"),
@@ -45,11 +48,3 @@ def _needed(args: Args) -> Iterator[tuple[str, str, str]]:
         if fmt is None or fmt.package is None:
             continue
         yield "--prompt-data", fmt.package, f"pip install 'slime[{fmt.extra}]'"
-
-
-def is_installed(module: str) -> bool:
-    """Whether it can be imported, without importing it."""
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the package that it would be in
-        return False

@@ -16,6 +16,7 @@ _COLUMNS = (
     "r.kind, r.rollout_id, g.dataset, g.group_index, g.prompt, g.label, g.outcome, g.reason, "
     "s.sample_index, s.status, s.reward, s.reward_parts, s.failure, s.response, s.num_tokens, s.id"
 )
+Kind = Literal["train", "eval"]  # of a rollout
 _JOINED = "samples s JOIN groups g ON g.id = s.group_row JOIN rollouts r ON r.id = g.rollout"
 
 
@@ -59,7 +60,7 @@ class Tokens:
 class Select:
     """Which answers: all conditions hold together; None is no condition. Newest rollouts come first."""
 
-    kind: Literal["train", "eval"] | None = None
+    kind: Kind | None = None
     rollout_id: int | None = None
     dataset: str | None = None
     outcome: str | None = None
@@ -72,7 +73,7 @@ class Select:
 class RolloutRow:
     """A rollout or an evaluation as a whole. `pruned`: its answers were removed for their size."""
 
-    kind: str
+    kind: Kind
     rollout_id: int
     time: float
     version: str | None
@@ -97,13 +98,23 @@ class Record:
     def close(self) -> None:
         self._connection.close()
 
-    def rollouts(self) -> list[RolloutRow]:
-        """Every rollout and evaluation, oldest first."""
+    def rollouts(self, since: float = 0.0) -> list[RolloutRow]:
+        """Every rollout and evaluation that ended after a time, oldest first."""
         rows = self._connection.execute(
             "SELECT kind, rollout_id, time, version, num_groups, num_samples, mean_reward, pruned "
-            "FROM rollouts ORDER BY time, id"
+            "FROM rollouts WHERE time > ? ORDER BY time, id",
+            (since,),
         )
         return [RolloutRow(*row) for row in rows]
+
+    def datasets(self, kind: str, rollout_id: int) -> list[str | None]:
+        """Names of the datasets of an evaluation; of a rollout, which has no name, [None]."""
+        rows = self._connection.execute(
+            "SELECT g.dataset FROM groups g JOIN rollouts r ON r.id = g.rollout "
+            "WHERE r.kind = ? AND r.rollout_id = ? GROUP BY g.dataset ORDER BY min(g.id)",
+            (kind, rollout_id),
+        )
+        return [name for (name,) in rows]
 
     def answers(self, select: Select) -> list[Answer]:
         """At most `select.limit` answers. With an order by reward, those without one are left out."""

@@ -6,6 +6,7 @@ told once and the run goes on; how many could not be written is noted in the fil
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import queue
@@ -72,6 +73,8 @@ class RecordWriter:
             self._closed = True
             self._waiting.put(None)
             self._thread.join()
+            with contextlib.suppress(sqlite3.Error):  # by itself it is done only if nobody reads just now
+                self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
             self._connection.close()
 
     def _write_all(self) -> None:

@@ -61,6 +61,14 @@ def _load_file(file: str) -> Any:
     return module
 
 
+def is_installed(module: str) -> bool:
+    """Whether it can be imported, without importing it."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the package that it would be in
+        return False
+
+
 class SingletonMeta(type):
     """Metaclass: one instance per class and process."""
 

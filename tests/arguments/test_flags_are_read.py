@@ -11,6 +11,7 @@ from slime.arguments.groups import off_policy
 from slime.catalog.estimators import ESTIMATORS
 from slime.catalog.policy_losses import POLICY_LOSSES, REDUCTIONS
 from slime.catalog.rewards import REWARDS
+from slime.catalog.trackers import TRACKERS, tracker_options
 from slime.utils.misc import load_function
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +60,9 @@ def names_read_outside_arguments() -> set[str]:
 
 
 def test_every_flag_is_read_by_what_it_steers():
-    assert sorted(set(all_specs()) - names_read_outside_arguments() - USED_WHILE_PARSING) == []
+    of_trackers = set(tracker_options(None)) | {f"use_{name}" for name in TRACKERS}
+    read = names_read_outside_arguments() | of_trackers
+    assert sorted(set(all_specs()) - read - USED_WHILE_PARSING) == []
 
 
 @pytest.mark.parametrize("row", [*ESTIMATORS.values(), *POLICY_LOSSES.values()])

@@ -2,17 +2,21 @@
 
 import json
 import logging
-import sys
 import threading
 import time
-from types import SimpleNamespace
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from argument_helpers import declared
+from patience import eventually
 
+from slime.catalog.trackers import TRACKERS
 from slime.observability import logging_utils
+from slime.observability.trackers import feed
+from slime.observability.trackers.follow import read_progress
 from slime.observability.tracking import METRICS_FILE, Tracker, read_metrics
 
 
@@ -95,55 +99,83 @@ def test_finished_tracker_refuses_more_and_may_be_finished_again(tmp_path):
         tracker.log({"a": 1}, "train/step", 0)
 
 
-@pytest.mark.parametrize(
-    "flag, module, command",
-    [
-        ("use_wandb", "wandb", "slime[wandb]"),
-        ("use_tensorboard", "torch.utils.tensorboard", "slime[tensorboard]"),
-    ],
-)
-def test_missing_package_is_an_error_with_the_install_command(tmp_path, monkeypatch, flag, module, command):
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ValueError) as caught:
-        Tracker(make_args(**{flag: True}), tmp_path / "run")
-    assert command in str(caught.value)
-    assert not (tmp_path / "run" / METRICS_FILE).exists()
+@pytest.mark.parametrize("name", sorted(TRACKERS))
+def test_missing_package_is_an_error_with_the_install_command(tmp_path, monkeypatch, name):
+    monkeypatch.setattr("slime.observability.tracking.is_installed", lambda package: False)
+    with pytest.raises(ValueError, match=rf"--use-{name} .*slime\[{name}\]"):
+        Tracker(make_args(**{f"use_{name}": True}), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
-def test_tensorboard_gets_the_numbers_when_asked(tmp_path):
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    with Tracker(make_args(use_tensorboard=True, tb_project_name="proj"), tmp_path) as tracker:
-        tracker.log({"train/loss": 0.25, "train/note": "text"}, "train/step", 3)
-    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard" / "proj"))
-    events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(3, 0.25)]
+@pytest.fixture
+def service(monkeypatch):
+    """`service("Hanging")` stands in for the TensorBoard service, also in the tracker's own process."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.setattr("slime.observability.tracking.is_installed", lambda package: True)
+
+    def choose(name):
+        row = replace(TRACKERS["tensorboard"], service=f"tracker_doubles.{name}")
+        monkeypatch.setitem(TRACKERS, "tensorboard", row)
+        return make_args(use_tensorboard=True, tracker_samples=2)
+
+    return choose
 
 
-def test_wandb_gets_metrics_and_config_without_the_key(tmp_path, monkeypatch):
-    runs = []
+def kept(folder):
+    file = folder / "kept.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
-    class Run:
-        def __init__(self, **kwargs):
-            self.kwargs, self.logged, self.axes, self.finished = kwargs, [], {}, False
-            runs.append(self)
 
-        def define_metric(self, name, step_metric):
-            self.axes[name] = step_metric
+def test_a_tracker_gets_everything_before_the_run_ends(tmp_path, service, caplog):
+    with Tracker(service("Keeping"), tmp_path) as tracker:
+        for step in range(3):
+            tracker.log({"train/loss": step / 2, "train/note": "text"}, "train/step", step)
+        logging_utils.init_tracking(make_args(run_dir=str(tmp_path), use_tensorboard=False))
+        logging_utils.log(make_args(run_dir=str(tmp_path)), {"mine/x": 7}, "mine/step", 0)  # of a plug-in
+        logging_utils.finish_tracking()
+    numbers = [entry[1] for entry in kept(tmp_path) if entry[0] == "scalars"]
+    assert [values.get("train/loss") for values in numbers] == [0.0, 0.5, 1.0, None]
+    assert numbers[-1]["mine/x"] == 7
+    assert kept(tmp_path)[-1] == ["finish"]
+    assert not caplog.records
 
-        def log(self, values):
-            self.logged.append(values)
 
-        def finish(self):
-            self.finished = True
+def test_a_tracker_out_of_reach_is_told_once_and_stops_nothing(tmp_path, service, caplog, monkeypatch):
+    monkeypatch.setattr(feed, "_LOOK_S", 0.0)
+    with Tracker(service("Absent"), tmp_path) as tracker:
+        tracker.log({"train/loss": 1.0}, "train/step", 0)
+        eventually(lambda: read_progress(tmp_path, "tensorboard").error)
+        for step in range(1, 4):
+            tracker.log({"train/loss": 1.0}, "train/step", step)
+    [record] = caplog.records
+    assert "no route to the tracker" in record.getMessage() and "slime track" in record.getMessage()
+    assert len(read_metrics(tmp_path)) == 4
+    assert "ConnectionError" in (tmp_path / "logs" / "tracker-tensorboard.log").read_text()
 
-    fake = SimpleNamespace(init=lambda **kwargs: Run(**kwargs), login=lambda **kwargs: None)
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    with Tracker(make_args(use_wandb=True), tmp_path) as tracker:
-        tracker.log({"train/loss": 1.0}, "train/step", 2)
-    [run] = runs
-    assert run.logged == [{"train/loss": 1.0, "train/step": 2}] and run.finished
-    assert run.axes["perf/*"] == "rollout/step"
-    assert "wandb_key" not in run.kwargs["config"] and run.kwargs["mode"] == "offline"
+
+def test_a_tracker_that_hangs_is_ended_with_the_run(tmp_path, service, caplog, monkeypatch):
+    monkeypatch.setattr(feed, "_END_SILENT_S", 0.2)
+    with Tracker(service("Hanging"), tmp_path) as tracker:
+        tracker.log({"train/loss": 1.0}, "train/step", 0)
+        eventually(lambda: ["hangs"] in kept(tmp_path))
+        tracker.log({"train/loss": 1.0}, "train/step", 1)
+        process = tracker._feeds[0]._process
+    assert process.poll() is not None
+    [record] = caplog.records
+    assert "did not take the rest" in record.getMessage()
+
+
+def test_a_silent_tracker_is_told_while_the_run_goes_on(tmp_path, service, caplog, monkeypatch):
+    monkeypatch.setattr(feed, "_LOOK_S", 0.0)
+    monkeypatch.setattr(feed, "_END_SILENT_S", 0.0)
+    with Tracker(service("Hanging"), tmp_path) as tracker:
+        tracker.log({"train/loss": 1.0}, "train/step", 0)
+        eventually(lambda: ["hangs"] in kept(tmp_path))
+        monkeypatch.setattr(feed, "_SILENT_S", 0.0)
+        for step in range(1, 4):
+            tracker.log({"train/loss": 1.0}, "train/step", step)
+        assert ["has taken nothing" in record.getMessage() for record in caplog.records] == [True]
+    assert len(caplog.records) == 1
 
 
 def test_module_level_log_opens_one_tracker_per_process(tmp_path):

@@ -243,3 +243,14 @@ def test_log_probs_come_back(values):
 
 def test_ids_take_two_or_three_bytes():
     assert len(pack_ids([1, 65_535])) == 5 and len(pack_ids([1, 151_000])) == 7
+
+
+def test_one_file_holds_everything_after_the_end_also_if_somebody_reads(writer, tmp_path):
+    writer.add("train", 0, group_entries([[make_sample(0)]], "trained"))
+    with open_record(tmp_path) as early:
+        early.rollouts()
+        writer.close()
+        (tmp_path / "copy").mkdir()
+        (tmp_path / "copy" / "record.db").write_bytes((tmp_path / "record.db").read_bytes())
+    with open_record(tmp_path / "copy") as copy:
+        assert len(copy.answers(Select())) == 1

@@ -7,6 +7,8 @@ from slime.arguments.core.flag import flag, needs
 # -- when flags have an effect
 TENSORBOARD = needs("use_tensorboard", "TensorBoard is off; add --use-tensorboard")
 WANDB = needs("use_wandb", "Weights & Biases is off; add --use-wandb")
+TRACKIO = needs("use_trackio", "trackio is off; add --use-trackio")
+MLFLOW = needs("use_mlflow", "MLflow is off; add --use-mlflow")
 
 
 @dataclass
@@ -19,14 +21,17 @@ class TrackingFlags:
         "samples go first; 0: none is kept",
         ge=0,
     )
-    use_tensorboard: bool = flag(False, "write TensorBoard events")
+    tracker_samples: int = flag(
+        16, "samples of each rollout and evaluation that trackers show as a table; 0: none", ge=0, le=1000
+    )
+    use_tensorboard: bool = flag(False, "TensorBoard events, in RUN/tensorboard")
     tb_project_name: str | None = flag(
         None, "TensorBoard project folder", metavar="NAME", only_with=TENSORBOARD
     )
     tb_experiment_name: str | None = flag(
-        None, "TensorBoard experiment folder; default: the time", metavar="NAME", only_with=TENSORBOARD
+        None, "TensorBoard experiment folder, in that of the project", metavar="NAME", only_with=TENSORBOARD
     )
-    use_wandb: bool = flag(False, "send metrics to Weights & Biases")
+    use_wandb: bool = flag(False, "metrics and samples to Weights & Biases")
     wandb_mode: str | None = flag(
         None, "W&B mode", choices=("online", "offline", "disabled"), only_with=WANDB
     )
@@ -38,9 +43,25 @@ class TrackingFlags:
     wandb_team: str | None = flag(None, "W&B team", metavar="NAME", only_with=WANDB)
     wandb_group: str | None = flag(None, "W&B group", metavar="NAME", only_with=WANDB)
     wandb_project: str | None = flag(None, "W&B project", metavar="NAME", only_with=WANDB)
-    wandb_run_id: str | None = flag(None, "W&B run to continue", metavar="ID", only_with=WANDB)
+    wandb_run_id: str | None = flag(
+        None, "W&B run to continue; default: that of this run", metavar="ID", only_with=WANDB
+    )
     wandb_random_suffix: bool = flag(
         True, "no random suffix on the W&B group", off="--disable-wandb-random-suffix", only_with=WANDB
+    )
+    use_trackio: bool = flag(False, "metrics and samples to trackio, on this machine or in a Space")
+    trackio_project: str | None = flag(
+        None, "trackio project; default: slime", metavar="NAME", only_with=TRACKIO
+    )
+    trackio_space: str | None = flag(
+        None, "Hugging Face Space; default: on this machine", metavar="ID", only_with=TRACKIO
+    )
+    use_mlflow: bool = flag(False, "metrics and samples to MLflow")
+    mlflow_tracking_uri: str | None = flag(
+        None, "MLflow server; default: MLFLOW_TRACKING_URI, or RUN/mlflow", metavar="URI", only_with=MLFLOW
+    )
+    mlflow_experiment: str | None = flag(
+        None, "MLflow experiment; default: slime", metavar="NAME", only_with=MLFLOW
     )
     log_passrate: bool = flag(False, "pass@k")
     log_reward_category: str | None = flag(

@@ -1,0 +1,77 @@
+"""Trackers: services that show curves and samples of runs, a row each; the flag of a row is `--use-NAME`."""
+
+from dataclasses import dataclass
+
+_SERVICES = "slime.observability.trackers.services"
+
+
+@dataclass(frozen=True, slots=True)
+class TrackerRow:
+    """One tracker. `service`: a `Service` of `observability/trackers/base.py`, in a process of its own.
+
+    Example: `--use-trackio` needs the package trackio, which the extra `slime[trackio]` installs.
+    """
+
+    service: str
+    title: str
+    package: str  # that has to be installed
+    extra: str  # of slime, which installs it
+    help: str
+    options: tuple[str, ...] = ()  # flags that the service reads
+
+
+TRACKERS: dict[str, TrackerRow] = {
+    "tensorboard": TrackerRow(
+        f"{_SERVICES}.TensorBoard",
+        "TensorBoard",
+        "tensorboard",
+        "tensorboard",
+        "event files in RUN/tensorboard; `tensorboard --logdir RUN/tensorboard`",
+        ("tb_project_name", "tb_experiment_name"),
+    ),
+    "wandb": TrackerRow(
+        f"{_SERVICES}.WandB",
+        "Weights & Biases",
+        "wandb",
+        "wandb",
+        "an account at wandb.ai or a server of one's own; `--wandb-mode offline` needs neither",
+        (
+            *("wandb_mode", "wandb_dir", "wandb_key", "wandb_host", "wandb_team", "wandb_group"),
+            *("wandb_project", "wandb_run_id", "wandb_random_suffix"),
+        ),
+    ),
+    "trackio": TrackerRow(
+        f"{_SERVICES}.Trackio",
+        "trackio",
+        "trackio",
+        "trackio",
+        "a local database of all runs, or a Hugging Face Space; `trackio show` opens the page",
+        ("trackio_project", "trackio_space"),
+    ),
+    "mlflow": TrackerRow(
+        f"{_SERVICES}.MLflow",
+        "MLflow",
+        "mlflow",
+        "mlflow",
+        "an MLflow server, or a database in RUN/mlflow",
+        ("mlflow_tracking_uri", "mlflow_experiment"),
+    ),
+}
+
+
+def chosen_trackers(args: object) -> list[str]:
+    """Names of the trackers that the flags ask for."""
+    return [name for name in TRACKERS if getattr(args, f"use_{name}", False)]
+
+
+def tracker_options(args: object) -> dict[str, object]:
+    """What the flags say of trackers."""
+    names = ["tracker_samples", *(name for row in TRACKERS.values() for name in row.options)]
+    return {name: getattr(args, name, None) for name in names}
+
+
+def missing_package(name: str) -> str:
+    """What is told to whoever asks for a tracker whose package is not there."""
+    row = TRACKERS[name]
+    install = f"pip install 'slime[{row.extra}]'"
+    return f"--use-{name} needs the package {row.package}, which is not installed: {install}"

@@ -1,0 +1,87 @@
+"""What a tracker is: a service that takes numbers by step and tables of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from slime.record import Answer, Kind, Record, Select
+from slime.utils.printable import printable
+
+COLUMNS = ("step", "prompt", "response", "label", "reward", "outcome", "status", "tokens")
+_MAX_TEXT = 2000  # characters of a cell
+
+
+@dataclass(frozen=True, slots=True)
+class SampleTable:
+    """Some samples of one rollout or evaluation, cleaned and cut.
+
+    Example: SampleTable("samples/train", "rollout/step", 3, ((3, "1+1=", "2", "2", 1.0, "trained",
+    "completed", 2),)).
+    """
+
+    name: str
+    step_key: str
+    step: int
+    rows: tuple[tuple[str | int | float | None, ...], ...]  # a value for each of COLUMNS
+
+
+@dataclass(frozen=True, slots=True)
+class TrackedRun:
+    """The run as its trackers know it. `options`: what its flags say of trackers; `config`: all settings."""
+
+    id: str
+    name: str
+    folder: Path
+    options: Mapping[str, Any]
+    config: Mapping[str, Any]
+
+
+class Service(Protocol):
+    """One connection to a tracker. Opening it again with the same run goes on with that run.
+
+    Any exception means that what was handed over since the last `flush` may not have arrived: the service is
+    opened anew and gets it again.
+    """
+
+    def __init__(self, run: TrackedRun) -> None: ...
+
+    def scalars(self, values: Mapping[str, float], step_key: str, step: int, time: float) -> None:
+        """Numbers at a step of the axis `step_key`; `time` in seconds since 1970."""
+
+    def table(self, table: SampleTable) -> None: ...
+
+    def flush(self) -> None:
+        """Returns when what was handed over is safe."""
+
+    def finish(self) -> None: ...
+
+
+def sample_tables(record: Record, kind: Kind, rollout_id: int, max_rows: int) -> Iterator[SampleTable]:
+    """The first samples of a rollout, or of each dataset of an evaluation."""
+    step_key = "eval/step" if kind == "eval" else "rollout/step"
+    for dataset in record.datasets(kind, rollout_id):
+        select = Select(kind=kind, rollout_id=rollout_id, dataset=dataset, limit=max_rows)
+        name = f"samples/{kind}" + (f"/{printable(dataset)}" if dataset else "")
+        yield SampleTable(name, step_key, rollout_id, tuple(map(_row, record.answers(select))))
+
+
+def _row(answer: Answer) -> tuple[str | int | float | None, ...]:
+    outcome = f"{answer.outcome}: {answer.reason}" if answer.reason else answer.outcome
+    return (
+        answer.rollout_id,
+        _cell(answer.prompt),
+        _cell(answer.response),
+        None if answer.label is None else _cell(answer.label),
+        answer.reward,
+        _cell(outcome),
+        answer.status,
+        answer.num_tokens,
+    )
+
+
+def _cell(text: str) -> str:
+    left_out = len(text) - _MAX_TEXT
+    return printable(text[:_MAX_TEXT]) + (f" ... ({left_out} more characters)" if left_out > 0 else "")

@@ -1,0 +1,239 @@
+"""A tracker's own process: follows metrics.jsonl and record.db of a run, and sends what is new.
+
+The files are the queue. What cannot be sent waits there, however long the service is away; how far it got
+stands in RUN/trackers/NAME.json, so that a resumed run sends what an earlier start could not. The process
+ends when its input is closed, that is with the run, in whatever way the run ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from slime.observability.trackers.base import SampleTable, Service, TrackedRun, sample_tables
+from slime.record import RecordError, open_record
+from slime.utils.misc import load_function
+from slime.utils.run_file import METRICS_FILE, read_run
+
+_POLL_S = 2.0
+_CHUNK_BYTES = 1 << 20
+_LONGEST_PAUSE_S = 300.0  # between attempts to reach a service that fails
+_OF_THE_LINE = ("time", "run", "start", "step_key", "step")  # what is no metric
+_LAST_S = 120.0  # that are left to send the rest once the run has ended
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a tracker is. `error`: why it stands still; None: it does not.
+
+    Example: Progress(offset=5120, rollouts_until=1754820000.1) has sent 5,120 bytes of metrics.jsonl.
+    """
+
+    offset: int = 0
+    rollouts_until: float = 0.0
+    refused: int = 0  # reports that the service would not take
+    error: str | None = None
+    pid: int | None = None  # of the process that opened the service last
+
+
+def progress_file(folder: Path, name: str) -> Path:
+    return folder / "trackers" / f"{name}.json"
+
+
+def read_progress(folder: Path, name: str) -> Progress:
+    """From the beginning, if there is none that can be read."""
+    try:
+        return Progress(**json.loads(progress_file(folder, name).read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return Progress()
+
+
+class Follower:
+    """Sends one run to one service; `step` is called again and again."""
+
+    def __init__(self, name: str, run: TrackedRun, open_service: Callable[[TrackedRun], Service]):
+        self._name, self._run, self._open = name, run, open_service
+        self._service: Service | None = None
+        self._failed_at: tuple[int, float] | None = None  # where an open service failed last
+        self.progress = replace(read_progress(run.folder, name), error=None, pid=None)
+
+    def step(self) -> bool:
+        """Sends a part of what is new; False: there was nothing. Raises what the service raises."""
+        if self._service is None:
+            self._service = self._open(self._run)
+            self.progress = replace(self.progress, error=None, pid=os.getpid())
+            self._save(self.progress)
+        found = False
+        for offset, line in _new_lines(self._run.folder / METRICS_FILE, self.progress.offset):
+            report = partial(self._service.scalars, *_numbers(line), line.get("time", 0.0))
+            self._send(report, replace(self.progress, offset=offset))
+            found = True
+        for until, tables in self._new_tables():
+            self._send(
+                partial(_send_all, self._service, tables), replace(self.progress, rollouts_until=until)
+            )
+            found = True
+        if found:
+            self._service.flush()
+            self._save(self.progress)
+        return found
+
+    def failed(self, error: BaseException) -> None:
+        """Note why; the next `step` opens the service anew and goes on where the last flush was."""
+        traceback.print_exception(error)
+        with contextlib.suppress(Exception):
+            if self._service is not None:
+                self._service.finish()
+        self._service = None
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        self.progress = replace(read_progress(self._run.folder, self._name), error=text)
+        self._save(self.progress)
+
+    def finish(self) -> None:
+        if self._service is not None:
+            self._service.finish()
+
+    def _send(self, act: Callable[[], None], after: Progress) -> None:
+        here = (self.progress.offset, self.progress.rollouts_until)
+        try:
+            act()
+        except Exception:
+            if self._failed_at != here:  # the service may be away
+                self._failed_at = here
+                raise
+            traceback.print_exc()  # it could be opened again, so it is this report that it does not take
+            after = replace(after, refused=after.refused + 1)
+        self.progress = after
+
+    def _new_tables(self) -> Iterator[tuple[float, list[SampleTable]]]:
+        max_rows = self._run.options.get("tracker_samples", 0)
+        if not max_rows:
+            return
+        with contextlib.suppress(RecordError), open_record(self._run.folder) as record:  # none, or none yet
+            for row in record.rollouts(since=self.progress.rollouts_until):
+                yield row.time, list(sample_tables(record, row.kind, row.rollout_id, max_rows))
+
+    def _save(self, progress: Progress) -> None:
+        file = progress_file(self._run.folder, self._name)
+        file.parent.mkdir(exist_ok=True)
+        temporary = file.with_suffix(".tmp")
+        temporary.write_text(json.dumps(asdict(progress)))
+        temporary.rename(file)
+
+
+def _send_all(service: Service, tables: list[SampleTable]) -> None:
+    for table in tables:
+        service.table(table)
+
+
+def follow(follower: Follower, run_ended: Callable[[float], bool]) -> bool:
+    """Until the run has ended and all is sent; False: it could not be. `run_ended` waits for some seconds."""
+    pause_s, ended = 0.0, False
+    while True:
+        try:
+            idle = not follower.step()
+            if ended and idle:
+                follower.finish()
+                return True
+            pause_s = _POLL_S if idle else 0.0
+        except Exception as error:
+            follower.failed(error)
+            if ended:
+                return False
+            pause_s = min(max(2 * pause_s, 5.0), _LONGEST_PAUSE_S)
+        ended = ended or run_ended(pause_s)
+
+
+@contextlib.contextmanager
+def only_one(folder: Path, name: str) -> Iterator[None]:
+    """Waits for the process of an earlier start, which ends soon after its run."""
+    file = progress_file(folder, name).with_suffix(".lock")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def tracked_run(folder: Path, options: Mapping[str, Any] | None = None) -> TrackedRun:
+    """`options` None: as the run was started, less what is secret."""
+    found = read_run(folder)
+    settings = found.last.settings if found is not None else {}
+    config = {name: entry.get("value") for name, entry in settings.items()}
+    config = {name: value for name, value in config.items() if value != "********"}
+    run_id, name = (found.id, found.name) if found is not None else (folder.name, folder.name)
+    return TrackedRun(run_id, name, folder, config if options is None else options, config)
+
+
+def main(argv: list[str]) -> int:
+    """`python -m slime.observability.trackers.follow NAME RUN`; the first line of its input has the rest."""
+    name, folder = argv[0], Path(argv[1])
+    # A signal to a whole job is for the run, which ends first.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    os.nice(10)  # training comes first
+    given = json.loads(_first_line())
+
+    ended = threading.Event()
+
+    def wait_for_the_end() -> None:  # on a thread of its own: also a service that hangs ends with the run
+        while os.read(0, 4096):
+            pass
+        ended.set()
+        time.sleep(_LAST_S)
+        os._exit(1)
+
+    threading.Thread(target=wait_for_the_end, name="run-watch", daemon=True).start()
+    with only_one(folder, name):
+        follower = Follower(name, tracked_run(folder, given["options"]), load_function(given["service"]))
+        done = follow(follower, ended.wait)
+    sys.stderr.flush()
+    os._exit(0 if done else 1)  # not even a hanging exit handler of a package keeps this process
+
+
+def _first_line() -> bytes:
+    """Of standard input, and not a byte more: what follows is the end, which a thread waits for."""
+    line = b""
+    while not line.endswith(b"\n") and (part := os.read(0, 65536)):
+        line += part
+    return line
+
+
+def _new_lines(file: Path, offset: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Whole lines behind `offset`, each with where it ends; as many as fit into memory at ease."""
+    with contextlib.suppress(FileNotFoundError), file.open("rb") as lines:
+        lines.seek(offset)
+        start = offset
+        for line in lines:
+            if not line.endswith(b"\n") or offset - start > _CHUNK_BYTES:
+                return
+            offset += len(line)
+            with contextlib.suppress(ValueError):
+                found = json.loads(line)
+                if isinstance(found, dict) and "step_key" in found:
+                    yield offset, found
+
+
+def _numbers(line: dict[str, Any]) -> tuple[dict[str, float], str, int]:
+    values = {}
+    for key, value in line.items():
+        if value in ("nan", "inf", "-inf"):
+            value = float(value)
+        if key not in _OF_THE_LINE and isinstance(value, (int, float)):
+            values[key] = value
+    return values, str(line["step_key"]), int(line.get("step", 0))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
