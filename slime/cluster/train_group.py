@@ -49,6 +49,7 @@ class RankProcesses:
     def __init__(self, args: Args, run: Run, runtime: Runtime, slots: tuple[Slot, ...]):
         self._args, self._runtime = args, runtime
         env = {**thread_environment(_threads(args, slots)), **network_environment(run.host)}
+        env |= {name: str(value) for name, value in (args.train_env_vars or {}).items()}
         self._processes = Ranks(
             [
                 runtime.spawn(

@@ -27,6 +27,7 @@ class MetricArgs(Protocol):
     advantage_estimator: str
     rollout_num_gpus: int
     log_passrate: bool
+    log_multi_turn: bool
     log_reward_category: str | None
 
 
@@ -52,10 +53,22 @@ def rollout_metrics(
     metrics.update(_reward_components(flat))
     metrics.update(_with_prefix("rollout", version_metrics(flat, current_version)))
     metrics.update(_perf_metrics(flat, rollout_time, num_gpus=max(1, args.rollout_num_gpus or 1)))
+    if args.log_multi_turn:
+        metrics.update(_with_prefix("multi_turn", multi_turn_metrics(flat)))
     if args.log_passrate:
         by_group = _rewards_by_group(flat, args.reward_key)
         metrics.update(_with_prefix("passrate", pass_rates(by_group)))
     return metrics
+
+
+def multi_turn_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Whole responses, and what of them others wrote: tokens between two stretches that the policy wrote."""
+    masks = [sample.loss_mask or [1] * sample.response_length for sample in samples]
+    turns = [sum(now and not before for before, now in zip([0, *mask], mask, strict=False)) for mask in masks]
+    foreign = [len(mask) - sum(mask) for mask in masks]
+    metrics = _with_prefix("raw_response_length", distribution([len(mask) for mask in masks]))
+    metrics |= _with_prefix("observation_length", distribution(foreign))
+    return metrics | _with_prefix("round_number", distribution(turns))
 
 
 def eval_metrics(args: MetricArgs, data: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:

@@ -20,6 +20,7 @@ from slime.batch.split import RankData, RankStep
 from slime.catalog.policy_losses import POLICY_LOSSES, REDUCTIONS
 from slime.step import teacher
 from slime.step.agreement import Agreement, LogProbs
+from slime.step.assertions import check_step
 from slime.step.critic import train_critic
 from slime.step.losses import build_loss
 from slime.step.metrics import StepReport, mean_over_steps, perf_metrics, rollout_metrics, step_metrics
@@ -81,6 +82,8 @@ class TrainingStep:
             interval = self.args.ref_update_interval
             if interval and (self.rollout_id + 1) % interval == 0:
                 self.backend.copy_weights("actor", "ref")
+        if self.args.save_debug_train_data:
+            _save_batch(self.args.save_debug_train_data, self.rollout_id, self.batch)
         metrics |= {k: v for k, v in mean_over_steps(steps).items() if not k.startswith("train/")}
         metrics |= perf_metrics(self.backend, self.batch, self._seconds)
         return StepReport(metrics, steps, self.agreement.hints.take())
@@ -243,7 +246,9 @@ class TrainingStep:
         checked = args.loss_type == "policy_loss" and not args.skip_on_policy_check
         if index == 0 and recorded_now and checked:
             check_on_policy(backend, stats, step.num_tokens)
-        return step_metrics(stats, step)
+        metrics = step_metrics(stats, step)
+        check_step(args, backend, self.rollout_id, index, metrics)
+        return metrics
 
     def _report_nonfinite(
         self, name: str, step: RankStep, watch: TokenWatch, error: NonFiniteStepError
@@ -308,6 +313,14 @@ def _call_custom_advantages(args: Flags, batch: RolloutBatch, path: str) -> None
                     f"{batch['sample_indices'][position]} has {len(values)} values for "
                     f"{batch['response_lengths'][position]} response tokens."
                 )
+
+
+def _save_batch(template: str, rollout_id: int, batch: RolloutBatch) -> None:
+    """--save-debug-train-data: what this rank trained on, with everything that was computed of it."""
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    file = Path(template.format(rollout_id=rollout_id, rank=rank)).expanduser()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"rollout_id": rollout_id, "rank": rank, "rollout_data": dict(batch)}, file)
 
 
 def _token_lists(batch: RolloutBatch, added: PolicyTokens | None) -> dict[str, list[Tensor]]:

@@ -151,3 +151,12 @@ def test_components_of_dict_rewards_are_averaged():
     metrics = rollout_metrics(make_args(reward_key="all"), samples, 1.0)
     assert metrics["rollout/reward/format"] == 0.75
     assert "rollout/reward/why" not in metrics
+
+
+def test_turns_are_stretches_that_the_policy_wrote():
+    samples = [sample(0, 1.0, 6), sample(0, 0.0, 4)]
+    samples[0].loss_mask = [1, 1, 0, 0, 1, 0]
+    metrics = rollout_metrics(make_args(log_multi_turn=True), samples, 1.0)
+    assert metrics["multi_turn/raw_response_length/mean"] == 5
+    assert metrics["multi_turn/observation_length/max"] == 3
+    assert metrics["multi_turn/round_number/mean"] == 1.5

@@ -39,6 +39,7 @@ def critic_settings(args: Args) -> Args:
         min_lr=args.critic_min_lr,
         lr_decay_style=args.critic_lr_decay_style,
         lr_warmup_iters=args.critic_lr_warmup_iters,
+        lr_warmup_fraction=None,
         clip_grad=args.critic_clip_grad,
         # Copies of older weights are the policy's.
         ref_update_interval=None,
