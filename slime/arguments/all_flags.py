@@ -14,7 +14,7 @@ from slime.arguments.groups.objectives import CriticFlags, DistillationFlags, Ke
 from slime.arguments.groups.off_policy import OffPolicyFlags
 from slime.arguments.groups.rewards import RewardFlags
 from slime.arguments.groups.rollout import RolloutFlags
-from slime.arguments.groups.run import DebugFlags, RunFlags
+from slime.arguments.groups.run import AssertionFlags, DebugFlags, RunFlags
 from slime.arguments.groups.topology import TopologyFlags
 from slime.arguments.groups.tracking import TrackingFlags
 from slime.arguments.groups.trainer import FSDPFlags, ParallelFlags
@@ -45,6 +45,7 @@ class Flags(
     WeightSyncFlags,
     TrackingFlags,
     DebugFlags,
+    AssertionFlags,
 ):
     """Every flag of a run as an attribute with its type: what `Args` and `PluginArgs` have in common.
 

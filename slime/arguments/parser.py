@@ -11,10 +11,10 @@ from typing import Any, NoReturn
 
 from slime.arguments.all_flags import all_specs
 from slime.arguments.args import Args
-from slime.arguments.core.draft import COMMAND_LINE, DEFAULT, SYNCHRONOUS, Draft
+from slime.arguments.core.draft import COMMAND_LINE, DEFAULT, SYNCHRONOUS, Draft, Refusals, Refused
 from slime.arguments.core.files import read_yaml_mapping
 from slime.arguments.core.flag import FlagSpec, convert
-from slime.arguments.core.unbuilt import is_unbuilt
+from slime.arguments.core.unbuilt import PLUGIN_FLAGS, SYNONYMS, is_unbuilt, why_idle
 from slime.arguments.passthrough.megatron import (
     is_megatron_flag,
     megatron_fields,
@@ -48,29 +48,11 @@ def parse_args(
     `add_custom_arguments(parser)` may add flags of its own with `parser.add_argument`. `training_loop` is the
     one that will run them: some defaults follow from it.
     """
-    parser, custom = build_parser(add_custom_arguments)
-    words = sys.argv[1:] if argv is None else list(argv)
-    ours = set(known_options(parser))
-    words, server_flags = split_flags(words, lambda o: o.startswith(PREFIX) and o not in ours)
-    words, router_flags = split_flags(words, lambda o: o.startswith(ROUTER_PREFIX) and o not in ours)
-    words, megatron_flags = split_flags(words, lambda o: is_megatron_flag(o) and o not in ours)
-    given = _parse_command_line(parser, words)
-    draft = Draft(all_specs(), training_loop=training_loop)
-    for name, flag in custom.items():
-        draft.set(name, flag.default, DEFAULT)
-    draft.set("router_options", router_flags, DEFAULT)  # as written; the rules make one list of words of them
-    if given.get("config"):
-        server_flags = _apply_config_file(draft, given["config"], custom) | server_flags
-    for name, value in given.items():
-        draft.set(name, value, COMMAND_LINE)
-    if draft.custom_config_path:
-        _apply_custom_config(draft, draft.custom_config_path)
-    _require_custom(draft, custom)
-    _apply_server_flags(draft, server_flags)
-    _apply_megatron_flags(
-        draft, {option.replace("_", "-"): given for option, given in megatron_flags.items()}
-    )
-    apply_rules(draft)
+    refusals = Refusals()
+    parser, custom = build_parser(add_custom_arguments, refusals)
+    draft = _read_all(parser, custom, sys.argv[1:] if argv is None else list(argv), training_loop, refusals)
+    apply_rules(draft, refusals)
+    refusals.raise_all()
     args = Args.of(draft)
     if args.warnings:
         logger.warning("about these settings:\n%s", "\n".join(f"  {w}" for w in args.warnings))
@@ -78,6 +60,49 @@ def parse_args(
         print(render_config(args))
         raise SystemExit(0)
     return args
+
+
+def _read_all(
+    parser: argparse.ArgumentParser,
+    custom: dict[str, "CustomFlag"],
+    words: list[str],
+    training_loop: str,
+    refusals: Refusals,
+) -> Draft:
+    """Values as given, from the command line and from files, before any rule."""
+    ours = set(known_options(parser))
+    words, idle = split_flags(words, lambda o: why_idle(o) is not None and o not in ours)
+    words, kept = split_flags(words, lambda o: o.removeprefix("--") in PLUGIN_FLAGS and o not in ours)
+    words, server_flags = split_flags(words, lambda o: o.startswith(PREFIX) and o not in ours)
+    words, router_flags = split_flags(words, lambda o: o.startswith(ROUTER_PREFIX) and o not in ours)
+    words, megatron_flags = split_flags(words, lambda o: is_megatron_flag(o) and o not in ours)
+    given = {}
+    with refusals.collect("Command line"):
+        given = _parse_command_line(parser, words, refusals)
+    draft = Draft(all_specs(), training_loop=training_loop)
+    for name, flag in custom.items():
+        draft.set(name, flag.default, DEFAULT)
+    for option, values in kept.items():
+        draft.set(option.removeprefix("--").replace("-", "_"), values[0] if values else True, COMMAND_LINE)
+    draft.set("router_options", router_flags, DEFAULT)  # as written; the rules make one list of words of them
+    if given.get("config"):
+        with refusals.collect("--config"):
+            server_flags = _apply_config_file(draft, given["config"], custom) | server_flags
+    for name, value in given.items():
+        draft.set(name, value, COMMAND_LINE)
+    if draft.custom_config_path:
+        with refusals.collect("--custom-config-path"):
+            _apply_custom_config(draft, draft.custom_config_path)
+    with refusals.collect("Command line"):
+        _require_custom(draft, custom)
+    draft.idle += [f"{option} is set, but {why_idle(option)}." for option in idle]
+    with refusals.collect("Flags of SGLang"):
+        _apply_server_flags(draft, server_flags)
+    with refusals.collect("Flags of Megatron"):
+        _apply_megatron_flags(
+            draft, {option.replace("_", "-"): given for option, given in megatron_flags.items()}
+        )
+    return draft
 
 
 @dataclass(frozen=True)
@@ -98,7 +123,6 @@ class _Parser(argparse.ArgumentParser):
     """argparse whose mistakes are ValueErrors, so that one place decides how a user sees them."""
 
     def error(self, message: str) -> NoReturn:
-        message = re.sub(r"^argument (--[\w-]+)[^:]*: ('.*?': )", r"\1 is \2", message)
         message = re.sub(
             r"^argument (--[\w-]+)[^:]*: ignored explicit argument",
             r"\1 is a switch and takes no value:",
@@ -113,14 +137,14 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(
-    add_custom_arguments: AddArguments | None = None,
+    add_custom_arguments: AddArguments | None = None, refusals: Refusals | None = None
 ) -> tuple[argparse.ArgumentParser, dict[str, CustomFlag]]:
     """The parser of all flags, and by name those that a user's own function added to it."""
     parser: argparse.ArgumentParser = _Parser(
         prog="slime train", allow_abbrev=False, argument_default=argparse.SUPPRESS
     )
     for spec in all_specs().values():
-        _add_flag(parser, spec)
+        _add_flag(parser, spec, refusals or Refusals())
     declared = set(parser._actions)
     if add_custom_arguments is not None:
         try:
@@ -142,12 +166,12 @@ def _take_over(action: argparse.Action) -> CustomFlag:
     return CustomFlag(action, default, flag.required)
 
 
-def _add_flag(parser: argparse.ArgumentParser, spec: FlagSpec) -> None:
+def _add_flag(parser: argparse.ArgumentParser, spec: FlagSpec, refusals: Refusals) -> None:
     if spec.kind is bool:
         parser.add_argument(*spec.on_options, dest=spec.name, action="store_const", const=True)
         parser.add_argument(*spec.off_options, dest=spec.name, action="store_const", const=False)
         return
-    options: dict[str, Any] = {"dest": spec.name, "type": _word_reader(spec)}
+    options: dict[str, Any] = {"dest": spec.name, "type": _word_reader(spec, refusals)}
     if spec.many:
         options["nargs"] = "+"
     if spec.info.repeatable:
@@ -155,23 +179,30 @@ def _add_flag(parser: argparse.ArgumentParser, spec: FlagSpec) -> None:
     parser.add_argument(*spec.on_options, **options)
 
 
-def _word_reader(spec: FlagSpec) -> Callable[[str], Any]:
+def _word_reader(spec: FlagSpec, refusals: Refusals) -> Callable[[str], Any]:
+    """A wrong word is kept for the report of all mistakes, and the flag counts as not set."""
+
     def read(word: str) -> Any:
         try:
             return convert(spec, word)
         except ValueError as error:
-            raise argparse.ArgumentTypeError(f"{word!r}: {error}") from None
+            refusals.add("Command line", f"{spec.option} is {word!r}: {error}", unread=spec.option)
+            return spec.default
 
     return read
 
 
-def _parse_command_line(parser: argparse.ArgumentParser, argv: list[str]) -> dict[str, Any]:
+def _parse_command_line(
+    parser: argparse.ArgumentParser, argv: list[str], refusals: Refusals
+) -> dict[str, Any]:
     namespace, unknown = parser.parse_known_args(argv)
     if unknown:
-        raise ValueError(_explain_unknown(unknown, argv, [*known_options(parser), *megatron_fields()]))
+        for reason in _explain_unknown(unknown, argv, [*known_options(parser), *megatron_fields()]):
+            meant = re.search(r"(?:did you mean|it is called) (--[\w-]+)", reason)
+            refusals.add("Command line", reason, unread=meant[1] if meant else None)
     given = vars(namespace)
     for name, spec in all_specs().items():
-        if spec.one_or_many and name in given and len(given[name]) == 1:
+        if spec.one_or_many and name in given and isinstance(given[name], list) and len(given[name]) == 1:
             given[name] = given[name][0]
     return given
 
@@ -180,28 +211,31 @@ def known_options(parser: argparse.ArgumentParser) -> list[str]:
     return [option for action in parser._actions for option in action.option_strings]
 
 
-def _explain_unknown(words: list[str], argv: list[str], options: list[str]) -> str:
+def _explain_unknown(words: list[str], argv: list[str], options: list[str]) -> list[str]:
     flags = [word.split("=")[0] for word in words if word.startswith("--")]
-    if not flags:
-        before = argv[: argv.index(words[0])][-1:]
-        if before and before[0] in options:
-            return (
-                f"unexpected {words[0]!r} after {before[0]}, which takes no value (the --no- form turns a "
-                "switch off)."
-            )
-        return f"unexpected {words[0]!r}: every setting is a flag that starts with --."
-    return "\n".join(_explain_unknown_flag(flag, options) for flag in flags)
+    if flags:
+        return [_explain_unknown_flag(flag, options) for flag in flags]
+    before = argv[: argv.index(words[0])][-1:]
+    if before and before[0] in options:
+        return [
+            f"unexpected {words[0]!r} after {before[0]}, which takes no value (the --no- form turns a switch "
+            "off)."
+        ]
+    return [f"unexpected {words[0]!r}: every setting is a flag that starts with --."]
 
 
 def _explain_unknown_flag(flag: str, options: list[str]) -> str:
-    spelling = flag.replace("_", "-")
-    near = get_close_matches(spelling, options, n=1, cutoff=0.6)
-    name = spelling.removeprefix("--")
-    if is_unbuilt(name) and not (near and get_close_matches(spelling, near, cutoff=0.93)):
+    """A hint only where it is near: the same thing under another name, or a slip of the pen."""
+    name = flag.replace("_", "-").removeprefix("--")
+    if name in SYNONYMS:
+        return f"unknown flag {flag}; it is called --{SYNONYMS[name]} here."
+    near = get_close_matches("--" + name, options, n=1, cutoff=0.85)
+    if is_unbuilt(name) and not (near and get_close_matches("--" + name, near, cutoff=0.93)):
         return f"{flag} is a slime flag that this version does not build yet."
     if near:
         return f"unknown flag {flag}; did you mean {near[0]}?"
-    return f"unknown flag {flag}; `slime train --help` lists all flags."
+    install = "" if megatron_fields() else " (Flags of Megatron's need it: pip install 'slime[megatron]'.)"
+    return f"unknown flag {flag}; `slime train --help` lists all flags.{install}"
 
 
 def _apply_server_flags(draft: Draft, found: dict[str, list[str]]) -> None:
@@ -212,14 +246,16 @@ def _apply_server_flags(draft: Draft, found: dict[str, list[str]]) -> None:
     first = next(iter(found))
     for option in found:
         near = get_close_matches(option.replace("_", "-"), _OWN_SGLANG_OPTIONS, n=1, cutoff=0.9)
-        if near or is_unbuilt(option.removeprefix("--").replace("_", "-")):
+        if near:
             raise ValueError(_explain_unknown_flag(option, near))
     engine = draft.rollout_engine
     if engine in ENGINES and not ENGINES[engine].takes_sglang_flags:
         raise ValueError(
             f"{first} is set, but --rollout-engine {engine} starts no SGLang; remove one of them."
         )
-    values, words = read_server_flags(found, need_python(draft.sglang_python, first))
+    values, words, told = read_server_flags(found, need_python(draft.sglang_python, first))
+    for note in told:
+        draft.warn(note)
     for name, value in values.items():
         draft.set(name, value, COMMAND_LINE)
     draft.set("sglang_options", words, COMMAND_LINE)
@@ -229,11 +265,13 @@ def _apply_megatron_flags(draft: Draft, found: dict[str, list[str]]) -> None:
     """Fields of Megatron's configuration; they join those of --megatron-config and of a file."""
     if not found:
         return
-    if not BACKENDS[draft.train_backend].takes_megatron_flags:
-        first = next(iter(found))
-        raise ValueError(
-            f"{first} is a flag of Megatron's, but --train-backend is {draft.train_backend}; use "
-            "--train-backend megatron."
+    if draft.was_given("train_backend") and not BACKENDS[draft.train_backend].takes_megatron_flags:
+        raise Refused(
+            [
+                f"{option} is a flag of Megatron's, but --train-backend is {draft.train_backend}; use "
+                "--train-backend megatron."
+                for option in found
+            ]
         )
     values = (draft.megatron_config or {}) | read_megatron_flags(found)
     draft.set("megatron_config", values, COMMAND_LINE)
@@ -248,7 +286,10 @@ def _apply_config_file(draft: Draft, path: str, custom: dict[str, CustomFlag]) -
         if name in custom:
             draft.set(name, custom[name].read(value), source)
             continue
-        if name.startswith("sglang_") and name not in all_specs() and not is_unbuilt(name.replace("_", "-")):
+        if name not in all_specs() and why_idle(name):
+            draft.idle.append(f"{key} in {path} is set, but {why_idle(name)}.")
+            continue
+        if name.startswith("sglang_") and name not in all_specs():
             words = yaml_words(value)
             if words is not None:
                 server_flags[PREFIX + name.removeprefix("sglang_").replace("_", "-")] = words

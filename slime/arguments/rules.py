@@ -6,7 +6,13 @@ Every rule stands beside the flags that it is about, in groups/.
 from collections.abc import Callable
 
 from slime.arguments.args import Args
-from slime.arguments.core.draft import ASYNCHRONOUS, Draft, refuse_flags_without_effect
+from slime.arguments.core.draft import (
+    ASYNCHRONOUS,
+    Draft,
+    Refusals,
+    refuse_flags_without_effect,
+    tell_idle_flags,
+)
 from slime.arguments.groups.algorithm import (
     group_normalisation,
     loss,
@@ -14,18 +20,24 @@ from slime.arguments.groups.algorithm import (
     policy_loss,
     reference_model,
 )
-from slime.arguments.groups.checkpoints import checkpoints, kept_models
+from slime.arguments.groups.checkpoints import checkpoints, kept_models, megatron_checkpoints
 from slime.arguments.groups.cluster import devices
 from slime.arguments.groups.data import columns, length_of_run
 from slime.arguments.groups.engine import engine_choice, reproducible_engine, weight_sync
 from slime.arguments.groups.evaluation import evaluation
-from slime.arguments.groups.megatron import megatron_trainer
+from slime.arguments.groups.megatron import choose_trainer, megatron_trainer, model_family
 from slime.arguments.groups.objectives import distillation, preference_pairs
 from slime.arguments.groups.off_policy import correct_stale_tokens, off_policy
 from slime.arguments.groups.precision import engine_precision
 from slime.arguments.groups.rewards import reward_shaping, rewards
 from slime.arguments.groups.rollout import context_length, fully_async_rollout, over_sampling, sampling
-from slime.arguments.groups.run import check_paths_exist, debug_modes, needed_flags, run_folder
+from slime.arguments.groups.run import (
+    check_paths_exist,
+    debug_modes,
+    dumps_and_assertions,
+    needed_flags,
+    run_folder,
+)
 from slime.arguments.groups.topology import router, topology, topology_source
 from slime.arguments.groups.trained_sampling import trained_sampling
 from slime.arguments.groups.trainer import model_parallel_sizes, trainable_parameters, weight_copies
@@ -34,7 +46,10 @@ from slime.arguments.groups.training import derive_batch, learning_rate, micro_b
 Rule = Callable[[Draft], None]
 
 RULES: tuple[Rule, ...] = (
+    choose_trainer,
     debug_modes,
+    dumps_and_assertions,
+    megatron_checkpoints,
     needed_flags,
     sampling,
     context_length,
@@ -66,6 +81,7 @@ RULES: tuple[Rule, ...] = (
     refuse_flags_without_effect,
     fully_async_rollout,
     megatron_trainer,
+    model_family,
     devices,
     topology,
     router,
@@ -75,13 +91,15 @@ RULES: tuple[Rule, ...] = (
     model_parallel_sizes,
     run_folder,
     check_paths_exist,
+    tell_idle_flags,
 )
 
 
-def apply_rules(draft: Draft) -> None:
+def apply_rules(draft: Draft, refusals: Refusals) -> None:
     """Run every rule once. A rule may rely on what the rules before it derived."""
     for rule in RULES:
-        rule(draft)
+        with refusals.collect("Settings"):
+            rule(draft)
 
 
 def for_asynchronous_loop(args: Args) -> Args:

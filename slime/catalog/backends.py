@@ -24,6 +24,7 @@ class Backend:
     # --dtype is that of the weights; masters in float32 stand in the optimizer.
     weights_in_dtype: bool = False
     trains_transformers_model: bool = False  # its model is that of transformers, not a rewrite
+    families: tuple[str, ...] | None = None  # model types that it builds; None: whatever transformers has
     package: str | None = None  # module that has to be installed
     extra: str | None = None  # of slime, which installs it
 
@@ -46,6 +47,7 @@ BACKENDS: dict[str, Backend] = {
         scores_split_samples=True,
         float32_on_cpu=True,
         weights_in_dtype=True,
+        families=("llama", "qwen2", "qwen3", "qwen3_moe", "glm4", "glm4_moe", "deepseek_v3", "mimo"),
         package="megatron.core",
         extra="megatron",
     ),

@@ -19,6 +19,10 @@ ROOT = Path(__file__).parents[2]
 USED_WHILE_PARSING = {
     "config",
     "print_config",
+    "strict",
+    "dump_details",
+    "check_for_nan_in_loss_and_grad",
+    "ci_train_rollout_logprob_abs_diff_threshold",
     "custom_config_path",
     "allow_sampling_mismatch",
     "num_steps_per_rollout",

@@ -31,12 +31,14 @@ def test_fields_of_its_dataclasses_are_flags():
 
 
 def test_familiar_spellings_are_known():
-    args = megatron("--swiglu", "--disable-bias-linear", "--norm-epsilon", "1e-6", "--no-moe-permute-fusion")
+    args = megatron(
+        "--swiglu", "--disable-bias-linear", "--norm-epsilon", "1e-6", "--no-masked-softmax-fusion"
+    )
     assert args.megatron_config == {
         "gated_linear_unit": True,
         "add_bias_linear": False,
         "layernorm_epsilon": 1e-6,
-        "moe_permute_fusion": False,
+        "masked_softmax_fusion": False,
     }
 
 
@@ -77,10 +79,10 @@ def test_table_is_read_without_importing_the_package():
         (("--num-layers",), "takes one value, found 0"),
         (("--moe-layer-freq", "[0]*3+print()"), r"write a number, or a list of 0 and 1"),
         (("--decoupled-lr", "1e-3"), "all parameters have one rate"),
-        (("--optimizer-cpu-offload",), "it needs TransformerEngine's Adam"),
+        (("--optimizer-cpu-offload", "--strict"), "the optimizer's states stay on the device"),
         (("--attention-softmax-in-fp32", "yes"), "is a switch and takes no value"),
-        (("--bf16",), "--bf16 cannot be given: --dtype decides it"),
-        (("--mtp-num-layers", "1"), "given without --enable-mtp-training"),
+        (("--fp16",), "--fp16 cannot be given: --dtype decides it"),
+        (("--mtp-num-layers", "1", "--strict"), "given without --enable-mtp-training"),
         (("--lora-rank", "4"), "only the FSDP trainer reads it"),
         (
             (
@@ -105,16 +107,34 @@ def test_flag_of_megatron_without_megatron_is_refused():
     with pytest.raises(
         ValueError, match="--moe-z-loss-coeff is a flag of Megatron's, but --train-backend is fsdp"
     ):
-        parse("--moe-z-loss-coeff", "0.1")
+        parse("--moe-z-loss-coeff", "0.1", train_backend="fsdp")
     with pytest.raises(ValueError, match="only --train-backend megatron reads it"):
-        parse("--sequence-parallel")
+        parse("--sequence-parallel", train_backend="fsdp")
+
+
+def test_a_flag_of_megatron_names_the_trainer(tmp_path):
+    assert parse().train_backend == "fsdp"
+    for words in (["--moe-z-loss-coeff", "0.1"], ["--pipeline-model-parallel-size", "1"]):
+        args = parse(*words)
+        assert args.train_backend == "megatron"
+        assert any(f"{words[0]} is a flag of Megatron's" in warning for warning in args.warnings)
+    file = tmp_path / "run.yaml"
+    file.write_text("num-layers: 4\n")
+    assert parse("--config", str(file)).train_backend == "megatron"
+
+
+def test_flags_of_a_package_that_is_missing_say_what_to_install(monkeypatch):
+    monkeypatch.setattr("slime.arguments.parser.megatron_fields", dict)
+    monkeypatch.setattr("slime.arguments.passthrough.megatron.megatron_fields", dict)
+    with pytest.raises(ValueError, match=r"--moe-z-loss-coeff.*pip install 'slime\[megatron\]'"):
+        parse("--moe-z-loss-coeff", "0.1")
 
 
 def test_keys_of_a_file_are_flags_too(tmp_path):
     file = tmp_path / "run.yaml"
-    file.write_text("train-backend: megatron\nmoe-router-bias-update-rate: 0.5\nmoe_permute_fusion: true\n")
+    file.write_text("train-backend: megatron\nmoe-router-bias-update-rate: 0.5\nmoe_enable_deepep: true\n")
     args = parse("--config", str(file), "--moe-router-bias-update-rate", "0.25")
-    assert args.megatron_config == {"moe_router_bias_update_rate": 0.25, "moe_permute_fusion": True}
+    assert args.megatron_config == {"moe_router_bias_update_rate": 0.25, "moe_enable_deepep": True}
 
 
 def test_one_replica_is_the_default_number_of_ranks_on_cpu(monkeypatch):

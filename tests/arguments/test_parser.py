@@ -11,7 +11,7 @@ from argument_helpers import base_argv, parse
 from slime.arguments import Args, PluginArgs, RunInfo, parse_args, plugin_args
 from slime.arguments.all_flags import GROUPS, Flags, all_specs
 from slime.arguments.core.flag import FlagInfo, FlagSpec, convert
-from slime.arguments.core.unbuilt import UNBUILT_FLAGS
+from slime.arguments.core.unbuilt import SYNONYMS, UNBUILT_FLAGS, why_idle
 
 
 def write(tmp_path, text, name="run.yaml"):
@@ -52,7 +52,7 @@ def test_value_after_a_switch_is_refused():
         parse("--colocate=true")
 
 
-@pytest.mark.parametrize("flag", ["--use-stateless-adam", "--sglang-router-ip", "--spec"])
+@pytest.mark.parametrize("flag", ["--use-stateless-adam", "--allgather-cp"])
 def test_known_flag_of_a_missing_feature_says_so(flag):
     with pytest.raises(ValueError, match=f"{flag} is a slime flag that this version does not build yet"):
         parse(flag, "1")
@@ -63,6 +63,16 @@ def test_misspelt_declared_flag_with_a_pass_through_prefix_is_still_suggested():
         parse("--sglang-server-concurency", "8")
 
 
+def test_names_of_other_trainers_lead_to_flags_that_exist():
+    known = {option for spec in all_specs().values() for option in [spec.option, *spec.on_options]}
+    assert {f"--{ours}" for ours in SYNONYMS.values()} - known == {"--sglang-mem-fraction-static"}
+    assert not {f"--{theirs}" for theirs in SYNONYMS} & known
+    with pytest.raises(
+        ValueError, match="unknown flag --max_completion_length; it is called --rollout-max-r"
+    ):
+        parse("--max_completion_length", "8")
+
+
 def test_no_declared_flag_is_listed_as_missing():
     declared = {
         option.removeprefix("--")
@@ -70,6 +80,7 @@ def test_no_declared_flag_is_listed_as_missing():
         for option in [spec.option, *spec.on_options]
     }
     assert not declared & UNBUILT_FLAGS
+    assert not [name for name in declared if why_idle(name)]
 
 
 def test_value_that_is_not_built_is_refused_by_name():

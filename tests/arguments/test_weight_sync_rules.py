@@ -66,4 +66,4 @@ def test_there_is_one_agent_for_each_external_engine(installed):
 def test_flags_of_deltas_are_refused_without_them(flag):
     value = "overwrite" if flag.endswith("encoding") else "x"
     with pytest.raises(ValueError, match=rf"--{flag.replace('_', '-')}.*--update-weight-mode delta"):
-        parse(**{flag: value})
+        parse("--strict", **{flag: value})

@@ -73,10 +73,12 @@ def test_train_help_has_every_flag_under_its_subject(capsys):
     assert max(len(line) for line in shown.splitlines()) <= 119
 
 
-def test_misspelt_flag_is_one_line_and_exit_code_2():
+def test_misspelt_flag_is_told_with_all_that_is_missing_and_exit_code_2():
     done = run("train", "--rollout-batch-sise", "4")
     assert done.returncode == 2
-    assert done.stderr == "error: unknown flag --rollout-batch-sise; did you mean --rollout-batch-size?\n"
+    assert "unknown flag --rollout-batch-sise; did you mean --rollout-batch-size?\n" in done.stderr
+    assert "--rollout-batch-size is required" not in done.stderr  # it was meant, and is told of already
+    assert "--hf-checkpoint is required" in done.stderr and "Traceback" not in done.stderr
     assert done.stdout == ""
 
 

@@ -1,7 +1,9 @@
 """Settings while they are being made: values are laid over each other, then rules check and derive."""
 
+import contextlib
 import copy
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from slime.arguments.core.flag import FlagSpec
@@ -10,6 +12,55 @@ from slime.arguments.core.flag import FlagSpec
 SYNCHRONOUS, ASYNCHRONOUS = "synchronous", "asynchronous"
 DEFAULT = "default"
 COMMAND_LINE = "command line"
+
+
+class Refused(ValueError):
+    """Several reasons why settings cannot run."""
+
+    def __init__(self, reasons: Sequence[str]):
+        super().__init__("\n".join(reasons))
+        self.reasons = reasons
+
+
+class Refusals:
+    """Collects why settings cannot run, so that a user is told everything at once, grouped."""
+
+    def __init__(self) -> None:
+        self.groups: dict[str, list[str]] = {}
+        self._unread: set[str] = set()  # flags whose value could not be read: nothing more is said of them
+
+    def add(self, group: str, reason: str, *, unread: str | None = None) -> None:
+        found = re.match(r"--[\w-]+", reason)
+        if found and found[0] in self._unread:
+            return
+        self._unread |= {unread} if unread else set()
+        reasons = self.groups.setdefault(group, [])
+        if reason not in reasons:
+            reasons.append(reason)
+
+    @contextlib.contextmanager
+    def collect(self, group: str) -> Iterator[None]:
+        """A ValueError in here is a reason; after the first, what it left open may break other rules."""
+        try:
+            yield
+        except Refused as error:
+            for reason in error.reasons:
+                self.add(group, reason)
+        except ValueError as error:
+            self.add(group, str(error))
+        except Exception:
+            if not self.groups:
+                raise
+
+    def raise_all(self) -> None:
+        reasons = [reason for group in self.groups.values() for reason in group]
+        if len(reasons) == 1:
+            raise ValueError(reasons[0])
+        if reasons:
+            lines = [f"{len(reasons)} things keep this run from starting."]
+            for title, group in self.groups.items():
+                lines += [f"{title}:", *("  " + reason.replace("\n", "\n  ") for reason in group)]
+            raise Refused(lines)
 
 
 class Draft:
@@ -21,6 +72,7 @@ class Draft:
         self.values: dict[str, Any] = {name: copy.copy(spec.default) for name, spec in specs.items()}
         self.sources = dict.fromkeys(specs, DEFAULT)
         self.warnings: list[str] = []
+        self.idle: list[str] = []  # flags that do nothing here and change nothing of what is trained, and why
 
     def __getattr__(self, name: str) -> Any:
         if name in ("values", "specs") or name not in self.values:
@@ -49,12 +101,28 @@ class Draft:
 
 
 def refuse_flags_without_effect(draft: Draft) -> None:
-    """Refuse a flag that was given and does nothing beside the others: its declaration says when it does."""
+    """Refuse a flag that was given and does nothing beside the others: its declaration says when it does.
+
+    A harmless one is only told of. Files of plug-ins (--custom-config-path) may hold values for later.
+    """
+    refused: list[str] = []
     for name, spec in draft.specs.items():
         value = getattr(draft, name)
         if not draft.was_given(name) or value == spec.default:
             continue
-        for condition in spec.info.only_with:
-            if not condition.works(draft):
-                shown = "set" if spec.kind is bool or spec.info.secret else f"{value}"
-                raise ValueError(f"{spec.option} is {shown}, but {condition.reason}.")
+        lacks = next((c for c in spec.info.only_with if not c.works(draft)), None)
+        if lacks is None or draft.sources[name] == f"file {draft.custom_config_path}":
+            continue
+        shown = "set" if spec.kind is bool or spec.info.secret else f"{value}"
+        (draft.idle if lacks.harmless else refused).append(f"{spec.option} is {shown}, but {lacks.reason}.")
+    if refused:
+        raise Refused(refused)
+
+
+def tell_idle_flags(draft: Draft) -> None:
+    """One block for all flags that do nothing here; --strict refuses them."""
+    if draft.idle and draft.strict:
+        raise Refused([f"{line} (--strict)" for line in draft.idle])
+    if draft.idle:
+        count = "this flag does" if len(draft.idle) == 1 else f"these {len(draft.idle)} flags do"
+        draft.warn("\n    ".join([f"{count} nothing here (--strict refuses such):", *draft.idle]))

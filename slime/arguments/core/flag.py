@@ -19,11 +19,12 @@ class OnlyWith:
     words: str  # in the help, after "only"
     works: Callable[[Any], object]  # of the draft of the settings
     reason: str  # completes the sentence "--x is 3, but ..."
+    harmless: bool = False  # a flag without it changes nothing of what is trained: a warning is enough
 
 
-def needs(name: str, reason: str) -> OnlyWith:
+def needs(name: str, reason: str, *, harmless: bool = False) -> OnlyWith:
     """The condition that another flag is given: a switch that is on, a number above 0, a text."""
-    return OnlyWith(f"with --{name.replace('_', '-')}", lambda draft: getattr(draft, name), reason)
+    return OnlyWith(f"with --{name.replace('_', '-')}", lambda draft: getattr(draft, name), reason, harmless)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ KL = OnlyWith(
     "with --use-kl-loss or --kl-coef",
     lambda d: d.use_kl_loss or d.kl_coef != 0,
     "no KL is computed without --use-kl-loss; add it",
+    harmless=True,
 )
 POLICY_TERMS = OnlyWith(
     "with a --loss-type that has policy ratios",
@@ -255,9 +256,14 @@ class AlgorithmFlags:
         "what a step with a NaN or infinite loss does to the run; it is never applied",
         choices=("stop", "skip"),
     )
+    check_for_nan_in_loss_and_grad: bool = flag(
+        True, "the same as --nonfinite-action skip", off="--no-check-for-nan-in-loss-and-grad"
+    )
 
 
 def loss(draft: Draft) -> None:
+    if not draft.check_for_nan_in_loss_and_grad and not draft.was_given("nonfinite_action"):
+        draft.derive("nonfinite_action", "skip", "no_check_for_nan_in_loss_and_grad")
     if draft.loss_type == "custom_loss" and draft.custom_loss_function_path is None:
         raise ValueError("--loss-type custom_loss needs --custom-loss-function-path.")
     brings_advantages = draft.rollout_data_postprocess_path or draft.custom_convert_samples_to_train_data_path

@@ -4,23 +4,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime.arguments.core.draft import Draft
-from slime.arguments.core.flag import flag, needs
+from slime.arguments.core.flag import OnlyWith, flag, needs
 from slime.arguments.groups.objectives import REFERENCE
 from slime.catalog.backends import BACKENDS
 from slime.utils.step_folders import find_step, step_folders
 
-_CHECKPOINT_FOLDERS = {
-    "no_load_optim": "load",
-    "no_load_rng": "load",
-    "async_save": "save",
-    "keep_last_n": "save",
-}
 # Flag that names the model -> flag that chooses among its checkpoints.
 STEP_FLAGS = {"ref_load": "ref_ckpt_step", "opd_teacher_load": "opd_teacher_ckpt_step"}
 
 
 # -- when flags have an effect
-LOADS = needs("load", "no checkpoint is loaded; add --load")
+LOADS = needs("load", "no checkpoint is loaded; add --load", harmless=True)
+CHOOSES = needs("load", "no checkpoint is loaded; add --load")
+SAVES = needs("save", "no checkpoint is saved; add --save", harmless=True)
+READS_CHECKPOINTS = OnlyWith(
+    "with a checkpoint to read",
+    lambda d: d.load or d.ref_load or d.opd_teacher_load,
+    "no checkpoint is loaded; add --load",
+    harmless=True,
+)
 
 
 @dataclass
@@ -31,22 +33,31 @@ class CheckpointFlags:
         None, "folder of checkpoints to resume from (may be empty if it is also --save)", metavar="DIR"
     )
     ckpt_step: int | None = flag(
-        None, "which checkpoint of --load; default: the latest", ge=0, only_with=LOADS
+        None, "which checkpoint of --load; default: the latest", ge=0, only_with=CHOOSES
     )
     finetune: bool = flag(False, "take only the weights of --load and start from rollout 0", only_with=LOADS)
     save: str | None = flag(None, "folder to save checkpoints in", metavar="DIR")
     save_interval: int | None = flag(None, "rollouts between checkpoints", ge=1)
-    no_load_optim: bool = flag(False, "leave the optimizer's state in --load alone: moments start from zero")
-    no_load_rng: bool = flag(False, "leave the random state in --load alone: it starts from --seed")
+    no_load_optim: bool = flag(
+        False, "leave the optimizer's state in --load alone: moments start from zero", only_with=LOADS
+    )
+    no_load_rng: bool = flag(
+        False, "leave the random state in --load alone: it starts from --seed", only_with=LOADS
+    )
     no_load_verify: bool = flag(
         False,
         "do not read the files of --load to compare them with their checksums; sizes are compared all the "
         "same",
+        only_with=READS_CHECKPOINTS,
     )
     async_save: bool = flag(
-        False, "checkpoints are written while training goes on; the next one and the end wait"
+        False,
+        "checkpoints are written while training goes on; the next one and the end wait",
+        only_with=SAVES,
     )
-    keep_last_n: int | None = flag(None, "how many checkpoints of --save stay; default: all", ge=1)
+    keep_last_n: int | None = flag(
+        None, "how many checkpoints of --save stay; default: all", ge=1, only_with=SAVES
+    )
     no_save_optim: bool = flag(
         False, "leave the optimizer out of checkpoints; they then load with --finetune only"
     )
@@ -60,19 +71,40 @@ class CheckpointFlags:
     ref_ckpt_step: int | None = flag(None, "which checkpoint of --ref-load; default: the latest", ge=0)
 
 
+def megatron_checkpoints(draft: Draft) -> None:
+    """Starting weights in Megatron's format (`DIR_torch_dist` of slime scripts): --hf-checkpoint has them.
+
+    One that was trained (its tracker names an iteration) is refused: nothing else has those weights.
+    """
+    had_reference = draft.ref_load is not None
+    for name in ("ref_load", "load", "critic_load", "opd_teacher_load"):
+        path, option = getattr(draft, name), f"--{name.replace('_', '-')}"
+        tracker = Path(path or ".").expanduser() / "latest_checkpointed_iteration.txt"
+        if path is None or not (tracker.is_file() or path.rstrip("/").endswith("_torch_dist")):
+            continue
+        iteration = tracker.read_text().strip() if tracker.is_file() else "release"
+        if name == "opd_teacher_load" or iteration != "release":
+            raise ValueError(
+                f"{option} is {path}, a checkpoint in Megatron's format, which this version does not read; "
+                "export it to a Hugging Face folder with the tool that wrote it, and give that."
+            )
+        draft.derive(name, None, "hf_checkpoint has these weights")
+        draft.warn(
+            f"{option} {path} is a checkpoint in Megatron's format, which this version does not read: the "
+            f"weights of --hf-checkpoint {draft.hf_checkpoint} are taken instead."
+        )
+    load = draft.load
+    if had_reference and load and load != draft.save and not Path(load).expanduser().is_dir():
+        draft.derive("load", None, "there is no such folder")
+        draft.warn(f"--load {load}: there is no such folder; the run starts from --hf-checkpoint.")
+
+
 def checkpoints(draft: Draft) -> None:
     if draft.save_interval is not None and draft.save is None:
         raise ValueError(
             f"--save-interval is {draft.save_interval}, but there is no folder to save in; add --save DIR."
         )
-    for name, folder in _CHECKPOINT_FOLDERS.items():
-        if draft.was_given(name) and getattr(draft, name) and getattr(draft, folder) is None:
-            raise ValueError(
-                f"--{name.replace('_', '-')} does nothing without --{folder}; add it or remove the flag."
-            )
-    if draft.no_load_verify and not (draft.load or draft.ref_load or draft.opd_teacher_load):
-        raise ValueError("--no-load-verify does nothing without --load; add it or remove the flag.")
-    for name in ("save_hf", "save_debug_rollout_data", "load_debug_rollout_data"):
+    for name in ("save_hf", "save_debug_rollout_data", "save_debug_train_data"):
         template = getattr(draft, name)
         if template is not None:
             _check_template(f"--{name.replace('_', '-')}", template)

@@ -1,5 +1,6 @@
 """Flags and rules of machines: how many ranks train and engines generate, and who shares a device."""
 
+import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,6 +40,9 @@ class ClusterFlags:
         "is seen to compute gets 12 times as much; its work may take as long as it needs; 0: never",
         ge=0,
     )
+    train_env_vars: dict | None = flag(
+        None, "environment variables of the trainer's processes, as JSON", metavar="JSON"
+    )
     trainer_threads: int | None = flag(
         None, "CPU threads of each trainer rank; default: a share of the cores", ge=1
     )
@@ -46,6 +50,13 @@ class ClusterFlags:
 
 
 def devices(draft: Draft) -> None:
+    if draft.actor_num_nodes > 1 and not draft.was_given("runtime"):
+        if importlib.util.find_spec("ray") is None:
+            raise ValueError(
+                f"--actor-num-nodes is {draft.actor_num_nodes}: several machines need Ray, which is not "
+                "installed; pip install 'slime[ray]'."
+            )
+        draft.derive("runtime", "ray", f"{draft.actor_num_nodes} machines train")
     derive_sizes(draft, visible_gpus)
     derive_offload(draft)
     derive_precision(draft, visible_gpus)

@@ -17,6 +17,7 @@ SHARED_DATASET = OnlyWith(
     "without --disable-rollout-global-dataset",
     lambda d: d.rollout_global_dataset,
     "--disable-rollout-global-dataset leaves the prompts to your rollout function; remove one of them",
+    harmless=True,
 )
 
 

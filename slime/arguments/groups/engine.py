@@ -21,20 +21,27 @@ DISK = OnlyWith(
     "with --update-weight-transport disk or --update-weight-mode delta",
     lambda d: d.update_weight_transport == "disk" or d.update_weight_mode == "delta",
     "weights travel in memory; add --update-weight-transport disk",
+    harmless=True,
 )
 DELTA = OnlyWith(
     "with --update-weight-mode delta",
     lambda d: d.update_weight_mode == "delta",
     "whole weights travel; add --update-weight-mode delta",
+    harmless=True,
 )
-PROBES = needs("use_fault_tolerance", "engines are probed only with --use-fault-tolerance; add it")
+PROBES = needs(
+    "use_fault_tolerance", "engines are probed only with --use-fault-tolerance; add it", harmless=True
+)
 
 
 def _read_by(flag_name: str) -> OnlyWith:
     """Flags of one engine alone: its row in the catalog names them."""
     name, row = next((name, row) for name, row in ENGINES.items() if flag_name in row.flags)
     return OnlyWith(
-        f"with --rollout-engine {name}", lambda d: ENGINES[d.rollout_engine] is row, row.flags_unread
+        f"with --rollout-engine {name}",
+        lambda d: ENGINES[d.rollout_engine] is row,
+        row.flags_unread,
+        harmless=True,
     )
 
 

@@ -3,35 +3,21 @@
 import importlib.util
 from dataclasses import dataclass
 
-from slime.arguments.core.draft import Draft
+from slime.arguments.core.draft import Draft, Refused
 from slime.arguments.core.flag import flag, needs, specs_of
 from slime.catalog.backends import BACKENDS
+from slime.utils.model_config import read_config
 
 # Fields of megatron-core's configuration that are not the user's to set, and what decides them.
 OWNED = {
-    **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), "--dtype decides it"),
+    **dict.fromkeys(("params_dtype", "pipeline_dtype", "fp16"), "--dtype decides it"),
     **dict.fromkeys(("fp8", "fp4"), "this version trains in 32 or 16 bit"),
-    **dict.fromkeys(
-        (
-            "calculate_per_token_loss",
-            "variable_seq_lengths",
-            "perform_initialization",
-            "use_cpu_initialization",
-        ),
-        "slime decides it",
-    ),
-    "moe_router_fusion": "it needs a part of TransformerEngine that this version does not use",
+    **dict.fromkeys(("calculate_per_token_loss", "variable_seq_lengths"), "slime decides it"),
     "moe_enable_routing_replay": "use --use-routing-replay or --use-rollout-routing-replay",
-    "moe_grouped_gemm": "it needs a part of TransformerEngine that this version does not use",
     **dict.fromkeys(
         ("decoupled_lr", "decoupled_min_lr"), "all parameters have one rate, --lr and its schedule"
     ),
-    **dict.fromkeys(
-        ("optimizer_cpu_offload", "use_precision_aware_optimizer"),
-        "it needs TransformerEngine's Adam, and this version steps with torch's",
-    ),
     "use_megatron_fsdp": "use --train-backend fsdp",
-    "transformer_impl": "this version builds Megatron's own modules",
 }
 # Sets of tokens over which the load of experts is balanced: micro-batches, or samples.
 BALANCING = ("none", "aux_loss", "seq_aux_loss")
@@ -113,30 +99,61 @@ class MegatronFlags:
     )
 
 
+def choose_trainer(draft: Draft) -> None:
+    """Whoever gives a flag of Megatron's and names no trainer means Megatron, as in scripts of slime."""
+    flags = [spec.name for spec in specs_of(MegatronFlags) if draft.was_given(spec.name)]
+    given = [*(draft.megatron_config or {}), *(name for name in flags if name != "megatron_config")]
+    if given and not draft.was_given("train_backend"):
+        option = "--" + given[0].replace("_", "-")
+        draft.derive("train_backend", "megatron", f"{option} is a flag of Megatron's")
+        draft.warn(f"--train-backend megatron: {option} is a flag of Megatron's, and no trainer was named.")
+
+
 def megatron_trainer(draft: Draft) -> None:
     """Runs before sizes are derived."""
     if not BACKENDS[draft.train_backend].takes_megatron_flags:
-        for spec in specs_of(MegatronFlags):
-            if draft.was_given(spec.name) and getattr(draft, spec.name) != spec.default:
-                raise ValueError(
-                    f"{spec.option} is set, but only --train-backend megatron reads it; remove it."
-                )
+        given = [spec for spec in specs_of(MegatronFlags) if draft.was_given(spec.name)]
+        unread = [spec.option for spec in given if getattr(draft, spec.name) != spec.default]
+        if unread:
+            raise Refused(
+                [f"{o} is set, but only --train-backend megatron reads it; remove it." for o in unread]
+            )
         return
     if importlib.util.find_spec("megatron") is None:
         raise ValueError("--train-backend megatron needs megatron-core: pip install 'slime[megatron]'.")
-    if "mtp_num_layers" in (draft.megatron_config or {}) and not draft.enable_mtp_training:
-        raise ValueError(
+    fields = draft.megatron_config or {}
+    if "mtp_num_layers" in fields and not draft.enable_mtp_training:
+        draft.idle.append(
             "--mtp-num-layers is given without --enable-mtp-training: heads that do not train are saved as "
-            "they were read; remove it, or add that flag."
+            "they were read."
         )
-    for name in draft.megatron_config or {}:
+        fields = {name: value for name, value in fields.items() if name != "mtp_num_layers"}
+        draft.set("megatron_config", fields, draft.sources["megatron_config"])
+    for name in fields:
         option = "--" + name.replace("_", "-")
         if name in OWNED:
             raise ValueError(f"{option} cannot be given: {OWNED[name]}.")
         if name in draft.specs:
             raise ValueError(f"--megatron-config sets {name}: give it as {option}.")
+    if draft.sequence_parallel and draft.tensor_model_parallel_size == 1:
+        draft.idle.append("--sequence-parallel is set, but --tensor-model-parallel-size is 1: it is off.")
+        draft.derive("sequence_parallel", False, "tensor_model_parallel_size is 1")
     _overlaps(draft)
     _experts(draft)
+
+
+def model_family(draft: Draft) -> None:
+    """A family that the trainer does not build is told before anything starts, where the config is here."""
+    known = BACKENDS[draft.train_backend].families
+    if known is None or draft.hf_checkpoint is None or draft.debug_rollout_only:
+        return
+    kind = read_config(draft.hf_checkpoint).get("model_type")
+    if kind is not None and kind not in known and draft.custom_model_provider_path is None:
+        raise ValueError(
+            f"--hf-checkpoint {draft.hf_checkpoint} is a {kind}, a family that --train-backend "
+            f"{draft.train_backend} does not build (it builds {', '.join(known)}); --train-backend fsdp "
+            "trains what transformers has with full attention."
+        )
 
 
 def _experts(draft: Draft) -> None:

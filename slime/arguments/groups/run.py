@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from slime.arguments.core.draft import Draft
+from slime.arguments.core.draft import Draft, Refused
 from slime.arguments.core.flag import flag, needs
 from slime.arguments.groups.data import DEFAULT_DATA_SOURCE
 from slime.arguments.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
@@ -17,7 +17,10 @@ HUB_ID = re.compile(r"^[\w-][\w.-]*(/[\w.-]+)?$")
 
 
 # -- when flags have an effect
-REPLAYS = needs("load_debug_rollout_data", "no dump is replayed; add --load-debug-rollout-data")
+REPLAYS = needs(
+    "load_debug_rollout_data", "no dump is replayed; add --load-debug-rollout-data", harmless=True
+)
+TESTED = needs("ci_test", "the run is not tested; add --ci-test", harmless=True)
 
 
 @dataclass
@@ -28,6 +31,7 @@ class RunFlags:
         None, "YAML file of flags (keys are flag names); the command line wins", metavar="FILE"
     )
     print_config: bool = flag(False, "print every value and where it came from, then exit")
+    strict: bool = flag(False, "a flag that does nothing in this run is an error, also a harmless one")
     run_dir: str | None = flag(
         None,
         "folder for metrics, logs and plots, of this run alone; default runs/<model>-<seed>, or the next "
@@ -58,11 +62,54 @@ class DebugFlags:
         None, "dump samples: dumps/{rollout_id}.pt", metavar="TEMPLATE"
     )
     load_debug_rollout_data: str | None = flag(
-        None, "train on dumped samples; no engines", metavar="TEMPLATE"
+        None,
+        "train on dumped samples; no engines; without {rollout_id} every rollout is that file",
+        metavar="TEMPLATE",
     )
     load_debug_rollout_data_subsample: float | None = flag(
         None, "replay only this share of a dump", gt=0, le=1, only_with=REPLAYS
     )
+
+    save_debug_train_data: str | None = flag(
+        None, "dump what each rank trained on: dumps/{rollout_id}_{rank}.pt", metavar="TEMPLATE"
+    )
+    dump_details: str | None = flag(
+        None, "folder for both dumps: rollout_data/ and train_data/ in it", metavar="DIR"
+    )
+
+
+@dataclass
+class AssertionFlags:
+    """Assertions of a run, for tests."""
+
+    ci_test: bool = flag(
+        False,
+        "the first step of a new run must show no KL to the reference and to the old policy, and the "
+        "log-probs of engine and trainer must lie near each other",
+    )
+    ci_disable_kl_checker: bool = flag(False, "leave the first of these out", only_with=TESTED)
+    ci_train_rollout_logprob_abs_diff_threshold: float = flag(
+        0.1, "how near; --logprob-diff-threshold wins", ge=0, only_with=TESTED
+    )
+    ci_save_grad_norm: str | None = flag(
+        None,
+        "write the gradient norm of each step: norms/{role}_{rollout_id}_{step_id}.pt",
+        metavar="TEMPLATE",
+    )
+    ci_load_grad_norm: str | None = flag(
+        None, "stop where the gradient norm is another than in these files, by 1%", metavar="TEMPLATE"
+    )
+
+
+def dumps_and_assertions(draft: Draft) -> None:
+    names = {"save_debug_rollout_data": "rollout_data/{rollout_id}.pt"}
+    names |= {"save_debug_train_data": "train_data/{rollout_id}_{rank}.pt"}
+    for name, file in names.items():
+        if draft.dump_details and getattr(draft, name) is None:
+            draft.derive(name, f"{draft.dump_details.rstrip('/')}/{file}", "dump_details")
+    if draft.ci_test and draft.logprob_diff_threshold is None:
+        limit = draft.ci_train_rollout_logprob_abs_diff_threshold
+        draft.derive("logprob_diff_threshold", limit, "ci_train_rollout_logprob_abs_diff_threshold")
 
 
 def debug_modes(draft: Draft) -> None:
@@ -80,33 +127,34 @@ def debug_modes(draft: Draft) -> None:
 
 
 def needed_flags(draft: Draft) -> None:
+    missing: list[str] = []
     if draft.rollout_batch_size is None:
-        raise ValueError(
-            "--rollout-batch-size is required: how many prompts make one rollout, for example 32."
-        )
+        missing.append("--rollout-batch-size is required: how many prompts make one rollout, for example 32.")
     own_rollout = draft.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION
     if draft.hf_checkpoint is None and not (draft.debug_rollout_only and own_rollout):
-        raise ValueError(
+        missing.append(
             "--hf-checkpoint is required: the folder or hub id of the model, for example Qwen/Qwen3-0.6B."
         )
     asks_engines = not own_rollout and draft.custom_generate_function_path is None
     if asks_engines and draft.debug_train_only and not draft.load_debug_rollout_data:
-        raise ValueError(
+        missing.append(
             "--debug-train-only starts no engines, but the default rollout function asks them for samples; "
             "replay a dump with --load-debug-rollout-data, or use --rollout-function-path "
             "slime.rollout.sft_rollout.generate_rollout."
         )
     own_data = draft.data_source_path != DEFAULT_DATA_SOURCE or not draft.rollout_global_dataset
     if draft.prompt_data is None and not own_data and not draft.load_debug_rollout_data:
-        raise ValueError(
+        missing.append(
             f"--prompt-data is required: a {ENDINGS} file of prompts. If your rollout function brings its "
             "own prompts, say --disable-rollout-global-dataset."
         )
     if asks_engines and not draft.debug_train_only and draft.rollout_max_response_len is None:
-        raise ValueError(
+        missing.append(
             "--rollout-max-response-len is required: without it an engine cuts responses at a default of "
             "its own; give the longest response in tokens."
         )
+    if missing:
+        raise Refused(missing)
 
 
 def run_folder(draft: Draft) -> None:

@@ -25,6 +25,7 @@ SGLANG_ROUTER = OnlyWith(
     "with --rollout-router sglang",
     lambda d: d.rollout_router == "sglang" or d.router_options or d.prefill_num_servers or d.sglang_config,
     "the built-in balancer does not read it; use --rollout-router sglang",
+    harmless=True,
 )
 
 
@@ -364,9 +365,17 @@ def _check_engine_kind(draft: Draft, topology: Topology) -> None:
     table = server_flags(need_python(draft.sglang_python, "--sglang-config"))
     for model in topology.models:
         for group in model.groups:
-            for name in group.overrides:
+            for name in list(group.overrides):
+                option = PREFIX + name.replace("_", "-")
+                now = table.translate(option)
+                if now is not None:
+                    draft.warn(f"overrides of model {model.name!r}: {table.tell(name, now)}")
+                    value, (new, _, implied) = group.overrides.pop(name), now.partition(" ")
+                    if new:
+                        group.overrides[new.removeprefix("--").replace("-", "_")] = implied or value
+                    continue
                 try:
-                    table.find(PREFIX + name.replace("_", "-"))
+                    table.find(option)
                 except ValueError as error:
                     near = get_close_matches(name, (flag.dest for flag in table.by_option.values()), n=1)
                     hint = f" (did you mean {near[0]!r}?)" if near else ""

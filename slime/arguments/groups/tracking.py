@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from slime.arguments.core.flag import flag, needs
 
 # -- when flags have an effect
-TENSORBOARD = needs("use_tensorboard", "TensorBoard is off; add --use-tensorboard")
-WANDB = needs("use_wandb", "Weights & Biases is off; add --use-wandb")
-TRACKIO = needs("use_trackio", "trackio is off; add --use-trackio")
-MLFLOW = needs("use_mlflow", "MLflow is off; add --use-mlflow")
+TENSORBOARD = needs("use_tensorboard", "TensorBoard is off; add --use-tensorboard", harmless=True)
+WANDB = needs("use_wandb", "Weights & Biases is off; add --use-wandb", harmless=True)
+TRACKIO = needs("use_trackio", "trackio is off; add --use-trackio", harmless=True)
+MLFLOW = needs("use_mlflow", "MLflow is off; add --use-mlflow", harmless=True)
 
 
 @dataclass
@@ -64,6 +64,7 @@ class TrackingFlags:
         None, "MLflow experiment; default: slime", metavar="NAME", only_with=MLFLOW
     )
     log_passrate: bool = flag(False, "pass@k")
+    log_multi_turn: bool = flag(False, "lengths and turns of whole responses (multi_turn/*)")
     log_reward_category: str | None = flag(
         None, "count rewards by this entry of a dict reward", metavar="KEY"
     )

@@ -12,14 +12,18 @@ WHOLE_LOGITS = OnlyWith(
     "where a rank has whole logits",
     lambda d: not BACKENDS[d.train_backend].splits_logits or d.tensor_model_parallel_size == 1,
     "no rank of Megatron's has whole logits with --tensor-model-parallel-size above 1; remove it",
+    harmless=True,
 )
 BY_TOKENS = needs(
-    "use_dynamic_batch_size", "micro-batches are filled by tokens only with --use-dynamic-batch-size; add it"
+    "use_dynamic_batch_size",
+    "micro-batches are filled by tokens only with --use-dynamic-batch-size; add it",
+    harmless=True,
 )
 BY_SAMPLES = OnlyWith(
     "without --use-dynamic-batch-size",
     lambda d: not d.use_dynamic_batch_size,
     "--use-dynamic-batch-size fills micro-batches by tokens (--max-tokens-per-gpu); remove one of them",
+    harmless=True,
 )
 DECAYS = OnlyWith(
     "with a --lr-decay-style that decays",
@@ -33,6 +37,7 @@ KEPT_WEIGHTS = OnlyWith(
     "with a reference, --keep-old-actor or --use-opd",
     lambda d: d.loss_type == "dpo_loss" or d.use_kl_loss or d.kl_coef != 0 or d.keep_old_actor or d.use_opd,
     "no weights beside the policy's are kept without a KL, --keep-old-actor or --use-opd; remove it",
+    harmless=True,
 )
 
 
@@ -98,6 +103,9 @@ class OptimizerFlags:
     min_lr: float = flag(0.0, "learning rate at the end of the decay", ge=0, only_with=DECAYS)
     lr_decay_style: str = flag("constant", "schedule after warm-up", choices=("constant", "linear", "cosine"))
     lr_warmup_iters: int = flag(0, "optimizer steps of linear warm-up", ge=0)
+    lr_warmup_fraction: float | None = flag(
+        None, "the same as a share of the steps of --lr-decay-iters, or of the run", ge=0, lt=1
+    )
     lr_decay_iters: int | None = flag(
         None, "optimizer steps until --min-lr; default: the whole run", ge=1, only_with=DECAYS
     )
@@ -197,6 +205,11 @@ def learning_rate(draft: Draft) -> None:
     if draft.lr_decay_iters is None and draft.num_rollout:
         steps = draft.num_rollout * draft.num_steps_per_rollout
         draft.derive("lr_decay_iters", steps, "optimizer steps of the whole run")
+    if draft.lr_warmup_fraction and draft.lr_warmup_iters:
+        raise ValueError(
+            f"--lr-warmup-fraction is {draft.lr_warmup_fraction:g} and --lr-warmup-iters is "
+            f"{draft.lr_warmup_iters}: both say how long the warm-up is; keep one of them."
+        )
     decays = draft.lr_decay_style != "constant" and draft.lr_decay_iters is not None
     if decays and draft.lr_warmup_iters >= draft.lr_decay_iters:
         raise ValueError(

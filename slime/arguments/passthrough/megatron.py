@@ -22,6 +22,7 @@ CONFIG_FILES = (
 CONFIG_CLASSES = (
     "ModelParallelConfig",
     "TransformerConfig",
+    "MLATransformerConfig",
     "OptimizerConfig",
     "DistributedDataParallelConfig",
 )
@@ -32,6 +33,9 @@ SPELLINGS: dict[str, tuple[str, Any]] = {
     "--swiglu": ("gated_linear_unit", True),
     "--disable-bias-linear": ("add_bias_linear", False),
     "--accumulate-allreduce-grads-in-fp32": ("grad_reduce_in_fp32", True),
+    "--grad-reduce-in-bf16": ("grad_reduce_in_fp32", False),
+    "--apply-layernorm-1p": ("layernorm_zero_centered_gamma", True),
+    "--use-gated-attention": ("attention_output_gate", True),
     "--num-experts": ("num_moe_experts", None),
     "--decoder-first-pipeline-num-layers": ("num_layers_in_first_pipeline_stage", None),
     "--decoder-last-pipeline-num-layers": ("num_layers_in_last_pipeline_stage", None),
@@ -59,6 +63,8 @@ MODEL_FACTS = {
         "use_rotary_position_embeddings": bool,
         "group_query_attention": bool,
         "untie_embeddings_and_output_weights": bool,
+        "post_self_attn_layernorm": bool,
+        "post_mlp_layernorm": bool,
     }.items()
 }
 

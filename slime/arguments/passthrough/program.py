@@ -1,10 +1,11 @@
 """The flags of another program: taken out of a command line and checked against those it says it has."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
+from slime.arguments.core.draft import Refused
 from slime.arguments.core.unbuilt import is_unbuilt
 
 
@@ -78,6 +79,7 @@ class ProgramFlags:
     prefix: str
     owned: Mapping[str, str]  # flags that slime sets itself -> what decides them
     by_option: Mapping[str, ProgramFlag]  # "--mem-fraction-static" -> its flag
+    renamed: Mapping[str, str] = field(default_factory=dict)  # name of another release -> words that mean it
 
     def find(self, option: str) -> ProgramFlag:
         """The flag that `--sglang-mem-fraction-static` (or `_` for `-`) means; ValueError: there is none."""
@@ -86,7 +88,7 @@ class ProgramFlags:
         if flag is None:
             if is_unbuilt(option.removeprefix("--").replace("_", "-")):
                 raise ValueError(f"{option} is a slime flag that this version does not build yet.")
-            near = get_close_matches(name, self.by_option, n=1, cutoff=0.6)
+            near = get_close_matches(name, self.by_option, n=1, cutoff=0.8)
             hint = f"; did you mean {self.prefix}{near[0].removeprefix('--')}?" if near else "."
             raise ValueError(f"unknown flag {option}: {self.program} has no {name}{hint}")
         if flag.dest in self.owned:
@@ -97,14 +99,37 @@ class ProgramFlags:
         """The flag as the program itself spells it."""
         return "--" + option.removeprefix(self.prefix).replace("_", "-")
 
-    def read(self, found: Mapping[str, list[str]]) -> tuple[dict[str, Any], list[str]]:
-        """(name -> value, the words for the program's own command line) of what `split_flags` found."""
-        values, words = {}, []
+    def translate(self, option: str) -> str | None:
+        """What a flag of another release is called in this one, `""` where nothing is; None: no such flag."""
+        name = self.own_option(option)
+        words = self.renamed.get(name) if name not in self.by_option else None
+        return words if words is None or not words or words.split()[0] in self.by_option else None
+
+    def tell(self, option: str, now: str) -> str:
+        return f"{option}: {self.program} {f'calls it {now}' if now else 'has no such flag any more'}."
+
+    def read(self, found: Mapping[str, list[str]]) -> tuple[dict[str, Any], list[str], list[str]]:
+        """(name -> value, the words for the program's own command line, what to tell) of `split_flags`."""
+        values, words, told, refused = {}, [], [], []
         for option, given in found.items():
-            flag = self.find(option)
-            values[flag.dest] = flag.read(given, option)
-            words += [self.own_option(option), *given]
-        return values, words
+            try:
+                now = self.translate(option)
+                if now is not None:
+                    told.append(
+                        f"{option}: {self.program} {f'calls it {now}' if now else 'has no such flag'}."
+                    )
+                    if not now:
+                        continue
+                    option, *more = (self.prefix + now.removeprefix("--")).split()
+                    given = [*more, *given]
+                flag = self.find(option)
+                values[flag.dest] = flag.read(given, option)
+                words += [self.own_option(option), *given]
+            except ValueError as error:
+                refused.append(str(error))
+        if refused:
+            raise Refused(refused)
+        return values, words, told
 
 
 def read_flag_rows(rows: list[dict[str, Any]]) -> dict[str, ProgramFlag]:

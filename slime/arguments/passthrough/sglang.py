@@ -3,6 +3,7 @@
 SGLang lives in an environment of its own and is never imported here. Its table of flags is cached by version.
 """
 
+import functools
 import importlib.util
 import json
 import os
@@ -43,6 +44,30 @@ OWNED = {
     "admin_api_key": "each run makes its own where other machines reach its engines, or takes "
     "SLIME_ENGINE_TOKEN",
 }
+# Names of other releases, and the words that mean the same in the one that is installed, or nothing.
+_NEW_NAMES = {
+    "--cuda-graph-max-bs": "--cuda-graph-max-bs-decode",
+    "--cuda-graph-bs": "--cuda-graph-bs-decode",
+    "--disable-piecewise-cuda-graph": "--disable-prefill-cuda-graph",
+    "--nsa-prefill-backend": "--dsa-prefill-backend",
+    "--nsa-decode-backend": "--dsa-decode-backend",
+    "--nsa-topk-backend": "--dsa-topk-backend",
+    "--mamba-scheduler-strategy": "--mamba-radix-cache-strategy",
+}
+RENAMED = {
+    **_NEW_NAMES,
+    **{new: old for old, new in _NEW_NAMES.items()},
+    "--enable-deepep-moe": "--moe-a2a-backend deepep",
+    **dict.fromkeys(
+        (
+            "--enable-ep-moe",
+            "--enable-piecewise-cuda-graph",
+            "--piecewise-cuda-graph-max-tokens",
+            "--enable-nan-detection",
+        ),
+        "",
+    ),
+}
 
 
 def find_python(given: str | None, environment: str = ".venv-sglang", module: str = "sglang") -> str | None:
@@ -80,6 +105,7 @@ def server_flags(python: str) -> ProgramFlags:
     return _read_table(table)
 
 
+@functools.cache
 def _installed_version(python: str) -> str:
     code = "import importlib.metadata as m; print(m.version('sglang'))"
     done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60)
@@ -106,7 +132,7 @@ def _ask(python: str) -> dict[str, Any]:
 
 
 def _read_table(table: dict[str, Any]) -> ProgramFlags:
-    return ProgramFlags(f"SGLang {table['version']}", PREFIX, OWNED, read_flag_rows(table["flags"]))
+    return ProgramFlags(f"SGLang {table['version']}", PREFIX, OWNED, read_flag_rows(table["flags"]), RENAMED)
 
 
 def _cache_folder() -> Path:
@@ -118,7 +144,9 @@ def _cache_folder() -> Path:
         return Path(tempfile.gettempdir())
 
 
-def read_server_flags(found: dict[str, list[str]], python: str) -> tuple[dict[str, Any], list[str]]:
-    """(`sglang_<name>` -> value for args, the words for the server's own command line)."""
-    values, words = server_flags(python).read(found)
-    return {f"sglang_{name}": value for name, value in values.items()}, words
+def read_server_flags(
+    found: dict[str, list[str]], python: str
+) -> tuple[dict[str, Any], list[str], list[str]]:
+    """(`sglang_<name>` -> value for args, the words for the server's own command line, what to tell)."""
+    values, words, told = server_flags(python).read(found)
+    return {f"sglang_{name}": value for name, value in values.items()}, words, told

@@ -40,6 +40,14 @@ _UNEVEN = """
     num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage pipeline_model_parallel_layout
     account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
 """.split()  # noqa: SIM905 - one name per line would fill a screen
+# Facts of scaled rotations with their defaults; without scaling they mean nothing.
+_ROPE_FACTS = {
+    "mscale": 1.0,
+    "mscale_all_dim": 0.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "original_max_position_embeddings": 4096,
+}
 TE_KERNELS = ("flash", "fused", "unfused")
 
 
@@ -110,9 +118,10 @@ def transformer_config(
 ) -> TransformerConfig:
     settings = family_of(hf_config).settings(hf_config) | _mtp_settings(args, hf_config)
     given = args.megatron_config or {}
-    _check_architecture(given, architecture(hf_config) | settings, args.hf_checkpoint)
+    _check_architecture(given, architecture(hf_config) | _mtp_settings(args, hf_config), args.hf_checkpoint)
     facts = hub_facts(hf_config)
-    overrides = _fields_of(MLAConfig, {name: given[name] for name in given if name not in facts})
+    described = facts | settings  # held against the flags above: equal, or meaning the same
+    overrides = _fields_of(MLAConfig, {name: given[name] for name in given if name not in described})
     kernel = args.attention_backend if args.attention_backend in TE_KERNELS else "auto"
     staged = args.pipeline_model_parallel_size > 1
     interleaved = args.virtual_pipeline_model_parallel_size is not None
@@ -157,7 +166,7 @@ def architecture(hf_config: Any) -> dict[str, Any]:
     unused = {
         field.name: field.default for field in dataclasses.fields(TransformerConfig) if field.name in _UNUSED
     }
-    return unused | hub_facts(hf_config) | family_of(hf_config).settings(hf_config)
+    return unused | family_of(hf_config).settings(hf_config) | hub_facts(hf_config)
 
 
 def hub_facts(hf_config: Any) -> dict[str, Any]:
@@ -172,6 +181,12 @@ def hub_facts(hf_config: Any) -> dict[str, Any]:
         "use_rotary_position_embeddings": True,
         "group_query_attention": True,
         "untie_embeddings_and_output_weights": not hf_config.tie_word_embeddings,
+        **dict.fromkeys(
+            ("post_self_attn_layernorm", "post_mlp_layernorm"), family_of(hf_config).branch_norms
+        ),
+        # How positions beyond the trained ones are rotated: the model's own embedding does it.
+        "rotary_scaling_factor": rope.get("factor", 1.0),
+        **{name: rope.get(name, default) for name, default in _ROPE_FACTS.items()},
     }
 
 
@@ -190,6 +205,10 @@ def _plain(name: str, value: Any, known: dict[str, Any]) -> Any:
         return [int(layer % value == 0) for layer in range(known["num_layers"])]
     if name in ("moe_router_num_groups", "moe_router_group_topk") and value == 1:
         return None
+    if name in _ROPE_FACTS and known["rotary_scaling_factor"] == 1.0:
+        return None
+    if name == "kv_channels" and known.get("multi_latent_attention"):
+        return None  # such a model has widths of its own for queries, keys and values
     return value
 
 

@@ -4,11 +4,13 @@ from typing import Any
 
 from slime.backends.megatron.families import deepseek_v3, glm4, glm4_moe, llama, mimo, qwen2, qwen3, qwen3_moe
 from slime.backends.megatron.families.base import Family
+from slime.catalog.backends import BACKENDS
 
 FAMILIES: dict[str, Family] = {
     module.FAMILY.model_type: module.FAMILY
     for module in (llama, qwen2, qwen3, qwen3_moe, glm4, glm4_moe, deepseek_v3, mimo)
 }
+assert tuple(FAMILIES) == BACKENDS["megatron"].families, "the trainer's row names other families"
 
 
 # Types that are asked for and cannot be built, and what is missing.

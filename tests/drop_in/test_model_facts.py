@@ -1,0 +1,48 @@
+"""What a script says of its model is held against the config: repeated it is fine, changed it is not."""
+
+import pytest
+from launch_lines import MODELS, NOT_BUILT, command_line, make_world
+from megatron_families import COMMON, FAMILIES
+
+from slime.arguments import parse_args
+
+pytest.importorskip("megatron")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("world")
+    make_world(root)
+    return root
+
+
+def built(model, root, *words):
+    import torch
+    from transformers import AutoConfig
+
+    from slime.backends.megatron import config
+
+    kind, extra = FAMILIES[model]
+    hf_config = AutoConfig.for_model(kind, **(COMMON | extra))
+    args = parse_args([*command_line(model, "replayed", root), *words])
+    return config.transformer_config(args, hf_config, torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("model", [m for m in MODELS if m not in NOT_BUILT])
+def test_flags_of_the_model_file_agree_with_its_config(model, root):
+    assert built(model, root).num_layers == 4
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("deepseek_v3", ("--kv-lora-rank", "512")),
+        ("deepseek_v3", ("--rotary-scaling-factor", "40")),
+        ("qwen3", ("--apply-layernorm-1p",)),
+        ("qwen3", ("--post-self-attn-layernorm",)),
+        ("glm4", ("--rotary-percent", "0.25")),
+    ],
+)
+def test_another_model_than_the_config_says_is_refused(model, words, root):
+    with pytest.raises(ValueError, match="the architecture comes from the checkpoint"):
+        built(model, root, *words)
