@@ -151,6 +151,8 @@ eval/<dataset>-pass@<k>: chance that one of k answers is right (--log-passrate)
 eval/<dataset>/<of_samples>: as `rollout/<of_samples>`: lengths, repetition, cache hits, ...
 eval/<dataset>/reward_failures: samples whose reward failed = 0
 eval/<dataset>/weight_versions: number of versions that answered = 1
+multi_turn/<part>/<stat>: tokens of whole responses (raw_response_length), those that others wrote in them
+    (observation_length), and stretches that the policy wrote (round_number) (--log-multi-turn)
 passrate/pass@<k>: chance that one of k answers to a prompt is right (--log-passrate)
     = pass@k rising with pass@1 is learning; pass@1 alone is sharpening
 """
