@@ -22,6 +22,7 @@ LAYERS = [
     {"cluster"},
     {"loop", "loop_async"},
     {"cli"},
+    {"api"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 OUTSIDE = {"moved", "__main__", "__init__"}  # stand outside the layers

@@ -84,8 +84,9 @@ def open_cluster(args: Args, *, overlapped: bool = False) -> Iterator[Cluster]:
             closing.add(lambda: shm.unlink_prefix(run.shm_prefix))
             closing.add(runtime.close)
             if threading.current_thread() is threading.main_thread():
-                # A polite end closes everything in order, like Ctrl-C.
-                signal.signal(signal.SIGTERM, _raise_interrupt)
+                # A polite end closes everything in order, like Ctrl-C; after the run it is what it was.
+                before = signal.signal(signal.SIGTERM, _raise_interrupt)
+                folders.callback(signal.signal, signal.SIGTERM, before or signal.SIG_DFL)
             cluster = _start(args, run, runtime, tracker, checkpoint, overlapped, closing)
             try:
                 yield cluster

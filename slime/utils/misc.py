@@ -41,12 +41,17 @@ def load_function(path: str) -> Any:
     return getattr(module, name)
 
 
+def plugin_module_name(file: Path) -> str:
+    """Under which a file of plug-ins is imported: a name of its own, the same in every process of the run."""
+    resolved = file.resolve()
+    return f"slime_plugin_{resolved.stem}_{hashlib.sha256(str(resolved).encode()).hexdigest()[:12]}"
+
+
 def _load_file(file: str) -> Any:
     resolved = Path(file).expanduser().resolve()
     if not resolved.is_file():
         raise FileNotFoundError(f"no such plug-in file: {file}")
-    # A name of its own, the same in every process of the run.
-    name = f"slime_plugin_{resolved.stem}_{hashlib.sha256(str(resolved).encode()).hexdigest()[:12]}"
+    name = plugin_module_name(resolved)
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, resolved)

@@ -1,0 +1,226 @@
+"""`from slime import train`: a run from Python, with functions and rows in place of files; the same run.
+
+What is given is written to `RUN/inputs` (rows, functions, `run.yaml`), and then read as the command reads it:
+`slime train --config RUN/inputs/run.yaml` with a --run-dir and a --save of its own repeats the run.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import types
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from slime.arguments import Args
+from slime.arguments.core.draft import ASYNCHRONOUS, SYNCHRONOUS
+from slime.catalog.rewards import BOXED, REWARDS
+from slime.cli import train as synchronous
+from slime.cli import train_async as asynchronous
+from slime.data.copies import forget_copies
+from slime.observability.tracking import read_metrics
+from slime.record import Answer, Select, open_record
+from slime.utils.errors import FolderTaken
+from slime.utils.misc import load_function, plugin_module_name
+from slime.utils.run_file import choose_run_folder, is_used, resumption_of
+from slime.utils.step_folders import step_folders
+
+Rows = str | Path | Iterable[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a run left. `model_path`: the trained model as a Hugging Face folder; None: it was not saved."""
+
+    run_dir: Path
+    model_path: Path | None
+    metrics: list[dict[str, Any]] = field(repr=False)  # every line of metrics.jsonl
+
+    def curve(self, name: str = "rollout/raw_reward") -> dict[int, float]:
+        """One metric by step."""
+        return {row["step"]: row[name] for row in self.metrics if name in row}
+
+    def samples(self, **select: Any) -> list[Answer]:
+        """Answers of the model, the newest first; the choices of `slime.record.Select`, e.g. order="best"."""
+        with open_record(self.run_dir) as record:
+            return record.answers(Select(**select))
+
+
+def train(
+    model: str | Path,
+    reward: Callable[..., Any] | str | None = None,
+    data: Rows | None = None,
+    *,
+    generate: Callable[..., Any] | str | None = None,
+    eval_data: Rows | None = None,
+    loop_async: bool = False,
+    **flags: Any,
+) -> Result:
+    """Train `model` and return what came of it; every flag of `slime train` may be given by its name.
+
+    `reward`: a function (of a sample, or in TRL's signature), the name of a built-in reward, or an import
+    path. `data`: rows (dicts, or texts that are prompts), or what --prompt-data takes. A function may stand
+    wherever a flag takes a path to one. Checkpoints and the model go to the run's folder unless `save` says
+    otherwise; `save=None` keeps none. Mistakes are ValueErrors that name the flag; an interrupt ends every
+    process of the run and then rises.
+    """
+    forget_copies()
+    load_function.cache_clear()
+    model = str(Path(model).absolute() if Path(model).is_dir() else model)
+    folder = _run_folder(model, flags)
+    fresh, inputs = not folder.exists(), folder / "inputs"
+    inputs.mkdir(parents=True, exist_ok=True)
+    try:
+        settings: dict[str, Any] = {"hf_checkpoint": model, "run_dir": str(folder)}
+        settings |= _saving(folder, flags) | _reward(reward) | _prompts(data, inputs / "prompts.jsonl", flags)
+        if generate is not None:
+            settings["custom_generate_function_path"] = generate
+        if eval_data is not None:
+            settings["eval_prompt_data"] = ["eval", _written(eval_data, inputs / "eval.jsonl")[0]]
+        both = sorted(
+            settings.keys() & flags.keys() - {"run_dir", "save", "save_hf", "input_key", "label_key"}
+        )
+        if both:
+            raise ValueError(f"{both[0]} is given twice: by its own name and by another argument of train().")
+        settings |= flags
+        values = {name: _value(name, value, inputs, settings) for name, value in settings.items()}
+        file = inputs / "run.yaml"
+        file.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
+        kind = ASYNCHRONOUS if loop_async else SYNCHRONOUS
+        args = synchronous.load_args(["--config", str(file)], training_loop=kind)
+    except BaseException:
+        if fresh:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    (asynchronous if loop_async else synchronous).run_loop(args)
+    return Result(folder, _model_path(args), read_metrics(folder))
+
+
+def _run_folder(model: str, flags: Mapping[str, Any]) -> Path:
+    resumption = resumption_of(flags.get("load"), flags.get("ckpt_step"), bool(flags.get("finetune")))
+    if flags.get("run_dir") is None:
+        return Path(
+            choose_run_folder(f"runs/{Path(model).name}-{flags.get('seed', 1234)}", resumption)
+        ).absolute()
+    folder = Path(flags["run_dir"]).expanduser().absolute()
+    if is_used(folder) and resumption is None:  # before anything of that run is written over
+        raise FolderTaken(
+            f"run_dir {folder} belongs to another run: give another folder, or go on with that run by load=."
+        )
+    return folder
+
+
+def _saving(folder: Path, flags: Mapping[str, Any]) -> dict[str, Any]:
+    if "save" in flags and flags["save"] is None:
+        return {}
+    return {"save": str(folder / "checkpoints"), "save_hf": str(folder / "model-{rollout_id}")}
+
+
+def _reward(reward: Callable[..., Any] | str | None) -> dict[str, Any]:
+    if reward is None:
+        return {}
+    built_in = isinstance(reward, str) and reward.removeprefix(BOXED) in REWARDS
+    return {"rm_type" if built_in else "custom_rm_path": reward}
+
+
+def _prompts(data: Rows | None, path: Path, flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The file of the rows, and their columns where the usual names say which is which."""
+    if data is None:
+        return {}
+    source, columns = _written(data, path)
+    found: dict[str, Any] = {"prompt_data": source}
+    if "prompt" in columns and "input" not in columns and "prompt_template" not in flags:
+        found["input_key"] = "prompt"
+    if "label" in columns:
+        found["label_key"] = "label"
+    return found
+
+
+def _written(data: Rows, path: Path) -> tuple[str, set[str]]:
+    """Where rows can be read, and the columns that all of them have; of a file nothing is known."""
+    if isinstance(data, (str, Path)):
+        return str(data), set()
+    if hasattr(data, "to_dict") and hasattr(data, "columns"):
+        data = data.to_dict("records")  # a table of pandas
+    if isinstance(data, Mapping):
+        raise ValueError(
+            "data is a mapping; give a list of rows, each a dict: [{'prompt': ..., 'label': ...}]."
+        )
+    columns: set[str] | None = None
+    rows: Iterable[Any] = data
+    with path.open("w", encoding="utf-8") as file:
+        for number, row in enumerate(rows, start=1):
+            row = {"input": row} if isinstance(row, str) else row
+            try:
+                file.write(json.dumps(dict(row), ensure_ascii=False) + "\n")
+            except (TypeError, ValueError) as error:
+                raise ValueError(
+                    f"row {number} of data cannot be written as JSON ({error}): {row!r:.200}"
+                ) from None
+            columns = set(row) if columns is None else columns & set(row)
+    if columns is None:
+        raise ValueError("data has no rows.")
+    return str(path), columns
+
+
+def _value(name: str, value: Any, inputs: Path, settings: Mapping[str, Any]) -> Any:
+    """A setting as YAML holds it; a function becomes the path of a file that every process can load."""
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, (list, tuple)):
+        return [_value(name, item, inputs, settings) for item in value]
+    if callable(value):
+        return _path_of(name, value, inputs, needs_pickle=settings.get("runtime") == "ray")
+    return value.item() if hasattr(value, "item") and hasattr(value, "dtype") else value
+
+
+def _path_of(name: str, function: Callable[..., Any], inputs: Path, *, needs_pickle: bool) -> str:
+    """An import path where there is one; a function of a notebook or a script is pickled by value.
+
+    This process, where rewards and generate functions of a local run are called, gets the function itself.
+    """
+    module, attribute = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+    home = sys.modules.get(module) if module and module != "__main__" else None
+    if home is not None and getattr(home, attribute, None) is function and hasattr(home, "__file__"):
+        return f"{module}.{attribute}"
+    stem = name.removesuffix("_path").removesuffix("_function").removeprefix("custom_")
+    file = inputs / f"{stem}.py"
+    file.write_text(_stub(stem, function, file.with_suffix(".pkl"), needs_pickle), encoding="utf-8")
+    loaded = types.ModuleType(plugin_module_name(file))
+    loaded.__file__ = str(file)
+    setattr(loaded, stem, function)
+    sys.modules[loaded.__name__] = loaded
+    return f"{file}:{stem}"
+
+
+def _stub(stem: str, function: Callable[..., Any], pickle: Path, needs_pickle: bool) -> str:
+    import cloudpickle  # here: the command needs none of it
+
+    try:
+        content = cloudpickle.dumps(function)
+    except Exception as error:  # an object that holds a lock, a connection, ...: whatever it raises
+        reason = f"{stem} ({function!r}) cannot be sent to other processes: {type(error).__name__}: {error}"
+        if needs_pickle:
+            raise ValueError(
+                f"{reason}. Define it in a module and give its import path, or open what it holds inside it."
+            ) from error
+        return f'"""Lives only in the process that made it."""\n\nraise RuntimeError({reason!r})\n'
+    pickle.write_bytes(content)
+    return (
+        f'"""`{stem}` as it was given to slime.train."""\n\n'
+        "import pathlib\n\nimport cloudpickle\n\n"
+        f'{stem} = cloudpickle.loads(pathlib.Path(__file__).with_suffix(".pkl").read_bytes())\n'
+    )
+
+
+def _model_path(args: Args) -> Path | None:
+    steps = step_folders(args.save) if args.save is not None and args.save_hf is not None else {}
+    if not steps or args.save_hf is None:
+        return None
+    path = Path(args.save_hf.format(rollout_id=max(steps)))
+    return path if path.is_dir() else None
