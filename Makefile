@@ -21,7 +21,7 @@ PYTEST := $(BIN)/python -m pytest -q
 # In the order of the folders, which end with small files: no worker is left alone with a long one.
 PARALLEL := $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 20
 
-.PHONY: install quickstart test test-fast ci test-slow test-gpu test-megatron
+.PHONY: install quickstart test test-fast ci test-slow test-trackers test-gpu test-megatron
 .PHONY: test-sglang sglang-env lint format docs clean
 
 install: $(STAMP)
@@ -43,17 +43,20 @@ test: $(STAMP) lint
 test-fast: $(STAMP)
 	$(PARALLEL) $(FAST)
 
-# What continuous integration runs: the tests, what of the Megatron and SGLang suites is quick, and all trackers.
+# What continuous integration runs: the tests, and what of the Megatron and SGLang suites is quick.
 ci: test
 	$(BIN)/python -m pip install -q $(CONSTRAINTS) -e ".[megatron]"
 	$(PYTEST) -m "megatron and not slow" --timeout 900 $(MEGATRON_QUICK)
-	$(BIN)/python -m pip install -q $(CONSTRAINTS) -e ".[wandb,trackio,mlflow]"
-	$(PYTEST) tests/observability/test_trackers.py
 	$(MAKE) sglang-env
 	$(PYTEST) -m "sglang and not slow" --timeout 900 $(SGLANG_QUICK)
 
 test-slow: $(STAMP)
 	$(PYTEST) -m "slow and not megatron and not sglang and not gpu" --timeout 3600
+
+# All trackers with their real packages; `make test` has those that are installed.
+test-trackers: $(STAMP)
+	$(BIN)/python -m pip install -q $(CONSTRAINTS) -e ".[wandb,trackio,mlflow]"
+	$(PYTEST) tests/observability/test_trackers.py
 
 test-gpu: $(STAMP)
 	$(PYTEST) -m gpu --timeout 1800
