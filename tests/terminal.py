@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,3 +65,33 @@ def run_in_terminal(*words: str, columns: int, rows: int, timeout_s: float = 240
         process.wait()
         os.close(ours)
     return Shown(code, written.decode("utf-8", errors="replace"), columns, rows)
+
+
+class Window:
+    """A terminal of this process: `stream` writes to it, `close` tells what a person sees."""
+
+    def __init__(self, columns: int, rows: int) -> None:
+        self.columns, self.rows = columns, rows
+        self._ours, theirs = pty.openpty()
+        self.resize(columns, rows)
+        self.stream = os.fdopen(theirs, "w", encoding="utf-8")
+        self._written = bytearray()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def resize(self, columns: int, rows: int) -> None:
+        fcntl.ioctl(self._ours, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+    def _read(self) -> None:
+        while True:
+            try:
+                self._written += os.read(self._ours, 65536)
+            except OSError:  # the other end is closed
+                return
+
+    def close(self) -> Shown:
+        """All that was written, once nobody can write any more."""
+        self.stream.close()
+        self._reader.join()
+        os.close(self._ours)
+        return Shown(0, self._written.decode("utf-8", errors="replace"), self.columns, self.rows)

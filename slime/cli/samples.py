@@ -40,8 +40,10 @@ def main(argv: Sequence[str]) -> int:
     return 0 if answers else 1
 
 
-def show_answer(answer: Answer, width: int, *, whole: bool) -> RenderableType:
-    """One answer with its prompt, label, reward and fate; cut to a screen unless `whole`."""
+def show_answer(
+    answer: Answer, width: int, *, whole: bool, num_lines: tuple[int, int] = (_PROMPT_LINES, _ANSWER_LINES)
+) -> RenderableType:
+    """One answer with prompt, label, reward and fate; prompt and answer cut to `num_lines` unless `whole`."""
 
     def shown(text: str, lines: int) -> str:
         return printable(text) if whole else cut_lines(printable(text), lines, max(width - 2, 20))
@@ -49,8 +51,8 @@ def show_answer(answer: Answer, width: int, *, whole: bool) -> RenderableType:
     right = answer.reward is not None and answer.reward > 0
     title = Text(_title(answer), style="bold")
     parts: list[RenderableType] = [Rule(title, align="left", style="dim")]
-    parts.append(Text(shown(answer.prompt, _PROMPT_LINES), style="dim"))
-    parts.append(Text(shown(answer.response, _ANSWER_LINES), style="green" if right else "red"))
+    parts.append(Text(shown(answer.prompt, num_lines[0]), style="dim"))
+    parts.append(Text(shown(answer.response, num_lines[1]), style="green" if right else "red"))
     if answer.label is not None:
         parts.append(Text.assemble(("label ", "dim"), shown(answer.label, 3)))
     return Group(*parts)

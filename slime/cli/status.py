@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.live import Live
 from rich.text import Text
 
+from slime.observability.terminal.progress import Progress, duration, short, sparkline
+from slime.observability.terminal.terminal import Terminal
 from slime.observability.tracking import read_metrics
 from slime.utils.folder_lock import is_locked
 from slime.utils.printable import printable
@@ -66,16 +66,22 @@ def watch_main(argv: Sequence[str]) -> int:
     if isinstance(status, str):
         print(f"error: {status}", file=sys.stderr)
         return 2
-    console = Console(highlight=False)
-    if not console.is_terminal:
+    terminal = Terminal()
+    if not terminal.is_live:
         return _watch_plainly(run, status)
-    with Live(_as_text(status), console=console, auto_refresh=False) as live:
-        while not status.is_over:
+    try:
+        while True:
+            width = terminal.size[0] - 4
+            terminal.show(
+                [line for text in status.lines for line in Text(text).wrap(terminal.console, width)]
+            )
+            if status.is_over:
+                return 0
             time.sleep(_EVERY_S)
             newer = _read(run)
             status = status if isinstance(newer, str) else newer
-            live.update(_as_text(status), refresh=True)
-    return 0
+    finally:
+        terminal.settle(keep=True)
 
 
 def _watch_plainly(run: Path, status: Status) -> int:
@@ -89,10 +95,6 @@ def _watch_plainly(run: Path, status: Status) -> int:
         time.sleep(_EVERY_S)
         newer = _read(run)
         status = status if isinstance(newer, str) else newer
-
-
-def _as_text(status: Status) -> Text:
-    return Text("\n".join(status.lines))
 
 
 def _read(run: Path) -> Status | str:
@@ -123,32 +125,43 @@ def _lines(run: Path, record: RunRecord, state: str, rows: list[dict[str, Any]])
         f"{record.name} ({record.id}{again}): {state}",
         f"  started {record.last.start}, {took} {so_far}",
     ]
-    values: dict[str, float] = {}
+    progress = Progress(_total(record), done_key="rollout/num_samples")
     for row in rows:
-        values |= {key: value for key, value in row.items() if isinstance(value, (int, float))}
-    lines.append(f"  {_progress(record, rows, values, state)}")
+        progress.add(row)
+    values = progress.latest
+    lines.append(f"  {_how_far(progress, state)}")
     if last is not None and state == "running":
         lines.append(f"  last logged {datetime.timedelta(seconds=round(time.time() - last))} ago")
     shown = [f"{title} {form.format(values[key])}" for title, key, form in _SHOWN if key in values]
     lines += [f"  {', '.join(shown[i : i + 4])}" for i in range(0, len(shown), 4)]
-    scores = [key for key in values if key.startswith("eval/") and "-" not in key and key.count("/") == 1]
-    lines += [f"  {key} {values[key]:.4g}" for key in scores]
+    if len(progress.values) > 1:
+        lines.append(f"  {progress.value_name} {sparkline(list(progress.values.values()), 40)}")
+    if split := progress.split():
+        lines.append(
+            "  " + ", ".join(f"{name} {share:.0%}" for name, share in split.items()) + _speed(progress)
+        )
+    lines += [f"  {key} {values[key]:.4g}" for key in progress.evals]
     if record.last.checkpoints:
         lines.append(f"  checkpoints in {record.last.checkpoints}")
     return lines
 
 
-def _progress(record: RunRecord, rows: list[dict[str, Any]], values: dict[str, float], state: str) -> str:
-    steps = {int(row["step"]) for row in rows if "rollout/num_samples" in row and "step" in row}
-    if not steps:
-        return "no step yet"
+def _total(record: RunRecord) -> int | None:
     total = (record.last.settings.get("num_rollout") or {}).get("value")
-    done = max(steps) + 1
-    text = f"step {done}/{total}" if total else f"step {done}"
-    if state == "running" and total and "perf/step_time" in values:
-        left = datetime.timedelta(seconds=round((total - done) * values["perf/step_time"]))
-        text += f", about {left} left"
-    return text
+    return total if isinstance(total, int) else None
+
+
+def _how_far(progress: Progress, state: str) -> str:
+    if not progress.done:
+        return "no step yet"
+    text = f"step {progress.done}/{progress.total}" if progress.total else f"step {progress.done}"
+    left = progress.seconds_left()
+    return f"{text}, about {duration(left)} left" if state == "running" and left is not None else text
+
+
+def _speed(progress: Progress) -> str:
+    tokens = progress.tokens_per_second()
+    return "" if tokens is None else f"; {short(tokens)} tok/s"
 
 
 def _parser(name: str) -> argparse.ArgumentParser:

@@ -33,7 +33,11 @@ def main(
     with user_errors():
         args = load_args(argv, training_loop=training_loop)
     with user_errors(traceback_file=Path(args.run_dir) / "error.txt"):
-        (train or run_loop)(args)
+        # Here, because --help and a misspelt flag need no screen.
+        from slime.cli.screen import RunScreen
+
+        with RunScreen(args):
+            (train or run_loop)(args)
     return 0
 
 

@@ -16,6 +16,7 @@ from slime.cluster.rollout_schedule import RolloutSchedule
 from slime.cluster.saving import Saver
 from slime.cluster.train_group import TrainGroup
 from slime.cluster.weight_push import PushToNobody, WeightPush
+from slime.observability import phases
 from slime.observability.advisories import Advisor
 from slime.observability.tracking import Tracker
 from slime.runtime.base import Future, Guarded, Handle, Ready
@@ -59,43 +60,47 @@ class Cluster:
         return Guarded(self.rollout.call(RolloutManager.generate, rollout_id), self.failure)
 
     def collect(self, rollout_id: int, future: Future[Generated]) -> Generated:
-        started = time.monotonic()
-        generated = future.result()
-        waited = {"perf/train_wait_time": time.monotonic() - started}
-        logger.info("rollout %d: %s", rollout_id, _headline(generated.metrics, _ROLLOUT_HEADLINE))
+        with phases.doing("generating") as wait:
+            generated = future.result()
+        waited = {"perf/train_wait_time": wait.age_s}
+        _tell("rollout %d: %s", rollout_id, _headline(generated.metrics, _ROLLOUT_HEADLINE))
         counted = {"rollout/num_samples": generated.num_samples}
         self._log({**generated.metrics, **waited, **counted}, "rollout", rollout_id)
         return generated
 
     def train(self, rollout_id: int, batch: RolloutBatch | None) -> None:
-        with self.residency.phase(TRAIN):
+        with self.residency.phase(TRAIN), phases.doing("training"):
             report = self.trainer.train(rollout_id, batch)
         if self.saver is not None:
             self.saver.finish(wait=False)
         step_time = time.monotonic() - self._step_started
         self._step_started = time.monotonic()
         for i, step in enumerate(report.steps):
-            logger.info("train   %d: %s", rollout_id, _headline(step, _TRAIN_HEADLINE))
+            _tell("train   %d: %s", rollout_id, _headline(step, _TRAIN_HEADLINE))
             self._log(step, "train", rollout_id * len(report.steps) + i)
         for hint in report.hints:  # of the ranks, whose own logs nobody watches
             logger.warning("train   %d: %s", rollout_id, hint)
         peaks = self.residency.take_peaks()
         if peaks:
-            logger.info("memory  %d: %s", rollout_id, _headline(peaks, peaks))
+            _tell("memory  %d: %s", rollout_id, _headline(peaks, peaks))
         self._log({**report.metrics, **peaks, "perf/step_time": step_time}, "rollout", rollout_id)
 
     def push_weights(self, rollout_id: int) -> None:
         """The weights that rollout `rollout_id` and later ones use; no-op in a run that trains nothing."""
-        metrics = self.weight_push.push() if self.weight_push is not None else {}
+        if self.weight_push is None:
+            return
+        first = rollout_id == self.schedule.start
+        with phases.starting(phases.FIRST_PUSH) if first else phases.doing("pushing weights"):
+            metrics = self.weight_push.push()
         if metrics:
             self._log(metrics, "rollout", rollout_id)
 
     def evaluate(self, rollout_id: int) -> None:
-        with self.residency.phase(GENERATE):
+        with self.residency.phase(GENERATE), phases.doing("evaluating"):
             evaluation = self.rollout.call(RolloutManager.evaluate, rollout_id)
             metrics = Guarded(evaluation, self.failure).result()
         scores = [f"eval/{dataset.name}" for dataset in self.args.eval_datasets]
-        logger.info("eval    %d: %s", rollout_id, _headline(metrics, scores))
+        _tell("eval    %d: %s", rollout_id, _headline(metrics, scores))
         self._log(metrics, "eval", rollout_id)
 
     def save(self, rollout_id: int, rollout: Generated, in_flight: Future[Generated] | None = None) -> None:
@@ -103,13 +108,14 @@ class Cluster:
         assert self.saver is not None, "the schedule saves only with --save"
         num_pushes = self.weight_push.num_pushes if self.weight_push is not None else 0
         manifest = Manifest(rollout_id, self.run.run_id, num_pushes)
-        seconds = self.saver.save(manifest, rollout.cursor, in_flight, wait=not self.args.async_save)
+        with phases.doing("saving"):
+            seconds = self.saver.save(manifest, rollout.cursor, in_flight, wait=not self.args.async_save)
         self._log({"perf/save_model_time": seconds}, "rollout", rollout_id)
 
     def _log(self, metrics: dict[str, Any], axis: str, step: int) -> None:
         self.tracker.log(metrics, f"{axis}/step", step)
         for advice in self.advisor.observe(metrics, step):
-            logger.warning("advice: %s", advice)
+            logger.warning("advice: %s", advice, extra={"advisory": advice})
 
 
 _ROLLOUT_HEADLINE = (
@@ -125,6 +131,11 @@ _TRAIN_HEADLINE = (
     "train/entropy_loss",
     "train/train_rollout_logprob_abs_diff",
 )
+
+
+def _tell(words: str, *values: object) -> None:
+    """A line for the log alone: whoever shows a run has its metrics."""
+    logger.info(words, *values, extra={"in_metrics": True})
 
 
 def _headline(metrics: Mapping[str, Any], names: Iterable[str]) -> str:

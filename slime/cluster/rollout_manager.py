@@ -14,6 +14,7 @@ from slime.batch.convert import samples_to_batch
 from slime.cluster.recording import Recording
 from slime.cluster.serving.engine_plane import EnginePlane
 from slime.cluster.serving.engine_weights import EngineWeights
+from slime.observability import phases
 from slime.observability.logging_utils import configure_logger
 from slime.observability.metrics import eval_metrics, rollout_metrics
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
@@ -58,7 +59,7 @@ class RolloutProcess:
     """Has the engines from its start, and the manager once it is known where the data begins."""
 
     def __init__(self, args: Args, run: Run, placement: Placement, runtime: Runtime):
-        configure_logger()
+        configure_logger(level=args.log_level)
         self._args, self._run = args, run
         self._engines = EnginePlane(args, run, placement, runtime)
         self._manager: RolloutManager | None = None
@@ -98,10 +99,13 @@ class RolloutManager:
         self._args, self._run, self._engines, self._recording = args, run, engines, recording
         self._told_of_others = False
         info = RunInfo(run_id=run.run_id, run_dir=str(run.run_dir), start_rollout_id=start_rollout_id)
-        self._data_source = self._make_data_source(info)
-        self._load_state(start_rollout_id, rollout_state)
-        per_epoch, num_rollout = self._count_rollouts()
-        info = engines.connect(replace(info, num_rollout=num_rollout))
+        with phases.starting("data") as told:
+            self._data_source = self._make_data_source(info)
+            self._load_state(start_rollout_id, rollout_state)
+            per_epoch, num_rollout = self._count_rollouts()
+            told.total, told.note = num_rollout, f"steps {start_rollout_id + 1} to {num_rollout}"
+        with phases.starting("engines"):
+            info = engines.connect(replace(info, num_rollout=num_rollout))
         # One namespace for all plug-ins of this side, built once.
         self._plugin_args = plugin_args(args, info)
         self._rollout_fn = load_function(args.rollout_function_path)

@@ -33,6 +33,7 @@ from slime.cluster.train_group import RankProcesses, Ranks
 from slime.cluster.weight_push import PushToNobody, WeightPush
 from slime.observability.advisories import Advisor, Facts
 from slime.observability.logging_utils import configure_logger
+from slime.observability.terminal.capture import log_to
 from slime.observability.tracking import Tracker
 from slime.plugins import check_plugins
 from slime.preflight.models import check_models
@@ -65,7 +66,7 @@ def open_cluster(args: Args, *, overlapped: bool = False) -> Iterator[Cluster]:
     check_plugins(args)
     check_models(args)
     check_prompt_files(args)
-    configure_logger()
+    configure_logger(level=args.log_level)
     logger.info("%s", explain_batch(args))
     logger.info("precision: %s (%s)", args.dtype, args.sources["dtype"])
     with contextlib.ExitStack() as folders:  # given back last
@@ -76,6 +77,7 @@ def open_cluster(args: Args, *, overlapped: bool = False) -> Iterator[Cluster]:
         folders.callback(FolderLock(Path(args.run_dir), "--run-dir").release)
         run = open_run(args, checkpoint)
         folders.push(lambda kind, error, trace: close_run(run, error))
+        folders.enter_context(log_to(run.run_dir / "logs" / "driver.log"))
         tracker = Tracker(args, run.run_dir)
         runtime = create_runtime(args, run.run_dir, run.shm_prefix)
         with Closing() as closing:
@@ -171,7 +173,7 @@ def _open_advisor(args: Args, overlapped: bool) -> Advisor:
     )
     advisor = Advisor(facts)
     for advice in advisor.at_start():
-        logger.warning("advice: %s", advice)
+        logger.warning("advice: %s", advice, extra={"advisory": advice})
     return advisor
 
 

@@ -32,7 +32,7 @@ class RankProcess:
     """The process of a trainer rank: there before its model, to read checkpoints and meet the other ranks."""
 
     def __init__(self, args: Args, run: Run, rank: int, world_size: int):
-        configure_logger()
+        configure_logger(level=args.log_level)
         self._args, self._run, self._rank, self._world_size = args, run, rank, world_size
         self._store: dist.Store | None = None  # on rank 0, once it is opened
         self._actor: TrainActor | None = None  # once it is loaded

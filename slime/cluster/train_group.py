@@ -12,6 +12,7 @@ from slime.arguments import Args
 from slime.backends.base import Layout
 from slime.batch.split import split_for_ranks
 from slime.cluster.train_actor import RankProcess, TrainActor
+from slime.observability import phases
 from slime.runtime.base import Future, Handle, P, R, Runtime, S, T, WorkerSpec, gather
 from slime.runtime.placement import Slot
 from slime.step.metrics import StepReport
@@ -89,11 +90,14 @@ class RankProcesses:
         """Ranks meet, and build and load the model."""
         layouts: list[Layout] = []
         if self._processes.handles:
-            self._loaded = self._processes.begin(RankProcess.is_loaded)
-            gather(self._loaded, _START_DEADLINE_S)
-            port = self._processes.handles[0].call(RankProcess.open_store).result(_START_DEADLINE_S)
-            loading = self._processes.begin(RankProcess.load, port, checkpoint)
-            layouts = gather(loading, _START_DEADLINE_S)
+            with phases.starting("trainer"):
+                self._loaded = self._processes.begin(RankProcess.is_loaded)
+                gather(self._loaded, _START_DEADLINE_S)
+                port = self._processes.handles[0].call(RankProcess.open_store).result(_START_DEADLINE_S)
+            with phases.starting("model") as told:
+                loading = self._processes.begin(RankProcess.load, port, checkpoint)
+                layouts = gather(loading, _START_DEADLINE_S)
+                told.note = f"from {checkpoint or self._args.hf_checkpoint}"
         return TrainGroup(self._args, self._runtime, self.actors, layouts)
 
     def describe(self) -> str:

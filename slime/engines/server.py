@@ -17,7 +17,7 @@ from pathlib import Path
 from slime.engines.pulse import ENGINE_PATH
 from slime.utils import http_utils, waits
 from slime.utils.errors import RunStopped
-from slime.utils.processes import LifePipe, stop_process
+from slime.utils.processes import LifePipe, begin_log, stop_process
 from slime.utils.vital_signs import Signs, signs_of_group
 from slime.wire.protocol import EngineInfo
 
@@ -112,6 +112,7 @@ class EngineServer:
         inherited = {name: value for name, value in os.environ.items() if name != http_utils.TOKEN_VARIABLE}
         self.plan.log_path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.plan.log_path, "ab") as log:
+            begin_log(log, self.plan.name)
             self._process = subprocess.Popen(
                 command,
                 env={**inherited, **self.plan.env, **token},

@@ -11,23 +11,27 @@ from typing import Any, Protocol
 from slime.observability.tracking import Tracker
 from slime.utils.folder_lock import is_locked
 
-_FORMAT = "[%(asctime)s{prefix}] %(filename)s:%(lineno)d - %(levelname)s: %(message)s"
+FORMAT = "[%(asctime)s{prefix}] %(filename)s:%(lineno)d - %(levelname)s: %(message)s"
 
 _tracker: Tracker | None = None
 
 
-def configure_logger(prefix: str = "", level: int = logging.INFO) -> None:
-    """Write log lines of this process to stderr, with time, prefix (rank, role) and place."""
+def configure_logger(prefix: str = "", level: str | None = None) -> None:
+    """Write log lines of this process to stderr, with time, prefix (rank, role) and place.
+
+    `level`: of --log-level, which decides what is shown; a log holds the same lines whatever it is, and more
+    with `debug` alone.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.set_name("slime")
-    handler.setFormatter(logging.Formatter(_FORMAT.format(prefix=prefix), datefmt="%Y-%m-%d %H:%M:%S"))
+    handler.setFormatter(logging.Formatter(FORMAT.format(prefix=prefix), datefmt="%Y-%m-%d %H:%M:%S"))
     root = logging.getLogger()
     for old in [h for h in root.handlers if h.get_name() == "slime"]:
         root.removeHandler(old)
     root.addHandler(handler)
-    root.setLevel(level)
+    root.setLevel(logging.DEBUG if level == "debug" else logging.INFO)
     # Every HTTP request at INFO would bury the rest.
-    for noisy in ("httpx", "aiohttp.access"):
+    for noisy in ("httpx", "aiohttp.access", "asyncio", "filelock", "urllib3"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 

@@ -23,7 +23,7 @@ from slime.runtime.heartbeat import DEFAULT_LIMIT_S, HeartbeatWatch, WorkerSilen
 from slime.runtime.placement import Placement
 from slime.runtime.worker import BEAT, CONTROL, MAKE, WORK, encode_call, invoke
 from slime.utils import shm, tensor_pickle, waits
-from slime.utils.processes import import_environment, stop_process
+from slime.utils.processes import begin_log, import_environment, stop_process
 from slime.utils.vital_signs import Signs, signs_of
 
 _LOG_TAIL_LINES = 20
@@ -192,6 +192,7 @@ def _start_worker(
     command += ["--fd", str(theirs.fileno()), "--shm-prefix", shm_prefix]
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with open(log_path, "ab") as log:
+        begin_log(log, spec.name)
         process = subprocess.Popen(
             command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[theirs.fileno()]
         )

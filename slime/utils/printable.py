@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Iterator
 
 _KEPT = {"\n", "\t"}
 
@@ -16,13 +17,23 @@ def printable(text: str) -> str:
 
 def cut_lines(text: str, max_lines: int, width: int) -> str:
     """At most `max_lines` lines of `width` columns; what was left out is said in the last one."""
-    lines = [
-        line[i : i + width] for line in text.splitlines() or [""] for i in range(0, max(len(line), 1), width)
-    ]
+    lines = [piece for line in text.expandtabs(4).splitlines() or [""] for piece in _pieces(line, width)]
     if len(lines) <= max_lines:
         return "\n".join(lines)
     left_out = sum(map(len, lines[max_lines - 1 :]))
     return "\n".join([*lines[: max_lines - 1], f"... ({left_out} more characters)"])
+
+
+def _pieces(line: str, width: int) -> Iterator[str]:
+    """The line in pieces of `width` columns; a wide character, such as a Chinese one, takes two."""
+    start = columns = 0
+    for i, char in enumerate(line):
+        takes = 0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1
+        if columns + takes > width and i > start:
+            yield line[start:i]
+            start, columns = i, 0
+        columns += takes
+    yield line[start:]
 
 
 def _is_plain(char: str) -> bool:

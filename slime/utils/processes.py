@@ -12,8 +12,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, BinaryIO
 
 
 class LifePipe:
@@ -71,6 +72,13 @@ def thread_environment(num_threads: int) -> dict[str, str]:
         "KMP_BLOCKTIME": "0",
         "TOKENIZERS_PARALLELISM": "false",
     }
+
+
+def begin_log(log: BinaryIO, name: str) -> None:
+    """The first line of a child's log: where no other follows, the child had nothing to say."""
+    now = time.strftime("%Y-%m-%d %H:%M:%S")
+    log.write(f"[{now}] {name} is started; what it writes follows\n".encode())
+    log.flush()
 
 
 def stop_process(process: subprocess.Popen[Any], grace_s: float = 5.0) -> None:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from terminal import run_in_terminal
 
 from slime.cli.main import main
 
@@ -47,11 +48,28 @@ def test_a_folder_that_is_there_is_left_alone(task, capsys):
     assert "is there already" in capsys.readouterr().err and (task / "reward.py").read_text() == before
 
 
+def assert_told(lines: list[str]) -> None:
+    """Panels with whole frames, the parts of the start, one live line, samples, and no log lines."""
+    text = "\n".join(lines)
+    frames = [line for line in lines if line.startswith(("╭", "│", "╰"))]
+    assert len(frames) > 15 and {len(line) for line in frames} == {80}, text
+    for words in ("16 prompts x 8 samples", "checkpoints in mine/checkpoints", "slime plot mine/run"):
+        assert words in text, text
+    for part in ("data", "engines", "trainer", "model", "first push"):
+        assert f"✓ {part}" in text, text
+    [line] = [line for line in lines if line.startswith("train ")]
+    assert "7/7" in line and "tok/s" in line and "step 0 · sample" in text and "INFO" not in text, text
+
+
 def test_it_trains_and_the_reward_rises(task):
-    """A whole run in processes of its own, as a user starts it; then its answers are looked at."""
-    command = [sys.executable, "-m", "slime", "train", "--config", "mine/run.yaml", "--num-rollout", "7"]
-    result = subprocess.run(command, cwd=task.parent, capture_output=True, text=True, timeout=900)
-    assert result.returncode == 0, result.stderr[-2000:]
+    """A whole run on a terminal, as a user starts it; then its answers are looked at."""
+    command = ("-m", "slime", "train", "--config", "mine/run.yaml", "--num-rollout", "7")
+    result = run_in_terminal(*command, columns=80, rows=24, timeout_s=900)
+    assert result.code == 0, result.written[-2000:]
+    assert_told(result.lines())
+    logs = {path.name: path.read_text() for path in (task / "run" / "logs").iterdir()}
+    assert {"driver.log", "engine-0.log", "trainer-0.log"} <= set(logs) and all(logs.values())
+    assert "train   6: loss" in logs["driver.log"]
     rows = map(json.loads, (task / "run" / "metrics.jsonl").read_text().splitlines())
     rewards = [row["rollout/raw_reward"] for row in rows if "rollout/num_samples" in row]
     assert len(rewards) == 7 and rewards[-1] > 2 * rewards[0]

@@ -9,8 +9,7 @@ import pytest
 from rich.console import Console
 
 from slime.cli.quickstart.data import write_data
-from slime.cli.quickstart.display import Phase, Screen, sparkline
-from slime.cli.quickstart.metrics import MetricsReader
+from slime.cli.quickstart.display import Phase, Screen
 from slime.cli.quickstart.outcome import draw_plot, read_outcome, summarise, write_summary
 from slime.cli.quickstart.plan import RECIPES
 from slime.cli.quickstart.tasks import SORT_DIGITS, Problem
@@ -151,19 +150,3 @@ def test_a_failing_run_is_not_swallowed_and_leaves_no_thread(tmp_path):
     ):
         raise RuntimeError("engine died")
     assert "quickstart-metrics" not in {thread.name for thread in threading.enumerate()}
-
-
-def test_a_half_written_line_is_read_once_it_is_complete(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    reader = MetricsReader(path)
-    assert reader.new_records() == []
-    path.write_text('{"a": 1}\n{"a"')
-    assert reader.new_records() == [{"a": 1}]
-    with path.open("a") as file:
-        file.write(": 2}\n")
-    assert reader.new_records() == [{"a": 2}]
-
-
-def test_a_sparkline_spans_the_smallest_to_the_largest_value():
-    assert sparkline([0, 0.5, 1]) == "▁▅█"
-    assert sparkline([0.3, 0.3]) == "▁▁"

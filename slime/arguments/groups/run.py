@@ -41,6 +41,14 @@ class RunFlags:
     runtime: str = flag(
         "local", "local: child processes on this machine; ray: a Ray cluster", choices=("local", "ray")
     )
+    quiet: bool = flag(False, "no panels, live lines or samples: warnings and errors only")
+    log_level: str | None = flag(
+        None,
+        "least level of the log lines that are shown (all of them are in RUN/logs); default: warning on a "
+        "terminal, info elsewhere; debug also logs more",
+        choices=("debug", "info", "warning", "error"),
+    )
+    show_sample_every: int = flag(5, "show an answer of every so many steps; 0: none", ge=0)
     seed: int = flag(1234, "seed of the trainer and of engine sampling", ge=0)
     deterministic_mode: bool = flag(
         False,

@@ -3,8 +3,6 @@
 import argparse
 import contextlib
 import io
-import os
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -23,11 +21,9 @@ from slime.cli.quickstart.outcome import Outcome, draw_plot, read_outcome, summa
 from slime.cli.quickstart.plan import RECIPES, Recipe, build_rl_argv, build_sft_argv, warmed_up
 from slime.cli.quickstart.presets import PRESETS, describe
 from slime.cli.train import load_args, run_loop
-from slime.observability.logging_utils import configure_logger
 from slime.preflight.models import check_models
 
 RANDOM_REWARD = "random-reward"
-STDERR = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             earlier = stack.enter_context(opened(options.run_dir))
         if earlier is not None:
             screen.say(f"What an earlier quick start left in {options.run_dir} is now in {earlier}.")
-        with user_errors(options.run_dir / "error.txt"), logging_to(options.run_dir / "log.txt"):
+        with user_errors(options.run_dir / "error.txt"), screen.logging_to(options.run_dir / "log.txt"):
             summary = run(options, screen)
     return verdict(summary, options, screen)
 
@@ -108,7 +104,7 @@ def rehearse(options: Options, screen: Screen) -> None:
     recipe = recipe_of(options)
     with tempfile.TemporaryDirectory(prefix="slime-quickstart-") as name:
         scratch = replace(options, run_dir=Path(name))
-        with logging_to(scratch.run_dir / "log.txt"):
+        with screen.logging_to(scratch.run_dir / "log.txt"):
             if options.model != "tiny" and not options.hf_checkpoint:
                 screen.say(
                     f"Model: SmolLM2-135M-Instruct from the package {smollm2.PACKAGE}; 4-bit, de-quantised."
@@ -206,25 +202,6 @@ def run(options: Options, screen: Screen) -> dict[str, Any]:
     )
     report(outcome, summary, recipe, options, screen)
     return summary
-
-
-@contextlib.contextmanager
-def logging_to(path: Path) -> Iterator[None]:
-    """Log lines and progress bars of libraries go to a file: the screen is for the live line and the tables.
-
-    What C++ writes to the descriptor behind stderr goes there too.
-    """
-    sys.stderr.flush()
-    terminal = os.dup(STDERR)
-    with path.open("w", encoding="utf-8", buffering=1) as log:
-        try:
-            os.dup2(log.fileno(), STDERR)
-            with contextlib.redirect_stderr(log):
-                yield
-        finally:
-            os.dup2(terminal, STDERR)
-            os.close(terminal)
-            configure_logger()  # back to the real stderr: the handler must not outlive its file
 
 
 def make_model(options: Options) -> Path | str:

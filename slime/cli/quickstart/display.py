@@ -1,4 +1,4 @@
-"""What the quick start shows: a live line per phase on a
+"""What the quick start shows: live lines per phase on a
 terminal, plain lines elsewhere, and tables at the end.
 """
 
@@ -9,16 +9,20 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
-from slime.cli.quickstart.metrics import ACCURACY, MetricsFollower, Record
+from slime.cli.quickstart.metrics import ACCURACY
 from slime.cli.quickstart.outcome import Outcome
 from slime.cli.quickstart.tasks import Task
+from slime.observability import phases
+from slime.observability.logging_utils import configure_logger
+from slime.observability.terminal.capture import Capture
+from slime.observability.terminal.follow import MetricsReader, Repeated, Row
+from slime.observability.terminal.progress import Progress, live_lines
+from slime.observability.terminal.terminal import Terminal
+from slime.utils.printable import printable
 
-BLOCKS = "▁▂▃▄▅▆▇█"
-SPARK_WIDTH = 24
-BAR_WIDTH = 20
 NUM_PLAIN_LINES = 10  # per phase, where there is no terminal
 
 
@@ -33,27 +37,49 @@ class Phase:
 
 
 class Screen:
-    """Prints to a terminal with a live line, or to a pipe or file with plain ones."""
+    """Prints to a terminal with live lines, or to a pipe or file with plain ones."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(highlight=False)
+        self.terminal = Terminal(console=console)
+
+    @property
+    def console(self) -> Console:
+        return self.terminal.console
 
     def say(self, text: str) -> None:
-        self.console.print(escape(text))
+        self.terminal.print(Text(text))
+
+    @contextmanager
+    def logging_to(self, path: Path) -> Iterator[None]:
+        """Log lines and progress bars of libraries go to a file: the screen is for what is said here.
+
+        What plug-ins print is shown, and in the file, too.
+        """
+        before = self.terminal
+        try:
+            with Capture(lambda line: self.say(printable(line))) as capture, capture.into(path):
+                self.terminal = Terminal(capture.stdout)
+                yield
+        finally:
+            self.terminal = before
+            configure_logger()  # back to the real stderr
 
     @contextmanager
     def following(self, phase: Phase, metrics: Path) -> Iterator[None]:
         """Show how `phase` goes, from the metrics it writes, while the `with` block runs it."""
-        view = (LiveView if self.console.is_terminal else PlainView)(self.console, phase)
-        with view, MetricsFollower(metrics, view.update):
-            yield
+        view = _View(self.terminal, phase, MetricsReader(metrics))
+        try:
+            with Repeated(view.look, "quickstart-metrics"):
+                yield
+        finally:
+            self.terminal.settle(keep=True)
 
     def show_outcome(self, outcome: Outcome, task: Task, *, num_held_out: int, control: str | None) -> None:
         self.say(f"\nHeld-out accuracy, {num_held_out} questions never trained on:")
-        self.console.print(accuracy_table(outcome))
+        self.terminal.print(accuracy_table(outcome))
         if outcome.examples:
             self.say("Greedy answers to held-out questions:")
-            self.console.print(example_table(outcome))
+            self.terminal.print(example_table(outcome))
         self.say(f"Split: {task.split}")
         if control is None:
             self.say(f"What was learned: {task.learned}")
@@ -63,88 +89,38 @@ class Screen:
             self.say(f"Control ({control}): every reward was a coin toss. Accuracy {words}.")
 
 
-class LiveView:
-    """One line that is redrawn: bar, steps, latest value, its history as blocks, time."""
+class _View:
+    """Live lines on a terminal; elsewhere about ten lines per phase, and one per evaluation."""
 
-    def __init__(self, console: Console, phase: Phase) -> None:
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=BAR_WIDTH),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[value]}"),
-            TimeElapsedColumn(),
+    def __init__(self, terminal: Terminal, phase: Phase, rows: MetricsReader) -> None:
+        self._terminal, self._phase, self._rows = terminal, phase, rows
+        self._progress = Progress(
+            phase.num_steps, phase.title, phase.value_key, phase.value_name, done_key=phase.value_key
         )
-        self._console, self._phase = console, phase
-        self._values: dict[int, float] = {}  # by step: a run may report the same value twice
-        self._notes = ""
-        # stderr is left alone: it goes to the log file, and rich would bring its lines back above the bar.
-        self._progress = Progress(*columns, console=console, redirect_stderr=False)
-        self._bar = self._progress.add_task(phase.title, total=phase.num_steps, value="starting")
-
-    def __enter__(self) -> "LiveView":
-        self._progress.start()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._progress.stop()
-
-    def update(self, record: Record) -> None:
-        if ACCURACY["greedy"] in record:
-            self._notes = f"  held-out {record[ACCURACY['greedy']]:.1%}"
-        if self._phase.value_key in record:
-            self._values[int(record["step"])] = record[self._phase.value_key]
-            self._progress.update(self._bar, completed=len(self._values))
-        if self._values:
-            values = list(self._values.values())
-            latest = f"{self._phase.value_name} {values[-1]:.3f}"
-            history = sparkline(values, self._room_for_history(latest))
-            self._progress.update(self._bar, value=" ".join(filter(None, [latest, history])) + self._notes)
-
-    def _room_for_history(self, latest: str) -> int:
-        """What bar, numbers and time leave of the line."""
-        counts = 2 * len(str(self._phase.num_steps)) + 1
-        words = (self._phase.title, "-" * BAR_WIDTH, "-" * counts, latest + self._notes, "0:00:00")
-        return max(0, min(SPARK_WIDTH, self._console.width - sum(len(word) + 1 for word in words)))
-
-
-class PlainView:
-    """About ten lines per phase, and one per evaluation."""
-
-    def __init__(self, console: Console, phase: Phase) -> None:
-        self._console = console
-        self._phase = phase
         self._stride = max(1, phase.num_steps // NUM_PLAIN_LINES)
-        self._done = 0
+        self._note = ""
+        if not terminal.is_live:
+            terminal.print(Text(f"{phase.title}: {phase.num_steps} steps"))
 
-    def __enter__(self) -> "PlainView":
-        self._console.print(f"{self._phase.title}: {self._phase.num_steps} steps")
-        return self
+    def look(self) -> None:
+        for row in self._rows.new_records():
+            ended = self._progress.add(row)
+            if ACCURACY["greedy"] in row:
+                self._note = f"held-out {row[ACCURACY['greedy']]:.1%}"
+            if not self._terminal.is_live:
+                self._print_plainly(row, ended)
+        now = ", ".join(f"{wait.name} {wait.age_s:.0f} s" for wait in phases.active())
+        width = self._terminal.size[0] - 4
+        self._terminal.show(live_lines(self._progress, width, note=self._note, doing=now))
 
-    def __exit__(self, *exc_info: object) -> None:
-        pass
-
-    def update(self, record: Record) -> None:
-        if ACCURACY["greedy"] in record:
-            greedy, sampled = (record[ACCURACY[name]] for name in ("greedy", "sampled"))
-            self._console.print(f"  held-out accuracy: greedy {greedy:.1%}, sampled {sampled:.1%}")
-        if self._phase.value_key not in record:
-            return
-        seen, self._done = self._done, int(record["step"]) + 1
-        if self._done > seen and (self._done % self._stride == 0 or self._done == self._phase.num_steps):
-            value = record[self._phase.value_key]
-            self._console.print(
-                f"  step {self._done}/{self._phase.num_steps}  {self._phase.value_name} {value:.3f}"
-            )
-
-
-def sparkline(values: list[float], width: int = SPARK_WIDTH) -> str:
-    """The latest values as blocks, scaled between the smallest and the largest shown: [0, 0.5, 1] -> ▁▅█."""
-    shown = values[-width:] if width else []
-    if not shown:
-        return ""
-    low, high = min(shown), max(shown)
-    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BLOCKS[round((value - low) * scale)] for value in shown)
+    def _print_plainly(self, row: Row, ended: bool) -> None:
+        if ACCURACY["greedy"] in row:
+            greedy, sampled = (row[ACCURACY[name]] for name in ("greedy", "sampled"))
+            self._terminal.print(Text(f"  held-out accuracy: greedy {greedy:.1%}, sampled {sampled:.1%}"))
+        done, total = self._progress.done, self._phase.num_steps
+        if ended and (done % self._stride == 0 or done == total):
+            value = f"{self._phase.value_name} {row[self._phase.value_key]:.3f}"
+            self._terminal.print(Text(f"  step {done}/{total}  {value}"))
 
 
 def accuracy_table(outcome: Outcome) -> Table:

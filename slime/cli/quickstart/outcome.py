@@ -14,11 +14,11 @@ from slime.cli.quickstart.metrics import (
     NUM_SAMPLES,
     REWARD,
     WEIGHT_VERSION,
-    MetricsReader,
     values_by_step,
 )
 from slime.cli.quickstart.plan import Recipe
 from slime.cli.quickstart.tasks import Problem
+from slime.observability.terminal.follow import MetricsReader
 
 NUM_EXAMPLES = 6
 

@@ -1,0 +1,158 @@
+"""What `slime train` says before and after a run: what will run where, and what came of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from rich.console import RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from slime.arguments import Args, explain_batch
+from slime.cli.trainer_plan import layer_parameters, outside_parameters, read_model
+from slime.observability.terminal.progress import Progress, duration, short
+from slime.record import RECORD_FILE
+from slime.utils.printable import printable
+from slime.utils.step_folders import step_folders
+
+Rows = list[tuple[str, str]]
+
+_TRAINER_BYTES = 16  # of a parameter: master weight, gradient and two moments in float32
+
+
+def as_panel(title: str, rows: Rows) -> RenderableType:
+    """Rows of a name and what there is to say; for a terminal of any width."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="cyan", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, words in rows:
+        grid.add_row(name, Text(printable(words)))
+    return Panel(grid, title=Text(printable(title), "bold"), title_align="left", border_style="dim")
+
+
+def as_lines(title: str, rows: Rows) -> Text:
+    """The same without a frame, for a file."""
+    return Text("\n".join([printable(title), *(f"  {name:<10} {printable(words)}" for name, words in rows)]))
+
+
+def start_rows(args: Args) -> Rows:
+    """What will run where, what a step is, where everything goes and what is kept."""
+    model = count_parameters(args)
+    size = f" ({short(model)} parameters)" if model else ""
+    rows = [("model", f"{args.hf_checkpoint or 'none'}{size}")]
+    rows += [("trainer", _trainer(args))] if not args.debug_rollout_only else []
+    rows += [("engines", _engines(args))] if not args.debug_train_only else []
+    rows += [("data", " ".join(_words(args.prompt_data)) or "of your own"), ("reward", _reward(args))]
+    rows += [("a step", explain_batch(args)), ("steps", _steps(args))]
+    if model and not args.debug_rollout_only:
+        ranks = args.actor_num_nodes * args.actor_num_gpus_per_node
+        each = model * _TRAINER_BYTES / ranks / 2**30
+        rows.append(("memory", f"about {each:.2g} GiB a trainer rank, and the activations of a micro-batch"))
+    rows.append(("written", f"{args.run_dir}: metrics.jsonl, {_record(args)}, logs/"))
+    return [*rows, ("saved", " ".join(_saved(args)))]
+
+
+def closing_rows(args: Args, progress: Progress, seconds: float, error: BaseException | None) -> Rows:
+    """What was learned, where the model is and what to do next."""
+    rows = [("steps", f"{progress.done} of {progress.total or '?'} in {duration(seconds)}")]
+    curves = {progress.value_name: progress.values, **progress.evals}
+    for name, values in curves.items():
+        if values:
+            first, *_, last = (*values.values(), list(values.values())[-1])
+            best = max(values.values()) if name != "loss" else min(values.values())
+            rows.append((name, f"{first:.4g} at the start, {last:.4g} at the end, best {best:.4g}"))
+    rows.append(("model", _where_is_the_model(args, progress)))
+    run = args.run_dir
+    follow = [f"slime samples {run} --worst 5", f"slime plot {run}"]
+    if error is not None and args.save is not None and args.load == args.save:
+        follow.insert(0, "the same command goes on from the last checkpoint")
+    rows.append(("next", "\n".join([*follow, f"logs: {run}/logs"])))
+    return rows
+
+
+def count_parameters(args: Args) -> float | None:
+    """From config.json; None: not known."""
+    if args.hf_checkpoint is None or not Path(args.hf_checkpoint).is_dir():
+        return None
+    try:
+        model = read_model(args.hf_checkpoint)
+        layers = sum(layer_parameters(model, i).total for i in range(model["num_hidden_layers"]))
+        outside = outside_parameters(model)
+        around = outside["first"].total + (0 if model.get("tie_word_embeddings") else outside["last"].total)
+    except (ValueError, KeyError, TypeError, OSError):  # an architecture of another shape
+        return None
+    return layers + around
+
+
+def _trainer(args: Args) -> str:
+    nodes, each = args.actor_num_nodes, args.actor_num_gpus_per_node
+    ranks = f"{nodes * each} rank{'s' if nodes * each > 1 else ''}"
+    machines = f" on {nodes} machines" if nodes > 1 else ""
+    method = args.loss_type if args.loss_type != "policy_loss" else args.advantage_estimator
+    return f"{ranks} of {args.train_backend}{machines} ({_device()}), {args.dtype}, {method}, lr {args.lr:g}"
+
+
+def _engines(args: Args) -> str:
+    if args.rollout_external_engine_addrs:
+        return f"{len(args.rollout_external_engine_addrs)} of your own"
+    count = sum(model.num_engines for model in args.engine_topology.models)
+    gpus = f" on {args.rollout_num_gpus} GPUs" if _num_gpus() else f" ({_device()})"
+    shared = ", in turn with the trainer" if args.colocate else ""
+    longest = f", answers of at most {args.rollout_max_response_len} tokens"
+    return f"{count} x {args.rollout_engine}{gpus}{shared}{longest}"
+
+
+def _device() -> str:
+    return f"{_num_gpus()} GPUs here" if _num_gpus() else f"CPU, {os.cpu_count()} cores"
+
+
+def _num_gpus() -> int:
+    from slime.utils.accelerator import device_count  # here: it loads torch, which takes a while
+
+    return device_count()
+
+
+def _words(value: str | Iterable[str] | None) -> list[str]:
+    return [] if value is None else [value] if isinstance(value, str) else list(value)
+
+
+def _reward(args: Args) -> str:
+    return args.custom_rm_path or args.rm_type or "of the rollout function"
+
+
+def _steps(args: Args) -> str:
+    steps = f"{args.num_rollout}" if args.num_rollout is not None else f"{args.num_epoch} epochs"
+    names = ", ".join(dataset.name for dataset in args.eval_datasets)
+    every = f"; {names} evaluated every {args.eval_interval}" if names and args.eval_interval else ""
+    return steps + every
+
+
+def _record(args: Args) -> str:
+    if not args.record_max_mib:
+        return "no samples (--record-max-mib 0)"
+    return f"samples of at most {args.record_max_mib} MiB ({RECORD_FILE})"
+
+
+def _saved(args: Args) -> list[str]:
+    if args.debug_rollout_only:
+        return ["nothing is trained"]
+    if args.save is None:
+        return ["nothing: the trained weights are gone at the end (--save DIR, --save-hf DIR)"]
+    every = f"every {args.save_interval} steps and " if args.save_interval else ""
+    words = [f"checkpoints in {args.save} {every}at the end;"]
+    return [*words, f"the model in {args.save_hf}" if args.save_hf else "no model folder (--save-hf DIR)"]
+
+
+def _where_is_the_model(args: Args, progress: Progress) -> str:
+    if args.save_hf:
+        for step in range(progress.done, -1, -1):
+            folder = Path(args.save_hf.format(rollout_id=step))
+            if (folder / "config.json").is_file():
+                return str(folder)
+    steps = step_folders(args.save) if args.save is not None else {}
+    if steps:
+        return f"{steps[max(steps)]} (slime convert makes a model folder of it)"
+    return "not saved" + ("" if args.save else ": no --save was given")

@@ -1,0 +1,207 @@
+"""The screen of `slime train`: start panel, start-up, live lines, samples, advice, closing panel.
+
+It reads what the run writes anyway: rows of metrics.jsonl, the record of samples, log records, and the table
+of what is being done. All else that the process prints is in RUN/logs/driver.log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections import Counter
+from pathlib import Path
+from types import TracebackType
+
+from rich.text import Text
+
+from slime.arguments import Args
+from slime.arguments.groups.objectives import SUPERVISED_LOSSES
+from slime.cli.panels import Rows, as_lines, as_panel, closing_rows, start_rows
+from slime.cli.samples import show_answer
+from slime.observability import phases
+from slime.observability.logging_utils import FORMAT
+from slime.observability.terminal.capture import Capture
+from slime.observability.terminal.follow import MetricsReader, Repeated
+from slime.observability.terminal.progress import LOSS, REWARD, Progress, live_lines, plain_line
+from slime.observability.terminal.terminal import Terminal
+from slime.record import Answer, RecordError, Select, open_record
+from slime.utils.errors import RunStopped
+from slime.utils.printable import cut_lines, printable
+from slime.utils.run_file import METRICS_FILE
+from slime.utils.waits import WaitTimeout
+
+_PRINTED_LINES = 20  # of user code, between two steps
+_SAME_WARNING = 3  # times that one place in the code is shown
+_MESSAGE_LINES = 12
+_CANDIDATES = 16  # answers of a step, of which one is shown
+_STYLES = {logging.WARNING: "yellow", logging.ERROR: "red", logging.CRITICAL: "bold red"}
+_TOLD_BY_THE_COMMAND = (ValueError, FileNotFoundError, RunStopped, WaitTimeout, KeyboardInterrupt)
+
+
+class RunScreen:
+    """A context around the loop; it leaves the terminal as it found it, whatever ends the run."""
+
+    def __init__(self, args: Args) -> None:
+        self._args, self._run_dir = args, Path(args.run_dir)
+        by_loss = args.loss_type in SUPERVISED_LOSSES
+        self.progress = Progress(
+            args.num_rollout,
+            value_key=LOSS if by_loss else REWARD,
+            value_name="loss" if by_loss else "reward",
+        )
+        self._rows = MetricsReader(self._run_dir / METRICS_FILE)
+        self._capture = Capture(self._on_print, self._on_error_text if args.log_level == "debug" else None)
+        self._printed = 0
+        self._shown: Counter[tuple[str, int]] = Counter()
+        self._started, self._is_up, self._num_steps = time.monotonic(), False, 0
+        self._looks = Repeated(self.look, "screen")
+
+    def __enter__(self) -> RunScreen:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._capture)
+            self._open(stack)
+            self._open_parts = stack.pop_all()
+        return self
+
+    def _open(self, stack: contextlib.ExitStack) -> None:
+        self.terminal = Terminal(self._capture.stdout)
+        self._errors = self._capture.stderr
+        default = logging.WARNING if self.terminal.is_live or self._args.quiet else logging.INFO
+        level = self._args.log_level
+        self._handler = _Passed(self, default if level is None else logging.getLevelName(level.upper()))
+        logging.getLogger().addHandler(self._handler)
+        stack.callback(logging.getLogger().removeHandler, self._handler)
+        for row in self._rows.new_records():  # of earlier starts
+            self.progress.add(row)
+        stack.push(lambda kind, error, trace: self._close(error))
+        stack.enter_context(self._looks)
+        if not self._args.quiet:
+            self._show_rows(f"slime train: {self._args.run_dir}", start_rows(self._args))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open_parts.__exit__(kind, error, trace)
+
+    def _close(self, error: BaseException | None) -> None:
+        self.terminal.settle(keep=self._num_steps > 0)
+        if error is None or self._num_steps:
+            ended = "finished" if error is None else f"ended early ({type(error).__name__})"
+            seconds = time.monotonic() - self._started
+            rows = closing_rows(self._args, self.progress, seconds, error)
+            if not self._args.quiet:
+                self._show_rows(f"{self._run_dir.name}: {ended}", rows)
+        if error is not None and not isinstance(error, _TOLD_BY_THE_COMMAND):
+            self._errors.write(self._capture.unnamed_tail())
+
+    def look(self) -> None:
+        """Take what is new, and draw."""
+        for row in self._rows.new_records():
+            if self.progress.add(row):
+                self._printed, self._num_steps = 0, self._num_steps + 1
+                self._end_step()
+        if not self._args.quiet:
+            self.terminal.show(self._live_lines())
+
+    def _live_lines(self) -> list[Text]:
+        active = phases.active()
+        now = [f"{wait.name} {wait.age_s:.0f} s" for wait in active]
+        self._is_up = self._is_up or any(map(phases.is_part_of_a_step, active))
+        if not self._is_up and not self._num_steps:
+            elapsed = time.monotonic() - self._started
+            return [Text.assemble((f"starting {elapsed:.0f} s", "bold"), ("  " + " · ".join(now), "dim"))]
+        return live_lines(self.progress, self.terminal.size[0] - 4, doing=", ".join(now))
+
+    def _end_step(self) -> None:
+        if self._args.quiet:
+            return
+        if not self.terminal.is_live:
+            self.terminal.print(Text(plain_line(self.progress)))
+        every, step = self._args.show_sample_every, self.progress.done - 1
+        if every and step % every == 0 and (answer := self._pick(step)) is not None:
+            width = self.terminal.size[0]
+            self.terminal.print(show_answer(answer, width, whole=False, num_lines=(3, 5)))
+
+    def _pick(self, step: int) -> Answer | None:
+        """An answer of this step; in turn of one that was dropped, where there is any."""
+        try:
+            with open_record(self._run_dir) as record:
+                answers = record.answers(Select("train", step, limit=_CANDIDATES))
+                if step % (2 * self._args.show_sample_every):
+                    answers = record.answers(Select("train", step, outcome="filtered", limit=1)) or answers
+        except RecordError:  # none is kept
+            return None
+        return answers[step % len(answers)] if answers else None
+
+    # -- what the process says
+
+    def tell(self, record: logging.LogRecord, text: str) -> None:
+        """A log record that is to be seen; `text`: as it stands in the log."""
+        ended: phases.Ended | None = getattr(record, "phase", None)
+        if ended is not None:
+            self._tell_started(ended)
+        elif not self.terminal.is_live:
+            self._errors.write(text + "\n")
+            self._errors.flush()
+        else:
+            self._tell_coloured(record)
+
+    def _tell_started(self, ended: phases.Ended) -> None:
+        self.progress.total = ended.total or self.progress.total
+        self._is_up = self._is_up or ended.name == phases.FIRST_PUSH
+        if not self._args.quiet:
+            line = Text.assemble(("  ✓ ", "green"), f"{ended.name:<12}", f"{ended.seconds:6.1f} s  ")
+            self.terminal.print(line.append(printable(ended.note), "dim"))
+
+    def _tell_coloured(self, record: logging.LogRecord) -> None:
+        place = (record.pathname, record.lineno)
+        self._shown[place] += 1
+        if self._shown[place] > _SAME_WARNING and record.levelno < logging.ERROR:
+            return
+        advisory = getattr(record, "advisory", None)
+        word = "advice" if advisory is not None else record.levelname.lower()
+        message = printable(str(advisory) if advisory is not None else record.getMessage())
+        width = max(self.terminal.size[0] - len(word) - 1, 20)
+        message = cut_lines(message, _MESSAGE_LINES, 10 * width)
+        if self._shown[place] == _SAME_WARNING:
+            message += f" (more of these: {self._run_dir}/logs/driver.log)"
+        self.terminal.print(Text.assemble((f"{word} ", _STYLES.get(record.levelno, "dim")), message))
+
+    def _on_print(self, line: str) -> None:
+        """A line that user code printed; a flood of them is in the log."""
+        if not self.terminal.is_live:
+            self._capture.stdout.write(line + "\n")
+            self._capture.stdout.flush()
+            return
+        self._printed += 1
+        if self._printed <= _PRINTED_LINES:
+            self.terminal.print(Text(cut_lines(printable(line), 3, self.terminal.size[0])))
+        elif self._printed == _PRINTED_LINES + 1:
+            self.terminal.print(Text(f"(more is printed: {self._run_dir}/logs/driver.log)", "dim"))
+
+    def _on_error_text(self, line: str) -> None:
+        if not self.terminal.is_live:
+            self._errors.write(line + "\n")
+        else:
+            self.terminal.print(Text(cut_lines(printable(line), 3, self.terminal.size[0]), "dim"))
+
+    def _show_rows(self, title: str, rows: Rows) -> None:
+        self.terminal.print((as_panel if self.terminal.is_live else as_lines)(title, rows))
+
+
+class _Passed(logging.Handler):
+    """Hands on what is worth seeing: log records of slime from a level on, and errors of anybody."""
+
+    def __init__(self, screen: RunScreen, level: int) -> None:
+        super().__init__(logging.INFO)
+        self.setFormatter(logging.Formatter(FORMAT.format(prefix=""), datefmt="%Y-%m-%d %H:%M:%S"))
+        self._screen, self._level = screen, level
+
+    def emit(self, record: logging.LogRecord) -> None:
+        least = self._level if record.name.startswith("slime") else max(self._level, logging.ERROR)
+        if hasattr(record, "phase") or (record.levelno >= least and not hasattr(record, "in_metrics")):
+            try:
+                self._screen.tell(record, self.format(record))
+            except Exception:  # as any handler: what cannot be shown does not end the run
+                self.handleError(record)

@@ -1,0 +1,198 @@
+"""How far a run is, from the rows that it logs: a state without a screen, and that state as lines of text."""
+
+from __future__ import annotations
+
+import datetime
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.text import Text
+
+REWARD, LOSS, STEP_TIME = "rollout/raw_reward", "train/loss", "perf/step_time"
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_RECENT = 10  # steps that speeds and shares are taken over
+_BAR, _SPARK = 16, 24
+_SPLIT = (
+    ("generate", "perf/train_wait_time"),
+    ("train", "perf/train_time"),
+    ("push", "perf/update_weights_time"),
+)
+_MAX_KEPT = 5000  # values of a curve
+
+
+@dataclass(slots=True)
+class Progress:
+    """Fed with rows of `metrics.jsonl`, of this start of the run and of those before.
+
+    `value_key`: the number worth watching. `done_key`: logged once a step, at its end.
+    """
+
+    total: int | None = None
+    title: str = "train"
+    value_key: str = REWARD
+    value_name: str = "reward"
+    done_key: str = STEP_TIME
+    done: int = 0
+    values: dict[int, float] = field(default_factory=dict)
+    evals: dict[str, dict[int, float]] = field(default_factory=dict)
+    latest: dict[str, float] = field(default_factory=dict)
+    _steps: dict[int, dict[str, float]] = field(default_factory=dict)  # the last few, with what each logged
+    _start: int = 0
+
+    def add(self, row: Mapping[str, Any]) -> bool:
+        """Whether a step has ended with this row."""
+        step = row.get("step")
+        if not isinstance(step, int):
+            return False
+        numbers = {key: float(value) for key, value in row.items() if _is_number(value)}
+        if int(numbers.get("start", 0)) > self._start:  # a resumed run may repeat steps
+            self._start, self.done, self._steps = int(numbers["start"]), min(self.done, step), {}
+        self.latest |= numbers
+        if self.value_key in numbers:
+            self.values[step] = numbers[self.value_key]
+            _keep_last(self.values, _MAX_KEPT)
+        for key in filter(_is_score, numbers):
+            self.evals.setdefault(key, {})[step] = numbers[key]
+        if str(row.get("step_key", "rollout/step")) == "rollout/step":
+            self._steps.setdefault(step, {}).update(numbers)
+            _keep_last(self._steps, _RECENT + 1)
+        if self.done_key not in numbers or step < self.done:
+            return False
+        self.done = step + 1
+        return True
+
+    def step_seconds(self) -> float | None:
+        """Mean of the last steps; None: not known yet."""
+        times = [numbers[STEP_TIME] for numbers in self._steps.values() if STEP_TIME in numbers]
+        return statistics.fmean(times) if times else None
+
+    def seconds_left(self) -> float | None:
+        each = self.step_seconds()
+        return None if each is None or self.total is None else each * max(0, self.total - self.done)
+
+    def tokens_per_second(self) -> float | None:
+        """Response tokens of the last steps, over all the time that these took."""
+        needed = ("rollout/num_samples", "rollout/response_len/mean", STEP_TIME)
+        steps = [tuple(numbers[key] for key in needed) for numbers in self._whole_steps(needed)]
+        seconds = sum(time for _, _, time in steps)
+        return sum(count * length for count, length, _ in steps) / seconds if seconds else None
+
+    def split(self) -> dict[str, float]:
+        """Shares of the time of the last steps. Generate: what was waited for, where it overlaps."""
+        steps = self._whole_steps((STEP_TIME,))
+        total = sum(numbers[STEP_TIME] for numbers in steps)
+        if not total:
+            return {}
+        shares = {name: sum(numbers.get(key, 0.0) for numbers in steps) / total for name, key in _SPLIT}
+        return shares | {"other": max(0.0, 1.0 - sum(shares.values()))}
+
+    def _whole_steps(self, needed: Iterable[str]) -> list[dict[str, float]]:
+        return [numbers for numbers in self._steps.values() if all(key in numbers for key in needed)]
+
+
+def live_lines(progress: Progress, width: int, *, note: str = "", doing: str = "") -> list[Text]:
+    """Two lines that fit the width: how far and how well; what happens now and where the time goes."""
+    head = [(progress.title, "bold"), (_bar(progress), "cyan"), (_count(progress), "")]
+    value = _value(progress)
+    tail = [(value, "bold"), (note, ""), *((word, "dim") for word in _speeds(progress))]
+    used = sum(len(word) + 2 for word, _ in (*head, *tail) if word)
+    spark = sparkline(list(progress.values.values()), min(_SPARK, max(0, width - used)))
+    words = [*head, (value, "bold"), (spark, "green"), *tail[1:]]
+    first = Text("  ").join(Text(*word) for word in _fitting(words, width, 2))
+    second = _fitting([(doing, "dim"), (_split_words(progress), "dim"), *_quality(progress)], width - 2, 3)
+    return [
+        first,
+        *([Text("  ") + Text(" · ", "dim").join(Text(*word) for word in second)] if second else []),
+    ]
+
+
+def plain_line(progress: Progress, *, note: str = "") -> str:
+    """The same as one line for a file or a pipe."""
+    words = [f"step {_count(progress)}", _value(progress), note, *_speeds(progress)]
+    words += [_split_words(progress), *(word for word, _ in _quality(progress))]
+    return "  ".join(filter(None, words))
+
+
+def sparkline(values: list[float], width: int = _SPARK) -> str:
+    """The latest values as blocks, scaled between the smallest and the largest shown: [0, 0.5, 1] -> ▁▅█."""
+    shown = values[-width:] if width else []
+    if not shown:
+        return ""
+    low, high = min(shown), max(shown)
+    scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BLOCKS[round((value - low) * scale)] for value in shown)
+
+
+def duration(seconds: float) -> str:
+    """3723.4 -> 1:02:03."""
+    return str(datetime.timedelta(seconds=round(max(0.0, seconds))))
+
+
+def short(number: float) -> str:
+    """12345.6 -> 12.3k."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(number) >= size:
+            return f"{number / size:.1f}{unit}"
+    return f"{number:.0f}"
+
+
+def _bar(progress: Progress) -> str:
+    if not progress.total:
+        return ""
+    full = min(_BAR, _BAR * progress.done // progress.total)
+    return "━" * full + "╌" * (_BAR - full)
+
+
+def _count(progress: Progress) -> str:
+    return f"{progress.done}/{progress.total}" if progress.total else f"{progress.done}"
+
+
+def _value(progress: Progress) -> str:
+    if not progress.values:
+        return ""
+    return f"{progress.value_name} {list(progress.values.values())[-1]:.3f}"
+
+
+def _speeds(progress: Progress) -> list[str]:
+    tokens, left, each = progress.tokens_per_second(), progress.seconds_left(), progress.step_seconds()
+    words = [f"{short(tokens)} tok/s"] if tokens is not None else []
+    words += [f"{each:.1f} s/step"] if each is not None and left is None else []
+    return [*words, *([f"eta {duration(left)}"] if left else [])]
+
+
+def _split_words(progress: Progress) -> str:
+    return " ".join(f"{name} {share:.0%}" for name, share in progress.split().items())
+
+
+def _quality(progress: Progress) -> list[tuple[str, str]]:
+    words = []
+    if "rollout/staleness/mean" in progress.latest:
+        words.append((f"staleness {progress.latest['rollout/staleness/mean']:.2g}", "dim"))
+    scores = {key: list(values.values())[-1] for key, values in progress.evals.items()}
+    return words + [(f"{key} {score:.3g}", "dim") for key, score in scores.items()]
+
+
+def _fitting(words: list[tuple[str, str]], width: int, gap: int) -> list[tuple[str, str]]:
+    """Those of the words, the first ones rather than the last, that a line holds; `gap` lies between two."""
+    shown: list[tuple[str, str]] = []
+    room = width + gap
+    for word, style in words:
+        if word and len(word) + gap <= room:
+            shown.append((word, style))
+            room -= len(word) + gap
+    return shown
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_score(key: str) -> bool:
+    return key.startswith("eval/") and key != "eval/step" and "-" not in key and key.count("/") == 1
+
+
+def _keep_last(values: dict[int, Any], count: int) -> None:
+    while len(values) > count:
+        del values[next(iter(values))]

@@ -1,0 +1,110 @@
+"""The terminal of a command: lines that stay, and below them a few that are redrawn in place.
+
+The cursor is never hidden and no mode is set, so that even a killed process leaves a terminal that works.
+Where the output is no terminal (a pipe, a file, TERM=dumb) nothing is redrawn: all lines stay.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from typing import TextIO
+
+from rich.console import Console, ConsoleDimensions, RenderableType
+from rich.text import Text
+
+_MARGIN = 4  # columns left free: room for the ^C that a terminal echoes
+
+
+class Terminal:
+    """Takes lines from any thread. An output that cannot be written to any more is given up, not an error."""
+
+    def __init__(self, stream: TextIO | None = None, *, console: Console | None = None):
+        self.console = console or Console(file=stream or sys.stdout, highlight=False, soft_wrap=False)
+        self._stream = self.console.file
+        if _is_tty(self._stream):
+            self.is_live = not self.console.is_dumb_terminal
+        else:
+            self.is_live = self.console.is_terminal and not os.environ.get("FORCE_COLOR")
+        self._lock = threading.RLock()
+        self._live: list[Text] = []
+        self._drawn: list[int] = []  # columns of each line that is drawn
+        self._broken = False
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Columns and rows, as they are now."""
+        try:
+            found = os.get_terminal_size(self._stream.fileno())
+        except (OSError, ValueError, AttributeError):
+            return self.console.size
+        return found.columns or 80, found.lines or 24
+
+    def print(self, *renderables: RenderableType) -> None:
+        """Lines that stay, above those that are redrawn."""
+        with self._lock:
+            text = "".join(map(self._rendered, renderables))
+            self._write(self._erased() + text + self._redrawn())
+
+    def show(self, lines: Sequence[Text]) -> None:
+        """Put these lines in the place of those before; where there is no terminal, nothing is shown."""
+        with self._lock:
+            self._live = list(lines) if self.is_live else []
+            if self._is_in_front():
+                self._write(self._erased() + self._redrawn())
+
+    def settle(self, *, keep: bool) -> None:
+        """The lines that are redrawn become lines that stay, or go."""
+        with self._lock:
+            lines, self._live = self._live, []
+            erased = self._erased()
+            kept = "".join(map(self._rendered, map(self._cut, lines))) if keep else ""
+            if erased or kept:
+                self._write(erased + kept)
+
+    def _rendered(self, renderable: RenderableType) -> str:
+        self.console.size = ConsoleDimensions(*self.size)  # rich asks stdin, which may be another window
+        with self.console.capture() as capture:
+            self.console.print(renderable, soft_wrap=not self.is_live)
+        return capture.get()
+
+    def _cut(self, line: Text) -> Text:
+        cut = line.copy()
+        cut.truncate(max(self.size[0] - _MARGIN, 1), overflow="ellipsis")
+        return cut
+
+    def _redrawn(self) -> str:
+        lines = [self._cut(line) for line in self._live[: max(self.size[1] - 1, 1)]]
+        self._drawn = [line.cell_len for line in lines]
+        return "".join(map(self._rendered, lines)).removesuffix("\n")
+
+    def _erased(self) -> str:
+        if not self._drawn:
+            return ""
+        width, _ = self.size  # a narrower window has wrapped what was drawn
+        rows = sum(max(1, -(-columns // width)) for columns in self._drawn)
+        self._drawn = []
+        return "\r" + (f"\x1b[{rows - 1}A" if rows > 1 else "") + "\x1b[J"
+
+    def _is_in_front(self) -> bool:
+        """Not in the background of a shell, whose prompt would be drawn over."""
+        try:
+            return os.tcgetpgrp(self._stream.fileno()) == os.getpgrp()
+        except (OSError, ValueError, AttributeError):
+            return True
+
+    def _write(self, text: str) -> None:
+        if self._broken or not text:
+            return
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except (OSError, ValueError):  # the window is closed, or whoever read has enough
+            self._broken = True
+
+
+def _is_tty(stream: object) -> bool:
+    isatty = getattr(stream, "isatty", None)
+    return bool(isatty and isatty())
