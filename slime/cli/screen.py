@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import sqlite3
 import time
 from collections import Counter
 from pathlib import Path
 from types import TracebackType
+from typing import TextIO
 
 from rich.text import Text
 
@@ -30,6 +33,8 @@ from slime.utils.errors import RunStopped
 from slime.utils.printable import cut_lines, printable
 from slime.utils.run_file import METRICS_FILE
 from slime.utils.waits import WaitTimeout
+
+logger = logging.getLogger(__name__)
 
 _PRINTED_LINES = 20  # of user code, between two steps
 _SAME_WARNING = 3  # times that one place in the code is shown
@@ -55,7 +60,7 @@ class RunScreen:
         self._printed = 0
         self._shown: Counter[tuple[str, int]] = Counter()
         self._started, self._is_up, self._num_steps = time.monotonic(), False, 0
-        self._looks = Repeated(self.look, "screen")
+        self._looks, self._is_blind = Repeated(self.look, "screen"), False
 
     def __enter__(self) -> RunScreen:
         with contextlib.ExitStack() as stack:
@@ -93,10 +98,20 @@ class RunScreen:
             if not self._args.quiet:
                 self._show_rows(f"{self._run_dir.name}: {ended}", rows)
         if error is not None and not isinstance(error, _TOLD_BY_THE_COMMAND):
-            self._errors.write(self._capture.unnamed_tail())
+            _pass_on(self._errors, self._capture.unnamed_tail())
 
     def look(self) -> None:
-        """Take what is new, and draw."""
+        """Take what is new, and draw. What cannot be shown is logged, and does not end the run."""
+        if self._is_blind:
+            return
+        try:
+            self._look()
+        except Exception:
+            self._is_blind = True
+            self.terminal.settle(keep=False)
+            logger.exception("the screen is not renewed any more")
+
+    def _look(self) -> None:
         for row in self._rows.new_records():
             if self.progress.add(row):
                 self._printed, self._num_steps = 0, self._num_steps + 1
@@ -130,7 +145,7 @@ class RunScreen:
                 answers = record.answers(Select("train", step, limit=_CANDIDATES))
                 if step % (2 * self._args.show_sample_every):
                     answers = record.answers(Select("train", step, outcome="filtered", limit=1)) or answers
-        except RecordError:  # none is kept
+        except (RecordError, sqlite3.Error):  # none is kept, or none can be read now
             return None
         return answers[step % len(answers)] if answers else None
 
@@ -142,8 +157,7 @@ class RunScreen:
         if ended is not None:
             self._tell_started(ended)
         elif not self.terminal.is_live:
-            self._errors.write(text + "\n")
-            self._errors.flush()
+            _pass_on(self._errors, text)
         else:
             self._tell_coloured(record)
 
@@ -171,8 +185,7 @@ class RunScreen:
     def _on_print(self, line: str) -> None:
         """A line that user code printed; a flood of them is in the log."""
         if not self.terminal.is_live:
-            self._capture.stdout.write(line + "\n")
-            self._capture.stdout.flush()
+            _pass_on(self._capture.stdout, line)
             return
         self._printed += 1
         if self._printed <= _PRINTED_LINES:
@@ -182,12 +195,18 @@ class RunScreen:
 
     def _on_error_text(self, line: str) -> None:
         if not self.terminal.is_live:
-            self._errors.write(line + "\n")
+            _pass_on(self._errors, line)
         else:
             self.terminal.print(Text(cut_lines(printable(line), 3, self.terminal.size[0]), "dim"))
 
     def _show_rows(self, title: str, rows: Rows) -> None:
         self.terminal.print((as_panel if self.terminal.is_live else as_lines)(title, rows))
+
+
+def _pass_on(stream: TextIO, text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # whoever read it has enough
+        stream.write(text + "\n")
+        stream.flush()
 
 
 class _Passed(logging.Handler):
@@ -196,10 +215,12 @@ class _Passed(logging.Handler):
     def __init__(self, screen: RunScreen, level: int) -> None:
         super().__init__(logging.INFO)
         self.setFormatter(logging.Formatter(FORMAT.format(prefix=""), datefmt="%Y-%m-%d %H:%M:%S"))
-        self._screen, self._level = screen, level
+        self._screen, self._level, self._pid = screen, level, os.getpid()
 
     def emit(self, record: logging.LogRecord) -> None:
         least = self._level if record.name.startswith("slime") else max(self._level, logging.ERROR)
+        if os.getpid() != self._pid:  # a process that was forked has no part in what is shown
+            return
         if hasattr(record, "phase") or (record.levelno >= least and not hasattr(record, "in_metrics")):
             try:
                 self._screen.tell(record, self.format(record))

@@ -188,3 +188,15 @@ def test_the_screen_is_restored_when_it_cannot_open(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="no rows"), RunScreen(run_of(tmp_path)):
         pass
     assert (sys.stdout, sys.stderr) == before
+
+
+def test_what_cannot_be_shown_does_not_end_the_run(tmp_path, monkeypatch):
+    def act(args, shown):
+        play(args, shown, 2)
+        with (shown._run_dir / "metrics.jsonl").open("a") as metrics:
+            metrics.write("no JSON\n")
+        shown.look()
+        shown.look()
+
+    shown, error = on_window(run_of(tmp_path), 80, 24, monkeypatch, act)
+    assert error is None and shown.written.count("the screen is not renewed") == 1
