@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -35,11 +36,12 @@ def as_panel(title: str, rows: Rows) -> RenderableType:
 
 def as_lines(title: str, rows: Rows) -> Text:
     """The same without a frame, for a file."""
-    return Text("\n".join([printable(title), *(f"  {name:<10} {printable(words)}" for name, words in rows)]))
+    lines = [f"  {name:<10} {printable(words)}".replace("\n", "\n" + " " * 13) for name, words in rows]
+    return Text("\n".join([printable(title), *lines]))
 
 
-def start_rows(args: Args) -> Rows:
-    """What will run where, what a step is, where everything goes and what is kept."""
+def start_rows(args: Args, earlier: Progress) -> Rows:
+    """What will run where, what a step is, where all goes, what is kept. `earlier`: the starts before."""
     model = count_parameters(args)
     size = f" ({short(model)} parameters)" if model else ""
     rows = [("model", f"{args.hf_checkpoint or 'none'}{size}")]
@@ -51,6 +53,8 @@ def start_rows(args: Args) -> Rows:
         ranks = args.actor_num_nodes * args.actor_num_gpus_per_node
         each = model * _TRAINER_BYTES / ranks / 2**30
         rows.append(("memory", f"about {each:.2g} GiB a trainer rank, and the activations of a micro-batch"))
+    left = earlier.seconds_left()
+    rows += [("time", f"about {duration(left)}, by the steps of the last start")] if left else []
     rows.append(("written", f"{args.run_dir}: metrics.jsonl, {_record(args)}, logs/"))
     return [*rows, ("saved", " ".join(_saved(args)))]
 
@@ -64,11 +68,12 @@ def closing_rows(args: Args, progress: Progress, seconds: float, error: BaseExce
             first, *_, last = (*values.values(), list(values.values())[-1])
             best = max(values.values()) if name != "loss" else min(values.values())
             rows.append((name, f"{first:.4g} at the start, {last:.4g} at the end, best {best:.4g}"))
-    rows.append(("model", _where_is_the_model(args, progress)))
+    checkpoints = step_folders(args.save) if args.save is not None else {}
+    rows.append(("model", _where_is_the_model(args, progress, checkpoints, since=time.time() - seconds)))
     run = args.run_dir
     follow = [f"slime samples {run} --worst 5", f"slime plot {run}"]
-    if error is not None and args.save is not None and args.load == args.save:
-        follow.insert(0, "the same command goes on from the last checkpoint")
+    if error is not None and checkpoints and args.load == args.save:
+        follow.insert(0, "the same command, which goes on from the last checkpoint")
     rows.append(("next", "\n".join([*follow, f"logs: {run}/logs"])))
     return rows
 
@@ -146,13 +151,12 @@ def _saved(args: Args) -> list[str]:
     return [*words, f"the model in {args.save_hf}" if args.save_hf else "no model folder (--save-hf DIR)"]
 
 
-def _where_is_the_model(args: Args, progress: Progress) -> str:
-    if args.save_hf:
-        for step in range(progress.done, -1, -1):
-            folder = Path(args.save_hf.format(rollout_id=step))
-            if (folder / "config.json").is_file():
-                return str(folder)
-    steps = step_folders(args.save) if args.save is not None else {}
-    if steps:
-        return f"{steps[max(steps)]} (slime convert makes a model folder of it)"
+def _where_is_the_model(args: Args, progress: Progress, checkpoints: dict[int, Path], since: float) -> str:
+    """`since`: what is older was written by an earlier start."""
+    for step in range(progress.done, -1, -1) if args.save_hf else ():
+        config = Path(str(args.save_hf).format(rollout_id=step)) / "config.json"
+        if config.is_file() and config.stat().st_mtime >= since:
+            return str(config.parent)
+    if checkpoints:
+        return f"{checkpoints[max(checkpoints)]} (slime convert makes a model folder of it)"
     return "not saved" + ("" if args.save else ": no --save was given")

@@ -82,7 +82,7 @@ class RunScreen:
         stack.push(lambda kind, error, trace: self._close(error))
         stack.enter_context(self._looks)
         if not self._args.quiet:
-            self._show_rows(f"slime train: {self._args.run_dir}", start_rows(self._args))
+            self._show_rows(f"slime train: {self._args.run_dir}", start_rows(self._args, self.progress))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -92,7 +92,8 @@ class RunScreen:
     def _close(self, error: BaseException | None) -> None:
         self.terminal.settle(keep=self._num_steps > 0)
         if error is None or self._num_steps:
-            ended = "finished" if error is None else f"ended early ({type(error).__name__})"
+            cause = "interrupted" if isinstance(error, KeyboardInterrupt) else type(error).__name__
+            ended = "finished" if error is None else f"ended early ({cause})"
             seconds = time.monotonic() - self._started
             rows = closing_rows(self._args, self.progress, seconds, error)
             if not self._args.quiet:
@@ -165,8 +166,8 @@ class RunScreen:
         self.progress.total = ended.total or self.progress.total
         self._is_up = self._is_up or ended.name == phases.FIRST_PUSH
         if not self._args.quiet:
-            line = Text.assemble(("  ✓ ", "green"), f"{ended.name:<12}", f"{ended.seconds:6.1f} s  ")
-            self.terminal.print(line.append(printable(ended.note), "dim"))
+            line = Text.assemble(("  ✓ ", "green"), f"{ended.name:<12}{ended.seconds:6.1f} s")
+            self.terminal.print(line.append(f"  {printable(ended.note)}" if ended.note else "", "dim"))
 
     def _tell_coloured(self, record: logging.LogRecord) -> None:
         place = (record.pathname, record.lineno)

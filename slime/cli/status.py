@@ -133,7 +133,7 @@ def _lines(run: Path, record: RunRecord, state: str, rows: list[dict[str, Any]])
     if last is not None and state == "running":
         lines.append(f"  last logged {datetime.timedelta(seconds=round(time.time() - last))} ago")
     shown = [f"{title} {form.format(values[key])}" for title, key, form in _SHOWN if key in values]
-    lines += [f"  {', '.join(shown[i : i + 4])}" for i in range(0, len(shown), 4)]
+    lines += [f"  {', '.join(shown[i : i + 3])}" for i in range(0, len(shown), 3)]
     if len(progress.values) > 1:
         lines.append(f"  {progress.value_name} {sparkline(list(progress.values.values()), 40)}")
     if split := progress.split():

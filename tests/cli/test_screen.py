@@ -180,7 +180,7 @@ def test_without_a_terminal_there_are_plain_lines(tmp_path, monkeypatch, capfd, 
 
 
 def test_the_screen_is_restored_when_it_cannot_open(tmp_path, monkeypatch):
-    def broken(args):
+    def broken(*args):
         raise ValueError("no rows")
 
     before = (sys.stdout, sys.stderr)
