@@ -18,11 +18,19 @@ MOVED = {
     "slime.rollout.policy_requests": "slime.rollout.generation.policy_requests",
     "slime.utils.arguments": "slime.arguments",
     "slime.utils.data": "slime.data.dataset",
+    "slime.utils.external_utils.command_utils": "slime.cli.launch",
     "slime.utils.eval_config": "slime.arguments.groups.eval_config",
 }
 
 # Old module -> new module -> the names it took over.
 FACADES: dict[str, dict[str, tuple[str, ...]]] = {
+    "slime.backends.megatron_utils": {},
+    "slime.backends.megatron_utils.cp_utils": {
+        "slime.utils.whole_responses": ("all_gather_with_cp", "slice_log_prob_with_cp"),
+    },
+    "slime.backends.megatron_utils.loss": {"slime.algorithms.off_policy": ("icepop_function",)},
+    "slime.observability.tensorboard_utils": {"slime.observability.logging_utils": ("_TensorboardAdapter",)},
+    "slime.utils.external_utils": {},
     "slime.utils.ppo_utils": {
         "slime.algorithms.kl": ("compute_approx_kl",),
         "slime.algorithms.policy_loss": (
@@ -54,7 +62,8 @@ class MovedFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname in MOVED or fullname in FACADES:
-            return importlib.machinery.ModuleSpec(fullname, self)
+            holds = any(name.startswith(fullname + ".") for name in (*MOVED, *FACADES))
+            return importlib.machinery.ModuleSpec(fullname, self, is_package=holds)
         return None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
@@ -63,6 +72,8 @@ class MovedFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: types.ModuleType) -> None:
         name = module.__name__
         homes = MOVED.get(name) or ", ".join(FACADES[name])
+        if not homes:  # a folder that others stand in
+            return
         # The import machinery's own frames do not count, so level 2 is the line that wrote the import.
         warnings.warn(f"{name} moved to {homes}; import it from there", DeprecationWarning, stacklevel=2)
         if name in MOVED:

@@ -46,6 +46,13 @@ def test_old_module_is_the_same_object_and_warns(old):
             ["EvalDatasetConfig", "build_eval_dataset_configs", "ensure_dataset_list"],
         ),
         ("slime.utils.ppo_utils", PPO_UTILS),
+        ("slime.backends.megatron_utils.cp_utils", ["all_gather_with_cp", "slice_log_prob_with_cp"]),
+        ("slime.backends.megatron_utils.loss", ["icepop_function"]),
+        ("slime.observability.tensorboard_utils", ["_TensorboardAdapter"]),
+        ("slime.utils.external_utils.command_utils", ["execute_train", "exec_command", "convert_checkpoint"]),
+        ("slime.rollout.rm_hub", ["grade_answer_verl", "get_deepscaler_rule_based_reward"]),
+        ("slime.utils.processing_utils", ["build_processor_kwargs"]),
+        ("slime.rollout.sleep_rollout", ["sleep"]),
     ],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -52,7 +52,12 @@ def parse_args(
     parser, custom = build_parser(add_custom_arguments, refusals)
     draft = _read_all(parser, custom, sys.argv[1:] if argv is None else list(argv), training_loop, refusals)
     apply_rules(draft, refusals)
-    refusals.raise_all()
+    try:
+        refusals.raise_all()
+    except ValueError as error:
+        for warning in draft.warnings:
+            error.add_note(warning)
+        raise
     args = Args.of(draft)
     if args.warnings:
         logger.warning("about these settings:\n%s", "\n".join(f"  {w}" for w in args.warnings))

@@ -48,6 +48,7 @@ COMMANDS = {
         "slime.cli.plot", "curves of any metrics of one run or several, in the terminal or as a picture"
     ),
     "track": Command("slime.cli.track", "send a run to TensorBoard, W&B, trackio or MLflow after its end"),
+    "migrate": Command("slime.cli.migrate", "print the run.yaml that a launch script of slime amounts to"),
     "plan": Command(
         "slime.cli.plan", "show which engine would run on which GPUs, and what a trainer layout would cost"
     ),

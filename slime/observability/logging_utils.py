@@ -57,6 +57,19 @@ def log(args: RunArgs, metrics: Mapping[str, Any], step_key: str, step: int | No
     init_tracking(args).log(metrics, step_key, step)
 
 
+class _TensorboardAdapter:
+    """How plug-ins of slime wrote to TensorBoard: `log` reaches every tracker of the run."""
+
+    def __init__(self, args: RunArgs):
+        self._args = args
+
+    def log(self, data: Mapping[str, Any], step: int) -> None:
+        log(self._args, data, "step", step)
+
+    def finish(self) -> None:
+        finish_tracking()
+
+
 def finish_tracking(args: object = None) -> None:
     """Flush and close this process's tracker, if there is one."""
     global _tracker

@@ -46,6 +46,15 @@ def load_processor(name_or_path: str, *, trust_remote_code: bool = False) -> Any
     return None if isinstance(processor, PreTrainedTokenizerBase) else processor
 
 
+def build_processor_kwargs(multimodal_inputs: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Keywords of a processor call: the media, as tensors, beside token ids that stay lists."""
+    kwargs = dict(multimodal_inputs or {})
+    for part in ("images_kwargs", "videos_kwargs", "audio_kwargs"):
+        kwargs[part] = {**kwargs.get(part, {}), "return_tensors": "pt"}
+    kwargs["text_kwargs"] = {**kwargs.get("text_kwargs", {}), "return_tensors": None}
+    return kwargs
+
+
 def encode_image_for_rollout_engine(image: Any) -> str:
     """A PIL image as the PNG data URI that engines accept; text (a path, an address, a URI) stays."""
     if isinstance(image, str):

@@ -165,8 +165,11 @@ def read_megatron_value(key: str, value: Any, path: str) -> dict[str, Any]:
     option = "--" + key.replace("_", "-")
     spelled, bare = SPELLINGS.get(option, (None, None))
     if spelled is not None:
+        value = float(value) if isinstance(value, str) else value  # YAML reads 1e-6 as text
         return {spelled: bare if value is True and bare is not None else value}
-    entry = megatron_fields()[option]
+    entry = megatron_fields()[_positive(option)]
     if entry.kind is bool and not isinstance(value, bool):
         raise ValueError(f"{path}: {key} is {json.dumps(value)}, expected true or false.")
-    return {entry.name: value}
+    if isinstance(value, str) and entry.kind is not str:  # YAML reads 1e-6 as text
+        return {entry.name: _read(entry, option, [value], bare)}
+    return {entry.name: not value if entry.kind is bool and option.startswith("--no-") else value}

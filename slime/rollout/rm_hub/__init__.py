@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from slime.rollout.rm_hub.answers import answer_text
+    from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
     from slime.rollout.rm_hub.hub import async_rm, batched_async_rm
+    from slime.rollout.rm_hub.math_utils import grade_answer_verl
     from slime.rollout.rm_hub.outcomes import RewardConfigError, RewardFailuresExceeded, settle_reward
     from slime.rollout.rm_hub.remote import remote_rm
     from slime.rollout.rm_hub.scoring import score_samples
@@ -22,6 +24,8 @@ _HOMES = {
     "answer_text": "answers",
     "async_rm": "hub",
     "batched_async_rm": "hub",
+    "get_deepscaler_rule_based_reward": "deepscaler",
+    "grade_answer_verl": "math_utils",
     "remote_rm": "remote",
     "score_samples": "scoring",
     "settle_reward": "outcomes",
@@ -35,6 +39,8 @@ __all__ = [
     "answer_text",
     "async_rm",
     "batched_async_rm",
+    "get_deepscaler_rule_based_reward",
+    "grade_answer_verl",
     "remote_rm",
     "score_samples",
     "settle_reward",

@@ -1,0 +1,99 @@
+"""What Python launchers of slime call (as `slime.utils.external_utils.command_utils`): a run from a string.
+
+Nobody's processes are ended, and no Ray is started: a run of several machines joins the cluster there is.
+"""
+
+import datetime
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+SCRIPTS = {"train.py": "train", "train_async.py": "train-async"}
+
+
+@dataclass
+class ExecuteTrainConfig:
+    """What launchers may extend with settings of their own."""
+
+    cuda_core_dump: bool = False
+    num_nodes: int = 1
+    extra_env_vars: str = ""
+
+
+def exec_command(command: str, capture_output: bool = False) -> str | None:
+    """Run a line of bash; CalledProcessError where it fails."""
+    done = subprocess.run(["bash", "-c", command], check=True, text=True, capture_output=capture_output)
+    return done.stdout if capture_output else None
+
+
+def train_words(train_args: str, megatron_model_type: str | None = None) -> list[str]:
+    """The flags as words; a launcher that names a model type of Megatron's means that trainer."""
+    words = shlex.split(os.path.expandvars(train_args))
+    named = any(word.split("=")[0] in ("--train-backend", "--backend") for word in words)
+    return words if named or megatron_model_type is None else ["--train-backend", "megatron", *words]
+
+
+def execute_train(
+    train_args: str,
+    num_gpus_per_node: int | None = None,
+    megatron_model_type: str | None = None,
+    train_script: str = "train.py",
+    before_ray_job_submit: Callable[[], Any] | None = None,
+    extra_env_vars: Mapping[str, str] | None = None,
+    config: ExecuteTrainConfig | None = None,
+) -> None:
+    """Run the training and wait for its end; the model's flags come from its config, no file has them."""
+    words = train_words(train_args, megatron_model_type)
+    if num_gpus_per_node is not None and "--num-gpus-per-node" not in words:
+        words += ["--num-gpus-per-node", str(num_gpus_per_node)]
+    if before_ray_job_submit is not None:
+        before_ray_job_submit()
+    name = SCRIPTS.get(os.path.basename(train_script))
+    command = [sys.executable, *(["-m", "slime", name] if name else [train_script]), *words]
+    extra = dict(pair.split("=", 1) for pair in shlex.split(config.extra_env_vars if config else ""))
+    subprocess.run(command, check=True, env=os.environ | extra | dict(extra_env_vars or {}))
+
+
+def convert_checkpoint(model_name: str, *_: object, **__: object) -> None:
+    print(f"convert_checkpoint: {model_name} needs no conversion, runs start from Hugging Face folders")
+
+
+def hf_download_dataset(full_name: str) -> None:
+    folder = "/root/datasets/" + full_name.split("/")[-1]
+    exec_command(
+        f"hf download --repo-type dataset {shlex.quote(full_name)} --local-dir {shlex.quote(folder)}"
+    )
+
+
+def get_default_wandb_args(
+    test_file: str, run_name_prefix: str | None = None, run_id: str | None = None
+) -> str:
+    """Flags of Weights & Biases where a key is set, else none."""
+    if not os.environ.get("WANDB_API_KEY"):
+        return ""
+    project = os.path.splitext(os.path.basename(test_file))[0]
+    group = "_".join(filter(None, [run_name_prefix, run_id or create_run_id()]))
+    return f"--use-wandb --wandb-project slime-{project} --wandb-group {group} --disable-wandb-random-suffix "
+
+
+def create_run_id() -> str:
+    return datetime.datetime.now(datetime.UTC).strftime("%y%m%d-%H%M%S")
+
+
+def get_bool_env_var(name: str, default: str = "false") -> bool:
+    return os.environ.get(name, default).lower() in ("true", "1")
+
+
+def get_env_enable_infinite_run() -> bool:
+    return get_bool_env_var("SLIME_TEST_ENABLE_INFINITE_RUN")
+
+
+def save_to_temp_file(text: str, ext: str) -> str:
+    with tempfile.NamedTemporaryFile("w", suffix=f".{ext}", delete=False) as file:
+        file.write(text)
+    return file.name

@@ -1,0 +1,19 @@
+"""A rollout function that does nothing: engines stay up, for requests by hand, until Ctrl-C."""
+
+import logging
+import time
+from typing import Any, NoReturn
+
+from slime.arguments import PluginArgs
+
+logger = logging.getLogger(__name__)
+_SLEEP_S = 60.0
+
+
+def sleep(args: PluginArgs, rollout_id: int, data_source: Any, evaluation: bool = False) -> NoReturn:
+    """For --rollout-function-path, with --debug-rollout-only."""
+    logger.info(
+        "engines are up at %s:%s; Ctrl-C ends the run", args.sglang_router_ip, args.sglang_router_port
+    )
+    while True:
+        time.sleep(_SLEEP_S)

@@ -1,0 +1,23 @@
+"""Context parallelism as plug-ins of slime know it. Here they always get whole responses, on every rank."""
+
+from typing import TypeVar
+
+from torch import Tensor
+
+T = TypeVar("T", Tensor, list[float])
+
+
+def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int, *_: object) -> Tensor:
+    """A value per response token, from all ranks that share the sample: it is whole already."""
+    return _whole(tensor, response_length)
+
+
+def slice_log_prob_with_cp(log_prob: T, total_length: int, response_length: int, *_: object) -> T:
+    """This rank's part of a value per response token: all of it."""
+    return _whole(log_prob, response_length)
+
+
+def _whole(values: T, response_length: int) -> T:
+    if len(values) != response_length:
+        raise ValueError(f"{len(values)} values for {response_length} response tokens: each needs one.")
+    return values

@@ -1,0 +1,145 @@
+"""`slime migrate`: what a launch script amounts to, without running any of it."""
+
+import json
+import shutil
+
+import pytest
+import yaml
+from launch_lines import make_world
+
+from slime.cli.main import main
+
+MODEL = """
+NLAYERS=4
+arr=()
+for ((i=0; i<NLAYERS; i++)); do
+  if (( i < 1 )); then arr+=(0); else arr+=(1); fi
+done
+printf -v MOE_LAYER_FREQ "[%s]" "$(IFS=', '; echo "${arr[*]}")"
+MODEL_ARGS=( --swiglu --num-layers 4 --moe-layer-freq "$MOE_LAYER_FREQ" --no-rope-fusion )
+"""
+SCRIPT = """#!/bin/bash
+pkill -9 nothing-of-this-name
+touch ROOT/touched
+echo words > ROOT/written
+/usr/bin/touch ROOT/touched
+FOO=1 touch ROOT/touched
+kill -9 $$
+set -ex
+NVLINK_COUNT=$(nvidia-smi topo -m 2>/dev/null | grep -o 'NV[0-9][0-9]*' | wc -l)
+if [ "$NVLINK_COUNT" -gt 0 ]; then HAS_NVLINK=1; else HAS_NVLINK=0; fi
+if [ -z "${DATA_FOLDER}" ]; then echo "not set"; exit 1; fi
+SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
+source "${SCRIPT_DIR}/models/model.sh"
+CKPT_ARGS=(
+   --hf-checkpoint ROOT/qwen3
+   #--hf-checkpoint /another
+   --ref-load ROOT/qwen3_torch_dist
+)
+ROLLOUT_ARGS=(
+   --prompt-data ${DATA_FOLDER}/dapo.jsonl --rollout-batch-size ${BATCH:-16} --n-samples-per-prompt 8
+   --num-rollout 10 --rollout-max-response-len 100 --lr 1e-6
+)
+SGLANG_ARGS=(
+   --rollout-num-gpus-per-engine 1 --sglang-cuda-graph-bs 1 2 $(seq 4 4 8) --sglang-python ROOT/python
+)
+ray start --head --num-gpus 8
+TRAIN
+"""
+EXPECTED = {
+    "swiglu": True,
+    "num-layers": 4,
+    "moe-layer-freq": "[0,1,1,1]",
+    "no-rope-fusion": True,
+    "rollout-batch-size": 16,
+    "lr": "1e-6",
+    "sglang-cuda-graph-bs": [1, 2, 4, 8],
+    "colocate": True,
+}
+FLAGS = '--colocate ${MODEL_ARGS[@]} ${CKPT_ARGS[@]} ${ROLLOUT_ARGS[@]} "${SGLANG_ARGS[@]}"'
+LAUNCHER = """
+import slime.utils.external_utils.command_utils as U
+
+def prepare():
+    U.exec_command("touch ROOT/touched")
+    U.convert_checkpoint(model_name="a", megatron_model_type="b", num_gpus_per_node=8)
+
+if __name__ == "__main__":
+    prepare()
+    U.execute_train(train_args="--hf-checkpoint ROOT/qwen3 " f"--rollout-batch-size {2 * 8} --colocate ",
+                    num_gpus_per_node=8, megatron_model_type="qwen3-4B", train_script="train_async.py")
+"""
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    make_world(tmp_path)
+    monkeypatch.setattr("slime.arguments.passthrough.sglang._cache_folder", lambda: tmp_path)
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "model.sh").write_text(MODEL)
+    return tmp_path
+
+
+def migrate(root, capsys, name, text):
+    (root / name).write_text(text.replace("ROOT", str(root)))
+    code = main(["migrate", str(root / name)])
+    assert not (root / "touched").exists() and not (root / "written").exists()
+    shown = capsys.readouterr().out
+    return code, shown, yaml.safe_load(shown)
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize(
+    ("train", "command"),
+    [
+        (f"ray job submit --address=x --runtime-env-json='{{}}' -- python3 train.py {FLAGS}", "slime train"),
+        (f"PYTHONPATH=/a python3 train_async.py {FLAGS} > ROOT/written 2>&1", "slime train-async"),
+        (f"nohup slime train {FLAGS} | tee ROOT/written", "slime train"),
+    ],
+)
+def test_a_bash_script_becomes_settings_and_nothing_of_it_happens(root, capsys, train, command, monkeypatch):
+    monkeypatch.delenv("DATA_FOLDER", raising=False)
+    code, shown, settings = migrate(root, capsys, "run.sh", SCRIPT.replace("TRAIN", train))
+    assert code == 0 and f"{command} --config run.yaml" in shown
+    assert settings["prompt-data"] == "${DATA_FOLDER}/dapo.jsonl"  # nothing sets it: left as it is written
+    assert {name: settings[name] for name in EXPECTED} == EXPECTED
+    assert "# refused on this machine: --prompt-data is ${DATA_FOLDER}/dapo.jsonl" in shown
+    assert "calls it --cuda-graph-bs-decode" in shown and "--train-backend megatron: " in shown
+
+
+def test_a_python_launcher_becomes_settings(root, capsys):
+    code, shown, settings = migrate(root, capsys, "run.py", LAUNCHER)
+    assert code == 0 and "slime train-async --config run.yaml" in shown
+    assert settings == {
+        "train-backend": "megatron",
+        "hf-checkpoint": f"{root}/qwen3",
+        "rollout-batch-size": 16,
+        "colocate": True,
+    }
+
+
+def test_a_script_without_training_says_so(root, capsys):
+    (root / "run.sh").write_text("echo hello\n")
+    with pytest.raises(SystemExit):
+        main(["migrate", str(root / "run.sh")])
+    assert "starts no training" in capsys.readouterr().err
+
+
+def test_a_python_launcher_runs_the_training(tmp_path, monkeypatch):
+    from slime.cli import launch
+
+    (tmp_path / "my_train.py").write_text(
+        "import json, os, sys\n"
+        f"json.dump([sys.argv[1:], os.environ['A'], os.environ['B']], open({str(tmp_path / 'out')!r}, 'w'))\n"
+    )
+    monkeypatch.setenv("KEY", "k")
+    launch.execute_train(
+        train_args="--lr 1 --wandb-key '${KEY}'",
+        num_gpus_per_node=8,
+        megatron_model_type="x",
+        train_script=str(tmp_path / "my_train.py"),
+        extra_env_vars={"A": "1"},
+        config=launch.ExecuteTrainConfig(extra_env_vars="B=2"),
+    )
+    words = ["--train-backend", "megatron", "--lr", "1", "--wandb-key", "k", "--num-gpus-per-node", "8"]
+    assert json.loads((tmp_path / "out").read_text()) == [words, "1", "2"]
