@@ -1,6 +1,5 @@
 """Flags and rules of machines: how many ranks train and engines generate, and who shares a device."""
 
-import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,13 +49,6 @@ class ClusterFlags:
 
 
 def devices(draft: Draft) -> None:
-    if draft.actor_num_nodes > 1 and not draft.was_given("runtime"):
-        if importlib.util.find_spec("ray") is None:
-            raise ValueError(
-                f"--actor-num-nodes is {draft.actor_num_nodes}: several machines need Ray, which is not "
-                "installed; pip install 'slime[ray]'."
-            )
-        draft.derive("runtime", "ray", f"{draft.actor_num_nodes} machines train")
     derive_sizes(draft, visible_gpus)
     derive_offload(draft)
     derive_precision(draft, visible_gpus)
