@@ -75,7 +75,9 @@ def make_checkpoint(folder: Path, *, seed: int) -> Path:
     # Here, so that `slime --help` does not pay for importing torch and transformers.
     import torch
     from transformers import Qwen3ForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(build_config())
