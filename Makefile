@@ -18,6 +18,8 @@ FAST += $(wildcard tests/test_*.py)
 # Two cores hold two workers of one thread each; a file stays with one of them, with its engines and models.
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -q
+# Compiled modules are kept: where this is set, every process of every test would compile them anew.
+unexport PYTHONDONTWRITEBYTECODE
 # In the order of the folders, which end with small files: no worker is left alone with a long one.
 PARALLEL := $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 20
 
