@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import datetime
+import logging
+import time
 from pathlib import Path
 
 import torch
@@ -27,12 +29,14 @@ from slime.utils.process_groups import open_store
 from slime.utils.run_identity import Run
 from slime.weight_sync import Parcel
 
+logger = logging.getLogger(__name__)
+
 
 class RankProcess:
     """The process of a trainer rank: there before its model, to read checkpoints and meet the other ranks."""
 
     def __init__(self, args: Args, run: Run, rank: int, world_size: int):
-        configure_logger(level=args.log_level)
+        configure_logger(f" rank {rank}", level=args.log_level)
         self._args, self._run, self._rank, self._world_size = args, run, rank, world_size
         self._store: dist.Store | None = None  # on rank 0, once it is opened
         self._actor: TrainActor | None = None  # once it is loaded
@@ -67,6 +71,8 @@ class RankProcess:
             timeout=datetime.timedelta(minutes=self._args.distributed_timeout_minutes),
         )
         self._actor = TrainActor(self._args, self._run, self._rank, self._world_size, device, checkpoint)
+        where = checkpoint or self._args.hf_checkpoint
+        logger.info("rank %d of %d on %s: %s is loaded", self._rank, self._world_size, device, where)
         return self._actor.layout
 
     def actor(self) -> TrainActor:
@@ -124,7 +130,10 @@ class TrainActor:
             kept=self._kept,
             agreement=self._agreement,
         )
+        started = time.monotonic()
         report = step.run()
+        seconds = time.monotonic() - started
+        logger.info("rollout %d: %d step(s) in %.2f s", rollout_id, len(report.steps), seconds)
         if self._version is not None:
             self._version += 1  # the weights moved on, whether or not they are pushed before the next batch
         return report

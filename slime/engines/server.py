@@ -17,7 +17,7 @@ from pathlib import Path
 from slime.engines.pulse import ENGINE_PATH
 from slime.utils import http_utils, waits
 from slime.utils.errors import RunStopped
-from slime.utils.processes import LifePipe, begin_log, stop_process
+from slime.utils.processes import LifePipe, open_log, stop_process
 from slime.utils.vital_signs import Signs, signs_of_group
 from slime.wire.protocol import EngineInfo
 
@@ -110,9 +110,7 @@ class EngineServer:
         # In its environment, where other users of the machine cannot read it.
         token = {http_utils.TOKEN_VARIABLE: self.plan.token} if self.plan.token is not None else {}
         inherited = {name: value for name, value in os.environ.items() if name != http_utils.TOKEN_VARIABLE}
-        self.plan.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.plan.log_path, "ab") as log:
-            begin_log(log, self.plan.name)
+        with open_log(self.plan.log_path, self.plan.name) as log:
             self._process = subprocess.Popen(
                 command,
                 env={**inherited, **self.plan.env, **token},

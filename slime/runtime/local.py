@@ -23,7 +23,7 @@ from slime.runtime.heartbeat import DEFAULT_LIMIT_S, HeartbeatWatch, WorkerSilen
 from slime.runtime.placement import Placement
 from slime.runtime.worker import BEAT, CONTROL, MAKE, WORK, encode_call, invoke
 from slime.utils import shm, tensor_pickle, waits
-from slime.utils.processes import begin_log, import_environment, stop_process
+from slime.utils.processes import import_environment, open_log, stop_process
 from slime.utils.vital_signs import Signs, signs_of
 
 _LOG_TAIL_LINES = 20
@@ -188,11 +188,10 @@ def _start_worker(
     ours, theirs = socket.socketpair()
     devices = spec.slot.env if spec.slot is not None else {}
     env = {**os.environ, **spec.env, **devices, **import_environment()}
-    command = [sys.executable, "-P", "-m", "slime.runtime.worker"]
+    # Not `-m`: the package imports that module, too, and there would be two of it.
+    command = [sys.executable, "-P", "-c", "from slime.runtime.worker import main; main()"]
     command += ["--fd", str(theirs.fileno()), "--shm-prefix", shm_prefix]
-    log_path.parent.mkdir(parents=True, exist_ok=True)
-    with open(log_path, "ab") as log:
-        begin_log(log, spec.name)
+    with open_log(log_path, spec.name) as log:
         process = subprocess.Popen(
             command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[theirs.fileno()]
         )

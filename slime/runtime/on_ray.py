@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from slime.runtime.placement import Machine, Placement
 from slime.runtime.worker import BEAT_S, CONTROL, WORK, invoke
 from slime.utils import waits
 from slime.utils.errors import RunStopped
-from slime.utils.processes import import_environment
+from slime.utils.processes import import_environment, open_log
 from slime.utils.run_identity import LOOPBACK
 from slime.utils.vital_signs import Signs, signs_of
 
@@ -38,7 +39,12 @@ _DEATHS = (
 class _Actor:
     """Holds the object. Callers name the concurrency group: one for each lane, and one for the heartbeat."""
 
-    def __init__(self, cls: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]):
+    def __init__(
+        self, log: tuple[Path, str], cls: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ):
+        with contextlib.suppress(OSError), open_log(*log) as file:  # else Ray's own logs have it
+            for fd in (1, 2):
+                os.dup2(file.fileno(), fd)
         self._target = cls(*args, **kwargs)
 
     def run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -167,7 +173,7 @@ class RayRuntime:
 
     def __init__(self, args: Args, run_dir: Path, silence_limit_s: float = DEFAULT_LIMIT_S):
         self._owns_ray = not ray.is_initialized()
-        self._silence_limit_s = silence_limit_s
+        self._run_dir, self._silence_limit_s = run_dir, silence_limit_s
         self._heartbeats = HeartbeatWatch(silence_limit_s)
         self._handles: list[Handle[Any]] = []
         if self._owns_ray:
@@ -231,7 +237,8 @@ class RayRuntime:
 
     def spawn(self, spec: WorkerSpec, cls: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
         node = self._driver_node if spec.slot is None else self._nodes[spec.slot.machine]
-        handle: RayHandle[T] = RayHandle(spec, node, (cls, args, kwargs))
+        log = self._run_dir / "logs" / f"{spec.name}.log"  # on the machine where it runs
+        handle: RayHandle[T] = RayHandle(spec, node, ((log, spec.name), cls, args, kwargs))
         self._heartbeats.add(handle)
         self._handles.append(handle)
         return handle

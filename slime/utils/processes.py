@@ -7,13 +7,15 @@ signal, the kernel closes the write end and the child reads end-of-file. PDEATHS
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, BinaryIO
 
 
@@ -74,11 +76,15 @@ def thread_environment(num_threads: int) -> dict[str, str]:
     }
 
 
-def begin_log(log: BinaryIO, name: str) -> None:
-    """The first line of a child's log: where no other follows, the child had nothing to say."""
-    now = time.strftime("%Y-%m-%d %H:%M:%S")
-    log.write(f"[{now}] {name} is started; what it writes follows\n".encode())
-    log.flush()
+@contextlib.contextmanager
+def open_log(path: Path, name: str) -> Iterator[BinaryIO]:
+    """The log of a process that is about to start; never empty, and each start can be told from the next."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "ab") as log:
+        now = time.strftime("%Y-%m-%d %H:%M:%S")
+        log.write(f"[{now}] {name} is started; what it writes follows\n".encode())
+        log.flush()
+        yield log
 
 
 def stop_process(process: subprocess.Popen[Any], grace_s: float = 5.0) -> None:

@@ -48,7 +48,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="weights arrive as FP8 in such blocks",
     )
     parser.add_argument("--weight-version", default="default")
-    parser.add_argument("--log-level", default="warning")
+    parser.add_argument("--log-level", default="info")
     return parser.parse_args(argv)
 
 

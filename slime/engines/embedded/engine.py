@@ -275,6 +275,7 @@ class Engine:
         counts = apply()
         self.allocator.flush()
         self.set_version(version)
+        logger.info("weights %s", version)
         self.awaiting_weights, self._arriving = False, None
         return counts
 

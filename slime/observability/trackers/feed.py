@@ -15,7 +15,7 @@ from typing import Any
 
 from slime.catalog.trackers import TRACKERS
 from slime.observability.trackers.follow import Progress, read_progress
-from slime.utils.processes import import_environment
+from slime.utils.processes import import_environment, open_log
 from slime.utils.run_file import METRICS_FILE
 
 logger = logging.getLogger(__name__)
@@ -31,9 +31,8 @@ class Feed:
     def __init__(self, name: str, folder: Path, options: Mapping[str, Any]):
         self.name, self._folder = name, folder
         self.log_path = folder / "logs" / f"tracker-{name}.log"
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-P", "-m", "slime.observability.trackers.follow", name, str(folder)]
-        with open(self.log_path, "ab") as log:
+        with open_log(self.log_path, f"tracker {name}") as log:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
