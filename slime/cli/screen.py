@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import pdb
 import sqlite3
+import sys
 import time
 from collections import Counter
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.text import Text
 
@@ -24,7 +26,7 @@ from slime.cli.panels import Rows, as_lines, as_panel, closing_rows, start_rows
 from slime.cli.samples import show_answer
 from slime.observability import phases
 from slime.observability.logging_utils import FORMAT
-from slime.observability.terminal.capture import Capture
+from slime.observability.terminal.capture import Capture, Lines
 from slime.observability.terminal.follow import MetricsReader, Repeated
 from slime.observability.terminal.progress import LOSS, REWARD, Progress, live_lines, plain_line
 from slime.observability.terminal.terminal import Terminal
@@ -37,7 +39,7 @@ from slime.utils.waits import WaitTimeout
 logger = logging.getLogger(__name__)
 
 _PRINTED_LINES = 20  # of user code, between two steps
-_SAME_WARNING = 3  # times that one place in the code is shown
+_SAME_WARNING = 3  # steps in which warnings of one place in the code are shown
 _MESSAGE_LINES = 12
 _CANDIDATES = 16  # answers of a step, of which one is shown
 _STYLES = {logging.WARNING: "yellow", logging.ERROR: "red", logging.CRITICAL: "bold red"}
@@ -56,9 +58,10 @@ class RunScreen:
             value_name="loss" if by_loss else "reward",
         )
         self._rows = MetricsReader(self._run_dir / METRICS_FILE)
-        self._capture = Capture(self._on_print, self._on_error_text if args.log_level == "debug" else None)
+        self._capture = Capture(self._on_print, self._on_error_print if args.log_level == "debug" else None)
+        self._lines = (Lines(self._on_line), Lines(self._on_error_line))
         self._printed = 0
-        self._shown: Counter[tuple[str, int]] = Counter()
+        self._told_at: dict[tuple[str, int], Counter[int]] = {}  # by place in the code: in which steps
         self._started, self._is_up, self._num_steps = time.monotonic(), False, 0
         self._looks, self._is_blind = Repeated(self.look, "screen"), False
 
@@ -80,6 +83,8 @@ class RunScreen:
         for row in self._rows.new_records():  # of earlier starts
             self.progress.add(row)
         stack.push(lambda kind, error, trace: self._close(error))
+        stack.callback(setattr, sys, "breakpointhook", sys.breakpointhook)
+        sys.breakpointhook = self._on_breakpoint
         stack.enter_context(self._looks)
         if not self._args.quiet:
             self._show_rows(f"slime train: {self._args.run_dir}", start_rows(self._args, self.progress))
@@ -158,7 +163,7 @@ class RunScreen:
         if ended is not None:
             self._tell_started(ended)
         elif not self.terminal.is_live:
-            _pass_on(self._errors, text)
+            _pass_on(self._errors, text + "\n")
         else:
             self._tell_coloured(record)
 
@@ -170,35 +175,56 @@ class RunScreen:
             self.terminal.print(line.append(f"  {printable(ended.note)}" if ended.note else "", "dim"))
 
     def _tell_coloured(self, record: logging.LogRecord) -> None:
-        place = (record.pathname, record.lineno)
-        self._shown[place] += 1
-        if self._shown[place] > _SAME_WARNING and record.levelno < logging.ERROR:
-            return
         advisory = getattr(record, "advisory", None)
+        steps = self._told_at.setdefault((record.pathname, record.lineno), Counter())
+        if advisory is None and record.levelno < logging.ERROR:
+            if self._num_steps not in steps and len(steps) == _SAME_WARNING:
+                return
+            steps[self._num_steps] += 1
+            if steps[self._num_steps] > _PRINTED_LINES:
+                return
         word = "advice" if advisory is not None else record.levelname.lower()
         message = printable(str(advisory) if advisory is not None else record.getMessage())
         width = max(self.terminal.size[0] - len(word) - 1, 20)
         message = cut_lines(message, _MESSAGE_LINES, 10 * width)
-        if self._shown[place] == _SAME_WARNING:
+        if len(steps) == _SAME_WARNING:
             message += f" (more of these: {self._run_dir}/logs/driver.log)"
         self.terminal.print(Text.assemble((f"{word} ", _STYLES.get(record.levelno, "dim")), message))
 
-    def _on_print(self, line: str) -> None:
+    def _on_print(self, text: str) -> None:
+        if self._passes_all_on:
+            _pass_on(self._capture.stdout, text)
+        else:
+            self._lines[0](text)
+
+    def _on_error_print(self, text: str) -> None:
+        if self._passes_all_on:
+            _pass_on(self._errors, text)
+        else:
+            self._lines[1](text)
+
+    @property
+    def _passes_all_on(self) -> bool:
+        return self._is_blind or self._args.quiet or not self.terminal.is_live
+
+    def _on_line(self, line: str) -> None:
         """A line that user code printed; a flood of them is in the log."""
-        if not self.terminal.is_live:
-            _pass_on(self._capture.stdout, line)
-            return
         self._printed += 1
         if self._printed <= _PRINTED_LINES:
             self.terminal.print(Text(cut_lines(printable(line), 3, self.terminal.size[0])))
         elif self._printed == _PRINTED_LINES + 1:
             self.terminal.print(Text(f"(more is printed: {self._run_dir}/logs/driver.log)", "dim"))
 
-    def _on_error_text(self, line: str) -> None:
-        if not self.terminal.is_live:
-            _pass_on(self._errors, line)
-        else:
-            self.terminal.print(Text(cut_lines(printable(line), 3, self.terminal.size[0]), "dim"))
+    def _on_error_line(self, line: str) -> None:
+        self.terminal.print(Text(cut_lines(printable(line), 3, self.terminal.size[0]), "dim"))
+
+    def _on_breakpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """`breakpoint()` in user code: a debugger needs the terminal for itself from now on."""
+        self._is_blind = True
+        self.terminal.settle(keep=True)
+        if os.environ.get("PYTHONBREAKPOINT"):
+            return sys.__breakpointhook__(*args, **kwargs)
+        pdb.Pdb().set_trace(sys._getframe(1))
 
     def _show_rows(self, title: str, rows: Rows) -> None:
         self.terminal.print((as_panel if self.terminal.is_live else as_lines)(title, rows))
@@ -206,7 +232,7 @@ class RunScreen:
 
 def _pass_on(stream: TextIO, text: str) -> None:
     with contextlib.suppress(OSError, ValueError):  # whoever read it has enough
-        stream.write(text + "\n")
+        stream.write(text)
         stream.flush()
 
 

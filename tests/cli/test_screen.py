@@ -1,5 +1,6 @@
 """The screen of `slime train`, fed with what a run writes; no process is started."""
 
+import io
 import json
 import logging
 import re
@@ -200,3 +201,33 @@ def test_what_cannot_be_shown_does_not_end_the_run(tmp_path, monkeypatch):
 
     shown, error = on_window(run_of(tmp_path), 80, 24, monkeypatch, act)
     assert error is None and shown.written.count("the screen is not renewed") == 1
+
+
+def test_a_debugger_gets_the_terminal(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("p 6 * 7\nc\n"))
+
+    def act(args, shown):
+        play(args, shown, 2)
+        breakpoint()
+        shown.look()
+        print("no newline", end="")
+
+    shown, error = on_window(run_of(tmp_path), 80, 24, monkeypatch, act)
+    assert (
+        error is None and "(Pdb) 42" in shown.written.replace("\r\n", "\n") and "no newline" in shown.written
+    )
+    assert shown.written.index("train ") < shown.written.index("(Pdb)")
+
+
+def test_every_advice_is_shown_and_warnings_before_the_first_step(tmp_path, monkeypatch):
+    def act(args, shown):
+        for number in range(8):
+            logger.warning("before the start: %d", number)
+        play(args, shown, 1)
+        for number in range(8):
+            advice = Advisory(f"cause {number}", f"evidence {number}", "do that")
+            logger.warning("advice: %s", advice, extra={"advisory": advice})
+
+    shown, _ = on_window(run_of(tmp_path), 80, 24, monkeypatch, act)
+    text = "\n".join(shown.lines())
+    assert all(f"before the start: {i}" in text and f"evidence {i}" in text for i in range(8))

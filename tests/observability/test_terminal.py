@@ -10,7 +10,7 @@ import pytest
 from rich.text import Text
 from terminal import Window
 
-from slime.observability.terminal.capture import Capture, log_to
+from slime.observability.terminal.capture import Capture, Lines, log_to
 from slime.observability.terminal.follow import MetricsReader
 from slime.observability.terminal.progress import Progress, live_lines, plain_line, sparkline
 from slime.observability.terminal.terminal import Terminal
@@ -161,7 +161,7 @@ def test_an_output_that_is_gone_does_not_end_anything():
 
 def test_all_that_a_process_writes_is_in_the_file_and_prints_are_handed_on(tmp_path, capfd):
     lines: list[str] = []
-    with Capture(lines.append) as capture:
+    with Capture(Lines(lines.append)) as capture:
         print("before there is a file")
         with log_to(tmp_path / "logs" / "driver.log"):
             print("one\ntwo", end="\n")

@@ -17,7 +17,7 @@ from slime.cli.quickstart.outcome import Outcome
 from slime.cli.quickstart.tasks import Task
 from slime.observability import phases
 from slime.observability.logging_utils import configure_logger
-from slime.observability.terminal.capture import Capture
+from slime.observability.terminal.capture import Capture, Lines
 from slime.observability.terminal.follow import MetricsReader, Repeated, Row
 from slime.observability.terminal.progress import Progress, live_lines
 from slime.observability.terminal.terminal import Terminal
@@ -57,7 +57,7 @@ class Screen:
         """
         before = self.terminal
         try:
-            with Capture(lambda line: self.say(printable(line))) as capture, capture.into(path):
+            with Capture(Lines(lambda line: self.say(printable(line)))) as capture, capture.into(path):
                 self.terminal = Terminal(capture.stdout)
                 yield
         finally:

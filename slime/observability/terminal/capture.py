@@ -1,7 +1,7 @@
 """Keeps all that a process writes to stdout and stderr in a file, so that it does not tear what is shown.
 
 Descriptors 1 and 2 lead straight to the file: what C++ code, child processes or a crash write is never lost
-on the way. What Python code prints is also handed on, line by line, to whoever shows it.
+on the way. What Python code prints is also handed on to whoever shows it.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from slime.observability.logging_utils import FORMAT
 
 _TAIL_BYTES = 4000
 
-OnLine = Callable[[str], None]
+OnText = Callable[[str], None]
 
 
 class Capture:
     """A context. Until a file is named (`log_to`), what is written waits in one without a name.
 
-    `on_stdout`, `on_stderr`: get each line that Python code prints. `stdout`, `stderr`: the streams as they
-    were before, to be written to while the block runs.
+    `on_stdout`, `on_stderr`: get what Python code prints, as it comes. `stdout`, `stderr`: the streams as
+    they were before, to be written to while the block runs.
     """
 
-    def __init__(self, on_stdout: OnLine | None = None, on_stderr: OnLine | None = None) -> None:
-        self._on_line = (on_stdout, on_stderr)
+    def __init__(self, on_stdout: OnText | None = None, on_stderr: OnText | None = None) -> None:
+        self._on_text = (on_stdout, on_stderr)
         self.is_open = False
 
     def __enter__(self) -> Capture:
@@ -47,8 +47,8 @@ class Capture:
         self._log_fd = os.dup(self._spool.fileno())  # one number, whatever file it stands for
         self._lead_to(self._log_fd)
         sys.stdout, sys.stderr = (
-            _Printed(self, stream, on_line)
-            for stream, on_line in zip(self._before, self._on_line, strict=True)
+            _Printed(self, stream, on_text)
+            for stream, on_text in zip(self._before, self._on_text, strict=True)
         )
         self._outer, _current, self.is_open = _current, self, True
         return self
@@ -131,12 +131,24 @@ def log_to(path: Path) -> Iterator[None]:
         handler.close()
 
 
+class Lines:
+    """Takes text as it comes and hands on whole lines; of one that was written over, the last state."""
+
+    def __init__(self, on_line: OnText) -> None:
+        self._on_line, self._lock, self._begun = on_line, threading.RLock(), ""
+
+    def __call__(self, text: str) -> None:
+        with self._lock:
+            *lines, self._begun = (self._begun + text).split("\n")
+        for line in lines:
+            self._on_line(line.rsplit("\r", 1)[-1])
+
+
 class _Printed(io.TextIOBase):
     """`sys.stdout` or `sys.stderr` while they are captured; afterwards it passes all on to them."""
 
-    def __init__(self, capture: Capture, before: TextIO, on_line: OnLine | None) -> None:
-        self._capture, self._before, self._on_line = capture, before, on_line
-        self._pid, self._lock, self._begun = os.getpid(), threading.RLock(), ""
+    def __init__(self, capture: Capture, before: TextIO, on_text: OnText | None) -> None:
+        self._capture, self._before, self._on_text, self._pid = capture, before, on_text, os.getpid()
 
     encoding = "utf-8"
     errors = "replace"
@@ -152,11 +164,8 @@ class _Printed(io.TextIOBase):
             return self._before.write(text)
         self._capture.write(text)
         # A process that was forked has no part in what is shown.
-        if self._on_line is not None and os.getpid() == self._pid:
-            with self._lock:
-                *lines, self._begun = (self._begun + text).split("\n")
-            for line in lines:
-                self._on_line(line.rsplit("\r", 1)[-1])
+        if self._on_text is not None and os.getpid() == self._pid:
+            self._on_text(text)
         return len(text)
 
     def flush(self) -> None:
