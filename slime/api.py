@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from slime.arguments import Args
+from slime.arguments import Args, parse_args
 from slime.arguments.core.draft import ASYNCHRONOUS, SYNCHRONOUS
 from slime.catalog.rewards import BOXED, REWARDS
 from slime.cli import train as synchronous
@@ -92,7 +92,7 @@ def train(
         file = inputs / "run.yaml"
         file.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
         kind = ASYNCHRONOUS if loop_async else SYNCHRONOUS
-        args = synchronous.load_args(["--config", str(file)], training_loop=kind)
+        args = parse_args(["--config", str(file)], training_loop=kind)
     except BaseException:
         if fresh:
             shutil.rmtree(folder, ignore_errors=True)

@@ -6,11 +6,6 @@ from slime.cluster.start import open_cluster
 
 def train(args: Args) -> None:
     """Run `args` to its end."""
-    if args.update_weights_interval != 1:
-        raise ValueError(
-            "--update-weights-interval needs train_async.py (slime train-async): here engines get weights "
-            "after every rollout"
-        )
     with open_cluster(args) as cluster:  # engines, data source, trainer ranks
         schedule = cluster.schedule
         cluster.push_weights(schedule.start)

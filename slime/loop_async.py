@@ -12,11 +12,6 @@ from slime.cluster.start import open_cluster
 
 def train(args: Args) -> None:
     """Run `args` to its end."""
-    if args.colocate:
-        raise ValueError(
-            "--colocate makes engines and trainer take turns, so nothing can overlap: use train.py (slime "
-            "train)"
-        )
     args = for_asynchronous_loop(args)
     with open_cluster(args, overlapped=True) as cluster:
         schedule = cluster.schedule

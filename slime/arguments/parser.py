@@ -135,10 +135,24 @@ class _Parser(argparse.ArgumentParser):
         )
         raise ValueError(message.removeprefix("argument "))
 
-    def format_help(self) -> str:
-        return render_help(
-            self.prog, [a for a in self._actions if a.dest != "help" and a.dest not in all_specs()]
-        )
+    def format_help(self, words: Sequence[str] = ()) -> str:
+        custom = [a for a in self._actions if a.dest != "help" and a.dest not in all_specs()]
+        return render_help(self.prog, custom if not words else (), words)
+
+
+class _Help(argparse._HelpAction):
+    """`--help reward clip`: only flags that mention these words."""
+
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        self.nargs = "*"
+
+    def __call__(self, parser: Any, namespace: object, values: Any, option_string: str | None = None) -> None:
+        try:
+            print(parser.format_help(values), end="")
+        except ValueError as error:  # no mistake of the settings, whose others nobody asked for
+            parser.exit(2, f"error: {error}\n")
+        parser.exit()
 
 
 def build_parser(
@@ -146,8 +160,9 @@ def build_parser(
 ) -> tuple[argparse.ArgumentParser, dict[str, CustomFlag]]:
     """The parser of all flags, and by name those that a user's own function added to it."""
     parser: argparse.ArgumentParser = _Parser(
-        prog="slime train", allow_abbrev=False, argument_default=argparse.SUPPRESS
+        prog="slime train", allow_abbrev=False, argument_default=argparse.SUPPRESS, add_help=False
     )
+    parser.add_argument("-h", "--help", action=_Help)
     for spec in all_specs().values():
         _add_flag(parser, spec, refusals or Refusals())
     declared = set(parser._actions)

@@ -1,10 +1,12 @@
 """Settings as text: the help page and the listing of --print-config."""
 
 import argparse
+import re
 import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from slime.arguments.all_flags import all_specs
@@ -15,18 +17,22 @@ from slime.arguments.groups.training import count, explain_samples
 COLUMN = 38
 
 
-def render_help(prog: str, custom: Sequence[argparse.Action] = ()) -> str:
-    """The help page: flags grouped by subject, one short line each."""
+def render_help(prog: str, custom: Sequence[argparse.Action] = (), words: Sequence[str] = ()) -> str:
+    """The help page: flags grouped by subject, one short line each. `words`: only flags that mention all."""
     width = min(shutil.get_terminal_size((110, 24)).columns, 119)
     lines = [
         f"usage: {prog} [--config run.yaml] [flags]",
         "",
         "Train a language model by reinforcement learning. A flag is also a key of the --config file; the "
         "command line",
-        "wins. Switches have a --no- form. --print-config shows every value and where it came from.",
+        "wins. Switches have a --no- form. --print-config shows every value and where it came from; --help "
+        "WORD",
+        "shows the flags that mention it.",
     ]
+    if words:
+        lines = [f"usage: {prog} [--config run.yaml] [flags]; those that mention {' and '.join(words)}:"]
     group = None
-    for spec in all_specs().values():
+    for spec in _mentioning(words):
         if spec.group != group:
             group = spec.group
             lines += ["", f"{group}:"]
@@ -35,6 +41,22 @@ def render_help(prog: str, custom: Sequence[argparse.Action] = ()) -> str:
         lines += ["", "Your own flags:"]
         lines += [line for a in custom for line in _entry(", ".join(a.option_strings), a.help or "", width)]
     return "\n".join(lines) + "\n"
+
+
+def _mentioning(words: Sequence[str]) -> list[FlagSpec]:
+    """Flags whose name, subject or help has all words; of several spellings any will do."""
+    texts = {
+        name: f"{name} {name.replace('_', '-')} {spec.option} {spec.group} {spec.info.help}".lower()
+        for name, spec in all_specs().items()
+    }
+    plain = [word.lower().lstrip("-") for word in words]
+    found = [spec for name, spec in all_specs().items() if all(word in texts[name] for word in plain)]
+    if not found:
+        known = {word for text in texts.values() for word in re.findall(r"[a-z][a-z0-9-]{2,}", text)}
+        near = [close for word in plain for close in get_close_matches(word, sorted(known), n=1)]
+        hint = f" Did you mean {' '.join(near)}?" if near else " --help alone lists all."
+        raise ValueError(f"no flag mentions {' and '.join(words)}.{hint}")
+    return found
 
 
 def _entry(left: str, help: str, width: int) -> list[str]:

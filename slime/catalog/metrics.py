@@ -34,6 +34,8 @@ rollout/total_lengths: mean length of prompt and answer
 rollout/truncated_ratio: share of answers that were cut at the limit
     = below 0.1; above 0.5 raise --rollout-max-response-len
 rollout/truncated: the same over the batch that is trained on
+rollout/special_ending_ratio: share of answers that end in a special token; with a reward function of your own
+    = harmless, unless that function compares text as it is
 rollout/repetition_frac: share of answers whose end repeats itself (compresses more than tenfold)
     = below 0.05; a rise is a model that loops
 rollout/zero_std/count_<reward>: groups in which all answers got this reward, which teach nothing

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-from slime.utils.errors import FolderTaken, RunStopped
+from slime.utils.errors import FolderTaken, NotStarted, RunStopped
 from slime.utils.waits import WaitTimeout
 
 RUN_STOPPED, USER_MISTAKE, INTERRUPTED = 1, 2, 130  # exit codes
@@ -23,34 +23,55 @@ class Command:
     module: str
     help: str
     hidden: bool = False
+    goal: str = "tools"  # what one wants to do with it
 
 
 COMMANDS = {
-    "train": Command("slime.cli.train", "train a model; same flags as `python train.py`"),
-    "train-async": Command(
-        "slime.cli.train_async", "the same with the next rollout in flight, as `python train_async.py`"
-    ),
     "quickstart": Command(
-        "slime.cli.quickstart", "train a small model on this machine in minutes, and show that it learned"
+        "slime.cli.quickstart",
+        "train a small model on this machine in minutes, and show that it learned",
+        goal="begin",
     ),
     "new": Command(
-        "slime.cli.new", "make a folder for a task of your own: prompts, reward, settings, a test"
+        "slime.cli.new",
+        "make a folder for a task of your own: prompts, reward, settings, a test",
+        goal="begin",
     ),
     "doctor": Command(
-        "slime.cli.doctor", "look at the flags, model, data and reward of a run without starting it"
-    ),
-    "status": Command("slime.cli.status", "how a run is doing: step, reward, times, how it ended"),
-    "watch": Command("slime.cli.watch", "the same, renewed until the run ends"),
-    "samples": Command(
-        "slime.cli.samples", "show what the model was asked and what it answered, from a run's folder"
-    ),
-    "plot": Command(
-        "slime.cli.plot", "curves of any metrics of one run or several, in the terminal or as a picture"
+        "slime.cli.doctor",
+        "look at the flags, model, data and reward of a run without starting it",
+        goal="look before you start",
     ),
     "track": Command("slime.cli.track", "send a run to TensorBoard, W&B, trackio or MLflow after its end"),
     "migrate": Command("slime.cli.migrate", "print the run.yaml that a launch script of slime amounts to"),
     "plan": Command(
-        "slime.cli.plan", "show which engine would run on which GPUs, and what a trainer layout would cost"
+        "slime.cli.plan",
+        "show which engine would run on which GPUs, and what a trainer layout would cost",
+        goal="look before you start",
+    ),
+    "train": Command(
+        "slime.cli.train", "train a model; same flags as `python train.py`", goal="train a model"
+    ),
+    "train-async": Command(
+        "slime.cli.train_async",
+        "the same with the next rollout in flight, as `python train_async.py`",
+        goal="train a model",
+    ),
+    "status": Command(
+        "slime.cli.status",
+        "how a run is doing: step, reward, times, how it ended",
+        goal="see what a run does",
+    ),
+    "watch": Command("slime.cli.watch", "the same, renewed until the run ends", goal="see what a run does"),
+    "samples": Command(
+        "slime.cli.samples",
+        "show what the model was asked and what it answered, from a run's folder",
+        goal="see what a run does",
+    ),
+    "plot": Command(
+        "slime.cli.plot",
+        "curves of any metrics of one run or several, in the terminal or as a picture",
+        goal="see what a run does",
     ),
     "weight-agent": Command(
         "slime.cli.weight_agent",
@@ -74,6 +95,8 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["help"] and argv[1:2]:
+        return main([argv[1], "--help", *argv[2:]])
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(render_help())
         return 0 if argv else USER_MISTAKE
@@ -102,12 +125,20 @@ def render_help() -> str:
     lines = [
         "usage: slime <command> [flags]",
         "",
-        "LLM post-training by reinforcement learning.",
-        "",
-        "commands:",
+        "LLM post-training by reinforcement learning. What do you want to do?",
     ]
-    lines += [f"  {name:<16} {command.help}" for name, command in COMMANDS.items() if not command.hidden]
-    return "\n".join([*lines, "", "`slime <command> --help` shows the flags of a command."])
+    shown = {name: command for name, command in COMMANDS.items() if not command.hidden}
+    for goal in dict.fromkeys(command.goal for command in shown.values()):
+        lines += ["", f"{goal}:"]
+        lines += [f"  {name:<16} {command.help}" for name, command in shown.items() if command.goal == goal]
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "`slime <command> --help` shows the flags of a command, `slime train --help WORD` those that "
+            "mention a word.",
+        ]
+    )
 
 
 @contextlib.contextmanager
@@ -126,7 +157,7 @@ def user_errors(traceback_file: Path | None = None) -> Iterator[None]:
         raise SystemExit(INTERRUPTED) from None
     except (ValueError, FileNotFoundError, RunStopped, WaitTimeout) as error:
         message = str(error) or type(error).__name__
-        if traceback_file is not None and not isinstance(error, FolderTaken):
+        if traceback_file is not None and not isinstance(error, (FolderTaken, NotStarted)):
             with contextlib.suppress(OSError):  # a full disk may be what the message is about
                 traceback_file.parent.mkdir(parents=True, exist_ok=True)
                 traceback_file.write_text(traceback.format_exc(), encoding="utf-8")

@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from slime.arguments import Args, explain_batch
-from slime.cli.trainer_plan import layer_parameters, outside_parameters, read_model
 from slime.observability.terminal.progress import Progress, duration, short
+from slime.preflight.trainer_plan import layer_parameters, outside_parameters, read_model
 from slime.record import RECORD_FILE
 from slime.utils.printable import printable
 from slime.utils.step_folders import step_folders

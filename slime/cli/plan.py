@@ -5,20 +5,24 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from slime.arguments import explain_batch, parse_args
 from slime.arguments.groups.topology import Topology, plain_topology, prefill_topology, read_topology
-from slime.cli.main import user_errors
-from slime.cli.trainer_plan import Sizes, TrainerPlan, plan_trainer, read_model, render
+from slime.cli.main import RUN_STOPPED, user_errors
 from slime.engines.sglang.command import SGLangOptions, server_words
 from slime.engines.topology import EnginePlace, Gpu, gpu_pool, place_engines, plan_router, render_plan
+from slime.preflight.trainer_plan import GIB, Sizes, TrainerPlan, plan_trainer, read_model, render
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(argv)
+    words = list(argv or ())
+    if any(word.partition("=")[0] in ("--config", "--rollout-batch-size") for word in words):
+        return plan_whole_run(words)
+    options = _parser().parse_args(words)
     with user_errors():
         trainer = _trainer(options)
         if trainer is not None and options.topology is None and options.rollout_num_gpus is None:
             print(json.dumps({"trainer": asdict(trainer)}, indent=2) if options.json else render(trainer))
-            return 0
+            return _verdict(trainer, options.gpu_gib)
         topology = _topology(options)
         if any(model.is_disaggregated for model in topology.models):
             options.rollout_router = "sglang"  # what such a run takes by itself
@@ -28,6 +32,40 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             print(_as_text(topology, places, options) + (f"\n{render(trainer)}" if trainer else ""))
     return 0
+
+
+def plan_whole_run(words: list[str]) -> int:
+    """The settings of `slime train`, from a file or flags: what the run would cost, and whether it fits."""
+    parser = argparse.ArgumentParser(prog="slime plan", add_help=False, allow_abbrev=False)
+    _add_device(parser)
+    options, words = parser.parse_known_args(words)
+    with user_errors():
+        args = parse_args(words)
+        # Here, because it loads torch.
+        from slime.preflight.prompts import usual_length
+        from slime.preflight.run_plan import Device, plan_run
+
+        device = Device(options.gpu_gib * GIB, True) if options.gpu_gib else Device.here()
+        plan = plan_run(args, device, usual_length(args))
+        fits = plan.peak <= device.room
+        if options.json:
+            print(json.dumps(asdict(plan) | {"peak": plan.peak, "room": device.room, "fits": fits}, indent=2))
+        else:
+            print("\n".join([explain_batch(args), *plan.lines(device.room)]))
+    return 0 if fits else RUN_STOPPED
+
+
+def _verdict(trainer: TrainerPlan, gpu_gib: float | None) -> int:
+    if gpu_gib is None:
+        return 0
+    most = max(stage.total for stage in trainer.stages) / GIB
+    print(f"{'fits' if most <= gpu_gib else 'does not fit'}: {most:.1f} GiB on a GPU of {gpu_gib:g} GiB")
+    return 0 if most <= gpu_gib else RUN_STOPPED
+
+
+def _add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--gpu-gib", type=float, metavar="N", help="memory of a GPU: does it fit?")
+    parser.add_argument("--json", action="store_true", help="for programs")
 
 
 def _gpus(topology: Topology, options: argparse.Namespace) -> list[Gpu]:
@@ -59,7 +97,10 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument_group("a Megatron trainer; shown where --actor-num-gpus-per-node is given")
     )
     parser.add_argument("--cpu", action="store_true", help="plan for a machine without GPUs")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument(
+        "--config", metavar="FILE", help="a run of `slime train`, whose flags may follow: memory and time"
+    )
+    _add_device(parser)
     return parser
 
 

@@ -1,24 +1,13 @@
-"""`slime train`: read the settings, check them and every plug-in, then run the loop of slime/loop.py."""
+"""`slime train`: read the settings, then run the loop of slime/loop.py, which looks before it starts."""
 
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from slime.arguments import Args, parse_args
-from slime.arguments.core.draft import SYNCHRONOUS
-from slime.cli.main import user_errors
-
-
-def load_args(argv: Sequence[str] | None = None, *, training_loop: str = SYNCHRONOUS) -> Args:
-    """Settings that are ready to run: parsed, checked, and
-    with every plug-in loaded once and bound to its call.
-    """
-    args = parse_args(argv, training_loop=training_loop)
-    # Here, because loading functions loads torch, and a misspelt flag should be told at once.
-    from slime.plugins import check_plugins
-
-    check_plugins(args)
-    return args
+from slime.arguments import Args, explain_batch, parse_args
+from slime.arguments.core.draft import ASYNCHRONOUS, SYNCHRONOUS
+from slime.cli.main import USER_MISTAKE, user_errors
 
 
 def main(
@@ -31,13 +20,31 @@ def main(
     its kind; without one it is the synchronous loop.
     """
     with user_errors():
-        args = load_args(argv, training_loop=training_loop)
+        args = parse_args(argv, training_loop=training_loop)
+        if args.dry_run:
+            return dry_run(args, overlapped=training_loop == ASYNCHRONOUS)
     with user_errors(traceback_file=Path(args.run_dir) / "error.txt"):
         # Here, because --help and a misspelt flag need no screen.
         from slime.cli.screen import RunScreen
 
         with RunScreen(args):
             (train or run_loop)(args)
+    return 0
+
+
+def dry_run(args: Args, *, overlapped: bool = False) -> int:
+    """Print what a look before the start finds. 0: the run can start; 2: it cannot."""
+    # Here, because it loads torch, which a misspelt flag does not need.
+    from slime.preflight.run import preflight
+
+    print(explain_batch(args))
+    report = preflight(args, overlapped=overlapped)
+    print("\n".join(report.lines()))
+    errors = len(report.of("error"))
+    if errors:
+        print(f"{errors} thing(s) keep this run from starting", file=sys.stderr)
+        return USER_MISTAKE
+    print(f"ready: `slime {'train-async' if overlapped else 'train'}` with these flags can start")
     return 0
 
 

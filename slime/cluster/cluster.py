@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
+import statistics
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,11 +15,13 @@ from slime.cluster.residency import GENERATE, TRAIN, Residency
 from slime.cluster.rollout_manager import Generated, RolloutManager
 from slime.cluster.rollout_schedule import RolloutSchedule
 from slime.cluster.saving import Saver
+from slime.cluster.train_actor import TrainActor
 from slime.cluster.train_group import TrainGroup
 from slime.cluster.weight_push import PushToNobody, WeightPush
 from slime.observability import phases
 from slime.observability.advisories import Advisor
 from slime.observability.tracking import Tracker
+from slime.preflight.run_plan import RunPlan
 from slime.runtime.base import Future, Guarded, Handle, Ready
 from slime.utils.run_identity import Run
 from slime.utils.step_folders import Manifest
@@ -46,6 +49,8 @@ class Cluster:
     advisor: Advisor
     failure: concurrent.futures.Future[None]
     taken_up: dict[int, Generated]  # by rollout: what was in flight at the checkpoint
+    plan: RunPlan | None = None  # what a look before the start predicted
+    _step_times: list[float] = field(default_factory=list)
     _step_started: float = field(default_factory=time.monotonic)
 
     def generate(self, rollout_id: int) -> Generated:
@@ -75,6 +80,7 @@ class Cluster:
             self.saver.finish(wait=False)
         step_time = time.monotonic() - self._step_started
         self._step_started = time.monotonic()
+        self._step_times.append(step_time)
         for i, step in enumerate(report.steps):
             _tell("train   %d: %s", rollout_id, _headline(step, _TRAIN_HEADLINE))
             self._log(step, "train", rollout_id * len(report.steps) + i)
@@ -84,6 +90,14 @@ class Cluster:
         if peaks:
             _tell("memory  %d: %s", rollout_id, _headline(peaks, peaks))
         self._log({**report.metrics, **peaks, "perf/step_time": step_time}, "rollout", rollout_id)
+        if len(self._step_times) == _STEPS_MEASURED and self.plan is not None:
+            self._tell_prediction(self.plan, peaks.get("perf/peak_memory_train_gib"))
+
+    def _tell_prediction(self, plan: RunPlan, peak_gib: float | None) -> None:
+        """Once: what was predicted beside what the first steps took. The first step warms up."""
+        resident = self.trainer.ranks.call(TrainActor.resident_bytes) if peak_gib is None else []
+        held = max(resident, default=0) if peak_gib is None else peak_gib * 2**30
+        logger.info("%s", plan.against(statistics.fmean(self._step_times[1:]), held))
 
     def push_weights(self, rollout_id: int) -> None:
         """The weights that rollout `rollout_id` and later ones use; no-op in a run that trains nothing."""
@@ -118,6 +132,7 @@ class Cluster:
             logger.warning("advice: %s", advice, extra={"advisory": advice})
 
 
+_STEPS_MEASURED = 3
 _ROLLOUT_HEADLINE = (
     "rollout/raw_reward",
     "rollout/response_len/mean",

@@ -21,9 +21,11 @@ from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, 
 from slime.rollout.dumps import load_rollout_dump, save_rollout_dump
 from slime.rollout.generation.policy_requests import PolicyRequests, not_trained
 from slime.rollout.journal import CountingJournal
+from slime.rollout.rm_hub.answers import share_with_ending
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.runtime.base import Runtime
 from slime.runtime.placement import Placement
+from slime.utils.column_rewards import takes_columns
 from slime.utils.misc import load_function
 from slime.utils.plugin_errors import plugin_call
 from slime.utils.run_identity import Run
@@ -203,12 +205,12 @@ class RolloutManager:
             with plugin_call("--custom-rollout-log-function-path", path, lambda: f"rollout {rollout_id}"):
                 if load_function(path)(rollout_id, self._plugin_args, samples, extra, rollout_time):
                     return {}
-        return {
-            **rollout_metrics(
-                self._plugin_args, samples, rollout_time, current_version=self._engines.weights.version
-            ),
-            **extra,
-        }
+        version = self._engines.weights.version
+        metrics = rollout_metrics(self._plugin_args, samples, rollout_time, current_version=version)
+        own = self._args.custom_rm_path
+        if samples and own and not own.startswith("slime.") and not takes_columns(load_function(own)):
+            metrics["rollout/special_ending_ratio"] = share_with_ending(samples)  # our own rewards cut it off
+        return {**metrics, **extra}
 
     # -- evaluation
 

@@ -31,19 +31,20 @@ from slime.cluster.serving.served_model import trains_on_every_gpu
 from slime.cluster.train_actor import TrainActor
 from slime.cluster.train_group import RankProcesses, Ranks
 from slime.cluster.weight_push import PushToNobody, WeightPush
+from slime.observability import phases
 from slime.observability.advisories import Advisor, Facts
 from slime.observability.logging_utils import configure_logger
 from slime.observability.terminal.capture import log_to
 from slime.observability.tracking import Tracker
-from slime.plugins import check_plugins
-from slime.preflight.models import check_models
-from slime.rollout.prompt_formats import check_prompt_files
+from slime.preflight.report import Report
+from slime.preflight.run import preflight
 from slime.runtime import create_runtime
 from slime.runtime.base import Future, Handle, Runtime, WorkerSpec, gather, in_background
 from slime.runtime.janitor import Janitor
 from slime.runtime.placement import Placement, plan_placement
 from slime.utils import shm, waits
 from slime.utils.accelerator import device_count, has_bfloat16
+from slime.utils.errors import NotStarted
 from slime.utils.folder_lock import FolderLock
 from slime.utils.model_config import context_of
 from slime.utils.run_identity import Run
@@ -63,10 +64,8 @@ def open_cluster(args: Args, *, overlapped: bool = False) -> Iterator[Cluster]:
     `overlapped`: the loop has a rollout in flight while it trains, and goes on with the one that a checkpoint
     holds.
     """
-    check_plugins(args)
-    check_models(args)
-    check_prompt_files(args)
     configure_logger(level=args.log_level)
+    report = look_before_start(args, overlapped=overlapped)
     logger.info("%s", explain_batch(args))
     logger.info("precision: %s (%s)", args.dtype, args.sources["dtype"])
     with contextlib.ExitStack() as folders:  # given back last
@@ -78,6 +77,9 @@ def open_cluster(args: Args, *, overlapped: bool = False) -> Iterator[Cluster]:
         run = open_run(args, checkpoint)
         folders.push(lambda kind, error, trace: close_run(run, error))
         folders.enter_context(log_to(run.run_dir / "logs" / "driver.log"))
+        for finding in (*report.of("warning"), *report.of("note")):
+            level = logging.WARNING if finding.kind == "warning" else logging.INFO
+            logger.log(level, "before the start: %s", finding)
         tracker = Tracker(args, run.run_dir)
         runtime = create_runtime(args, run.run_dir, run.shm_prefix)
         with Closing() as closing:
@@ -90,6 +92,7 @@ def open_cluster(args: Args, *, overlapped: bool = False) -> Iterator[Cluster]:
                 before = signal.signal(signal.SIGTERM, _raise_interrupt)
                 folders.callback(signal.signal, signal.SIGTERM, before or signal.SIG_DFL)
             cluster = _start(args, run, runtime, tracker, checkpoint, overlapped, closing)
+            cluster.plan = report.plan
             try:
                 yield cluster
             except BaseException:
@@ -97,6 +100,17 @@ def open_cluster(args: Args, *, overlapped: bool = False) -> Iterator[Cluster]:
                     cluster.saver.tell_of_loss()
                 raise
             _finish(cluster)
+
+
+def look_before_start(args: Args, *, overlapped: bool) -> Report:
+    """NotStarted with all that is wrong, before anything is written or started."""
+    with phases.starting("checks") as ended:
+        report = preflight(args, overlapped=overlapped)
+        report.raise_errors()
+        ended.note = f"{len(report.of('warning'))} warnings" if report.of("warning") else "all well"
+    if args.dry_run:
+        raise NotStarted("--dry-run: nothing keeps this run from starting; leave the flag out to start it.")
+    return report
 
 
 def _finish(cluster: Cluster) -> None:

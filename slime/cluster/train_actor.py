@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import datetime
 import logging
+import resource
 import time
 from pathlib import Path
 
@@ -186,6 +187,10 @@ class TrainActor:
         """`"device"`: this rank's own; `"cpu"`: off it."""
         place = {"device": str(self._device), "cpu": "cpu"}
         self._backend.move(params=place[params], optimizer=place[optimizer])
+
+    def resident_bytes(self) -> int:
+        """The most host memory that this process has held."""
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
     def take_peak_memory(self) -> int | None:
         """Bytes in use on this rank's device at their most since the last call; None on a CPU machine."""

@@ -163,6 +163,21 @@ def _groups_without_difference(history: History, facts: Facts) -> tuple[str, str
 
 
 @_check
+def _special_ending(history: History, facts: Facts) -> tuple[str, str] | None:
+    """A reward of the user's that compares text finds no answer right because of how answers end."""
+    rewards = history.last("rollout/raw_reward")
+    ends = history.streak("rollout/special_ending_ratio", lambda share: share >= 0.5)
+    if not ends or len(rewards) < PATIENCE or max(rewards) > 0:
+        return None
+    share = history.last("rollout/special_ending_ratio")[-1]
+    return (
+        f"{share:.0%} of the answers end in a special token, and the last {PATIENCE} rollouts earned nothing",
+        "does the reward compare text? Use slime.rollout.rm_hub.answer_text(args, sample), or set "
+        "--rollout-skip-special-tokens",
+    )
+
+
+@_check
 def _no_gradient(history: History, facts: Facts) -> tuple[str, str] | None:
     if not history.streak("train/grad_norm", lambda norm: norm == 0.0, 2):
         return None

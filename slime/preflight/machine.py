@@ -3,36 +3,87 @@
 from __future__ import annotations
 
 import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 from slime.arguments import Args
+from slime.arguments.groups.cluster import num_cores
+from slime.preflight.prompts import usual_length
 from slime.preflight.report import Finding
+from slime.preflight.run_plan import Device, RunPlan, plan_run
 from slime.utils import shm
 from slime.utils.accelerator import device_count
 
 _LITTLE_DISK = 1 << 30
+_PROCESSES_PER_CORE, _MANY_PROCESSES = 8, 32  # beyond both, trainer ranks and engines get nowhere
 
 
 def check_machine(args: Args) -> Iterator[Finding]:
     """Of this machine only: what the others of a Ray cluster have is known when it is asked."""
     if args.runtime != "ray":
-        yield from _check_gpus(args)
+        yield from _check_devices(args)
+        yield from _check_port(args)
     yield from _check_room(args)
 
 
-def _check_gpus(args: Args) -> Iterator[Finding]:
-    gpus = device_count()
-    ranks = 0 if args.debug_rollout_only else args.actor_num_nodes * args.actor_num_gpus_per_node
-    engines = 0 if args.debug_train_only or args.rollout_external_engine_addrs else args.rollout_num_gpus
+def _check_devices(args: Args) -> Iterator[Finding]:
+    gpus = min(device_count(), args.num_gpus_per_node or 0)
+    ranks = 0 if args.debug_rollout_only else args.actor_num_nodes * (args.actor_num_gpus_per_node or 0)
+    none_of_ours = args.debug_train_only or args.rollout_external_engine_addrs
+    engines = 0 if none_of_ours else args.engine_topology.num_gpus
     wanted = max(ranks, engines) if args.colocate else ranks + engines
+    cores = num_cores()
     if gpus and wanted > gpus:
         yield Finding(
             "error",
             "--actor-num-gpus-per-node",
             f"{ranks} for the trainer and {engines} for engines are {wanted} GPUs; this machine shows "
-            f"{gpus}: lower them, or share with --colocate.",
+            f"{gpus}: lower them or --rollout-num-gpus, or share with --colocate.",
         )
+    elif not gpus and wanted > max(_MANY_PROCESSES, _PROCESSES_PER_CORE * cores):
+        yield Finding(
+            "error",
+            "--actor-num-gpus-per-node",
+            f"this machine shows no GPU, so {ranks} for the trainer and {engines} for engines are {wanted} "
+            f"processes on {cores} core(s): no step would end; lower them and --rollout-num-gpus.",
+        )
+
+
+def _check_port(args: Args) -> Iterator[Finding]:
+    port = args.sglang_router_port
+    if port is None or args.debug_train_only:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            text = f"port {port} cannot be taken ({error.strerror}): choose another, or leave it to the run."
+            yield Finding("error", "--sglang-router-port", text)
+
+
+def plan_of(args: Args) -> RunPlan | None:
+    """None: the model's configuration is not here, or of a kind whose cost nobody knows."""
+    try:
+        return plan_run(args, Device.here(), usual_length(args)) if args.hf_checkpoint is not None else None
+    except ValueError:
+        return None
+
+
+def check_memory(args: Args, plan: RunPlan) -> Iterator[Finding]:
+    """An estimate keeps no run from starting."""
+    device = Device.here()
+    for line in plan.lines(device.room if device.is_gpu else None):
+        yield Finding("warning" if line.startswith("does not fit") else "note", "memory and time", line)
+    if not device.is_gpu and args.runtime != "ray":
+        ranks = args.actor_num_nodes * (args.actor_num_gpus_per_node or 1)
+        engines = args.engine_topology.num_gpus
+        total = sum(plan.trainer.values()) * ranks + sum(plan.engine.values()) * engines
+        if total > device.room:
+            has = f"this machine has {device.room / 2**30:.1f}"
+            text = f"all processes together need about {total / 2**30:.1f} GiB, {has}."
+            yield Finding("warning", "memory and time", text)
 
 
 def _check_room(args: Args) -> Iterator[Finding]:
@@ -51,7 +102,7 @@ def _check_room(args: Args) -> Iterator[Finding]:
         size
         and not args.debug_train_only
         and free < size
-        and args.update_weight_transport in (None, "shared_memory")
+        and args.update_weight_transport in ("auto", "shared_memory")
     ):
         yield Finding(
             "warning",

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from slime.arguments import Args
-from slime.preflight.report import Finding
+from slime.preflight.report import Finding, error_of
+from slime.rollout.prompt_formats import is_conversation
 from slime.utils.model_config import read_config, vocabulary_of
 from slime.utils.model_files import check_model
 from slime.utils.processing_utils import load_tokenizer
@@ -15,25 +16,25 @@ FLAG = "--hf-checkpoint"
 
 
 def check_model_files(args: Args) -> Iterator[Finding]:
-    """Every folder or hub name that a flag gives, and the policy's configuration."""
-    check_models(args)
-    if args.hf_checkpoint is not None:
+    """Every folder or hub name that a flag gives, and the policy's configuration.
+
+    All but --hf-checkpoint may be checkpoints of a run.
+    """
+    models = {FLAG: args.hf_checkpoint, "--ref-load": args.ref_load, "--critic-load": args.critic_load}
+    models |= {"--opd-teacher-load": args.opd_teacher_load}
+    models |= {f"model_path of {model.name}": model.model_path for model in args.engine_topology.models}
+    found = False
+    for flag, model in models.items():
+        if model is None or (flag != FLAG and model == args.hf_checkpoint):
+            continue
+        policy = flag == FLAG
+        try:
+            check_model(flag, model, tokenizer=policy and makes_prompts(args), whole=policy)
+            found |= policy
+        except ValueError as error:
+            yield error_of(flag, error)
+    if found and args.hf_checkpoint is not None:
         yield from _check_config(args.hf_checkpoint)
-
-
-def check_models(args: Args) -> None:
-    """ValueError for the first that cannot be loaded. All but --hf-checkpoint may be checkpoints of a run."""
-    if args.hf_checkpoint is not None:
-        check_model(FLAG, args.hf_checkpoint, tokenizer=makes_prompts(args))
-    others = {
-        "--ref-load": args.ref_load,
-        "--critic-load": args.critic_load,
-        "--opd-teacher-load": args.opd_teacher_load,
-    }
-    others |= {f"model_path of {model.name}": model.model_path for model in args.engine_topology.models}
-    for flag, model in others.items():
-        if model is not None and model != args.hf_checkpoint:
-            check_model(flag, model, whole=False)
 
 
 def makes_prompts(args: Args) -> bool:
@@ -65,29 +66,35 @@ def check_tokenizer(args: Args) -> Iterator[Finding]:
     if args.hf_checkpoint is None or not makes_prompts(args):
         return
     tokenizer = _load(args.hf_checkpoint)
-    size = vocabulary_of(args.hf_checkpoint)
-    largest = max(tokenizer.get_vocab().values(), default=-1)
-    if size is not None and largest >= size:
-        yield Finding(
-            "error",
-            FLAG,
-            f"the tokenizer has token ids up to {largest}, but the model's vocabulary ends at {size - 1}: "
-            "tokenizer and weights are of different models.",
-        )
+    yield from _check_vocabulary(args.hf_checkpoint, tokenizer)
     if needs_template(args) and not getattr(tokenizer, "chat_template", None):
         yield Finding(
             "error",
             "--apply-chat-template",
-            f"the tokenizer of {args.hf_checkpoint} has no chat template; use an instruction-tuned model, "
-            "put a chat_template.jinja into the folder, or leave the flag out and write prompts as text.",
+            f"the tokenizer of {args.hf_checkpoint} has no chat template, which makes text of messages; use "
+            "an instruction-tuned model, put a chat_template.jinja into the folder, or leave the flag out "
+            "and write prompts as text.",
         )
 
 
+def _check_vocabulary(model: str, tokenizer: Any) -> Iterator[Finding]:
+    """Ids beyond the embedding matrix; tokens that somebody added, such as a pad, may never be used."""
+    size = vocabulary_of(model)
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if size is None or largest < size:
+        return
+    text = f"the tokenizer has token ids up to {largest}, but the model's vocabulary ends at {size - 1}"
+    if tokenizer.vocab_size > size:  # without added tokens
+        yield Finding("error", FLAG, f"{text}: tokenizer and weights are of different models.")
+    else:
+        yield Finding("warning", FLAG, f"{text}: a prompt with such an added token cannot be computed.")
+
+
 def needs_template(args: Args) -> bool:
-    """Whether any prompt is made from messages."""
-    return bool(args.apply_chat_template) or any(
-        dataset.apply_chat_template for dataset in args.eval_datasets
-    )
+    """Whether any prompt is made from messages by our own code."""
+    if args.apply_chat_template or is_conversation(args):
+        return True
+    return any(dataset.apply_chat_template for dataset in args.eval_datasets)
 
 
 def _load(model: str) -> Any:

@@ -5,30 +5,46 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-from slime.arguments import Args, PluginArgs, RunInfo, plugin_args
+from slime.arguments import Args
 from slime.arguments.groups.data import DEFAULT_DATA_SOURCE
-from slime.data.dataset import prompt_lengths
-from slime.data.prompts import row_to_sample
+from slime.catalog.engines import ENGINES
+from slime.data.dataset import check_prompt_file, prompt_lengths
+from slime.data.prompts import PromptFormat, row_to_sample
 from slime.data.reader import read_rows
-from slime.preflight.report import Finding
-from slime.rollout.prompt_formats import check_prompt_files, training_format
+from slime.data.row_checks import PromptUse
+from slime.preflight.report import Finding, error_of
+from slime.rollout.prompt_formats import EARLY_ROWS, prompt_files, training_format
 from slime.utils.model_config import context_of
 from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import Sample
 
 LOOKED_AT = 1000  # rows whose length is measured
+_LOOKED_AT_CHARACTERS = 2_000_000  # and their characters: a second of work
 
 
 def check_rows(args: Args) -> Iterator[Finding]:
-    """Rows that no rollout could use are told with file, line and key."""
-    check_prompt_files(settings_of(args))
-    yield from ()
+    """Keys that no row has, and rows that no rollout could use, with file and line."""
+    for subject, path, fmt in prompt_files(args):
+        try:
+            first = next(iter(read_rows(path)), None)
+            if first is None:
+                yield Finding("error", subject, f"{path}: no rows; the file (or its slice) is empty.")
+                continue
+            missing = list(_missing_keys(*first, fmt))
+            yield from missing
+            if not missing:
+                check_prompt_file(path, fmt, max_rows=EARLY_ROWS)
+        except (ValueError, FileNotFoundError) as error:
+            yield error_of(subject, error)
 
 
-def settings_of(args: Args) -> PluginArgs:
-    """What plug-ins get, with a run that does not exist yet."""
-    return plugin_args(args, RunInfo(run_id="preflight", run_dir=args.run_dir))
+def _missing_keys(place: object, row: dict[str, object], fmt: PromptFormat) -> Iterator[Finding]:
+    for flag, key in (("--input-key", fmt.input_key), ("--label-key", fmt.label_key)):
+        if key is not None and key not in row:
+            text = f"{place}: no column {key!r}; the row has {sorted(row)}: name one of them."
+            yield Finding("error", flag, text)
 
 
 def reads_prompts(args: Args) -> bool:
@@ -37,63 +53,100 @@ def reads_prompts(args: Args) -> bool:
     return args.prompt_data is not None and ours and not args.load_debug_rollout_data
 
 
-def first_samples(args: Args, count: int) -> list[Sample]:
+def first_samples(args: Args, count: int) -> Iterator[Sample]:
     """The first prompts as samples, as the data source would make them."""
-    settings = settings_of(args)
-    fmt = training_format(settings)
+    fmt = training_format(args)
     tokenizer = load_tokenizer(args.hf_checkpoint) if fmt.apply_chat_template else None
-    rows = itertools.islice(read_rows(args.prompt_data or ()), count)
-    return [row_to_sample(row, fmt, tokenizer, None, where=place) for place, row in rows]
+    for place, row in itertools.islice(read_rows(args.prompt_data or ()), count):
+        yield row_to_sample(row, fmt, tokenizer, None, where=place)
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Tokens of the first prompts. `whole`: there are no others."""
+
+    tokens: tuple[int, ...]
+    whole: bool
+
+    def above(self, limit: int) -> int:
+        return sum(length > limit for length in self.tokens)
+
+
+def usual_length(args: Args) -> float | None:
+    """Tokens of a prompt in the middle of the first ones; None: there are none that can be read now."""
+    try:
+        readable = reads_prompts(args) and args.hf_checkpoint and not args.multimodal_keys
+        return statistics.median(measure(args, 50).tokens) if readable else None
+    except Exception:  # whatever is wrong with them is told where they are checked
+        return None
+
+
+def measure(args: Args, count: int) -> Lengths:
+    samples: list[Sample] = []
+    characters = 0
+    for sample in first_samples(args, count + 1):
+        characters += len(str(sample.prompt))
+        if len(samples) == count or (samples and characters > _LOOKED_AT_CHARACTERS):
+            return Lengths(tuple(prompt_lengths(samples, load_tokenizer(args.hf_checkpoint))), False)
+        samples.append(sample)
+    return Lengths(tuple(prompt_lengths(samples, load_tokenizer(args.hf_checkpoint))), True)
 
 
 def check_lengths(args: Args) -> Iterator[Finding]:
     """Statistics of the first prompts; all too long is an error, some are a warning."""
     if not reads_prompts(args) or args.multimodal_keys or not args.hf_checkpoint:
         return
-    samples = first_samples(args, LOOKED_AT)
-    if not samples:
-        yield Finding("error", "--prompt-data", f"{args.prompt_data} has no rows.")
-        return
-    lengths = prompt_lengths(samples, load_tokenizer(args.hf_checkpoint))
-    more = "first " if len(samples) == LOOKED_AT else ""
-    yield Finding(
-        "note",
-        "--prompt-data",
-        f"{more}{len(samples)} prompts: {min(lengths)} to {max(lengths)} tokens, median "
-        f"{statistics.median(lengths):.0f}",
-    )
-    yield from _too_long(lengths, args.rollout_max_prompt_len, "--rollout-max-prompt-len", left_out=True)
-    context = args.rollout_max_context_len or context_of(args.hf_checkpoint)
-    if context is not None:
-        room = context - 1
-        yield from _too_long(lengths, room, f"the model's context of {context} tokens", left_out=False)
-        answer = args.rollout_max_response_len or 0
-        cut = sum(length + answer > context for length in lengths)
-        if cut and min(lengths) <= room:
-            yield Finding(
-                "warning",
-                "--rollout-max-response-len",
-                f"{answer} tokens after the prompt go beyond the context of {context} for {cut} of "
-                f"{len(lengths)} prompts: their answers are cut earlier.",
-            )
+    use = training_format(args).use
+    if use is not PromptUse.ENGINE and args.rollout_max_prompt_len is None:
+        return  # what the rows are to a function of the user's, or to a supervised loss, is its own affair
+    found = measure(args, LOOKED_AT)
+    middle = f"median {statistics.median(found.tokens):.0f}"
+    seen = f"{'' if found.whole else 'first '}{len(found.tokens)} prompts"
+    text = f"{seen}: {min(found.tokens)} to {max(found.tokens)} tokens, {middle}"
+    yield Finding("note", "--prompt-data", text)
+    if args.rollout_max_prompt_len is not None:
+        yield from _left_out(found, args.rollout_max_prompt_len)
+    if use is PromptUse.ENGINE:
+        yield from _beyond_context(args, found)
 
 
-def _too_long(lengths: list[int], limit: int | None, name: str, *, left_out: bool) -> Iterator[Finding]:
-    if limit is None:
-        return
-    count = sum(length > limit for length in lengths)
-    if count == len(lengths):
+def _left_out(found: Lengths, limit: int) -> Iterator[Finding]:
+    count = found.above(limit)
+    if count == len(found.tokens):
         yield Finding(
-            "error",
+            "error" if found.whole else "warning",
             "--prompt-data",
-            f"all {count} prompts that were looked at are longer than {name} ({limit}); the shortest has "
-            f"{min(lengths)} tokens: raise it, or shorten the prompts.",
-        )
-    elif count and left_out:
-        yield Finding(
-            "note", "--prompt-data", f"{count} of {len(lengths)} prompts are longer than {name} and left out"
+            f"all {count} prompts that were looked at are longer than --rollout-max-prompt-len {limit}; the "
+            f"shortest has {min(found.tokens)} tokens: raise it, or shorten the prompts.",
         )
     elif count:
+        text = f"{count} of {len(found.tokens)} prompts are longer than --rollout-max-prompt-len {limit}"
+        yield Finding("note", "--prompt-data", f"{text} and left out")
+
+
+def _beyond_context(args: Args, found: Lengths) -> Iterator[Finding]:
+    limits = [args.rollout_max_context_len, context_of(args.hf_checkpoint or "")]
+    context = min((limit for limit in limits if limit is not None), default=None)
+    if context is None:
+        return
+    kept = [n for n in found.tokens if n <= (args.rollout_max_prompt_len or n)]
+    count = sum(length >= context for length in kept)
+    advice = f"filter them with --rollout-max-prompt-len {context - 1} or less, or shorten them."
+    if count:
+        # Servers of another kind may stretch the context by flags of their own.
+        hopeless = count == len(kept) and found.whole and not ENGINES[args.rollout_engine].takes_sglang_flags
         yield Finding(
-            "warning", "--prompt-data", f"{count} of {len(lengths)} prompts do not fit into {name}."
+            "error" if hopeless else "warning",
+            "--prompt-data",
+            f"{count} of {len(kept)} prompts have up to {max(kept)} tokens, the model's context is {context}:"
+            f" no room for an answer, and the run stops at the first; {advice}",
+        )
+    answer = args.rollout_max_response_len or 0
+    cut = sum(length < context < length + answer for length in kept)
+    if cut:
+        yield Finding(
+            "warning",
+            "--rollout-max-response-len",
+            f"{answer} tokens after the prompt go beyond the context of {context} for {cut} of {len(kept)} "
+            "prompts: their answers are cut earlier.",
         )

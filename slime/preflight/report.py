@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from slime.preflight.run_plan import RunPlan
+from slime.utils.errors import NotStarted
+from slime.utils.printable import printable
+
 Kind = Literal["error", "warning", "note"]
+KINDS: tuple[Kind, ...] = ("error", "warning", "note")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,32 +25,47 @@ class Finding:
     kind: Kind
     subject: str  # the flag or file that it is about
     text: str
+    group: str = ""  # what was looked at: settings, packages, model, data, reward, machine
 
     def __str__(self) -> str:
-        return f"{self.subject}: {self.text}"
+        return printable(f"{self.subject}: {self.text}")
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All findings, in the order of the checks."""
+    """All findings, in the order of the checks: what a run shows at its start, and `slime doctor` prints."""
 
     findings: tuple[Finding, ...]
+    plan: RunPlan | None = None  # what the run will cost; None: its model is not here to be read
 
     def of(self, kind: Kind) -> list[Finding]:
         return [finding for finding in self.findings if finding.kind == kind]
 
+    def groups(self) -> dict[str, list[Finding]]:
+        """Findings by what was looked at; errors first in each."""
+        found: dict[str, list[Finding]] = {finding.group: [] for finding in self.findings}
+        for kind in KINDS:
+            for finding in self.of(kind):
+                found[finding.group].append(finding)
+        return found
+
     def raise_errors(self) -> None:
-        """One ValueError that lists everything that is wrong."""
+        """One NotStarted that lists everything that is wrong."""
         errors = self.of("error")
         if len(errors) == 1:
-            raise ValueError(str(errors[0]))
+            raise NotStarted(str(errors[0]))
         if errors:
-            listed = "\n".join(f"  {number}. {error}" for number, error in enumerate(errors, 1))
-            raise ValueError(f"{len(errors)} things keep this run from starting:\n{listed}")
+            listed = "\n".join(Report(tuple(errors)).lines())
+            raise NotStarted(f"{len(errors)} things keep this run from starting:\n{listed}")
 
     def lines(self) -> list[str]:
-        """Errors first, then warnings, then notes; each on a line of its own."""
-        return [f"{kind}: {finding}" for kind in ("error", "warning", "note") for finding in self.of(kind)]
+        """The name of each group, and below it what was found."""
+        return list(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        for group, findings in self.groups().items():
+            yield f"{group}:"
+            yield from (f"  {finding.kind}: {finding}".replace("\n", "\n    ") for finding in findings)
 
 
 def error_of(subject: str, error: Exception) -> Finding:
@@ -55,7 +75,3 @@ def error_of(subject: str, error: Exception) -> Finding:
     if rest and head.startswith(subject):
         return Finding("error", head, rest)
     return Finding("error", subject, text)
-
-
-def collect(groups: Iterable[Iterable[Finding]]) -> Report:
-    return Report(tuple(finding for group in groups for finding in group))

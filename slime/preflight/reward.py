@@ -1,70 +1,172 @@
-"""The reward, tried once before anything starts: on a made-up
-answer, and on the label itself as the answer.
+"""The reward, tried before anything starts: on a made-up answer, and on the label itself as the answer.
+
+A value that is no score would end the run at its first sample, so it is an error here. What depends on the
+world (a judge that is down, a slow sandbox, engines that do not run yet) is a warning or a note: such a
+reward may well work in the run. `--skip-preflight reward` leaves it alone.
 """
 
 from __future__ import annotations
 
 import copy
+import tempfile
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
-from slime.arguments import Args, PluginArgs
+from slime.arguments import Args, PluginArgs, RunInfo, plugin_args
 from slime.arguments.groups.rollout import DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC_ROLLOUT_FUNCTION
 from slime.catalog.rewards import find_reward
-from slime.preflight.prompts import first_samples, reads_prompts, settings_of
+from slime.preflight.packages import is_installed
+from slime.preflight.prompts import first_samples, reads_prompts
 from slime.preflight.report import Finding
+from slime.rollout.prompt_formats import calls_engine_itself
 from slime.rollout.rm_hub import score_samples
+from slime.rollout.rm_hub.hub import waits_for_group
+from slime.rollout.rm_hub.outcomes import RewardConfigError
 from slime.rollout.rm_hub.scoring import reset_breaker
 from slime.utils.async_utils import run
-from slime.utils.errors import RunStopped
+from slime.utils.plugin_errors import PluginError
 from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import Sample
 
 MADE_UP = "I do not know."
+DEADLINE_S = 3.0  # for all calls of a function of the user's
+WORKER_DEADLINE_S = 30.0  # for a built-in reward, whose process has packages to import first
+# Mistakes that no other answer would avoid; a KeyError may come from what an answer holds.
+_CERTAIN = (NameError, ImportError, TypeError, ArithmeticError)
+
+
+class _Watched(PluginArgs):
+    """Settings that note whether anything was asked that only a run knows, such as an engine's address."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in _FACTS:
+            object.__getattribute__(self, "__dict__")["asked"] = name
+        return object.__getattribute__(self, name)
+
+
+_FACTS = frozenset(PluginArgs.__annotations__) | {"num_rollout"}
 
 
 def check_reward(args: Args) -> Iterator[Finding]:
-    """Whether it returns a score at all, and whether the right answer
-    gets a better one than a made-up answer.
-    """
-    if not _scores_answers(args):
+    """Whether it returns a score at all, and whether the right answer gets a better one than another."""
+    sample = next(first_samples(args, 1), None) if _scores_answers(args) else None
+    if sample is None:
         return
-    subject = "--custom-rm-path" if args.custom_rm_path else "--rm-type"
-    samples = first_samples(args, 1)
-    if not samples:
-        return
-    if not (args.custom_rm_path or args.rm_type or samples[0].metadata.get("rm_type")):
-        yield Finding(
-            "error",
-            "--rm-type",
-            "no reward is given: set --rm-type, --custom-rm-path or rm_type in the rows' metadata.",
-        )
-        return
-    row = find_reward(args.rm_type)
-    if args.group_rm or (row is not None and row.is_remote and not args.custom_rm_path):
-        return  # a group needs a group; a judge elsewhere may start later than this run
-    settings = settings_of(args)
-    made_up = _scored(settings, samples[0], MADE_UP)
-    if made_up.reward_failure is not None:
-        yield Finding("error", subject, f"it gave no score for {MADE_UP!r}: {made_up.reward_failure.reason}")
-        return
-    if samples[0].label in (None, ""):
-        return
-    right = _scored(settings, samples[0], right_answer(settings, samples[0]))
-    yield from _compare(settings, subject, made_up, right)
+    own = _own_generation(args)
+    if not own and not (args.custom_rm_path or args.rm_type or sample.metadata.get("rm_type")):
+        text = "no reward is given: set --rm-type, --custom-rm-path or rm_type in the rows' metadata."
+        yield Finding("error", "--rm-type", text)
+    elif _can_be_tried(args, sample):
+        with tempfile.TemporaryDirectory(prefix="slime-preflight-") as scratch:
+            found = list(_try(_Trial(args, scratch), sample))
+        # A reward may read what a function of the user's leaves in a sample; a made-up one has none of it.
+        yield from (replace(one, kind="warning") for one in found if one.kind == "error") if own else found
 
 
 def _scores_answers(args: Args) -> bool:
-    """Only where our own code generates: a reward may read what a
-    user's generate function leaves in the sample.
-    """
+    """Whether rollouts of our own code have rewards computed for the rows of --prompt-data."""
     generates = args.rollout_function_path in (DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC_ROLLOUT_FUNCTION)
-    return (
-        generates
-        and args.custom_generate_function_path is None
-        and reads_prompts(args)
-        and not args.multimodal_keys
-    )
+    return generates and reads_prompts(args) and not args.multimodal_keys and not args.debug_train_only
+
+
+def _own_generation(args: Args) -> bool:
+    """Whether a function of the user's makes or changes samples, and perhaps scores them."""
+    return not calls_engine_itself(args) or bool(args.rollout_sample_hook_path)
+
+
+def _can_be_tried(args: Args, sample: Sample) -> bool:
+    if args.custom_rm_path:
+        return not args.custom_rm_path.startswith("slime.")  # those ask a teacher
+    row = find_reward(sample.metadata.get("rm_type") or args.rm_type)
+    if row is None:
+        return True  # and it will be told that there is none of that name
+    return not row.is_remote and (row.package is None or is_installed(row.package.replace("-", "_")))
+
+
+class _Trial:
+    """Calls of the reward, with one deadline for all of them and a folder that is thrown away."""
+
+    def __init__(self, args: Args, scratch: str):
+        given = plugin_args(args, RunInfo(run_id="preflight", run_dir=scratch))
+        # One call is one call: no retries, and no failure ends anything.
+        changes = {"reward_retries": 0, "reward_failure_action": "drop", "reward_failure_limit": 1 << 30}
+        self.args = _Watched(**vars(given) | changes)
+        self.subject = "--custom-rm-path" if args.custom_rm_path else "--rm-type"
+        self._deadline = time.monotonic() + (DEADLINE_S if args.custom_rm_path else WORKER_DEADLINE_S)
+
+    @property
+    def asked(self) -> str | None:
+        """A fact of a run that the reward wanted."""
+        return vars(self.args).get("asked")
+
+    def score(self, samples: list[Sample]) -> None:
+        try:
+            run(score_samples(self.args, samples), max(0.0, self._deadline - time.monotonic()))
+        finally:
+            reset_breaker()
+
+
+def _try(trial: _Trial, sample: Sample) -> Iterator[Finding]:
+    """Scores a made-up answer and the label; in one group where groups are scored."""
+    has_label = sample.label not in (None, "", [])
+    answers = [MADE_UP, right_answer(trial.args, sample) if has_label else "42"]
+    tried = [_answered(trial.args, sample, answer) for answer in answers]
+    if trial.args.custom_rm_path and waits_for_group(trial.args):
+        rest = range(trial.args.n_samples_per_prompt - 2)
+        group = [*tried, *(_answered(trial.args, sample, MADE_UP) for _ in rest)]
+        calls = [group[: trial.args.n_samples_per_prompt]]
+    else:
+        calls = [[one] for one in tried]
+    failures = [_failure(trial, call) for call in calls]
+    if any(failures):
+        yield _told(trial, failures)
+        return
+    for one in tried:
+        if one.reward_failure is not None:
+            why = one.reward_failure.reason
+            text = f"it gave no score for {_short(one.response)}: {why}"
+            yield _needs_run(trial) if trial.asked else Finding("warning", trial.subject, text)
+            return
+    if has_label and _reads_labels(trial.args, sample) and tried[1].reward is not None:
+        yield from _compare(trial, *tried)
+        yield from _check_ending(trial, sample, tried[1])
+
+
+def _reads_labels(args: PluginArgs, sample: Sample) -> bool:
+    row = None if args.custom_rm_path else find_reward(sample.metadata.get("rm_type") or args.rm_type)
+    return row is None or row.needs_label
+
+
+def _needs_run(trial: _Trial) -> Finding:
+    text = f"it asks for args.{trial.asked}, which only a run knows: it is first called by a rollout"
+    return Finding("note", trial.subject, text)
+
+
+def _failure(trial: _Trial, samples: list[Sample]) -> Exception | None:
+    try:
+        trial.score(samples)
+    except (PluginError, RewardConfigError, TimeoutError) as error:
+        return error
+    return None
+
+
+def _told(trial: _Trial, failures: list[Exception | None]) -> Finding:
+    """What is said of calls that ended without an answer or with a wrong one."""
+    if trial.asked is not None:
+        return _needs_run(trial)
+    slow = next((one for one in failures if isinstance(one, TimeoutError)), None)
+    if slow is not None:
+        text = "it did not answer in time, and was not tried further; --skip-preflight reward leaves it alone"
+        return Finding("warning", trial.subject, text)
+    error = next(one for one in failures if one is not None)
+    wrong_value = next((one for one in failures if one is not None and one.__cause__ is None), None)
+    same = len({type(one and one.__cause__) for one in failures}) == 1
+    certain = wrong_value is not None or (same and isinstance(error.__cause__, _CERTAIN))
+    lines = str(wrong_value or error).removeprefix(trial.subject).strip().splitlines()
+    text = "\n".join(line for line in lines if not line.startswith(("  for ", "  Another try")))
+    return Finding("error" if certain else "warning", trial.subject, text)
 
 
 def right_answer(args: PluginArgs, sample: Sample) -> str:
@@ -77,7 +179,8 @@ def right_answer(args: PluginArgs, sample: Sample) -> str:
     return f"Answer: {label}" if row is not None and row.reads_answer_line else str(label)
 
 
-def _scored(args: PluginArgs, sample: Sample, answer: str) -> Sample:
+def _answered(args: PluginArgs, sample: Sample, answer: str) -> Sample:
+    """The sample as if the model had given this answer."""
     tried = copy.deepcopy(sample)
     tried.index = tried.group_index = 0
     tried.response, tried.status = answer, Sample.Status.COMPLETED
@@ -86,33 +189,39 @@ def _scored(args: PluginArgs, sample: Sample, answer: str) -> Sample:
     tokens = tokenizer.encode(answer, add_special_tokens=False)
     tried.tokens = [*tokenizer.encode(prompt, add_special_tokens=False), *tokens]
     tried.response_length, tried.rollout_log_probs = len(tokens), [0.0] * len(tokens)
-    try:
-        run(score_samples(args, [tried]))
-    except RunStopped as error:
-        raise ValueError(str(error)) from None
-    finally:
-        reset_breaker()
     return tried
 
 
-def _compare(args: PluginArgs, subject: str, made_up: Sample, right: Sample) -> Iterator[Finding]:
-    if right.reward_failure is not None:
-        yield Finding(
-            "warning", subject, f"it gave no score for the label itself: {right.reward_failure.reason}"
-        )
-        return
-    low, high = (_number(sample.get_reward_value(args)) for sample in (made_up, right))
+def _compare(trial: _Trial, made_up: Sample, right: Sample) -> Iterator[Finding]:
+    low, high = (_number(sample.get_reward_value(trial.args)) for sample in (made_up, right))
     if low is None or high is None:
         return
     shown = f"{high:g} for {_short(right.response)}, the label of the first row, and {low:g} for {MADE_UP!r}"
     if high > low:
-        yield Finding("note", subject, f"it gives {shown}")
+        yield Finding("note", trial.subject, f"it gives {shown}")
     else:
-        yield Finding(
-            "warning",
-            subject,
-            f"it gives {shown}: does the right answer score well? Look at the reward and the labels.",
+        text = f"it gives {shown}: does the right answer score well? Look at the reward and the labels."
+        yield Finding("warning", trial.subject, text)
+
+
+def _check_ending(trial: _Trial, sample: Sample, right: Sample) -> Iterator[Finding]:
+    """Whether the right answer is still right with the token that ends it, as engines give it."""
+    end = load_tokenizer(trial.args.hf_checkpoint).eos_token
+    if not end or not trial.args.custom_rm_path or waits_for_group(trial.args):
+        return
+    if trial.args.rollout_skip_special_tokens:
+        return
+    ended = _answered(trial.args, sample, right.response + end)
+    if _failure(trial, [ended]) is not None or ended.reward is None:
+        return
+    before, after = (_number(one.get_reward_value(trial.args)) for one in (right, ended))
+    if before is not None and after is not None and after < before:
+        text = (
+            f"it gives {before:g} for {_short(right.response)} and {after:g} for {_short(ended.response)}, "
+            "which is how answers end: compare slime.rollout.rm_hub.answer_text(args, sample), or set "
+            "--rollout-skip-special-tokens"
         )
+        yield Finding("warning", trial.subject, text)
 
 
 def _number(value: Any) -> float | None:

@@ -1,5 +1,6 @@
 """How the prompts of training and of each evaluation are read, and a look at them before the start."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from slime.arguments import Args, PluginArgs
@@ -17,19 +18,27 @@ _OWN_GENERATE = (None, "slime.rollout.sglang_streaming_rollout.generate_streamin
 _SUPERVISED = "slime.rollout.sft_rollout.generate_rollout"
 _PREFERENCE = "slime.rollout.preference_rollout.generate_rollout"
 # Rows that are looked at before processes start; others are read while engines load their weights.
-_EARLY_ROWS = 50_000
+EARLY_ROWS = 50_000
 
 
 def check_prompt_files(args: Args | PluginArgs) -> None:
     """Refuse rows that no rollout could use, of training and evaluation, before any process starts."""
-    if (
-        args.prompt_data is not None
-        and args.rollout_global_dataset
-        and args.data_source_path == DEFAULT_DATA_SOURCE
-    ):
-        check_prompt_file(args.prompt_data, training_format(args), max_rows=_EARLY_ROWS)
+    for _, path, fmt in prompt_files(args):
+        check_prompt_file(path, fmt, max_rows=EARLY_ROWS)
+
+
+def prompt_files(args: Args | PluginArgs) -> Iterator[tuple[str, str | list[str], PromptFormat]]:
+    """Everything that our own code reads prompts from: what names it, its file or files, and how."""
+    ours = args.rollout_global_dataset and args.data_source_path == DEFAULT_DATA_SOURCE
+    if args.prompt_data is not None and ours:
+        yield "--prompt-data", args.prompt_data, training_format(args)
     for config in args.eval_datasets:
-        check_prompt_file(config.path, evaluation_format(args, config), max_rows=_EARLY_ROWS)
+        yield f"evaluation dataset {config.name!r}", config.path, evaluation_format(args, config)
+
+
+def is_conversation(args: Args | PluginArgs) -> bool:
+    """Whether the rows of training are conversations, which supervised training renders."""
+    return _training_use(args) is PromptUse.CONVERSATION
 
 
 def training_format(args: Args | PluginArgs) -> PromptFormat:
@@ -86,8 +95,12 @@ def _training_use(args: Args | PluginArgs) -> PromptUse:
         return PromptUse.OWN_CODE
     if args.rollout_function_path in (_SUPERVISED, _PREFERENCE):
         return PromptUse.CONVERSATION
-    ours = args.rollout_function_path in _GENERATING and args.custom_generate_function_path in _OWN_GENERATE
-    return PromptUse.ENGINE if ours else PromptUse.OWN_CODE
+    return PromptUse.ENGINE if calls_engine_itself(args) else PromptUse.OWN_CODE
+
+
+def calls_engine_itself(args: Args | PluginArgs) -> bool:
+    """Whether our own code turns prompts into answers."""
+    return args.rollout_function_path in _GENERATING and args.custom_generate_function_path in _OWN_GENERATE
 
 
 def _label_reader(args: Args | PluginArgs, config: EvalDatasetConfig | None = None) -> str | None:

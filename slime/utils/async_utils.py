@@ -25,8 +25,11 @@ def get_loop() -> asyncio.AbstractEventLoop:
         return _loop
 
 
-def run(coro: Coroutine[Any, Any, T]) -> T:
-    """Run `coro` on the background loop and return its result; the caller's thread blocks."""
+def run(coro: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+    """Run `coro` on the background loop and return its result; the caller's thread blocks.
+
+    After `timeout_s` it is cancelled, and TimeoutError raised.
+    """
     if threading.current_thread() is _thread:
         coro.close()
         raise RuntimeError(
@@ -34,7 +37,7 @@ def run(coro: Coroutine[Any, Any, T]) -> T:
         )
     future = asyncio.run_coroutine_threadsafe(coro, get_loop())
     try:
-        return future.result()
+        return future.result(timeout_s)
     except BaseException:
         future.cancel()  # a Ctrl-C in the waiting thread must not leave the coroutine running
         raise

@@ -9,5 +9,9 @@ class FolderTaken(ValueError):
     """A folder that a run was given belongs to another run: nothing is written there, not even this error."""
 
 
+class NotStarted(ValueError):
+    """A look before the start found what keeps a run from it: nothing was written, not even this error."""
+
+
 class EngineAnswerError(ValueError):
     """An engine answered what no engine in its senses does: it is asked again, whoever called it."""

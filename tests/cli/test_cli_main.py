@@ -25,7 +25,18 @@ def test_help_lists_the_commands(capsys):
 
 def test_no_command_shows_the_help_and_fails(capsys):
     assert cli.main([]) == 2
-    assert "commands:" in capsys.readouterr().out
+    assert "What do you want to do?" in capsys.readouterr().out
+
+
+def test_help_groups_commands_by_what_one_wants_and_passes_a_name_on(capsys):
+    assert cli.main(["help"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.index("begin:") < shown.index("quickstart") < shown.index("train a model:")
+    for name, command in cli.COMMANDS.items():
+        assert command.hidden or f"  {name} " in shown
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["help", "train", "reward"])
+    assert stop.value.code == 0 and "--reward-key" in capsys.readouterr().out
 
 
 def test_unknown_command_suggests_the_nearest(capsys):
@@ -73,6 +84,21 @@ def test_train_help_has_every_flag_under_its_subject(capsys):
     assert max(len(line) for line in shown.splitlines()) <= 119
 
 
+@pytest.mark.parametrize("words, has", [(["reward", "dict"], "--reward-key"), (["EPS_clip"], "--eps-clip")])
+def test_train_help_shows_the_flags_that_mention_words(capsys, words, has):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["train", "--rollout-batch-size", "4", "--help", *words])
+    shown = capsys.readouterr().out
+    assert stop.value.code == 0 and f"  {has} " in shown and "--rollout-batch-size" not in shown
+
+
+def test_train_help_of_a_word_that_no_flag_mentions(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["train", "--help", "rewrd"])
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == "error: no flag mentions rewrd. Did you mean reward?\n"
+
+
 def test_misspelt_flag_is_told_with_all_that_is_missing_and_exit_code_2():
     done = run("train", "--rollout-batch-sise", "4")
     assert done.returncode == 2
@@ -80,17 +106,6 @@ def test_misspelt_flag_is_told_with_all_that_is_missing_and_exit_code_2():
     assert "--rollout-batch-size is required" not in done.stderr  # it was meant, and is told of already
     assert "--hf-checkpoint is required" in done.stderr and "Traceback" not in done.stderr
     assert done.stdout == ""
-
-
-def test_wrong_plug_in_ends_before_training(capsys, tmp_path):
-    reward = tmp_path / "reward.py"
-    reward.write_text("def f(sample): return 1\n")
-    with pytest.raises(SystemExit) as stop:
-        cli_train.main(
-            [*base_argv(), "--custom-rm-path", f"{reward}:f"], train=lambda args: pytest.fail("trained")
-        )
-    assert stop.value.code == 2
-    assert "fn(args, sample)" in capsys.readouterr().err
 
 
 def test_train_gets_the_parsed_settings():

@@ -7,7 +7,8 @@ import pytest
 import yaml
 from docs_world import ROOT, make_world, provide, provide_model
 
-from slime.cli.train import load_args
+from slime.arguments import parse_args
+from slime.plugins import check_plugins
 
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
 NAMES = [str(path.relative_to(ROOT)) for path in RECIPES]
@@ -29,7 +30,8 @@ def test_a_recipe_is_read_as_a_run_would_read_it(name, tmp_path, monkeypatch):
     for key in ("hf-checkpoint", "opd-teacher-load"):
         if str(values.get(key)).startswith(("runs/", "models/")):
             provide_model(world / values[key])
-    args = load_args(["--config", name])
+    args = parse_args(["--config", name])
+    check_plugins(args)
     # Of a machine without GPUs only what is about the machine may be told.
     told = [w for w in args.warnings if not re.search("GPU|cores|threads", w)]
     assert not told, told

@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from slime.cli.pipeline_schedule import bubble_share, most_kept
 from slime.cli.plan import main
-from slime.cli.trainer_plan import expert_imbalance, layer_parameters, outside_parameters
+from slime.preflight.pipeline_schedule import bubble_share, most_kept
+from slime.preflight.trainer_plan import expert_imbalance, layer_parameters, outside_parameters
 
 QWEN3_4B = dict(
     hidden_size=2560,

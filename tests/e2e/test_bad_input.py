@@ -182,12 +182,10 @@ def test_a_row_that_cannot_be_used_is_told_with_file_and_line(world, end, line):
     assert not (world / "broken" / "logs").exists()
 
 
-# ---- told while the processes start ------------------------------------------------------------------------
-
-
 def test_a_dataset_that_the_length_filter_empties_is_told(world, end):
     ended = end("empty", rollout_max_prompt_len=1)
     assert_one_message(ended, "--prompt-data", "all 40 prompts", "--rollout-max-prompt-len 1", "raise")
+    assert not (world / "empty").exists()
 
 
 def test_a_folder_that_is_no_model_is_told(world, end):
@@ -225,6 +223,7 @@ def test_a_reward_that_raises_is_retried_then_stops_the_run_with_cause_and_count
 def test_a_reward_of_nan_never_becomes_a_number(world, end):
     ended = end(
         "nan",
+        skip_preflight="reward",
         **rollout_only(
             custom_rm_path=f"{world}/bad_plugins.py:nan", reward_failure_limit=2, reward_retries=0
         ),
@@ -237,7 +236,7 @@ def test_a_reward_of_nan_never_becomes_a_number(world, end):
 def test_a_prompt_longer_than_the_context_is_told(world, end):
     file = world / "long.jsonl"
     file.write_text(json.dumps({"input": "a" * 1100, "label": "1"}) + "\n")
-    ended = end("long", **rollout_only(prompt_data=file))
+    ended = end("long", skip_preflight="lengths", **rollout_only(prompt_data=file))
     assert_one_message(ended, "1100 tokens", "the model's context is 1024", "--rollout-max-prompt-len 1023")
 
 

@@ -44,6 +44,10 @@ CASES = {
         "got the reward 0",
     ),
     "groups_without_difference": ({"rollout/zero_std/count_1.0": [25]}, "in 94% of the groups"),
+    "special_ending": (
+        {"rollout/raw_reward": [0.0], "rollout/special_ending_ratio": [0.9]},
+        "90% of the answers end in a special token",
+    ),
     "no_gradient": ({"train/grad_norm": [1.0, 0.0]}, "gradient was 0"),
     "answers_cut": (
         {"rollout/truncated_ratio": [0.75]},

@@ -2,13 +2,15 @@
 
 import json
 import shutil
+import socket
 
 import pytest
 from argument_helpers import parse
-from tiny_model import make_tiny_model
+from patience import PATIENCE_S
+from tiny_model import make_tiny_model, make_tiny_tokenizer
 
-from slime.preflight import Finding, Report, preflight
-from slime.preflight.run import CHECKS
+from slime.preflight.report import Finding, Report
+from slime.preflight.run import LOOKS, preflight
 
 ROWS = [{"input": f"{n}+{n}=", "label": str(2 * n), "metadata": {}} for n in range(20)]
 
@@ -19,7 +21,10 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture
-def look(model, tmp_path):
+def look(model, tmp_path, monkeypatch):
+    monkeypatch.setattr("slime.preflight.reward.DEADLINE_S", PATIENCE_S)  # a busy machine is no slow reward
+    monkeypatch.setattr("slime.preflight.reward.WORKER_DEADLINE_S", PATIENCE_S)
+
     def run(*words, rows=ROWS, **changes):
         file = tmp_path / "prompts.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -54,6 +59,7 @@ REWARDS = {
     "returns_nan": "def f(args, sample):\n    return float('nan')\n",
     "raises": "def f(args, sample):\n    return 1 / 0\n",
     "returns_a_list": "def f(args, sample):\n    return [1.0, 2.0]\n",
+    "misspelt": "async def f(args, sample):\n    return lenght(sample.response)\n",
 }
 
 
@@ -79,7 +85,7 @@ def test_no_reward_at_all(look):
 
 def test_all_prompts_too_long(look):
     [error] = errors(look(rollout_max_prompt_len=1))
-    assert "all 20 prompts" in error and "--rollout-max-prompt-len (1)" in error
+    assert "all 20 prompts" in error and "--rollout-max-prompt-len 1;" in error
 
 
 def test_a_wrong_label_key(look):
@@ -137,7 +143,7 @@ def test_everything_wrong_is_listed_at_once(look, changed_model, monkeypatch):
         label_key="answer", use_tensorboard=True, hf_checkpoint=str(changed_model(model_type="odd"))
     )
     assert len(report.of("error")) >= 3
-    with pytest.raises(ValueError, match=r"things keep this run from starting:\n  1\. "):
+    with pytest.raises(ValueError, match=r"things keep this run from starting:\npackages:\n  error: "):
         report.raise_errors()
 
 
@@ -148,11 +154,150 @@ def test_a_check_that_needs_what_is_missing_is_left_out(look):
 
 def test_the_checks_need_only_what_comes_before_them():
     seen = []
-    for _, check, needed in CHECKS:
-        assert set(needed) <= set(seen)
-        seen.append(check)
+    for look in LOOKS:
+        assert set(look.needs) <= set(seen)
+        seen.append(look.check)
 
 
-def test_lines_begin_with_errors():
-    report = Report((Finding("note", "a", "x"), Finding("error", "b", "y"), Finding("warning", "c", "z")))
-    assert report.lines() == ["error: b: y", "warning: c: z", "note: a: x"]
+def test_lines_are_grouped_and_begin_with_errors():
+    found = (
+        Finding("note", "a", "x", "data"),
+        Finding("error", "b", "y", "data"),
+        Finding("warning", "c", "z", "m"),
+    )
+    assert Report(found).lines() == ["data:", "  error: b: y", "  note: a: x", "m:", "  warning: c: z"]
+
+
+# ---- rewards that cannot be tried, or must not be ----------------------------------------------------------
+
+
+def reward_file(tmp_path, code):
+    (tmp_path / "own_reward.py").write_text(code)
+    return {"custom_rm_path": f"{tmp_path}/own_reward.py:f", "rm_type": None}
+
+
+def test_a_reward_that_does_not_answer_is_given_up_with_a_warning(look, tmp_path, monkeypatch):
+    code = "import threading\n\ndef f(args, sample):\n    threading.Event().wait()\n"
+    own = reward_file(tmp_path, code)
+    monkeypatch.setattr("slime.preflight.reward.DEADLINE_S", 0.05)
+    report = look(**own)
+    assert errors(report) == []
+    assert "did not answer in time" in str(report.of("warning")[0])
+    assert "--skip-preflight reward" in str(report.of("warning")[0])
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "async def f(args, sample):\n    raise ConnectionError('judge is down')\n",
+        "from slime.utils.types import infra_error\ndef f(args, sample):\n    return infra_error('down')\n",
+        "def f(args, sample):\n    return float(sample.response.split('####')[1])\n",
+    ],
+)
+def test_a_reward_that_may_work_in_the_run_is_a_warning(look, tmp_path, code):
+    report = look(**reward_file(tmp_path, code))
+    assert errors(report) == [] and len(report.of("warning")) == 1
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def f(args, sample):\n    return 1.0 / args.sglang_router_port\n",
+        "from slime.rollout.sglang_rollout import get_model_url\n"
+        "async def f(args, sample):\n    return len(get_model_url(args, 'judge'))\n",
+        "def f(args, sample):\n    return args.max_context_len - 1\n",
+    ],
+)
+def test_a_reward_that_asks_the_engines_of_the_run_is_left_to_the_run(look, tmp_path, code):
+    report = look(**reward_file(tmp_path, code))
+    assert errors(report) == [] and report.of("warning") == []
+    assert any("which only a run knows" in str(note) for note in report.of("note"))
+
+
+def test_what_a_reward_writes_into_the_run_folder_goes_elsewhere(look, tmp_path):
+    code = "def f(args, sample):\n    open(args.run_dir + '/x', 'w').close()\n    return len(sample.prompt)\n"
+    assert errors(look(**reward_file(tmp_path, code))) == []
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_reward_that_must_not_be_called_is_not(look, tmp_path):
+    code = f"def f(args, sample):\n    open('{tmp_path}/paid', 'w').close()\n"
+    report = look("--skip-preflight", "reward", **reward_file(tmp_path, code))
+    assert errors(report) == [] and not (tmp_path / "paid").exists()
+
+
+def test_a_group_reward_of_the_wrong_number(look, tmp_path):
+    own = reward_file(tmp_path, "def f(args, samples):\n    return [1.0]\n")
+    [error] = errors(look(group_rm=True, **own))
+    assert "returned 1 rewards for 2 samples" in error
+    own = reward_file(
+        tmp_path, "def f(args, samples):\n    return [float(s.response == s.label) for s in samples]\n"
+    )
+    (tmp_path / "own_reward.py").rename(tmp_path / "second.py")
+    own["custom_rm_path"] = f"{tmp_path}/second.py:f"
+    report = look(group_rm=True, **own)
+    assert report.of("error") == report.of("warning") == []
+
+
+def test_a_defect_of_a_look_keeps_no_run_from_starting(look, monkeypatch):
+    monkeypatch.setattr("slime.preflight.prompts.measure", lambda args, count: 1 / 0)
+    report = look()
+    assert errors(report) == []
+    assert "ZeroDivisionError" in str(report.of("warning")[0])
+
+
+def test_both_keys_that_are_wrong_are_told(look):
+    found = errors(look(label_key="answer", input_key="question"))
+    assert [error.split(":")[0] for error in found] == ["--input-key", "--label-key"]
+
+
+def test_the_first_prompts_of_a_long_file_are_no_reason_to_refuse_it(look, monkeypatch):
+    monkeypatch.setattr("slime.preflight.prompts.LOOKED_AT", 5)
+    report = look(rollout_max_prompt_len=1)
+    assert errors(report) == [] and "all 5 prompts" in str(report.of("warning")[0])
+
+
+def test_a_taken_port(look):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        [error] = errors(look(sglang_router_port=taken.getsockname()[1]))
+    assert "--sglang-router-port" in error
+
+
+def test_more_gpus_than_there_are(look, monkeypatch):
+    monkeypatch.setattr("slime.preflight.machine.device_count", lambda: 2)
+    assert errors(look()) == []
+    [error] = errors(look(rollout_num_gpus=2))
+    assert "are 3 GPUs; this machine shows 2" in error
+
+
+def test_more_ranks_than_any_core_bears(look, monkeypatch):
+    monkeypatch.setattr("slime.preflight.machine.num_cores", lambda: 2)
+    [error] = errors(look(actor_num_gpus_per_node=64, num_gpus_per_node=64))
+    assert "65 processes on 2 core(s)" in error
+
+
+def test_an_added_token_beyond_the_vocabulary_is_a_warning(look, changed_model):
+    folder = changed_model(vocab_size=100)
+    tokenizer = make_tiny_tokenizer()
+    tokenizer.add_tokens(["<|never used|>"])
+    tokenizer.save_pretrained(folder)
+    report = look(hf_checkpoint=str(folder))
+    assert errors(report) == []
+    assert "token ids up to 100" in str(report.of("warning")[0])
+
+
+def test_a_dict_needs_its_key(look, tmp_path):
+    own = reward_file(
+        tmp_path, "def f(args, sample):\n    return {'score': float(sample.response == sample.label)}\n"
+    )
+    assert "--reward-key is not set" in errors(look(**own))[0]
+    assert errors(look(reward_key="score", **own)) == []
+
+
+def test_a_reward_that_an_end_token_confuses(look, tmp_path):
+    own = reward_file(tmp_path, "def f(args, sample):\n    return float(sample.response == sample.label)\n")
+    [warning] = look(**own).of("warning")
+    assert "it gives 1 for '0' and 0 for '0<|im_end|>'" in str(warning)
+    assert look("--rollout-skip-special-tokens", **own).of("warning") == []

@@ -2,21 +2,21 @@
 
 import asyncio
 import json
-import logging
 
 import pytest
 from argument_helpers import declared
-from fake_engine import FakeEngine
-from rollout_helpers import make_args as make_run_args
-from rollout_helpers import make_source
 from tiny_model import make_tiny_tokenizer
 
 from slime.rollout.rm_hub import answer_text, async_rm, batched_async_rm, score_samples
-from slime.rollout.rm_hub.answers import ending_of, special_tokens_of, without_special_tokens
+from slime.rollout.rm_hub.answers import (
+    ending_of,
+    share_with_ending,
+    special_tokens_of,
+    without_special_tokens,
+)
 from slime.rollout.rm_hub.scoring import reset_breaker
 from slime.rollout.rm_hub.workers.pool import close_pools
-from slime.rollout.sglang_rollout import generate_rollout
-from slime.utils.types import Sample, flatten_samples
+from slime.utils.types import Sample
 
 ENDS = [
     "<|im_end|>",  # Qwen and others with ChatML
@@ -148,36 +148,15 @@ def test_a_model_folder_without_a_tokenizer_still_has_answers_with_ends(tmp_path
     assert answer_text(declared(hf_checkpoint=str(tmp_path)), sample) == "42"
 
 
-def test_the_author_of_a_reward_is_told_once_that_responses_end_in_a_token(tmp_path, caplog):
-    path = tmp_path / "mine.py"
-    path.write_text(
-        "async def f(args, sample):\n    return float(sample.response == sample.label)\n"
-        "def says(args, sample):\n    sample.response = '42<|im_end|>'\n"
-    )
-    flags = ("--custom-rm-path", f"{path}:f", "--rollout-sample-hook-path", f"{path}:says")
-    with FakeEngine() as engine:
-        args = make_run_args(tmp_path, engine, *flags)
-        output = generate_rollout(args, 0, make_source(args))
-    assert {sample.response for sample in flatten_samples(output.samples)} == {
-        "42<|im_end|>"
-    }  # it stays as it is
-    [record] = [record for record in caplog.records if "sample.response ends in" in record.getMessage()]
-    assert record.levelno == logging.WARNING
-    for part in ("'<|im_end|>'", f"{path}:f", "slime.rollout.rm_hub.answer_text(args, sample)"):
-        assert part in record.getMessage()
+def test_answers_that_end_in_a_token_are_counted():
+    answers = ["42<|im_end|>", "x" * 500 + "</s> \n", "42", ""]
+    assert share_with_ending([Sample(index=0, response=answer) for answer in answers]) == 0.5
 
 
-def test_nobody_is_told_about_endings_that_are_not_there(tmp_path, caplog):
-    with FakeEngine() as engine:
-        args = make_run_args(tmp_path, engine)
-        generate_rollout(args, 0, make_source(args))
-    assert "ends in" not in caplog.text
-
-
-def test_built_in_rewards_need_no_such_word(caplog):
+def test_built_in_rewards_do_not_mind_them():
     args = declared(
         rm_type="f1", reward_key=None, reward_retries=0, reward_failure_limit=1, reward_failure_action="stop"
     )
     sample = Sample(index=0, response="yes<|im_end|>", label="yes")
     asyncio.run(score_samples(args, [sample]))
-    assert sample.reward == 1.0 and "ends in" not in caplog.text
+    assert sample.reward == 1.0

@@ -32,6 +32,16 @@ class RunFlags:
     )
     print_config: bool = flag(False, "print every value and where it came from, then exit")
     strict: bool = flag(False, "a flag that does nothing in this run is an error, also a harmless one")
+    dry_run: bool = flag(
+        False,
+        "list what is wrong with settings, model, data, reward and machine; start and write nothing",
+    )
+    skip_preflight: list[str] = flag(
+        [],
+        "what is not looked at before the start; reward: a function that costs something or has effects is "
+        "not called; lengths: of the prompts; machine: devices, port, memory, disk",
+        choices=("reward", "lengths", "machine"),
+    )
     run_dir: str | None = flag(
         None,
         "folder for metrics, logs and plots, of this run alone; default runs/<model>-<seed>, or the next "

@@ -20,8 +20,8 @@ from slime.cli.quickstart.metrics import LOSS, REWARD
 from slime.cli.quickstart.outcome import Outcome, draw_plot, read_outcome, summarise, write_summary
 from slime.cli.quickstart.plan import RECIPES, Recipe, build_rl_argv, build_sft_argv, warmed_up
 from slime.cli.quickstart.presets import PRESETS, describe
-from slime.cli.train import load_args, run_loop
-from slime.preflight.models import check_models
+from slime.cli.train import run_loop
+from slime.preflight.run import preflight
 
 RANDOM_REWARD = "random-reward"
 
@@ -112,10 +112,10 @@ def rehearse(options: Options, screen: Screen) -> None:
             with naming(options.run_dir, in_place_of=name):  # in what --print-config shows
                 parse_args(rl_argv(recipe, scratch, write_files(recipe, scratch), stand_in(scratch)))
             files, checkpoint = prepare(recipe, scratch)
-            args = load_args(rl_argv(recipe, scratch, files, checkpoint))
+            args = parse_args(rl_argv(recipe, scratch, files, checkpoint))
+            preflight(args).raise_errors()
             if recipe.warm_up:
-                load_args(sft_argv(recipe, scratch, files, checkpoint))
-            check_models(args)
+                preflight(parse_args(sft_argv(recipe, scratch, files, checkpoint))).raise_errors()
     check_evaluations(args)
     why = (
         "as the recipe has it"
@@ -185,7 +185,7 @@ def run(options: Options, screen: Screen) -> dict[str, Any]:
     files, checkpoint = prepare(recipe, options)
     if recipe.warm_up:
         checkpoint = run_warm_up(recipe, options, files, checkpoint, screen)
-    args = load_args(rl_argv(recipe, options, files, checkpoint))
+    args = parse_args(rl_argv(recipe, options, files, checkpoint))
     assert args.num_rollout is not None, "every recipe says how many steps it takes"
     phase = Phase("RL", args.num_rollout, REWARD, "reward")
     with screen.following(phase, folder / "rl" / "metrics.jsonl"):
@@ -238,7 +238,7 @@ def run_warm_up(
     assert recipe.warm_up is not None, f"{recipe.model} has no warm-up"
     folder = options.run_dir / "sft"
     with screen.following(Phase("SFT", recipe.warm_up.num_steps, LOSS, "loss"), folder / "metrics.jsonl"):
-        run_loop(load_args(sft_argv(recipe, options, files, checkpoint)))
+        run_loop(parse_args(sft_argv(recipe, options, files, checkpoint)))
     return warmed_up(recipe, folder)
 
 

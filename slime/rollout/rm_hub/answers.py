@@ -8,18 +8,16 @@ may call it too.
 from __future__ import annotations
 
 import functools
-import logging
 import re
+from collections.abc import Sequence
 
 from slime.arguments import PluginArgs
 from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import Sample
 
-logger = logging.getLogger(__name__)
-
-_hinted: set[str] = set()  # paths
 # What reasoning models write between; rewards look for them even where a tokenizer calls them special.
 _KEPT = frozenset({"<think>", "</think>"})
+_TAIL_CHARS = 100  # no token of any family is longer
 _MIN_LENGTH = 3  # a pad token of "!" is also the punctuation of answers
 # Tokens that end a turn or a text and do not have the usual shape <|...|>.
 _ODD_ENDS = [
@@ -71,28 +69,9 @@ def ending_of(text: str) -> str | None:
     return tail[-1] if tail else None
 
 
-def hint_about_ending(args: PluginArgs, sample: Sample, path: str) -> None:
-    """Say once per reward function of a user's that it gets responses that end in a special token."""
-    if path in _hinted or path.startswith("slime."):
-        return
-    text = sample.response.rstrip()
-    own = [token for token in special_tokens_of(vars(args).get("hf_checkpoint")) if text.endswith(token)]
-    ending = max(own, key=len) if own else ending_of(text)
-    if ending is None:
-        return
-    _hinted.add(path)
-    logger.warning(
-        "sample.response ends in %r: --custom-rm-path %s gets the engine's text, special tokens included. A "
-        "reward that compares text should compare slime.rollout.rm_hub.answer_text(args, sample), which "
-        "leaves them out; or set --rollout-skip-special-tokens.",
-        ending,
-        path,
-    )
-
-
-def forget_hints() -> None:
-    """A new run begins."""
-    _hinted.clear()
+def share_with_ending(samples: Sequence[Sample]) -> float:
+    """How many of these answers end in a special token, as a share."""
+    return sum(ending_of(sample.response[-_TAIL_CHARS:]) is not None for sample in samples) / len(samples)
 
 
 @functools.lru_cache(maxsize=8)

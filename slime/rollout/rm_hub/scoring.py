@@ -12,7 +12,6 @@ from slime.arguments import PluginArgs
 from slime.catalog.rewards import find_reward
 from slime.observability.trace_utils import trace_span
 from slime.rollout.groups import describe_fully
-from slime.rollout.rm_hub.answers import forget_hints, hint_about_ending
 from slime.rollout.rm_hub.hub import (
     CUSTOM_RM,
     async_rm,
@@ -22,9 +21,7 @@ from slime.rollout.rm_hub.hub import (
     scores_groups,
 )
 from slime.rollout.rm_hub.outcomes import RewardConfigError, RewardFailuresExceeded, judge, settle_reward
-from slime.utils.column_rewards import takes_columns
 from slime.utils.errors import RunStopped
-from slime.utils.misc import load_function
 from slime.utils.plugin_errors import may_pass, place_of, wrong_return
 from slime.utils.reward_failure import RewardFailure, infra_error
 from slime.utils.types import Sample, flatten_samples
@@ -142,9 +139,6 @@ def _is_remote(args: PluginArgs, sample: Sample) -> bool:
 
 
 def _conclude(args: PluginArgs, sample: Sample, outcome: Any, evaluation: bool) -> None:
-    path = custom_path_of(args, sample)
-    if path is not None and not takes_columns(load_function(path)):
-        hint_about_ending(args, sample, path)
     settle_reward(args, sample, outcome, evaluation=evaluation)
     if sample.reward_failure is None:
         _breaker.success()
@@ -183,6 +177,5 @@ _breaker = _Breaker()
 
 
 def reset_breaker() -> None:
-    """Forget earlier failures, and what was said: a new run begins."""
+    """Forget earlier failures: a new run begins."""
     _breaker.success()
-    forget_hints()

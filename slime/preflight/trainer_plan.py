@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
-from slime.cli.pipeline_schedule import bubble_share, most_kept
+from slime.preflight.pipeline_schedule import bubble_share, most_kept
 
 GIB = 2**30
 _WEIGHT, _GRADIENT, _ADAM, _ACTIVATION = 2, 4, 12, 2  # bytes of one number
@@ -265,7 +265,7 @@ def _activations(
 ) -> float:
     """Activations that a stage keeps: of one micro-batch, times those that are on their way through it."""
     tokens = options.max_tokens_per_gpu  # of one context-parallel rank
-    per_layer = [_kept_per_token(model, sizes, layer) for layer in layers]
+    per_layer = [kept_per_token(model, sizes, layer) for layer in layers]
     if options.activation_checkpointing == "full":
         inputs = len(layers) * model["hidden_size"] / (sizes.tp if sizes.sequence_parallel else 1)
         one = _ACTIVATION * tokens * (inputs + max(per_layer))
@@ -274,7 +274,7 @@ def _activations(
     return one * most_kept(stage, sizes.pp, sizes.vpp, options.num_micro_batches)
 
 
-def _kept_per_token(model: dict[str, Any], sizes: Sizes, layer: int) -> float:
+def kept_per_token(model: dict[str, Any], sizes: Sizes, layer: int) -> float:
     """Numbers that a layer keeps per token for the backward pass.
 
     They are the inputs and outputs of both norms; queries, keys and values before and after rotation; the

@@ -1,0 +1,117 @@
+"""What `slime plan` says of a whole run: memory of trainer and engine, whether they fit, time of a step."""
+
+import json
+
+import pytest
+from argument_helpers import base_argv
+from tiny_model import make_tiny_tokenizer
+
+from slime.arguments import parse_args
+from slime.cli.plan import main
+from slime.preflight.run_plan import Device, RunPlan, plan_run
+from slime.preflight.trainer_plan import GIB
+
+QWEN3_4B = dict(
+    model_type="qwen3",
+    hidden_size=2560,
+    num_hidden_layers=36,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    intermediate_size=9728,
+    vocab_size=151936,
+    tie_word_embeddings=True,
+    max_position_embeddings=40960,
+)
+PARAMETERS = 4.02e9
+GPU = Device(80 * GIB, True)
+
+
+@pytest.fixture
+def planned(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B))
+    make_tiny_tokenizer().save_pretrained(tmp_path)
+
+    def plan(*words, device=GPU, **changes):
+        changes = {"hf_checkpoint": str(tmp_path), "train_backend": "fsdp", **changes}
+        return plan_run(parse_args([*base_argv(**changes), *words]), device)
+
+    return plan
+
+
+def test_fsdp_on_one_device_holds_masters_gradients_moments_and_a_copy_to_compute_with(planned):
+    memory = planned().trainer
+    for part, size in (("weights", 4), ("gradients", 4), ("optimizer", 8), ("copy", 2)):
+        assert memory[part] == pytest.approx(size * PARAMETERS, rel=0.01)
+
+
+def test_fsdp_shares_them_over_ranks_and_gathers_a_layer(planned):
+    memory = planned(actor_num_gpus_per_node=8, num_gpus_per_node=9).trainer
+    assert memory["optimizer"] == pytest.approx(PARAMETERS, rel=0.01)
+    assert memory["copy"] == 2 * 2 * 151936 * 2560  # the embedding is the largest
+
+
+def test_adapters_and_recomputation_and_offload_need_less(planned):
+    plain = planned().trainer
+    assert planned(lora_rank=16).trainer["optimizer"] < 0.05 * plain["optimizer"]
+    assert planned(activation_checkpointing="full").trainer["activations"] < plain["activations"]
+    assert "optimizer" not in planned("--fsdp-cpu-offload").trainer
+
+
+def test_the_embedded_engine_holds_weights_and_a_cache(planned):
+    engine = planned(embedded_max_total_tokens=1000).engine
+    assert engine["weights"] == pytest.approx(2 * PARAMETERS, rel=0.01)
+    assert engine["KV cache"] == 1000 * 2 * 36 * 8 * 128 * 2
+    assert planned().engine["KV cache"] == pytest.approx(0.4 * (80 * GIB - engine["weights"]), rel=0.01)
+
+
+def test_devices_that_are_shared_in_turns_hold_the_larger_side(planned):
+    plan = planned("--colocate", rollout_num_gpus=None)
+    assert plan.peak == max(sum(plan.trainer.values()), sum(plan.engine.values()))
+    assert planned("--debug-rollout-only").trainer == {}
+
+
+def test_megatron_is_planned_by_its_fullest_stage(planned):
+    memory = planned(
+        "--pipeline-model-parallel-size", "2", train_backend="megatron", actor_num_gpus_per_node=2
+    )
+    assert set(memory.trainer) >= {"weights", "gradients", "optimizer", "activations"}
+
+
+def test_more_samples_take_longer(planned):
+    one, two = planned(rollout_batch_size=64), planned(rollout_batch_size=128)
+    assert one.generate_s > 0 and one.train_s == pytest.approx(two.train_s / 2)
+
+
+def test_predicted_stands_beside_measured():
+    plan = RunPlan({"weights": GIB}, {"weights": GIB}, False, 2.0, 3.0)
+    told = plan.against(10.0, 2 * GIB)
+    assert "a step 5 s, measured 10 s" in told
+    assert "1.00 GiB, measured 2.00 GiB" in told
+    assert "memory" not in plan.against(10.0, None)
+
+
+def test_the_command_reads_a_run_yaml_and_says_whether_it_fits(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B))
+    words = base_argv(hf_checkpoint=str(tmp_path))
+    pairs = zip(words, [*words[1:], "--"], strict=True)
+    values = {w[2:]: (v if not v.startswith("--") else True) for w, v in pairs if w.startswith("--")}
+    file = tmp_path / "run.yaml"
+    file.write_text("".join(f"{name}: {json.dumps(value)}\n" for name, value in values.items()))
+    assert main(["--config", str(file), "--gpu-gib", "24"]) == 1
+    assert "does not fit: " in capsys.readouterr().out
+    assert main(["--config", str(file), "--gpu-gib", "200", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["fits"] is True
+
+
+def test_a_trainer_alone_gets_the_verdict_too(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B))
+    words = ["--hf-checkpoint", str(tmp_path), "--actor-num-gpus-per-node", "8", "--gpu-gib"]
+    assert main([*words, "24"]) == 1 and main([*words, "200"]) == 0
+    assert "does not fit: " in capsys.readouterr().out
+
+
+def test_a_model_that_is_not_here_is_told(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([*base_argv(), "--gpu-gib", "24"])
+    assert stop.value.code == 2 and "no config.json there" in capsys.readouterr().err
