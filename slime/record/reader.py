@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from slime.record.entries import prompt_hash
 from slime.record.packed import unpack_floats, unpack_ids, unpack_mask
-from slime.record.schema import RECORD_FILE, open_for_reading
+from slime.record.schema import RECORD_FILE, RecordError, open_for_reading
 
 _COLUMNS = (
     "r.kind, r.rollout_id, g.dataset, g.group_index, g.prompt, g.label, g.outcome, g.reason, "
@@ -87,7 +88,7 @@ class Record:
     """A reader of one record; may stay open while the run goes on. Close it, or use it in a `with`."""
 
     def __init__(self, path: Path):
-        self._connection = open_for_reading(path)
+        self._path, self._connection = path, open_for_reading(path)
 
     def __enter__(self) -> Record:
         return self
@@ -98,9 +99,15 @@ class Record:
     def close(self) -> None:
         self._connection.close()
 
+    def _ask(self, query: str, values: Sequence[object] = ()) -> list[tuple[Any, ...]]:
+        try:
+            return self._connection.execute(query, values).fetchall()
+        except sqlite3.Error as error:  # a damaged file, found only now
+            raise RecordError(f"{self._path} cannot be read: {error}.") from error
+
     def rollouts(self, since: float = 0.0) -> list[RolloutRow]:
         """Every rollout and evaluation that ended after a time, oldest first."""
-        rows = self._connection.execute(
+        rows = self._ask(
             "SELECT kind, rollout_id, time, version, num_groups, num_samples, mean_reward, pruned "
             "FROM rollouts WHERE time > ? ORDER BY time, id",
             (since,),
@@ -109,7 +116,7 @@ class Record:
 
     def datasets(self, kind: str, rollout_id: int) -> list[str | None]:
         """Names of the datasets of an evaluation; of a rollout, which has no name, [None]."""
-        rows = self._connection.execute(
+        rows = self._ask(
             "SELECT g.dataset FROM groups g JOIN rollouts r ON r.id = g.rollout "
             "WHERE r.kind = ? AND r.rollout_id = ? GROUP BY g.dataset ORDER BY min(g.id)",
             (kind, rollout_id),
@@ -125,13 +132,13 @@ class Record:
             "best": "s.reward DESC, s.id",
         }[select.order]
         query = f"SELECT {_COLUMNS} FROM {_JOINED} WHERE {where} ORDER BY {order} LIMIT ?"
-        return [_answer(row) for row in self._connection.execute(query, (*values, select.limit))]
+        return [_answer(row) for row in self._ask(query, (*values, select.limit))]
 
     def tokens(self, row: int) -> Tokens:
         """The tokens of the answer whose `row` this is."""
-        ids, log_probs, mask, versions = self._connection.execute(
+        [(ids, log_probs, mask, versions)] = self._ask(
             "SELECT tokens, log_probs, loss_mask, versions FROM samples WHERE id = ?", (row,)
-        ).fetchone()
+        )
         return Tokens(
             unpack_ids(ids or b""),
             None if log_probs is None else unpack_floats(log_probs),
@@ -141,7 +148,7 @@ class Record:
 
     def prompts_of_both(self, kind: str, early: int, late: int, limit: int) -> list[str]:
         """Prompts that two rollouts (or evaluations) have in common, in the order of the first."""
-        rows = self._connection.execute(
+        rows = self._ask(
             "SELECT DISTINCT a.prompt FROM groups a JOIN rollouts ra ON ra.id = a.rollout "
             "WHERE ra.kind = ?1 AND ra.rollout_id = ?2 AND EXISTS ("
             "SELECT 1 FROM groups b JOIN rollouts rb ON rb.id = b.rollout "
@@ -157,9 +164,7 @@ class Record:
             f"SELECT {_COLUMNS} FROM {_JOINED} WHERE r.kind = ? AND r.rollout_id = ? AND g.prompt_hash = ? "
             "ORDER BY s.sample_index"
         )
-        return [
-            _answer(row) for row in self._connection.execute(query, (kind, rollout_id, prompt_hash(prompt)))
-        ]
+        return [_answer(row) for row in self._ask(query, (kind, rollout_id, prompt_hash(prompt)))]
 
 
 def open_record(run_dir: str | Path) -> Record:

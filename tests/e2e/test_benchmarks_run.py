@@ -17,6 +17,7 @@ QUICK = {
     "rollout_throughput": "--concurrency 4 --num-prompts 2 --samples-per-prompt 2 --prompt-tokens 16 "
     "--output-tokens 8 --rounds 1",
     "weight_push": "--bucket-mib 1 --pushes 1",
+    "record_overhead": "--steps 2",
 }
 SLOW = {
     "colocated_grpo": "--steps 2 --prompts 2 --output-tokens 8",

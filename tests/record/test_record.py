@@ -254,3 +254,13 @@ def test_one_file_holds_everything_after_the_end_also_if_somebody_reads(writer, 
         (tmp_path / "copy" / "record.db").write_bytes((tmp_path / "record.db").read_bytes())
     with open_record(tmp_path / "copy") as copy:
         assert len(copy.answers(Select())) == 1
+
+
+def test_a_damaged_file_is_one_clear_error(writer, tmp_path):
+    for step in range(5):
+        writer.add("train", step, group_entries([[make_sample(0, response="x" * 5000)]], "trained"))
+    writer.close()
+    data = (tmp_path / "record.db").read_bytes()
+    (tmp_path / "record.db").write_bytes(data[:8192] + b"\xff" * (len(data) - 8192))
+    with pytest.raises(RecordError, match="cannot be read"), open_record(tmp_path) as record:
+        record.answers(Select())

@@ -1,0 +1,129 @@
+"""What do the record of samples, the advice and the trackers cost, of a training step?
+
+    python benchmarks/record_overhead.py                            # beside the step of docs/performance.md
+    python benchmarks/record_overhead.py --run-dir runs/smollm2/rl  # beside the steps of a run of yours
+
+What the samples and metrics of a step of the SmolLM2 quick start cost until they lie in record.db, in
+metrics.jsonl and in TensorBoard's files, in CPU seconds, so that a busy machine changes nothing, with the
+start of each part spread over the steps; against the seconds of a step on two idle cores. Goal: 1%.
+"""
+
+import argparse
+import json
+import random
+import resource
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+from slime.observability.advisories import Advisor, Facts
+from slime.observability.tracking import Tracker, read_metrics
+from slime.record import RECORD_FILE, RecordWriter, group_entries
+from slime.utils.types import Sample
+
+GOAL = 0.01
+PROMPTS, COPIES, PROMPT_TOKENS, ANSWER_TOKENS = 6, 8, 45, 30
+STEP_S = 11.467  # of the quick start with SmolLM2-135M, two idle cores
+
+
+def make_groups(step: int) -> list[list[Sample]]:
+    draw = random.Random(step)
+    return [[_sample(draw, group, copy) for copy in range(COPIES)] for group in range(PROMPTS)]
+
+
+def _sample(draw: random.Random, group: int, copy: int) -> Sample:
+    return Sample(
+        group_index=group,
+        index=group * COPIES + copy,
+        prompt="What is 12 + 30? Answer with a number. " * 4,
+        tokens=[draw.randrange(49152) for _ in range(PROMPT_TOKENS + ANSWER_TOKENS)],
+        response="The answer is 42. " * (ANSWER_TOKENS // 5),
+        response_length=ANSWER_TOKENS,
+        label="42",
+        reward=float(draw.random() > 0.5),
+        rollout_log_probs=[-draw.random() for _ in range(ANSWER_TOKENS)],
+        loss_mask=[1] * ANSWER_TOKENS,
+        version_spans=[("run:1", 0, ANSWER_TOKENS)],
+        status=Sample.Status.COMPLETED,
+    )
+
+
+def reports(step: int) -> list[tuple[str, dict[str, float]]]:
+    """As many reports and numbers as a step of a real run logs."""
+    counts = {"rollout": 40, "train": 25, "perf": 15}
+    return [(axis, {f"{axis}/metric_{i}": step * 0.1 + i for i in range(n)}) for axis, n in counts.items()]
+
+
+def cpu_seconds(function: Callable[[], object]) -> float:
+    """Of this process with all of its threads, and of children that have ended."""
+
+    def now() -> float:
+        children = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return time.process_time() + children.ru_utime + children.ru_stime
+
+    started = now()
+    function()
+    return now() - started
+
+
+def costs(folder: Path, num_steps: int) -> dict[str, float]:
+    """CPU seconds of a step by part; the start of each is spread over the steps."""
+    made = [make_groups(step) for step in range(num_steps)]
+
+    def write_record() -> None:
+        writer = RecordWriter(folder / RECORD_FILE, "run", 1 << 30)
+        for step, groups in enumerate(made):
+            writer.add("train", step, group_entries(groups, "trained"), version="run:1")
+        writer.close()
+
+    def advise() -> None:
+        advisor = Advisor(Facts(COPIES, 512, 2048, True, False, True))
+        for step in range(num_steps):
+            for _, values in reports(step):
+                advisor.observe(values, step)
+
+    def log(**flags: object) -> None:
+        with Tracker(SimpleNamespace(tracker_samples=16, **flags), folder) as tracker:
+            for step in range(num_steps):
+                for axis, values in reports(step):
+                    tracker.log(values, f"{axis}/step", step)
+
+    parts = {"record of samples": write_record, "advice": advise, "metrics.jsonl": log}
+    parts["TensorBoard, in its own process"] = lambda: log(use_tensorboard=True)
+    return {part: cpu_seconds(act) / num_steps for part, act in parts.items()}
+
+
+def step_seconds(run_dir: Path | None) -> float:
+    """Median of a run's steps, less the first two, which load code and fill caches."""
+    if run_dir is None:
+        return STEP_S
+    rows = [row for row in read_metrics(run_dir) if "perf/step_time" in row]
+    return statistics.median(row["perf/step_time"] for row in rows[2:])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=100, help="whose samples are recorded")
+    parser.add_argument("--run-dir", type=Path, help="of a finished run, whose steps are the measure")
+    parser.add_argument("--json", type=Path, default=Path("benchmarks/results/record_overhead.json"))
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        parts = costs(Path(folder), options.steps)
+    whole = step_seconds(options.run_dir)
+    print(f"of a step of {whole:.2f} s")
+    for part, seconds in parts.items():
+        print(f"  {part:34s} {1000 * seconds:7.2f} ms  {seconds / whole:7.3%}")
+    share = sum(parts.values()) / whole
+    print(f"  together {share:.3%} (goal {GOAL:.0%})")
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps({"cpu_seconds": parts, "step": whole, "share": share}, indent=1))
+    return 0 if share <= GOAL else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
