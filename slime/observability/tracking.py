@@ -99,7 +99,15 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     path = Path(path)
     path = path / METRICS_FILE if path.is_dir() else path
     with path.open(encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines if line.endswith("\n") and line.strip()]
+        whole = (line for line in lines if line.endswith("\n"))
+        return [row for line in whole if isinstance(row := _parsed(line), dict)]
+
+
+def _parsed(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:  # what a disk that failed left of it
+        return None
 
 
 def plain_value(key: str, value: Any) -> Any:

@@ -200,3 +200,8 @@ def test_logger_is_configured_once_with_the_latest_prefix(capsys):
     finally:
         root.handlers[:] = before
         root.setLevel(level)
+
+
+def test_damaged_lines_are_passed_over(tmp_path):
+    (tmp_path / METRICS_FILE).write_text('no json\n[1]\n\n{"a": 1}\n{"a": 2')
+    assert read_metrics(tmp_path) == [{"a": 1}]
