@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import time
 from dataclasses import dataclass, replace
@@ -220,7 +219,6 @@ class RolloutManager:
             samples = [sample for result in output.data.values() for sample in result["samples"]]
             save_rollout_dump(self._args.save_debug_rollout_data, f"eval_{rollout_id}", samples)
         self._recording.evaluation(rollout_id, output, self._engines.weights.version)
-        self._write_eval(rollout_id, output)
         path = self._args.custom_eval_rollout_log_function_path
         if path:
             flag = "--custom-eval-rollout-log-function-path"
@@ -235,18 +233,6 @@ class RolloutManager:
             return call_rollout_fn(
                 self._eval_fn, self._plugin_args, rollout_id, self._data_source, evaluation=True
             )
-
-    def _write_eval(self, rollout_id: int, output: RolloutFnEvalOutput) -> None:
-        """The answers themselves, one line each: numbers without answers convince nobody."""
-        path = self._run.run_dir / "eval" / f"{rollout_id}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "w") as file:
-            for dataset, result in output.data.items():
-                samples = flatten_samples(result["samples"])
-                for sample, reward in zip(samples, result["rewards"], strict=False):
-                    row = {"dataset": dataset, "prompt": sample.prompt, "response": sample.response}
-                    row |= {"label": sample.label, "reward": reward}
-                    file.write(json.dumps(row, default=str) + "\n")
 
 
 def _is_ours(path: str) -> bool:

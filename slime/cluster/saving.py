@@ -11,6 +11,7 @@ from typing import Any
 
 from slime.cluster.checkpoint import ROLLOUT, StagedCheckpoint, discard_staged, stage_checkpoint
 from slime.cluster.in_flight import write_in_flight
+from slime.cluster.published import Models
 from slime.cluster.rollout_manager import Generated, RolloutManager
 from slime.cluster.save_folder import naming_disk_errors
 from slime.cluster.train_actor import TrainActor
@@ -33,9 +34,10 @@ class Saver:
         keep_last: int | None,
         ranks: Ranks[TrainActor],
         rollout: Handle[RolloutManager],
+        models: Models | None = None,
     ):
         self._folder, self._save_hf, self._keep_last = folder, save_hf, keep_last
-        self._ranks, self._rollout = ranks, rollout
+        self._ranks, self._rollout, self._models = ranks, rollout, models
         self._staged: StagedCheckpoint | None = None  # written by the ranks, not yet complete
         self._needed_bytes = 0  # what the last one took
 
@@ -87,6 +89,9 @@ class Saver:
                 files |= of_rank
             checkpoint = staged.complete(files, self._keep_last)
         self._staged = None
+        path = self._hf_path(staged.rollout_id)
+        if self._models is not None and path is not None and path.is_relative_to(staged.final.resolve()):
+            self._models.made(path, staged.rollout_id)
         self._needed_bytes = sum(record.num_bytes for record in (checkpoint.manifest.files or {}).values())
 
     def tell_of_loss(self) -> None:
@@ -110,6 +115,8 @@ class Saver:
         try:
             with naming_disk_errors("--save-hf", path.parent, rollout_id):
                 self._ranks.call(TrainActor.save_hf, path)
+            if self._models is not None:
+                self._models.made(path, rollout_id)
         except Exception:
             self.finish(wait=True)
             raise

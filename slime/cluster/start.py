@@ -20,6 +20,7 @@ from slime.cluster.checkpoint import resolve_load, rollout_state
 from slime.cluster.closing import Closing
 from slime.cluster.cluster import Cluster
 from slime.cluster.in_flight import read_in_flight, tell_differences
+from slime.cluster.published import Models
 from slime.cluster.residency import Residency
 from slime.cluster.rollout_manager import Generated, RolloutFacts, RolloutProcess
 from slime.cluster.rollout_schedule import RolloutSchedule
@@ -80,6 +81,7 @@ def open_cluster(args: Args, *, overlapped: bool = False) -> Iterator[Cluster]:
         for finding in (*report.of("warning"), *report.of("note")):
             level = logging.WARNING if finding.kind == "warning" else logging.INFO
             logger.log(level, "before the start: %s", finding)
+        models = Models(args, run.run_dir)
         tracker = Tracker(args, run.run_dir)
         runtime = create_runtime(args, run.run_dir, run.shm_prefix)
         with Closing() as closing:
@@ -91,7 +93,7 @@ def open_cluster(args: Args, *, overlapped: bool = False) -> Iterator[Cluster]:
                 # A polite end closes everything in order, like Ctrl-C; after the run it is what it was.
                 before = signal.signal(signal.SIGTERM, _raise_interrupt)
                 folders.callback(signal.signal, signal.SIGTERM, before or signal.SIG_DFL)
-            cluster = _start(args, run, runtime, tracker, checkpoint, overlapped, closing)
+            cluster = _start(args, run, runtime, tracker, checkpoint, overlapped, closing, models)
             cluster.plan = report.plan
             try:
                 yield cluster
@@ -100,6 +102,7 @@ def open_cluster(args: Args, *, overlapped: bool = False) -> Iterator[Cluster]:
                     cluster.saver.tell_of_loss()
                 raise
             _finish(cluster)
+        models.finish()  # engines and trainer have given their devices back
 
 
 def look_before_start(args: Args, *, overlapped: bool) -> Report:
@@ -130,6 +133,7 @@ def _start(
     checkpoint: StepFolder | None,
     overlapped: bool,
     closing: Closing,
+    models: Models,
 ) -> Cluster:
     """Engines and trainer start side by side. `closing`: takes down what was started, also half-way."""
     plan = plan_placement(args, min(device_count(), args.num_gpus_per_node), runtime.num_machines)
@@ -167,7 +171,9 @@ def _start(
         trainer,
         residency,
         _open_push(args, run, placement, facts, trainer.ranks, engines, residency, beginning.num_pushes),
-        Saver(Path(args.save), args.save_hf, args.keep_last_n, trainer.ranks, manager) if args.save else None,
+        Saver(Path(args.save), args.save_hf, args.keep_last_n, trainer.ranks, manager, models)
+        if args.save
+        else None,
         tracker,
         _open_advisor(args, overlapped),
         runtime.failure,

@@ -13,6 +13,8 @@ from slime.cli.quickstart.display import Phase, Screen
 from slime.cli.quickstart.outcome import draw_plot, read_outcome, summarise, write_summary
 from slime.cli.quickstart.plan import RECIPES
 from slime.cli.quickstart.tasks import SORT_DIGITS, Problem
+from slime.record import Entry, RecordWriter
+from slime.utils.types import Sample
 
 QUESTIONS = [Problem("213>", "123"), Problem("312>", "123")]
 RECORDS = [
@@ -29,7 +31,8 @@ RECORDS = [
 
 
 def answer(prompt, response, *, dataset="heldout_greedy"):
-    return {"dataset": dataset, "prompt": prompt, "response": response, "label": "123", "reward": 0.0}
+    sample = Sample(prompt=prompt, response=response, label="123", reward=0.0)
+    return Entry((sample,), "evaluated", dataset=dataset)
 
 
 def write_lines(path, rows):
@@ -41,12 +44,10 @@ def write_lines(path, rows):
 def run_dir(tmp_path):
     write_lines(tmp_path / "metrics.jsonl", RECORDS)
     sampled = answer("312>", "sampled", dataset="heldout_sampled")
-    write_lines(
-        tmp_path / "eval" / "0.jsonl", [answer("213>", "123"), answer("<user>312></user>", "213"), sampled]
-    )
-    write_lines(
-        tmp_path / "eval" / "1.jsonl", [answer("213>", "123"), answer("<user>312></user>", "123"), sampled]
-    )
+    writer = RecordWriter(tmp_path / "record.db", "run-1", 1 << 24)
+    writer.add("eval", 0, [answer("213>", "123"), answer("<user>312></user>", "213"), sampled])
+    writer.add("eval", 1, [answer("213>", "123"), answer("<user>312></user>", "123"), sampled])
+    writer.close()
     return tmp_path
 
 

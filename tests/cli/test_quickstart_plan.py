@@ -8,7 +8,7 @@ import pytest
 from slime.arguments import parse_args
 from slime.cli.quickstart import tiny
 from slime.cli.quickstart.data import write_data
-from slime.cli.quickstart.plan import RECIPES, build_rl_argv, build_sft_argv, machine_flags
+from slime.cli.quickstart.plan import RECIPES, build_rl_argv, build_sft_argv, machine_flags, write_run_file
 from slime.cli.quickstart.presets import PRESETS, describe
 
 
@@ -143,3 +143,15 @@ def test_only_flags_about_the_machine_reach_the_warm_up():
         "b",
     ]
     assert machine_flags(extra) == ["--runtime", "ray", "--dtype=bfloat16"]
+
+
+def test_the_run_is_written_as_a_file_that_runs(checkpoint, tmp_path):
+    args = rl_args(RECIPES["tiny"], checkpoint, tmp_path, extra=("--rollout-stop", "a", "b"))
+    write_run_file(args, tmp_path / "run.yaml")
+    text = (tmp_path / "run.yaml").read_text()
+    assert text.splitlines()[2].startswith(f"hf-checkpoint: {checkpoint}    # your model")
+    again = parse_args(["--config", str(tmp_path / "run.yaml")])
+    own = {"run_dir", "save", "load", "save_hf", "config", "sources"}
+    same, changed = ({k: v for k, v in a.to_dict().items() if k not in own} for a in (args, again))
+    assert changed == same
+    assert again.run_dir == again.save.removesuffix("/checkpoints") == str(tmp_path / "mine")

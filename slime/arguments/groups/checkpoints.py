@@ -1,5 +1,6 @@
 """Flags and rules of checkpoints: where a run and its kept models start from, and what it leaves behind."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,6 +63,17 @@ class CheckpointFlags:
         False, "leave the optimizer out of checkpoints; they then load with --finetune only"
     )
     save_hf: str | None = flag(None, "also write a Hugging Face folder: hf/{rollout_id}", metavar="TEMPLATE")
+    push_to_hub: str | None = flag(
+        None,
+        "also upload each model of --save-hf, with a model card, to this place on the Hugging Face hub",
+        metavar="OWNER/NAME",
+        only_with=needs("save_hf", "no model is written; add --save and --save-hf"),
+    )
+    hub_public: bool = flag(
+        False,
+        "everybody may see what --push-to-hub uploads; default: only you",
+        only_with=needs("push_to_hub", "nothing is uploaded; add --push-to-hub"),
+    )
     ref_load: str | None = flag(
         None,
         "reference model for the KL, or a folder of checkpoints; default: --hf-checkpoint",
@@ -104,6 +116,10 @@ def checkpoints(draft: Draft) -> None:
         raise ValueError(
             f"--save-interval is {draft.save_interval}, but there is no folder to save in; add --save DIR."
         )
+    if draft.push_to_hub is not None and draft.save is None:
+        raise ValueError(f"--push-to-hub is {draft.push_to_hub}, but nothing is saved; add --save DIR.")
+    if draft.push_to_hub is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", draft.push_to_hub):
+        raise ValueError(f"--push-to-hub is {draft.push_to_hub}: write OWNER/NAME, e.g. me/my-model.")
     for name in ("save_hf", "save_debug_rollout_data", "save_debug_train_data"):
         template = getattr(draft, name)
         if template is not None:

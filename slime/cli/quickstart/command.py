@@ -18,7 +18,14 @@ from slime.cli.quickstart.display import Phase, Screen
 from slime.cli.quickstart.folder import opened
 from slime.cli.quickstart.metrics import LOSS, REWARD
 from slime.cli.quickstart.outcome import Outcome, draw_plot, read_outcome, summarise, write_summary
-from slime.cli.quickstart.plan import RECIPES, Recipe, build_rl_argv, build_sft_argv, warmed_up
+from slime.cli.quickstart.plan import (
+    RECIPES,
+    Recipe,
+    build_rl_argv,
+    build_sft_argv,
+    warmed_up,
+    write_run_file,
+)
 from slime.cli.quickstart.presets import PRESETS, describe
 from slime.cli.train import run_loop
 from slime.preflight.run import preflight
@@ -200,6 +207,7 @@ def run(options: Options, screen: Screen) -> dict[str, Any]:
         estimator=args.advantage_estimator,
         wall_s=time.monotonic() - started,
     )
+    write_run_file(args, folder / "run.yaml")
     report(outcome, summary, recipe, options, screen)
     return summary
 
@@ -258,8 +266,10 @@ def report(
     screen.show_outcome(outcome, recipe.task, num_held_out=summary["num_held_out"], control=options.control)
     screen.say(
         f"{summary['num_samples']} samples, {summary['weight_pushes']} weight pushes, "
-        f"{summary['wall_s']:.0f} s. Written to {folder}: {written}."
+        f"{summary['wall_s']:.0f} s. Written to {folder}: {written}, run.yaml."
     )
+    screen.say(f"Now change this: {folder / 'run.yaml'} (model, prompts, reward), and run it:")
+    screen.say(f"    slime train --config {folder / 'run.yaml'}")
 
 
 def verdict(summary: dict[str, Any], options: Options, screen: Screen) -> int:

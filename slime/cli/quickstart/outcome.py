@@ -19,8 +19,10 @@ from slime.cli.quickstart.metrics import (
 from slime.cli.quickstart.plan import Recipe
 from slime.cli.quickstart.tasks import Problem
 from slime.observability.terminal.follow import MetricsReader
+from slime.record import Record, RecordError, Select, open_record
 
 NUM_EXAMPLES = 6
+_ALL = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,18 +66,22 @@ def read_outcome(run_dir: Path, questions: list[Problem]) -> Outcome:
         rewards=list(values_by_step(records, REWARD).values()),
         num_samples=int(sum(values_by_step(records, NUM_SAMPLES).values())),
         weight_pushes=int(max(values_by_step(records, WEIGHT_VERSION).values(), default=0)),
-        examples=read_examples(run_dir / "eval", questions),
+        examples=read_examples(run_dir, questions),
     )
 
 
-def read_examples(folder: Path, questions: list[Problem]) -> list[Example]:
-    """Pair the greedy answers of the first and the last
-    evaluation; questions whose answer changed come first.
+def read_examples(run_dir: Path, questions: list[Problem]) -> list[Example]:
+    """Pair the greedy answers of the first and the last evaluation in the run's record; questions whose
+    answer changed come first.
     """
-    by_step = sorted(folder.glob("*.jsonl"), key=lambda path: int(path.stem))
-    if len(by_step) < 2:
+    try:
+        with open_record(run_dir) as record:
+            steps = [row.rollout_id for row in record.rollouts() if row.kind == "eval" and not row.pruned]
+            if len(steps) < 2:
+                return []
+            first, last = (_greedy_answers(record, step) for step in (min(steps), max(steps)))
+    except RecordError:  # switched off
         return []
-    first, last = (_greedy_answers(path) for path in (by_step[0], by_step[-1]))
     pairs = [
         Example(question.prompt, question.label, first[prompt], last[prompt])
         for question in questions
@@ -86,9 +92,9 @@ def read_examples(folder: Path, questions: list[Problem]) -> list[Example]:
     return sorted(pairs, key=lambda example: example.before == example.after)[:NUM_EXAMPLES]
 
 
-def _greedy_answers(path: Path) -> dict[str, str]:
-    rows = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
-    return {row["prompt"]: row["response"] for row in rows if row["dataset"] == GREEDY}
+def _greedy_answers(record: Record, step: int) -> dict[str, str]:
+    select = Select(kind="eval", rollout_id=step, dataset=GREEDY, limit=_ALL)
+    return {answer.prompt: answer.response for answer in record.answers(select)}
 
 
 def summarise(

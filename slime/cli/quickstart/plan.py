@@ -4,6 +4,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import yaml
+
+from slime.arguments import Args
+from slime.arguments.core.draft import COMMAND_LINE
 from slime.cli.quickstart.data import DataFiles
 from slime.cli.quickstart.presets import preset_flags
 from slime.cli.quickstart.tasks import ADDITION, SORT_DIGITS, Task
@@ -18,6 +22,17 @@ MACHINE_FLAGS = (
     "--train-backend",
     "--trainer-threads",
 )
+
+
+# What stands on top of the file that a user goes on with, and what to put there.
+_CHANGE_THESE = {
+    "hf_checkpoint": "your model: a Hugging Face folder, or a name on the hub",
+    "prompt_data": "your prompts: jsonl, json, csv, parquet, or hf:openai/gsm8k#main:train",
+    "input_key": "the column of the prompt",
+    "label_key": "the column of the label",
+    "custom_rm_path": "your reward: my_file.py:my_function",
+    "eval_config": "your held-out questions; or remove this and eval-interval",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +228,34 @@ def build_rl_argv(
     if task.chat:
         switches.append("apply-chat-template")
     return [*_as_argv(settings, switches), *recipe.precision, *preset_flags(estimator, recipe.model), *extra]
+
+
+def write_run_file(args: Args, path: Path) -> None:
+    """The RL run as a file that `slime train --config` reads; it has a folder of its own, and goes on after
+    any end.
+    """
+    given = {name: value for name, value in args.to_dict(hide_secrets=True).items() if _was_given(args, name)}
+    own = path.parent.absolute() / "mine"
+    given |= {"run_dir": own, "save": own / "checkpoints", "load": own / "checkpoints"}
+    given["save_hf"] = own / "hf-{rollout_id}"
+    lines = [
+        f"# The RL run of this quick start. Change it, then:  slime train --config {path}",
+        "# Every flag of `slime train --help` may stand here.",
+    ]
+    for name in sorted(given, key=lambda name: (*_CHANGE_THESE, name).index(name)):
+        value = given[name]
+        if isinstance(value, Path) or (isinstance(value, str) and Path(value).exists()):
+            value = str(Path(value).absolute())
+        text = yaml.safe_dump(value, width=1000, default_flow_style=True).removesuffix("...\n").strip()
+        lines.append(
+            f"{name.replace('_', '-')}: {text}"
+            + (f"    # {_CHANGE_THESE[name]}" if name in _CHANGE_THESE else "")
+        )
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _was_given(args: Args, name: str) -> bool:
+    return args.sources.get(name) == COMMAND_LINE and name not in ("config", "print_config")
 
 
 def _saving(run_dir: Path, last: int) -> dict[str, object]:
