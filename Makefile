@@ -1,4 +1,4 @@
-# Two commands set everything up and run it: `make quickstart` and `make test`.
+# `make quickstart` sets everything up and trains a small model; `make test` runs the tests.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -24,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PARALLEL := $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 20
 
 .PHONY: install quickstart test test-fast ci test-slow test-trackers test-gpu test-megatron
-.PHONY: test-sglang sglang-env lint format docs clean
+.PHONY: test-sglang sglang-env lint format docs docs-site clean
 
 install: $(STAMP)
 
@@ -99,5 +99,10 @@ format: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/slime docs
 
+# The site, in site/: `python -m http.server --directory site` shows it, search included, without a network.
+docs-site: docs
+	$(BIN)/python -m pip install -q $(CONSTRAINTS) -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) $(ROUTER_VENV) build *.egg-info
+	rm -rf $(VENV) $(SGLANG_VENV) $(ROUTER_VENV) build site *.egg-info

@@ -13,6 +13,7 @@ from slime.utils.types import Sample
 
 async def generate(args, sample, sampling_params): return sample
 def reward(args, sample): return 0.0
+def score(args, sample): return 0.0
 def commit(args, version_dir, rollout_engines): ...
 def keep(args, samples): return True
 """

@@ -1,0 +1,68 @@
+"""Templates for schedulers and the Dockerfile: they parse, and flags, files and targets in them are ours."""
+
+import re
+import subprocess
+import tomllib
+
+import pytest
+import yaml
+from docs_world import ROOT
+
+from slime.arguments.parser import build_parser, known_options
+
+LAUNCHERS = sorted((ROOT / "launchers").iterdir())
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+
+
+def assert_ours(text: str) -> None:
+    """Flags after `slime train`, and files of the repository."""
+    known = set(known_options(build_parser(None)[0]))
+    for words in re.findall(r"slime (?:train|doctor)((?:[^\n&|#]|\\\n)*)", text.replace("\\\n", " ")):
+        assert not {word for word in re.findall(r"--[a-z-]+", words)} - known, words
+    for path in re.findall(r"\b(?:recipes|launchers)/[\w/.]+\w", text):
+        assert (ROOT / path).exists(), path
+    for target in re.findall(r"^\s*make ([\w-]+)", text, re.MULTILINE):
+        assert f"\n{target}:" in (ROOT / "Makefile").read_text(), target
+
+
+@pytest.mark.parametrize("path", LAUNCHERS, ids=lambda path: path.name)
+def test_a_launcher_parses_and_names_what_there_is(path):
+    text = path.read_text()
+    assert_ours(text)
+    if path.suffix == ".yaml":
+        values = yaml.safe_load(text)
+        scripts = [value for value in (values.get("setup"), values.get("run")) if value]
+    else:
+        scripts = [text]
+    for script in scripts:
+        checked = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True)
+        assert checked.returncode == 0, checked.stderr
+    assert "save" in text and "load" in text, "a launcher says how a run goes on after it was ended"
+
+
+def test_kuberay_is_a_ray_job_whose_pods_share_a_volume():
+    job = yaml.safe_load((ROOT / "launchers/kuberay.yaml").read_text())
+    assert (job["kind"], job["spec"]["entrypoint"].split()[:2]) == ("RayJob", ["slime", "train"])
+    cluster = job["spec"]["rayClusterSpec"]
+    pods = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    for pod in pods:
+        spec = pod["template"]["spec"]
+        mounted = {mount["name"] for mount in spec["containers"][0]["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in spec["volumes"]} == {"work", "shm"}
+
+
+def test_the_images_copy_and_install_what_there_is():
+    assert_ours(DOCKERFILE)
+    assert re.findall(r"^FROM \S+ AS (\w+)", DOCKERFILE, re.MULTILINE) == ["cpu", "cuda"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for found in re.findall(r'"\.\[([\w,]+)\]"', DOCKERFILE):
+        assert set(found.split(",")) <= set(extras), found
+    for line in re.findall(r"^COPY (.+) \S+$", DOCKERFILE, re.MULTILINE):
+        assert all((ROOT / name).exists() for name in line.split()), line
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    assert {".git", ".venv*", "runs"} <= set(ignored)
+
+
+def test_sglang_of_the_image_is_the_one_that_is_tested():
+    version = re.search(r'"sglang==([\d.]+)"', DOCKERFILE)[1]
+    assert f"sglang=={version}" in (ROOT / "Makefile").read_text()
