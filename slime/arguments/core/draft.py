@@ -27,11 +27,10 @@ class Refusals:
 
     def __init__(self) -> None:
         self.groups: dict[str, list[str]] = {}
-        self._unread: set[str] = set()  # flags whose value could not be read: nothing more is said of them
+        self._unread: set[str] = set()  # flags whose value could not be read, and so what follows from it
 
     def add(self, group: str, reason: str, *, unread: str | None = None) -> None:
-        found = re.match(r"--[\w-]+", reason)
-        if found and found[0] in self._unread:
+        if self._unread.intersection(re.findall(r"--[\w-]+", reason)):
             return
         self._unread |= {unread} if unread else set()
         reasons = self.groups.setdefault(group, [])
