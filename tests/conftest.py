@@ -1,7 +1,9 @@
 """Settings of the whole suite. Nothing heavy is imported here, so that pure tests answer in a second."""
 
+import logging
 import os
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Generated examples are the same in every run, so that a red run can be repeated; a machine may be slow.
@@ -14,3 +16,14 @@ settings.load_profile("repeatable")
 # Workers of `pytest -n` share the cores: each computes with one thread, and so do the processes it starts.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(autouse=True)
+def _log_lines_end_with_their_test():
+    """What a test let `configure_logger` add would write to its captured stderr, which is closed by then."""
+    root = logging.getLogger()
+    level = root.level
+    yield
+    for handler in [found for found in root.handlers if found.get_name() == "slime"]:
+        root.removeHandler(handler)
+    root.setLevel(level)

@@ -34,11 +34,19 @@ class Models:
             _check_login(args.push_to_hub)
 
     def made(self, folder: Path, rollout_id: int) -> None:
-        """A model lies in `folder`. The push goes on beside the training."""
+        """A model lies in `folder`: it gets its card, and is pushed."""
+        self.describe(folder, rollout_id)
+        self.push(folder, rollout_id)
+
+    def describe(self, folder: Path, rollout_id: int) -> None:
+        """Write the model card."""
         try:
             (folder / CARD).write_text(model_card(self._args, self._run_dir, rollout_id), encoding="utf-8")
         except (OSError, ValueError) as error:
             logger.warning("the model card of %s was not written: %s", folder, error)
+
+    def push(self, folder: Path, rollout_id: int) -> None:
+        """To the hub, if --push-to-hub names a place there; it goes on beside the training."""
         if self._args.push_to_hub is None:
             return
         if self._push is not None and not self._push[1].done():

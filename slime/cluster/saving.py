@@ -11,13 +11,13 @@ from typing import Any
 
 from slime.cluster.checkpoint import ROLLOUT, StagedCheckpoint, discard_staged, stage_checkpoint
 from slime.cluster.in_flight import write_in_flight
-from slime.cluster.published import Models
+from slime.cluster.published import CARD, Models
 from slime.cluster.rollout_manager import Generated, RolloutManager
 from slime.cluster.save_folder import naming_disk_errors
 from slime.cluster.train_actor import TrainActor
 from slime.cluster.train_group import Ranks
 from slime.runtime.base import Future, Handle
-from slime.utils.checksums import FileRecord
+from slime.utils.checksums import FileRecord, record_files
 from slime.utils.plain_files import save_plain
 from slime.utils.step_folders import Manifest, step_path
 
@@ -87,11 +87,13 @@ class Saver:
                 if of_rank is None:
                     return
                 files |= of_rank
+            inside = self._hf_inside(staged)
+            if inside is not None and (staged.staging / inside / CARD).is_file():
+                files |= record_files(staged.staging, [str(inside / CARD)], sync=True)
             checkpoint = staged.complete(files, self._keep_last)
         self._staged = None
-        path = self._hf_path(staged.rollout_id)
-        if self._models is not None and path is not None and path.is_relative_to(staged.final.resolve()):
-            self._models.made(path, staged.rollout_id)
+        if self._models is not None and inside is not None:
+            self._models.push(staged.final / inside, staged.rollout_id)
         self._needed_bytes = sum(record.num_bytes for record in (checkpoint.manifest.files or {}).values())
 
     def tell_of_loss(self) -> None:
@@ -101,11 +103,19 @@ class Saver:
                 "the checkpoint of rollout %d was not complete when the run ended", self._staged.rollout_id
             )
 
+    def _hf_inside(self, staged: StagedCheckpoint) -> Path | None:
+        """Where in the checkpoint's own folder the Hugging Face folder lies; None: it does not."""
+        path, final = self._hf_path(staged.rollout_id), staged.final.resolve()
+        return path.relative_to(final) if path is not None and path.is_relative_to(final) else None
+
     def _save_hf_inside(self, staged: StagedCheckpoint) -> None:
         """A Hugging Face folder whose place is in the checkpoint's own is part of the transaction."""
-        path, final = self._hf_path(staged.rollout_id), staged.final.resolve()
-        if path is not None and path.is_relative_to(final):
-            self._ranks.call(TrainActor.save_hf, staged.staging.resolve() / path.relative_to(final))
+        inside = self._hf_inside(staged)
+        if inside is None:
+            return
+        self._ranks.call(TrainActor.save_hf, staged.staging.resolve() / inside)
+        if self._models is not None:
+            self._models.describe(staged.staging / inside, staged.rollout_id)
 
     def _save_hf_beside(self, rollout_id: int) -> None:
         """Elsewhere it is written after the checkpoint, which stays whatever becomes of it."""

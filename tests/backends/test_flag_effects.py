@@ -146,7 +146,12 @@ VALUES = {
     "custom_reward_post_process_path": "FOLDER/plugins.py:rewards",
 }
 # These act only when something goes wrong.
-GUARDS = {"skip_on_policy_check", "logprob_diff_threshold", "nonfinite_action"}
+GUARDS = {
+    "skip_on_policy_check",
+    "logprob_diff_threshold",
+    "nonfinite_action",
+    "check_for_nan_in_loss_and_grad",
+}
 # A recipe of supervised losses may say what holds for them anyway.
 SAID = {("sft", "compute_advantages_and_returns"), ("dpo", "compute_advantages_and_returns")}
 GROUPS = (AlgorithmFlags, OffPolicyFlags, KeptPolicyFlags, CriticFlags, DistillationFlags, PreferenceFlags)
@@ -209,7 +214,7 @@ def settings_of(folder, settings):
     base = {"hf_checkpoint": folder / "model", "dtype": "float32", "num_steps_per_rollout": 2, "lr": 0.05}
     base |= {name: settings[name] for name in PAIRS if name in settings}
     rest = {name: value for name, value in settings.items() if name not in base}
-    return parse("--micro-batch-size", "8", *words(folder, rest), **base)
+    return parse("--micro-batch-size", "8", "--strict", *words(folder, rest), **base)
 
 
 def samples_for(args):
