@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from docs_world import ROOT, make_world, provide, provide_model
+from docs_world import ROOT, make_world, provide, provide_model, read_settings
 
-from slime.arguments import parse_args
 from slime.arguments.core.draft import ASYNCHRONOUS, SYNCHRONOUS
 from slime.arguments.parser import build_parser, known_options
 from slime.cli.main import COMMANDS
@@ -144,7 +143,7 @@ def _train(words, world, loop):
         values = yaml.safe_load((world / words[words.index("--config") + 1]).read_text())
         provide(world, [str(value) for value in values.values()])
     words = [word.replace("/shared/", "shared/").replace("/volume/", "volume/") for word in words]
-    check_plugins(parse_args(words, training_loop=loop))
+    check_plugins(read_settings(words, training_loop=loop))
 
 
 def _python(words, world):

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from docs_world import ROOT, make_world, provide, provide_model
+from docs_world import ROOT, make_world, provide, provide_model, read_settings
 
-from slime.arguments import parse_args
 from slime.plugins import check_plugins
 
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
@@ -30,7 +29,7 @@ def test_a_recipe_is_read_as_a_run_would_read_it(name, tmp_path, monkeypatch):
     for key in ("hf-checkpoint", "opd-teacher-load"):
         if str(values.get(key)).startswith(("runs/", "models/")):
             provide_model(world / values[key])
-    args = parse_args(["--config", name])
+    args = read_settings(["--config", name])
     check_plugins(args)
     # Of a machine without GPUs only what is about the machine may be told.
     told = [w for w in args.warnings if not re.search("GPU|cores|threads", w)]
