@@ -30,7 +30,10 @@ class Refusals:
         self._unread: set[str] = set()  # flags whose value could not be read, and so what follows from it
 
     def add(self, group: str, reason: str, *, unread: str | None = None) -> None:
-        if self._unread.intersection(re.findall(r"--[\w-]+", reason)):
+        named = re.findall(r"--[\w-]+", reason)
+        # A mistake on the command line is told whatever flag it recommends.
+        about = [name for name in named[:1] if reason.startswith(name)] if group == "Command line" else named
+        if self._unread.intersection(about):
             return
         self._unread |= {unread} if unread else set()
         reasons = self.groups.setdefault(group, [])
