@@ -71,7 +71,7 @@ def _refuse(sender):
         raise ValueError("unreadable here")
 
 
-LIMIT_S = 6.0
+LIMIT_S = 2.0
 
 
 def make_runtime(kind, folder, prefix, *limit_s):
@@ -171,12 +171,12 @@ def test_a_stopped_worker_is_told_and_answers_again_when_it_goes_on(watched, cap
         WorkerSilent,
         match=rf"sleeper \(pid {pid}.*\) has not answered for \d+ s: .*stopped .*--worker-silence",
     ):
-        gather([sleeper.call(Target.add, 1), sleeper.call_control(Target.wake)], PATIENCE_S)
+        gather([sleeper.call(Target.add, 1), sleeper.call_control(Target.wake)], 120)
     with pytest.raises(WorkerDied):
         sleeper.call(Target.add, 1).result(PATIENCE_S)
     assert f"sleeper (pid {pid}" in caplog.text  # warned of before the limit
     os.kill(pid, signal.SIGCONT)
-    waits.until(lambda: "answers again" in caplog.text, "the next heartbeat", PATIENCE_S)
+    waits.until(lambda: "answers again" in caplog.text, "the next heartbeat", 60)
     assert sleeper.call(Target.add, 1).result(PATIENCE_S) == 11
 
 
@@ -196,7 +196,7 @@ def test_a_wait_for_something_else_ends_with_a_silent_worker():
 
 def test_a_long_call_is_no_silence(watched):
     busy = watched.spawn(WorkerSpec("busy"), Target, 10)
-    assert busy.call(Target.spin, LIMIT_S + 2).result(PATIENCE_S) == "spun"
+    assert busy.call(Target.spin, 3 * LIMIT_S).result(PATIENCE_S) == "spun"
 
 
 def test_arguments_that_a_worker_cannot_read_fail_their_call_alone(runtime):
@@ -212,7 +212,7 @@ def test_the_first_failure_ends_a_gather_although_others_wait(runtime):
     failing = runtime.spawn(WorkerSpec("failing"), Target, 0)
     waiting = blocked.call(Target.wait)
     with pytest.raises(ValueError, match="too small"):
-        gather([waiting, failing.call(Target.fail)], PATIENCE_S)
+        gather([waiting, failing.call(Target.fail)], 200)
     assert not waiting.done()
     blocked.kill()
     failing.kill()

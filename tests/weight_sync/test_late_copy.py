@@ -193,7 +193,7 @@ def test_an_engine_that_does_not_answer_within_the_deadline_is_evicted_by_name(
 
     app = web.Application()
     app.router.add_post("/update_weights_from_disk", silent)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
 
     async def serve() -> str:
         await runner.setup()
