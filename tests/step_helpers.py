@@ -3,12 +3,6 @@
 import torch
 from trainer_helpers import trainer_args
 
-from slime.backends.fsdp import create_backend
-from slime.backends.fsdp.model import gather_full
-from slime.batch.convert import samples_to_batch
-from slime.batch.split import split_for_ranks
-from slime.step.training_step import TrainingStep
-
 PACKINGS = {
     "one by one": dict(micro_batch_size=1),
     "three": dict(micro_batch_size=3),
@@ -16,19 +10,6 @@ PACKINGS = {
     "by tokens": dict(use_dynamic_batch_size=True, max_tokens_per_gpu=60),
 }
 SGD = dict(optimizer="sgd", lr=1.0, weight_decay=0.0, clip_grad=0.0)
-
-
-def backend_of(args):
-    return create_backend(args, rank=0, world_size=1, device="cpu")
-
-
-def train(backend, args, samples, rollout_id=0):
-    batch = samples_to_batch(args, samples)
-    return TrainingStep(backend, args, rollout_id, split_for_ranks(args, batch, 1)[0]).run().summary
-
-
-def weights_of(backend):
-    return {name: gather_full(p.data).clone() for name, p in backend.model.lm.named_parameters()}
 
 
 def hf_model(path):

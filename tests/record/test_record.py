@@ -6,6 +6,7 @@ import threading
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from patience import LONG_S
 
 from slime.record import RecordError, RecordWriter, Select, group_entries, open_record
 from slime.record.packed import pack_floats, pack_ids, pack_mask, unpack_floats, unpack_ids, unpack_mask
@@ -157,12 +158,12 @@ def test_the_file_stays_within_its_limit_and_the_newest_rollout_stays(tmp_path):
 
 
 def test_readers_see_a_live_record(writer, tmp_path):
-    writer.add("train", 0, group_entries([[make_sample(0)]], "trained"))
-    written = threading.Event()
+    written = threading.Semaphore(0)
     original = writer._prune
-    writer._prune = lambda: (original(), written.set())
-    writer.add("train", 1, group_entries([[make_sample(0)]], "trained"))
-    assert written.wait(60)
+    writer._prune = lambda: (original(), written.release())
+    for rollout_id in (0, 1):
+        writer.add("train", rollout_id, group_entries([[make_sample(0)]], "trained"))
+        assert written.acquire(timeout=LONG_S)
     with open_record(tmp_path) as record:
         assert [row.rollout_id for row in record.rollouts()] == [0, 1]
 

@@ -4,25 +4,11 @@ is told once, and what cannot be compared.
 
 import pytest
 import torch
-import torch.distributed as dist
-from tiny_model import make_tiny_model
-from trainer_helpers import backend_of, engine_samples, init_process_group, train, trainer_args
+from trainer_helpers import backend_of, engine_samples, train, trainer_args
 
 from slime.batch.convert import samples_to_batch
 from slime.step.agreement import Agreement, measure
 from slime.utils.errors import RunStopped
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    init_process_group()
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

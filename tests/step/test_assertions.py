@@ -2,25 +2,11 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from argument_helpers import parse
-from tiny_model import make_tiny_model
-from trainer_helpers import backend_of, engine_samples, init_process_group, train, trainer_args
+from trainer_helpers import backend_of, engine_samples, train, trainer_args
 
 from slime.backends.shared.learning_rate import learning_rate
 from slime.utils.errors import RunStopped
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    init_process_group()
-    yield
-    dist.destroy_process_group()
 
 
 def test_gradient_norms_are_written_and_held_against_a_later_run(model, tmp_path):

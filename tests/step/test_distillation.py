@@ -2,34 +2,12 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from step_helpers import (
-    PACKINGS,
-    SGD,
-    backend_of,
-    hf_model,
-    plain_log_dist,
-    plain_log_probs,
-    train,
-    weights_of,
-)
+from step_helpers import PACKINGS, SGD, hf_model, plain_log_dist, plain_log_probs
 from tiny_model import make_tiny_model
-from trainer_helpers import init_process_group, random_samples, trainer_args
+from trainer_helpers import backend_of, random_samples, train, trainer_args, weights_of
 
 from slime.algorithms.distillation import full_reverse_kl
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    init_process_group()
-    yield
-    dist.destroy_process_group()
 
 
 def opd_args(model, teacher, **changes):

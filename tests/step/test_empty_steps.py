@@ -6,9 +6,8 @@ import logging
 
 import pytest
 import torch
-import torch.distributed as dist
 from tiny_model import make_tiny_model
-from trainer_helpers import backend_of, init_process_group, random_samples, train, trainer_args
+from trainer_helpers import backend_of, random_samples, train, trainer_args
 
 from slime.backends.base import TOKENS_LEFT, Denominators, Loss, has_update
 
@@ -26,13 +25,6 @@ def loss(args, batch, logits, reduce):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", layers=1)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    init_process_group()
-    yield
-    dist.destroy_process_group()
 
 
 def without_trained_tokens(samples):

@@ -2,31 +2,13 @@
 
 import pytest
 import torch
-import torch.distributed as dist
-from step_helpers import (
-    backend_of,
-    train,
-    weights_of,
-)
 from tiny_model import make_tiny_model
-from trainer_helpers import init_process_group, random_samples, trainer_args
+from trainer_helpers import backend_of, random_samples, train, trainer_args, weights_of
 
 from slime.backends.shared.old_policy import old_policy_of
 from slime.batch.convert import samples_to_batch
 from slime.batch.split import split_for_ranks
 from slime.step.training_step import TrainingStep
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    init_process_group()
-    yield
-    dist.destroy_process_group()
 
 
 def test_the_reference_becomes_the_policy_at_its_interval_and_survives_a_resume(model, tmp_path):

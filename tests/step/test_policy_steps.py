@@ -6,12 +6,10 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 from tiny_model import make_tiny_model
 from trainer_helpers import (
     backend_of,
     engine_samples,
-    init_process_group,
     random_samples,
     train,
     trainer_args,
@@ -26,18 +24,6 @@ from slime.catalog.policy_losses import POLICY_LOSSES
 from slime.step.training_step import TrainingStep
 from slime.utils.errors import RunStopped
 from slime.utils.plugin_errors import PluginError
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    init_process_group()
-    yield
-    dist.destroy_process_group()
 
 
 def weights_of(backend):
