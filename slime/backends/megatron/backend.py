@@ -23,6 +23,7 @@ from slime.backends.base import (
     TokenLists,
     TokenOutputs,
 )
+from slime.backends.families import family_of
 from slime.backends.megatron import dist_checkpoint, hooks
 from slime.backends.megatron import optimizer as optimizer_module
 from slime.backends.megatron.builder import build_chunks, wrap_for_training
@@ -39,7 +40,6 @@ from slime.backends.megatron.config import (
     same_architecture,
     transformer_config,
 )
-from slime.backends.megatron.families import family_of
 from slime.backends.megatron.groups import current_layout, from_last_stage, init_groups
 from slime.backends.megatron.model import ModelCall
 from slime.backends.megatron.passes import Passes

@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel.layers import (
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from slime.backends.megatron.families import family_of
+from slime.backends.families import family_of
 from slime.backends.megatron.hooks import provide_model
 from slime.backends.megatron.layer_specs import block_spec
 from slime.backends.megatron.layers import PackedCoreAttention

@@ -17,9 +17,9 @@ from torch import nn
 from slime.arguments import Args
 from slime.arguments.passthrough.megatron import MODEL_FACTS
 from slime.backends.attention.packed import refuse_unsupported
-from slime.backends.megatron.families import family_of
-from slime.backends.megatron.families.base import Dims
-from slime.backends.megatron.families.mimo import register_config
+from slime.backends.families import family_of
+from slime.backends.families.base import Dims
+from slime.backends.families.mimo import register_config
 from slime.backends.megatron.mla import MLAConfig
 
 # Fields of TransformerConfig that change what a layer computes and that none of these models uses: our

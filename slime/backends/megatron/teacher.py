@@ -9,6 +9,7 @@ from torch import Tensor
 
 from slime.arguments import Args
 from slime.backends.base import Layout, MicroBatch
+from slime.backends.families import family_of
 from slime.backends.megatron.builder import build_chunks
 from slime.backends.megatron.config import (
     architecture,
@@ -18,7 +19,6 @@ from slime.backends.megatron.config import (
     rotary_embedding,
     transformer_config,
 )
-from slime.backends.megatron.families import family_of
 from slime.backends.megatron.model import ModelCall, PackedGPTModel
 from slime.backends.megatron.passes import Passes
 from slime.backends.megatron.te_attention import choose_attention

@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor, nn
 
 from slime.backends.base import Bucket
-from slime.backends.megatron.families.base import Dims, Family, Rule, to_hub, to_local
+from slime.backends.families.base import Dims, Family, Rule, to_hub, to_local
 from slime.backends.megatron.model import PackedGPTModel
 from slime.backends.shared.scalar_head import HEAD, draw_head
 from slime.utils.safetensors_files import files_by_tensor

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from slime.arguments import default_args
 from slime.backends.base import TrainBackend
-from slime.backends.megatron.families import mimo
+from slime.backends.families import mimo
 from slime.backends.shared.trainer_folder import MANIFEST, is_checkpoint
 from slime.catalog.backends import BACKENDS, DEFAULT_BACKEND
 from slime.cluster.checkpoint import write_checkpoint

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slime.backends.megatron.families import mimo
+from slime.backends.families import mimo
 from slime.utils.model_files import check_model
 
 VOCABULARY = 512

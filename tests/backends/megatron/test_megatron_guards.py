@@ -7,13 +7,13 @@ pytest.importorskip("megatron.core")
 
 from megatron_helpers import make_family, megatron_args
 
+from slime.backends.families.base import KINDS, Dims, to_hub, to_local
 from slime.backends.megatron.config import (
     check_layout,
     read_hf_config,
     refuse_unknown_fields,
     transformer_config,
 )
-from slime.backends.megatron.families.base import KINDS, Dims, to_hub, to_local
 
 pytestmark = pytest.mark.megatron
 CPU = torch.device("cpu")

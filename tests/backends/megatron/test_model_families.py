@@ -265,7 +265,7 @@ def test_flag_that_contradicts_the_checkpoint_names_both(models, name, field, va
 def test_what_megatron_would_compute_otherwise_is_refused(changes, message):
     from transformers import AutoConfig
 
-    from slime.backends.megatron.families import family_of
+    from slime.backends.families import family_of
 
     config = AutoConfig.for_model("deepseek_v3", **(COMMON | FAMILIES["deepseek_v3"][1] | changes))
     with pytest.raises(ValueError, match=message):

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from slime.backends.megatron.families import qwen3
-from slime.backends.megatron.families.base import Family
-from slime.backends.megatron.families.experts import ROUTED
+from slime.backends.families import qwen3
+from slime.backends.families.base import Family
+from slime.backends.families.experts import ROUTED
 
 
 def settings(hf: Any) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from slime.backends.megatron.families.base import ATTENTION, DENSE_MLP, NORMS, OUTSIDE, Family, dense_settings
+from slime.backends.families.base import ATTENTION, DENSE_MLP, NORMS, OUTSIDE, Family, dense_settings
 
 
 def settings(hf: Any) -> dict[str, Any]:

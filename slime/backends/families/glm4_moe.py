@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from slime.backends.megatron.families.base import (
+from slime.backends.families.base import (
     ATTENTION,
     DENSE_MLP,
     NORMS,
@@ -13,7 +13,7 @@ from slime.backends.megatron.families.base import (
     mtp_rules,
     qkv,
 )
-from slime.backends.megatron.families.experts import CORRECTION_BIAS, ROUTED, SHARED, sigmoid_settings
+from slime.backends.families.experts import CORRECTION_BIAS, ROUTED, SHARED, sigmoid_settings
 
 MTP_PREFIX = "model.layers.{beyond}"
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from slime.backends.megatron.families.base import (
+from slime.backends.families.base import (
     DENSE_MLP,
     NORMS,
     OUTSIDE,
@@ -11,7 +11,7 @@ from slime.backends.megatron.families.base import (
     in_layer,
     mtp_rules,
 )
-from slime.backends.megatron.families.experts import CORRECTION_BIAS, ROUTED, SHARED, sigmoid_settings
+from slime.backends.families.experts import CORRECTION_BIAS, ROUTED, SHARED, sigmoid_settings
 
 MLA = (
     in_layer("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight", "column"),

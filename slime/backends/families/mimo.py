@@ -3,8 +3,8 @@
 transformers has no model of this type (the hub holds code for it), so its config is read as that of a Qwen2.
 """
 
-from slime.backends.megatron.families import qwen2
-from slime.backends.megatron.families.base import Family, mtp_rules
+from slime.backends.families import qwen2
+from slime.backends.families.base import Family, mtp_rules
 
 MODEL_TYPE = "mimo"
 COMPUTED_AS = "qwen2"  # what transformers computes from the same tensors, but for the MTP heads

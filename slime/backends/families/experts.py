@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from slime.backends.megatron.families.base import in_layer
+from slime.backends.families.base import in_layer
 
 ROUTED = (
     in_layer("mlp.router.weight", "mlp.gate.weight", "replicated"),

@@ -5,7 +5,7 @@ Only a part of each head is rotated; how much, the angles that come with a micro
 
 from typing import Any
 
-from slime.backends.megatron.families.base import (
+from slime.backends.families.base import (
     ATTENTION,
     NORMS,
     OUTSIDE,

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from slime.backends.megatron.families import deepseek_v3, glm4, glm4_moe, llama, mimo, qwen2, qwen3, qwen3_moe
-from slime.backends.megatron.families.base import Family
+from slime.backends.families import deepseek_v3, glm4, glm4_moe, llama, mimo, qwen2, qwen3, qwen3_moe
+from slime.backends.families.base import Family
 from slime.catalog.backends import BACKENDS
 
 FAMILIES: dict[str, Family] = {
@@ -31,6 +31,6 @@ def family_of(hf_config: Any) -> Family:
         raise ValueError(
             f"--train-backend megatron knows no model of type {kind!r} (--hf-checkpoint); it knows "
             f"{', '.join(sorted(FAMILIES))}. Use --train-backend fsdp, or add a file to "
-            "slime/backends/megatron/families."
+            "slime/backends/families."
         )
     return FAMILIES[kind]
