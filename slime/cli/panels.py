@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rich.console import RenderableType
@@ -20,8 +20,6 @@ from slime.utils.printable import printable
 from slime.utils.step_folders import step_folders
 
 Rows = list[tuple[str, str]]
-
-_TRAINER_BYTES = 16  # of a parameter: master weight, gradient and two moments in float32
 
 
 def as_panel(title: str, rows: Rows) -> RenderableType:
@@ -40,8 +38,11 @@ def as_lines(title: str, rows: Rows) -> Text:
     return Text("\n".join([printable(title), *lines]))
 
 
-def start_rows(args: Args, earlier: Progress) -> Rows:
-    """What will run where, what a step is, where all goes, what is kept. `earlier`: the starts before."""
+def start_rows(args: Args, earlier: Progress, cost: Sequence[str]) -> Rows:
+    """What will run where, what a step is, where all goes, what is kept.
+
+    `earlier`: the starts before; `cost`: lines of what is expected.
+    """
     model = count_parameters(args)
     size = f" ({short(model)} parameters)" if model else ""
     rows = [("model", f"{args.hf_checkpoint or 'none'}{size}")]
@@ -49,10 +50,7 @@ def start_rows(args: Args, earlier: Progress) -> Rows:
     rows += [("engines", _engines(args))] if not args.debug_train_only else []
     rows += [("data", " ".join(_words(args.prompt_data)) or "of your own"), ("reward", _reward(args))]
     rows += [("a step", explain_batch(args)), ("steps", _steps(args))]
-    if model and not args.debug_rollout_only:
-        ranks = args.actor_num_nodes * args.actor_num_gpus_per_node
-        each = model * _TRAINER_BYTES / ranks / 2**30
-        rows.append(("memory", f"about {each:.2g} GiB a trainer rank, and the activations of a micro-batch"))
+    rows += [("expected", "\n".join(cost))] if cost else []
     left = earlier.seconds_left()
     rows += [("time", f"about {duration(left)}, by the steps of the last start")] if left else []
     rows.append(("written", f"{args.run_dir}: metrics.jsonl, {_record(args)}, logs/"))

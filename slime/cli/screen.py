@@ -86,8 +86,6 @@ class RunScreen:
         stack.callback(setattr, sys, "breakpointhook", sys.breakpointhook)
         sys.breakpointhook = self._on_breakpoint
         stack.enter_context(self._looks)
-        if not self._args.quiet:
-            self._show_rows(f"slime train: {self._args.run_dir}", start_rows(self._args, self.progress))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -171,6 +169,9 @@ class RunScreen:
         self.progress.total = ended.total or self.progress.total
         self._is_up = self._is_up or ended.name == phases.FIRST_PUSH
         if not self._args.quiet:
+            if ended.name == phases.CHECKS:
+                rows = start_rows(self._args, self.progress, ended.cost)
+                self._show_rows(f"slime train: {self._args.run_dir}", rows)
             line = Text.assemble(("  ✓ ", "green"), f"{ended.name:<12}{ended.seconds:6.1f} s")
             self.terminal.print(line.append(f"  {printable(ended.note)}" if ended.note else "", "dim"))
 
@@ -248,7 +249,7 @@ class _Passed(logging.Handler):
         least = self._level if record.name.startswith("slime") else max(self._level, logging.ERROR)
         if os.getpid() != self._pid:  # a process that was forked has no part in what is shown
             return
-        if hasattr(record, "phase") or (record.levelno >= least and not hasattr(record, "in_metrics")):
+        if hasattr(record, "phase") or (record.levelno >= least and not hasattr(record, "shown_elsewhere")):
             try:
                 self._screen.tell(record, self.format(record))
             except Exception:  # as any handler: what cannot be shown does not end the run

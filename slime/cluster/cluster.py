@@ -150,7 +150,7 @@ _TRAIN_HEADLINE = (
 
 def _tell(words: str, *values: object) -> None:
     """A line for the log alone: whoever shows a run has its metrics."""
-    logger.info(words, *values, extra={"in_metrics": True})
+    logger.info(words, *values, extra={"shown_elsewhere": True})
 
 
 def _headline(metrics: Mapping[str, Any], names: Iterable[str]) -> str:

@@ -37,7 +37,7 @@ from slime.observability.advisories import Advisor, Facts
 from slime.observability.logging_utils import configure_logger
 from slime.observability.terminal.capture import log_to
 from slime.observability.tracking import Tracker
-from slime.preflight.report import Report
+from slime.preflight.report import COST, Report
 from slime.preflight.run import preflight
 from slime.runtime import create_runtime
 from slime.runtime.base import Future, Handle, Runtime, WorkerSpec, gather, in_background
@@ -79,8 +79,10 @@ def open_cluster(args: Args, *, overlapped: bool = False) -> Iterator[Cluster]:
         folders.push(lambda kind, error, trace: close_run(run, error))
         folders.enter_context(log_to(run.run_dir / "logs" / "driver.log"))
         for finding in (*report.of("warning"), *report.of("note")):
-            level = logging.WARNING if finding.kind == "warning" else logging.INFO
-            logger.log(level, "before the start: %s", finding)
+            is_note = finding.kind == "note"
+            shown = {"shown_elsewhere": True} if is_note and finding.subject == COST else None
+            level = logging.INFO if is_note else logging.WARNING
+            logger.log(level, "before the start: %s", finding, extra=shown)
         models = Models(args, run.run_dir)
         tracker = Tracker(args, run.run_dir)
         runtime = create_runtime(args, run.run_dir, run.shm_prefix)
@@ -107,9 +109,10 @@ def open_cluster(args: Args, *, overlapped: bool = False) -> Iterator[Cluster]:
 
 def look_before_start(args: Args, *, overlapped: bool) -> Report:
     """NotStarted with all that is wrong, before anything is written or started."""
-    with phases.starting("checks") as ended:
+    with phases.starting(phases.CHECKS) as ended:
         report = preflight(args, overlapped=overlapped)
         report.raise_errors()
+        ended.cost = tuple(finding.text for finding in report.findings if finding.subject == COST)
         ended.note = f"{len(report.of('warning'))} warnings" if report.of("warning") else "all well"
     if args.dry_run:
         raise NotStarted("--dry-run: nothing keeps this run from starting; leave the flag out to start it.")

@@ -14,14 +14,15 @@ from dataclasses import dataclass
 from slime.utils import waits
 
 _START, _RUN = "start of the run", "run"
-FIRST_PUSH = "first push"  # the last part of a start
+CHECKS, FIRST_PUSH = "checks", "first push"  # the first and the last part of a start
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class Ended:
-    """A part of the start that is done. Who did it sets `note`, and `total`, the steps of the whole run.
+    """A part of the start that is done. Who did it sets `note`, `total`, the steps of the whole run, and
+    `cost`, what the run is expected to need.
 
     Example: Ended("data", 0.3, "48 prompts", 15).
     """
@@ -30,6 +31,7 @@ class Ended:
     seconds: float = 0.0
     note: str = ""
     total: int | None = None
+    cost: tuple[str, ...] = ()
 
 
 @contextlib.contextmanager

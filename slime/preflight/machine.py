@@ -10,7 +10,7 @@ from pathlib import Path
 from slime.arguments import Args
 from slime.arguments.groups.cluster import num_cores
 from slime.preflight.prompts import usual_length
-from slime.preflight.report import Finding
+from slime.preflight.report import COST, Finding
 from slime.preflight.run_plan import Device, RunPlan, plan_run
 from slime.utils import shm
 from slime.utils.accelerator import device_count
@@ -75,7 +75,7 @@ def check_memory(args: Args, plan: RunPlan) -> Iterator[Finding]:
     """An estimate keeps no run from starting."""
     device = Device.here()
     for line in plan.lines(device.room if device.is_gpu else None):
-        yield Finding("warning" if line.startswith("does not fit") else "note", "memory and time", line)
+        yield Finding("warning" if line.startswith("does not fit") else "note", COST, line)
     if not device.is_gpu and args.runtime != "ray":
         ranks = args.actor_num_nodes * (args.actor_num_gpus_per_node or 1)
         engines = args.engine_topology.num_gpus
@@ -83,7 +83,7 @@ def check_memory(args: Args, plan: RunPlan) -> Iterator[Finding]:
         if total > device.room:
             has = f"this machine has {device.room / 2**30:.1f}"
             text = f"all processes together need about {total / 2**30:.1f} GiB, {has}."
-            yield Finding("warning", "memory and time", text)
+            yield Finding("warning", COST, text)
 
 
 def _check_room(args: Args) -> Iterator[Finding]:

@@ -11,6 +11,7 @@ from slime.utils.errors import NotStarted
 from slime.utils.printable import printable
 
 Kind = Literal["error", "warning", "note"]
+COST = "memory and time"  # the subject of findings about what the run will need
 KINDS: tuple[Kind, ...] = ("error", "warning", "note")
 
 

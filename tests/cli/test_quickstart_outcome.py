@@ -142,6 +142,14 @@ def test_on_a_terminal_the_line_shows_the_latest_reward(tmp_path):
     assert "reward 0.750" in output.getvalue() and "held-out 100.0%" in output.getvalue()
 
 
+def test_a_quiet_one_shows_no_progress(tmp_path):
+    output = io.StringIO()
+    screen = Screen(Console(file=output, force_terminal=True, width=100), quiet=True)
+    with screen.following(Phase("RL", 2, "rollout/raw_reward", "reward"), tmp_path / "metrics.jsonl"):
+        write_lines(tmp_path / "metrics.jsonl", RECORDS)
+    assert output.getvalue() == ""
+
+
 def test_a_failing_run_is_not_swallowed_and_leaves_no_thread(tmp_path):
     screen, _ = plain_screen()
     phase = Phase("RL", 2, "x", "x")

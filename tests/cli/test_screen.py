@@ -44,12 +44,14 @@ def play(args, shown: RunScreen, num_steps: int = 12) -> None:
         log_to(run_dir / "logs" / "driver.log"),
         (run_dir / "metrics.jsonl").open("w", buffering=1) as metrics,
     ):
+        with phases.starting(phases.CHECKS) as ended:
+            ended.cost = ("trainer rank: 1.50 GiB",)
         for name in ("data", "engines", phases.FIRST_PUSH):
             with phases.starting(name):
                 shown.look()
         for step in range(num_steps):
             with phases.doing("generating"):
-                logger.info("rollout %d: LOGLINE", step, extra={"in_metrics": True})
+                logger.info("rollout %d: LOGLINE", step, extra={"shown_elsewhere": True})
                 print("a plug-in prints \x1b[31mred", "wide " * 60)
                 print("NOISE of a library", file=sys.stderr)
                 logging.getLogger("library").warning("NOISE of a library")
@@ -112,6 +114,7 @@ def test_a_run_on_a_terminal(tmp_path, monkeypatch, columns, rows):
     for words in (
         "4 prompts x 2 samples = 8",
         "nothing: the trained weights are gone",
+        "trainer rank: 1.50 GiB",
         "✓ engines",
         "first push",
     ):
@@ -185,7 +188,7 @@ def test_the_screen_is_restored_when_it_cannot_open(tmp_path, monkeypatch):
         raise ValueError("no rows")
 
     before = (sys.stdout, sys.stderr)
-    monkeypatch.setattr(screen, "start_rows", broken)
+    monkeypatch.setattr(screen, "Terminal", broken)
     with pytest.raises(ValueError, match="no rows"), RunScreen(run_of(tmp_path)):
         pass
     assert (sys.stdout, sys.stderr) == before

@@ -51,7 +51,7 @@ class Options:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the quick start; 0 when it ended well."""
     options = parse_options(argv)
-    screen = Screen()
+    screen = Screen(quiet="--quiet" in options.extra)
     with contextlib.ExitStack() as stack:
         with user_errors():
             rehearse(options, screen)

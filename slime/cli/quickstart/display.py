@@ -37,10 +37,11 @@ class Phase:
 
 
 class Screen:
-    """Prints to a terminal with live lines, or to a pipe or file with plain ones."""
+    """Prints to a terminal with live lines, or to a pipe or file with plain ones; `quiet`: with neither."""
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self, console: Console | None = None, *, quiet: bool = False) -> None:
         self.terminal = Terminal(console=console)
+        self._quiet = quiet
 
     @property
     def console(self) -> Console:
@@ -67,6 +68,9 @@ class Screen:
     @contextmanager
     def following(self, phase: Phase, metrics: Path) -> Iterator[None]:
         """Show how `phase` goes, from the metrics it writes, while the `with` block runs it."""
+        if self._quiet:
+            yield
+            return
         view = _View(self.terminal, phase, MetricsReader(metrics))
         try:
             with Repeated(view.look, "quickstart-metrics"):
