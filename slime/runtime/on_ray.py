@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -26,7 +27,10 @@ from slime.utils.processes import import_environment, open_log
 from slime.utils.run_identity import LOOPBACK
 from slime.utils.vital_signs import Signs, signs_of
 
+logger = logging.getLogger(__name__)
+
 _CLAIM_DEADLINE_S = 120.0
+_STARTS = 4  # of a cluster for this run: Ray gives a node 30 s, which a busy machine may need
 _PULSE = "pulse"
 _DEATHS = (
     ray.exceptions.RayActorError,
@@ -34,6 +38,21 @@ _DEATHS = (
     ray.exceptions.OutOfMemoryError,
     ray.exceptions.WorkerCrashedError,
 )
+
+
+def _join_or_start() -> None:
+    """RunStopped where there is no cluster to join, or none can be started here."""
+    address = os.environ.get("RAY_ADDRESS")
+    for again in reversed(range(1 if address else _STARTS)):
+        try:
+            ray.init(include_dashboard=False, log_to_driver=False, logging_level="warning")
+            return
+        except Exception as error:  # Ray has no class for it
+            ray.shutdown()
+            if not again:
+                where = f"no Ray cluster answers at RAY_ADDRESS={address}" if address else "Ray did not start"
+                raise RunStopped(f"{where}: {error}") from error
+            logger.warning("Ray did not start (%s); once more.", error)
 
 
 class _Actor:
@@ -177,7 +196,7 @@ class RayRuntime:
         self._heartbeats = HeartbeatWatch(silence_limit_s)
         self._handles: list[Handle[Any]] = []
         if self._owns_ray:
-            ray.init(include_dashboard=False, log_to_driver=False, logging_level="warning")
+            _join_or_start()
         self._driver_node: str = ray.get_runtime_context().get_node_id()
         self._nodes: list[str] = [self._driver_node]  # of each machine of the plan
         self._group: PlacementGroup | None = None
