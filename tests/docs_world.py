@@ -9,6 +9,9 @@ import pytest
 from tiny_model import make_tiny_tokenizer
 
 from slime.arguments import parse_args
+from slime.record import RECORD_FILE, RecordWriter, group_entries
+from slime.utils.run_file import METRICS_FILE, close_run_file, open_run_file
+from slime.utils.types import Sample
 
 ROOT = Path(__file__).parents[1]
 PLUGIN = """
@@ -68,6 +71,26 @@ def provide(folder: Path, words: list[str]) -> None:
 def provide_model(path: Path) -> None:
     make_tiny_tokenizer().save_pretrained(path)
     write(path / "config.json", json.dumps(CONFIG))
+
+
+def make_run(folder: Path) -> None:
+    """The folder of a finished run of 51 steps, with its curve and its samples."""
+    folder.mkdir(parents=True)
+    open_run_file(folder, {"num_rollout": {"value": 51, "source": "command line"}}, None, None, None)
+    writer = RecordWriter(folder / RECORD_FILE, "run", 1 << 20)
+    with (folder / METRICS_FILE).open("w") as metrics:
+        for step in range(51):
+            row = {
+                "time": 1.7e9 + step,
+                "step": step,
+                "rollout/raw_reward": step / 50,
+                "eval/held": step / 50,
+            }
+            metrics.write(json.dumps(row) + "\n")
+            sample = Sample(index=0, group_index=0, prompt="1+1?", response="I cannot", reward=step / 50)
+            writer.add("train", step, group_entries([[sample]], "trained"))
+    writer.close()
+    close_run_file(folder, None)
 
 
 def write(path: Path, text: str) -> None:

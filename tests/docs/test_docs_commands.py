@@ -1,4 +1,5 @@
-"""Every command in the docs is tried: read by the parser that would run it, its files and targets looked for.
+"""Every command in the docs is tried: those about a run, a plan or a new task are run; others are read by the
+parser that would run them, their files and targets looked for.
 
 A block that cannot be tried says why, as `title="not tried by the tests: ..."` after ```bash.
 """
@@ -14,11 +15,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from docs_world import ROOT, make_world, provide, provide_model, read_settings
+from docs_world import ROOT, make_run, make_world, provide, provide_model, read_settings
 
 from slime.arguments.core.draft import ASYNCHRONOUS, SYNCHRONOUS
 from slime.arguments.parser import build_parser, known_options
 from slime.cli.main import COMMANDS
+from slime.cli.main import main as run_slime
 from slime.cli.quickstart.command import parse_options
 from slime.plugins import check_plugins
 
@@ -34,6 +36,8 @@ ANY_RUN = (
     "--hf-checkpoint MODEL --prompt-data prompts.jsonl --rollout-batch-size 4 --num-rollout 2 "
     "--n-samples-per-prompt 2 --rollout-max-response-len 16 --custom-rm-path reward.py:reward"
 )
+RUNS = ("RUN", "mytask/run", "runs/laptop-tools")
+EXECUTED = ("help", "new", "plan", "plot", "samples", "status", "watch")
 MODELS = ("DIR", "MODEL", "MODEL_DIR", "SAVED")
 OUTSIDE = (
     "ray",
@@ -88,6 +92,8 @@ def world(tmp_path_factory):
     folder = make_world(tmp_path_factory.mktemp("docs"))
     for name in MODELS:
         provide_model(folder / name)
+    for name in RUNS:
+        make_run(folder / name)
     provide(folder, ["reward.py", "prompts.jsonl", "mytask/prompts.jsonl", "mytask/reward.py", "run.yaml"])
     run = {
         "hf-checkpoint": "MODEL",
@@ -105,12 +111,14 @@ def world(tmp_path_factory):
 
 
 @pytest.mark.parametrize("command", sorted(set(commands()), key=str), ids=str)
-def test_a_command_of_the_docs_is_one(command, world, monkeypatch):
+def test_a_command_of_the_docs_is_one(command, world, monkeypatch, tmp_path):
     monkeypatch.chdir(world)
     words = command.words
     provide(world, words)
     program = words[0].removeprefix(".venv/bin/")
     if program == "slime":
+        if words[1] == "new":
+            monkeypatch.chdir(tmp_path)
         _slime(words[1], words[2:], world, monkeypatch)
     elif program == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), words[1]
@@ -130,6 +138,8 @@ def test_a_command_of_the_docs_is_one(command, world, monkeypatch):
 def _slime(name, words, world, monkeypatch):
     if name in ("train", "train-async", "doctor"):
         _train(words, world, ASYNCHRONOUS if name == "train-async" else SYNCHRONOUS)
+    elif name in EXECUTED and "--expert-model-parallel-size" not in words:  # the model here has no experts
+        assert run_slime([name, *words]) == 0
     elif name == "quickstart":
         _known_flags(parse_options(words).extra)
     else:
