@@ -1,9 +1,11 @@
-"""Files of plain values (numbers, text, lists, dicts, tensors,
-arrays): written whole, and read without running code.
+"""Files of plain values (numbers, text, lists, dicts, tensors, arrays), read without running code.
+
+Pillow's images are read too: rollout dumps of samples that show some hold them.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ _ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None)})
 _ARRAY_TYPES = (
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128"
 )
+# Of images that were read from a file, the class says of which kind.
+_IMAGE_FILES = "Png Jpeg WebP Gif Bmp Tiff Mpo Ppm"
 
 
 def save_plain(value: Any, path: Path) -> None:
@@ -35,12 +39,21 @@ def load_plain(path: Path) -> Any:
     import torch  # as above
 
     try:
-        # Arrays are admitted by the restricted loader only when their parts are named.
-        with torch.serialization.safe_globals(_array_globals()):
-            return torch.load(path, weights_only=True, map_location="cpu")
-    except (
-        Exception
-    ) as error:  # half a file makes the loader raise anything: EOFError, KeyError, RuntimeError, ...
+        try:
+            # Arrays are admitted by the restricted loader only when their parts are named.
+            with torch.serialization.safe_globals(_array_globals()):
+                return torch.load(path, weights_only=True, map_location="cpu")
+        except Exception as error:
+            if "GLOBAL PIL." not in str(error):
+                raise
+            with torch.serialization.safe_globals([*_array_globals(), *_image_globals()]):
+                return torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:  # half a file makes the loader raise anything: EOFError, KeyError, ...
+        if foreign := re.search(r"GLOBAL (\S+) was not an allowed", str(error)):
+            raise ValueError(
+                f"{path} holds a {foreign[1]}: it is read without running code, so it may only hold numbers, "
+                "text, lists, dicts, tensors, arrays and images."
+            ) from None
         said = str(error).partition("\n")[0][:200]
         raise ValueError(
             f"{path} cannot be read: it is missing, damaged or not what it should be "
@@ -76,5 +89,15 @@ def foreign_value(value: Any, where: str = "") -> str | None:
 def _array_globals() -> list[Any]:
     from numpy._core import multiarray  # private, and what the pickle of an array names
 
-    parts: list[Any] = [np.ndarray, np.dtype, multiarray._reconstruct, multiarray.scalar]
+    parts: list[Any] = [np.ndarray, np.dtype]
+    for part in (multiarray._reconstruct, multiarray.scalar):
+        parts += [part, (part, f"numpy.core.multiarray.{part.__name__}")]  # the second as numpy 1 calls it
     return parts + [type(np.dtype(name)) for name in _ARRAY_TYPES.split()]
+
+
+def _image_globals() -> list[Any]:
+    """Any image as its pixels, which the file holds decoded."""
+    from PIL import Image  # only files with images need it
+
+    kinds = [(Image.Image, f"PIL.{kind}ImagePlugin.{kind}ImageFile") for kind in _IMAGE_FILES.split()]
+    return [Image.Image, *kinds]
