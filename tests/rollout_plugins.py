@@ -1,5 +1,6 @@
 """Plug-ins that rollout tests name on the command line; each records how it was called."""
 
+import asyncio
 import copy
 
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
@@ -69,6 +70,12 @@ async def wants_evaluation(args, sample, sampling_params, evaluation=False):
     sample.append_response_tokens(args, tokens=[7], log_probs=[-0.2])
     sample.status = Sample.Status.COMPLETED
     return sample
+
+
+async def hangs_for_odd_groups(args, sample, sampling_params, evaluation=False):
+    if sample.group_index % 2:
+        await asyncio.Event().wait()
+    return await wants_evaluation(args, sample, sampling_params, evaluation)
 
 
 async def returns_nothing(args, sample, sampling_params):

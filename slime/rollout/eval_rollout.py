@@ -4,6 +4,7 @@ A sample without a score is left out of the averages and counted in the metrics:
 zero. A weight push meanwhile ends no sample: each goes on, and its version spans say which token is whose.
 """
 
+import asyncio
 import functools
 import logging
 from collections.abc import Awaitable, Callable
@@ -17,6 +18,7 @@ from slime.rollout.collection.tasks import all_or_none
 from slime.rollout.groups import Group, copy_sample, index_of
 from slime.rollout.prompt_formats import evaluation_format
 from slime.utils.processing_utils import load_processor, load_tokenizer
+from slime.utils.reward_failure import infra_error
 from slime.utils.types import Sample, flatten_samples
 
 logger = logging.getLogger(__name__)
@@ -47,7 +49,21 @@ async def _evaluate_dataset(
     # On this thread, although it holds up the loop once: fast tokenizers must not be used by two threads.
     groups = make_groups(config, load_eval_dataset(args, config))
     params = eval_sampling_params(args, config)
-    done = await all_or_none([run_group(args, group, dict(params), evaluation=True) for group in groups])
+
+    async def ask(group: Group) -> Group:
+        limit = asyncio.timeout(config.eval_task_timeout)
+        try:
+            async with limit:
+                return await run_group(args, group, dict(params), evaluation=True)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+        for sample in flatten_samples(group):
+            if sample.reward is None:
+                sample.reward_failure = infra_error(f"eval_task_timeout of {config.eval_task_timeout:g} s")
+        return group
+
+    done = await all_or_none([ask(group) for group in groups])
     samples = sorted(flatten_samples(done), key=index_of)
     scored = [s for s in samples if s.reward is not None]
     if not scored:

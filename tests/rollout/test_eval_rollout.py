@@ -82,6 +82,18 @@ def test_samples_without_a_score_are_left_out_and_counted(tmp_path):
     assert output.metrics == {"eval/one/reward_failures": 2}
 
 
+def test_a_prompt_that_takes_too_long_is_left_out_and_counted(tmp_path):
+    data = write_prompts(tmp_path / "one.jsonl", 2)
+    entry = {"name": "one", "path": str(data), "custom_rm_path": "rollout_plugins.fixed_reward"}
+    hangs = {"custom_generate_function_path": "rollout_plugins.hangs_for_odd_groups"}
+    (tmp_path / "eval.yaml").write_text(json.dumps({"datasets": [entry | hangs | {"eval_task_timeout": 3}]}))
+    with FakeEngine() as engine:
+        flags = ("--eval-config", str(tmp_path / "eval.yaml"), "--eval-interval", "1")
+        output = generate_rollout(make_args(tmp_path, engine, *flags), 0, None, evaluation=True)
+    assert output.data["one"]["rewards"] == [0.25]
+    assert output.metrics == {"eval/one/reward_failures": 1}
+
+
 def test_an_evaluation_without_any_score_is_an_error(tmp_path):
     data = write_prompts(tmp_path / "one.jsonl", 2)
     with FakeEngine() as engine:

@@ -31,7 +31,6 @@ FALLBACK_FLAGS: dict[str, tuple[str, ...]] = {
 # Keys of existing files that nothing reads: refused, because a setting without effect misleads.
 UNBUILT_KEYS = (
     "app_service",
-    "eval_task_timeout",
     "min_eval_samples",
     "eval_early_stop_remaining",
     "eval_early_stop_idle_timeout",
@@ -75,6 +74,7 @@ class EvalDatasetConfig:
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
     custom_generate_function_path: str | None = None
+    eval_task_timeout: float | None = None  # seconds that a prompt may take, waiting for its turn included
     metadata_overrides: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -87,6 +87,8 @@ class EvalDatasetConfig:
             raise ValueError(f"{where}: temperature is {self.temperature}; use 0 (greedy) or more.")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"{where}: top_p is {self.top_p}; use a value in (0, 1].")
+        if self.eval_task_timeout is not None and not self.eval_task_timeout > 0:
+            raise ValueError(f"{where}: eval_task_timeout is {self.eval_task_timeout}; use seconds above 0.")
         if self.prompt_template is not None:
             check_template(f"{where}: prompt_template", self.prompt_template)
         if self.label_pattern is not None:
