@@ -12,6 +12,7 @@ from slime.arguments.groups.evaluation import EvaluationFlags
 from slime.arguments.groups.megatron import MegatronFlags
 from slime.arguments.groups.objectives import CriticFlags, DistillationFlags, KeptPolicyFlags, PreferenceFlags
 from slime.arguments.groups.off_policy import OffPolicyFlags
+from slime.arguments.groups.profiling import ProfilingFlags
 from slime.arguments.groups.rewards import RewardFlags
 from slime.arguments.groups.rollout import RolloutFlags
 from slime.arguments.groups.run import AssertionFlags, DebugFlags, RunFlags
@@ -45,6 +46,7 @@ class Flags(
     WeightSyncFlags,
     TrackingFlags,
     DebugFlags,
+    ProfilingFlags,
     AssertionFlags,
 ):
     """Every flag of a run as an attribute with its type: what `Args` and `PluginArgs` have in common.

@@ -29,6 +29,7 @@ from slime.arguments.groups.megatron import choose_trainer, megatron_trainer, mo
 from slime.arguments.groups.objectives import distillation, preference_pairs
 from slime.arguments.groups.off_policy import correct_stale_tokens, off_policy
 from slime.arguments.groups.precision import engine_precision
+from slime.arguments.groups.profiling import profiling
 from slime.arguments.groups.rewards import reward_shaping, rewards
 from slime.arguments.groups.rollout import context_length, fully_async_rollout, over_sampling, sampling
 from slime.arguments.groups.run import (
@@ -89,6 +90,7 @@ RULES: tuple[Rule, ...] = (
     weight_copies,
     engine_precision,
     model_parallel_sizes,
+    profiling,
     run_folder,
     check_paths_exist,
     tell_idle_flags,

@@ -7,7 +7,7 @@ of weight zero.
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from slime.arguments import Flags
@@ -56,6 +56,7 @@ class RankData:
 
     batch: RolloutBatch
     steps: list[RankStep]
+    scoring: list[list[int]]  # micro-batches of passes before training; positions as in those of the steps
 
 
 def plan_steps(
@@ -191,7 +192,7 @@ def split_for_ranks(
     lengths = [len(tokens) for tokens in batch["tokens"]]
     plans = plan_steps(args, lengths, batch["rollout_ids"], dp_size=dp_size, cp_size=cp_size, cost=cost)
     mask_totals = [float(mask.sum()) for mask in batch["loss_masks"]]
-    shares = []
+    shares: list[RankData] = []
     for rank in range(dp_size):
         own = [p for step in plans for micro_batch in step.ranks[rank] for p in micro_batch]
         local = {position: i for i, position in enumerate(own)}
@@ -204,5 +205,19 @@ def split_for_ranks(
             )
             for step in plans
         ]
-        shares.append(RankData(batch=take(batch, own), steps=steps))
-    return shares
+        same = [micro_batch for step in steps for micro_batch in step.micro_batches]
+        shares.append(RankData(batch=take(batch, own), steps=steps, scoring=same))
+    return _pack_scoring(args, shares, cp_size) if args.log_probs_max_tokens_per_gpu else shares
+
+
+def _pack_scoring(args: Flags, shares: list[RankData], cp_size: int) -> list[RankData]:
+    """Passes before training with a token budget of their own, and as many micro-batches on each rank."""
+    budget = (args.log_probs_max_tokens_per_gpu or 0) * cp_size
+    lengths = [[len(tokens) for tokens in share.batch["tokens"]] for share in shares]
+    bins = [pack_first_fit(own, budget) for own in lengths]
+    count = max(map(len, bins))
+    bins = [split_largest(b, own, count) for b, own in zip(bins, lengths, strict=True)]
+    return [
+        replace(share, scoring=b + [[] for _ in range(count - len(b))])
+        for share, b in zip(shares, bins, strict=True)
+    ]

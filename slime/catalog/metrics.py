@@ -29,6 +29,9 @@ rollout/rewards: mean of the rewards as they are trained on, after comparison wi
 rollout/reward/<name>: mean of one entry of rewards that are dicts
 rollout/response_len/<stat>: tokens of the answers, without what is masked out of the loss
     = mean well below --rollout-max-response-len; a steady rise is fine while the reward rises too
+rollout/correct_samples: answers with reward 1 (--log-correct-samples)
+rollout/correct_response_len/<stat>: tokens of these
+rollout/correct_entropy: mean entropy of their tokens, where it is recorded (--use-rollout-entropy)
 rollout/response_lengths: mean length of the answers of the batch, masked tokens included
 rollout/total_lengths: mean length of prompt and answer
 rollout/truncated_ratio: share of answers that were cut at the limit

@@ -38,6 +38,7 @@ TRACKERS: dict[str, TrackerRow] = {
         (
             *("wandb_mode", "wandb_dir", "wandb_key", "wandb_host", "wandb_team", "wandb_group"),
             *("wandb_project", "wandb_run_id", "wandb_random_suffix"),
+            "wandb_always_use_train_step",
         ),
     ),
     "trackio": TrackerRow(

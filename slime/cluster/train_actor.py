@@ -23,6 +23,7 @@ from slime.observability.logging_utils import configure_logger
 from slime.runtime.base import Ref, in_background
 from slime.step.agreement import Agreement
 from slime.step.metrics import StepReport
+from slime.step.profiling import StepProfiler
 from slime.step.training_step import TrainingStep
 from slime.utils import accelerator
 from slime.utils.checksums import FileRecord, find_damage, record_files
@@ -104,6 +105,7 @@ class TrainActor:
         # so their addresses are not known here.
         info = RunInfo(run.run_id, str(run.run_dir), num_rollout=args.num_rollout)
         self._plugin_args = plugin_args(args, info)
+        self._profiler = StepProfiler(args, rank)
         self._backend = create_backend(args, rank=rank, world_size=world_size, device=device)
         self._kept = old_policy_of(args, self._backend)
         if checkpoint is not None:
@@ -130,9 +132,11 @@ class TrainActor:
             weight_version=self._version,
             kept=self._kept,
             agreement=self._agreement,
+            profiler=self._profiler,
         )
         started = time.monotonic()
-        report = step.run()
+        with self._profiler.rollout(rollout_id):
+            report = step.run()
         seconds = time.monotonic() - started
         logger.info("rollout %d: %d step(s) in %.2f s", rollout_id, len(report.steps), seconds)
         if self._version is not None:
@@ -199,4 +203,5 @@ class TrainActor:
     def close(self) -> None:
         if self._sender is not None:
             self._sender.close()
+        self._profiler.close()
         dist.destroy_process_group()

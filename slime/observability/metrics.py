@@ -27,6 +27,7 @@ class MetricArgs(Protocol):
     advantage_estimator: str
     rollout_num_gpus: int
     log_passrate: bool
+    log_correct_samples: bool
     log_multi_turn: bool
     log_reward_category: str | None
 
@@ -55,6 +56,10 @@ def rollout_metrics(
     metrics.update(_perf_metrics(flat, rollout_time, num_gpus=max(1, args.rollout_num_gpus or 1)))
     if args.log_multi_turn:
         metrics.update(_with_prefix("multi_turn", multi_turn_metrics(flat)))
+    if args.log_correct_samples:
+        lengths = [s.effective_response_length for s in flat if s.reward and s.get_reward_value(args) == 1]
+        metrics["rollout/correct_samples"] = len(lengths)
+        metrics |= _with_prefix("rollout/correct_response_len", distribution(lengths)) if lengths else {}
     if args.log_passrate:
         by_group = _rewards_by_group(flat, args.reward_key)
         metrics.update(_with_prefix("passrate", pass_rates(by_group)))

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from slime.arguments import Flags
 from slime.backends.base import Loss, Metrics, MicroBatch, TokenOutputs
@@ -37,8 +38,9 @@ def build_loss(args: Flags, batch: RolloutBatch, watch: TokenWatch | None = None
         _warn_of_logits()
         if "rollout_top_p_token_ids" in batch:
             _warn_of_nucleus()
+        own = _custom_loss(args, batch, args.custom_loss_function_path)
         return Loss(
-            _custom_loss(args, batch, args.custom_loss_function_path), needs_logits=True, masked=False
+            _recomputed(own) if args.recompute_loss_function else own, needs_logits=True, masked=False
         )
     if args.loss_type == "dpo_loss":
         return build_dpo_loss(batch, watch, beta=args.dpo_beta, label_smoothing=args.dpo_label_smoothing)
@@ -89,6 +91,16 @@ def _custom_loss(args: Flags, batch: RolloutBatch, path: str) -> LossFunction:
             "loss": loss.detach(),
             **{name: torch.as_tensor(v).detach() for name, v in metrics.items()},
         }
+
+    return loss_fn
+
+
+def _recomputed(loss: LossFunction) -> LossFunction:
+    """The same, called again in the backward pass: what it makes of the logits is not kept till then."""
+
+    def loss_fn(out: TokenOutputs, mb: MicroBatch) -> tuple[Tensor, Metrics]:
+        result: tuple[Tensor, Metrics] = checkpoint(loss, out, mb, use_reentrant=False)
+        return result
 
     return loss_fn
 

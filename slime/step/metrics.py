@@ -74,8 +74,13 @@ def optimizer_metrics(stats: StepStats, prefix: str) -> dict[str, float]:
     return metrics if stats.applied else metrics | {f"{prefix}empty_steps": 1.0}
 
 
-def rollout_metrics(backend: TrainBackend, batch: RolloutBatch) -> dict[str, float]:
-    """Means over all ranks: of token values over rollouts with trained tokens, of the rest over samples."""
+def rollout_metrics(
+    backend: TrainBackend, batch: RolloutBatch, *, of_correct: bool = False
+) -> dict[str, float]:
+    """Means over all ranks: of token values over rollouts with trained tokens, of the rest over samples.
+
+    `of_correct`: also the entropy over tokens of answers with reward 1, where it was recorded.
+    """
     ones = [torch.ones(len(mask)) for mask in batch["loss_masks"]]
     sums = {
         "samples": float(len(batch["tokens"])),
@@ -95,9 +100,22 @@ def rollout_metrics(backend: TrainBackend, batch: RolloutBatch) -> dict[str, flo
         f"rollout/{key}": value / (trained if key in PER_TOKEN_METRICS else samples)
         for key, value in total.items()
     }
+    if of_correct and "entropy" in batch:
+        metrics |= _correct_entropy(backend, batch)
     if "values" in batch and "returns" in batch:
         metrics["rollout/explained_variance"] = explained_variance(backend, batch)
     return metrics
+
+
+def _correct_entropy(backend: TrainBackend, batch: RolloutBatch) -> dict[str, float]:
+    sums = torch.zeros(2, dtype=torch.float64)
+    for entropy, mask, reward in zip(
+        batch["entropy"], batch["loss_masks"], batch.get("raw_reward", batch["rewards"]), strict=True
+    ):
+        if reward == 1:
+            sums += torch.stack([(entropy.double() * mask).sum(), mask.double().sum()])
+    total, count = backend.sum_over_ranks(sums).tolist()
+    return {"rollout/correct_entropy": total / count} if count else {}
 
 
 def _sum_of_rollout_means(

@@ -25,6 +25,7 @@ from slime.step.critic import train_critic
 from slime.step.losses import build_loss
 from slime.step.metrics import StepReport, mean_over_steps, perf_metrics, rollout_metrics, step_metrics
 from slime.step.policy_tokens import PolicyTokens, policy_tokens
+from slime.step.profiling import ACTOR, LOG_PROBS, StepProfiler
 from slime.step.watch import TokenWatch, check_on_policy, save_nonfinite
 from slime.utils.misc import load_function
 from slime.utils.plugin_errors import plugin_call
@@ -57,10 +58,12 @@ class TrainingStep:
         weight_version: int | None = None,  # as engines know the current weights; None: they do not
         kept: OldPolicy | None = None,  # weights of older versions; None: ratios need none
         agreement: Agreement | None = None,  # what was found in the run so far; None: this is its first batch
+        profiler: StepProfiler | None = None,  # None: this batch alone is a run, and records none
     ) -> None:
         self.backend, self.args, self.rollout_id = backend, args, rollout_id
         self.batch: RolloutBatch = share.batch.copy()  # the keys that the step adds are its own
-        self.steps = share.steps
+        self.steps, self._scoring = share.steps, share.scoring
+        self._profiler = profiler or StepProfiler(args, 0)
         self.agreement = agreement or Agreement()
         self.weight_version = weight_version
         self._kept = kept
@@ -70,14 +73,16 @@ class TrainingStep:
     def run(self) -> StepReport:
         """Everything in order. Call it once."""
         with self._timed("train"):
-            self._score_samples()
+            with self._profiler.part(LOG_PROBS):
+                self._score_samples()
             compared = self._compare_before_training()
             self._add_advantages()
             self._postprocess()
-            metrics = rollout_metrics(self.backend, self.batch)
+            of_correct = self.args.log_correct_samples
+            metrics = rollout_metrics(self.backend, self.batch, of_correct=of_correct)
             if self.args.reset_optimizer_states:
                 self.backend.reset_optimizer()
-            with self._timed("actor_train"):
+            with self._timed("actor_train"), self._profiler.part(ACTOR):
                 steps = [self._optimizer_step(index, step, compared) for index, step in enumerate(self.steps)]
             interval = self.args.ref_update_interval
             if interval and (self.rollout_id + 1) % interval == 0:
@@ -111,8 +116,7 @@ class TrainingStep:
         needs_old = needs_old_log_probs(args, len(self.steps))
         if not (needs_old or needs_reference(args) or needs_critic(args) or args.use_opd):
             return
-        all_positions = [micro_batch for step in self.steps for micro_batch in step.micro_batches]
-        mbs = build_micro_batches(batch, all_positions, replay=args.use_rollout_routing_replay)
+        mbs = build_micro_batches(batch, self._scoring, replay=args.use_rollout_routing_replay)
         if needs_critic(args):
             with self._timed("values"):
                 batch["values"] = backend.values(mbs)

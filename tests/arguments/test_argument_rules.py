@@ -59,7 +59,7 @@ SGLANG = {"rollout_engine": "sglang", "sglang_python": sys.executable}
             "--over-sampling-batch-size is 3, less than --rollout-batch-size 4",
         ),
         ({"num_rollout": None}, "neither --num-rollout nor --num-epoch"),
-        ({"num_epoch": 2}, "--num-rollout is 3 and --num-epoch is 2"),
+        ({"num_epoch": 2, "strict": True}, "--num-epoch is 2, but --num-rollout says how long to train"),
         ({"num_rollout": None, "num_epoch": 2}, "--num-epoch needs the shared dataset"),
         ({"loss_type": "custom_loss"}, "needs --custom-loss-function-path"),
         ({"loss_type": "sft_loss"}, "--n-samples-per-prompt is 2 with --loss-type sft_loss"),
@@ -216,6 +216,8 @@ def test_batch_that_does_not_fit_is_explained(changes, message):
 
 
 NO_EFFECT_VALUES = {
+    "profile_target": "train_actor",
+    "memory_recorder": "memray",
     "weight_copies": "device",
     "lora_sync": "adapter",
     "update_weight_delta_encoding": "overwrite",

@@ -46,6 +46,20 @@ def test_every_sample_is_in_exactly_one_micro_batch_and_ranks_agree(pairs, dp_si
         assert len({step_of[p] for p, r in enumerate(rollout_ids) if r == rollout}) == 1
 
 
+def test_passes_before_training_have_a_budget_of_their_own():
+    batch = samples_to_batch(args(n_samples_per_prompt=4), random_samples(5, 4))
+    packed = dict(use_dynamic_batch_size=True, max_tokens_per_gpu=25, global_batch_size=4)
+    same = split_for_ranks(args(**packed), batch, 3)
+    assert all(share.scoring == [mb for step in share.steps for mb in step.micro_batches] for share in same)
+    larger = split_for_ranks(args(**packed, log_probs_max_tokens_per_gpu=90), batch, 3)
+    assert len({len(share.scoring) for share in larger}) == 1
+    assert len(larger[0].scoring) < len(same[0].scoring)
+    for share in larger:
+        lengths = [len(tokens) for tokens in share.batch["tokens"]]
+        assert sorted(p for mb in share.scoring for p in mb) == list(range(len(lengths)))
+        assert all(sum(lengths[p] for p in mb) <= 90 for mb in share.scoring)
+
+
 def test_a_remainder_becomes_a_short_step_and_is_said(caplog):
     with caplog.at_level(logging.WARNING):
         steps = plan_steps(args(global_batch_size=4), [5] * 10, list(range(10)), dp_size=1)

@@ -3,13 +3,16 @@
 import contextlib
 import json
 import math
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from slime.catalog.trackers import TRACKERS, chosen_trackers
 from slime.cli import track
-from slime.observability.trackers.base import COLUMNS
+from slime.observability.trackers import services
+from slime.observability.trackers.base import COLUMNS, TrackedRun
 from slime.observability.trackers.follow import Follower, follow, read_progress, tracked_run
 from slime.record import RECORD_FILE, Entry, RecordWriter
 from slime.utils.folder_lock import FolderLock
@@ -292,3 +295,16 @@ def test_a_line_that_is_being_written_waits(tmp_path):
         file.write(".5}\n")
     assert follower.step()
     assert [entry[1]["train/loss"] for entry in kept(tmp_path) if entry[0] == "scalars"] == [3.0, 2.5]
+
+
+def test_rollouts_may_stand_at_the_optimizer_steps_before_them(tmp_path, monkeypatch):
+    logged = []
+    run = SimpleNamespace(log=logged.append, define_metric=lambda *a, **k: None)
+    double = SimpleNamespace(init=lambda **_: run, Table=list, teardown=None, Settings=lambda **_: None)
+    monkeypatch.setitem(sys.modules, "wandb", double)
+    sizes = {"rollout_batch_size": 4, "n_samples_per_prompt": 8, "global_batch_size": 16}
+    chosen = options(wandb_always_use_train_step=True)
+    service = services.WandB(TrackedRun("id", "run", tmp_path, chosen, sizes))
+    service.scalars({"a": 1.0}, "rollout/step", 3, 0.0)
+    service.scalars({"b": 1.0}, "train/step", 7, 0.0)
+    assert logged == [{"a": 1.0, "rollout/step": 6}, {"b": 1.0, "train/step": 7}]

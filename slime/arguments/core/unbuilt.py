@@ -11,8 +11,8 @@ IDLE_FLAGS = {
     "how it is computed is slime's to choose": """
         moe-grouped-gemm moe-permute-fusion moe-router-fusion rope-fusion bias-swiglu-fusion
         bias-dropout-fusion bias-gelu-fusion persist-layer-norm use-flash-attn use-mcore-models
-        transformer-impl qwen-gdn-backend recompute-loss-function use-cpu-initialization
-        perform-initialization log-probs-max-tokens-per-gpu data-pad-size-multiplier
+        transformer-impl qwen-gdn-backend use-cpu-initialization
+        perform-initialization data-pad-size-multiplier
         create-attention-mask-in-dataloader manual-gc manual-gc-interval empty-unused-memory-level""",
     "the config of --hf-checkpoint says it": """
         spec model-name padded-vocab-size make-vocab-size-divisible-by position-embedding seq-length
@@ -25,15 +25,12 @@ IDLE_FLAGS = {
     "slime has formats of its own for checkpoints and logs": """
         ckpt-format use-dist-ckpt auto-detect-ckpt-format dist-ckpt-strictness ckpt-fully-parallel-save
         ckpt-assume-constant-structure log-interval log-throughput timing-log-level tensorboard-dir
-        tensorboard-log-interval save-rng log-correct-samples wandb-always-use-train-step""",
+        tensorboard-log-interval save-rng""",
     "slime moves data and requests in its own way": """
         rollout-data-transport use-distributed-post http-proxy actor-num-cpus sglang-router-ip
         sglang-router-policy min-batch-collection-ratio""",
     "the trainer's processes stay; --offload-train gives their device memory back": "release-train",
-    "nothing is recorded of memory here": """
-        record-memory-history memory-recorder memory-snapshot-dir memory-snapshot-num-steps
-        memory-snapshot-path profile-target use-pytorch-profiler profile profile-step-start
-        profile-step-end""",
+    "--use-pytorch-profiler records steps": "profile",
 }
 _WHY_IDLE = {name: why for why, names in IDLE_FLAGS.items() for name in names.split()}
 # Flags of plug-ins that slime has on its own command line: attributes of args, for whoever reads them.

@@ -108,10 +108,8 @@ def length_of_run(draft: Draft) -> None:
             "100."
         )
     if draft.num_rollout is not None and draft.num_epoch is not None:
-        raise ValueError(
-            f"--num-rollout is {draft.num_rollout} and --num-epoch is {draft.num_epoch}: both say how long "
-            "to train; keep one of them."
-        )
+        draft.idle.append(f"--num-epoch is {draft.num_epoch}, but --num-rollout says how long to train.")
+        draft.derive("num_epoch", None, "--num-rollout says how long to train")
     if draft.num_epoch is not None and not draft.rollout_global_dataset:
         raise ValueError(
             "--num-epoch needs the shared dataset to know how long an epoch is; use --num-rollout instead."

@@ -49,6 +49,9 @@ class TrackingFlags:
     wandb_random_suffix: bool = flag(
         True, "no random suffix on the W&B group", off="--disable-wandb-random-suffix", only_with=WANDB
     )
+    wandb_always_use_train_step: bool = flag(
+        False, "rollouts and evaluations on W&B by the optimizer steps before them", only_with=WANDB
+    )
     use_trackio: bool = flag(False, "metrics and samples to trackio, on this machine or in a Space")
     trackio_project: str | None = flag(
         None, "trackio project; default: slime", metavar="NAME", only_with=TRACKIO
@@ -64,6 +67,9 @@ class TrackingFlags:
         None, "MLflow experiment; default: slime", metavar="NAME", only_with=MLFLOW
     )
     log_passrate: bool = flag(False, "pass@k")
+    log_correct_samples: bool = flag(
+        False, "lengths of answers with reward 1, and their entropy (rollout/correct_*)"
+    )
     log_multi_turn: bool = flag(False, "lengths and turns of whole responses (multi_turn/*)")
     log_reward_category: str | None = flag(
         None, "count rewards by this entry of a dict reward", metavar="KEY"

@@ -19,6 +19,18 @@ BY_TOKENS = needs(
     "micro-batches are filled by tokens only with --use-dynamic-batch-size; add it",
     harmless=True,
 )
+BY_OWN_ROUTES = OnlyWith(
+    "without --use-routing-replay",
+    lambda d: not d.use_routing_replay or d.use_rollout_routing_replay,
+    "--use-routing-replay records experts by micro-batch, so that all passes have the same; remove it",
+    harmless=True,
+)
+OWN_LOSS = OnlyWith(
+    "with --loss-type custom_loss",
+    lambda d: d.loss_type == "custom_loss",
+    "built-in losses compute logits again in any case (--logits-memory-gib)",
+    harmless=True,
+)
 BY_SAMPLES = OnlyWith(
     "without --use-dynamic-batch-size",
     lambda d: not d.use_dynamic_batch_size,
@@ -70,12 +82,24 @@ class TrainingFlags:
     max_tokens_per_gpu: int | None = flag(
         None, "tokens of one micro-batch with --use-dynamic-batch-size", ge=1, only_with=BY_TOKENS
     )
+    log_probs_max_tokens_per_gpu: int | None = flag(
+        None,
+        "the same for passes before training, which need no memory for a backward pass; default: the same",
+        ge=1,
+        only_with=(BY_TOKENS, BY_OWN_ROUTES),
+    )
     balance_data: bool = flag(False, "balance estimated work over data-parallel ranks")
     balance_by_flops: bool = flag(False, "balance micro-batches by estimated work too; sets --balance-data")
     calculate_per_token_loss: bool = flag(
         False, "mean over all tokens of a step instead of over its rollouts", only_with=NOT_PAIRS
     )
     log_probs_chunk_size: int = flag(-1, "tokens per chunk of log-probs and entropy; -1: one chunk", ge=-1)
+    recompute_loss_function: bool = flag(
+        False,
+        "a loss of your own is computed again in the backward pass, in place of keeping what it made of the "
+        "logits",
+        only_with=OWN_LOSS,
+    )
     logits_memory_gib: float = flag(
         0.0,
         "GiB in which a micro-batch may keep its logits for the backward pass, which else computes them "

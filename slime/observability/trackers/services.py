@@ -67,6 +67,10 @@ class WandB:
         name = get("wandb_group")
         if name and get("wandb_random_suffix"):
             name = f"{name}-{run.id}"
+        self._samples = self._per_step = 1
+        if get("wandb_always_use_train_step"):
+            self._samples = run.config["rollout_batch_size"] * run.config["n_samples_per_prompt"]
+            self._per_step = run.config["global_batch_size"]
         self._run = wandb.init(
             project=get("wandb_project"),
             entity=get("wandb_team"),
@@ -84,11 +88,15 @@ class WandB:
             self._run.define_metric(f"{axis}/*", step_metric=step_key)
 
     def scalars(self, values: Mapping[str, float], step_key: str, step: int, time: float) -> None:
-        self._run.log({**values, step_key: step})
+        self._run.log({**values, step_key: self._place(step_key, step)})
 
     def table(self, table: SampleTable) -> None:
         rows = self._table(columns=list(COLUMNS), data=[list(row) for row in table.rows])
-        self._run.log({table.name: rows, table.step_key: table.step})
+        self._run.log({table.name: rows, table.step_key: self._place(table.step_key, table.step)})
+
+    def _place(self, step_key: str, step: int) -> int:
+        """With --wandb-always-use-train-step the optimizer steps before a rollout, in place of its number."""
+        return step if step_key == "train/step" else step * self._samples // self._per_step
 
     def flush(self) -> None:
         """Its own process has what was handed over, and keeps it on disk until it is sent."""

@@ -1,0 +1,78 @@
+"""Flags and rules of what trainer ranks record of themselves: profiles of steps, history of memory."""
+
+import importlib.util
+from dataclasses import dataclass
+
+from slime.arguments.core.devices import visible_gpus
+from slime.arguments.core.draft import Draft
+from slime.arguments.core.flag import flag, needs
+
+# -- when flags have an effect
+PROFILED = needs("use_pytorch_profiler", "no step is profiled; add --use-pytorch-profiler", harmless=True)
+REMEMBERED = needs(
+    "record_memory_history", "nothing is recorded of memory; add --record-memory-history", harmless=True
+)
+
+
+@dataclass
+class ProfilingFlags:
+    """Profiles of the trainer."""
+
+    use_pytorch_profiler: bool = flag(
+        False, "torch's profile of some rollouts' training: traces in RUN/profile, for Perfetto or Chrome"
+    )
+    profile_step_start: int = flag(
+        10, "first rollout that is profiled, counted from the start of the process", ge=0, only_with=PROFILED
+    )
+    profile_step_end: int = flag(12, "first rollout that is not any more", ge=1, only_with=PROFILED)
+    profile_target: list[str] = flag(
+        ["train_overall"],
+        "what a trace covers: all of the training, its optimizer steps, or the passes before them",
+        choices=("train_overall", "train_actor", "train_log_probs"),
+        only_with=PROFILED,
+    )
+    profile_ranks: list[int] | None = flag(
+        None, "trainer ranks that are profiled; default: all", ge=0, only_with=PROFILED
+    )
+    record_memory_history: bool = flag(
+        False, "what trainer ranks allocate and where, written at the end and when memory runs out"
+    )
+    memory_recorder: str = flag(
+        "torch",
+        "torch: GPU memory, for pytorch.org/memory_viz; memray: host memory, for `memray flamegraph`",
+        choices=("torch", "memray"),
+        only_with=REMEMBERED,
+    )
+    memory_snapshot_dir: str | None = flag(
+        None, "folder of these files; default: RUN/memory", metavar="DIR", only_with=REMEMBERED
+    )
+    memory_snapshot_path: str = flag(
+        "snapshot.pickle", "how the names of torch's files end", metavar="NAME", only_with=REMEMBERED
+    )
+    memory_snapshot_num_steps: int | None = flag(
+        None, "record so many rollouts; default: all", ge=1, only_with=REMEMBERED
+    )
+
+
+def profiling(draft: Draft) -> None:
+    start, end = draft.profile_step_start, draft.profile_step_end
+    if draft.use_pytorch_profiler and end <= start:
+        raise ValueError(
+            f"--profile-step-end is {end} and --profile-step-start {start}: the first rollout that is not "
+            "profiled comes after the first that is."
+        )
+    if draft.use_pytorch_profiler and draft.num_rollout is not None and draft.num_rollout <= start:
+        draft.idle.append(
+            f"--use-pytorch-profiler is set, but --profile-step-start is {start} and --num-rollout "
+            f"{draft.num_rollout}: nothing is profiled."
+        )
+    if draft.record_memory_history and draft.memory_recorder == "memray":
+        if importlib.util.find_spec("memray") is None:
+            raise ValueError(
+                "--memory-recorder memray needs the package memray: pip install 'slime[memray]'."
+            )
+    elif draft.record_memory_history and draft.runtime != "ray" and not visible_gpus():
+        draft.idle.append(
+            "--record-memory-history is set, but torch records the memory of GPUs, and none is visible; "
+            "--memory-recorder memray records that of this machine."
+        )
