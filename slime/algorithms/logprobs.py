@@ -132,6 +132,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         with_entropy: bool,
         keep: bool,
         nucleus: Nucleus | None,
+        softcap: float | None,
     ) -> tuple[Tensor, Tensor | None]:
         kernels = _kernels_for(hidden)
         num_tokens, dtype = hidden.shape[0], _compute_dtype(hidden.dtype)
@@ -143,6 +144,8 @@ class _ChunkedLogProbs(torch.autograd.Function):
         for start in range(0, num_tokens, size):
             rows = slice(start, start + size)
             logits = torch.mm(hidden[rows], weight.T, out=None if kept is None else kept[rows])
+            if softcap is not None:
+                logits.div_(softcap).tanh_().mul_(softcap)
             if nucleus is not None:
                 nucleus.rows(start, min(start + size, num_tokens)).cut_(logits, targets[rows])
             statistics = _statistics if kernels is None else kernels.row_statistics
@@ -151,6 +154,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
             statistics(block, targets[rows], temperature, *outputs)
         ctx.save_for_backward(hidden, weight, targets, log_sums, entropy)
         ctx.temperature, ctx.chunk_size, ctx.nucleus = temperature, chunk_size, nucleus
+        ctx.softcap = softcap
         ctx.kept = kept  # not among the saved tensors: backward writes into it and lets it go
         ctx.set_materialize_grads(False)
         return log_probs, entropy
@@ -161,7 +165,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, log_sums, entropy = ctx.saved_tensors
         if grad_log_probs is None and grad_entropy is None:
-            return (None,) * 8
+            return (None,) * 9
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(log_sums)
         kernels = _kernels_for(hidden)
@@ -174,7 +178,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         if ctx.kept is not None:
             logits, ctx.kept = ctx.kept, None
             grad = gradient(logits, targets, 0, ctx.temperature, log_sums, *grads)
-            return grad @ weight, grad.T @ hidden if ctx.needs_input_grad[1] else None, *(None,) * 6
+            return grad @ weight, grad.T @ hidden if ctx.needs_input_grad[1] else None, *(None,) * 7
         grad_hidden = torch.zeros(hidden.shape, dtype=log_sums.dtype, device=hidden.device)
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         vocab = weight.shape[0]
@@ -184,13 +188,19 @@ class _ChunkedLogProbs(torch.autograd.Function):
         for first in range(0, vocab, size):
             part = weight[first : first + size]
             logits = hidden @ part.T
+            slope = None
+            if ctx.softcap is not None:
+                share = logits.div_(ctx.softcap).tanh_()
+                slope = 1 - share.to(log_sums.dtype).square()
+                logits = share.mul_(ctx.softcap)
             if ctx.nucleus is not None:
                 ctx.nucleus.cut_(logits, targets, first)
             grad = gradient(logits, targets, first, ctx.temperature, log_sums, *grads)
+            grad = grad if slope is None else grad * slope.to(grad.dtype)
             grad_hidden = _add_product(grad_hidden, grad, part)
             if grad_weight is not None:
                 torch.mm(grad.T, hidden, out=grad_weight[first : first + size])
-        return grad_hidden.to(hidden.dtype), grad_weight, *(None,) * 6
+        return grad_hidden.to(hidden.dtype), grad_weight, *(None,) * 7
 
 
 def chunked_log_probs(
@@ -203,13 +213,14 @@ def chunked_log_probs(
     with_entropy: bool = False,
     memory_gib: float = 0.0,
     nucleus: Nucleus | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs [T] of `targets` [T] and maybe entropies [T] of softmax(hidden @ weight.T / temperature).
 
     `hidden` is [T, H], `weight` [V, H]. Results are fp32 (fp64 for fp64 inputs) and differentiable in both.
     `chunk_size` counts tokens; -1 picks it so that one block of logits stays within 256 MiB. Logits that fit
     into `memory_gib` are kept for the backward pass. `nucleus`: of T rows, over whose ids each softmax goes;
-    None: over all.
+    None: over all. `softcap`: logits are capped by it before they are divided by the temperature.
     """
     if hidden.shape[0] == 0:
         # Keeps the graph connected: a rank without tokens still has to take part in the gradient reduction.
@@ -218,11 +229,12 @@ def chunked_log_probs(
     size = hidden.shape[0] * weight.shape[0] * hidden.element_size()
     keep = (
         size <= memory_gib * 2**30
+        and softcap is None  # its slope would have to be kept beside them
         and torch.is_grad_enabled()
         and (hidden.requires_grad or weight.requires_grad)
     )
     return _ChunkedLogProbs.apply(
-        hidden, weight, targets, float(temperature), chunk_size, with_entropy, keep, nucleus
+        hidden, weight, targets, float(temperature), chunk_size, with_entropy, keep, nucleus, softcap
     )
 
 

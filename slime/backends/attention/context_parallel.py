@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from slime.algorithms.nucleus import Nucleus
 from slime.backends.attention import packed
 from slime.backends.attention.packed import PackedDocuments
+from slime.backends.attention.variants import PLAIN, Variant, attend_to_prefix
 from slime.backends.base import MicroBatch
 
 
@@ -133,6 +133,7 @@ def zigzag_attention(
     group: dist.ProcessGroup,
     *,
     scale: float | None = None,
+    variant: Variant = PLAIN,
 ) -> Tensor:
     """Causal attention within documents of which this rank holds two chunks each.
 
@@ -145,39 +146,26 @@ def zigzag_attention(
     else:
         key = _GatherRows.apply(key, group).index_select(0, plan.order)
         value = _GatherRows.apply(value, group).index_select(0, plan.order)
-    if (attend := packed.varlen_for(query)) is not None:
+    if (attend := packed.varlen_for(query, variant)) is not None:
         # Queries of a chunk are the last tokens of the prefix that they see: a causal mask is aligned there.
         key, value, bound = (
             key.index_select(0, plan.seen),
             value.index_select(0, plan.seen),
             plan.documents.bound,
         )
-        return attend(query, key, value, plan.cu_query, plan.cu_key, bound, bound, scale)
+        cus = plan.cu_query, plan.cu_key
+        return attend(query, key, value, *cus, bound, bound, scale, window=variant.window)
     results, row, start = [], 0, 0
     for length in plan.documents.lengths:
         chunk = length // (2 * plan.size)
         for index in (plan.rank, 2 * plan.size - 1 - plan.rank):
             seen = (index + 1) * chunk
-            results.append(
-                _chunk_attention(
-                    query[row : row + chunk], key[start : start + seen], value[start : start + seen], scale
-                )
-            )
+            rows, prefix = slice(row, row + chunk), slice(start, start + seen)
+            parts = (query[None, rows], key[None, prefix], value[None, prefix])
+            results.append(attend_to_prefix(*parts, scale, variant)[0])
             row += chunk
         start += length
     return torch.cat(results)
-
-
-def _chunk_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """The last tokens of a prefix attend to all of it: query [C, H, D], key and value [S, G, D], S >= C."""
-    queries, seen = query.shape[0], key.shape[0]
-    repeat = query.shape[1] // key.shape[1]
-    if repeat > 1:
-        key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
-    mask = torch.ones(queries, seen, dtype=torch.bool, device=query.device).tril(seen - queries)
-    query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
-    return out[0].transpose(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +175,10 @@ class SharedDocuments:
     plan: ZigzagPlan
     group: dist.ProcessGroup
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        return zigzag_attention(query, key, value, self.plan, self.group, scale=scale)
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, variant: Variant = PLAIN
+    ) -> Tensor:
+        return zigzag_attention(query, key, value, self.plan, self.group, scale=scale, variant=variant)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,9 @@ It is registered with transformers under the name `slime_packed`; models are cal
 `documents=PackedDocuments(...)` and pass it through to here. On CUDA with 16-bit tensors the first of
 `flash4`, `long_attention` and torch's variable-length attention does the work that computes right in a trial.
 Elsewhere documents of similar length are gathered into one batch, padded on the right: under a causal mask no
-real token sees the padding, so no mask tensor is needed.
-
-Not covered, and refused by name: sliding windows, attention sinks, soft-capped scores, dropout, other masks.
+real token sees the padding, so no mask tensor is needed. Sliding windows, chunks, attention sinks and
+soft-capped scores (`variants.py`) are computed in such batches too, but for windows on CUDA where torch's
+variable-length attention knows them. Other masks are refused by name.
 """
 
 import functools
@@ -22,6 +22,7 @@ from torch import Tensor
 from slime.backends.attention import flash4, long_documents
 from slime.backends.attention.operator import Operator
 from slime.backends.attention.trial import first_right
+from slime.backends.attention.variants import PLAIN, Variant, attend_to_prefix, variant_of
 
 ATTENTION_NAME = "slime_packed"
 
@@ -29,7 +30,6 @@ ATTENTION_NAME = "slime_packed"
 _PAD_TOKENS = 8
 _PAD_SHARE = 8
 _GROUP_TOKENS = 1 << 16
-_UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "sinks", "position_bias")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,10 @@ class PackedDocuments:
     def longest(self) -> int:
         return max(self.lengths)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        return packed_attention(query, key, value, self, scale=scale)
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, variant: Variant = PLAIN
+    ) -> Tensor:
+        return packed_attention(query, key, value, self, scale=scale, variant=variant)
 
     def to(self, device: torch.device) -> "PackedDocuments":
         if self.cu_seqlens.device == device:
@@ -111,24 +113,41 @@ def _group_documents(lengths: tuple[int, ...], device: torch.device) -> list[Doc
 
 
 def packed_attention(
-    query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, *, scale: float | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: PackedDocuments,
+    *,
+    scale: float | None = None,
+    variant: Variant = PLAIN,
 ) -> Tensor:
     """Causal attention within documents: query [T, H, D], key and value [T, G, D], H = n x G -> [T, H, D]."""
-    if (operator := operator_for(query, key, value)) is not None:
+    if variant is PLAIN and (operator := operator_for(query, key, value)) is not None:
         chosen = query.shape[-1] ** -0.5 if scale is None else scale
         return operator(query, key, value, documents.cu_seqlens, documents.bounds, chosen)[0]
-    if (attend := varlen_for(query)) is not None:
-        bound = documents.bound
-        return attend(query, key, value, documents.cu_seqlens, documents.cu_seqlens, bound, bound, scale)
-    groups, order = documents.groups()
+    if (attend := varlen_for(query, variant)) is not None:
+        bound, cu = documents.bound, documents.cu_seqlens
+        return attend(query, key, value, cu, cu, bound, bound, scale, window=variant.window)
+
+    def in_batch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _causal(q, k, v, scale) if variant is PLAIN else attend_to_prefix(q, k, v, scale, variant)
+
+    return by_document(documents, in_batch, query, key, value)
+
+
+def by_document(documents: PackedDocuments, run: Callable[..., Tensor], *streams: Tensor) -> Tensor:
+    """`run` on batches [B, L, ...] of documents instead of packed `streams` [T, ...]; its rows back in place.
+
+    Documents stand at the left of their row. What `run` makes of a token must not depend on later ones.
+    """
     if len(documents.lengths) == 1:
-        return _causal(query[None], key[None], value[None], scale)[0]
+        return run(*(stream[None] for stream in streams))[0]
+    groups, order = documents.groups()
     results = []
     for group in groups:
-        batch, longest = group.gather.shape
         index = group.gather.flatten()
-        q, k, v = (x.index_select(0, index).view(batch, longest, *x.shape[1:]) for x in (query, key, value))
-        results.append(_causal(q, k, v, scale).flatten(0, 1).index_select(0, group.scatter))
+        batch = (x.index_select(0, index).view(*group.gather.shape, *x.shape[1:]) for x in streams)
+        results.append(run(*batch).flatten(0, 1).index_select(0, group.scatter))
     return torch.cat(results).index_select(0, order)
 
 
@@ -161,13 +180,13 @@ def operator_for(query: Tensor, key: Tensor, value: Tensor) -> Operator | None:
     return _CHOSEN.get(shape)
 
 
-def varlen_for(query: Tensor) -> Callable[..., Tensor] | None:
-    """torch's variable-length attention where it can take `query`: 16-bit tensors on CUDA."""
-    if not _fits_kernels(query):
+def varlen_for(query: Tensor, variant: Variant = PLAIN) -> Callable[..., Tensor] | None:
+    """torch's variable-length attention where it can take `query`: 16 bit on CUDA, and at most a window."""
+    if not _fits_kernels(query) or variant.beyond_window:
         return None
     if not _VARLEN:
         _VARLEN.append(_varlen_attention())
-    return _VARLEN[0]
+    return _VARLEN[0] if variant is PLAIN or _varlen_has_windows() else None
 
 
 def _fits_kernels(query: Tensor) -> bool:
@@ -200,6 +219,16 @@ def head_shape(config: Any) -> tuple[int, int]:
 
 
 @functools.cache
+def _varlen_has_windows() -> bool:
+    try:
+        # Not in every torch that we support.
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return False
+    return "window_size" in inspect.signature(varlen_attn).parameters
+
+
+@functools.cache
 def _varlen_attention() -> Callable[..., Tensor] | None:
     """torch's causal variable-length attention behind one signature, or None where this torch has none."""
     try:
@@ -209,7 +238,7 @@ def _varlen_attention() -> Callable[..., Tensor] | None:
         return None
     accepted = inspect.signature(varlen_attn).parameters
     # How a causal mask is asked for, and whether grouped queries and a scale are known, differs by release.
-    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in accepted else {"is_causal": True}
+    options: dict[str, Any] = {} if _varlen_has_windows() else {"is_causal": True}
     scaled = "scale" in accepted
     if "enable_gqa" in accepted:
         options["enable_gqa"] = True
@@ -224,12 +253,15 @@ def _varlen_attention() -> Callable[..., Tensor] | None:
         longest_key: int,
         scale: float | None,
         *,
+        window: int | None = None,
         repeat: bool = True,
     ) -> Tensor:
         if repeat and key.shape[1] != query.shape[1]:
             times = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
         chosen = dict(options)
+        if "is_causal" not in options:
+            chosen["window_size"] = (-1 if window is None else window - 1, 0)
         if scale is not None and scaled:
             chosen["scale"] = scale
         elif scale is not None:
@@ -279,15 +311,16 @@ def transformers_attention(
     assert documents is not None, (
         "models on slime_packed attention are called with documents=PackedDocuments(...)"
     )
-    for name in _UNSUPPORTED:
-        if kwargs.get(name) is not None:
-            raise ValueError(f"{type(module).__name__} uses {name}: packed training does not support it yet.")
     if dropout:
         raise ValueError(
             f"{type(module).__name__} uses attention dropout {dropout}: set attention_dropout to 0."
         )
+    variant = variant_of(module, attention_mask, kwargs)
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    return documents.attend(query, key, value, scaling).unsqueeze(0), None
+    width = value.shape[-1]
+    if width < query.shape[-1] and _fits_kernels(query):
+        value = F.pad(value, (0, query.shape[-1] - width))  # kernels take one width only
+    return documents.attend(query, key, value, scaling, variant)[..., :width].unsqueeze(0), None
 
 
 def register() -> str:
@@ -297,18 +330,3 @@ def register() -> str:
 
     AttentionInterface.register(ATTENTION_NAME, transformers_attention)
     return ATTENTION_NAME
-
-
-def refuse_unsupported(config: Any) -> None:
-    """Raise, naming the feature, for a model whose attention or output this trainer would compute wrongly."""
-    values = config.get_text_config().to_dict()
-    kind = values.get("model_type")
-    layer_types = set(values.get("layer_types") or ()) - {"full_attention"}
-    if layer_types:
-        raise ValueError(
-            f"{kind} has {', '.join(sorted(layer_types))} layers: packed training supports full attention "
-            "only."
-        )
-    for name in ("attn_logit_softcapping", "final_logit_softcapping", "logits_scaling", "logit_scale"):
-        if values.get(name) not in (None, 1, 1.0):
-            raise ValueError(f"{kind} sets {name}={values[name]}: packed training does not support it yet.")

@@ -16,7 +16,6 @@ from torch import nn
 
 from slime.arguments import Args
 from slime.arguments.passthrough.megatron import MODEL_FACTS
-from slime.backends.attention.packed import refuse_unsupported
 from slime.backends.families import family_of
 from slime.backends.families.base import Dims
 from slime.backends.families.mimo import register_config
@@ -58,8 +57,19 @@ def read_hf_config(path: str) -> Any:
     register_config()
     config = AutoConfig.from_pretrained(path)
     family_of(config)  # before the general check: it can say more about a type that is not built
-    refuse_unsupported(config)
+    _refuse_unsupported(config)
     return config
+
+
+def _refuse_unsupported(config: Any) -> None:
+    """Raise for a checkpoint of a known family that sets what its Megatron model would not compute."""
+    values = config.get_text_config().to_dict()
+    kinds = sorted(set(values.get("layer_types") or ()) - {"full_attention"})
+    if kinds:
+        raise ValueError(
+            f"{config.model_type} has {', '.join(kinds)} layers: --train-backend megatron computes full "
+            "attention only; use --train-backend fsdp."
+        )
 
 
 def rotary_embedding(hf_config: Any) -> nn.Module:

@@ -1,0 +1,105 @@
+"""Attention that is not plainly causal: sliding windows, chunks, attention sinks, soft-capped scores."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+_SINK_COLUMNS = 8  # kernels want the width of a head to be a multiple of it
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Variant:
+    """What besides the causal mask decides a layer's attention."""
+
+    window: int | None = None  # tokens that a token sees, itself included; None: all before it
+    chunk: int | None = None  # tokens of the pieces of a document that do not see each other; None: no pieces
+    softcap: float | None = None  # scores become cap x tanh(score / cap)
+    sinks: Tensor | None = None  # [H] score of a further key whose value is zero
+
+    @property
+    def beyond_window(self) -> bool:
+        return not (self.chunk is None and self.softcap is None and self.sinks is None)
+
+
+PLAIN = Variant()
+
+
+def variant_of(module: nn.Module, mask: Any, options: Mapping[str, Any]) -> Variant:
+    """What a layer of transformers asks for, by its keyword arguments and by its kind in the config.
+
+    Some families say a window only in a mask, which is not built here: their config says it too.
+    """
+    config: Any = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None) or ()
+    layer = getattr(module, "layer_idx", None)
+    kind = kinds[layer] if layer is not None and layer < len(kinds) else ""
+    window, sinks = options.get("sliding_window"), options.get("s_aux")
+    if window is None and "sliding" in kind:
+        window = config.sliding_window
+    chunk = config.attention_chunk_size if kind == "chunked_attention" else None
+    if mask is not None or options.get("position_bias") is not None or options.get("is_causal") is False:
+        raise ValueError(f"{type(module).__name__} has a mask of its own: packed training does not know it.")
+    if window is None and chunk is None and sinks is None and options.get("softcap") is None:
+        return PLAIN
+    return Variant(window, chunk, options.get("softcap"), sinks)
+
+
+def sees(queries: int, keys: int, variant: Variant, device: torch.device) -> Tensor:
+    """[queries, keys] which key each query sees: queries are the last tokens of a document of `keys`."""
+    column = torch.arange(keys, device=device)
+    row = column[keys - queries :, None]
+    seen = column <= row
+    if variant.window is not None:
+        seen &= column > row - variant.window
+    if variant.chunk is not None:
+        seen &= column // variant.chunk == row // variant.chunk
+    return seen
+
+
+def attend_to_prefix(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, variant: Variant
+) -> Tensor:
+    """The last tokens of documents attend to them: query [B, C, H, D], key and value [B, S, G, D], S >= C."""
+    seen = sees(query.shape[1], key.shape[1], variant, query.device)
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    repeat = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(repeat, dim=1) if repeat > 1 else x for x in (key, value))
+    return masked_attention(query, key, value, seen, scale, variant).transpose(1, 2)
+
+
+def masked_attention(
+    query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float | None, variant: Variant
+) -> Tensor:
+    """query [B, H, C, D], key and value [B, H, S, D], seen broadcastable to [B, H, C, S] -> [B, H, C, D]."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if variant.softcap is not None:
+        return _capped(query, key, value, seen, scale, variant)
+    if variant.sinks is None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scale)
+    # A further key that every query sees. Its score is the sink's: one column of the queries is 1 for that.
+    batch, width = key.shape[0], key.shape[-1]
+    one = F.pad(query.new_ones(1), (0, _SINK_COLUMNS - 1)).expand(*query.shape[:-1], -1)
+    sink = F.pad((variant.sinks / scale).to(key.dtype)[None, :, None, None], (width, _SINK_COLUMNS - 1))
+    key = torch.cat((sink.expand(batch, -1, -1, -1), F.pad(key, (0, _SINK_COLUMNS))), dim=2)
+    value = F.pad(value, (0, 0, 1, 0))
+    seen = F.pad(seen, (1, 0), value=True)
+    return F.scaled_dot_product_attention(
+        torch.cat((query, one), dim=-1), key, value, attn_mask=seen, scale=scale
+    )
+
+
+def _capped(
+    query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float, variant: Variant
+) -> Tensor:
+    assert variant.softcap is not None, "only for soft-capped scores"
+    scores = variant.softcap * torch.tanh((query @ key.transpose(-1, -2)).float() * scale / variant.softcap)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if variant.sinks is not None:
+        sinks = variant.sinks.float()[None, :, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat((sinks, scores), dim=-1)
+        value = F.pad(value, (0, 0, 1, 0))
+    return scores.softmax(-1).to(value.dtype) @ value
