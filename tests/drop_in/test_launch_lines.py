@@ -30,18 +30,27 @@ CASES = sorted(
 
 
 @pytest.mark.parametrize(("model", "recipe"), CASES)
-def test_a_launch_line_starts_or_is_refused_for_its_family_alone(root, model, recipe):
-    words = command_line(model, recipe, root)
-    if model in NOT_BUILT:
-        with pytest.raises(
-            ValueError, match=rf"is a {model}, a family that --train-backend megatron does not"
-        ):
-            parse_args(words)
-        return
-    args = parse_args(words)
-    assert args.train_backend == "megatron" and not args.sequence_parallel
+def test_a_launch_line_starts(root, model, recipe):
+    args = parse_args(command_line(model, recipe, root))
+    assert args.train_backend == ("fsdp" if model in NOT_BUILT else "megatron")
+    assert not args.sequence_parallel
     assert args.ref_load in (None, args.hf_checkpoint)
     assert args.runtime == ("ray" if recipe == "many nodes" else "local")
+
+
+def test_what_fsdp_cannot_do_for_a_family_of_its_own_is_refused_by_name(root):
+    words = command_line("minimax_m2", "offloaded", root)
+    layout = ["--pipeline-model-parallel-size", "2", "--context-parallel-size", "2"]
+    args = parse_args([*words, *layout, "--moe-aux-loss-coeff", "0"])
+    assert (args.pipeline_model_parallel_size, args.context_parallel_size) == (1, 1)
+    (told,) = (text for text in args.warnings if text.startswith("--train-backend fsdp: "))
+    assert "is a minimax_m2" in told and "--pipeline-model-parallel-size" in told
+    with pytest.raises(ValueError, match=r"--hidden-dropout 0.1 changes what is trained"):
+        parse_args([*words, "--hidden-dropout", "0.1"])
+    with pytest.raises(ValueError, match="only --train-backend megatron reads it"):
+        parse_args([*words, "--use-rollout-routing-replay"])
+    with pytest.raises(ValueError, match="a family that --train-backend megatron does not build"):
+        parse_args([*words, "--train-backend", "megatron"])
 
 
 def test_all_refusals_come_at_once_and_grouped(root):

@@ -22,6 +22,19 @@ OWNED = {
 # Sets of tokens over which the load of experts is balanced: micro-batches, or samples.
 BALANCING = ("none", "aux_loss", "seq_aux_loss")
 
+# Flags that lay a model out for Megatron or say how it computes: none of them changes what is trained.
+LAYOUT = """
+    tensor_model_parallel_size context_parallel_size pipeline_model_parallel_size
+    virtual_pipeline_model_parallel_size expert_model_parallel_size expert_tensor_parallel_size
+    sequence_parallel recompute_method recompute_num_layers recompute_modules use_distributed_optimizer
+    overlap_grad_reduce overlap_param_gather moe_token_dispatcher_type attention_backend
+""".split()  # noqa: SIM905 - a paragraph is easier to scan
+# Fields of Megatron's configuration that would train another policy, and the value that changes nothing.
+TRAINED_FIELDS = {
+    **dict.fromkeys(("attention_dropout", "hidden_dropout", "moe_router_bias_update_rate"), 0.0),
+    **dict.fromkeys(("moe_z_loss_coeff", "moe_input_jitter_eps", "moe_expert_capacity_factor"), None),
+}
+
 
 # -- when flags have an effect
 MTP = needs(
@@ -100,13 +113,64 @@ class MegatronFlags:
 
 
 def choose_trainer(draft: Draft) -> None:
-    """Whoever gives a flag of Megatron's and names no trainer means Megatron, as in scripts of slime."""
+    """Whoever gives a flag of Megatron's and names no trainer means Megatron, as in scripts of slime.
+
+    A family that Megatron does not build here is trained by FSDP instead.
+    """
     flags = [spec.name for spec in specs_of(MegatronFlags) if draft.was_given(spec.name)]
     given = [*(draft.megatron_config or {}), *(name for name in flags if name != "megatron_config")]
-    if given and not draft.was_given("train_backend"):
-        option = "--" + given[0].replace("_", "-")
-        draft.derive("train_backend", "megatron", f"{option} is a flag of Megatron's")
-        draft.warn(f"--train-backend megatron: {option} is a flag of Megatron's, and no trainer was named.")
+    if not given or draft.was_given("train_backend"):
+        return
+    if (kind := _family_not_built(draft, "megatron")) is not None:
+        _train_without_megatron(draft, kind)
+        return
+    option = _option(given[0])
+    draft.derive("train_backend", "megatron", f"{option} is a flag of Megatron's")
+    draft.warn(f"--train-backend megatron: {option} is a flag of Megatron's, and no trainer was named.")
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _family_not_built(draft: Draft, backend: str) -> str | None:
+    """The type of the model if its config is here and the trainer does not build it."""
+    known = BACKENDS[backend].families
+    if known is None or draft.hf_checkpoint is None or draft.custom_model_provider_path is not None:
+        return None
+    kind = read_config(draft.hf_checkpoint).get("model_type")
+    return kind if kind is not None and kind not in known else None
+
+
+def _train_without_megatron(draft: Draft, kind: str) -> None:
+    """FSDP takes the run: flags that say how Megatron computes are left out, others must be its own."""
+    draft.derive("train_backend", "fsdp", f"Megatron does not build a {kind}")
+    fields = draft.megatron_config or {}
+    refused = [
+        f"{_option(name)} {value} changes what is trained, and --train-backend fsdp, which trains a {kind} "
+        f"here, does not know it; leave it out or set it to {TRAINED_FIELDS[name]}."
+        for name, value in fields.items()
+        if name in TRAINED_FIELDS and value != TRAINED_FIELDS[name]
+    ]
+    coefficient = fields.get("moe_aux_loss_coeff")
+    if coefficient and fields.get("moe_router_load_balancing_type") == "seq_aux_loss":
+        draft.derive("router_aux_loss_coef", coefficient, "--moe-aux-loss-coeff over samples")
+    elif coefficient:
+        refused.append(
+            f"--moe-aux-loss-coeff {coefficient}: --train-backend fsdp, which trains a {kind} here, balances "
+            "experts within samples only; add --moe-router-load-balancing-type seq_aux_loss, or set it to 0."
+        )
+    left_out = [name for name in LAYOUT if draft.was_given(name)]
+    for name in left_out:
+        draft.derive(name, draft.specs[name].default, f"fsdp trains a {kind}")
+    draft.derive("megatron_config", None, f"fsdp trains a {kind}")
+    draft.warn(
+        f"--train-backend fsdp: {draft.hf_checkpoint} is a {kind}, which Megatron does not build here. Its "
+        "architecture is that of its config, and it is sharded over all ranks of the trainer"
+        + (f" instead of {', '.join(map(_option, left_out))}." if left_out else ".")
+    )
+    if refused:
+        raise Refused(refused)
 
 
 def megatron_trainer(draft: Draft) -> None:
@@ -144,15 +208,13 @@ def megatron_trainer(draft: Draft) -> None:
 
 def model_family(draft: Draft) -> None:
     """A family that the trainer does not build is told before anything starts, where the config is here."""
-    known = BACKENDS[draft.train_backend].families
-    if known is None or draft.hf_checkpoint is None or draft.debug_rollout_only:
-        return
-    kind = read_config(draft.hf_checkpoint).get("model_type")
-    if kind is not None and kind not in known and draft.custom_model_provider_path is None:
+    kind = None if draft.debug_rollout_only else _family_not_built(draft, draft.train_backend)
+    if kind is not None:
         raise ValueError(
             f"--hf-checkpoint {draft.hf_checkpoint} is a {kind}, a family that --train-backend "
-            f"{draft.train_backend} does not build (it builds {', '.join(known)}); --train-backend fsdp "
-            "trains what transformers has with full attention."
+            f"{draft.train_backend} does not build (it builds "
+            f"{', '.join(BACKENDS[draft.train_backend].families or ())}); leave --train-backend out, or use "
+            "--train-backend fsdp, which trains what transformers has."
         )
 
 
