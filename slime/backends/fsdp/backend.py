@@ -26,7 +26,7 @@ from slime.backends.base import (
     TokenLists,
     TokenOutputs,
 )
-from slime.backends.fsdp import dcp_checkpoint, hf_export, loading, lora, tensor_parallel
+from slime.backends.fsdp import dcp_checkpoint, families, hf_export, loading, lora, tensor_parallel
 from slime.backends.fsdp.experts import ExpertWatch, balance_coefficient
 from slime.backends.fsdp.layers import decoder_layers, prepare_layers
 from slime.backends.fsdp.mesh import Mesh
@@ -119,6 +119,11 @@ class FSDPBackend(TrainerBase):
     def _build_model(self) -> PackedLM:
         """A policy, a critic that reads before each token, or a reward model that reads after; no storage."""
         lm = loading.empty_model(self.hf_checkpoint)
+        if self.args.context_parallel_size > 1 and families.needs_whole_documents(lm):
+            raise ValueError(
+                f"--context-parallel-size {self.args.context_parallel_size}: {lm.config.model_type} has "
+                "layers that need all tokens of a sample on one rank; use --context-parallel-size 1."
+            )
         if not self.is_scalar:
             return PackedCausalLM(lm)
         after = self.role != "critic"
@@ -152,16 +157,16 @@ class FSDPBackend(TrainerBase):
 
     def _compiles(self) -> bool:
         """By default on GPUs, for layers of some width. Routing to experts has shapes that depend on data,
-        and cut matrices are DTensors: not these.
+        cut matrices are DTensors, and batches of documents differ in shape: not these.
         """
         if self.args.compile is not None:
             return self.args.compile
         config = self.model.lm.config.get_text_config()
-        experts = hasattr(config, "num_experts") or hasattr(config, "num_local_experts")
+        varies = families.has_experts(config) or families.needs_whole_documents(self.model.lm)
         alone = self.mesh.tensor is None and self.mesh.context_group is None
         # A minute of compiling pays only where a layer keeps the GPU busy.
         return (
-            self.device.type == "cuda" and alone and not experts and config.hidden_size >= _COMPILE_FROM_WIDTH
+            self.device.type == "cuda" and alone and not varies and config.hidden_size >= _COMPILE_FROM_WIDTH
         )
 
     # -- passes ----------------------------------------------------------------------------------------------
@@ -195,7 +200,7 @@ class FSDPBackend(TrainerBase):
         # FSDP averages gradients over the ranks that share parameters; the loss is a sum over them.
         scale = self.layout.dp_size * self.layout.cp_size / denominators.value
         sums: dict[str, Tensor] = {}
-        self.model.train()
+        # The model stays in evaluation mode: engines know no dropout, so nor may the trained policy.
         with self._working():
             # All inputs cross before the loop: inside it the host never waits for the device.
             for mb, share in [self._send(mb, self.model) for mb in mbs]:
@@ -207,7 +212,6 @@ class FSDPBackend(TrainerBase):
                 torch.autograd.backward(value * scale)
                 for name, metric in metrics.items():
                     sums[name] = sums[name] + metric if name in sums else metric
-        self.model.eval()
         reduced, grad_norm = self._reduce(sums, denominators)
         if (counts := self.experts.take()) is not None:
             reduced |= load_metrics(self._sum_over_tokens(counts))

@@ -3,7 +3,7 @@
 Tied embeddings have one rule: the shared matrix travels once, under the input embedding's name.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -48,9 +48,27 @@ def in_buckets(
         yield bucket
 
 
+# Where checkpoints of models that also see or hear keep the text model, and transformers' text model its own.
+NESTED, TEXT = "model.language_model.", "model."
+
+
 def _hub_tensors(lm: HFModel) -> Iterator[tuple[str, Tensor]]:
-    """Gathered tensors, renamed and split as the hub checkpoint has them. Families that transformers fuses in
-    memory are reverted a decoder layer at a time, because one hub tensor never spans two layers.
+    """Gathered tensors under the names of the checkpoint that they came from."""
+    known: frozenset[str] = vars(lm).get("hub_names", frozenset())  # set where the weights were read
+    nested = any(name.startswith(NESTED) for name in known) and not any(
+        name.startswith(NESTED) for name, _ in lm.named_parameters()
+    )
+
+    def hub_name(name: str) -> str:
+        return NESTED + name.removeprefix(TEXT) if nested and name.startswith(TEXT) else name
+
+    for name, tensor in _reverted(lm, lambda name: hub_name(name) in known):
+        yield hub_name(name), tensor
+
+
+def _reverted(lm: HFModel, is_hub_name: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors renamed and split as the hub has them, but for those that it has as they are. Families that
+    transformers fuses in memory are reverted a decoder layer at a time: no hub tensor spans two layers.
     """
     if not is_converted(lm):
         yield from merged(lm, named_tensors(lm))
@@ -66,7 +84,10 @@ def _hub_tensors(lm: HFModel) -> Iterator[tuple[str, Tensor]]:
             yield from revert_weight_conversion(lm, layer).items()
             layer = {}
         current = key
-        layer[name] = tensor
+        if is_hub_name(name):
+            yield name, tensor
+        else:
+            layer[name] = tensor
     if layer:
         yield from revert_weight_conversion(lm, layer).items()
 

@@ -17,14 +17,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from slime.backends.attention.packed import refuse_unsupported, register
+from slime.backends.fsdp import families
 from slime.backends.fsdp.hf_export import is_converted, named_tensors
 from slime.backends.fsdp.layers import HFModel
 from slime.backends.fsdp.lora import hub_name, is_adapter
 from slime.backends.fsdp.model import local
+from slime.backends.shared.mtp_heads import folder_of
 from slime.utils.fp8 import SCALE_SUFFIX, dequantize_part
 from slime.utils.fp8_config import block_size_of
-from slime.utils.safetensors_files import model_files
+from slime.utils.safetensors_files import files_by_tensor, model_files
 
 Reader = Callable[[tuple[slice, ...]], Tensor]  # of a region of one tensor
 
@@ -32,18 +33,14 @@ Reader = Callable[[tuple[slice, ...]], Tensor]  # of a region of one tensor
 def empty_model(path: str | Path) -> HFModel:
     """The HF causal LM of the folder or hub id `path`: fp32 master weights, no storage, packed attention."""
     # Heavy import, only needed where a model is built.
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     if not (Path(path) / "config.json").is_file() and Path(path).exists():
         raise ValueError(
             f"--hf-checkpoint {path}: no config.json there, so it is not a Hugging Face model folder."
         )
-    config = AutoConfig.from_pretrained(path)
-    refuse_unsupported(config)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=register())
-    model.config.use_cache = False
-    return model
+        return families.build(AutoConfig.from_pretrained(path))
 
 
 def known_values(lm: HFModel) -> dict[str, Tensor]:
@@ -60,13 +57,12 @@ def allocate(model: Any, device: torch.device, *, compute: torch.device | None =
             module._buffers[name] = torch.empty_like(buffer, device=compute)
     # Each place of a tied matrix got storage of its own.
     model.lm.tie_weights()
-    for name, module in model.lm.named_modules():
+    for module in model.lm.modules():
         if not module._non_persistent_buffers_set:
             continue
         if not hasattr(module, "config"):
-            raise ValueError(
-                f"{type(model.lm).__name__}: cannot compute the buffers of {name} ({type(module).__name__})."
-            )
+            model.lm._init_weights(module)  # which knows buffers too; parameters are read afterwards
+            continue
         fresh = type(module)(module.config)
         for key in module._non_persistent_buffers_set:
             module._buffers[key] = fresh._buffers[key].to(compute)
@@ -76,6 +72,7 @@ def allocate(model: Any, device: torch.device, *, compute: torch.device | None =
 def fill(lm: HFModel, path: str | Path, known: dict[str, Tensor] | None = None) -> None:
     """Write the weights of the HF folder or hub id `path`, and the `known` ones, into this rank's shards."""
     known = known or {}
+    lm.hub_names = frozenset(files_by_tensor(folder_of(str(path))))
     wanted = {name: t for name, t in named_tensors(lm) if name not in known and not is_adapter(name)}
     for name, tensor in named_tensors(lm):
         if name in known:

@@ -19,17 +19,19 @@ from slime.algorithms.distillation import full_reverse_kl
 from slime.algorithms.logprobs import chunked_log_probs
 from slime.backends.attention.context_parallel import StreamShare
 from slime.backends.base import HeadFunction, MicroBatch
+from slime.backends.fsdp import families
 from slime.backends.fsdp.layers import HFModel, decoder_layers
 
 
 def run_decoder(lm: HFModel, mb: MicroBatch, share: StreamShare | None) -> Tensor:
     """Hidden states [T, H] of the packed stream, or of this rank's share of it."""
-    stream = mb if share is None else share
-    out = lm.base_model(
-        input_ids=stream.input_ids,
-        position_ids=stream.position_ids,
+    if share is None:
+        return families.run_whole(lm, mb)
+    out = families.decoder(lm)(
+        input_ids=share.input_ids,
+        position_ids=share.position_ids,
         use_cache=False,
-        documents=stream.documents,
+        documents=share.documents,
     )
     hidden: Tensor = out.last_hidden_state[0]
     return hidden
@@ -71,11 +73,7 @@ class PackedCausalLM(nn.Module):
     def __init__(self, lm: HFModel) -> None:
         super().__init__()
         self.lm = lm
-        head = lm.get_output_embeddings()
-        if not isinstance(head, nn.Linear) or head.bias is not None:
-            raise ValueError(
-                f"{type(lm).__name__}: the output layer is not a plain matrix; packed training needs one."
-            )
+        self.output = families.output_layer(lm)
 
     def forward(
         self,
@@ -95,7 +93,7 @@ class PackedCausalLM(nn.Module):
         A tuple, so that FSDP finds the tensors.
         """
         hidden = run_decoder(self.lm, mb, share)
-        weight = self.lm.get_output_embeddings().weight
+        hidden, weight = self._scaled(hidden)
         chosen = hidden.index_select(0, mb.logit_positions if share is None else share.rows)
         log_probs, entropies = chunked_log_probs(
             chosen,
@@ -106,14 +104,38 @@ class PackedCausalLM(nn.Module):
             memory_gib=memory_gib,
             with_entropy=entropy,
             nucleus=mb.nucleus if share is None else share.nucleus,
+            softcap=self.output.softcap,
         )
         if share is not None:
             assert not logits and at_head is None, "the whole stream's logits are not on one rank"
             log_probs = share.join(log_probs, len(mb.targets))
             entropies = share.join(entropies, len(mb.targets)) if entropies is not None else None
-        full = (hidden @ weight.T)[None].float() if logits else None
-        extra = at_head(chosen, WholeMatrix(weight), mb) if at_head is not None else None
+        full = self._whole_logits(hidden, weight) if logits else None
+        extra = None
+        if at_head is not None:
+            if (
+                self.output.softcap is not None
+                or weight.shape[1] != self.lm.get_output_embeddings().in_features
+            ):
+                raise ValueError(
+                    f"--opd-kl full: the output layer of {type(self.lm).__name__} is no plain matrix; use "
+                    "another --opd-kl."
+                )
+            extra = at_head(chosen, WholeMatrix(weight), mb)
         return log_probs, entropies, full, extra
+
+    def _scaled(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Hidden states and a matrix whose product the logits are; a bias is a further column of it."""
+        head, factor = self.lm.get_output_embeddings(), self.output.factor
+        hidden, weight = (hidden if factor == 1.0 else hidden * factor), head.weight
+        if head.bias is None:
+            return hidden, weight
+        one = hidden.new_full((hidden.shape[0], 1), factor)
+        return torch.cat((hidden, one), dim=1), torch.cat((weight, head.bias[:, None]), dim=1)
+
+    def _whole_logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        logits, cap = (hidden @ weight.T)[None].float(), self.output.softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 def shard(model: Any, mesh: DeviceMesh, compute_dtype: torch.dtype, *, offload: bool = False) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import (
 
 from slime.backends.fsdp.expert_parallel import is_experts, share_out
 from slime.backends.fsdp.experts import routers
+from slime.backends.fsdp.families import has_experts
 from slime.backends.fsdp.layers import HFModel
 from slime.backends.fsdp.lora import NAME as ADAPTER
 
@@ -74,10 +75,7 @@ def plan_of(lm: HFModel, size: int) -> tuple[dict[str, str], list[Any]]:
             "use 1."
         )
     experts = [module for module in lm.modules() if is_experts(module)]
-    declared = any(
-        vars(config).get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts")
-    )
-    if (declared or routers(lm)) and not 0 < len(experts) == len(routers(lm)):
+    if (has_experts(config) or routers(lm)) and not 0 < len(experts) == len(routers(lm)):
         raise ValueError(
             f"--tensor-model-parallel-size {size}: {config.model_type} keeps its experts in a way that this "
             "version cannot share out over ranks; use 1."

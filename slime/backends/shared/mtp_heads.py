@@ -1,6 +1,7 @@
-"""MTP heads (multi-token prediction) that a trainer did not build: copied from the model it started from.
+"""Parts that a trainer did not build: MTP heads (multi-token prediction), eyes and ears of a reader.
 
-Without them a written folder would announce heads in its config that it does not hold.
+They are copied from the model it started from: without them a written folder would announce in its config
+what it does not hold.
 """
 
 import logging
@@ -18,12 +19,12 @@ from slime.utils.safetensors_files import all_files, read_tensors, tensor_names
 
 logger = logging.getLogger(__name__)
 
-_NAMED = re.compile(r"(^|\.)(mtp|nextn)\w*\.")
+_NAMED = re.compile(r"(^|\.)(mtp|nextn|visual|vision|audio|embed_vision|embed_audio|multi_modal)\w*\.")
 _LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
 
 
 def is_mtp_head(name: str, num_layers: int) -> bool:
-    """Whether a hub tensor belongs to an MTP head: by its name, or as a layer after the decoder's last."""
+    """Whether a hub tensor is of such a part: by its name, or as a layer after the decoder's last."""
     layer = _LAYER.search(name)
     return bool(_NAMED.search(name)) or (layer is not None and int(layer[2]) >= num_layers)
 
@@ -31,18 +32,18 @@ def is_mtp_head(name: str, num_layers: int) -> bool:
 def unbuilt_heads(source: str, config: Any, written: Iterable[str], dtype: torch.dtype) -> Bucket:
     """Tensors of the MTP heads of `source` that are not among those `written`, as `dtype`."""
     num_layers, written = config.get_text_config().num_hidden_layers, set(written)
-    folder = _folder_of(source)
+    folder = folder_of(source)
     found = _read(folder, lambda name: is_mtp_head(name, num_layers) and name not in written, dtype)
     if found:
         logger.info(
-            "%d tensors of MTP heads are those of %s: they were not trained",
+            "%d tensors of parts that were not trained (MTP heads, vision, audio) are those of %s",
             len(found),
             source,
         )
     return found
 
 
-def _folder_of(source: str) -> Path:
+def folder_of(source: str) -> Path:
     """A hub id was loaded before, so its files are in the cache."""
     if Path(source).is_dir():
         return Path(source)

@@ -18,6 +18,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     with user_errors():
         _check(options)
+        if options.families:
+            return _survey(options.families)
         with tempfile.TemporaryDirectory(prefix="slime-verify-") as folder:
             return verify(options, Path(folder))
 
@@ -29,8 +31,12 @@ def _parser() -> argparse.ArgumentParser:
         "if asked, an engine on a small random model of the same architecture. Needs config.json, no "
         "weights; runs on CPU.",
     )
+    parser.add_argument("--hf-checkpoint", metavar="DIR", help="folder (or hub id) with a config.json")
     parser.add_argument(
-        "--hf-checkpoint", required=True, metavar="DIR", help="folder (or hub id) with a config.json"
+        "--families",
+        nargs="+",
+        metavar="TYPE",
+        help="instead of one model: a table of causal LM types of transformers on the FSDP trainer, or `all`",
     )
     parser.add_argument("--layers", type=int, default=2, help="decoder layers of the small model [2]")
     parser.add_argument(
@@ -48,6 +54,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(options: argparse.Namespace) -> None:
+    if (options.hf_checkpoint is None) == (not options.families):
+        raise ValueError("give --hf-checkpoint DIR, or --families TYPE ... (or all) for a table of families.")
     if options.layers < 1:
         raise ValueError(f"--layers is {options.layers}: at least one layer is needed.")
     if options.tolerance <= 0:
@@ -56,12 +64,20 @@ def _check(options: argparse.Namespace) -> None:
         )
 
 
+def _survey(words: Sequence[str]) -> int:
+    # Loads torch and transformers, which a wrong flag should not cost.
+    from slime.cli.verify_model.survey import DIFFERS, chosen_kinds, survey
+
+    rows = survey(chosen_kinds(words), lambda line: print(line, flush=True))
+    return FAILED if any(row.result == DIFFERS for row in rows) else 0
+
+
 def verify(
     options: argparse.Namespace, folder: Path, *, before_build: Callable[[], None] | None = None
 ) -> int:
     """Print the table line by line and return the exit code. `before_build`: see `trainer_job.Job`."""
     # torch and transformers take seconds to load, which a wrong flag should not cost.
-    from slime.cli.verify_model import reference, shrink
+    from slime.cli.verify_model import reference, shrink, trainer_job
     from slime.cli.verify_model.cases import documents
     from slime.cli.verify_model.layouts import choose_targets
     from slime.cli.verify_model.table import Table
@@ -89,7 +105,10 @@ def verify(
     expected = reference.compute(folder / "model", folder / "after", config.vocab_size)
     table = Table()
     for target in targets:
-        _check_target(options, target, expected, trained, table, before_build)
+        job = trainer_job.Job(
+            str(trained), target, str(folder / target.name.replace(" ", "-")), config.vocab_size, before_build
+        )
+        _check_target(options, job, expected, table)
     if options.engine:
         prompts = [tokens.tolist() for tokens in documents(config.vocab_size)["tokens"]]
         _check_served(options, prompts, folder, table)
@@ -111,17 +130,12 @@ def _only_megatron(options: argparse.Namespace, targets: list[Any], kind: str) -
     return found
 
 
-def _check_target(
-    options: argparse.Namespace, target: Any, expected: Any, model: Path, table: Any, before_build: Any
-) -> None:
+def _check_target(options: argparse.Namespace, job: Any, expected: Any, table: Any) -> None:
     from slime.cli.verify_model import trainer_job
     from slime.cli.verify_model.compare import compare
 
-    own = model.parent / target.name.replace(" ", "-")
-    own.mkdir()
-    vocabulary = expected.before[_embedding(expected.before)].shape[0]
-    job = trainer_job.Job(str(model), target, str(own), vocabulary, before_build=before_build)
-    started = time.monotonic()
+    target, started = job.target, time.monotonic()
+    Path(job.folder).mkdir()
     try:
         found = trainer_job.run(job, options.deadline_s)
     except trainer_job.JobFailed as error:
@@ -129,10 +143,6 @@ def _check_target(
         return
     verdict = compare(expected, found, options.tolerance)
     table.compared(target.name, target.ranks, time.monotonic() - started, verdict)
-
-
-def _embedding(weights: dict[str, Any]) -> str:
-    return next(name for name in weights if name.endswith("embed_tokens.weight"))
 
 
 def _check_served(options: argparse.Namespace, prompts: list[list[int]], folder: Path, table: Any) -> None:

@@ -94,6 +94,13 @@ def whole_stream(_kwargs: dict[str, Any], mb: MicroBatch) -> Tensor:
     return torch.arange(mb.input_ids.shape[1])
 
 
+def padded_batch(_kwargs: dict[str, Any], mb: MicroBatch) -> Tensor:
+    """The same for a family that runs on a padded batch of documents."""
+    lengths = torch.tensor(mb.documents.lengths)
+    real = torch.arange(mb.documents.longest) < lengths[:, None]
+    return torch.where(real.flatten(), real.flatten().cumsum(0) - 1, -1)
+
+
 def megatron_share(tensor_rank: int, tensor_size: int) -> Share:
     """The share of a rank of the Megatron trainer; rank and size of sequence parallelism (1: none)."""
 

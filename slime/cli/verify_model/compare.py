@@ -24,7 +24,10 @@ class Verdict:
 
 def compare(reference: Outcome, found: Outcome, tolerance: float) -> Verdict:
     """Everything that must agree within `tolerance`; weights that were only read must be the same bits."""
-    gradients = _by_tensor(_gradients(reference), _gradients(found))
+    expected = _gradients(reference)
+    # A gradient that is zero by mathematics, such as of a bias of keys, is noise: held against the others.
+    floor = 1e-3 * max((float(tensor.abs().max()) for tensor in expected.values()), default=1.0)
+    gradients = _by_tensor(expected, _gradients(found), floor)
     weights = _by_tensor(reference.after, found.after)
     trip = {
         name: _differing(reference.before.get(name), found.before.get(name))
@@ -109,15 +112,17 @@ def _of_documents(expected: list[Tensor], found: list[Tensor]) -> float:
     return _largest(_relative(a, b) for a, b in zip(expected, found, strict=True))
 
 
-def _by_tensor(expected: dict[str, Tensor], found: dict[str, Tensor]) -> dict[str, float]:
-    return {name: _relative(tensor, found[name]) for name, tensor in expected.items() if name in found}
+def _by_tensor(
+    expected: dict[str, Tensor], found: dict[str, Tensor], floor: float = 1e-3
+) -> dict[str, float]:
+    return {name: _relative(t, found[name], floor) for name, t in expected.items() if name in found}
 
 
-def _relative(expected: Tensor, found: Tensor) -> float:
+def _relative(expected: Tensor, found: Tensor, floor: float = 1e-3) -> float:
     """The largest difference divided by the largest value; NaN where a value is missing."""
     if expected.shape != found.shape:
         return math.inf
-    scale = max(float(expected.abs().max()), 1e-3)
+    scale = max(float(expected.abs().max()), floor)
     return float((expected.double() - found.double()).abs().max()) / scale
 
 

@@ -18,7 +18,19 @@ _KEY_VALUE_HEADS, _HEAD_DIM = 2, 16
 _MLA = dict(q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16)
 _EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 _WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
-_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_WINDOWS, WINDOW = ("sliding_window", "attention_chunk_size", "window_size"), 4
+# Largest values of sizes inside layers that carry a state.
+_STATES = dict(linear_num_key_heads=2, linear_num_value_heads=4, mamba_n_heads=4, mamba_num_heads=4) | {
+    name: 8
+    for name in (
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+        "mamba_d_state",
+        "ssm_state_size",
+        "state_size",
+    )
+}
+_SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.index.json", "config.json", "generation_config.json")
 
 
@@ -56,25 +68,43 @@ def read_config(path: str) -> Any:
 
 
 def shrink(config: Any, *, layers: int, full_width: bool = False) -> Any:
-    """The same architecture with `layers` layers, few tokens and experts; narrow unless `full_width`."""
+    """The same architecture with `layers` layers, few tokens and experts; narrow unless `full_width`.
+
+    Of a model that also sees or hears, the text model remains.
+    """
+    config = config.get_text_config()
+    own_names = config.attribute_map  # hidden_size -> n_embd, where a family has names of its own
     values = config.to_dict()
+    values |= {name: getattr(config, name) for name in own_names}
     changes = _fewer_layers(values, layers) | _fewer_experts(values)
     changes["vocab_size"] = min(values["vocab_size"], VOCABULARY)
     changes |= {name: None for name in _SPECIAL_TOKENS if name in values}
+    # Windows shorter than the documents, or they would not be seen.
+    changes |= {name: min(values[name], WINDOW) for name in _WINDOWS if values.get(name)}
     if not full_width:
-        changes |= _narrower(values)
+        changes |= _narrower(values) | {
+            n: min(values[n], size) for n, size in _STATES.items() if values.get(n)
+        }
+    changes |= {"dtype": "float32", "use_cache": False}
+    values = {name: value for name, value in values.items() if name not in own_names}
     values.pop("quantization_config", None)
-    return type(config).from_dict(values | changes | {"dtype": "float32", "use_cache": False})
+    values |= {own_names.get(name, name): value for name, value in changes.items()}
+    try:
+        return type(config).from_dict(values)
+    except Exception:  # some families insist on special tokens
+        numbers = {name: number for number, name in enumerate(_SPECIAL_TOKENS) if name in values}
+        return type(config).from_dict(values | numbers)
 
 
 def _fewer_layers(values: dict[str, Any], layers: int) -> dict[str, Any]:
     """A model that has dense layers before its experts keeps one of them, if two layers or more are left."""
     changes: dict[str, Any] = {"num_hidden_layers": layers}
+    for name, value in values.items():
+        if isinstance(value, list) and len(value) == values["num_hidden_layers"]:
+            changes[name] = _pick_both_ends(value, layers)
     if values.get("layer_types"):
         kinds = list(dict.fromkeys(values["layer_types"]))
         changes["layer_types"] = [kinds[i % len(kinds)] for i in range(layers)]
-    if values.get("mlp_layer_types"):
-        changes["mlp_layer_types"] = _pick_both_ends(values["mlp_layer_types"], layers)
     if values.get("mlp_only_layers"):
         changes["mlp_only_layers"] = [0] if layers > 1 else []
     if values.get("first_k_dense_replace"):
@@ -120,7 +150,7 @@ def _narrower(values: dict[str, Any]) -> dict[str, Any]:
     changes |= {"num_attention_heads": new_heads, "hidden_size": width}
     if "num_key_value_heads" in values:
         changes["num_key_value_heads"] = new_heads if changes.get("kv_lora_rank") else new_groups
-    if values.get("head_dim"):
+    if "head_dim" in values:
         changes["head_dim"] = changes.get("qk_rope_head_dim", head_dim)
     for name in _WIDTHS:
         if values.get(name):

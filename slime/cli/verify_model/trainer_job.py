@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from slime.arguments import Args, default_args
 from slime.backends.base import TrainBackend
+from slime.backends.fsdp import families
 from slime.backends.fsdp.layers import decoder_layers
 from slime.backends.shared.microbatch import build_micro_batch
 from slime.catalog.backends import BACKENDS
@@ -157,7 +158,10 @@ def compute(rank: int, job: Job) -> Outcome | None:
 def _layers_of(backend: Any, args: Args) -> tuple[list[tuple[int, torch.nn.Module]], capture.Share]:
     """This rank's decoder layers by number, and which tokens of a micro-batch it computes in them."""
     if BACKENDS[args.train_backend].trains_transformers_model:
-        return list(enumerate(decoder_layers(backend.model.lm))), capture.whole_stream
+        lm = backend.model.lm
+        return list(enumerate(decoder_layers(lm))), (
+            capture.whole_stream if families.runs_packed(lm) else capture.padded_batch
+        )
     chunks = [chunk.module for chunk in backend.model]
     layers = [(layer.layer_number - 1, layer) for chunk in chunks for layer in chunk.decoder.layers]
     split = (backend.layout.tp_rank, backend.layout.tp_size) if args.sequence_parallel else (0, 1)

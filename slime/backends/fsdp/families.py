@@ -1,0 +1,194 @@
+"""How a causal LM of transformers runs on packed documents, found out from the model itself.
+
+Most families hand their attention to a registered function, and so run packed. Layers that carry a state from
+token to token (gated delta nets, Mamba, short convolutions) are handed documents as the rows of a batch, so
+that no state passes from one document to the next. Families with attention code of their own run on one
+padded batch of documents, which is slower and right. What a family does to its logits is found by asking its
+own code, with decoder and output matrix taken out.
+"""
+
+import contextlib
+import inspect
+import re
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from slime.backends.attention.packed import ATTENTION_NAME, PackedDocuments, by_document, register
+from slime.backends.base import MicroBatch
+from slime.backends.fsdp.layers import HFModel
+
+# Modules [B, T, H] -> [B, T, H] whose result for a token depends on earlier tokens and needs no mask.
+_STATEFUL = re.compile(r"(GatedDeltaNet|DeltaAttention|Mamba2?Mixer|H1Mixer|ShortConv)$")
+_PACKED_LAYERS = frozenset(
+    """
+    full_attention sliding_attention chunked_attention linear_attention conv mlp moe mamba attention hybrid
+    """.split()  # noqa: SIM905 - a line is easier to scan than ten
+)
+_DOCUMENTS = "_slime_documents"  # attribute of a stateful module: those of the pass that runs
+
+
+def build(config: Any) -> HFModel:
+    """The family's causal LM on the current torch device, in fp32, set up for documents."""
+    # Heavy import, only needed where a model is built.
+    from transformers import AutoModelForCausalLM
+
+    own = config.get_text_config()
+    if getattr(own, "is_encoder_decoder", False) or getattr(own, "is_decoder", True) is False:
+        raise ValueError(
+            f"{own.model_type} is no decoder (its config says so): only causal language models are trained."
+        )
+    lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    lm.config.use_cache = False
+    if _can_run_packed(lm):
+        lm.config._attn_implementation = register()
+        for module in stateful_modules(lm):
+            module.forward = types.MethodType(_each_document_alone(type(module).forward), module)
+    return lm
+
+
+def _can_run_packed(lm: HFModel) -> bool:
+    """Whether all layers mix tokens by a registered attention function or by a state that is known."""
+    kinds = set(vars(lm.config.get_text_config()).get("layer_types") or ())
+    source = inspect.getsource(inspect.getmodule(type(decoder(lm))))  # type: ignore[arg-type]
+    if "ALL_ATTENTION_FUNCTIONS" not in source or kinds - _PACKED_LAYERS:
+        return False
+    convolving = [m for m in lm.modules() if any(isinstance(part, nn.Conv1d) for part in m.children())]
+    packs = lm._supports_attention_backend or bool(stateful_modules(lm))
+    keywords = inspect.signature(decoder(lm).forward).parameters.values()
+    takes_more = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in keywords)
+    return packs and takes_more and all(is_stateful(module) for module in convolving)
+
+
+def decoder(lm: HFModel) -> Any:
+    """The causal LM without its output matrix; some families do not name theirs."""
+    return lm.base_model if lm.base_model is not lm else lm.model
+
+
+def runs_packed(lm: HFModel) -> bool:
+    return bool(lm.config.get_text_config()._attn_implementation == ATTENTION_NAME)
+
+
+def is_stateful(module: nn.Module) -> bool:
+    return _STATEFUL.search(type(module).__name__) is not None
+
+
+def stateful_modules(lm: HFModel) -> list[Any]:
+    return [module for module in lm.modules() if is_stateful(module)]
+
+
+def needs_whole_documents(lm: HFModel) -> bool:
+    """Whether a rank must have all tokens of a document: a state, or attention that is not ours."""
+    return not runs_packed(lm) or bool(stateful_modules(lm))
+
+
+def has_experts(config: Any) -> bool:
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return any(vars(config).get(name) for name in names)
+
+
+def _each_document_alone(forward: Any) -> Any:
+    def run(module: nn.Module, hidden_states: Tensor, *_rest: Any, **_options: Any) -> Any:
+        documents: PackedDocuments = getattr(module, _DOCUMENTS)
+        found = by_document(documents, lambda batch: _first(forward(module, batch)), hidden_states[0])[None]
+        return found
+
+    return run
+
+
+def _first(output: Any) -> Tensor:
+    result: Tensor = output[0] if isinstance(output, tuple) else output
+    return result
+
+
+def run_whole(lm: HFModel, mb: MicroBatch) -> Tensor:
+    """Hidden states [T, H] of a micro-batch that no context parallelism shares out."""
+    if not runs_packed(lm):
+        return _run_padded(lm, mb)
+    for module in stateful_modules(lm):
+        setattr(module, _DOCUMENTS, mb.documents)
+    out = decoder(lm)(
+        input_ids=mb.input_ids, position_ids=mb.position_ids, use_cache=False, documents=mb.documents
+    )
+    hidden: Tensor = out.last_hidden_state[0]
+    return hidden
+
+
+def _run_padded(lm: HFModel, mb: MicroBatch) -> Tensor:
+    """Documents as rows of one batch, padded on the right, where causal layers do not see it."""
+    lengths = torch.tensor(mb.documents.lengths, device=mb.input_ids.device)
+    column = torch.arange(mb.documents.longest, device=lengths.device)
+    real = column < lengths[:, None]
+    starts = lengths.cumsum(0) - lengths
+    rows = mb.input_ids[0][starts[:, None] + torch.where(real, column, 0)]
+    out = decoder(lm)(input_ids=rows, attention_mask=real.long(), use_cache=False)
+    hidden: Tensor = out.last_hidden_state[real]
+    return hidden
+
+
+# -- the output layer ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class OutputLayer:
+    """Logits are softcap x tanh(factor x hidden @ weight.T / softcap), or without a cap the product alone."""
+
+    factor: float = 1.0
+    softcap: float | None = None
+
+
+def output_layer(lm: HFModel) -> OutputLayer:
+    """What the family's own code makes of hidden states, found by a few numbers sent through it."""
+    head = lm.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise ValueError(
+            f"{type(lm).__name__}: its output layer is not a matrix; no log-probs can be computed in blocks."
+        )
+    small = torch.tensor([1e-3, 0.5, 3.0, 40.0, 1e6])
+    try:
+        with torch.no_grad(), _only_the_head(lm, small) as options:
+            found = lm(**options).logits.flatten().double()
+    except Exception as error:  # whatever a family's code raises on such a model
+        raise ValueError(
+            f"{type(lm).__name__}: what it does to its logits cannot be found out ({type(error).__name__})."
+        ) from error
+    factor = float(found[0] / small[0].double())
+    capped = bool(found[-1] < factor * float(small[-1]) / 2)
+    output = OutputLayer(factor, float(found[-1]) if capped else None)
+    expected = output.factor * small.double()
+    if output.softcap is not None:
+        # The smallest number is slightly bent already.
+        expected = output.softcap * torch.tanh(expected / output.softcap)
+    if found.shape != expected.shape or not torch.allclose(found, expected, rtol=1e-4):
+        raise ValueError(f"{type(lm).__name__} changes its logits in a way that this version does not know.")
+    return OutputLayer(1.0 if abs(factor - 1) < 1e-5 else factor, output.softcap)
+
+
+class _DecoderOutput(tuple):
+    """Hidden states as a decoder returns them, and nothing else, under whatever name a family asks for."""
+
+    def __new__(cls, hidden: Tensor) -> "_DecoderOutput":
+        return super().__new__(cls, (hidden,))
+
+    def __getattr__(self, name: str) -> Any:
+        return self[0] if name == "last_hidden_state" else None
+
+
+@contextlib.contextmanager
+def _only_the_head(lm: HFModel, values: Tensor) -> Iterator[dict[str, Any]]:
+    """Arguments for a forward in which the decoder gives `values`, and the output matrix returns its input.
+
+    Sizes are wrong for the model; nothing but its last lines runs.
+    """
+    head, output = lm.get_output_embeddings(), _DecoderOutput(values[None, None])
+    bodies = {id(body): body for body in (decoder(lm), lm.get_decoder()) if body is not lm}
+    stand_ins = [(body, lambda *_args, **_options: output) for body in bodies.values()]
+    with contextlib.ExitStack() as stack:
+        for module, stand_in in [*stand_ins, (head, lambda hidden, *_args, **_options: hidden)]:
+            stack.enter_context(mock.patch.object(module, "forward", stand_in))
+        yield {"input_ids": torch.zeros(1, 1, dtype=torch.int64), "use_cache": False}

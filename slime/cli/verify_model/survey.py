@@ -1,0 +1,125 @@
+"""A table of all causal language models of transformers: which train exactly here, how, and which do not.
+
+Each family is built small and random from the defaults of its config, and one optimizer step of the FSDP
+trainer over packed documents is compared with transformers, which gets one document at a time.
+"""
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slime.backends.fsdp import families
+from slime.catalog.backends import BACKENDS
+from slime.cli.verify_model import reference, shrink, trainer_job
+from slime.cli.verify_model.compare import compare
+from slime.cli.verify_model.layouts import Target
+
+EXACT, DIFFERS, REFUSED, NO_REFERENCE = "exact", "DIFFERS", "refused", "not built"
+PACKED, BY_STATE, PADDED = "packed", "packed, states by document", "padded"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What became of one family. `note`: why it is refused, or what differs first."""
+
+    kind: str
+    result: str
+    how: str = "-"
+    log_probs: float | None = None
+    gradients: float | None = None
+    note: str = ""
+
+    def cells(self) -> list[str]:
+        numbers = ["-" if error is None else f"{error:.0e}" for error in (self.log_probs, self.gradients)]
+        megatron = "yes" if self.kind in (BACKENDS["megatron"].families or ()) else "-"
+        return [self.kind, self.result, self.how, *numbers, megatron, self.note]
+
+
+def all_kinds() -> list[str]:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def chosen_kinds(words: Sequence[str]) -> list[str]:
+    """The types that the words of --families name; `all`: every one."""
+    known = all_kinds()
+    unknown = [word for word in words if word != "all" and word not in known]
+    if unknown:
+        raise ValueError(f"--families {unknown[0]}: this transformers has no causal LM of that type.")
+    return known if "all" in words else list(words)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """A group of this process only, which trainers need, unless there is one."""
+    if dist.is_initialized():
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="slime-verify-") as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+def examine(kind: str, folder: Path, *, tolerance: float = 1e-4) -> Row:
+    """Train one small model of the family and compare; whatever goes wrong is in the row."""
+    from transformers import CONFIG_MAPPING
+
+    try:
+        config = shrink.shrink(CONFIG_MAPPING[kind](), layers=2)
+        shrink.build(config, folder / "model", "")
+        vocabulary = config.vocab_size
+        expected = reference.compute(folder / "model", folder / "after", vocabulary)
+    except Exception as error:  # families of other purposes fail in many ways
+        return Row(kind, NO_REFERENCE, note=f"no small text model of its default config ({_told(error)})")
+    job = trainer_job.Job(str(folder / "model"), Target("fsdp", "single", 1), str(folder), vocabulary)
+    how = "-"
+    try:
+        how = how_it_runs(config)
+        found = trainer_job.compute(0, job)
+    except Exception as error:
+        return Row(kind, REFUSED if isinstance(error, ValueError) else DIFFERS, how, note=_told(error))
+    assert found is not None, "rank 0 has the outcome"
+    verdict = compare(expected, found, tolerance)
+    result = EXACT if verdict.first is None else DIFFERS
+    errors = verdict.errors["log-probs"], verdict.errors["gradients"]
+    return Row(kind, result, how, *errors, note=verdict.first or "")
+
+
+def how_it_runs(config: Any) -> str:
+    with torch.device("meta"):
+        lm = families.build(config)
+    if not families.runs_packed(lm):
+        return PADDED
+    return BY_STATE if families.stateful_modules(lm) else PACKED
+
+
+def _told(error: Exception) -> str:
+    text = " ".join(str(error).split()) or "no message"
+    return (text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}")[:160]
+
+
+def survey(kinds: Sequence[str], tell: Callable[[str], object] = print) -> list[Row]:
+    """The rows of all kinds; each is told as a line of a Markdown table once it is known."""
+    from transformers import __version__
+
+    reference.be_quiet()
+    torch.set_num_threads(1)
+    tell(f"transformers {__version__}, torch {torch.__version__.split('+')[0]}\n")
+    tell("| family | FSDP | how | log-probs | gradients | Megatron | note |\n|---|---|---|---|---|---|---|")
+    rows = []
+    with alone():
+        for kind in kinds:
+            with tempfile.TemporaryDirectory(prefix="slime-verify-") as folder:
+                rows.append(examine(kind, Path(folder)))
+            tell("| " + " | ".join(cell.replace("|", "/") for cell in rows[-1].cells()) + " |")
+    return rows
