@@ -55,6 +55,16 @@ def test_progress_knows_where_the_time_goes_and_how_long_it_takes():
         assert words in line
 
 
+def test_the_first_step_of_a_start_does_not_count_once_there_is_another():
+    rows = steps(3)
+    rows[3]["perf/step_time"] = 100.0  # kernels were compiled
+    progress = fed(rows[:4], total=10)
+    assert progress.step_seconds() == 100.0
+    for row in rows[4:]:
+        progress.add(row)
+    assert progress.step_seconds() == 10.0 and progress.tokens_per_second() == 640.0
+
+
 def test_a_step_ends_once_and_a_resumed_run_goes_back():
     progress = Progress(total=20)
     assert sum(progress.add(row) for row in steps(5)) == 5

@@ -40,6 +40,7 @@ class Progress:
     latest: dict[str, float] = field(default_factory=dict)
     _steps: dict[int, dict[str, float]] = field(default_factory=dict)  # the last few, with what each logged
     _start: int = 0
+    _first: int | None = None  # step of this start: it compiles kernels and fills caches
 
     def add(self, row: Mapping[str, Any]) -> bool:
         """Whether a step has ended with this row."""
@@ -48,8 +49,10 @@ class Progress:
             return False
         numbers = {key: float(value) for key, value in row.items() if _is_number(value)}
         if int(numbers.get("start", 0)) > self._start:  # a resumed run may repeat steps
-            self._start, self.done, self._steps = int(numbers["start"]), min(self.done, step), {}
+            self._start, self.done = int(numbers["start"]), min(self.done, step)
+            self._steps, self._first = {}, None
         self.latest |= numbers
+        self._first = step if self._first is None else self._first
         if self.value_key in numbers:
             self.values[step] = numbers[self.value_key]
             _keep_last(self.values, _MAX_KEPT)
@@ -65,7 +68,7 @@ class Progress:
 
     def step_seconds(self) -> float | None:
         """Mean of the last steps; None: not known yet."""
-        times = [numbers[STEP_TIME] for numbers in self._steps.values() if STEP_TIME in numbers]
+        times = [numbers[STEP_TIME] for numbers in self._whole_steps((STEP_TIME,))]
         return statistics.fmean(times) if times else None
 
     def seconds_left(self) -> float | None:
@@ -89,7 +92,9 @@ class Progress:
         return shares | {"other": max(0.0, 1.0 - sum(shares.values()))}
 
     def _whole_steps(self, needed: Iterable[str]) -> list[dict[str, float]]:
-        return [numbers for numbers in self._steps.values() if all(key in numbers for key in needed)]
+        """The first step of a start, which takes longer, only while there is no other."""
+        whole = {step: numbers for step, numbers in self._steps.items() if numbers.keys() >= set(needed)}
+        return [numbers for step, numbers in whole.items() if step != self._first or len(whole) == 1]
 
 
 def live_lines(progress: Progress, width: int, *, note: str = "", doing: str = "") -> list[Text]:
