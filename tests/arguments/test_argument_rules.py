@@ -237,6 +237,7 @@ NO_EFFECT_VALUES = {
     "opd_type": "trainer",
     "opd_kl": "full",
     "dpo_label_smoothing": 0.2,
+    **dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype"), "bf16"),
 }
 SFT = {"loss_type": "sft_loss", "n_samples_per_prompt": 1}
 # What must be set beside a flag so that it has no effect.
@@ -295,7 +296,7 @@ def test_flag_without_effect_is_refused_when_given(name):
         changes |= {"loss_type": "sft_loss", "n_samples_per_prompt": 1}
     if name == "eps_clip_c":
         changes |= {name: 3.0}
-    if name in ("adam_beta1", "adam_beta2", "adam_eps"):
+    if name in ("adam_beta1", "adam_beta2", "adam_eps", "optimizer_cpu_offload"):
         changes |= {"optimizer": "sgd"}
     if name in ("custom_advantage_function_path", "normalize_advantages"):
         words = ["--disable-compute-advantages-and-returns"]
@@ -313,6 +314,18 @@ def test_flag_without_effect_is_refused_when_given(name):
         words = [spec.info.off]
     with pytest.raises(ValueError, match=rf"(^|\n  ){spec.option} is .*, but "):
         parse(*words, "--strict", **changes)
+
+
+def test_precisions_of_the_optimizer():
+    small = dict(exp_avg_dtype="fp8", exp_avg_sq_dtype="bf16")
+    args = parse("--use-precision-aware-optimizer", "--optimizer-cpu-offload", "--strict", **small)
+    assert (args.exp_avg_dtype, args.optimizer_offload_fraction) == ("fp8", 1.0)
+    with pytest.raises(ValueError, match="moments and gradients stay in fp32"):
+        parse("--use-precision-aware-optimizer", "--strict")
+    with pytest.raises(ValueError, match="--main-params-dtype is 'fp16': this version does not build it yet"):
+        parse("--use-precision-aware-optimizer", main_params_dtype="fp16")
+    with pytest.raises(ValueError, match="the FSDP trainer adds gradients up in float32"):
+        parse("--use-precision-aware-optimizer", main_grads_dtype="bf16")
 
 
 @pytest.mark.parametrize("name", ["kl_loss_coef", "micro_batch_size", "min_lr"])

@@ -21,6 +21,8 @@ USED_WHILE_PARSING = {
     "print_config",
     "strict",
     "dump_details",
+    "use_precision_aware_optimizer",
+    "main_params_dtype",
     "check_for_nan_in_loss_and_grad",
     "ci_train_rollout_logprob_abs_diff_threshold",
     "custom_config_path",

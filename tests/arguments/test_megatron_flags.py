@@ -79,7 +79,13 @@ def test_table_is_read_without_importing_the_package():
         (("--num-layers",), "takes one value, found 0"),
         (("--moe-layer-freq", "[0]*3+print()"), r"write a number, or a list of 0 and 1"),
         (("--decoupled-lr", "1e-3"), "all parameters have one rate"),
-        (("--optimizer-cpu-offload", "--strict"), "the optimizer's states stay on the device"),
+        (
+            (
+                *("--use-precision-aware-optimizer", "--main-grads-dtype", "bf16"),
+                "--accumulate-allreduce-grads-in-fp32",
+            ),
+            "gradients add up in one precision; keep one of them",
+        ),
         (("--attention-softmax-in-fp32", "yes"), "is a switch and takes no value"),
         (("--fp16",), "--fp16 cannot be given: --dtype decides it"),
         (("--mtp-num-layers", "1", "--strict"), "given without --enable-mtp-training"),

@@ -11,6 +11,8 @@ from trainer_helpers import meeting_point, random_samples, trainer_args
 from slime.backends.attention.packed import OPERATORS, PackedDocuments, _varlen_attention, packed_attention
 from slime.backends.attention.trial import why_wrong
 from slime.backends.fsdp import create_backend
+from slime.backends.shared import placed_adam
+from slime.backends.shared.placed_adam import MomentPlan, PlacedAdamW
 from slime.batch.convert import samples_to_batch
 from slime.batch.split import split_for_ranks
 from slime.step.training_step import TrainingStep
@@ -137,3 +139,52 @@ def test_sleeping_frees_memory_and_waking_changes_nothing(model, tmp_path):
     names = [name for bucket in resumed.export(torch.bfloat16) for name, _ in bucket]
     assert len(names) == len(set(names)) == len(list(resumed.model.lm.named_parameters()))
     resumed.save_hf(tmp_path / "hf")
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("share", [0.4, 1.0])
+def test_moments_in_host_memory_give_the_same_bits(overlap, share, monkeypatch):
+    monkeypatch.setattr(placed_adam, "_PIECE", 1 << 16)  # many pieces on their way at once
+    sizes = [(700, 1003), (31,), (2048, 512), (5, 5)]
+    torch.manual_seed(0)
+    start = [torch.randn(size, device="cuda") for size in sizes]
+    weights = [[torch.nn.Parameter(tensor.clone()) for tensor in start] for _ in range(2)]
+    plan = MomentPlan(host_share=share, overlap=overlap)
+    optimizers = [
+        torch.optim.AdamW(weights[0], lr=1e-2, weight_decay=0.1, fused=True),
+        PlacedAdamW([{"params": weights[1], "weight_decay": 0.1}], plan, lr=1e-2),
+    ]
+    for _ in range(6):
+        gradients = [torch.randn_like(tensor) for tensor in start]
+        for parameters, optimizer in zip(weights, optimizers, strict=True):
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient.clone()
+            optimizer.step()
+    for plain, placed in zip(*weights, strict=True):
+        assert torch.equal(plain, placed)
+        there, here = optimizers[0].state[plain], optimizers[1].state[placed]
+        assert all(torch.equal(there[name].cpu(), here[name].cpu()) for name in ("exp_avg", "exp_avg_sq"))
+    hosted = [optimizers[1].state[p]["exp_avg"] for p in optimizers[1].hosted]
+    assert hosted and all(moment.is_pinned() for moment in hosted)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp8"])
+def test_a_trainer_with_moments_in_host_memory_sleeps_wakes_and_resumes(model, tmp_path, dtype):
+    changes = dict(use_precision_aware_optimizer=True, exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype)
+    changes |= dict(optimizer_cpu_offload=True, overlap_cpu_optimizer_d2h_h2d=True)
+    args = trainer_args(model, dtype="bfloat16", micro_batch_size=4, compile=False, **changes)
+    samples = random_samples(2, 4)
+    backend = create_backend(args, rank=0, world_size=1, device="cuda:0")
+    train(backend, args, samples)
+    states = [value for state in backend.optimizer.state.values() for value in state.values()]
+    assert {value.device.type for value in states} == {"cpu"}
+    backend.save(tmp_path / "ckpt")
+    resumed = create_backend(args, rank=0, world_size=1, device="cuda:0")
+    resumed.load(tmp_path / "ckpt")
+    backend.move(params="cpu", optimizer="cpu")
+    backend.move(params="cuda", optimizer="cuda")
+    for kept, read in zip(backend.optimizer.state.values(), resumed.optimizer.state.values(), strict=True):
+        assert all(torch.equal(kept[name].float(), read[name].float()) for name in ("step", "exp_avg"))
+        assert kept["exp_avg"].device.type == "cpu"
+    after = [train(b, args, samples)["train/loss"] for b in (backend, resumed)]
+    assert after[0] == pytest.approx(after[1], rel=1e-3, abs=1e-6)

@@ -13,14 +13,11 @@ IDLE_FLAGS = {
         bias-dropout-fusion bias-gelu-fusion persist-layer-norm use-flash-attn use-mcore-models
         transformer-impl qwen-gdn-backend use-cpu-initialization
         perform-initialization data-pad-size-multiplier
-        create-attention-mask-in-dataloader manual-gc manual-gc-interval empty-unused-memory-level""",
+        create-attention-mask-in-dataloader manual-gc manual-gc-interval empty-unused-memory-level
+        use-torch-optimizer-for-cpu-offload""",
     "the config of --hf-checkpoint says it": """
         spec model-name padded-vocab-size make-vocab-size-divisible-by position-embedding seq-length
         rope-type tokenizer-type tokenizer-model use-rope-scaling rope-scaling-factor""",
-    "the optimizer's states stay on the device, in 32 bits, which takes more of its memory": """
-        optimizer-cpu-offload optimizer-offload-fraction overlap-cpu-optimizer-d2h-h2d
-        use-precision-aware-optimizer use-torch-optimizer-for-cpu-offload exp-avg-dtype exp-avg-sq-dtype
-        main-params-dtype main-grads-dtype""",
     "--dtype decides it": "bf16",
     "slime has formats of its own for checkpoints and logs": """
         ckpt-format use-dist-ckpt auto-detect-ckpt-format dist-ckpt-strictness ckpt-fully-parallel-save

@@ -199,6 +199,11 @@ def megatron_trainer(draft: Draft) -> None:
             raise ValueError(f"{option} cannot be given: {OWNED[name]}.")
         if name in draft.specs:
             raise ValueError(f"--megatron-config sets {name}: give it as {option}.")
+    if draft.main_grads_dtype == "bf16" and fields.get("grad_reduce_in_fp32"):
+        raise ValueError(
+            "--main-grads-dtype is bf16 beside --accumulate-allreduce-grads-in-fp32: gradients add up in one "
+            "precision; keep one of them."
+        )
     if draft.sequence_parallel and draft.tensor_model_parallel_size == 1:
         draft.idle.append("--sequence-parallel is set, but --tensor-model-parallel-size is 1: it is off.")
         draft.derive("sequence_parallel", False, "tensor_model_parallel_size is 1")

@@ -7,6 +7,8 @@ from slime.arguments.core.flag import OnlyWith, flag, needs
 from slime.arguments.groups.objectives import NOT_PAIRS
 from slime.catalog.backends import BACKENDS, DEFAULT_BACKEND
 
+MOMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}  # of one number, by precision
+
 # -- when flags have an effect
 WHOLE_LOGITS = OnlyWith(
     "where a rank has whole logits",
@@ -44,6 +46,28 @@ DECAYS = OnlyWith(
 )
 ADAM = OnlyWith(
     "with --optimizer adam", lambda d: d.optimizer == "adam", "--optimizer sgd has no moments; remove it"
+)
+HAS_MOMENTS = OnlyWith(ADAM.words, ADAM.works, ADAM.reason, harmless=True)
+OFFLOADED = needs(
+    "optimizer_cpu_offload",
+    "Adam's moments stay on the device without --optimizer-cpu-offload; add it",
+    harmless=True,
+)
+LESS_THAN_FP32 = OnlyWith(
+    "with a dtype of its own for a moment, or --optimizer-cpu-offload",
+    lambda d: (
+        d.optimizer_cpu_offload or {d.exp_avg_dtype, d.exp_avg_sq_dtype, d.main_grads_dtype} != {"fp32"}
+    ),
+    "moments and gradients stay in fp32; add --exp-avg-dtype and --exp-avg-sq-dtype",
+    harmless=True,
+)
+PRECISION_AWARE = needs(
+    "use_precision_aware_optimizer", "precisions are chosen only with --use-precision-aware-optimizer; add it"
+)
+MEGATRON_GRADIENTS = OnlyWith(
+    "with --train-backend megatron",
+    lambda d: BACKENDS[d.train_backend].takes_megatron_flags,
+    "the FSDP trainer adds gradients up in float32; remove it",
 )
 KEPT_WEIGHTS = OnlyWith(
     "with a reference, --keep-old-actor or --use-opd",
@@ -137,6 +161,41 @@ class OptimizerFlags:
     adam_beta1: float = flag(0.9, "first-moment decay", ge=0, lt=1, only_with=ADAM)
     adam_beta2: float = flag(0.999, "second-moment decay", ge=0, lt=1, only_with=ADAM)
     adam_eps: float = flag(1e-8, "added to the denominator of Adam", gt=0, only_with=ADAM)
+    optimizer_cpu_offload: bool = flag(
+        False,
+        "keep Adam's moments in host memory; they pass through the device in each step, which gives the same "
+        "bits",
+        only_with=HAS_MOMENTS,
+    )
+    optimizer_offload_fraction: float = flag(
+        1.0, "share of the parameters whose moments go there", ge=0, le=1, only_with=OFFLOADED
+    )
+    overlap_cpu_optimizer_d2h_h2d: bool = flag(
+        False,
+        "moments come from host memory and go back there while others are worked on",
+        only_with=OFFLOADED,
+    )
+    use_precision_aware_optimizer: bool = flag(
+        False, "keep moments in the precisions of the next flags", only_with=(HAS_MOMENTS, LESS_THAN_FP32)
+    )
+    exp_avg_dtype: str = flag(
+        "fp32", "precision of Adam's first moment", choices=tuple(MOMENT_BYTES), only_with=PRECISION_AWARE
+    )
+    exp_avg_sq_dtype: str = flag(
+        "fp32", "precision of Adam's second moment", choices=tuple(MOMENT_BYTES), only_with=PRECISION_AWARE
+    )
+    main_grads_dtype: str = flag(
+        "fp32",
+        "precision in which Megatron adds gradients up; bf16 needs --dtype bfloat16",
+        choices=("fp32", "bf16"),
+        only_with=(PRECISION_AWARE, MEGATRON_GRADIENTS),
+    )
+    main_params_dtype: str = flag(
+        "fp32",
+        "precision of the weights that Adam updates",
+        choices=("fp32",),
+        not_built=("fp16",),
+    )
     clip_grad: float = flag(1.0, "largest gradient norm; 0 turns clipping off", ge=0)
 
 

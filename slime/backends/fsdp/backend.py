@@ -30,14 +30,15 @@ from slime.backends.fsdp import dcp_checkpoint, families, hf_export, loading, lo
 from slime.backends.fsdp.experts import ExpertWatch, balance_coefficient
 from slime.backends.fsdp.layers import decoder_layers, prepare_layers
 from slime.backends.fsdp.mesh import Mesh
-from slime.backends.fsdp.model import PackedCausalLM, WholeMatrix, gather_full, local, reshard, shard
-from slime.backends.fsdp.offload import HostMemory
+from slime.backends.fsdp.model import PackedCausalLM, WholeMatrix, gather_full, reshard, shard
 from slime.backends.fsdp.optimizer import build_optimizer
 from slime.backends.fsdp.scalar_model import PackedLM, PackedScalarLM
 from slime.backends.fsdp.trainable import choose_trainable
 from slime.backends.fsdp.working_copy import WorkingCopy
 from slime.backends.shared.checkpoint_errors import plain_errors
+from slime.backends.shared.host_memory import HostMemory
 from slime.backends.shared.microbatch import by_sample
+from slime.backends.shared.placed_adam import PlacedAdamW, local
 from slime.backends.shared.trainer_base import TrainerBase
 from slime.backends.shared.trainer_folder import is_checkpoint
 from slime.backends.shared.weight_copies import LIVE, WeightCopies
@@ -401,5 +402,7 @@ class FSDPBackend(TrainerBase):
             self.working.drop()
 
     def _move_optimizer(self, device: torch.device) -> None:
-        if not self.args.fsdp_cpu_offload:
+        if isinstance(self.optimizer, PlacedAdamW):
+            self.optimizer.move(device, self._host)
+        elif not self.args.fsdp_cpu_offload:
             self._host.move_state(self.optimizer, device)

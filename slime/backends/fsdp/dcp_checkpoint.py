@@ -7,12 +7,15 @@ fingerprint, schedule position) and `rng_<rank>.pt`. The caller makes the folder
 import hashlib
 import json
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from slime.arguments import Args
 from slime.backends.base import Layout
@@ -22,6 +25,7 @@ from slime.backends.fsdp.lora import hub_name, is_adapter
 from slime.backends.fsdp.optimizer import init_state
 from slime.backends.fsdp.scalar_model import PackedLM
 from slime.backends.shared.checkpoint_errors import plain_errors, unreadable_named
+from slime.backends.shared.placed_adam import PlacedAdamW
 from slime.backends.shared.trainer_folder import (
     FORMAT_VERSION,
     MANIFEST,
@@ -60,7 +64,8 @@ def fingerprint(lm: HFModel, *, adapters: bool = True) -> dict[str, Any]:
 def save(backend: CheckpointedTrainer, path: Path, *, with_optimizer: bool) -> dict[str, Any]:
     path.mkdir(parents=True, exist_ok=True)
     init_state(backend.optimizer)
-    _write(backend, path, _state(backend, with_optimizer))
+    with _plain_moments(backend.optimizer):
+        _write(backend, path, _state(backend, with_optimizer))
     torch.save(random_state(), path / f"rng_{backend.rank}.pt")
     manifest = {
         "format_version": FORMAT_VERSION,
@@ -99,7 +104,7 @@ def load(backend: CheckpointedTrainer, path: Path, *, weights_only: bool) -> dic
     if with_optimizer:
         check_optimizer(manifest, backend.args.optimizer, path)
         init_state(backend.optimizer)
-    with unreadable_named(path):
+    with _plain_moments(backend.optimizer), unreadable_named(path):
         dcp.load(_state(backend, with_optimizer=with_optimizer), checkpoint_id=path)
     if weights_only:
         return manifest
@@ -169,8 +174,20 @@ def _state(backend: CheckpointedTrainer, with_optimizer: bool) -> dict[str, Any]
     if with_optimizer:
         for parameter, name in names.items():
             for key, value in backend.optimizer.state.get(parameter, {}).items():
-                state[f"optimizer.{name}.{key}"] = value
+                state[f"optimizer.{name}.{key}"] = _sharded_as(parameter, value)
     return state
+
+
+def _plain_moments(optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+    """Moments in float32, whatever this run keeps them in: checkpoints do not depend on that."""
+    return optimizer.plain_state() if isinstance(optimizer, PlacedAdamW) else nullcontext()
+
+
+def _sharded_as(parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
+    """A moment that is this rank's part alone, as the shard of a whole; it keeps its memory."""
+    if not isinstance(parameter, DTensor) or isinstance(value, DTensor) or not value.ndim:
+        return value
+    return DTensor(value, parameter._spec, requires_grad=False)
 
 
 def load_hf_weights(lm: HFModel, path: str | Path) -> None:

@@ -21,8 +21,8 @@ from slime.backends.fsdp import families
 from slime.backends.fsdp.hf_export import is_converted, named_tensors
 from slime.backends.fsdp.layers import HFModel
 from slime.backends.fsdp.lora import hub_name, is_adapter
-from slime.backends.fsdp.model import local
 from slime.backends.shared.mtp_heads import folder_of
+from slime.backends.shared.placed_adam import local
 from slime.utils.fp8 import SCALE_SUFFIX, dequantize_part
 from slime.utils.fp8_config import block_size_of
 from slime.utils.safetensors_files import files_by_tensor, model_files

@@ -157,11 +157,6 @@ def reshard(model: nn.Module) -> None:
         model.reshard()
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a (possibly sharded) tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def gather_full(tensor: Tensor) -> Tensor:
     """The whole tensor on every rank; a collective when sharded."""
     if not isinstance(tensor, DTensor):

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from slime.arguments import Args
+from slime.backends.shared.placed_adam import MomentPlan, PlacedAdamW
 
 
 def build_optimizer(
@@ -22,13 +23,18 @@ def build_optimizer(
     groups: list[dict[str, Any]] = [{"params": own, "weight_decay": decay} for own, decay in decays if own]
     if args.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=args.lr)
-    return torch.optim.AdamW(
-        groups, lr=args.lr, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_eps, fused=True
-    )
+    betas = (args.adam_beta1, args.adam_beta2)
+    settings: dict[str, Any] = {"lr": args.lr, "betas": betas, "eps": args.adam_eps}
+    plan = MomentPlan.of(args)
+    if not plan.is_plain:
+        return PlacedAdamW(groups, plan, **settings)
+    return torch.optim.AdamW(groups, fused=True, **settings)
 
 
 def init_state(optimizer: torch.optim.Optimizer) -> None:
     """Create the state that AdamW creates in its first step, so that a checkpoint can be read into it."""
+    if isinstance(optimizer, PlacedAdamW):
+        optimizer.create_state()
     if not isinstance(optimizer, torch.optim.AdamW):
         return
     for group in optimizer.param_groups:

@@ -58,7 +58,9 @@ from slime.backends.megatron.vocab_parallel import VocabSlice
 from slime.backends.megatron.weights import HubWeights
 from slime.backends.shared import hf_folder
 from slime.backends.shared.checkpoint_errors import plain_errors
+from slime.backends.shared.host_memory import HostMemory
 from slime.backends.shared.microbatch import by_sample
+from slime.backends.shared.placed_adam import MomentPlan
 from slime.backends.shared.trainer_base import TrainerBase
 from slime.backends.shared.trainer_folder import is_checkpoint
 from slime.backends.shared.weight_copies import LIVE, WeightCopies
@@ -116,7 +118,7 @@ class MegatronBackend(TrainerBase):
         self.model = wrap_for_training(self.config, ddp_config(args), chunks)
         self.optimizer_config = optimizer_config(args, self.compute_dtype)
         self.optimizer = optimizer_module.build_optimizer(
-            self.optimizer_config, self.model, cpu=device.type == "cpu"
+            self.optimizer_config, self.model, MomentPlan.of(args), cpu=device.type == "cpu"
         )
         self.passes = Passes(
             self.model,
@@ -132,6 +134,7 @@ class MegatronBackend(TrainerBase):
         self.routers = routers_of(self.model)
         self._recorded: RecordedByBatch = {}  # experts chosen in the last pass of the old policy
         self.saves = AsyncCallsQueue()  # with --async-save: what is being written
+        self._host = HostMemory()
         self._away: dict[int, tuple[Tensor | None, int]] = {}  # flat buffers that left the device
 
     def _settled_parameters(self) -> list[Tensor]:
@@ -384,4 +387,4 @@ class MegatronBackend(TrainerBase):
                 optimizer_module.move_buffer(buffer, device, self._away)
 
     def _move_optimizer(self, device: torch.device) -> None:
-        optimizer_module.move_state(self.optimizer, device)
+        optimizer_module.move_state(self.optimizer, device, self._host)

@@ -243,7 +243,7 @@ def optimizer_config(args: Args, dtype: torch.dtype) -> OptimizerConfig:
 
 def ddp_config(args: Args) -> DistributedDataParallelConfig:
     values = {
-        "grad_reduce_in_fp32": True,
+        "grad_reduce_in_fp32": args.main_grads_dtype == "fp32",
         "use_distributed_optimizer": _distributed_optimizer(args),
         "overlap_grad_reduce": args.overlap_grad_reduce,
         "overlap_param_gather": args.overlap_param_gather,

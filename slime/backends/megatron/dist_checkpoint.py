@@ -111,18 +111,17 @@ def _write(backend: TrainerState, path: Path, *, with_optimizer: bool) -> None:
     # Megatron refuses a folder that holds anything.
     path.mkdir(parents=True, exist_ok=True)
     state = _model_state(backend, METADATA)
-    if with_optimizer:
-        optimizer_fixes.install()
-        optimizer_fixes.create_moments(backend.optimizer)
-        state["optimizer"] = backend.optimizer.sharded_state_dict(state, metadata=dict(METADATA))
     checkpoint_fixes.own_results_server()
     background = backend.args.async_save
-    with plain_errors():
-        request = dist_checkpointing.save(
-            state, str(path), content_metadata=dict(METADATA), async_sharded_save=background
-        )
-    if background:
-        backend.saves.schedule_async_request(request)
+    with optimizer_fixes.plain_moments(backend.optimizer, wanted=with_optimizer):
+        if with_optimizer:
+            state["optimizer"] = backend.optimizer.sharded_state_dict(state, metadata=dict(METADATA))
+        with plain_errors():
+            request = dist_checkpointing.save(
+                state, str(path), content_metadata=dict(METADATA), async_sharded_save=background
+            )
+        if background:
+            backend.saves.schedule_async_request(request)
 
 
 def load(backend: TrainerState, path: Path, *, weights_only: bool) -> dict[str, Any]:
@@ -156,28 +155,27 @@ def _read(backend: TrainerState, path: Path, *, with_optimizer: bool, reload: bo
     with unreadable_named(path):
         metadata = dist_checkpointing.load_content_metadata(str(path))
     state = _model_state(backend, metadata)
-    if with_optimizer:
-        optimizer_fixes.install()
-        optimizer_fixes.create_moments(backend.optimizer)
-        state["optimizer"] = backend.optimizer.sharded_state_dict(
-            state, is_loading=True, metadata=dict(metadata)
-        )
-        sharded = backend.optimizer_config.use_distributed_optimizer
-        common = checkpoint_fixes.common_parts(state["optimizer"], backend.optimizer) if sharded else []
-        _check_moments(state["optimizer"], path)
-    with unreadable_named(path):
-        loaded = dist_checkpointing.load(state, str(path))
-    for index, chunk in enumerate(backend.model):
-        chunk.module.load_state_dict(loaded[_key(backend, index)], strict=True)
-    if with_optimizer:
-        moments, step = loaded["optimizer"], read_manifest(path.parent)["adam_step"]
-        if sharded:
-            moments = checkpoint_fixes.with_common_parts(moments, common, step=step)
-        else:
-            moments = checkpoint_fixes.with_own_groups(moments, backend.optimizer, step=step)
-        backend.optimizer.load_state_dict(moments)
-        optimizer_fixes.unshare_steps(backend.optimizer)
-    elif reload:
+    with optimizer_fixes.plain_moments(backend.optimizer, wanted=with_optimizer):
+        if with_optimizer:
+            state["optimizer"] = backend.optimizer.sharded_state_dict(
+                state, is_loading=True, metadata=dict(metadata)
+            )
+            sharded = backend.optimizer_config.use_distributed_optimizer
+            common = checkpoint_fixes.common_parts(state["optimizer"], backend.optimizer) if sharded else []
+            _check_moments(state["optimizer"], path)
+        with unreadable_named(path):
+            loaded = dist_checkpointing.load(state, str(path))
+        for index, chunk in enumerate(backend.model):
+            chunk.module.load_state_dict(loaded[_key(backend, index)], strict=True)
+        if with_optimizer:
+            moments, step = loaded["optimizer"], read_manifest(path.parent)["adam_step"]
+            if sharded:
+                moments = checkpoint_fixes.with_common_parts(moments, common, step=step)
+            else:
+                moments = checkpoint_fixes.with_own_groups(moments, backend.optimizer, step=step)
+            backend.optimizer.load_state_dict(moments)
+            optimizer_fixes.unshare_steps(backend.optimizer)
+    if reload and not with_optimizer:
         backend.optimizer.reload_model_params()
 
 

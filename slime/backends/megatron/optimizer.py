@@ -9,15 +9,24 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 
+from slime.backends.shared.host_memory import HostMemory
+from slime.backends.shared.placed_adam import MomentPlan, PlacedAdamW
+
 
 def build_optimizer(
-    config: OptimizerConfig, chunks: Sequence[DistributedDataParallel], *, cpu: bool
+    config: OptimizerConfig, chunks: Sequence[DistributedDataParallel], moments: MomentPlan, *, cpu: bool
 ) -> MegatronOptimizer:
-    """Megatron's optimizer; weight decay is on matrices only, which its own scheduler would set."""
+    """Megatron's optimizer; weight decay is on matrices only, which its own scheduler would set.
+
+    Its own way of offloading needs TransformerEngine and steps on the CPU; both trainers have the same one.
+    """
     optimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=not cpu)
     for group in optimizer.param_groups:
         group["weight_decay"] = config.weight_decay * group["wd_mult"]
-    if not cpu:
+    if config.optimizer == "adam" and not moments.is_plain:
+        for member in members(optimizer):
+            member.optimizer = PlacedAdamW(member.optimizer.param_groups, moments)
+    else:
         _fuse(optimizer)
     return optimizer
 
@@ -79,7 +88,7 @@ def move_buffer(
                 flat.zero_()
 
 
-def move_state(optimizer: MegatronOptimizer, device: torch.device) -> None:
+def move_state(optimizer: MegatronOptimizer, device: torch.device, host: HostMemory) -> None:
     """Put the moments and fp32 parameters of every optimizer in the chain on a device."""
     for member in members(optimizer):
         for group in member.optimizer.param_groups:
@@ -88,6 +97,9 @@ def move_state(optimizer: MegatronOptimizer, device: torch.device) -> None:
                 own_storage = parameter.untyped_storage().nbytes() <= parameter.nbytes
                 if parameter.dtype == torch.float32 and own_storage:
                     parameter.data = parameter.data.to(device)
+        if isinstance(member.optimizer, PlacedAdamW):
+            member.optimizer.move(device, host)
+            continue
         for state in member.optimizer.state.values():
             for name, value in state.items():
                 if isinstance(value, Tensor):

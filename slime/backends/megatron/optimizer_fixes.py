@@ -1,12 +1,15 @@
 """Mends how megatron-core 0.16.1 saves and loads torch's Adam, the optimizer that slime trains with."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
+
+from slime.backends.shared.placed_adam import PlacedAdamW
 
 _installed = False
 
@@ -17,9 +20,11 @@ def _torch_optimizers(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Opti
             yield member.optimizer
 
 
-def create_moments(optimizer: MegatronOptimizer) -> None:
-    """Before a save or load: Megatron reads the step of every parameter, and a fresh AdamW has none yet."""
+def _create_moments(optimizer: MegatronOptimizer) -> None:
+    """Megatron reads the step of every parameter, and a fresh AdamW has none yet."""
     for inner in _torch_optimizers(optimizer):
+        if isinstance(inner, PlacedAdamW):
+            inner.create_state()
         for group in inner.param_groups:
             for parameter in group["params"]:
                 if not inner.state[parameter]:
@@ -28,6 +33,21 @@ def create_moments(optimizer: MegatronOptimizer) -> None:
                         "exp_avg": torch.zeros_like(parameter),
                         "exp_avg_sq": torch.zeros_like(parameter),
                     }
+
+
+@contextmanager
+def plain_moments(optimizer: MegatronOptimizer, *, wanted: bool) -> Iterator[None]:
+    """A save or load of moments, in float32 whatever this run keeps them in, runs inside."""
+    if not wanted:
+        yield
+        return
+    _install()
+    _create_moments(optimizer)
+    with ExitStack() as stack:
+        for inner in _torch_optimizers(optimizer):
+            if isinstance(inner, PlacedAdamW):
+                stack.enter_context(inner.plain_state())
+        yield
 
 
 def adam_step(optimizer: MegatronOptimizer) -> int:
@@ -54,7 +74,7 @@ def _on_its_device(step: Tensor, parameter: Tensor, group: dict[str, Any]) -> Te
     return step.to(parameter.device if group.get("fused") else "cpu")
 
 
-def install() -> None:
+def _install() -> None:
     """Patch the distributed optimizer, once, before a save or load.
 
     It copies loaded values into its shards but stumbles over the step among them, and it cannot tell the step

@@ -5,8 +5,8 @@ import itertools
 import torch
 from torch import nn
 
-from slime.backends.fsdp import offload
-from slime.backends.fsdp.offload import HostMemory
+from slime.backends.shared import host_memory
+from slime.backends.shared.host_memory import HostMemory
 
 
 def test_a_key_keeps_its_place_and_holds_what_came_last():
@@ -18,7 +18,7 @@ def test_a_key_keeps_its_place_and_holds_what_came_last():
 
 
 def test_tensors_share_blocks_and_do_not_overlap(monkeypatch):
-    monkeypatch.setattr(offload, "_BLOCK_BYTES", 4096)
+    monkeypatch.setattr(host_memory, "_BLOCK_BYTES", 4096)
     host = HostMemory()
     sizes = [3, 700, 1, 65, 5000, 900, 2]  # some fill a block, one needs more than one
     kept = [host.keep(i, torch.full((size,), float(i), dtype=torch.float64)) for i, size in enumerate(sizes)]
@@ -38,7 +38,7 @@ def test_a_model_that_comes_from_elsewhere_has_its_values_here_and_its_ties():
         moved[id(tensor)] = key
         return host.keep(key, tensor) if key is not None and key not in host._places else tensor
 
-    host._move = pretend_it_was_on_a_device
+    host.move = pretend_it_was_on_a_device
     host.move_model(model, torch.device("cpu"))
     assert len(moved) == 3 and model[1].weight is model[0].weight
     assert all(torch.equal(p, values[name]) for name, p in model.named_parameters())

@@ -1,4 +1,4 @@
-"""Host memory for a trainer that leaves its device every step: page-locked once, then used again and again.
+"""Host memory for what leaves a device: page-locked once, then used again and again.
 
 Fresh pageable memory would be faulted in page by page, which takes ten times as long as the copy itself.
 Shards of several ranks (DTensors) still go that way.
@@ -24,7 +24,7 @@ class HostMemory:
     def move_model(self, model: nn.Module, place: torch.device) -> None:
         """Like `model.to(place)`."""
         model._apply(
-            lambda tensor: self._move(tensor if isinstance(tensor, nn.Parameter) else None, tensor, place)
+            lambda tensor: self.move(tensor if isinstance(tensor, nn.Parameter) else None, tensor, place)
         )
 
     def move_state(self, optimizer: torch.optim.Optimizer, place: torch.device) -> None:
@@ -32,9 +32,9 @@ class HostMemory:
         for parameter, state in optimizer.state.items():
             for name, value in state.items():
                 if isinstance(value, Tensor):
-                    state[name] = self._move((parameter, name), value, place)
+                    state[name] = self.move((parameter, name), value, place)
 
-    def _move(self, key: Any, tensor: Tensor, place: torch.device) -> Tensor:
+    def move(self, key: Any, tensor: Tensor, place: torch.device) -> Tensor:
         if tensor.device.type == place.type:
             return tensor
         if place.type != "cpu" or key is None or isinstance(tensor, DTensor):
@@ -44,10 +44,15 @@ class HostMemory:
     @torch.no_grad()
     def keep(self, key: Any, tensor: Tensor) -> Tensor:
         """A copy in host memory, in this key's place; from a GPU it is there after a synchronisation."""
+        return self.place(key, tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
+
+    def place(self, key: Any, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory for such a tensor, with whatever this key's place holds."""
         place = self._places.get(key)
-        if place is None or place.shape != tensor.shape or place.dtype != tensor.dtype:
-            place = self._places[key] = self._carve(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
-        return place.copy_(tensor, non_blocking=True)
+        if place is None or place.shape != shape or place.dtype != dtype:
+            nbytes = torch.Size(shape).numel() * dtype.itemsize
+            place = self._places[key] = self._carve(nbytes).view(dtype).view(shape)
+        return place
 
     def _carve(self, nbytes: int) -> Tensor:
         size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
