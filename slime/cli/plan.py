@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 from slime.arguments import explain_batch, parse_args
 from slime.arguments.groups.topology import Topology, plain_topology, prefill_topology, read_topology
+from slime.arguments.groups.training import MOMENT_BYTES
 from slime.cli.main import RUN_STOPPED, user_errors
 from slime.engines.sglang.command import SGLangOptions, server_words
 from slime.engines.topology import EnginePlace, Gpu, gpu_pool, place_engines, plan_router, render_plan
@@ -125,6 +126,10 @@ def _add_trainer(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--no-use-distributed-optimizer", action="store_true", help="whole moments on every rank"
     )
+    group.add_argument("--optimizer-cpu-offload", action="store_true", help="moments in host memory")
+    group.add_argument("--optimizer-offload-fraction", type=float, default=1.0, help="share of them [1]")
+    for name in ("exp-avg", "exp-avg-sq"):
+        group.add_argument(f"--{name}-dtype", choices=tuple(MOMENT_BYTES), default="fp32", help="[fp32]")
     group.add_argument(
         "--num-micro-batches", type=_count, default=8, help="of one rank in one optimizer step [8]"
     )

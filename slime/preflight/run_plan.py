@@ -24,6 +24,7 @@ from slime.preflight.trainer_plan import (
     Sizes,
     kept_per_token,
     layer_parameters,
+    moment_bytes,
     outside_parameters,
     plan_trainer,
     read_model,
@@ -171,6 +172,13 @@ def _trainer_memory(args: Args, model: dict[str, Any], device: Device) -> dict[s
         )
         micro = max(1, (args.global_batch_size or 1) // max(1, sizes.dp * args.micro_batch_size))
         options = Namespace(num_micro_batches=micro, max_tokens_per_gpu=_tokens_at_once(args))
+        for name in (
+            "optimizer_cpu_offload",
+            "optimizer_offload_fraction",
+            "exp_avg_dtype",
+            "exp_avg_sq_dtype",
+        ):
+            setattr(options, name, getattr(args, name))
         options.activation_checkpointing, options.moe_load_max_over_mean = args.activation_checkpointing, 2.0
         worst = max(plan_trainer(model, sizes, options).stages, key=lambda stage: stage.total)
         names = ("weights", "gradients", "optimizer", "activations")
@@ -193,7 +201,8 @@ def _fsdp_memory(args: Args, model: dict[str, Any], sizes: Sizes, device: Device
     if args.activation_checkpointing == "full":
         kept = [max(kept), len(kept) * model["hidden_size"]]
     logits = min(float(_LOGITS), 8.0 * tokens * model["vocab_size"])
-    parts = {"weights": 4 * held, "gradients": 4 * trained, "optimizer": 8 * trained}
+    moments = moment_bytes(args, on_gpu=device.is_gpu)
+    parts = {"weights": 4 * held, "gradients": 4 * trained, "optimizer": moments * trained}
     if args.fsdp_cpu_offload and device.is_gpu:
         parts = {}
     return {**parts, "copy": copy, "activations": item * tokens * sum(kept) + logits}

@@ -1,7 +1,8 @@
 """Estimates from config.json what a Megatron layout costs: memory, pipeline bubble, expert imbalance.
 
-It counts bf16 weights, fp32 gradients, Adam with fp32 weights and moments, and the activations of layers that
-are not compiled. Not covered: buffers of collectives, fragmentation, the inference engine.
+It counts bf16 weights, fp32 gradients, Adam's fp32 weights, those of its moments that are on the device, and
+the activations of layers that are not compiled. Not covered: buffers of collectives, fragmentation, the
+inference engine.
 """
 
 import argparse
@@ -12,10 +13,11 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
+from slime.arguments.groups.training import MOMENT_BYTES
 from slime.preflight.pipeline_schedule import bubble_share, most_kept
 
 GIB = 2**30
-_WEIGHT, _GRADIENT, _ADAM, _ACTIVATION = 2, 4, 12, 2  # bytes of one number
+_WEIGHT, _GRADIENT, _MASTER, _ACTIVATION = 2, 4, 4, 2  # bytes of one number
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,9 +251,16 @@ def _stage_memory(
         dense + experts,
         _WEIGHT * (dense + experts),
         _GRADIENT * (dense + experts),
-        _ADAM * (dense / shards[0] + experts / shards[1]),
+        (_MASTER + moment_bytes(options)) * (dense / shards[0] + experts / shards[1]),
         _activations(model, sizes, stage, layers, options),
     )
+
+
+def moment_bytes(settings: Any, *, on_gpu: bool = True) -> float:
+    """Bytes on the device of both moments of one parameter, from the run's settings or those of a plan."""
+    both = MOMENT_BYTES[settings.exp_avg_dtype] + MOMENT_BYTES[settings.exp_avg_sq_dtype]
+    away = settings.optimizer_offload_fraction if settings.optimizer_cpu_offload and on_gpu else 0.0
+    return both * (1.0 - away)
 
 
 def _layers_of(stage: int, counts: list[int], chunks: int) -> list[int]:

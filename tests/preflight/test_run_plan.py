@@ -56,6 +56,11 @@ def test_adapters_and_recomputation_and_offload_need_less(planned):
     assert planned(lora_rank=16).trainer["optimizer"] < 0.05 * plain["optimizer"]
     assert planned(activation_checkpointing="full").trainer["activations"] < plain["activations"]
     assert "optimizer" not in planned("--fsdp-cpu-offload").trainer
+    assert planned("--optimizer-cpu-offload").trainer["optimizer"] == 0
+    half = planned("--optimizer-cpu-offload", optimizer_offload_fraction=0.5).trainer["optimizer"]
+    assert half == plain["optimizer"] / 2
+    small = planned("--use-precision-aware-optimizer", exp_avg_dtype="fp8", exp_avg_sq_dtype="bf16").trainer
+    assert small["optimizer"] == plain["optimizer"] * 3 / 8
 
 
 def test_the_embedded_engine_holds_weights_and_a_cache(planned):
