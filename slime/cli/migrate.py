@@ -25,26 +25,47 @@ _HARMLESS = (
     "echo printf source . export local declare readonly unset shift true false : test [ [[ cd pwd dirname "
     "basename seq date tr cut head tail wc cat readlink realpath let read mapfile for case select return"
 )
+# Commands that start others, among which the training may be.
+_STARTERS = (
+    "python python3 slime nohup exec torchrun uv srun mpirun accelerate timeout env stdbuf setsid nice "
+    "numactl sudo conda poetry xargs docker"
+)
 _GUARD = r"""
 __found() {
   local word
   for word in "$@"; do
-    case "$word" in *train.py|*train_async.py|train|train-async) printf '%s\0' "$@" >&3; exit 0;; esac
+    case "$word" in
+      *train.py|*train_async.py|train|train-async) printf '%s\0' "$@" >&3; exit 0;;
+      *train.py[[:space:]]*|*train_async.py[[:space:]]*|*slime\ train*) __script "$word";;
+    esac
   done
 }
+__script() { builtin eval "$1"; }
 ray() { while [[ $# -gt 0 && $1 != -- ]]; do shift; done; __found "$@"; }
-python() { __found "$@"; }
-python3() { __found "$@"; }
-slime() { __found "$@"; }
-nohup() { __found "$@"; }
-exec() { __found "$@"; }
+for word in $STARTERS; do builtin eval "$word() { __found \"\$@\"; }"; done
+eval() { __script "$*"; }
+bash() {
+  local script
+  while [[ ${1:-} == -* ]]; do [[ $1 == -*c ]] && script=1; shift; done
+  if [[ -n ${script:-} ]]; then __script "$1"; elif [[ -f ${1:-} ]]; then source "$@"; fi
+}
+sh() { bash "$@"; }
+cd() { builtin cd "$@" 2>/dev/null || true; }
 __guard() {
-  [[ ${FUNCNAME[1]:-} == __found ]] && return 0
+  [[ ${FUNCNAME[1]:-} == __found && $BASH_COMMAND != '__script "$word"' ]] && return 0
+  [[ $BASH_COMMAND == 'builtin eval "$1"' || $BASH_COMMAND == 'builtin cd '* ]] && return 0
   local command=$BASH_COMMAND kept
   local assign=$'^[A-Za-z_][A-Za-z0-9_]*=("[^"]*"|\'[^\']*\'|[^[:space:]"\'(]*)[[:space:]]+(.+)$'
   while [[ $command =~ $assign ]]; do command=${BASH_REMATCH[2]}; done
   local word=${command%%[[:space:]]*}
   [[ $word == *=* || $word == '(('* ]] && return 0
+  if [[ $word == '$'* || $word == '"$'* ]] && [[ $command != *'$('* && $command != *'`'* ]]; then
+    local -a words
+    command=${command%%[12&]>*}
+    builtin eval "words=( ${command%%>*} )"
+    __found "${words[@]}"
+    return 1
+  fi
   [[ " $HARMLESS " == *" $word "* || $(builtin type -t "$word") == function ]] || return 1
   [[ $word == '[['* ]] && return 0
   for kept in '2>&1' '>&2' {'&>','2>','>'}{'',' '}/dev/null
@@ -55,7 +76,7 @@ __guard() {
 }
 shopt -s extdebug
 trap __guard DEBUG
-source "$SLIME_SCRIPT"
+source "$SLIME_SCRIPT" "$@"
 """
 _RECORD = """
 import json, os, runpy, sys
@@ -68,7 +89,7 @@ def record(train_args, *args, **kwargs):
     os._exit(0)
 
 launch.exec_command, launch.execute_train = (lambda *a, **k: ""), record
-sys.argv = [sys.argv[1]]
+sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
@@ -78,11 +99,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="slime migrate", description="Print the run.yaml that a launch script of slime amounts to."
     )
     parser.add_argument("script", type=Path, help="a bash script, or a Python launcher")
+    parser.add_argument("words", nargs=argparse.REMAINDER, help="what the script is given as $1, $2, ...")
     with user_errors():
-        script = parser.parse_args(argv).script
+        given = parser.parse_args(argv)
+        script = given.script
         if not script.is_file():
             raise ValueError(f"{script}: there is no such file.")
-        words = (_of_python if script.suffix == ".py" else _of_bash)(script.resolve())
+        words = (_of_python if script.suffix == ".py" else _of_bash)(script.resolve(), given.words)
         start = next(
             i for i, word in enumerate(words) if os.path.basename(word) in (*SCRIPTS, *SCRIPTS.values())
         )
@@ -116,21 +139,24 @@ def _scalar(word: str) -> object:
     return value if isinstance(value, (int, float, str)) else word
 
 
-def _of_bash(script: Path) -> list[str]:
-    """The words of the first training command. Variables that nothing sets stay as they are written."""
+def _of_bash(script: Path, given: Sequence[str]) -> list[str]:
+    """The words of the first training command. Variables that nothing sets stay as they are written,
+    unless the script asks whether they are set.
+    """
     text = script.read_text(encoding="utf-8", errors="replace")
     names = set(re.findall(r"\$\{?([A-Z][A-Z0-9_]*)\b(?!\[|:?[-=])", text)) - set(os.environ)
     names -= set(re.findall(r"\b([A-Z][A-Z0-9_]*)\+?=", text))
+    names -= set(re.findall(r"\$\{([A-Z][A-Z0-9_]*):?=", text))
+    names -= set(re.findall(r"-[nv]\s+\"?\$?\{?([A-Z][A-Z0-9_]*)", text))
     env = os.environ | {name: "${" + name + "}" for name in names if not name.startswith("BASH")}
-    env |= {"SLIME_SCRIPT": str(script), "HARMLESS": _HARMLESS}
-    found = _run(["bash", "-c", _GUARD], env, script)
+    env |= {"SLIME_SCRIPT": str(script), "HARMLESS": _HARMLESS, "STARTERS": _STARTERS}
+    found = _run(["bash", "-c", _GUARD, "bash", *given], env, script)
     return [word for word in found.split("\0") if word]
 
 
-def _of_python(script: Path) -> list[str]:
-    found: list[str] = json.loads(
-        _run([sys.executable, "-c", _RECORD, str(script)], dict(os.environ), script)
-    )
+def _of_python(script: Path, given: Sequence[str]) -> list[str]:
+    command = [sys.executable, "-c", _RECORD, str(script), *given]
+    found: list[str] = json.loads(_run(command, dict(os.environ), script))
     return found
 
 

@@ -108,6 +108,37 @@ def test_a_bash_script_becomes_settings_and_nothing_of_it_happens(root, capsys, 
     assert "calls it --cuda-graph-bs-decode" in shown and "--train-backend megatron: " in shown
 
 
+WORDS = "--lr 1e-6 --num-rollout 1_000"
+HOSTILE = {
+    "eval": f'A="{WORDS}"; source /no/models/file.sh\neval "python3 train.py $A"',
+    "one string": f'A="python3 train.py"\nA+=" {WORDS}"\n$A 2>&1 | tee ROOT/written',
+    "inner shell": f'run() {{ srun -N1 bash -c "python3 train.py $*"; }}\nrun {WORDS}',
+    "after a folder": f"cd /no/slime && A=b uv run python -u train.py \\\n {WORDS} &\nwait",
+    "shell in ray": f'ray job submit -- bash -lc "touch ROOT/touched; python3 train.py {WORDS}"',
+    "comments": "A=(\n --lr 1e-6 # a note\n #--lr 2\n --num-rollout=${N:-1_000}\n)\n"
+    "timeout 9 python3 ./train.py ${A[@]}",
+    "set by default": ': "${N:=1_000}"\n[[ -n "$MORE" ]] && M=(--seed $MORE)\n'
+    "python train.py --lr 1e-6 --num-rollout $N ${M[@]}",
+    "heredoc": "cat > ROOT/written <<EOF\npython3 train.py\nEOF\nread -r -d '' A <<'EOF'\n--lr 1e-6\nEOF\n"
+    "set -ex; pkill -9 sglang; python3 train.py $A --num-rollout 1_000",
+}
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize("idiom", HOSTILE)
+def test_idioms_of_bash_are_followed_and_nothing_of_them_happens(root, capsys, idiom, monkeypatch):
+    monkeypatch.setattr("slime.cli.migrate._notes", lambda text: [])
+    code, _, settings = migrate(root, capsys, "run.sh", HOSTILE[idiom])
+    assert code == 0 and settings == {"lr": "1e-6", "num-rollout": "1_000"}
+
+
+def test_words_for_the_script_are_its_arguments(root, capsys, monkeypatch):
+    monkeypatch.setattr("slime.cli.migrate._notes", lambda text: [])
+    (root / "run.sh").write_text('python3 train.py --hf-checkpoint $1 "${@:2}"')
+    assert main(["migrate", str(root / "run.sh"), "a/b", "--lr", "1"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out) == {"hf-checkpoint": "a/b", "lr": 1}
+
+
 def test_a_python_launcher_becomes_settings(root, capsys):
     code, shown, settings = migrate(root, capsys, "run.py", LAUNCHER)
     assert code == 0 and "slime train-async --config run.yaml" in shown
