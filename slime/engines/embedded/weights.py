@@ -202,6 +202,12 @@ class WeightStore:
             named.update(_experts(name, parameter.data) or {name: parameter})
         return named
 
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """With buffers of the checkpoint (the balance of experts), which an update may hold or leave out."""
+        kept = self._model.state_dict().keys()
+        buffers = {name: buffer for name, buffer in self._model.named_buffers() if name in kept}
+        return buffers | self._parameters()
+
     def check(self, source: Source) -> None:
         """Raise BadWeights unless the source has every parameter, each with its shape, and nothing else."""
         self.check_part(source)
@@ -219,7 +225,7 @@ class WeightStore:
 
     def check_part(self, source: Source) -> None:
         """Raise BadWeights unless all of the source belongs to the model, each tensor with its shape."""
-        source, parameters = self._plain(source), self._parameters()
+        source, parameters = self._plain(source), self._tensors()
         for name, shape in source.shapes.items():
             if name not in parameters:
                 raise BadWeights(
@@ -236,7 +242,7 @@ class WeightStore:
 
         Call `check` first. It reads every tensor, which takes as long as copying them.
         """
-        parameters = self._parameters()
+        parameters = self._tensors()
         for name, tensor in self._plain(source).tensors():
             wanted = parameters[name].dtype
             if tensor.is_floating_point() != wanted.is_floating_point:
@@ -248,7 +254,7 @@ class WeightStore:
     @torch.no_grad()
     def apply(self, source: Source) -> tuple[int, int]:
         """Copy every tensor in; returns (tensors, bytes). Call `check` first: this must not fail half-way."""
-        parameters, nbytes = self._parameters(), 0
+        parameters, nbytes = self._tensors(), 0
         for name, tensor in self._plain(source).tensors():
             parameters[name].copy_(tensor)
             nbytes += tensor.numel() * tensor.element_size()
@@ -257,14 +263,14 @@ class WeightStore:
     @torch.no_grad()
     def differing(self, source: Source) -> list[str]:
         """Names whose values differ from the source's in the model's dtype, and those the source lacks."""
-        source, parameters = self._plain(source), self._parameters()
+        source, known, needed = self._plain(source), self._tensors(), self._parameters().keys()
         names, seen = [], set()
         for name, tensor in source.tensors():
-            own = parameters.get(name)
+            own = known.get(name)
             seen.add(id(own))
             if own is None or own.shape != tensor.shape or not same_bytes(own, tensor):
                 names.append(name)
-        return names + [name for name, p in parameters.items() if id(p) not in seen]
+        return names + [name for name, p in known.items() if id(p) not in seen and name in needed]
 
     @torch.no_grad()
     def checksums(self) -> dict[str, int]:

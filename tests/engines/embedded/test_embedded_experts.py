@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slime.engines.embedded.weights import BadWeights, DiskSource, WeightStore
+from slime.engines.embedded.weights import BadWeights, DiskSource, GroupSource, WeightStore
 
 
 @pytest.fixture(scope="module")
@@ -56,3 +56,24 @@ def test_a_missing_expert_is_named(models, tmp_path):
         BadWeights, match=r"1 parameters are missing .* model\.layers\.0\.mlp\.experts\.1\.gate_proj\.weight"
     ):
         WeightStore(own).check(DiskSource(tmp_path))
+
+
+@torch.no_grad()
+def test_a_buffer_of_the_checkpoint_may_come_with_an_update():
+    """As the bias that balances the experts of DeepSeek-V3 and GLM-4.5, which is no parameter."""
+
+    def balanced(values):
+        model = torch.nn.Linear(2, 2)
+        model.register_buffer("e_score_correction_bias", torch.tensor(values))
+        model.register_buffer("inv_freq", torch.ones(1), persistent=False)
+        return model
+
+    own, other = balanced([0.0, 0.0]), balanced([1.0, 2.0])
+    store, source = WeightStore(own), GroupSource(other.state_dict())
+    store.check(source)
+    assert "e_score_correction_bias" in store.differing(source)
+    store.apply(source)
+    assert own.e_score_correction_bias.tolist() == [1.0, 2.0] and store.differing(source) == []
+    store.check(GroupSource({name: p.data for name, p in other.named_parameters()}))
+    with pytest.raises(BadWeights, match="inv_freq is not a parameter"):
+        store.check_part(GroupSource({"inv_freq": torch.ones(1)}))
