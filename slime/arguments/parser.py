@@ -20,6 +20,7 @@ from slime.arguments.passthrough.megatron import (
     megatron_fields,
     read_megatron_flags,
     read_megatron_value,
+    why_missing,
 )
 from slime.arguments.passthrough.program import split_flags, yaml_words
 from slime.arguments.passthrough.router import PREFIX as ROUTER_PREFIX
@@ -92,7 +93,7 @@ def _read_all(
     draft.set("router_options", router_flags, DEFAULT)  # as written; the rules make one list of words of them
     if given.get("config"):
         with refusals.collect("--config"):
-            server_flags = _apply_config_file(draft, given["config"], custom) | server_flags
+            server_flags = _apply_config_file(draft, given["config"], custom, refusals) | server_flags
     for name, value in given.items():
         draft.set(name, value, COMMAND_LINE)
     if draft.custom_config_path:
@@ -293,43 +294,57 @@ def _apply_megatron_flags(draft: Draft, found: dict[str, list[str]]) -> None:
                 for option in found
             ]
         )
+    if not megatron_fields():
+        raise ValueError(why_missing(list(found), ""))
     values = (draft.megatron_config or {}) | read_megatron_flags(found)
     draft.set("megatron_config", values, COMMAND_LINE)
 
 
-def _apply_config_file(draft: Draft, path: str, custom: dict[str, CustomFlag]) -> dict[str, list[str]]:
+def _apply_config_file(
+    draft: Draft, path: str, custom: dict[str, CustomFlag], refusals: Refusals
+) -> dict[str, list[str]]:
     """Sets what the file says; returns SGLang's own flags in it, as words."""
-    source = f"file {path}"
     server_flags: dict[str, list[str]] = {}
+    without_megatron: list[str] = []
     for key, value in read_yaml_mapping(path, "--config").items():
         name = str(key).replace("-", "_").removeprefix("__")
-        if name in custom:
-            draft.set(name, custom[name].read(value), source)
-            continue
-        if name not in all_specs() and why_idle(name):
-            draft.idle.append(f"{key} in {path} is set, but {why_idle(name)}.")
-            continue
-        if name.startswith("sglang_") and name not in all_specs():
+        option = "--" + name.replace("_", "-")
+        ours = name in all_specs() or name in custom
+        if not ours and is_megatron_flag(option) and not megatron_fields():
+            without_megatron.append(str(key))
+        elif not ours and name.startswith("sglang_") and not why_idle(name):
             words = yaml_words(value)
             if words is not None:
-                server_flags[PREFIX + name.removeprefix("sglang_").replace("_", "-")] = words
-            continue
-        if name.startswith("router_") and name not in all_specs():
-            words = yaml_words(value)
-            if words is not None:
-                option = ROUTER_PREFIX + name.removeprefix("router_").replace("_", "-")
-                draft.set("router_options", {option: words} | draft.router_options, source)
-            continue
-        if name not in all_specs() and is_megatron_flag("--" + name.replace("_", "-")):
-            fields = (draft.megatron_config or {}) | read_megatron_value(name, value, path)
-            draft.set("megatron_config", fields, source)
-            continue
-        spec, inverted = _find_key(str(key), name, path)
-        if value is None:
-            continue
-        value = read_file_value(spec, value, f"{key} in {path}")
-        draft.set(spec.name, not value if inverted else value, source)
+                server_flags[option] = words
+        else:
+            with refusals.collect("--config"):
+                _apply_key(draft, str(key), name, value, path, custom)
+    if without_megatron:
+        refusals.add("--config", why_missing(without_megatron, f"{path}: "))
     return server_flags
+
+
+def _apply_key(
+    draft: Draft, key: str, name: str, value: Any, path: str, custom: dict[str, CustomFlag]
+) -> None:
+    """One key of --config; ValueError says what is wrong with it."""
+    source, option = f"file {path}", "--" + name.replace("_", "-")
+    if name in custom:
+        draft.set(name, custom[name].read(value), source)
+    elif name not in all_specs() and why_idle(name):
+        draft.idle.append(f"{key} in {path} is set, but {why_idle(name)}.")
+    elif name not in all_specs() and name.startswith("router_"):
+        words = yaml_words(value)
+        if words is not None:
+            draft.set("router_options", {option: words} | draft.router_options, source)
+    elif name not in all_specs() and is_megatron_flag(option):
+        fields = (draft.megatron_config or {}) | read_megatron_value(name, value, path)
+        draft.set("megatron_config", fields, source)
+    else:
+        spec, inverted = _find_key(key, name, path)
+        if value is not None:
+            value = read_file_value(spec, value, f"{key} in {path}")
+            draft.set(spec.name, not value if inverted else value, source)
 
 
 def _find_key(key: str, name: str, path: str) -> tuple[FlagSpec, bool]:
@@ -350,7 +365,11 @@ def _find_key(key: str, name: str, path: str) -> tuple[FlagSpec, bool]:
     if is_unbuilt(name.replace("_", "-")):
         raise ValueError(f"{path}: {key} is a slime flag that this version does not build yet.")
     near = get_close_matches(name, spellings, n=1)
-    raise ValueError(f"{path}: unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else "."))
+    hint = f"; did you mean {near[0]!r}?" if near else "."
+    install = (
+        "" if near or megatron_fields() else " (Keys of Megatron's need it: pip install 'slime[megatron]'.)"
+    )
+    raise ValueError(f"{path}: unknown key {key!r}{hint}{install}")
 
 
 def read_file_value(spec: FlagSpec, value: Any, where: str) -> Any:

@@ -9,6 +9,7 @@ import functools
 import importlib.util
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,21 @@ MODEL_FACTS = {
 }
 
 
+# Flags of Megatron's that scripts of slime give, beside those above: told of as such where it is missing.
+_USUAL_FLAGS = """
+    num-layers hidden-size ffn-hidden-size num-attention-heads num-query-groups kv-channels normalization
+    add-qkv-bias qk-layernorm attention-dropout hidden-dropout attention-softmax-in-fp32 rotary-interleaved
+    multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim mscale
+    mscale-all-dim rotary-scaling-factor attention-output-gate linear-attention-freq linear-key-head-dim
+    linear-value-head-dim linear-num-key-heads linear-num-value-heads linear-conv-kernel-dim mtp-num-layers
+    moe-ffn-hidden-size moe-shared-expert-intermediate-size moe-router-topk moe-router-score-function
+    moe-router-pre-softmax moe-router-enable-expert-bias moe-router-bias-update-rate
+    moe-router-topk-scaling-factor moe-router-num-groups moe-router-group-topk moe-router-dtype
+    moe-router-load-balancing-type moe-token-drop-policy moe-layer-freq moe-aux-loss-coeff moe-enable-deepep
+    account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split
+"""
+
+
 @functools.cache
 def megatron_fields() -> dict[str, Field]:
     """`--moe-aux-loss-coeff` -> its field, if a word can set it; empty where megatron-core is missing."""
@@ -110,7 +126,21 @@ def _kind(annotation: str) -> tuple[type | None, bool]:
 
 
 def is_megatron_flag(option: str) -> bool:
-    return option in SPELLINGS or _positive(option) in megatron_fields()
+    if option in SPELLINGS or _positive(option) in megatron_fields():
+        return True
+    return not megatron_fields() and (
+        _positive(option) in MODEL_FACTS or _positive(option).removeprefix("--") in _USUAL_FLAGS.split()
+    )
+
+
+def why_missing(given: Sequence[str], where: str) -> str:
+    """What is told of flags of Megatron's where it is not installed."""
+    shown = ", ".join(list(given)[:3]) + (f" and {len(given) - 3} more" if len(given) > 3 else "")
+    one = len(given) == 1
+    return (
+        f"{where}{shown} {'is a setting' if one else 'are settings'} of Megatron's, which is not installed: "
+        "pip install 'slime[megatron]'."
+    )
 
 
 def _positive(option: str) -> str:
