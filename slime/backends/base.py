@@ -241,6 +241,9 @@ class TrainBackend(Protocol):
         place: StepPlace | None = None,  # None: outside of a run
     ) -> StepStats: ...
 
+    def expect_steps(self, num_steps: int) -> None:
+        """Optimizer steps of the run, where its data decides them (--num-epoch), for schedules."""
+
     def reset_optimizer(self) -> None: ...
 
     def output_matrix(self, weights: str) -> OutputMatrix | None:

@@ -165,6 +165,8 @@ def _start(
         both: list[Future[object]] = [rollout, loading]
         gather(both)  # the first failure ends the wait
     facts, trainer = rollout.result(), loading.result()
+    if args.num_rollout is None:
+        trainer.ranks.call(TrainActor.expect_rollouts, facts.num_rollout)
     manager = process.part(RolloutProcess.manager)
     return Cluster(
         args,

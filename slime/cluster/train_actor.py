@@ -122,6 +122,12 @@ class TrainActor:
     def layout(self) -> Layout:
         return self._backend.layout
 
+    def expect_rollouts(self, num_rollout: int) -> None:
+        """How long the run is, where its data decides it (--num-epoch)."""
+        info = RunInfo(self._run.run_id, str(self._run.run_dir), num_rollout=num_rollout)
+        self._plugin_args = plugin_args(self._args, info)
+        self._backend.expect_steps(num_rollout * self._args.num_steps_per_rollout)
+
     def train(self, rollout_id: int, ref: Ref[RankData]) -> StepReport:
         """The optimizer steps of one rollout, on this rank's share of the batch."""
         step = TrainingStep(

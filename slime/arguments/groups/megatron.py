@@ -19,6 +19,7 @@ OWNED = {
     ),
     "use_megatron_fsdp": "use --train-backend fsdp",
 }
+DEEPEP_FIELDS = ("moe_enable_deepep", "moe_flex_dispatcher_backend", "moe_deepep_num_sms")
 # Sets of tokens over which the load of experts is balanced: micro-batches, or samples.
 BALANCING = ("none", "aux_loss", "seq_aux_loss")
 
@@ -79,7 +80,7 @@ class MegatronFlags:
         "auto",
         "local: slime's attention; flash, fused, unfused: a kernel of TransformerEngine's; auto: "
         "TransformerEngine's where it is installed, agrees with slime's in a trial, and layers are not "
-        "compiled",
+        "compiled; a kernel that cannot be used is told of, and slime's takes its place",
         choices=("auto", "local", "flash", "fused", "unfused"),
     )
     use_routing_replay: bool = flag(
@@ -208,6 +209,7 @@ def megatron_trainer(draft: Draft) -> None:
         draft.idle.append("--sequence-parallel is set, but --tensor-model-parallel-size is 1: it is off.")
         draft.derive("sequence_parallel", False, "tensor_model_parallel_size is 1")
     _overlaps(draft)
+    _dispatcher(draft)
     _experts(draft)
 
 
@@ -221,6 +223,23 @@ def model_family(draft: Draft) -> None:
             f"{', '.join(BACKENDS[draft.train_backend].families or ())}); leave --train-backend out, or use "
             "--train-backend fsdp, which trains what transformers has."
         )
+
+
+def _dispatcher(draft: Draft) -> None:
+    """DeepEP where it is there and ranks share experts; how tokens travel changes nothing that is trained."""
+    if draft.moe_token_dispatcher_type != "flex":
+        return
+    why = None
+    if draft.expert_model_parallel_size * draft.expert_tensor_parallel_size == 1:
+        why = "no ranks share experts"
+    elif importlib.util.find_spec("deep_ep") is None:
+        why = "DeepEP (the package deep_ep) is not installed"
+    if why:
+        draft.idle.append(f"--moe-token-dispatcher-type is flex, but {why}: it is alltoall.")
+        draft.derive("moe_token_dispatcher_type", "alltoall", why)
+        fields = draft.megatron_config or {}
+        left = {name: value for name, value in fields.items() if name not in DEEPEP_FIELDS}
+        draft.set("megatron_config", left or None, draft.sources["megatron_config"])
 
 
 def _experts(draft: Draft) -> None:

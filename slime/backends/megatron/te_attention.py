@@ -96,12 +96,13 @@ def choose_attention(
     if reason is None and kernel is not None:
         _log_once("attention: TransformerEngine's, which agreed with slime's on a small batch")
         return with_te_kernel(ours, kernel)
-    if choice != "auto":
-        raise ValueError(
-            f"--attention-backend is {choice}, a kernel of TransformerEngine's, but {reason}; use auto or "
-            "local."
-        )
-    _log_once(f"attention: slime's own, because {reason}")
+    if choice == "auto":
+        _log_once(f"attention: slime's own, because {reason}")
+        return ours
+    told = f"--attention-backend is {choice}, a kernel of TransformerEngine's, but {reason}"
+    if args.strict:
+        raise ValueError(f"{told}; use auto or local. (--strict)")
+    _log_once(f"{told}: slime's own attention is used, which computes the same", logging.WARNING)
     return ours
 
 
@@ -214,6 +215,6 @@ def _first_of_all_ranks(reason: str | None) -> str | None:
     return next((found for found in reasons if found is not None), None)
 
 
-def _log_once(text: str) -> None:
+def _log_once(text: str, level: int = logging.INFO) -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
-        logger.info(text)
+        logger.log(level, text)

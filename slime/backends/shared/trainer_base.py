@@ -60,6 +60,11 @@ class TrainerBase(ABC):
         self.step = 0  # optimizer steps taken
         self.is_scalar = role == "critic" or args.loss_type == "rm_loss"
 
+    def expect_steps(self, num_steps: int) -> None:
+        for model in (self, self.critic):
+            if model is not None:
+                model.decay_steps = model.decay_steps or num_steps
+
     def add_models(self, build_critic: Callable[[Args], Self]) -> None:
         """Load the reference, the critic and the teacher, each where the algorithm of the run needs it."""
         args = self.args

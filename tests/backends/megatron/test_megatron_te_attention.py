@@ -1,6 +1,7 @@
 """TransformerEngine's attention, by fakes, is used only where it computes what ours does."""
 
 import itertools
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -151,7 +152,7 @@ def test_kernel_that_agrees_is_used(folders, anywhere, kind, choice):
 @pytest.mark.parametrize("fake", WRONG, ids=lambda fake: fake.__name__)
 def test_kernel_that_is_wrong_is_refused_and_never_chosen_by_itself(folders, anywhere, kind, fake, caplog):
     caplog.set_level("INFO", logger=te_attention.__name__)
-    args, config = settings(folders[kind], attention_backend="fused")
+    args, config = settings(folders[kind], attention_backend="fused", strict=True)
     with pytest.raises(ValueError, match=f"--attention-backend is fused.*{WRONG[fake]}.*use auto or local"):
         te_attention.choose_attention(args, config, CPU, fake)
     args, config = settings(folders[kind])
@@ -169,11 +170,13 @@ def test_kernel_that_is_wrong_is_refused_and_never_chosen_by_itself(folders, any
         ({}, GPU, "transformer_engine is not installed"),
     ],
 )
-def test_where_it_cannot_be_used_the_reason_is_given(folders, monkeypatch, changes, device, reason):
+def test_where_it_cannot_be_used_the_reason_is_given(folders, monkeypatch, caplog, changes, device, reason):
     monkeypatch.setattr(te_attention, "installed_te_attention", lambda: None)
     args, config = settings(folders["dense"], attention_backend="flash", **changes)
+    assert te_attention.choose_attention(args, config, device) is PackedCoreAttention
+    assert re.search(f"--attention-backend is flash.*{reason}.*slime's own attention is used", caplog.text)
     with pytest.raises(ValueError, match=reason):
-        te_attention.choose_attention(args, config, device)
+        te_attention.choose_attention(args.replace(strict=True), config, device)
     args = args.replace(attention_backend="auto")
     assert te_attention.choose_attention(args, config, device) is PackedCoreAttention
 
