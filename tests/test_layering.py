@@ -32,6 +32,7 @@ NEVER = {
     "arguments.passthrough": ("arguments.groups",),
     "backends.attention": ("backends.shared", "backends.fsdp", "backends.megatron"),
     "backends.families": ("backends.fsdp", "backends.megatron"),
+    "backends.torch_dist": ("backends.fsdp", "backends.megatron"),
     "backends.shared": ("backends.fsdp", "backends.megatron"),
     "backends.fsdp": ("backends.megatron",),
     "backends.megatron": ("backends.fsdp",),

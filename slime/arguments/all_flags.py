@@ -71,6 +71,7 @@ class Flags(
     distributed_backend: str
     run_dir: str
     hf_checkpoint: str  # None only where --debug-rollout-only runs a rollout function of one's own
+    start_from: str  # no flag: who has the first weights, --hf-checkpoint or a torch_dist folder
 
 
 GROUPS = Flags.__bases__

@@ -37,7 +37,8 @@ def check_step(
 
 def _check_kl(args: Flags, backend: TrainBackend, metrics: dict[str, float]) -> None:
     """Before the first update the policy is its reference and its own old policy."""
-    names = ["train/ppo_kl"] + ["train/kl_loss"] * (args.ref_load in (None, args.hf_checkpoint))
+    same = args.ref_load in (None, args.start_from)
+    names = ["train/ppo_kl"] + ["train/kl_loss"] * same
     limit = ON_POLICY_LIMITS.get(backend.compute_dtype, 1e-3)
     apart = {name: metrics[name] for name in names if abs(metrics.get(name, 0.0)) > limit}
     if apart:

@@ -282,6 +282,7 @@ def test_vars_of_args_are_exactly_the_settings():
         "sglang_options",
         "router_options",
         "engine_topology",
+        "start_from",
     }
 
 
@@ -318,6 +319,7 @@ def test_print_config_shows_every_value_and_its_source(capsys, tmp_path):
         "sglang_options",
         "router_options",
         "engine_topology",
+        "start_from",
     }
     assert "0.5" in lines["clip_grad"] and f"file {config}" in lines["clip_grad"]
     assert lines["rollout_batch_size"].split()[1:] == ["4", "command", "line"]

@@ -8,10 +8,15 @@ from slime.arguments.core.draft import Draft
 from slime.arguments.core.flag import OnlyWith, flag, needs
 from slime.arguments.groups.objectives import REFERENCE
 from slime.catalog.backends import BACKENDS
+from slime.utils.model_config import read_config
 from slime.utils.step_folders import find_step, step_folders
+from slime.utils.torch_dist_folder import UnreadFolder, find_iteration, is_megatron_folder, was_trained
 
 # Flag that names the model -> flag that chooses among its checkpoints.
 STEP_FLAGS = {"ref_load": "ref_ckpt_step", "opd_teacher_load": "opd_teacher_ckpt_step"}
+
+# Flag that may name a checkpoint of Megatron's -> flag that chooses among its iterations.
+MEGATRON_FLAGS = {"load": "ckpt_step", "critic_load": None} | STEP_FLAGS
 
 
 # -- when flags have an effect
@@ -84,31 +89,63 @@ class CheckpointFlags:
 
 
 def megatron_checkpoints(draft: Draft) -> None:
-    """Starting weights in Megatron's format (`DIR_torch_dist` of slime scripts): --hf-checkpoint has them.
+    """Weights in Megatron's format (`DIR_torch_dist` of slime scripts), with the config of --hf-checkpoint.
 
-    One that was trained (its tracker names an iteration) is refused: nothing else has those weights.
+    What --load names is where the policy starts; without it, what --ref-load names.
+    One that was converted and cannot be read is left for --hf-checkpoint, which it was made from.
     """
     had_reference = draft.ref_load is not None
-    for name in ("ref_load", "load", "critic_load", "opd_teacher_load"):
-        path, option = getattr(draft, name), f"--{name.replace('_', '-')}"
-        tracker = Path(path or ".").expanduser() / "latest_checkpointed_iteration.txt"
-        if path is None or not (tracker.is_file() or path.rstrip("/").endswith("_torch_dist")):
-            continue
-        iteration = tracker.read_text().strip() if tracker.is_file() else "release"
-        if name == "opd_teacher_load" or iteration != "release":
-            raise ValueError(
-                f"{option} is {path}, a checkpoint in Megatron's format, which this version does not read; "
-                "export it to a Hugging Face folder with the tool that wrote it, and give that."
-            )
-        draft.derive(name, None, "hf_checkpoint has these weights")
+    found = {name: _megatron_weights(draft, name, step) for name, step in MEGATRON_FLAGS.items()}
+    found["hf_checkpoint"] = draft.hf_checkpoint
+    source = "load" if found["load"] else "ref_load" if found["ref_load"] else "hf_checkpoint"
+    draft.set("start_from", found[source], f"derived: {source} has the first weights")
+    if found["load"] is not None:
+        draft.set("load", None, "derived: the weights of Megatron's checkpoint are taken, nothing is resumed")
         draft.warn(
-            f"{option} {path} is a checkpoint in Megatron's format, which this version does not read: the "
-            f"weights of --hf-checkpoint {draft.hf_checkpoint} are taken instead."
+            f"--load {found['load']}: the weights of Megatron's checkpoint are read; optimizer, schedule and "
+            "place in the data start anew."
         )
+    if found["ref_load"] is not None and not REFERENCE.works(draft):
+        draft.set("ref_load", None, "derived: no reference is used")
     load = draft.load
     if had_reference and load and load != draft.save and not Path(load).expanduser().is_dir():
         draft.derive("load", None, "there is no such folder")
-        draft.warn(f"--load {load}: there is no such folder; the run starts from --hf-checkpoint.")
+        draft.warn(f"--load {load}: there is no such folder; the run starts from {draft.start_from}.")
+
+
+def _megatron_weights(draft: Draft, name: str, step_name: str | None) -> str | None:
+    """The iteration of Megatron's that a flag names, which is then its value; None: it names none."""
+    path, option = getattr(draft, name), f"--{name.replace('_', '-')}"
+    if path is None or not is_megatron_folder(path) or step_folders(Path(path).expanduser()):
+        return None
+    step = getattr(draft, step_name) if step_name else None
+    if step_name and step is not None:
+        draft.set(step_name, None, f"derived: {name} is that iteration")
+    try:
+        chosen = str(find_iteration(path, step))
+        if why := _unread_family(draft):
+            raise UnreadFolder(why)
+    except UnreadFolder as error:
+        if name == "opd_teacher_load" or step is not None or was_trained(path):
+            raise ValueError(
+                f"{option} is {path}, a checkpoint in Megatron's format, which {error}; export it to a "
+                "Hugging Face folder with the tool that wrote it, and give that."
+            ) from None
+        draft.derive(name, None, "hf_checkpoint has these weights")
+        draft.warn(
+            f"{option} {path} is a checkpoint in Megatron's format, which {error}: the weights of "
+            f"--hf-checkpoint {draft.hf_checkpoint} are taken instead."
+        )
+        return None
+    draft.set(name, chosen, f"derived: the iteration of {path}")
+    return chosen
+
+
+def _unread_family(draft: Draft) -> str | None:
+    """Why the tensors of such a model have no names here; None: they have, or its type is not known yet."""
+    kind = read_config(draft.hf_checkpoint).get("model_type") if draft.hf_checkpoint else None
+    known = BACKENDS["megatron"].families or ()
+    return None if kind is None or kind in known else f"is read for {', '.join(known)}, and this is a {kind}"
 
 
 def checkpoints(draft: Draft) -> None:

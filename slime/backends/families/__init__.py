@@ -3,7 +3,7 @@
 from typing import Any
 
 from slime.backends.families import deepseek_v3, glm4, glm4_moe, llama, mimo, qwen2, qwen3, qwen3_moe
-from slime.backends.families.base import Family
+from slime.backends.families.base import Dims, Family
 from slime.catalog.backends import BACKENDS
 
 FAMILIES: dict[str, Family] = {
@@ -34,3 +34,19 @@ def family_of(hf_config: Any) -> Family:
             "slime/backends/families."
         )
     return FAMILIES[kind]
+
+
+def num_mtp_heads(hf_config: Any) -> int:
+    """Number of MTP heads; not every family's config has the field."""
+    return getattr(hf_config, "num_nextn_predict_layers", None) or 0
+
+
+def dims_of(hf_config: Any) -> Dims:
+    settings = family_of(hf_config).settings(hf_config)
+    return Dims(
+        groups=settings["num_query_groups"],
+        head_dim=settings["kv_channels"],
+        vocab=hf_config.vocab_size,
+        layers=settings["num_layers"],
+        mtp_heads=num_mtp_heads(hf_config),
+    )

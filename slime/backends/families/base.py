@@ -23,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slime.backends.shared.scalar_head import HEAD
+
 KINDS = ("replicated", "exact", "column", "swapped", "row", "vocab", "qkv", "gate_up", "fused_gate_up")
 
 
@@ -160,6 +162,7 @@ OUTSIDE = (
     Rule("decoder.final_layernorm.weight", ("model.norm.weight",), "replicated"),
     Rule("output_layer.weight", ("lm_head.weight",), "vocab"),
 )
+SCALAR_HEAD = Rule("output_layer.weight", (HEAD,), "replicated")  # of a critic or a reward model
 NORMS = (
     in_layer("input_layernorm.weight", "input_layernorm.weight", "replicated"),
     in_layer("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "replicated"),

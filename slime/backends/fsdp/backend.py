@@ -42,7 +42,9 @@ from slime.backends.shared.placed_adam import PlacedAdamW, local
 from slime.backends.shared.trainer_base import TrainerBase
 from slime.backends.shared.trainer_folder import is_checkpoint
 from slime.backends.shared.weight_copies import LIVE, WeightCopies
+from slime.backends.torch_dist.reading import weights_source
 from slime.batch.flops import ModelShape, total_forward_flops
+from slime.utils.torch_dist_folder import is_torch_dist
 
 _COMPILE_FROM_WIDTH = 1024
 
@@ -110,7 +112,7 @@ class FSDPBackend(TrainerBase):
         choose_trainable(args, self.model.lm)
         lora.add_adapters(args, self.model.lm)
         self.experts = ExpertWatch(self.model.lm, balance_coefficient(args, self.model.lm))
-        self.working = self._place(self.model, None if random_weights else self.hf_checkpoint)
+        self.working = self._place(self.model, None if random_weights else self.start)
         self.optimizer = build_optimizer(args, self.model.lm.named_parameters())
         self._host = HostMemory()
         self.copies = WeightCopies(
@@ -125,10 +127,11 @@ class FSDPBackend(TrainerBase):
                 f"--context-parallel-size {self.args.context_parallel_size}: {lm.config.model_type} has "
                 "layers that need all tokens of a sample on one rank; use --context-parallel-size 1."
             )
+        self.start = weights_source(self.args.start_from, lm.config, self.hf_checkpoint)
         if not self.is_scalar:
             return PackedCausalLM(lm)
         after = self.role != "critic"
-        return PackedScalarLM(lm, self.hf_checkpoint, after_token=after, seed=self.args.seed)
+        return PackedScalarLM(lm, self.start, after_token=after, seed=self.args.seed)
 
     def _place(self, model: PackedLM, path: str | Path | None) -> WorkingCopy | None:
         """Spread the model over the ranks, allocate it and read the weights of `path` (None: random ones).
@@ -318,13 +321,14 @@ class FSDPBackend(TrainerBase):
     # -- weights ---------------------------------------------------------------------------------------------
 
     def _read_hf(self, path: str | Path) -> None:
+        path = weights_source(path, self.model.lm.config, self.hf_checkpoint)
         dcp_checkpoint.load_hf_weights(self.model.lm, path)
 
     def _read_checkpoint(self, path: Path) -> None:
         dcp_checkpoint.load(self, path, weights_only=True)
 
     def load_teacher(self, path: str | Path) -> None:
-        if is_checkpoint(path):
+        if is_checkpoint(path) or is_torch_dist(path):
             self.load_model(path, weights="teacher")
             return
         source = loading.empty_model(path)

@@ -34,6 +34,7 @@ from slime.backends.shared.trainer_folder import (
     random_state,
     read_manifest,
 )
+from slime.utils.torch_dist_folder import is_torch_dist
 
 
 class CheckpointedTrainer(Protocol):
@@ -191,6 +192,10 @@ def _sharded_as(parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
 
 
 def load_hf_weights(lm: HFModel, path: str | Path) -> None:
-    """Read the weights of the HF folder `path` into a sharded model; another architecture is a ValueError."""
-    check_same_model(fingerprint(loading.empty_model(path)), fingerprint(lm, adapters=False), Path(path))
+    """Read the weights of the HF folder `path` into a sharded model; another architecture is a ValueError.
+
+    A torch_dist folder has no config: its tensors are held against those of the model when they are read.
+    """
+    if not is_torch_dist(path):
+        check_same_model(fingerprint(loading.empty_model(path)), fingerprint(lm, adapters=False), Path(path))
     loading.fill(lm, path)

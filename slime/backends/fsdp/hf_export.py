@@ -3,8 +3,10 @@
 Tied embeddings have one rule: the shared matrix travels once, under the input embedding's name.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,6 +92,16 @@ def _reverted(lm: HFModel, is_hub_name: Callable[[str], bool]) -> Iterator[tuple
             layer[name] = tensor
     if layer:
         yield from revert_weight_conversion(lm, layer).items()
+
+
+def hub_shapes(config: Any) -> dict[str, torch.Size]:
+    """Name and shape of every tensor in a hub checkpoint of such a model; a tied matrix has one name."""
+    # Heavy import, only needed where a model is built.
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    return {name: tensor.shape for name, tensor in _hub_tensors(lm)}
 
 
 def is_converted(lm: HFModel) -> bool:

@@ -6,6 +6,7 @@ for. Families whose tensors transformers fuses in memory are converted on the fi
 by tensor.
 """
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -18,14 +19,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from slime.backends.fsdp import families
-from slime.backends.fsdp.hf_export import is_converted, named_tensors
+from slime.backends.fsdp.hf_export import hub_shapes, is_converted, named_tensors
 from slime.backends.fsdp.layers import HFModel
 from slime.backends.fsdp.lora import hub_name, is_adapter
 from slime.backends.shared.mtp_heads import folder_of
 from slime.backends.shared.placed_adam import local
+from slime.backends.torch_dist.reading import TorchDistFolder, check_fit
 from slime.utils.fp8 import SCALE_SUFFIX, dequantize_part
 from slime.utils.fp8_config import block_size_of
 from slime.utils.safetensors_files import files_by_tensor, model_files
+from slime.utils.torch_dist_folder import is_torch_dist
 
 Reader = Callable[[tuple[slice, ...]], Tensor]  # of a region of one tensor
 
@@ -70,13 +73,21 @@ def allocate(model: Any, device: torch.device, *, compute: torch.device | None =
 
 @torch.no_grad()
 def fill(lm: HFModel, path: str | Path, known: dict[str, Tensor] | None = None) -> None:
-    """Write the weights of the HF folder or hub id `path`, and the `known` ones, into this rank's shards."""
+    """Write the weights of the HF folder or hub id `path`, and the `known` ones, into this rank's shards.
+
+    `path` may be a torch_dist folder of such a model.
+    """
     known = known or {}
-    lm.hub_names = frozenset(files_by_tensor(folder_of(str(path))))
     wanted = {name: t for name, t in named_tensors(lm) if name not in known and not is_adapter(name)}
     for name, tensor in named_tensors(lm):
         if name in known:
             write_part(tensor, known[name].__getitem__)
+    if is_torch_dist(path):
+        with TorchDistFolder(path, lm.config) as folder:
+            lm.hub_names = frozenset(folder.names)
+            _fill_from_torch_dist(lm, wanted, folder)
+        return
+    lm.hub_names = frozenset(files_by_tensor(folder_of(str(path))))
     with ExitStack() as stack:
         source = None if is_converted(lm) else _open_files(Path(path), stack)
         if source is None or any(hub_name(name) not in source for name in wanted):
@@ -84,6 +95,18 @@ def fill(lm: HFModel, path: str | Path, known: dict[str, Tensor] | None = None) 
             return
         for name, tensor in wanted.items():
             write_part(tensor, source[hub_name(name)])
+
+
+def _fill_from_torch_dist(lm: HFModel, wanted: dict[str, Tensor], folder: TorchDistFolder) -> None:
+    expected = hub_shapes(lm.config)
+    if "lm_head.weight" not in map(hub_name, wanted):
+        expected.pop("lm_head.weight", None)  # another head has its place
+    check_fit(folder, expected)
+    if is_converted(lm):
+        _broadcast(lm, wanted, folder)
+        return
+    for name, tensor in wanted.items():
+        write_part(tensor, folder.read(hub_name(name)).__getitem__)
 
 
 @torch.no_grad()
@@ -163,21 +186,10 @@ def region_of(tensor: Tensor) -> tuple[slice, ...]:
     return tuple(slice(start, end) for start, end in ranges)
 
 
-def _broadcast(lm: HFModel, wanted: dict[str, Tensor], path: str | Path) -> None:
+def _broadcast(lm: HFModel, wanted: dict[str, Tensor], path: str | Path | TorchDistFolder) -> None:
     """The first rank loads through transformers, which knows how to convert, and sends tensor by tensor."""
-    source: dict[str, Tensor] = {}
-    if dist.get_rank() == 0:
-        # Heavy import, only needed where a model is loaded.
-        from transformers import AutoModelForCausalLM, FineGrainedFP8Config
-
-        how = {"quantization_config": FineGrainedFP8Config(dequantize=True)} if block_size_of(path) else {}
-        model, told = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, output_loading_info=True, **how
-        )
-        # What a folder lacks transformers fills with random numbers, and says so only in a log.
-        source = {
-            name: value for name, value in model.state_dict().items() if name not in told["missing_keys"]
-        }
+    source = _converted(lm, path) if dist.get_rank() == 0 else {}
+    path = path.path if isinstance(path, TorchDistFolder) else path
     missing = [[name for name in wanted if hub_name(name) not in source]]
     dist.broadcast_object_list(missing, src=0)
     if missing[0]:
@@ -186,6 +198,24 @@ def _broadcast(lm: HFModel, wanted: dict[str, Tensor], path: str | Path) -> None
         )
     for name, value in _sent(wanted, source):
         write_part(wanted[name], value.__getitem__)
+
+
+def _converted(lm: HFModel, path: str | Path | TorchDistFolder) -> dict[str, Tensor]:
+    """The whole model under its names in memory, without what `path` does not hold."""
+    # Heavy import, only needed where a model is loaded.
+    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+
+    how: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True}
+    if isinstance(path, TorchDistFolder):
+        held = dict(path.tensors(tied=bool(lm.config.tie_word_embeddings)))
+        plain = AutoModelForCausalLM._model_mapping[type(lm.config)]  # the class of `lm` may be FSDP's
+        model, told = plain.from_pretrained(None, config=copy.deepcopy(lm.config), state_dict=held, **how)
+    else:
+        if block_size_of(path):
+            how["quantization_config"] = FineGrainedFP8Config(dequantize=True)
+        model, told = AutoModelForCausalLM.from_pretrained(path, **how)
+    # What a folder lacks transformers fills with random numbers, and says so only in a log.
+    return {name: value for name, value in model.state_dict().items() if name not in told["missing_keys"]}
 
 
 def _sent(wanted: dict[str, Tensor], source: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

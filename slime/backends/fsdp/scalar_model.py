@@ -1,6 +1,7 @@
 """A decoder with a scalar head: the critic's value of each response token, or a reward model's score."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,9 @@ from slime.backends.base import MicroBatch
 from slime.backends.fsdp.layers import HFModel
 from slime.backends.fsdp.model import PackedCausalLM, run_decoder
 from slime.backends.shared.scalar_head import HEAD, draw_head
+from slime.backends.torch_dist.reading import TorchDistFolder
 from slime.utils.safetensors_files import files_by_tensor, read_tensors
+from slime.utils.torch_dist_folder import is_torch_dist
 
 
 class PackedScalarLM(nn.Module):
@@ -27,7 +30,7 @@ class PackedScalarLM(nn.Module):
         self.offset = 1 if after_token else 0
         hidden = lm.get_input_embeddings().embedding_dim
         head = nn.Linear(hidden, 1, bias=False, dtype=torch.float32)
-        saved = read_head(path)
+        saved = read_head(path, lm.config)
         if saved is not None:
             head.weight.data.copy_(saved)
         else:
@@ -50,8 +53,11 @@ class PackedScalarLM(nn.Module):
 PackedLM = PackedCausalLM | PackedScalarLM
 
 
-def read_head(path: str | Path) -> Tensor | None:
+def read_head(path: str | Path, hf_config: Any) -> Tensor | None:
     """The scalar head of a reward model's folder; None where there is none (a causal LM, a hub id)."""
+    if is_torch_dist(path):
+        folder = TorchDistFolder(path, hf_config)
+        return folder.read(HEAD).float() if HEAD in folder.names else None
     name = files_by_tensor(Path(path)).get(HEAD)
     if name is None or not (Path(path) / name).is_file():
         return None

@@ -23,7 +23,7 @@ from slime.backends.base import (
     TokenLists,
     TokenOutputs,
 )
-from slime.backends.families import family_of
+from slime.backends.families import dims_of, family_of
 from slime.backends.megatron import dist_checkpoint, hooks
 from slime.backends.megatron import optimizer as optimizer_module
 from slime.backends.megatron.builder import build_chunks, wrap_for_training
@@ -32,7 +32,6 @@ from slime.backends.megatron.config import (
     check_layout,
     check_mtp,
     ddp_config,
-    dims_of,
     optimizer_config,
     read_hf_config,
     refuse_unknown_fields,
@@ -64,7 +63,9 @@ from slime.backends.shared.placed_adam import MomentPlan
 from slime.backends.shared.trainer_base import TrainerBase
 from slime.backends.shared.trainer_folder import is_checkpoint
 from slime.backends.shared.weight_copies import LIVE, WeightCopies
+from slime.backends.torch_dist.reading import weights_source
 from slime.batch.flops import ModelShape, total_forward_flops
+from slime.utils.torch_dist_folder import is_torch_dist
 
 
 class MegatronBackend(TrainerBase):
@@ -103,7 +104,7 @@ class MegatronBackend(TrainerBase):
         self.hub = HubWeights(
             chunks,
             family_of(self.hf_config),
-            dims_of(self.hf_config, self.config),
+            dims_of(self.hf_config),
             tied=bool(self.hf_config.tie_word_embeddings),
             scalar_seed=args.seed if self.is_scalar else None,
         )
@@ -112,7 +113,7 @@ class MegatronBackend(TrainerBase):
         if random_weights:
             draw_weights(chunks, args.seed)
         else:
-            self.hub.load(self.hf_checkpoint)
+            self._fill(args.start_from)
         if should_compile(args, self.config, device):
             compile_layers(chunks, self.config, device)
         self.model = wrap_for_training(self.config, ddp_config(args), chunks)
@@ -311,7 +312,10 @@ class MegatronBackend(TrainerBase):
 
     def _read_hf(self, path: str | Path) -> None:
         self._settle()
-        self.hub.load(path)
+        self._fill(path)
+
+    def _fill(self, path: str | Path) -> None:
+        self.hub.load(weights_source(path, self.hf_config, self.hf_checkpoint), self.hf_config)
 
     def _read_checkpoint(self, path: Path) -> None:
         self._settle()
@@ -319,7 +323,7 @@ class MegatronBackend(TrainerBase):
         dist_checkpoint.load_weights(self, path / dist_checkpoint.STATE)
 
     def load_teacher(self, path: str | Path) -> None:
-        if is_checkpoint(path):
+        if is_checkpoint(path) or is_torch_dist(path):
             self.load_model(path, weights="teacher")
             return
         theirs = read_hf_config(str(path))

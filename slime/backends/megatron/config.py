@@ -16,8 +16,7 @@ from torch import nn
 
 from slime.arguments import Args
 from slime.arguments.passthrough.megatron import MODEL_FACTS
-from slime.backends.families import family_of
-from slime.backends.families.base import Dims
+from slime.backends.families import family_of, num_mtp_heads
 from slime.backends.families.mimo import register_config
 from slime.backends.megatron.mla import MLAConfig
 
@@ -86,11 +85,6 @@ def rotary_embedding(hf_config: Any) -> nn.Module:
     return getattr(module, classes[0])(config=hf_config)
 
 
-def num_mtp_heads(hf_config: Any) -> int:
-    """Number of MTP heads; not every family's config has the field."""
-    return getattr(hf_config, "num_nextn_predict_layers", None) or 0
-
-
 def _mtp_settings(args: Args, hf_config: Any) -> dict[str, Any]:
     if not args.enable_mtp_training or not num_mtp_heads(hf_config):
         return {}
@@ -111,16 +105,6 @@ def check_mtp(args: Args, hf_config: Any) -> None:
             "--enable-mtp-training needs --context-parallel-size 1 and a model whose output matrix is not "
             "its embedding."
         )
-
-
-def dims_of(hf_config: Any, config: TransformerConfig) -> Dims:
-    return Dims(
-        groups=config.num_query_groups,
-        head_dim=config.kv_channels,
-        vocab=hf_config.vocab_size,
-        layers=config.num_layers,
-        mtp_heads=num_mtp_heads(hf_config),
-    )
 
 
 def transformer_config(

@@ -9,12 +9,11 @@ from torch import Tensor
 
 from slime.arguments import Args
 from slime.backends.base import Layout, MicroBatch
-from slime.backends.families import family_of
+from slime.backends.families import dims_of, family_of
 from slime.backends.megatron.builder import build_chunks
 from slime.backends.megatron.config import (
     architecture,
     check_layout,
-    dims_of,
     read_hf_config,
     rotary_embedding,
     transformer_config,
@@ -42,7 +41,7 @@ class TeacherModel:
             config, hf_config, device, attention=choose_attention(args, config, device)
         )
         tied = bool(hf_config.tie_word_embeddings)
-        HubWeights(self.chunks, family_of(hf_config), dims_of(hf_config, config), tied=tied).load(path)
+        HubWeights(self.chunks, family_of(hf_config), dims_of(hf_config), tied=tied).load(path, hf_config)
         for chunk in self.chunks:
             chunk.requires_grad_(False).eval()
         self._device = device

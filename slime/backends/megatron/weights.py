@@ -16,13 +16,14 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor, nn
 
 from slime.backends.base import Bucket
-from slime.backends.families.base import Dims, Family, Rule, to_hub, to_local
+from slime.backends.families.base import SCALAR_HEAD, Dims, Family, Rule, to_hub, to_local
 from slime.backends.megatron.model import PackedGPTModel
-from slime.backends.shared.scalar_head import HEAD, draw_head
-from slime.utils.safetensors_files import files_by_tensor
+from slime.backends.shared.hub_folder import CheckpointFolder
+from slime.backends.shared.scalar_head import draw_head
+from slime.backends.torch_dist.reading import TorchDistFolder
+from slime.utils.torch_dist_folder import is_torch_dist
 
 _SHOWN = 8
-SCALAR_HEAD = Rule("output_layer.weight", (HEAD,), "replicated")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,15 +115,15 @@ class HubWeights:
     # -- in --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def load(self, path: str | Path) -> None:
-        """Read an HF folder (or hub id) into the parameters."""
-        with CheckpointFolder(path) as folder:
+    def load(self, path: str | Path, hf_config: Any) -> None:
+        """Read an HF folder (or hub id), or a torch_dist folder of such a model, into the parameters."""
+        with TorchDistFolder(path, hf_config) if is_torch_dist(path) else CheckpointFolder(path) as folder:
             self._check_names(folder.names, folder.path)
             wrong = [text for entry in self.entries for text in self._load_entry(entry, folder)]
         if wrong:
             raise ValueError(f"{path} is of another shape than its config says: {_list(wrong)}.")
 
-    def _load_entry(self, entry: Entry, folder: "CheckpointFolder") -> Iterator[str]:
+    def _load_entry(self, entry: Entry, folder: CheckpointFolder | TorchDistFolder) -> Iterator[str]:
         if self._scalar_seed is not None and entry.rule is SCALAR_HEAD and entry.hub[0] not in folder.names:
             # Every rank draws the same numbers.
             entry.parameter.copy_(draw_head(entry.parameter.shape[1], self._scalar_seed))
@@ -312,45 +313,3 @@ def _stays(name: str) -> bool:
 def _list(names: Sequence[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
-
-
-class CheckpointFolder:
-    """The safetensors of an HF folder, read one tensor at a time."""
-
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        if not self.path.is_dir():
-            from huggingface_hub import snapshot_download  # with transformers; only needed for hub ids
-
-            self.path = Path(snapshot_download(str(path), allow_patterns=["*.safetensors", "*.json"]))
-        self._files = files_by_tensor(self.path)
-        if not self._files:
-            raise ValueError(
-                f"{self.path} holds no model.safetensors and no index of several: the Megatron backend reads "
-                "safetensors; save the model again with save_pretrained."
-            )
-        self._open: dict[str, Any] = {}
-
-    def __enter__(self) -> "CheckpointFolder":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._open.clear()
-
-    @property
-    def names(self) -> set[str]:
-        return set(self._files)
-
-    def read(self, name: str) -> Tensor:
-        from safetensors import safe_open  # with transformers, only needed here
-
-        file = self._files[name]
-        if file not in self._open:
-            self._open[file] = safe_open(self.path / file, framework="pt")
-        tensor = self._open[file].get_tensor(name)
-        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(
-                f"{name} in {self.path} is {tensor.dtype}: quantised checkpoints cannot be trained; use the "
-                "16- or 32-bit one."
-            )
-        return tensor

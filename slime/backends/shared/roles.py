@@ -10,6 +10,7 @@ from slime.arguments.groups.objectives import SUPERVISED_LOSSES
 from slime.backends.shared import old_policy
 from slime.backends.shared.weight_copies import WeightCopies
 from slime.catalog.estimators import ESTIMATORS
+from slime.utils.torch_dist_folder import is_torch_dist
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +34,11 @@ def needs_critic(args: Flags) -> bool:
 def critic_settings(args: Args) -> Args:
     """`args` as the critic's model, optimizer and schedule read them."""
     settings = copy.copy(args)
+    own = args.critic_load
     vars(settings).update(
-        hf_checkpoint=args.critic_load or args.hf_checkpoint,
+        # A checkpoint of Megatron's holds weights alone.
+        hf_checkpoint=args.hf_checkpoint if own is None or is_torch_dist(own) else own,
+        start_from=own or args.start_from,
         lr=args.lr if args.critic_lr is None else args.critic_lr,
         min_lr=args.critic_min_lr,
         lr_decay_style=args.critic_lr_decay_style,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from slime.catalog.backends import BACKENDS, DEFAULT_BACKEND
 from slime.cli.main import user_errors
+from slime.utils.torch_dist_folder import is_megatron_folder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -17,9 +18,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             convert(Path(options.hf_checkpoint), Path(options.save), options)
         else:
-            from slime.cli.convert.trainer_checkpoint import from_hf, to_hf
+            from slime.cli.convert import megatron_checkpoint, trainer_checkpoint
 
-            (from_hf if options.what == "hf-to-dist" else to_hf)(options)
+            if options.what == "hf-to-dist":
+                trainer_checkpoint.from_hf(options)
+            elif options.what == "hf-to-torch-dist":
+                megatron_checkpoint.from_hf(options)
+            elif is_megatron_folder(options.load):
+                megatron_checkpoint.to_hf(options)
+            else:
+                trainer_checkpoint.to_hf(options)
     print(f"written: {options.save}")
     return 0
 
@@ -27,9 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="slime convert", description=__doc__.partition(":")[2].strip())
     commands = parser.add_subparsers(
-        dest="what", required=True, metavar="hf-to-dist | dist-to-hf | hf-to-fp8"
+        dest="what", required=True, metavar="hf-to-dist | hf-to-torch-dist | dist-to-hf | hf-to-fp8"
     )
     _add_from_hf(commands)
+    _add_torch_dist(commands)
     _add_to_hf(commands)
     _add_fp8(commands)
     return parser
@@ -52,10 +61,25 @@ def _add_from_hf(commands: argparse._SubParsersAction) -> None:
     )
 
 
+def _add_torch_dist(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser(
+        "hf-to-torch-dist",
+        help="a Hugging Face model as a checkpoint in Megatron's format, for --ref-load and --load",
+    )
+    command.add_argument("--hf-checkpoint", required=True, metavar="DIR", help="the model")
+    command.add_argument("--save", required=True, metavar="DIR", help="new folder: release/ and its tracker")
+
+
 def _add_to_hf(commands: argparse._SubParsersAction) -> None:
-    command = commands.add_parser("dist-to-hf", help="a trainer checkpoint as a Hugging Face model")
+    command = commands.add_parser(
+        "dist-to-hf", help="a trainer checkpoint, or one in Megatron's torch_dist, as a Hugging Face model"
+    )
     command.add_argument(
-        "--load", "--input-dir", required=True, metavar="DIR", help="folder of --save, or one step_* in it"
+        "--load",
+        "--input-dir",
+        required=True,
+        metavar="DIR",
+        help="folder of --save, or one step_* in it; or DIR_torch_dist, or one iter_* in it",
     )
     command.add_argument("--ckpt-step", type=int, help="which of several checkpoints [the latest]")
     command.add_argument(

@@ -27,8 +27,8 @@ from slime.utils.step_folders import Manifest, by_content, check_trainer_folder,
 def from_hf(options: argparse.Namespace) -> None:
     """A checkpoint of rollout 0 without optimizer state: `--load` reads it together with `--finetune`."""
     source, target = Path(options.hf_checkpoint), Path(options.save)
-    _refuse_existing(target)
-    _need_model(source)
+    refuse_existing(target)
+    need_model(source)
     with _trainer(options.train_backend, source) as backend:
         manifest = Manifest(rollout_id=0, run_id="convert", num_pushes=0)
         size = sum(file.stat().st_size for file in all_files(source))
@@ -38,11 +38,11 @@ def from_hf(options: argparse.Namespace) -> None:
 def to_hf(options: argparse.Namespace) -> None:
     """The weights of a checkpoint, with config and tokenizer of the model that it started from."""
     source, target = Path(options.hf_checkpoint), Path(options.save)
-    _refuse_existing(target)
-    _need_model(source)
+    refuse_existing(target)
+    need_model(source)
     checkpoint = _find(Path(options.load), options.ckpt_step)
     manifest = json.loads((checkpoint / MANIFEST).read_text())
-    dtype = {None: None, "bfloat16": torch.bfloat16, "float32": torch.float32}[options.dtype]
+    dtype = dtype_of(options)
     with _trainer(manifest.get("backend", DEFAULT_BACKEND), source) as backend:
         backend.load(checkpoint)
         backend.save_hf(target, dtype)
@@ -77,12 +77,16 @@ def _find(folder: Path, step: int | None) -> Path:
     return chosen.trainer
 
 
-def _refuse_existing(target: Path) -> None:
+def dtype_of(options: argparse.Namespace) -> torch.dtype | None:
+    return {None: None, "bfloat16": torch.bfloat16, "float32": torch.float32}[options.dtype]
+
+
+def refuse_existing(target: Path) -> None:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"--save {target} is there already: give a new folder, or remove that one.")
 
 
-def _need_model(source: Path) -> None:
+def need_model(source: Path) -> None:
     if not (source / "config.json").is_file():
         raise ValueError(
             f"--hf-checkpoint {source}: no config.json there, so it is not a Hugging Face model folder."
@@ -107,10 +111,17 @@ def _trainer(kind: str, source: Path) -> Iterator[TrainBackend]:
         finetune=True,
         no_save_optim=True,
     )
+    with alone():
+        create_backend = importlib.import_module(f"slime.backends.{kind}").create_backend
+        yield create_backend(args, rank=0, world_size=1, device="cpu")
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """A process group of this process."""
     stay_on_loopback()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        create_backend = importlib.import_module(f"slime.backends.{kind}").create_backend
-        yield create_backend(args, rank=0, world_size=1, device="cpu")
+        yield
     finally:
         dist.destroy_process_group()

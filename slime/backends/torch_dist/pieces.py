@@ -1,0 +1,136 @@
+"""What a torch_dist folder holds: for every tensor its size, and in which file each piece of it is.
+
+Its `.metadata` is a pickle of torch's and Megatron's classes, of any release. None of them is loaded:
+stand-ins take what was written, so that a file from elsewhere runs no code.
+"""
+
+import io
+import pickle
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.utils.torch_dist_folder import TENSORS
+
+_READ = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class UnknownLayout(ValueError):
+    """A folder that is whole, and whose tensors this version has no place for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A block of one tensor: where it lies in the tensor, and where in a file."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    key: str
+    size: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+class _StandIn:
+    """Takes the arguments or the state of an object of any class."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            vars(self).update(state)
+
+
+_PLAIN = {("torch", "Size"): tuple, ("collections", "OrderedDict"): dict, ("builtins", "set"): set}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        return _PLAIN.get((module, name), _StandIn)
+
+
+def damaged(folder: Path, what: str) -> ValueError:
+    return ValueError(f"checkpoint {folder} cannot be read: {what}; copy it again, or convert it again.")
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Every tensor of the folder by its key; what is no tensor (random states, settings) is left out."""
+    try:
+        written = _Unpickler(io.BytesIO((folder / TENSORS).read_bytes())).load()
+        places: dict[str, dict[tuple[int, ...], Any]] = defaultdict(dict)
+        for index, info in written.storage_data.items():
+            places[index.fqn][tuple(vars(index).get("offset") or ())] = info
+        return {
+            key: StoredTensor(key, tuple(entry.size), _pieces(entry, places[key]))
+            for key, entry in written.state_dict_metadata.items()
+            if hasattr(entry, "chunks")
+        }
+    except UnknownLayout:
+        raise
+    except Exception as error:  # half a pickle, or another one, raises anything
+        raise damaged(folder, f"its {TENSORS} is damaged ({type(error).__name__}: {error})") from None
+
+
+def _pieces(entry: Any, places: dict[tuple[int, ...], Any]) -> tuple[Piece, ...]:
+    found = []
+    for chunk in entry.chunks:
+        info = places[tuple(chunk.offsets)]
+        if vars(info).get("transform_descriptors"):
+            raise UnknownLayout("its files are compressed")
+        found.append(
+            Piece(tuple(chunk.offsets), tuple(chunk.sizes), info.relative_path, info.offset, info.length)
+        )
+    return tuple(found)
+
+
+def read_slice(folder: Path, tensor: StoredTensor, index: tuple[int, ...]) -> Tensor:
+    """`tensor[index]`, joined from the pieces that it lies in: the ranks that wrote it may have been any."""
+    whole: Tensor | None = None
+    filled = 0
+    for piece in tensor.pieces:
+        inside = [i - offset for i, offset in zip(index, piece.offsets, strict=False)]
+        if any(not 0 <= i < size for i, size in zip(inside, piece.sizes, strict=False)):
+            continue
+        part = _read_piece(folder, tensor.key, piece)[tuple(inside)]
+        if whole is None:
+            whole = torch.empty(tensor.size[len(index) :], dtype=part.dtype)
+        offsets = piece.offsets[len(index) :]
+        whole[tuple(slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))] = part
+        filled += part.numel()
+    if whole is None or filled != whole.numel():
+        raise damaged(folder, f"its {TENSORS} names no file for a part of {tensor.key}")
+    return whole
+
+
+def _read_piece(folder: Path, key: str, piece: Piece) -> Tensor:
+    file = folder / piece.file
+    if Path(piece.file).name != piece.file or not file.is_file():
+        raise damaged(folder, f"{piece.file} is missing, which holds {key}")
+    with file.open("rb") as stream:
+        stream.seek(piece.start)
+        content = stream.read(piece.length)
+    if len(content) < piece.length:
+        raise damaged(
+            folder,
+            f"{piece.file} ends after {file.stat().st_size} bytes, where {key} needs "
+            f"{piece.start + piece.length}",
+        )
+    try:
+        tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        tensor = tensor.detach().reshape(piece.sizes)
+    except Exception as error:  # what torch raises for other bytes is anything
+        raise damaged(folder, f"{piece.file} is damaged at {key} ({type(error).__name__})") from None
+    if tensor.dtype not in _READ:
+        raise UnknownLayout(f"{key} is {tensor.dtype}, not in 16 or 32 bit")
+    return tensor

@@ -1,0 +1,74 @@
+"""Hugging Face folders into checkpoints of Megatron's (torch_dist) and back, a tensor at a time."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slime.backends.families import family_of, mimo
+from slime.backends.fsdp.hf_export import hub_shapes, in_buckets
+from slime.backends.shared import hf_folder
+from slime.backends.torch_dist.reading import TorchDistFolder, check_fit
+from slime.backends.torch_dist.writing import write
+from slime.cli.convert.trainer_checkpoint import alone, dtype_of, need_model, refuse_existing
+from slime.utils.torch_dist_folder import UnreadFolder, find_iteration
+
+_BUCKET_BYTES = 4 * 2**30  # about the size of one file
+
+
+def from_hf(options: argparse.Namespace) -> None:
+    """`--save DIR_torch_dist`: the folder `release` in it, as slime's own tool leaves it."""
+    source, target = Path(options.hf_checkpoint), Path(options.save)
+    refuse_existing(target)
+    config = _config_of(source)
+    write(source, target, config)
+
+
+def to_hf(options: argparse.Namespace) -> None:
+    """The weights of an iteration, with config and tokenizer of the model that it was made from."""
+    source, target = Path(options.hf_checkpoint), Path(options.save)
+    refuse_existing(target)
+    config = _config_of(source)
+    try:
+        iteration = find_iteration(options.load, options.ckpt_step)
+    except UnreadFolder as error:
+        raise ValueError(f"--load {options.load} {error}: nothing was converted.") from None
+    folder = TorchDistFolder(iteration, config)
+    check_fit(folder, _shapes_of(config))
+    dtype = dtype_of(options) or config.dtype or torch.float32
+    named = folder.tensors(tied=bool(config.tie_word_embeddings))
+    exact = (
+        (name, tensor if name.endswith("e_score_correction_bias") else tensor.to(dtype))
+        for name, tensor in named
+    )
+    with alone():
+        hf_folder.save(in_buckets(exact, _BUCKET_BYTES, None), target, str(source), dtype, rank=0)
+
+
+def _config_of(source: Path) -> Any:
+    """Of a model whose family is known here; a ValueError else."""
+    # Heavy import, only needed here.
+    from transformers import AutoConfig
+
+    need_model(source)
+    mimo.register_config()
+    config = AutoConfig.from_pretrained(source)
+    try:
+        family_of(config)
+    except ValueError as error:
+        raise ValueError(
+            f"--hf-checkpoint {source} has no names in Megatron's format here: {error}"
+        ) from None
+    return config
+
+
+def _shapes_of(config: Any) -> dict[str, torch.Size]:
+    if config.model_type == mimo.MODEL_TYPE:
+        # Heavy import, only needed here.
+        from transformers import AutoConfig
+
+        config = AutoConfig.for_model(
+            mimo.COMPUTED_AS, **{k: v for k, v in config.to_dict().items() if k != "model_type"}
+        )
+    return hub_shapes(config)
