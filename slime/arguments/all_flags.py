@@ -18,7 +18,7 @@ from slime.arguments.groups.rollout import RolloutFlags
 from slime.arguments.groups.run import AssertionFlags, DebugFlags, RunFlags
 from slime.arguments.groups.topology import TopologyFlags
 from slime.arguments.groups.tracking import TrackingFlags
-from slime.arguments.groups.trainer import FSDPFlags, ParallelFlags
+from slime.arguments.groups.trainer import AdapterFlags, FSDPFlags, ParallelFlags
 from slime.arguments.groups.training import OptimizerFlags, TrainingFlags
 
 
@@ -36,6 +36,7 @@ class Flags(
     TrainingFlags,
     ParallelFlags,
     FSDPFlags,
+    AdapterFlags,
     MegatronFlags,
     OptimizerFlags,
     EvaluationFlags,

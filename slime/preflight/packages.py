@@ -21,18 +21,18 @@ def check_packages(args: Args) -> Iterator[Finding]:
 
 
 def _needed(args: Args) -> Iterator[tuple[str, str, str]]:
+    trainer = BACKENDS[args.train_backend]
     for on, flag, module, extra in (
         *(
             (True, f"--use-{name}", TRACKERS[name].package, TRACKERS[name].extra)
             for name in chosen_trackers(args)
         ),
         (args.runtime == "ray", "--runtime ray", "ray", "ray"),
-        (bool(args.lora_rank), "--lora-rank", "peft", "lora"),
+        (args.lora_rank > 0 and trainer.trains_transformers_model, "--lora-rank", "peft", "lora"),
         (args.update_weight_mode == "delta", "--update-weight-mode delta", "zstandard", "delta"),
     ):
         if on:
             yield flag, module, f"pip install 'slime[{extra}]'"
-    trainer = BACKENDS[args.train_backend]
     if trainer.package:
         yield (
             f"--train-backend {args.train_backend}",

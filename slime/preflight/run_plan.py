@@ -181,9 +181,15 @@ def _trainer_memory(args: Args, model: dict[str, Any], device: Device) -> dict[s
             setattr(options, name, getattr(args, name))
         options.activation_checkpointing, options.moe_load_max_over_mean = args.activation_checkpointing, 2.0
         worst = max(plan_trainer(model, sizes, options).stages, key=lambda stage: stage.total)
-        names = ("weights", "gradients", "optimizer", "activations")
-        return {name: getattr(worst, name) for name in names}
+        parts = {"gradients": worst.gradients, "optimizer": worst.optimizer}
+        parts = {name: value * _trained_share(args, model) for name, value in parts.items()}
+        return {"weights": worst.weights, **parts, "activations": worst.activations}
     return _fsdp_memory(args, model, Sizes(ranks, tp, cp=cp), device)
+
+
+def _trained_share(args: Args, model: dict[str, Any]) -> float:
+    """Of the parameters; a matrix of m x n has adapters of rank x (m + n)."""
+    return 2 * args.lora_rank / model["hidden_size"] if args.lora_rank else 1.0
 
 
 def _fsdp_memory(args: Args, model: dict[str, Any], sizes: Sizes, device: Device) -> dict[str, float]:
@@ -193,8 +199,7 @@ def _fsdp_memory(args: Args, model: dict[str, Any], sizes: Sizes, device: Device
     each = [layer_parameters(model, layer).total for layer in layers]
     outside = [parameters.total for parameters in outside_parameters(model).values()]
     held = (sum(each) + sum(outside)) / sizes.ranks
-    # A matrix of m x n has adapters of rank x (m + n).
-    trained = held * 2 * args.lora_rank / model["hidden_size"] if args.lora_rank else held
+    trained = held * _trained_share(args, model)
     alone = sizes.ranks == 1
     copy = item * (held if alone and item != 4 else 0.0 if alone else 2 * max(*each, *outside) / sizes.tp)
     kept = [kept_per_token(model, sizes, layer) for layer in layers]

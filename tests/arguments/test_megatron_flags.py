@@ -89,7 +89,7 @@ def test_table_is_read_without_importing_the_package():
         (("--attention-softmax-in-fp32", "yes"), "is a switch and takes no value"),
         (("--fp16",), "--fp16 cannot be given: --dtype decides it"),
         (("--mtp-num-layers", "1", "--strict"), "given without --enable-mtp-training"),
-        (("--lora-rank", "4"), "only the FSDP trainer reads it"),
+        (("--lora-rank", "4", "--enable-mtp-training"), "MTP heads have none: remove --enable-mtp-training"),
         (
             (
                 "--loss-type",

@@ -119,6 +119,13 @@ def make_moe(path):
     return path
 
 
+def test_adapters_on_experts_are_refused_by_name(tmp_path):
+    path = make_moe(tmp_path / "moe")
+    for targets in (["all-linear"], ["gate_proj", "up_proj"]):
+        with pytest.raises(ValueError, match=r"includes experts .*use --train-backend megatron"):
+            backend_of(trainer_args(path, lora_rank=2, lora_target_modules=targets))
+
+
 def test_a_mixture_of_experts_trains_and_tells_its_load(tmp_path):
     path = make_moe(tmp_path / "moe")
     outcomes = []

@@ -57,18 +57,22 @@ class FSDPFlags:
         ge=0,
         only_with=FSDP,
     )
+
+
+@dataclass
+class AdapterFlags:
+    """Low-rank adapters."""
+
     lora_rank: int = flag(
-        0,
-        "train low-rank adapters of this rank instead of the model; 0: train the model",
-        ge=0,
-        only_with=FSDP,
+        0, "train low-rank adapters of this rank instead of the model; 0: train the model", ge=0
     )
     lora_alpha: float = flag(
         32.0, "scale of the adapters: their product is multiplied by alpha / rank", gt=0, only_with=ADAPTERS
     )
     lora_target_modules: list[str] = flag(
         ["all-linear"],
-        "names of the layers that get an adapter, or all-linear for every one but the output layer",
+        "names of the layers that get an adapter, or all-linear for every one but the output layer and the "
+        "routers of experts",
         only_with=ADAPTERS,
     )
     lora_sync: str = flag(
@@ -90,6 +94,10 @@ def trainable_parameters(draft: Draft) -> None:
     chosen = draft.only_train_params_name_list or draft.freeze_params_name_list
     if draft.lora_rank and chosen:
         raise ValueError("--lora-rank trains adapters only: remove the list of trained or frozen parameters.")
+    if draft.lora_rank and draft.enable_mtp_training:
+        raise ValueError(
+            "--lora-rank trains adapters only, and MTP heads have none: remove --enable-mtp-training."
+        )
     if draft.lora_sync == "adapter":
         _adapters_alone(draft)
 

@@ -1,8 +1,5 @@
 """Low-rank adapters through peft: added before sharding, exported merged into the weights or alone."""
 
-import hashlib
-import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +10,9 @@ from torch import Tensor, nn
 from slime.arguments import Args
 from slime.backends.fsdp.layers import HFModel
 from slime.backends.fsdp.model import gather_full
-from slime.utils.safetensors_files import write_tensors
+from slime.backends.shared import adapters
+from slime.backends.shared.adapters import ALL_LINEAR, NAME, first_factor
 
-NAME = "default"
 # A layer that carries an adapter keeps its own weight under this name.
 ADAPTED = ".base_layer."
 _ADAPTERS = (".lora_A.", ".lora_B.")
@@ -33,8 +30,7 @@ def hub_name(name: str) -> str:
 def add_adapters(args: Args, lm: HFModel) -> None:
     """Freeze the model, except for parameters that already have values such as a new head, and add adapters.
 
-    The first factor is drawn from --seed and the layer's name, the second is zero: every rank has the same,
-    and the model starts as it was.
+    Every rank has the same, and the model starts as it was.
     """
     if not args.lora_rank:
         return
@@ -48,24 +44,26 @@ def add_adapters(args: Args, lm: HFModel) -> None:
     config = LoraConfig(
         r=args.lora_rank,
         lora_alpha=args.lora_alpha,
-        target_modules="all-linear" if targets == ["all-linear"] else targets,
+        target_modules="all-linear" if targets == ALL_LINEAR else targets,
         task_type="CAUSAL_LM",
     )
     inject_adapter_in_model(config, lm, adapter_name=NAME)
+    if config.target_parameters:
+        raise ValueError(
+            f"--lora-target-modules {' '.join(targets)}: in {lm.config.model_type} that includes experts or "
+            "their router, which the FSDP trainer keeps as stacked tensors without adapters; name other "
+            "layers, such as q_proj k_proj v_proj o_proj, or use --train-backend megatron."
+        )
     for parameter in heads:
         parameter.requires_grad_(True)
     for name, parameter in list(lm.named_parameters()):
         if is_adapter(name):
             module = lm.get_submodule(name.rpartition(".")[0])
-            module.weight = nn.Parameter(_first_value(name, parameter.shape, args.seed))
-
-
-def _first_value(name: str, shape: torch.Size, seed: int) -> Tensor:
-    if ".lora_B." in name:
-        return torch.zeros(shape)
-    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-    return (torch.rand(shape, generator=generator) * 2 - 1) / math.sqrt(shape[1])
+            layer, factor = name.removesuffix(f".{NAME}.weight").rsplit(".", 1)
+            rows, columns = parameter.shape
+            drawn = factor == "lora_A"
+            first = first_factor(layer, (rows, columns), args.seed) if drawn else torch.zeros(rows, columns)
+            module.weight = nn.Parameter(first)
 
 
 def merged(lm: HFModel, named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -89,26 +87,11 @@ def adapter_tensors(lm: HFModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def adapter_config(args: Args, lm: HFModel) -> dict[str, Any]:
-    """What peft writes beside adapters: how they were made, and for which layers."""
-    names = (name for name, _ in lm.named_parameters() if is_adapter(name))
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(args.hf_checkpoint),
-        "r": args.lora_rank,
-        "lora_alpha": args.lora_alpha,
-        "target_modules": sorted({name.split(".lora_")[0].rpartition(".")[2] for name in names}),
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "inference_mode": True,
-    }
+    return adapters.adapter_config(args, (name for name, _ in lm.named_parameters() if is_adapter(name)))
 
 
 def save_adapter(args: Args, lm: HFModel, path: Path, rank: int) -> None:
     """Write the adapters alone, as peft reads them. All ranks call; the first writes."""
     tensors = {name: tensor.cpu() for name, tensor in adapter_tensors(lm)}
-    if rank != 0:
-        return
-    path.mkdir(parents=True, exist_ok=True)
-    write_tensors(path / "adapter_model.safetensors", tensors)
-    (path / "adapter_config.json").write_text(json.dumps(adapter_config(args, lm), indent=2))
+    if rank == 0:
+        adapters.write_adapter(path, tensors, adapter_config(args, lm))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from torch import Tensor
@@ -24,7 +25,7 @@ from slime.backends.base import (
     TokenOutputs,
 )
 from slime.backends.families import dims_of, family_of
-from slime.backends.megatron import dist_checkpoint, hooks
+from slime.backends.megatron import dist_checkpoint, hooks, lora
 from slime.backends.megatron import optimizer as optimizer_module
 from slime.backends.megatron.builder import build_chunks, wrap_for_training
 from slime.backends.megatron.compiled import compile_layers, should_compile
@@ -54,8 +55,8 @@ from slime.backends.megatron.te_attention import choose_attention
 from slime.backends.megatron.teacher import TeacherModel, output_matrix_of
 from slime.backends.megatron.trainable import freeze
 from slime.backends.megatron.vocab_parallel import VocabSlice
-from slime.backends.megatron.weights import HubWeights
-from slime.backends.shared import hf_folder
+from slime.backends.megatron.weights import HubWeights, SharedOut
+from slime.backends.shared import adapters, hf_folder
 from slime.backends.shared.checkpoint_errors import plain_errors
 from slime.backends.shared.host_memory import HostMemory
 from slime.backends.shared.microbatch import by_sample
@@ -114,6 +115,9 @@ class MegatronBackend(TrainerBase):
             draw_weights(chunks, args.seed)
         else:
             self._fill(args.start_from)
+        self.adapters: SharedOut | None = None  # with --lora-rank
+        if args.lora_rank:
+            self.adapters = lora.add_adapters(args, chunks, self.hub, dims_of(self.hf_config))
         if should_compile(args, self.config, device):
             compile_layers(chunks, self.config, device)
         self.model = wrap_for_training(self.config, ddp_config(args), chunks)
@@ -348,13 +352,23 @@ class MegatronBackend(TrainerBase):
         return self.hub.stage_buckets(self.args.update_weight_buffer_size, dtype)
 
     def export_adapter(self, dtype: torch.dtype | None = None) -> Iterator[Bucket]:
-        raise NotImplementedError("this trainer has no adapters: flags refuse --lora-rank with it")
+        """Buckets of (peft's name, full tensor) of the adapters alone; a collective."""
+        self._settle()
+        return self._own_adapters().buckets(self.args.update_weight_buffer_size, dtype)
 
     def adapter_config(self) -> dict[str, Any]:
-        raise NotImplementedError("this trainer has no adapters: flags refuse --lora-rank with it")
+        """What an engine must know of the adapters beside their tensors, as peft writes it."""
+        return adapters.adapter_config(self.args, self._own_adapters().names)
+
+    def _own_adapters(self) -> SharedOut:
+        assert self.adapters is not None, "this run trains no adapters"
+        return self.adapters
 
     def save_hf(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
-        """Write an HF folder with weights and tokenizer; it appears whole or not at all."""
+        """Write an HF folder with weights and tokenizer; it appears whole or not at all.
+
+        Adapters are merged into it, and stand alone in its folder `adapter`.
+        """
         dtype = dtype or self.hf_config.dtype or torch.float32
         source = self.hf_checkpoint
         buckets = self.export(dtype)
@@ -362,6 +376,14 @@ class MegatronBackend(TrainerBase):
             # The rank that writes adds what came with the checkpoint and is no part of the model.
             buckets = chain(buckets, self.hub.untrained(source, self.args.update_weight_buffer_size, dtype))
         hf_folder.save(buckets, Path(path), source, dtype, self.rank, scalar=self.is_scalar)
+        if self.adapters is not None:
+            # Only the rank that writes them keeps them.
+            pairs = (pair for bucket in self.export_adapter() for pair in bucket)
+            tensors = {name: tensor.cpu() for name, tensor in pairs if self.rank == 0}
+            config = self.adapter_config()
+            if self.rank == 0:
+                adapters.write_adapter(Path(path) / "adapter", tensors, config)
+            dist.barrier()
 
     # -- checkpoints -----------------------------------------------------------------------------------------
 
@@ -389,6 +411,9 @@ class MegatronBackend(TrainerBase):
         for chunk in self.model:
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
                 optimizer_module.move_buffer(buffer, device, self._away)
+            for parameter in chunk.parameters():
+                if not parameter.requires_grad:  # in no buffer
+                    optimizer_module.move_storage(parameter.data, device, self._away)
 
     def _move_optimizer(self, device: torch.device) -> None:
         optimizer_module.move_state(self.optimizer, device, self._host)

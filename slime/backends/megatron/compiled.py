@@ -26,6 +26,7 @@ from slime.arguments import Args
 from slime.backends.attention import packed
 from slime.backends.attention.packed import PackedDocuments, packed_attention
 from slime.backends.megatron.layers import PackedCoreAttention, RMSNorm, rotate
+from slime.backends.megatron.lora import ADAPTED
 from slime.backends.megatron.stream import PackedStream
 
 # As for FSDP: a minute of compiling pays only where a layer keeps the GPU busy.
@@ -85,7 +86,7 @@ def _has_plain_parts(layer: TransformerLayer) -> bool:
     joins = (layer.self_attn_bda, layer.mlp_bda)
     return bool(
         not any(isinstance(join, nn.Module) for join in joins)
-        and all(type(part) is kind for part, kind in kinds.items())
+        and all(type(part) in (kind, ADAPTED.get(kind)) for part, kind in kinds.items())
         and not config.add_bias_linear
         and not config.attention_output_gate
         and config.gated_linear_unit
@@ -120,4 +121,5 @@ def dense_layer(
 
 
 def _linear(module: ColumnParallelLinear | RowParallelLinear, x: Tensor) -> Tensor:
-    return F.linear(x, module.weight, module.bias)
+    out = F.linear(x, module.weight, module.bias)
+    return out + module.adapter(x) if type(module) in ADAPTED.values() else out

@@ -63,6 +63,9 @@ class TrainerState(Protocol):
 def fingerprint(backend: TrainerState) -> dict[str, Any]:
     """The sizes that must agree before weights of one model fit another."""
     sizes = {name: getattr(backend.config, name) for name in _ARCHITECTURE}
+    # None: the checkpoint holds the model itself.
+    rank, layers = backend.args.lora_rank, backend.args.lora_target_modules
+    sizes |= {"lora_rank": rank or None, "lora_target_modules": layers if rank else None}
     return {"model_type": backend.hf_config.model_type, "vocab_size": backend.hf_config.vocab_size, **sizes}
 
 
@@ -166,7 +169,8 @@ def _read(backend: TrainerState, path: Path, *, with_optimizer: bool, reload: bo
         with unreadable_named(path):
             loaded = dist_checkpointing.load(state, str(path))
         for index, chunk in enumerate(backend.model):
-            chunk.module.load_state_dict(loaded[_key(backend, index)], strict=True)
+            # With adapters nothing else is in it; what was asked for and is not there has raised above.
+            chunk.module.load_state_dict(loaded[_key(backend, index)], strict=not backend.args.lora_rank)
         if with_optimizer:
             moments, step = loaded["optimizer"], read_manifest(path.parent)["adam_step"]
             if sharded:
@@ -200,10 +204,15 @@ def _key(backend: TrainerState, index: int) -> str:
 
 
 def _model_state(backend: TrainerState, metadata: dict[str, Any]) -> dict[str, Any]:
-    return {
-        _key(backend, index): chunk.module.sharded_state_dict(metadata=dict(metadata))
-        for index, chunk in enumerate(backend.model)
-    }
+    state = {}
+    for index, chunk in enumerate(backend.model):
+        found = chunk.module.sharded_state_dict(metadata=dict(metadata))
+        if backend.args.lora_rank:
+            # The model itself is that of --hf-checkpoint, and stays there.
+            trained = {name for name, p in chunk.module.named_parameters() if p.requires_grad}
+            found = {name: part for name, part in found.items() if name in trained}
+        state[_key(backend, index)] = found
+    return state
 
 
 def check_model(backend: TrainerState, path: Path) -> dict[str, Any]:

@@ -74,18 +74,29 @@ def move_buffer(
             "are one buffer."
         )
     for flat, keep in ((buffer.param_data, True), (buffer.grad_data, False)):
-        storage, nbytes = flat.untyped_storage(), flat.untyped_storage().nbytes()
-        if device.type == "cpu" and nbytes:
-            kept = flat.to("cpu") if keep else None
-            away[id(flat)] = (kept, nbytes)
-            storage.resize_(0)
-        elif device.type != "cpu" and id(flat) in away:
-            kept, nbytes = away.pop(id(flat))
-            storage.resize_(nbytes)
-            if kept is not None:
-                flat.copy_(kept)
-            else:
-                flat.zero_()
+        move_storage(flat, device, away, keep=keep)
+
+
+def move_storage(
+    tensor: Tensor,
+    device: torch.device,
+    away: dict[int, tuple[Tensor | None, int]],
+    *,
+    keep: bool = True,
+) -> None:
+    """The part of `move_buffer` for one tensor; `keep`: its values return with it."""
+    storage = tensor.untyped_storage()
+    key, nbytes = storage._cdata, storage.nbytes()
+    if device.type == "cpu" and nbytes:
+        away[key] = (tensor.to("cpu", copy=True) if keep else None, nbytes)
+        storage.resize_(0)
+    elif device.type != "cpu" and key in away:
+        kept, nbytes = away.pop(key)
+        storage.resize_(nbytes)
+        if kept is not None:
+            tensor.copy_(kept)
+        else:
+            tensor.zero_()
 
 
 def move_state(optimizer: MegatronOptimizer, device: torch.device, host: HostMemory) -> None:

@@ -4,7 +4,7 @@ Every parameter is mapped exactly once; an error lists what is missing, left ove
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,16 @@ class Entry:
 
     parameter: Tensor
     rule: Rule
-    hub: tuple[str, ...]  # of this rank's expert, where the parameter is an expert's
+    hub: tuple[str, ...]  # of this rank's expert, where the parameter is an expert's; "": not exported
     shown: bool  # False: a second copy of a tied matrix, which must not be exported
+    added: Callable[[], Tensor] | None = None  # fp32, of this rank's shape: an adapter's product
+
+    @property
+    def exported(self) -> Tensor:
+        """The parameter as engines and folders get it."""
+        if self.added is None:
+            return self.parameter.detach()
+        return (self.parameter.float() + self.added()).to(self.parameter.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +63,111 @@ class Piece:
         return self.dtype if dtype is None or self.kind == "exact" else dtype
 
 
-class HubWeights:
+class SharedOut:
+    """Tensors that ranks hold parts of, gathered by buckets; all ranks call its methods together."""
+
+    def __init__(self, entries: list[Entry], dims: Dims, device: torch.device) -> None:
+        self.entries, self._dims, self._device = entries, dims, device
+        self._plan: list[list[Piece]] | None = None
+
+    @torch.no_grad()
+    def buckets(self, bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[Bucket]:
+        """Whole tensors under hub names on every rank, at most about `bucket_bytes` at a time."""
+        own_stage = parallel_state.get_pipeline_model_parallel_rank()
+        for stage, pieces_of_stage in enumerate(self.pieces()):
+            entries = iter(self._shown if stage == own_stage else [])
+            for pieces in _grouped(pieces_of_stage, bucket_bytes, dtype):
+                local = [next(entries).exported for _ in pieces] if stage == own_stage else None
+                yield self._split(pieces, self._over_stages(pieces, local, stage, dtype))
+
+    def stage_buckets(self, bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[Bucket]:
+        """The buckets of this rank's own pipeline stage, on the ranks of that stage alone.
+
+        All ranks call it together; then each stage goes through its buckets in its own time.
+        """
+        # Not in the generator: stages that begin later must be there when the pieces are gathered.
+        pieces = self.pieces()[parallel_state.get_pipeline_model_parallel_rank()]
+        return self._own_buckets(_grouped(pieces, bucket_bytes, dtype), dtype)
+
+    @torch.no_grad()
+    def _own_buckets(self, groups: Iterator[list[Piece]], dtype: torch.dtype | None) -> Iterator[Bucket]:
+        entries = iter(self._shown)
+        for pieces in groups:
+            parameters = [next(entries).exported for _ in pieces]
+            yield self._split(pieces, self._over_shards(pieces, parameters, dtype))
+
+    @property
+    def _shown(self) -> list[Entry]:
+        return [entry for entry in self.entries if entry.shown]
+
+    def pieces(self) -> list[list[Piece]]:
+        """What each pipeline stage exports; gathered once, by all ranks together."""
+        if self._plan is None:
+            ep = parallel_state.get_expert_model_parallel_group()
+            mine = [entry.hub for entry in self._shown]
+            per_expert_rank: list[Any] = [None] * ep.size()
+            dist.all_gather_object(per_expert_rank, mine, group=ep)
+            pieces = [
+                Piece(
+                    entry.rule.kind,
+                    entry.rule.is_expert,
+                    tuple(names[i] for names in per_expert_rank) if entry.rule.is_expert else (entry.hub,),
+                    tuple(entry.parameter.shape),
+                    entry.parameter.dtype,
+                )
+                for i, entry in enumerate(self._shown)
+            ]
+            pp = parallel_state.get_pipeline_model_parallel_group()
+            self._plan = [[] for _ in range(pp.size())]
+            dist.all_gather_object(self._plan, pieces, group=pp)
+        return self._plan
+
+    def _over_shards(
+        self, pieces: list[Piece], parameters: list[Tensor], dtype: torch.dtype | None
+    ) -> Tensor:
+        """[ranks, count]: one all-gather over the ranks of the stage that share these parameters."""
+        group = _sharing_group(pieces)
+        flat = torch.cat([p.to(pieces[0].wire(dtype)).flatten() for p in parameters])
+        parts = [torch.empty_like(flat) for _ in range(group.size())]
+        dist.all_gather(parts, flat, group=group)
+        return torch.stack(parts)
+
+    def _over_stages(
+        self, pieces: list[Piece], parameters: list[Tensor] | None, stage: int, dtype: torch.dtype | None
+    ) -> Tensor:
+        """`_over_shards` of one stage, broadcast to all; `parameters` is None on the other stages."""
+        if parameters is not None:
+            gathered = self._over_shards(pieces, parameters, dtype)
+        else:
+            shape = (_sharing_group(pieces).size(), sum(piece.count for piece in pieces))
+            gathered = torch.empty(shape, dtype=pieces[0].wire(dtype), device=self._device)
+        pp = parallel_state.get_pipeline_model_parallel_group()
+        if pp.size() > 1:
+            dist.broadcast(gathered, src=dist.get_process_group_ranks(pp)[stage], group=pp)
+        return gathered
+
+    def _split(self, pieces: list[Piece], gathered: Tensor) -> Bucket:
+        bucket: Bucket = []
+        start = 0
+        for piece in pieces:
+            parts = [row[start : start + piece.count].view(piece.shape) for row in gathered]
+            start += piece.count
+            # Ranks of an expert group count expert-tensor ranks first.
+            per_expert = len(parts) // len(piece.hub)
+            for i, names in enumerate(piece.hub):
+                tensors = to_hub(piece.kind, parts[i * per_expert : (i + 1) * per_expert], self._dims)
+                named = zip(names, tensors, strict=True)
+                bucket += [(name, tensor.contiguous()) for name, tensor in named if name]
+        return bucket
+
+    @property
+    def names(self) -> set[str]:
+        """The names of all tensors, on whichever rank they are; a collective unless `pieces` was called."""
+        pieces = [piece for stage in self.pieces() for piece in stage]
+        return {name for piece in pieces for names in piece.hub for name in names if name}
+
+
+class HubWeights(SharedOut):
     """Pairs this rank's parameters with hub tensors; all ranks call its methods together."""
 
     def __init__(
@@ -68,11 +180,11 @@ class HubWeights:
         scalar_seed: int | None = None,
     ) -> None:
         """`scalar_seed`: the model has a scalar head, drawn from this seed where a folder holds none."""
-        self._family, self._dims, self._scalar_seed = family, dims, scalar_seed
+        self._family, self._dims, self._scalar_seed = family, dims, scalar_seed  # read by `_entries_of`
         self._tied = tied and scalar_seed is None
         self._rules = family.all_rules
-        self.entries = [entry for chunk in chunks for entry in self._entries_of(chunk)]
-        self._plan: list[list[Piece]] | None = None
+        entries = [entry for chunk in chunks for entry in self._entries_of(chunk)]
+        super().__init__(entries, dims, entries[0].parameter.device)
 
     def _entries_of(self, chunk: PackedGPTModel) -> Iterator[Entry]:
         offset = get_transformer_layer_offset(chunk.config, chunk.vp_stage)
@@ -165,45 +277,11 @@ class HubWeights:
         pattern = self._family.mtp_pattern(self._dims)
         return {name for name in names if pattern is not None and pattern.fullmatch(name)}
 
-    # -- out -------------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def buckets(self, bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[Bucket]:
-        """Whole tensors under hub names on every rank, at most about `bucket_bytes` at a time."""
-        own_stage = parallel_state.get_pipeline_model_parallel_rank()
-        for stage, pieces_of_stage in enumerate(self._pieces()):
-            entries = iter(self._shown if stage == own_stage else [])
-            for pieces in _grouped(pieces_of_stage, bucket_bytes, dtype):
-                local = [next(entries).parameter for _ in pieces] if stage == own_stage else None
-                yield self._split(pieces, self._over_stages(pieces, local, stage, dtype))
-
-    def stage_buckets(self, bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[Bucket]:
-        """The buckets of this rank's own pipeline stage, on the ranks of that stage alone.
-
-        All ranks call it together; then each stage goes through its buckets in its own time.
-        """
-        # Not in the generator: stages that begin later must be there when the pieces are gathered.
-        pieces = self._pieces()[parallel_state.get_pipeline_model_parallel_rank()]
-        return self._own_buckets(_grouped(pieces, bucket_bytes, dtype), dtype)
-
-    @torch.no_grad()
-    def _own_buckets(self, groups: Iterator[list[Piece]], dtype: torch.dtype | None) -> Iterator[Bucket]:
-        entries = iter(self._shown)
-        for pieces in groups:
-            parameters = [next(entries).parameter for _ in pieces]
-            yield self._split(pieces, self._over_shards(pieces, parameters, dtype))
-
-    @property
-    def _shown(self) -> list[Entry]:
-        return [entry for entry in self.entries if entry.shown]
-
     def untrained(self, path: str | Path, bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[Bucket]:
         """MTP heads that are not built here, from the folder that the model came from."""
         with CheckpointFolder(path) as folder:
             bucket: Bucket = []
-            pieces = [piece for stage in self._pieces() for piece in stage]
-            trained = {name for piece in pieces for names in piece.hub for name in names}
-            for name in sorted(self._mtp_tensors(folder.names) - trained):
+            for name in sorted(self._mtp_tensors(folder.names) - self.names):
                 tensor = folder.read(name)
                 bucket.append((name, tensor if dtype is None or _stays(name) else tensor.to(dtype)))
                 if sum(tensor.nbytes for _, tensor in bucket) >= bucket_bytes:
@@ -211,66 +289,6 @@ class HubWeights:
                     bucket = []
             if bucket:
                 yield bucket
-
-    def _pieces(self) -> list[list[Piece]]:
-        """What each pipeline stage exports; gathered once, by all ranks together."""
-        if self._plan is None:
-            ep = parallel_state.get_expert_model_parallel_group()
-            mine = [entry.hub for entry in self._shown]
-            per_expert_rank: list[Any] = [None] * ep.size()
-            dist.all_gather_object(per_expert_rank, mine, group=ep)
-            pieces = [
-                Piece(
-                    entry.rule.kind,
-                    entry.rule.is_expert,
-                    tuple(names[i] for names in per_expert_rank) if entry.rule.is_expert else (entry.hub,),
-                    tuple(entry.parameter.shape),
-                    entry.parameter.dtype,
-                )
-                for i, entry in enumerate(self._shown)
-            ]
-            pp = parallel_state.get_pipeline_model_parallel_group()
-            self._plan = [[] for _ in range(pp.size())]
-            dist.all_gather_object(self._plan, pieces, group=pp)
-        return self._plan
-
-    def _over_shards(
-        self, pieces: list[Piece], parameters: list[Tensor], dtype: torch.dtype | None
-    ) -> Tensor:
-        """[ranks, count]: one all-gather over the ranks of the stage that share these parameters."""
-        group = _sharing_group(pieces)
-        flat = torch.cat([p.detach().to(pieces[0].wire(dtype)).flatten() for p in parameters])
-        parts = [torch.empty_like(flat) for _ in range(group.size())]
-        dist.all_gather(parts, flat, group=group)
-        return torch.stack(parts)
-
-    def _over_stages(
-        self, pieces: list[Piece], parameters: list[Tensor] | None, stage: int, dtype: torch.dtype | None
-    ) -> Tensor:
-        """`_over_shards` of one stage, broadcast to all; `parameters` is None on the other stages."""
-        if parameters is not None:
-            gathered = self._over_shards(pieces, parameters, dtype)
-        else:
-            shape = (_sharing_group(pieces).size(), sum(piece.count for piece in pieces))
-            device = self.entries[0].parameter.device
-            gathered = torch.empty(shape, dtype=pieces[0].wire(dtype), device=device)
-        pp = parallel_state.get_pipeline_model_parallel_group()
-        if pp.size() > 1:
-            dist.broadcast(gathered, src=dist.get_process_group_ranks(pp)[stage], group=pp)
-        return gathered
-
-    def _split(self, pieces: list[Piece], gathered: Tensor) -> Bucket:
-        bucket: Bucket = []
-        start = 0
-        for piece in pieces:
-            parts = [row[start : start + piece.count].view(piece.shape) for row in gathered]
-            start += piece.count
-            # Ranks of an expert group count expert-tensor ranks first.
-            per_expert = len(parts) // len(piece.hub)
-            for i, names in enumerate(piece.hub):
-                tensors = to_hub(piece.kind, parts[i * per_expert : (i + 1) * per_expert], self._dims)
-                bucket += [(name, tensor.contiguous()) for name, tensor in zip(names, tensors, strict=True)]
-        return bucket
 
 
 def _sharing_group(pieces: list[Piece]) -> dist.ProcessGroup:

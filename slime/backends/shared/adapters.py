@@ -1,0 +1,55 @@
+"""Low-rank adapters as peft has them: names, first values, config and folder, alike in both trainers."""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.arguments import Args
+from slime.utils.safetensors_files import write_tensors
+
+NAME = "default"  # what peft calls an adapter that was given no other name
+FACTORS = ("lora_A", "lora_B")
+ALL_LINEAR = ["all-linear"]
+
+
+def first_factor(layer: str, shape: tuple[int, int], seed: int) -> Tensor:
+    """The whole first factor at the start, drawn from --seed and the layer's name alone.
+
+    The second is zero, so that the model starts as it was, whichever ranks hold which part.
+    """
+    digest = hashlib.sha256(f"{seed} {layer}.lora_A.{NAME}.weight".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    return (torch.rand(shape, generator=generator) * 2 - 1) / math.sqrt(shape[1])
+
+
+def saved_name(layer: str, factor: str) -> str:
+    """The name that peft saves a factor of a layer's adapter under."""
+    return f"base_model.model.{layer}.{factor}.weight"
+
+
+def adapter_config(args: Args, names: Iterable[str]) -> dict[str, Any]:
+    """What peft writes beside adapters, `names`: how they were made, and for which layers."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(args.hf_checkpoint),
+        "r": args.lora_rank,
+        "lora_alpha": args.lora_alpha,
+        "target_modules": sorted({name.split(".lora_")[0].rpartition(".")[2] for name in names}),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }
+
+
+def write_adapter(path: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    """A folder that peft reads, of whole tensors under the names it saves them with."""
+    path.mkdir(parents=True, exist_ok=True)
+    write_tensors(path / "adapter_model.safetensors", tensors)
+    (path / "adapter_config.json").write_text(json.dumps(config, indent=2))
