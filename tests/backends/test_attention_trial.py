@@ -10,7 +10,7 @@ from torch import Tensor
 from slime.backends.attention import trial
 from slime.backends.attention.operator import NotInstalled, packed_operator
 from slime.backends.attention.packed import PackedDocuments, head_shape, packed_attention
-from slime.backends.attention.trial import first_right, why_wrong
+from slime.backends.attention.trial import first_right, unobserved, why_wrong
 
 CPU = torch.device("cpu")
 
@@ -122,6 +122,16 @@ def test_a_package_that_is_not_installed_is_passed_over_in_silence(caplog):
     with caplog.at_level(logging.WARNING):
         assert first_right({"missing": fake_missing}, 2, 16, CPU) is None
     assert not caplog.text
+
+
+def test_hooks_on_saved_tensors_see_nothing_of_a_trial():
+    seen = []
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda x: seen.append(x) or x, lambda x: x),
+        torch.no_grad(),
+    ):
+        assert unobserved(lambda: first_right({"right": fake_right}, 2, 16, CPU)) is fake_right
+    assert seen == []
 
 
 def test_the_shape_of_heads_is_read_from_the_config():

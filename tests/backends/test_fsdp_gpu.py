@@ -8,6 +8,7 @@ import torch.distributed as dist
 from tiny_model import make_tiny_model
 from trainer_helpers import meeting_point, random_samples, trainer_args
 
+from slime.backends.attention import packed
 from slime.backends.attention.packed import OPERATORS, PackedDocuments, _varlen_attention, packed_attention
 from slime.backends.attention.trial import why_wrong
 from slime.backends.fsdp import create_backend
@@ -95,6 +96,16 @@ def test_compiled_layers_train_like_plain_ones(model, checkpointing):
             metrics[compiled] = train(backend, args, random_samples(4, 4, longest=60, seed=seed))
     for name in ("train/entropy_loss", "train/grad_norm"):
         assert metrics[True][name] == pytest.approx(metrics[False][name], rel=0.05)
+
+
+def test_the_first_pass_may_be_one_of_recomputed_layers(model, monkeypatch):
+    """How to attend is tried out within it: nothing of the trial belongs to the layer."""
+    monkeypatch.setattr(packed, "_CHOSEN", {})
+    monkeypatch.setattr(packed, "_VARLEN", [])
+    changes = dict(compile=False, activation_checkpointing="full", loss_type="sft_loss")
+    args = trainer_args(model, dtype="bfloat16", micro_batch_size=4, **changes)
+    backend = create_backend(args, rank=0, world_size=1, device="cuda:0")
+    assert train(backend, args, random_samples(4, 4))["train/grad_norm"] > 0
 
 
 @pytest.mark.parametrize("changes", [dict(fsdp_cpu_offload=True), dict(lora_rank=4)])

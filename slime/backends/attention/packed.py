@@ -21,7 +21,7 @@ from torch import Tensor
 
 from slime.backends.attention import flash4, long_documents
 from slime.backends.attention.operator import Operator
-from slime.backends.attention.trial import first_right
+from slime.backends.attention.trial import first_right, unobserved
 from slime.backends.attention.variants import PLAIN, Variant, attend_to_prefix, variant_of
 
 ATTENTION_NAME = "slime_packed"
@@ -185,7 +185,7 @@ def varlen_for(query: Tensor, variant: Variant = PLAIN) -> Callable[..., Tensor]
     if not _fits_kernels(query) or variant.beyond_window:
         return None
     if not _VARLEN:
-        _VARLEN.append(_varlen_attention())
+        _VARLEN.append(unobserved(_varlen_attention))
     return _VARLEN[0] if variant is PLAIN or _varlen_has_windows() else None
 
 
@@ -198,10 +198,10 @@ def prepare(ratio: int, width: int) -> None:
     if not torch.cuda.is_available():
         return  # documents are gathered into batches
     if not _VARLEN:
-        _VARLEN.append(_varlen_attention())
+        _VARLEN.append(unobserved(_varlen_attention))
     if (ratio, width) not in _CHOSEN:
-        with torch.enable_grad():
-            _CHOSEN[ratio, width] = first_right(OPERATORS, ratio, width, torch.device("cuda"))
+        device = torch.device("cuda", torch.cuda.current_device())
+        _CHOSEN[ratio, width] = unobserved(lambda: first_right(OPERATORS, ratio, width, device))
 
 
 def chosen_name(ratio: int, width: int) -> str:

@@ -5,18 +5,40 @@ pass only: a trial costs a second, a wrong gradient costs a run.
 """
 
 import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from slime.backends.attention.operator import NotInstalled, Operator
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 # Documents shorter and longer than what kernels treat apart, the long one amid others.
 _LENGTHS = (40, 1100, 24, 1)
 _HEADS = 32  # at least: few heads make a document of 1,100 tokens a short one
 _TOLERANCE = 0.02  # of the norm: 16-bit rounding is a tenth of it, a wrong mask or scale many times as much
+
+
+def unobserved(try_out: Callable[[], T]) -> T:
+    """What `try_out` returns, with gradients, on a thread of its own.
+
+    The first pass of a model may be one whose layers are recomputed: their hooks count every tensor that is
+    saved, and would miss those of a trial when the layer runs again.
+    """
+
+    def run() -> T:
+        if device is None:
+            return try_out()
+        with torch.cuda.device(device):
+            return try_out()
+
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(run).result()
 
 
 def first_right(
