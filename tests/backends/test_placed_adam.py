@@ -2,13 +2,27 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import nn
-from trainer_helpers import backend_of, train, trainer_args, weights_of
+from trainer_helpers import (
+    backend_of,
+    init_process_group,
+    meeting_point,
+    random_samples,
+    train,
+    trainer_args,
+    weights_of,
+)
 
+from slime.backends.fsdp import create_backend
 from slime.backends.shared import placed_adam
 from slime.backends.shared.host_memory import HostMemory
 from slime.backends.shared.moment_formats import BLOCK, FORMATS, pack, unpack
 from slime.backends.shared.placed_adam import MomentPlan, PlacedAdamW
+from slime.batch.convert import samples_to_batch
+from slime.batch.split import split_for_ranks
+from slime.step.training_step import TrainingStep
 
 HOSTED = dict(optimizer_cpu_offload=True)
 SMALL = dict(use_precision_aware_optimizer=True, exp_avg_dtype="fp8", exp_avg_sq_dtype="bf16")
@@ -192,3 +206,36 @@ def test_a_checkpoint_of_fp32_moments_is_rounded_when_it_is_read_in_fewer_bits(t
         torch.testing.assert_close(small["exp_avg_sq"].float(), plain["exp_avg_sq"], rtol=0.01, atol=0)
     second.reset_optimizer()
     assert train(second, args)["train/grad_norm"] > 0
+
+
+def _two_ranks(rank, address, folder, model):
+    """Shards of both ranks: the same steps wherever moments are, and a checkpoint that either way reads."""
+    torch.set_num_threads(1)
+    init_process_group(rank, 2, address)
+    found = {}
+    for name, changes in {"plain": {}, "hosted": HOSTED, "small": SMALL | HOSTED}.items():
+        args = trainer_args(model, micro_batch_size=4, **changes)
+        backend = create_backend(args, rank=rank, world_size=2, device="cpu")
+        batch = split_for_ranks(args, samples_to_batch(args, random_samples(2, 4)), 2)[rank]
+        TrainingStep(backend, args, 0, batch).run()
+        backend.save(folder / name)
+        TrainingStep(backend, args, 1, batch).run()
+        found[name] = weights_of(backend)
+        other = args.replace(optimizer_cpu_offload=not args.optimizer_cpu_offload)
+        resumed = create_backend(other, rank=rank, world_size=2, device="cpu")
+        resumed.load(folder / name)
+        TrainingStep(resumed, other, 1, batch).run()
+        found[f"{name}, resumed"] = weights_of(resumed)
+    if rank == 0:
+        torch.save(found, folder / "found.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_shards_of_two_ranks_have_moments_in_host_memory(model, tmp_path):
+    mp.spawn(_two_ranks, (meeting_point(), tmp_path, model), nprocs=2)
+    found = torch.load(tmp_path / "found.pt")
+    pairs = [("plain", "hosted"), *((name, f"{name}, resumed") for name in ("plain", "hosted", "small"))]
+    for one, other in pairs:
+        assert all(torch.equal(found[one][name], value) for name, value in found[other].items()), (one, other)
