@@ -1,7 +1,7 @@
 """Estimates from config.json what a Megatron layout costs: memory, pipeline bubble, expert imbalance.
 
-It counts bf16 weights, fp32 gradients, Adam's fp32 weights, those of its moments that are on the device, and
-the activations of layers that are not compiled. Not covered: buffers of collectives, fragmentation, the
+It counts bf16 weights, fp32 gradients, what of Adam's fp32 weights and moments is on the device, and the
+activations of layers that are not compiled. Not covered: buffers of collectives, fragmentation, the
 inference engine.
 """
 
@@ -246,21 +246,28 @@ def _stage_memory(
     dense = held.cut / sizes.tp + held.whole
     experts = held.experts / (sizes.ep * sizes.etp)
     shards = (sizes.dp * sizes.cp, sizes.expert_copies) if sizes.distributed_optimizer else (1, 1)
+    stepped = dense / shards[0] + experts / shards[1]
+    activations = _activations(model, sizes, stage, layers, options)
+    away = _MASTER * stepped * _share_away(options)
     return RankMemory(
         stage,
         dense + experts,
         _WEIGHT * (dense + experts),
         _GRADIENT * (dense + experts),
-        (_MASTER + moment_bytes(options)) * (dense / shards[0] + experts / shards[1]),
-        _activations(model, sizes, stage, layers, options),
+        # Weights from host memory come for the step, when activations are gone.
+        (_MASTER + moment_bytes(options)) * stepped - away + max(0.0, away - activations),
+        activations,
     )
 
 
 def moment_bytes(settings: Any, *, on_gpu: bool = True) -> float:
     """Bytes on the device of both moments of one parameter, from the run's settings or those of a plan."""
     both = MOMENT_BYTES[settings.exp_avg_dtype] + MOMENT_BYTES[settings.exp_avg_sq_dtype]
-    away = settings.optimizer_offload_fraction if settings.optimizer_cpu_offload and on_gpu else 0.0
-    return both * (1.0 - away)
+    return both * (1.0 - _share_away(settings) if on_gpu else 1.0)
+
+
+def _share_away(settings: Any) -> float:
+    return settings.optimizer_offload_fraction if settings.optimizer_cpu_offload else 0.0
 
 
 def _layers_of(stage: int, counts: list[int], chunks: int) -> list[int]:

@@ -62,6 +62,23 @@ def plan(model: str, ranks: int, *words: str) -> list[str]:
     return ["--hf-checkpoint", model, "--actor-num-gpus-per-node", str(ranks), *words]
 
 
+def test_what_lies_in_host_memory_is_not_counted(folder, capsys):
+    words = ["--hf-checkpoint", folder(QWEN3_4B), "--actor-num-gpus-per-node", "4", "--json"]
+
+    def optimizer(*more: str) -> float:
+        main([*words, *more])
+        return json.loads(capsys.readouterr().out)["trainer"]["stages"][0]["optimizer"]
+
+    plain = optimizer()
+    assert optimizer("--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "fp8") == plain * 7 / 12
+    half = optimizer("--optimizer-cpu-offload", "--optimizer-offload-fraction", "0.5")
+    assert half == pytest.approx(plain / 2)
+    assert optimizer("--optimizer-cpu-offload") == 0
+    # Without activations to speak of, the fp32 weights that come for the step are the peak.
+    alone = optimizer("--optimizer-cpu-offload", "--max-tokens-per-gpu", "1", "--num-micro-batches", "1")
+    assert alone == pytest.approx(plain / 3, rel=0.01)
+
+
 def test_dense_layout_has_its_golden_table(folder, capsys):
     words = [
         "--tensor-model-parallel-size",

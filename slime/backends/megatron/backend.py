@@ -312,7 +312,7 @@ class MegatronBackend(TrainerBase):
     def load_hf(self, path: str | Path, *, weights: str = LIVE) -> None:
         super().load_hf(path, weights=weights)
         if weights == LIVE:
-            self.optimizer.reload_model_params()
+            optimizer_module.reload_copies(self.optimizer)
 
     def _read_hf(self, path: str | Path) -> None:
         self._settle()
@@ -340,7 +340,7 @@ class MegatronBackend(TrainerBase):
     def copy_weights(self, src: str, dst: str) -> None:
         super().copy_weights(src, dst)
         if dst == LIVE:
-            self.optimizer.reload_model_params()
+            optimizer_module.reload_copies(self.optimizer)
 
     def _buckets(self, bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[Bucket]:
         self._settle()

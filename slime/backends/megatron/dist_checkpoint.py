@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.arguments import Args
 from slime.backends.megatron import checkpoint_fixes, optimizer_fixes
+from slime.backends.megatron.optimizer import reload_copies
 from slime.backends.shared.checkpoint_errors import plain_errors, unreadable_named
 from slime.backends.shared.trainer_folder import (
     FORMAT_VERSION,
@@ -180,7 +181,7 @@ def _read(backend: TrainerState, path: Path, *, with_optimizer: bool, reload: bo
             backend.optimizer.load_state_dict(moments)
             optimizer_fixes.unshare_steps(backend.optimizer)
     if reload and not with_optimizer:
-        backend.optimizer.reload_model_params()
+        reload_copies(backend.optimizer)
 
 
 def _check_moments(state: dict[str, Any], path: Path) -> None:

@@ -1,6 +1,7 @@
 """Megatron's optimizers under our flags, with the learning rate schedule of all backends."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -26,6 +27,7 @@ def build_optimizer(
     if config.optimizer == "adam" and not moments.is_plain:
         for member in members(optimizer):
             member.optimizer = PlacedAdamW(member.optimizer.param_groups, moments)
+            member.optimizer.park(main_copies(member))
     else:
         _fuse(optimizer)
     return optimizer
@@ -50,13 +52,36 @@ def members(optimizer: MegatronOptimizer) -> Iterator[MegatronOptimizer]:
             yield member
 
 
+def main_copies(member: MegatronOptimizer) -> list[Tensor]:
+    """The fp32 copies of 16-bit weights, whole or this rank's shards; none where weights are fp32."""
+    names = ("shard_fp32_from_float16_groups", "fp32_from_float16_groups")
+    return [copy for name in names for group in getattr(member, name, ()) for copy in group]
+
+
+@contextmanager
+def present(optimizer: MegatronOptimizer) -> Iterator[None]:
+    """Inside, fp32 copies that lie in host memory are on the device."""
+    with ExitStack() as stack:
+        for member in members(optimizer):
+            if isinstance(member.optimizer, PlacedAdamW):
+                stack.enter_context(member.optimizer.present())
+        yield
+
+
+def reload_copies(optimizer: MegatronOptimizer) -> None:
+    """Take the fp32 copies from the model's weights."""
+    with present(optimizer):
+        optimizer.reload_model_params()
+
+
 @torch.no_grad()
 def step(optimizer: MegatronOptimizer, grad_norm: float, clip_grad: float) -> None:
     """Clip and apply the gradients that `prepare_grads` has made ready."""
     for member in members(optimizer):
         if clip_grad > 0 and member.get_parameters():
             clip_grad_by_total_norm_fp32(member.get_parameters(), max_norm=clip_grad, total_norm=grad_norm)
-    optimizer.step_with_ready_grads()
+    with present(optimizer):
+        optimizer.step_with_ready_grads()
 
 
 def move_buffer(
@@ -102,14 +127,17 @@ def move_storage(
 def move_state(optimizer: MegatronOptimizer, device: torch.device, host: HostMemory) -> None:
     """Put the moments and fp32 parameters of every optimizer in the chain on a device."""
     for member in members(optimizer):
+        placed = member.optimizer if isinstance(member.optimizer, PlacedAdamW) else None
         for group in member.optimizer.param_groups:
             for parameter in group["params"]:
+                if placed and parameter in placed.parked:
+                    continue
                 # A view of the model's own buffer (fp32 training) moves with that.
                 own_storage = parameter.untyped_storage().nbytes() <= parameter.nbytes
                 if parameter.dtype == torch.float32 and own_storage:
                     parameter.data = parameter.data.to(device)
-        if isinstance(member.optimizer, PlacedAdamW):
-            member.optimizer.move(device, host)
+        if placed:
+            placed.move(device, host)
             continue
         for state in member.optimizer.state.values():
             for name, value in state.items():

@@ -63,6 +63,7 @@ class PlacedAdamW(torch.optim.Optimizer):
         self.hosted = _first_share(self._parameters(), plan.host_share)
         self._overlap, self._staged = plan.overlap, staged
         self._host = HostMemory()
+        self.parked: frozenset[Tensor] = frozenset()  # parameters without memory on the device; see `park`
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
@@ -160,6 +161,37 @@ class PlacedAdamW(torch.optim.Optimizer):
             return self._host.place((parameter, name), shape, dtype).zero_()
         return torch.zeros(shape, dtype=dtype, device=parameter.device)
 
+    @torch.no_grad()
+    def park(self, copies: Iterable[Tensor]) -> None:
+        """Keep fp32 copies of weights in host memory too, where their moments are: only steps need them."""
+        self.parked = frozenset(p for p in copies if p.numel() and self._passes_through(p))
+        self._park()
+
+    def _park(self) -> None:
+        for parameter in self.parked:
+            self._host.keep((parameter, "value"), parameter.data)
+        if any(parameter.device.type == "cuda" for parameter in self.parked):
+            torch.cuda.synchronize()
+        for parameter in self.parked:
+            parameter.untyped_storage().resize_(0)
+
+    @contextmanager
+    def present(self) -> Iterator[None]:
+        """Inside, parameters that are parked have memory and values on the device, and may be changed."""
+        if all(parameter.untyped_storage().nbytes() for parameter in self.parked):
+            yield  # also where this is entered a second time
+            return
+        with torch.no_grad():
+            for parameter in self.parked:
+                parameter.untyped_storage().resize_(parameter.nbytes)
+                place = self._host.place((parameter, "value"), parameter.shape, parameter.dtype)
+                parameter.data.copy_(place, non_blocking=True)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                self._park()
+
     def create_state(self) -> None:
         """What the first step would create, so that a checkpoint can be read into it."""
         for parameter in self._parameters():
@@ -167,7 +199,7 @@ class PlacedAdamW(torch.optim.Optimizer):
 
     @contextmanager
     def plain_state(self) -> Iterator[None]:
-        """Inside, every moment is in float32, under the names of torch's AdamW, and may be written into."""
+        """Inside, all moments are in float32, under the names of torch's AdamW, and may be written into."""
         kept = {p: dict(state) for p, state in self.state.items() if state}
         packed = [name for name, own in self.formats.items() if own.dtype != torch.float32]
         for parameter, state in kept.items():
@@ -175,7 +207,8 @@ class PlacedAdamW(torch.optim.Optimizer):
                 self.state[parameter][name] = self._whole(parameter, state, name)
                 self.state[parameter].pop(name + _SCALES, None)
         try:
-            yield
+            with self.present():
+                yield
         finally:
             for parameter, state in kept.items():
                 given = self.state[parameter]

@@ -1,15 +1,18 @@
-"""Megatron with Adam's moments in host memory or in fewer bits: the same steps, resume either way, sleep."""
+"""Megatron with Adam's moments, and fp32 copies of weights, in host memory or in fewer bits."""
 
 import pytest
 import torch
 
 pytest.importorskip("megatron.core")
 
-from megatron_helpers import GRPO, in_processes, make_family, megatron_args, save_and_resume, train
+from megatron_helpers import GRPO, exported, in_processes, make_family, megatron_args, train, training_step
+from trainer_helpers import random_samples
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(1800)]
 HOSTED = dict(optimizer_cpu_offload=True, overlap_cpu_optimizer_d2h_h2d=True)
 SMALL = dict(use_precision_aware_optimizer=True, exp_avg_dtype="bf16", exp_avg_sq_dtype="fp16")
+WAYS = {"plain": {}, "hosted": HOSTED, "half": HOSTED | dict(optimizer_offload_fraction=0.5)}
+SHARDED = (False, True)
 
 
 @pytest.fixture(scope="module")
@@ -22,31 +25,40 @@ def model(folder):
     return make_family(folder / "qwen3", "qwen3")
 
 
-def train_each(rank, world_size, model, cases):
-    """Weights after three steps, with moments that pass through a second place as they do on a GPU."""
+def build(args, **place):
+    """A trainer whose moments and copies leave their places between steps, as they do on a GPU."""
     from slime.backends.megatron import create_backend
-    from slime.backends.megatron.optimizer import members
+    from slime.backends.megatron.optimizer import main_copies, members
     from slime.backends.shared import placed_adam
 
     placed_adam._PIECE = 1024
-
-    def build(args, **place):
-        backend = create_backend(args, **place)
-        for member in members(backend.optimizer):
+    backend = create_backend(args, **place)
+    for member in members(backend.optimizer):
+        if isinstance(member.optimizer, placed_adam.PlacedAdamW):
             member.optimizer._staged = True
-        return backend
+            member.optimizer.park(main_copies(member))
+            copies = args.dtype == "bfloat16" and args.optimizer_cpu_offload
+            assert bool(member.optimizer.parked) == copies
+            assert not any(p.untyped_storage().nbytes() for p in member.optimizer.parked)
+    return backend
 
-    settings = GRPO | dict(optimizer="adam", lr=1e-3)
+
+def settings(model, **changes):
+    return megatron_args(model, **(GRPO | dict(optimizer="adam", lr=1e-3) | changes))
+
+
+def train_each(rank, world_size, model, cases):
     return {
-        name: train(build, megatron_args(model, **(settings | case)), rank, world_size)["after"]
-        for name, case in cases.items()
+        name: train(build, settings(model, **case), rank, world_size)["after"] for name, case in cases.items()
     }
 
 
-def test_moments_in_host_memory_give_the_same_bits(folder, model):
-    ways = {"plain": {}, "hosted": HOSTED, "half": HOSTED | dict(optimizer_offload_fraction=0.5)}
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_host_memory_gives_the_same_bits(folder, model, dtype):
     cases = {
-        f"{way} {sharded}": how | dict(distopt=sharded) for way, how in ways.items() for sharded in (0, 1)
+        f"{way} {sharded}": changes | dict(distopt=sharded, dtype=dtype)
+        for way, changes in WAYS.items()
+        for sharded in SHARDED
     }
     found = in_processes(2, train_each, folder, model, cases)
     for name, weights in found.items():
@@ -54,11 +66,36 @@ def test_moments_in_host_memory_give_the_same_bits(folder, model):
         assert all(torch.equal(value, expected[key]) for key, value in weights.items()), name
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize(("before", "after"), [({}, HOSTED), (HOSTED, {}), (SMALL, SMALL | HOSTED)])
-def test_resume_is_exact_wherever_the_moments_were(folder, model, tmp_path, sharded, before, after):
-    ways = before | dict(distopt=sharded), after | dict(distopt=sharded)
-    found = in_processes(1, save_and_resume, folder, model, str(tmp_path / "ckpt"), *ways)
-    assert found["resumed"]["steps"] == found["went on"]["steps"]
-    for name, tensor in found["went on"]["weights"].items():
-        assert torch.equal(found["resumed"]["weights"][name], tensor), name
+def resume_each(rank, world_size, model, folder, cases):
+    """Per case: what training goes on to, and what it comes to when it is resumed another way."""
+    place = dict(rank=rank, world_size=world_size, device="cpu")
+    found = {}
+    for number, (before, after) in enumerate(cases):
+        args = settings(model, **before)
+        first = train(build, args, rank, world_size)["backend"]
+        first.save(f"{folder}/{number}")
+        changed = settings(model, **after)
+        second = build(changed, **place)
+        second.load(f"{folder}/{number}")
+        results = []
+        for backend, own in ((first, args), (second, changed)):
+            training_step(backend, own, random_samples(5, 3, vocab=127, seed=1), 1).run()
+            results.append(exported(backend))
+        second.load_hf(model)  # weights from elsewhere: the copies follow, wherever they lie
+        training_step(second, changed, random_samples(5, 3, vocab=127, seed=1), 2).run()
+        moved = [exported(second)["lm_head.weight"], exported(first)["lm_head.weight"]]
+        found[number] = results, bool((moved[0] - moved[1]).abs().max() > 1e-4)
+    return found
+
+
+def test_resume_is_exact_wherever_moments_and_copies_were(folder, model, tmp_path):
+    ways = [({}, HOSTED), (HOSTED, {}), (SMALL, SMALL | HOSTED)]
+    cases = [
+        (before | dict(distopt=sharded, dtype=dtype), after | dict(distopt=sharded, dtype=dtype))
+        for before, after in ways
+        for sharded, dtype in ((False, "bfloat16"), (True, "bfloat16"), (True, "float32"))
+    ]
+    found = in_processes(1, resume_each, folder, model, str(tmp_path), cases)
+    for number, ((went_on, resumed), changed) in found.items():
+        same = all(torch.equal(resumed[name], value) for name, value in went_on.items())
+        assert same and changed, cases[number]
