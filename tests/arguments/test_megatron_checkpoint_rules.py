@@ -31,6 +31,10 @@ def test_the_reference_is_also_where_the_policy_starts(tmp_path):
     args = parse("--ref-load", folder)
     assert (args.ref_load, args.start_from) == (None, f"{folder}/release")
     assert parse().start_from == "owner/model"
+    with pytest.raises(
+        ValueError, match=r"--lora-sync adapter with first weights of .*use --lora-sync merged"
+    ):
+        parse("--ref-load", folder, "--lora-rank", "4", "--lora-sync", "adapter")
 
 
 def test_what_load_names_comes_first_and_only_its_weights(tmp_path):

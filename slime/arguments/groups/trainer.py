@@ -118,6 +118,11 @@ def _adapters_alone(draft: Draft) -> None:
             f"--lora-sync adapter with --update-weight-mode {draft.update_weight_mode}: adapters go whole; "
             "keep one of them."
         )
+    if draft.start_from != draft.hf_checkpoint:
+        raise ValueError(
+            f"--lora-sync adapter with first weights of {draft.start_from}: engines start from "
+            "--hf-checkpoint, and adapters alone do not bring them there; use --lora-sync merged."
+        )
     engine = ENGINES[draft.rollout_engine]
     if draft.offload_rollout and engine.loses_weights_with_memory:
         raise ValueError(

@@ -10,7 +10,7 @@ from megatron_helpers import GRPO, in_processes, make_family, megatron_args, tra
 pytestmark = pytest.mark.megatron
 
 
-def _both_ways(rank: int, world_size: int, model: str) -> dict:
+def _both_ways(rank: int, world_size: int, model: str, settings: dict) -> dict:
     from slime.backends.megatron import compiled, create_backend
 
     # Tracing is what can go wrong here; generating code for the machine would only take minutes.
@@ -18,7 +18,7 @@ def _both_ways(rank: int, world_size: int, model: str) -> dict:
     compiled.torch.compile = lambda function, **options: ordinary(function, **options, backend="aot_eager")
     results = {}
     for choice in (False, True):
-        args = megatron_args(model, **(GRPO | {"compile": choice, "lr": 0.01}))
+        args = megatron_args(model, **(GRPO | {"compile": choice, "lr": 0.01} | settings))
         result = train(create_backend, args, rank, world_size)
         layers = result.pop("backend").model[0].module.decoder.layers
         results[choice] = result | {"replaced": sum("forward" in vars(layer) for layer in layers)}
@@ -26,9 +26,9 @@ def _both_ways(rank: int, world_size: int, model: str) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen3", "qwen2"])
-def test_compiled_layers_train_like_megatrons_own(tmp_path, kind):
-    results = in_processes(1, _both_ways, tmp_path, make_family(tmp_path / "model", kind))
+@pytest.mark.parametrize(("kind", "settings"), [("qwen3", {}), ("qwen2", {}), ("qwen3", {"lora_rank": 4})])
+def test_compiled_layers_train_like_megatrons_own(tmp_path, kind, settings):
+    results = in_processes(1, _both_ways, tmp_path, make_family(tmp_path / "model", kind), settings)
     own, compiled = results[False], results[True]
     assert (own["replaced"], compiled["replaced"]) == (0, 4)
     for expected, found in zip(own["steps"], compiled["steps"], strict=True):
