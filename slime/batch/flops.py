@@ -24,16 +24,21 @@ class ModelShape:
         # Gate, up and down.
         feed_forward = 3 * hidden * sum(_feed_forward_widths(text))
         matrices = layers * projections + feed_forward + hidden * text.vocab_size
-        return cls(matrices=matrices, attention=layers * text.num_attention_heads * widths)
+        return cls(matrices=matrices, attention=layers * _read(text, "num_attention_heads") * widths)
 
 
 def _read(text: Any, name: str) -> int:
-    return getattr(text, name, None) or 0
+    """A size; 0 where the family has none. Of one that differs by layer, the first."""
+    try:
+        value = getattr(text, name, None)
+    except Exception:  # transformers' own, for sizes that it keeps by layer
+        value = text.to_dict().get(name)
+    return (value[0] if isinstance(value, list) else value) or 0
 
 
 def _plain_attention(text: Any) -> tuple[int, int]:
     """Elements of a layer's projections, and the widths of a key and a value together."""
-    heads = text.num_attention_heads
+    heads = _read(text, "num_attention_heads") or 1
     width = _read(text, "head_dim") or text.hidden_size // heads
     key_heads = _read(text, "num_key_value_heads") or heads
     return text.hidden_size * width * 2 * (heads + key_heads), 2 * width

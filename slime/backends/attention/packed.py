@@ -25,6 +25,7 @@ from slime.backends.attention.trial import first_right, unobserved
 from slime.backends.attention.variants import PLAIN, Variant, attend_to_prefix, variant_of
 
 ATTENTION_NAME = "slime_packed"
+DOCUMENTS = "_slime_documents"  # attribute of a layer: the documents of the pass that runs
 
 # Gathering pays as long as few padded tokens are computed: a group spans lengths from n - 8 (or 7/8 n) to n.
 _PAD_TOKENS = 8
@@ -308,6 +309,7 @@ def transformers_attention(
 
     `documents` knows which tokens see each other: PackedDocuments, or this rank's part of them.
     """
+    documents = documents if documents is not None else getattr(module, DOCUMENTS, None)
     assert documents is not None, (
         "models on slime_packed attention are called with documents=PackedDocuments(...)"
     )

@@ -19,18 +19,25 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from slime.backends.attention.packed import ATTENTION_NAME, PackedDocuments, by_document, register
+from slime.backends.attention.packed import ATTENTION_NAME, DOCUMENTS, PackedDocuments, by_document, register
 from slime.backends.base import MicroBatch
 from slime.backends.fsdp.layers import HFModel
 
 # Modules [B, T, H] -> [B, T, H] whose result for a token depends on earlier tokens and needs no mask.
 _STATEFUL = re.compile(r"(GatedDeltaNet|DeltaAttention|Mamba2?Mixer|H1Mixer|ShortConv)$")
-_PACKED_LAYERS = frozenset(
-    """
-    full_attention sliding_attention chunked_attention linear_attention conv mlp moe mamba attention hybrid
-    """.split()  # noqa: SIM905 - a line is easier to scan than ten
-)
-_DOCUMENTS = "_slime_documents"  # attribute of a stateful module: those of the pass that runs
+_STATES = frozenset(("linear_attention", "conv", "mamba", "hybrid"))  # kinds of layers that carry a state
+_PACKED_LAYERS = _STATES | {
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+    "attention",
+    "mlp",
+    "moe",
+}
+
+
+class NotTrainable(ValueError):
+    """A family that this trainer would compute wrongly; the message says why."""
 
 
 def build(config: Any) -> HFModel:
@@ -40,7 +47,7 @@ def build(config: Any) -> HFModel:
 
     own = config.get_text_config()
     if getattr(own, "is_encoder_decoder", False) or getattr(own, "is_decoder", True) is False:
-        raise ValueError(
+        raise NotTrainable(
             f"{own.model_type} is no decoder (its config says so): only causal language models are trained."
         )
     lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -59,7 +66,8 @@ def _can_run_packed(lm: HFModel) -> bool:
     if "ALL_ATTENTION_FUNCTIONS" not in source or kinds - _PACKED_LAYERS:
         return False
     convolving = [m for m in lm.modules() if any(isinstance(part, nn.Conv1d) for part in m.children())]
-    packs = lm._supports_attention_backend or bool(stateful_modules(lm))
+    has_state = bool(stateful_modules(lm))
+    packs = has_state or (lm._supports_attention_backend and not kinds & _STATES)
     keywords = inspect.signature(decoder(lm).forward).parameters.values()
     takes_more = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in keywords)
     return packs and takes_more and all(is_stateful(module) for module in convolving)
@@ -94,7 +102,7 @@ def has_experts(config: Any) -> bool:
 
 def _each_document_alone(forward: Any) -> Any:
     def run(module: nn.Module, hidden_states: Tensor, *_rest: Any, **_options: Any) -> Any:
-        documents: PackedDocuments = getattr(module, _DOCUMENTS)
+        documents: PackedDocuments = getattr(module, DOCUMENTS)
         found = by_document(documents, lambda batch: _first(forward(module, batch)), hidden_states[0])[None]
         return found
 
@@ -110,11 +118,16 @@ def run_whole(lm: HFModel, mb: MicroBatch) -> Tensor:
     """Hidden states [T, H] of a micro-batch that no context parallelism shares out."""
     if not runs_packed(lm):
         return _run_padded(lm, mb)
-    for module in stateful_modules(lm):
-        setattr(module, _DOCUMENTS, mb.documents)
-    out = decoder(lm)(
-        input_ids=mb.input_ids, position_ids=mb.position_ids, use_cache=False, documents=mb.documents
-    )
+    return run_stream(lm, mb.input_ids, mb.position_ids, mb.documents)
+
+
+def run_stream(lm: HFModel, input_ids: Tensor, position_ids: Tensor, documents: Any) -> Tensor:
+    """Hidden states [T, H] of a packed stream, or of a rank's share of one."""
+    for module in lm.modules():
+        # Not all families pass keyword arguments on to every layer.
+        if is_stateful(module) or "Attention" in type(module).__name__:
+            setattr(module, DOCUMENTS, documents)
+    out = decoder(lm)(input_ids=input_ids, position_ids=position_ids, use_cache=False, documents=documents)
     hidden: Tensor = out.last_hidden_state[0]
     return hidden
 
@@ -146,7 +159,7 @@ def output_layer(lm: HFModel) -> OutputLayer:
     """What the family's own code makes of hidden states, found by a few numbers sent through it."""
     head = lm.get_output_embeddings()
     if not isinstance(head, nn.Linear):
-        raise ValueError(
+        raise NotTrainable(
             f"{type(lm).__name__}: its output layer is not a matrix; no log-probs can be computed in blocks."
         )
     small = torch.tensor([1e-3, 0.5, 3.0, 40.0, 1e6])
@@ -154,7 +167,7 @@ def output_layer(lm: HFModel) -> OutputLayer:
         with torch.no_grad(), _only_the_head(lm, small) as options:
             found = lm(**options).logits.flatten().double()
     except Exception as error:  # whatever a family's code raises on such a model
-        raise ValueError(
+        raise NotTrainable(
             f"{type(lm).__name__}: what it does to its logits cannot be found out ({type(error).__name__})."
         ) from error
     factor = float(found[0] / small[0].double())
@@ -165,7 +178,9 @@ def output_layer(lm: HFModel) -> OutputLayer:
         # The smallest number is slightly bent already.
         expected = output.softcap * torch.tanh(expected / output.softcap)
     if found.shape != expected.shape or not torch.allclose(found, expected, rtol=1e-4):
-        raise ValueError(f"{type(lm).__name__} changes its logits in a way that this version does not know.")
+        raise NotTrainable(
+            f"{type(lm).__name__} changes its logits in a way that this version does not know."
+        )
     return OutputLayer(1.0 if abs(factor - 1) < 1e-5 else factor, output.softcap)
 
 

@@ -43,7 +43,8 @@ def empty_model(path: str | Path) -> HFModel:
             f"--hf-checkpoint {path}: no config.json there, so it is not a Hugging Face model folder."
         )
     with torch.device("meta"):
-        return families.build(AutoConfig.from_pretrained(path))
+        # Once more: a few families draw parameters in ways that pass the device by.
+        return families.build(AutoConfig.from_pretrained(path)).to("meta")
 
 
 def known_values(lm: HFModel) -> dict[str, Tensor]:
@@ -63,10 +64,11 @@ def allocate(model: Any, device: torch.device, *, compute: torch.device | None =
     for module in model.lm.modules():
         if not module._non_persistent_buffers_set:
             continue
-        if not hasattr(module, "config"):
+        try:
+            fresh = type(module)(module.config)
+        except (AttributeError, TypeError):  # it has no config, or takes more than that
             model.lm._init_weights(module)  # which knows buffers too; parameters are read afterwards
             continue
-        fresh = type(module)(module.config)
         for key in module._non_persistent_buffers_set:
             module._buffers[key] = fresh._buffers[key].to(compute)
 

@@ -27,14 +27,7 @@ def run_decoder(lm: HFModel, mb: MicroBatch, share: StreamShare | None) -> Tenso
     """Hidden states [T, H] of the packed stream, or of this rank's share of it."""
     if share is None:
         return families.run_whole(lm, mb)
-    out = families.decoder(lm)(
-        input_ids=share.input_ids,
-        position_ids=share.position_ids,
-        use_cache=False,
-        documents=share.documents,
-    )
-    hidden: Tensor = out.last_hidden_state[0]
-    return hidden
+    return families.run_stream(lm, share.input_ids, share.position_ids, share.documents)
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,6 +75,8 @@ def _hook_layer(
                 return
             value = (output[0] if isinstance(output, tuple) else output).detach()
             value = value.reshape(-1, value.shape[-1]).float().cpu()
+            if len(value) != len(tokens):
+                return  # several streams in one, or layers that run more than once: known to the family alone
             mb, real = mbs[calls], tokens >= 0
             documents, lengths = tuple(ids[p] for p in mb.positions), mb.documents.lengths
             pieces.append(Piece(documents, lengths, number, part, tokens[real], value[real].clone()))

@@ -20,7 +20,14 @@ _EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 _WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 _WINDOWS, WINDOW = ("sliding_window", "attention_chunk_size", "window_size"), 4
 # Largest values of sizes inside layers that carry a state.
-_STATES = dict(linear_num_key_heads=2, linear_num_value_heads=4, mamba_n_heads=4, mamba_num_heads=4) | {
+_STATES = dict(
+    rotary_dim=8,
+    hidden_size_per_layer_input=16,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    mamba_n_heads=4,
+    mamba_num_heads=4,
+) | {
     name: 8
     for name in (
         "linear_key_head_dim",
@@ -73,18 +80,19 @@ def shrink(config: Any, *, layers: int, full_width: bool = False) -> Any:
     Of a model that also sees or hears, the text model remains.
     """
     config = config.get_text_config()
-    own_names = config.attribute_map  # hidden_size -> n_embd, where a family has names of its own
     values = config.to_dict()
+    # hidden_size -> n_embd, where a family has names of its own
+    own_names = {name: own for name, own in config.attribute_map.items() if own in values}
     values |= {name: getattr(config, name) for name in own_names}
     changes = _fewer_layers(values, layers) | _fewer_experts(values)
-    changes["vocab_size"] = min(values["vocab_size"], VOCABULARY)
+    for name in ("vocab_size", "vocab_size_per_layer_input"):
+        if name in values:
+            changes[name] = min(values[name], VOCABULARY)
     changes |= {name: None for name in _SPECIAL_TOKENS if name in values}
     # Windows shorter than the documents, or they would not be seen.
     changes |= {name: min(values[name], WINDOW) for name in _WINDOWS if values.get(name)}
     if not full_width:
-        changes |= _narrower(values) | {
-            n: min(values[n], size) for n, size in _STATES.items() if values.get(n)
-        }
+        changes |= _narrower(values, layers)
     changes |= {"dtype": "float32", "use_cache": False}
     values = {name: value for name, value in values.items() if name not in own_names}
     values.pop("quantization_config", None)
@@ -105,6 +113,11 @@ def _fewer_layers(values: dict[str, Any], layers: int) -> dict[str, Any]:
     if values.get("layer_types"):
         kinds = list(dict.fromkeys(values["layer_types"]))
         changes["layer_types"] = [kinds[i % len(kinds)] for i in range(layers)]
+    if values.get("per_layer_config"):
+        wide = [i for i in range(layers) if changes["layer_types"][i] == "full_attention"]
+        changes["per_layer_config"] = {str(i): {"head_dim": 2 * _HEAD_DIM} for i in wide}
+    if values.get("num_kv_shared_layers"):
+        changes["num_kv_shared_layers"] = layers // 2 if layers >= 4 else 0
     if values.get("mlp_only_layers"):
         changes["mlp_only_layers"] = [0] if layers > 1 else []
     if values.get("first_k_dense_replace"):
@@ -134,9 +147,9 @@ def _fewer_experts(values: dict[str, Any]) -> dict[str, Any]:
     return changes
 
 
-def _narrower(values: dict[str, Any]) -> dict[str, Any]:
+def _narrower(values: dict[str, Any], layers: int) -> dict[str, Any]:
     """Heads keep their ratio to key-value heads up to four, widths their ratio to the hidden size."""
-    heads = values["num_attention_heads"]
+    heads = values.get("num_attention_heads") or 4
     groups = values.get("num_key_value_heads") or heads
     changes: dict[str, Any] = {
         name: min(values[name], size) for name, size in _MLA.items() if values.get(name)
@@ -147,14 +160,23 @@ def _narrower(values: dict[str, Any]) -> dict[str, Any]:
     hidden = values["hidden_size"]
     head_dim = min(values.get("head_dim") or hidden // heads, _HEAD_DIM)
     width = new_heads * head_dim
-    changes |= {"num_attention_heads": new_heads, "hidden_size": width}
+    changes["hidden_size"] = width
+    if "num_attention_heads" in values:
+        changes["num_attention_heads"] = new_heads
     if "num_key_value_heads" in values:
         changes["num_key_value_heads"] = new_heads if changes.get("kv_lora_rank") else new_groups
     if "head_dim" in values:
         changes["head_dim"] = changes.get("qk_rope_head_dim", head_dim)
     for name in _WIDTHS:
-        if values.get(name):
-            changes[name] = max(16, round(values[name] / hidden * width / 8) * 8)
+        if isinstance(value := values.get(name), list):
+            changes[name] = [2 * width] * layers
+        elif value:
+            changes[name] = max(16, round(value / hidden * width / 8) * 8)
+    for name, size in _STATES.items():
+        if isinstance(values.get(name), int):
+            changes[name] = min(values[name], size)
+    if isinstance(values.get("mamba_d_head"), int):
+        changes["mamba_d_head"] = values["mamba_expand"] * width // changes["mamba_n_heads"]
     return changes
 
 
@@ -186,7 +208,7 @@ def draw(model: nn.Module) -> None:
             continue
         if tensor.ndim > 1:
             tensor.normal_(0.0, tensor.shape[-1] ** -0.5)
-        elif name.endswith("bias"):
+        elif name.endswith("bias") or "lambda" in name:
             tensor.normal_(0.0, 0.1)
         else:
             tensor.normal_(1.0, 0.1)
