@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slime.algorithms.attention_variants import PLAIN, Variant, attend_to_prefix
 from slime.algorithms.nucleus import Nucleus
 from slime.backends.attention import packed
 from slime.backends.attention.packed import PackedDocuments
-from slime.backends.attention.variants import PLAIN, Variant, attend_to_prefix
 from slime.backends.base import MicroBatch
 
 

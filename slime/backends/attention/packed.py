@@ -4,9 +4,9 @@ It is registered with transformers under the name `slime_packed`; models are cal
 `documents=PackedDocuments(...)` and pass it through to here. On CUDA with 16-bit tensors the first of
 `flash4`, `long_attention` and torch's variable-length attention does the work that computes right in a trial.
 Elsewhere documents of similar length are gathered into one batch, padded on the right: under a causal mask no
-real token sees the padding, so no mask tensor is needed. Sliding windows, chunks, attention sinks and
-soft-capped scores (`variants.py`) are computed in such batches too, but for windows on CUDA where torch's
-variable-length attention knows them. Other masks are refused by name.
+real token sees the padding, so no mask tensor is needed. Sliding windows, chunks, sinks and soft-capped
+scores (algorithms/attention_variants.py) are computed in such batches too, but for windows on CUDA where
+torch's variable-length attention knows them. Other masks are refused by name.
 """
 
 import functools
@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slime.algorithms.attention_variants import PLAIN, Variant, attend_to_prefix, variant_of
 from slime.backends.attention import flash4, long_documents
 from slime.backends.attention.operator import Operator
 from slime.backends.attention.trial import first_right, unobserved
-from slime.backends.attention.variants import PLAIN, Variant, attend_to_prefix, variant_of
 
 ATTENTION_NAME = "slime_packed"
 DOCUMENTS = "_slime_documents"  # attribute of a layer: the documents of the pass that runs

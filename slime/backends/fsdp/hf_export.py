@@ -4,7 +4,7 @@ Tied embeddings have one rule: the shared matrix travels once, under the input e
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,7 @@ from slime.backends.base import Bucket
 from slime.backends.fsdp.layers import HFModel
 from slime.backends.fsdp.lora import merged
 from slime.backends.shared import hf_folder
-
-
-def named_tensors(lm: HFModel) -> Iterator[tuple[str, Tensor]]:
-    """In-memory (name, possibly sharded tensor) of parameters and saved buffers; a tied matrix comes once."""
-    yield from ((name, parameter.data) for name, parameter in lm.named_parameters())
-    for module_name, module in lm.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                yield (f"{module_name}.{name}" if module_name else name), buffer
+from slime.utils.hub_names import hub_tensors, saved_tensors
 
 
 def buckets(lm: HFModel, bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[Bucket]:
@@ -50,48 +42,10 @@ def in_buckets(
         yield bucket
 
 
-# Where checkpoints of models that also see or hear keep the text model, and transformers' text model its own.
-NESTED, TEXT = "model.language_model.", "model."
-
-
 def _hub_tensors(lm: HFModel) -> Iterator[tuple[str, Tensor]]:
     """Gathered tensors under the names of the checkpoint that they came from."""
     known: frozenset[str] = vars(lm).get("hub_names", frozenset())  # set where the weights were read
-    nested = any(name.startswith(NESTED) for name in known) and not any(
-        name.startswith(NESTED) for name, _ in lm.named_parameters()
-    )
-
-    def hub_name(name: str) -> str:
-        return NESTED + name.removeprefix(TEXT) if nested and name.startswith(TEXT) else name
-
-    for name, tensor in _reverted(lm, lambda name: hub_name(name) in known):
-        yield hub_name(name), tensor
-
-
-def _reverted(lm: HFModel, is_hub_name: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors renamed and split as the hub has them, but for those that it has as they are. Families that
-    transformers fuses in memory are reverted a decoder layer at a time: no hub tensor spans two layers.
-    """
-    if not is_converted(lm):
-        yield from merged(lm, named_tensors(lm))
-        return
-    # Only present in transformers 5, and only needed for fused families.
-    from transformers.core_model_loading import revert_weight_conversion
-
-    layer: dict[str, Tensor] = {}
-    current = None
-    for name, tensor in merged(lm, named_tensors(lm)):
-        key = _layer_of(name)
-        if key != current and layer:
-            yield from revert_weight_conversion(lm, layer).items()
-            layer = {}
-        current = key
-        if is_hub_name(name):
-            yield name, tensor
-        else:
-            layer[name] = tensor
-    if layer:
-        yield from revert_weight_conversion(lm, layer).items()
+    return hub_tensors(lm, merged(lm, saved_tensors(lm)), known)
 
 
 def hub_shapes(config: Any) -> dict[str, torch.Size]:
@@ -102,22 +56,6 @@ def hub_shapes(config: Any) -> dict[str, torch.Size]:
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(copy.deepcopy(config))
     return {name: tensor.shape for name, tensor in _hub_tensors(lm)}
-
-
-def is_converted(lm: HFModel) -> bool:
-    # Only present in transformers 5; dense families have no conversions.
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    return bool(get_model_conversion_mapping(lm, add_legacy=False))
-
-
-def _layer_of(name: str) -> str:
-    """`model.layers.3` of `model.layers.3.mlp.up_proj.weight`; the name itself outside of layers."""
-    parts = name.split(".")
-    for i, part in enumerate(parts):
-        if part.isdigit():
-            return ".".join(parts[: i + 1])
-    return name
 
 
 def save_folder(

@@ -19,14 +19,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from slime.backends.fsdp import families
-from slime.backends.fsdp.hf_export import hub_shapes, is_converted, named_tensors
+from slime.backends.fsdp.hf_export import hub_shapes
 from slime.backends.fsdp.layers import HFModel
 from slime.backends.fsdp.lora import hub_name, is_adapter
-from slime.backends.shared.mtp_heads import folder_of
 from slime.backends.shared.placed_adam import local
 from slime.backends.torch_dist.reading import TorchDistFolder, check_fit
 from slime.utils.fp8 import SCALE_SUFFIX, dequantize_part
 from slime.utils.fp8_config import block_size_of
+from slime.utils.hub_names import folder_of, is_converted, saved_tensors
 from slime.utils.safetensors_files import files_by_tensor, model_files
 from slime.utils.torch_dist_folder import is_torch_dist
 
@@ -80,8 +80,8 @@ def fill(lm: HFModel, path: str | Path, known: dict[str, Tensor] | None = None) 
     `path` may be a torch_dist folder of such a model.
     """
     known = known or {}
-    wanted = {name: t for name, t in named_tensors(lm) if name not in known and not is_adapter(name)}
-    for name, tensor in named_tensors(lm):
+    wanted = {name: t for name, t in saved_tensors(lm) if name not in known and not is_adapter(name)}
+    for name, tensor in saved_tensors(lm):
         if name in known:
             write_part(tensor, known[name].__getitem__)
     if is_torch_dist(path):
@@ -114,7 +114,7 @@ def _fill_from_torch_dist(lm: HFModel, wanted: dict[str, Tensor], folder: TorchD
 @torch.no_grad()
 def fill_randomly(lm: HFModel, seed: int) -> None:
     """Weights as at the start of a training from nothing, where only the shapes matter."""
-    for name, tensor in named_tensors(lm):
+    for name, tensor in saved_tensors(lm):
         own = local(tensor)
         if tensor.ndim > 1:
             generator = torch.Generator(own.device).manual_seed(seed + len(name))

@@ -15,6 +15,7 @@ import torch
 from slime.backends.base import Bucket
 from slime.utils.fp8 import SCALE_SUFFIX, dequantize_blocks
 from slime.utils.fp8_config import block_size_of
+from slime.utils.hub_names import folder_of
 from slime.utils.safetensors_files import all_files, read_tensors, tensor_names
 
 logger = logging.getLogger(__name__)
@@ -41,15 +42,6 @@ def unbuilt_heads(source: str, config: Any, written: Iterable[str], dtype: torch
             source,
         )
     return found
-
-
-def folder_of(source: str) -> Path:
-    """A hub id was loaded before, so its files are in the cache."""
-    if Path(source).is_dir():
-        return Path(source)
-    from transformers.utils import cached_file  # only needed here
-
-    return Path(cached_file(source, "config.json")).parent
 
 
 def _read(folder: Path, wanted: Callable[[str], bool], dtype: torch.dtype) -> Bucket:

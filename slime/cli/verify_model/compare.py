@@ -114,7 +114,7 @@ def _of_documents(expected: list[Tensor], found: list[Tensor], floor: float = 1e
 
 
 def _rounding(weight: Tensor) -> float:
-    """What a step in fp32 may round off a weight, as a gradient: small gradients of large weights are lost."""
+    """What a step in fp32 may round off a weight, as a gradient: small ones of large weights are lost."""
     return 2 * torch.finfo(torch.float32).eps * float(weight.abs().max()) / LEARNING_RATE
 
 

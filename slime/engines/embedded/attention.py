@@ -3,7 +3,7 @@
 One forward pass is one packed row of tokens: first one token of each decoding sequence, then the prompt
 chunks. No mask over the whole row ever exists: each group of sequences attends to its own pages only.
 
-Not covered: sliding windows, attention sinks, soft caps. They raise by name.
+Sliding windows, chunks, sinks and soft caps are computed with masks: right, and slower than plain attention.
 """
 
 from dataclasses import dataclass
@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+
+from slime.algorithms.attention_variants import PLAIN, Variant, masked_attention, sees, variant_of
 
 NAME = "slime_paged"
 
@@ -51,35 +53,56 @@ class BatchPlan:
     prefill: tuple[PrefillGroup, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """What one layer keeps of a token: `heads` keys and values of these widths."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def width(self) -> int:
+        return self.heads * (self.key_dim + self.value_dim)
+
+
+class ShapeProbe:
+    """Stands in for a pool during one pass, which tells the shape of each layer's keys and values."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, KVShape] = {}  # by layer
+
+
 class KVPool:
     """Keys and values of all layers, in pages: `[num_blocks * block_size, kv_heads, head_dim]` each."""
 
     def __init__(
         self,
-        num_layers: int,
+        shapes: dict[int, KVShape],
         num_blocks: int,
         block_size: int,
-        kv_heads: int,
-        head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
     ):
         self.block_size = block_size
-        shape = (num_blocks * block_size, kv_heads, head_dim)
+        rows = num_blocks * block_size
         # Zeroed by hand: masked garbage would still poison a row through 0 * NaN; and what does not fit fails
         # now, not later.
         self.keys, self.values = (
-            [torch.empty(shape, dtype=dtype, device=device).zero_() for _ in range(num_layers)]
-            for _ in range(2)
+            {
+                layer: torch.empty((rows, shape.heads, width(shape)), dtype=dtype, device=device).zero_()
+                for layer, shape in shapes.items()
+            }
+            for width in (lambda shape: shape.key_dim, lambda shape: shape.value_dim)
         )
 
     def wipe(self) -> None:
-        for tensor in (*self.keys, *self.values):
+        for tensor in (*self.keys.values(), *self.values.values()):
             tensor.zero_()
 
     @property
     def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
+        return sum(t.numel() * t.element_size() for t in (*self.keys.values(), *self.values.values()))
 
 
 def paged_attention(
@@ -89,25 +112,23 @@ def paged_attention(
     value: torch.Tensor,
     attention_mask: None,
     *,
-    plan: BatchPlan,
-    pool: KVPool,
+    plan: BatchPlan | None,
+    pool: KVPool | ShapeProbe,
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """For transformers: query `[1, H, T, D]`, key and value `[1, H_kv, T, D]` -> output `[1, T, H, D]`."""
-    refused = [
-        n for n in ("sliding_window", "s_aux", "softcap", "position_bias") if kwargs.get(n) is not None
-    ]
-    if refused:
-        raise ValueError(
-            f"the embedded engine does not support {refused[0]} attention ({type(module).__name__})"
-        )
-    keys, values = pool.keys[module.layer_idx], pool.values[module.layer_idx]
+    variant = variant_of(module, attention_mask, kwargs)
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, heads, D]
+    if isinstance(pool, ShapeProbe):
+        pool.shapes[module.layer_idx] = KVShape(k.shape[1], k.shape[2], v.shape[2])
+        return v.new_zeros(1, *q.shape[:2], v.shape[2]), None
+    assert plan is not None, "only a probe comes without a plan"
+    keys, values = pool.keys[module.layer_idx], pool.values[module.layer_idx]
     keys.index_copy_(0, plan.write_rows, k)
     values.index_copy_(0, plan.write_rows, v)
-    parts = [_decode(g, q, keys, values, pool.block_size, scaling) for g in plan.decode]
-    parts += [_prefill(g, q, k, v, keys, values, scaling) for g in plan.prefill]
+    parts = [_decode(g, q, keys, values, pool.block_size, scaling, plan, variant) for g in plan.decode]
+    parts += [_prefill(g, q, k, v, keys, values, scaling, variant) for g in plan.prefill]
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
     return out.unsqueeze(0), None
 
@@ -119,20 +140,33 @@ def _decode(
     values: torch.Tensor,
     block_size: int,
     scaling: float | None,
+    plan: BatchPlan,
+    variant: Variant,
 ) -> torch.Tensor:
-    kv_heads, head_dim = keys.shape[1:]
-    # The query heads that share a key head stand where a kernel expects
-    # query positions: they share a mask too.
-    q = q[group.start : group.start + group.count].reshape(group.count, kv_heads, -1, head_dim)
+    rows, kv_heads = slice(group.start, group.start + group.count), keys.shape[1]
     k, v = (
-        pool.view(-1, block_size * kv_heads * head_dim)
+        pool.view(-1, block_size * kv_heads * pool.shape[2])
         .index_select(0, group.blocks)
-        .view(group.count, -1, kv_heads, head_dim)
+        .view(group.count, -1, kv_heads, pool.shape[2])
         .transpose(1, 2)
         for pool in (keys, values)
     )
-    out = scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=scaling)
-    return out.reshape(group.count, -1, head_dim)
+    if variant is PLAIN:
+        # The query heads that share a key head stand where a kernel expects
+        # query positions: they share a mask too.
+        q = q[rows].reshape(group.count, kv_heads, -1, keys.shape[2])
+        out = scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=scaling)
+    else:
+        position = plan.positions[0, rows, None]
+        column = torch.arange(k.shape[2], device=k.device)
+        seen = group.mask[:, 0, 0] == 0
+        if variant.window is not None:
+            seen &= column > position - variant.window
+        if variant.chunk is not None:
+            seen &= column // variant.chunk == position // variant.chunk
+        k, v = (x.repeat_interleave(q.shape[1] // kv_heads, dim=1) for x in (k, v))
+        out = masked_attention(q[rows, :, None], k, v, seen[:, None, None], scaling, variant)
+    return out.reshape(group.count, -1, values.shape[2])
 
 
 def _prefill(
@@ -143,6 +177,7 @@ def _prefill(
     keys: torch.Tensor,
     values: torch.Tensor,
     scaling: float | None,
+    variant: Variant,
 ) -> torch.Tensor:
     stop = group.start + group.count * group.num_new
     q = q[group.start : stop].unflatten(0, (group.count, group.num_new)).transpose(1, 2)
@@ -154,8 +189,12 @@ def _prefill(
     k, v = (
         x.unflatten(0, (group.count, -1)).transpose(1, 2).repeat_interleave(repeats, dim=1) for x in (k, v)
     )
-    causal = group.rows is None
-    out = scaled_dot_product_attention(q, k, v, attn_mask=group.mask, is_causal=causal, scale=scaling)
+    if variant is PLAIN:
+        causal = group.rows is None
+        out = scaled_dot_product_attention(q, k, v, attn_mask=group.mask, is_causal=causal, scale=scaling)
+    else:
+        seen = sees(group.num_new, k.shape[2], variant, q.device)
+        out = masked_attention(q, k, v, seen, scaling, variant)
     return out.transpose(1, 2).flatten(0, 1)
 
 

@@ -47,7 +47,7 @@ class Engine:
     forward_s: float = 0.0  # in forward passes and sampling: what an engine is for
 
     def __post_init__(self) -> None:
-        self.weights = WeightStore(self.runner.model, self.runner.fp8_block)
+        self.weights = WeightStore(self.runner.model, self.runner.fp8_block, self.runner.hub_names)
         self.adapters = AdaptedWeights(self.runner.model)
         # (version, names that have come) of weights that come bucket by bucket; None: the model is whole.
         self._arriving: tuple[str, set[str]] | None = None

@@ -6,13 +6,17 @@ import psutil
 import torch
 
 from slime.engines.embedded import attention
-from slime.engines.embedded.attention import BatchPlan, KVPool, PrefillGroup
+from slime.engines.embedded.attention import BatchPlan, KVPool, PrefillGroup, ShapeProbe
 from slime.utils import accelerator
 from slime.utils.fp8_config import block_size_of
+from slime.utils.hub_names import folder_of
+from slime.utils.safetensors_files import files_by_tensor
 
 _CPU_POOL_BYTES = 256 << 20
 _CUDA_POOL_SHARE = 0.4  # of the memory that is free once the weights are loaded
 BLOCK_SIZE = 16
+_SERVED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+_NEEDS_OTHER = "cannot run on the embedded engine's attention function; use --rollout-engine sglang"
 
 
 def resolve_device(name: str) -> torch.device:
@@ -55,25 +59,28 @@ class ModelRunner:
         self.model.to(self.device).eval().requires_grad_(False)
         self.config = self.model.config.get_text_config()
         _refuse_unsupported(self.model, self.config)
+        self.hub_names = frozenset(files_by_tensor(folder_of(model_path)))
         self.vocab_size: int = self.config.vocab_size
         self.context_len: int = self.config.max_position_embeddings
+        self.kv_shapes = self._probe()
         self.num_blocks = self._derive_num_blocks(max_running, max_total_tokens)
         self.num_forward_passes = 0
         self.pool: KVPool | None = self._make_pool()
 
-    @property
-    def head_dim(self) -> int:
-        explicit: int | None = vars(self.config).get("head_dim")
-        return explicit or int(self.config.hidden_size // self.config.num_attention_heads)
-
-    @property
-    def kv_heads(self) -> int:
-        return int(vars(self.config).get("num_key_value_heads") or self.config.num_attention_heads)
+    @torch.inference_mode()
+    def _probe(self) -> dict[int, attention.KVShape]:
+        """By layer, the shape of keys and values: families have more than one way to say it."""
+        one, probe = torch.zeros(1, 1, dtype=torch.int64, device=self.device), ShapeProbe()
+        try:
+            self.model(input_ids=one, position_ids=one, use_cache=False, plan=None, pool=probe)
+        except (TypeError, KeyError) as error:  # a layer that does not hand its attention on
+            raise ValueError(f"{type(self.model).__name__} {_NEEDS_OTHER} ({error})") from error
+        return probe.shapes
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one token's key in one layer."""
-        return self.kv_heads * self.head_dim * self.dtype.itemsize
+        """Bytes of one token's key in one layer, the widest."""
+        return max(shape.heads * shape.key_dim for shape in self.kv_shapes.values()) * self.dtype.itemsize
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -86,16 +93,14 @@ class ModelRunner:
                 budget = int(torch.cuda.mem_get_info(self.device)[0] * _CUDA_POOL_SHARE)
             else:
                 budget = _CPU_POOL_BYTES
-            affordable = budget // (2 * self.row_bytes * self.config.num_hidden_layers)
+            token = sum(shape.width for shape in self.kv_shapes.values()) * self.dtype.itemsize
+            affordable = budget // token
             max_total_tokens = min(max(affordable, self.context_len), max_running * self.context_len)
         return max(1, max_total_tokens // BLOCK_SIZE)
 
     def _make_pool(self) -> KVPool:
-        layers = self.config.num_hidden_layers
         # one more than is handed out: block 0 is padding
-        return KVPool(
-            layers, self.num_blocks + 1, BLOCK_SIZE, self.kv_heads, self.head_dim, self.dtype, self.device
-        )
+        return KVPool(self.kv_shapes, self.num_blocks + 1, BLOCK_SIZE, self.dtype, self.device)
 
     @torch.inference_mode()
     def forward(self, plan: BatchPlan) -> torch.Tensor:
@@ -165,12 +170,8 @@ class ModelRunner:
 
 
 def _refuse_unsupported(model: Any, config: Any) -> None:
-    kinds = set(vars(config).get("layer_types") or ()) - {"full_attention"}
-    if kinds:
-        raise ValueError(
-            f"the embedded engine supports full attention only; this model has {sorted(kinds)} layers"
-        )
-    if not model._supports_attention_backend:
-        raise ValueError(
-            f"{type(model).__name__} cannot run on another attention function; use --rollout-engine sglang"
-        )
+    kinds = set(vars(config).get("layer_types") or ()) - _SERVED_LAYERS
+    stateful = any(isinstance(module, torch.nn.Conv1d) for module in model.modules())
+    if kinds or stateful or not model._supports_attention_backend:
+        what = f"has {', '.join(sorted(kinds))} layers and " if kinds else ""
+        raise ValueError(f"{type(model).__name__} {what}{_NEEDS_OTHER}")

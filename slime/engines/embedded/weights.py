@@ -3,12 +3,12 @@
 Over a process group they come bucket by bucket and are applied so; the
 engine serves none of it before all have come.
 
-Names are those of hub checkpoints. Experts, which transformers keeps as one tensor per matrix, are taken one
-by one under the names of the Qwen families. Not covered: families with other names for what is fused in
-memory; these are refused, and nothing is applied.
+Names are those of hub checkpoints. What transformers keeps fused in memory, as all experts of a layer, is
+written in parts. Not covered: families whose parts are no views of the fused tensor; an update is refused,
+and nothing is applied.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from torch import nn
 from slime.utils import shm
 from slime.utils.finite import is_finite
 from slime.utils.fp8 import SCALE_SUFFIX, dequantize_blocks
+from slime.utils.hub_names import Part, parts_of, saved_tensors
 from slime.utils.safetensors_files import INDEX, model_files
 from slime.wire.manifest import BucketManifest, WeightManifest, byte_checksum
 
@@ -186,27 +187,40 @@ class DequantizedSource:
 class WeightStore:
     """The parameters of one model under their hub names; tied parameters answer to each of their names.
 
-    `fp8_block`: the model's checkpoint holds FP8 weights in such blocks, and so do its updates.
+    `fp8_block`: the model's checkpoint holds FP8 weights in such blocks, and so do its updates. `hub_names`:
+    those of its tensors.
     """
 
-    def __init__(self, model: nn.Module, fp8_block: tuple[int, int] | None = None):
+    def __init__(
+        self,
+        model: nn.Module,
+        fp8_block: tuple[int, int] | None = None,
+        hub_names: Collection[str] = frozenset(),
+    ):
         self._model = model
         self._block = fp8_block
+        self._hub_names = hub_names
+        self._parts: dict[str, list[Part]] = {}  # of each in-memory tensor, once it was asked for
 
     def _plain(self, source: Source) -> Source:
         return source if self._block is None else DequantizedSource(source, self._block)
 
     def _parameters(self) -> dict[str, torch.Tensor]:
-        named: dict[str, torch.Tensor] = {}
-        for name, parameter in self._model.named_parameters(remove_duplicate=False):
-            named.update(_experts(name, parameter.data) or {name: parameter})
-        return named
+        return self._hub_views(dict(self._model.named_parameters(remove_duplicate=False)))
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """With buffers of the checkpoint (the balance of experts), which an update may hold or leave out."""
-        kept = self._model.state_dict().keys()
-        buffers = {name: buffer for name, buffer in self._model.named_buffers() if name in kept}
-        return buffers | self._parameters()
+        return self._hub_views(dict(saved_tensors(self._model, tied=True)))
+
+    def _hub_views(self, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        for name in own.keys() - self._parts.keys():
+            try:
+                self._parts[name] = parts_of(self._model, name, own[name], self._hub_names)
+            except ValueError as error:
+                raise BadWeights(
+                    f"{type(self._model).__name__}: {error}; use --rollout-engine sglang"
+                ) from error
+        return {part.name: part.of(tensor.data) for n, tensor in own.items() for part in self._parts[n]}
 
     def check(self, source: Source) -> None:
         """Raise BadWeights unless the source has every parameter, each with its shape, and nothing else."""
@@ -267,10 +281,10 @@ class WeightStore:
         names, seen = [], set()
         for name, tensor in source.tensors():
             own = known.get(name)
-            seen.add(id(own))
+            seen.add(None if own is None else own.data_ptr())
             if own is None or own.shape != tensor.shape or not same_bytes(own, tensor):
                 names.append(name)
-        return names + [name for name, p in known.items() if id(p) not in seen and name in needed]
+        return names + [name for name, p in known.items() if p.data_ptr() not in seen and name in needed]
 
     @torch.no_grad()
     def checksums(self) -> dict[str, int]:
@@ -283,22 +297,6 @@ def refuse_non_finite(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> No
         raise BadWeights(
             f"tensor {name} has values that are not finite numbers (in {dtype}): nothing is changed"
         )
-
-
-def _experts(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Views of single experts of a tensor [experts, out, in] by their hub names; empty for other tensors."""
-    layer, _, matrix = name.rpartition(".")
-    if tensor.dim() != 3 or not layer.endswith(".experts"):
-        return {}
-    if matrix == "down_proj":
-        return {f"{layer}.{i}.down_proj.weight": expert for i, expert in enumerate(tensor)}
-    if matrix != "gate_up_proj":
-        return {}
-    return {
-        f"{layer}.{i}.{half}_proj.weight": part
-        for i, expert in enumerate(tensor)
-        for half, part in zip(("gate", "up"), expert.chunk(2), strict=True)
-    }
 
 
 def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:

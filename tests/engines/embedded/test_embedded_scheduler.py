@@ -7,12 +7,13 @@ import torch
 from engine_under_test import largest_difference, load_model, plain_log_probs
 from tiny_model import make_tiny_model
 
+from slime.cli.verify_model import shrink
 from slime.engines.embedded import scheduler as scheduler_module
 from slime.engines.embedded.engine import Engine
 from slime.engines.embedded.requests import Limits, RequestReader
 from slime.engines.embedded.runner import ModelRunner
 from slime.engines.embedded.text import Detokenizer
-from slime.engines.embedded.weights import BadWeights
+from slime.engines.embedded.weights import BadWeights, DiskSource
 
 CONTEXT = 256
 
@@ -143,21 +144,29 @@ def test_other_families_have_right_log_probs(family, tmp_path):
         assert largest_difference(sequence.log_probs, expected) < 1e-4
 
 
-def test_a_model_with_sliding_windows_is_refused_by_name(tmp_path):
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+@pytest.mark.parametrize(
+    "family", ["gpt_oss", "gemma2", "gemma4_text", "deepseek_v3", "llama4_text", "minimax_m2"]
+)
+def test_windows_sinks_caps_and_narrow_values_are_served_and_updated(tmp_path, family):
+    from transformers import CONFIG_MAPPING
 
-    config = Qwen3Config(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        use_sliding_window=True,
-        sliding_window=16,
-        max_window_layers=1,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="sliding_attention"):
+    config = shrink.shrink(CONFIG_MAPPING[family](), layers=2)
+    shrink.build(config, tmp_path / "own", "")
+    shrink.build(config, tmp_path / "other", "", seed=1)
+    engine = make_engine(tmp_path / "own")
+    engine.weights.check(DiskSource(tmp_path / "other"))
+    engine.weights.apply(DiskSource(tmp_path / "other"))
+    sequences = make_requests(engine, 3, longest_prompt=20, new_tokens=8)
+    run_all(engine, sequences)
+    model = load_model(tmp_path / "other")
+    for sequence in sequences:
+        expected = plain_log_probs(model, sequence.prompt, sequence.output)
+        assert largest_difference(sequence.log_probs, expected) < 1e-4
+
+
+def test_layers_with_a_state_are_refused_with_the_engine_to_use(tmp_path):
+    from transformers import CONFIG_MAPPING
+
+    shrink.build(shrink.shrink(CONFIG_MAPPING["qwen3_next"](), layers=2), tmp_path, "")
+    with pytest.raises(ValueError, match=r"has linear_attention layers and .* use --rollout-engine sglang"):
         make_engine(tmp_path)

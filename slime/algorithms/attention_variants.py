@@ -42,7 +42,7 @@ def variant_of(module: nn.Module, mask: Any, options: Mapping[str, Any]) -> Vari
         window = config.sliding_window
     chunk = config.attention_chunk_size if kind == "chunked_attention" else None
     if mask is not None or options.get("position_bias") is not None or options.get("is_causal") is False:
-        raise ValueError(f"{type(module).__name__} has a mask of its own: packed training does not know it.")
+        raise ValueError(f"{type(module).__name__} has a mask of its own, which is not known here.")
     if window is None and chunk is None and sinks is None and options.get("softcap") is None:
         return PLAIN
     return Variant(window, chunk, options.get("softcap"), sinks)
