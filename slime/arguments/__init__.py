@@ -3,7 +3,7 @@
 from slime.arguments.all_flags import Flags
 from slime.arguments.args import Args, default_args
 from slime.arguments.parser import parse_args
-from slime.arguments.run_info import PluginArgs, RunInfo, plugin_args
+from slime.arguments.run_info import PluginArgs, RunInfo, plugin_args, with_defaults
 from slime.arguments.show import explain_batch
 
 __all__ = [
@@ -15,4 +15,5 @@ __all__ = [
     "explain_batch",
     "parse_args",
     "plugin_args",
+    "with_defaults",
 ]

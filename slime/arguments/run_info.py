@@ -1,10 +1,11 @@
 """Facts that exist only while a run is going, and what plug-ins see: the arguments plus those facts."""
 
 import argparse
+import copy
 from dataclasses import dataclass, field
 
 from slime.arguments.all_flags import Flags
-from slime.arguments.args import Args
+from slime.arguments.args import Args, default_args
 
 
 @dataclass(frozen=True)
@@ -68,3 +69,13 @@ def plugin_args(args: Args, run_info: RunInfo) -> PluginArgs:
             "moe_router_topk": run_info.moe_router_topk,
         }
     )
+
+
+def with_defaults(args: PluginArgs) -> PluginArgs:
+    """A namespace that a plug-in made for itself gets, in place, what it leaves out; ours stays as it is."""
+    if not isinstance(args, Flags):
+        defaults = plugin_args(default_args(rollout_engine="sglang"), RunInfo("", ""))
+        for name, value in vars(defaults).items():
+            if not hasattr(args, name):
+                setattr(args, name, copy.copy(value))
+    return args

@@ -54,6 +54,8 @@ def init_tracking(args: RunArgs, primary: bool = True, **kwargs: Any) -> Tracker
 
 def log(args: RunArgs, metrics: Mapping[str, Any], step_key: str, step: int | None = None) -> None:
     """Record metrics; the step is `step`, or what the metrics hold under `step_key`."""
+    if _tracker is None and not getattr(args, "run_dir", None):
+        return  # a namespace of a plug-in's own, outside of a run: nobody tracks it
     init_tracking(args).log(metrics, step_key, step)
 
 

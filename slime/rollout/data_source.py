@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slime.arguments import PluginArgs
+from slime.arguments import PluginArgs, with_defaults
 from slime.catalog.datasets import ENDINGS
 from slime.data.dataset import Dataset
 from slime.rollout.groups import Group, copy_sample, describe, group_from_plain, group_to_plain
@@ -56,7 +56,7 @@ class RolloutDataSource(DataSource):
     """Groups from the dataset, in the order of each epoch, for as many epochs as are asked for."""
 
     def __init__(self, args: PluginArgs, journal: Journal | None = None):
-        self.args = args
+        self.args = with_defaults(args)
         self.epoch_id = 0
         self.sample_group_index = 0  # next group's index
         self.sample_index = 0  # next sample's index, unique over the run

@@ -4,7 +4,7 @@ import inspect
 from contextvars import ContextVar
 from typing import Any
 
-from slime.arguments import PluginArgs
+from slime.arguments import PluginArgs, with_defaults
 from slime.rollout.groups import describe_fully
 from slime.utils.loop_watch import loop_watch
 from slime.utils.misc import load_function
@@ -25,7 +25,7 @@ async def apply_rollout_sample_hooks(
     args: PluginArgs, sample: Sample | list, *, evaluation: bool = False, rollout_id: int | None = None
 ) -> Sample | list:
     """Run every hook on every sample; a hook that returns None has changed the sample in place."""
-    if not args.rollout_sample_hook_path:
+    if not with_defaults(args).rollout_sample_hook_path:
         return sample
     if isinstance(sample, list):
         return [

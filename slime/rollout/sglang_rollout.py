@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 from uuid import uuid4
 
-from slime.arguments import PluginArgs
+from slime.arguments import PluginArgs, with_defaults
 from slime.arguments.groups.topology import EVALUATION_ENGINES
 from slime.rollout import eval_rollout as evaluation_run
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
@@ -80,7 +80,7 @@ class _StatePerArgs(type):
         for known, state in cls._states:
             if known is args:
                 return state
-        made: GenerateState = super().__call__(args)
+        made: GenerateState = super().__call__(with_defaults(args))
         cls._states.append((args, made))
         del cls._states[:-4]
         return made
@@ -218,6 +218,7 @@ async def generate_and_rm(
     args: PluginArgs, sample: Entry, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Entry:
     """Generate one sample and score it. A custom generate function may turn it into several (fan-out)."""
+    with_defaults(args)
     if not evaluation and args.partial_rollout and args.mask_offpolicy_in_partial_rollout:
         _mask_earlier_tokens(sample)
     if not is_finished(sample):

@@ -214,7 +214,7 @@ def _correct(args: Flags, terms: PolicyTerms, inputs: PolicyInputs, mb: MicroBat
         if "tis_scale" in mb.tokens:
             weights = weights * mb.tokens["tis_scale"]
         loss, metrics = loss * weights, metrics | correction.metrics | {"tis_weight": weights}
-    if args.use_rs:
+    if args.use_rs and not args.custom_tis_function_path:  # which reads the switch itself
         correction = rejection(
             proximal - behaviour,
             layout,

@@ -195,7 +195,8 @@ class Sample:
     def get_reward_value(self, args: RewardArgs) -> float:
         """The score, or of a reward with several components the one that --reward-key names."""
         reward: Any = self.reward
-        value: float = reward[args.reward_key] if args.reward_key else reward
+        key = getattr(args, "reward_key", None)  # plug-ins come with namespaces of their own
+        value: float = reward[key] if key else reward
         return value
 
     @property

@@ -118,6 +118,24 @@ def test_values_of_a_plug_in_file_are_never_without_effect(root, tmp_path):
     assert (args.rs_upper, args.tis_level) == (3.0, "geometric")
 
 
+def test_the_settings_of_the_mismatch_helper_reach_its_function(root, tmp_path):
+    file = tmp_path / "mis.yaml"
+    file.write_text(
+        "use_tis: true\ntis_level: token\ntis_mode: truncate\ntis_lower_bound: 0.5\ntis_upper_bound: 2.0\n"
+        "tis_batch_normalize: true\nuse_rs: true\nrs_level: token\nrs_lower_bound: null\n"
+        "rs_upper_bound: null\nrs_veto_threshold: 1.0e-4\n"
+    )
+    words = [*command_line("qwen3", "colocated", root), "--custom-config-path", str(file)]
+    args = parse_args([*words, "--custom-tis-function-path", "mis.compute_mis_weights_with_cp"])
+    assert (args.use_tis, args.use_rs, args.tis_upper_bound, args.rs_veto_threshold) == (
+        True,
+        True,
+        2.0,
+        1e-4,
+    )
+    assert args.rs_lower_bound is None and not any("tis" in warning for warning in args.warnings)
+
+
 @pytest.mark.slow
 def test_new_names_are_those_of_the_installed_sglang():
     python = sglang.find_python(None)

@@ -248,7 +248,10 @@ def test_masks_of_a_plug_in_reach_a_custom_reducer_and_cannot_add_tokens(model, 
         ("first_of_each", sum(s.loss_mask[0] for s in samples)),
         ("everything", sum(sum(s.loss_mask) for s in samples)),
     ):
-        args = trainer_args(model, custom_tis_function_path=f"{file}:{function}", **changes)
+        # A plug-in that rejects reads use_rs itself: nothing is rejected twice.
+        args = trainer_args(
+            model, custom_tis_function_path=f"{file}:{function}", use_rs=True, rs_upper=1.0, **changes
+        )
         metrics = train(backend_of(args), args, samples)
         assert metrics["train/pg_loss"] == pytest.approx(7 * kept / len(samples))
     for function in ("flat", "column"):

@@ -161,11 +161,12 @@ def _build_one(args: object, entry: dict[str, Any], defaults: dict[str, Any]) ->
         ("prompt_template", "input_key", "eval_input_key"),
         ("label_pattern", "label_key", "eval_label_key"),
     ):
-        if values.get(name) is None and values.get(key) is None and getattr(args, flag) is None:
-            values[name] = getattr(args, name)
+        if values.get(name) is None and values.get(key) is None and getattr(args, flag, None) is None:
+            values[name] = getattr(args, name, None)  # plug-ins come with namespaces of their own
     for name, flags in FALLBACK_FLAGS.items():
         if values.get(name) is None:
-            values[name] = next((v for v in (getattr(args, flag) for flag in flags) if v is not None), None)
+            found = (getattr(args, flag, None) for flag in flags)
+            values[name] = next((v for v in found if v is not None), None)
     return EvalDatasetConfig(
         **{k: v for k, v in values.items() if v is not None or k != "metadata_overrides"}
     )

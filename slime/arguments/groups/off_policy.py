@@ -33,6 +33,11 @@ BUILT_IN_WEIGHTS = OnlyWith(
     lambda d: d.custom_tis_function_path is None,
     "--custom-tis-function-path replaces the built-in weights; remove one of them",
 )
+OWN_REJECTION = OnlyWith(
+    "without --custom-tis-function-path",
+    lambda d: d.custom_tis_function_path is None,
+    "--custom-tis-function-path rejects what it means to; for its eyes put use_rs into --custom-config-path",
+)
 REJECTS = needs("use_rs", "nothing is rejected; add --use-rs")
 OPSM = needs("use_opsm", "no sample is masked; add --use-opsm")
 DRIFTS = OnlyWith(
@@ -77,8 +82,9 @@ class OffPolicyFlags:
     )
     use_rs: bool = flag(
         False,
-        "leave tokens or samples out of the policy loss whose ratio is out of bounds",
-        only_with=POLICY_LOSS,
+        "leave tokens or samples out of the policy loss whose ratio is out of bounds; a "
+        "--custom-tis-function-path does so itself",
+        only_with=(POLICY_LOSS, OWN_REJECTION),
     )
     rs_level: str = flag("token", "whose ratio decides", choices=LEVELS, only_with=REJECTS)
     rs_upper: float = flag(2.0, "upper bound of that ratio", gt=0, only_with=REJECTS)

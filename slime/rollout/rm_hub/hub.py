@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from slime.arguments import PluginArgs
+from slime.arguments import PluginArgs, with_defaults
 from slime.catalog.rewards import BOXED, REWARDS, Reward
 from slime.observability.metrics import NOT_COMPARED_KEY
 from slime.rollout.groups import describe_fully
@@ -31,7 +31,7 @@ _MAX_REWARD_THREADS = 64
 
 async def async_rm(args: PluginArgs, sample: Sample, **kwargs: Any) -> Any:
     """What the sample's reward function returns: a number, a dict or a RewardFailure."""
-    path = custom_path_of(args, sample)
+    path = custom_path_of(with_defaults(args), sample)
     if path is not None:
         return await call_custom(args, path, sample, **kwargs)
     rm_type = rm_type_of(args, sample)
@@ -79,7 +79,7 @@ def _reward_named(name: str) -> Reward:
 
 async def batched_async_rm(args: PluginArgs, samples: Sequence[Sample], **kwargs: Any) -> list[Any]:
     """One value per sample. With --group-rm the custom function sees the group, else each sample alone."""
-    path = args.custom_rm_path
+    path = with_defaults(args).custom_rm_path
     if path is not None and scores_groups(args, samples):
         values = await call_custom(args, path, list(samples), **kwargs)
         return _one_per_sample(path, values, samples)
