@@ -56,7 +56,9 @@ def execute_train(
     name = SCRIPTS.get(os.path.basename(train_script))
     command = [sys.executable, *(["-m", "slime", name] if name else [train_script]), *words]
     extra = dict(pair.split("=", 1) for pair in shlex.split(config.extra_env_vars if config else ""))
-    subprocess.run(command, check=True, env=os.environ | extra | dict(extra_env_vars or {}))
+    done = subprocess.run(command, env=os.environ | extra | dict(extra_env_vars or {}))
+    if done.returncode:  # the run has said why
+        raise SystemExit(done.returncode)
 
 
 def convert_checkpoint(model_name: str, *_: object, **__: object) -> None:

@@ -17,6 +17,7 @@ from slime.utils.misc import load_function
 ROOT = Path(__file__).parents[2]
 # Their effect is on other arguments: a file that is read, a value that is derived, a check that is made.
 USED_WHILE_PARSING = {
+    "sglang_router_policy",
     "config",
     "print_config",
     "strict",

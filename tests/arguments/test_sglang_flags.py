@@ -2,10 +2,12 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 from argument_helpers import parse
 
+from slime.arguments.groups import topology
 from slime.arguments.passthrough import sglang
 
 TABLE = {
@@ -105,3 +107,20 @@ def test_an_interpreter_without_sglang_is_named():
 
 def test_the_script_that_asks_for_the_flags_is_where_it_is_looked_for():
     assert sglang._LAUNCH.is_file() and (sglang._PACKAGE / "__init__.py").is_file()
+
+
+def test_a_router_policy_is_for_the_router_that_is_there(monkeypatch):
+    asked = {"rollout_engine": "embedded", "sglang_router_policy": "cache_aware"}
+    (block,) = (w for w in parse(**asked).warnings if "--sglang-router-policy" in w)
+    assert "--rollout-engine embedded has slime's own balancer" in block
+    draft = SimpleNamespace(
+        sglang_router_policy="cache_aware", debug_train_only=False, rollout_router="sglang", idle=[],
+        rollout_engine="sglang", rollout_external_engine_addrs=None, router_python=None, router_options={},
+        sources={"router_options": "default"}, set=lambda name, value, source: setattr(draft, name, value),
+    )  # fmt: skip
+    monkeypatch.setattr(topology, "find_python", lambda *_: "python")
+    topology._router_policy(draft)
+    assert draft.router_options == {"--router-policy": ["cache_aware"]}
+    monkeypatch.setattr(topology, "find_python", lambda *_: None)
+    topology._router_policy(draft)
+    assert "sglang-router is not installed" in draft.idle[0]

@@ -24,8 +24,8 @@ IDLE_FLAGS = {
         ckpt-assume-constant-structure log-interval log-throughput timing-log-level tensorboard-dir
         tensorboard-log-interval save-rng""",
     "slime moves data and requests in its own way": """
-        rollout-data-transport use-distributed-post http-proxy actor-num-cpus sglang-router-ip
-        sglang-router-policy min-batch-collection-ratio""",
+        rollout-data-transport use-distributed-post http-proxy actor-num-cpus min-batch-collection-ratio""",
+    "slime starts a router of its own, whose address plug-ins get": "sglang-router-ip",
     "the trainer's processes stay; --offload-train gives their device memory back": "release-train",
     "--use-pytorch-profiler records steps": "profile",
 }

@@ -8,7 +8,7 @@ from slime.arguments.core.draft import Draft
 from slime.arguments.core.files import read_yaml_mapping
 from slime.arguments.core.flag import OnlyWith, flag
 from slime.arguments.passthrough.router import need_router_python, read_router_flags
-from slime.arguments.passthrough.sglang import PREFIX, need_python, server_flags
+from slime.arguments.passthrough.sglang import PREFIX, find_python, need_python, server_flags
 from slime.catalog.engines import ENGINES
 
 WORKER_TYPES = ("regular", "prefill", "decode", "placeholder")
@@ -55,6 +55,12 @@ class TopologyFlags:
         "interpreter that has sglang-router; default: .venv-router of `make sglang-env`, else this one",
         metavar="PATH",
         only_with=SGLANG_ROUTER,
+    )
+    sglang_router_policy: str | None = flag(
+        None,
+        "how SGLang's router chooses among engines, as --router-policy; where it is not installed slime's "
+        "own balancer chooses",
+        metavar="NAME",
     )
     sglang_router_port: int | None = flag(
         None, "port of the policy's router; default: any free one", ge=1, le=65535
@@ -383,8 +389,27 @@ def _check_engine_kind(draft: Draft, topology: Topology) -> None:
                     raise ValueError(f"{where}: {name!r} cannot be set{hint}: {error}") from None
 
 
+def _router_policy(draft: Draft) -> None:
+    """The policy becomes a flag of SGLang's router where there is one."""
+    policy, why = draft.sglang_router_policy, None
+    if policy is None or draft.debug_train_only:
+        return
+    if draft.rollout_router == "builtin" and draft.was_given("rollout_router"):
+        why = "--rollout-router is builtin"
+    elif not ENGINES[draft.rollout_engine].takes_sglang_flags and not draft.rollout_external_engine_addrs:
+        why = f"--rollout-engine {draft.rollout_engine} has slime's own balancer"
+    elif find_python(draft.router_python, ".venv-router", "sglang_router") is None:
+        why = "sglang-router is not installed: slime's own balancer chooses"
+    if why:
+        draft.idle.append(f"--sglang-router-policy is {policy}, but {why}.")
+    else:
+        options = {"--router-policy": [policy]} | draft.router_options
+        draft.set("router_options", options, draft.sources["router_options"])
+
+
 def router(draft: Draft) -> None:
     """SGLang's router where it is needed, or where flags of its own are given; those are checked."""
+    _router_policy(draft)
     given, split = draft.router_options, [m.name for m in draft.engine_topology.models if m.is_disaggregated]
     reason = next(iter(given)) if given else f"prefill and decode of model {split[0]!r}" if split else None
     if reason and draft.rollout_router == "builtin":
