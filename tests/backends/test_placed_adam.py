@@ -180,7 +180,10 @@ def test_a_trainer_with_moments_in_host_memory_takes_the_same_steps(trainer):
     assert same_weights(plain, hosted)
 
 
-@pytest.mark.parametrize(("before", "after"), [({}, HOSTED), (HOSTED, {}), (SMALL | HOSTED, SMALL)])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [({}, HOSTED), pytest.param(HOSTED, {}, marks=pytest.mark.slow), (SMALL | HOSTED, SMALL)],
+)
 def test_resume_is_exact_wherever_the_moments_were(trainer, tmp_path, before, after):
     first, args = trainer(**before)
     train(first, args)
