@@ -1,6 +1,7 @@
 """Every flag group in the order a reader meets them: the one list that parser, help and docs walk."""
 
 import functools
+from typing import Any
 
 from slime.arguments.core.flag import FlagSpec, specs_of
 from slime.arguments.groups.algorithm import AlgorithmFlags
@@ -72,6 +73,7 @@ class Flags(
     distributed_backend: str
     run_dir: str
     hf_checkpoint: str  # None only where --debug-rollout-only runs a rollout function of one's own
+    critic_overrides: dict[str, Any]  # no flag: what --megatron-config-path says of the critic alone
     start_from: str  # no flag: who has the first weights, --hf-checkpoint or a torch_dist folder
 
 

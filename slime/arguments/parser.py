@@ -15,6 +15,7 @@ from slime.arguments.core.draft import COMMAND_LINE, DEFAULT, SYNCHRONOUS, Draft
 from slime.arguments.core.files import read_yaml_mapping
 from slime.arguments.core.flag import FlagSpec, convert
 from slime.arguments.core.unbuilt import PLUGIN_FLAGS, SYNONYMS, is_unbuilt, why_idle
+from slime.arguments.groups.roles import apply_critic, read_roles, without_idle
 from slime.arguments.passthrough.megatron import (
     is_megatron_flag,
     megatron_fields,
@@ -99,6 +100,10 @@ def _read_all(
     if draft.custom_config_path:
         with refusals.collect("--custom-config-path"):
             _apply_custom_config(draft, draft.custom_config_path)
+    draft.set("critic_overrides", {}, DEFAULT)
+    if draft.megatron_config_path:
+        with refusals.collect("--megatron-config-path"):
+            _apply_roles(draft, draft.megatron_config_path, custom)
     with refusals.collect("Command line"):
         _require_custom(draft, custom)
     draft.idle += [f"{option} is set, but {why_idle(option)}." for option in idle]
@@ -322,6 +327,16 @@ def _apply_config_file(
     if without_megatron:
         refusals.add("--config", why_missing(without_megatron, f"{path}: "))
     return server_flags
+
+
+def _apply_roles(draft: Draft, path: str, custom: dict[str, CustomFlag]) -> None:
+    roles = read_roles(path)
+    critic = Draft(all_specs())
+    for role, target in (("actor", draft), ("critic", critic)):
+        for name, value in without_idle(roles.get(role, {}), draft, path).items():
+            _apply_key(target, name, name, value, path, custom)
+    if "critic" in roles:
+        apply_critic(draft, critic, path)
 
 
 def _apply_key(

@@ -31,6 +31,7 @@ from slime.arguments.groups.off_policy import correct_stale_tokens, off_policy
 from slime.arguments.groups.precision import engine_precision
 from slime.arguments.groups.profiling import profiling
 from slime.arguments.groups.rewards import reward_shaping, rewards
+from slime.arguments.groups.roles import critic_role
 from slime.arguments.groups.rollout import context_length, fully_async_rollout, over_sampling, sampling
 from slime.arguments.groups.run import (
     check_paths_exist,
@@ -91,6 +92,7 @@ RULES: tuple[Rule, ...] = (
     engine_precision,
     model_parallel_sizes,
     profiling,
+    critic_role,
     run_folder,
     check_paths_exist,
     tell_idle_flags,

@@ -283,6 +283,7 @@ def test_vars_of_args_are_exactly_the_settings():
         "router_options",
         "engine_topology",
         "start_from",
+        "critic_overrides",
     }
 
 
@@ -320,6 +321,7 @@ def test_print_config_shows_every_value_and_its_source(capsys, tmp_path):
         "router_options",
         "engine_topology",
         "start_from",
+        "critic_overrides",
     }
     assert "0.5" in lines["clip_grad"] and f"file {config}" in lines["clip_grad"]
     assert lines["rollout_batch_size"].split()[1:] == ["4", "command", "line"]

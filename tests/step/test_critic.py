@@ -138,12 +138,17 @@ def test_a_checkpoint_without_critic_is_refused_unless_only_weights_are_taken(mo
     backend_of(ppo_args(model, finetune=True)).load(tmp_path / "ckpt")
 
 
-def test_a_critic_of_another_size_is_refused(model, tmp_path):
-    other = make_tiny_model(tmp_path / "other", hidden=32)
-    with pytest.raises(
-        ValueError, match=r"--critic-load .* another size.*\[128, 32\] there and \[128, 64\] here"
-    ):
+def test_a_critic_may_have_its_own_size_and_optimizer_but_not_another_vocabulary(model, tmp_path):
+    small = make_tiny_model(tmp_path / "small", hidden=32, layers=3)
+    args = ppo_args(
+        model, critic_overrides={"hf_checkpoint": str(small), "weight_decay": 0.7}, critic_lr=1e-2
+    )
+    backend = backend_of(args)
+    before = weights_of(backend.critic)
+    train(backend, args)
+    assert backend.critic.model.lm.config.hidden_size == 32
+    assert {group["weight_decay"] for group in backend.critic.optimizer.param_groups} <= {0.7, 0.0}
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in weights_of(backend.critic).items())
+    other = make_tiny_model(tmp_path / "other", vocab=130)
+    with pytest.raises(ValueError, match=r"--critic-load .* has 130 tokens in its vocabulary"):
         backend_of(ppo_args(model, critic_load=str(other)))
-    deeper = make_tiny_model(tmp_path / "deeper", layers=3)
-    with pytest.raises(ValueError, match=r"--critic-load .* another size"):
-        backend_of(ppo_args(model, critic_load=str(deeper)))

@@ -2,7 +2,7 @@
 
 UNBUILT_FLAGS = frozenset(
     """
-    allgather-cp freeze-indexer load-forge-rollout-data megatron-config-path use-stateless-adam
+    allgather-cp freeze-indexer load-forge-rollout-data use-stateless-adam
     """.split()  # noqa: SIM905 - a paragraph is easier to scan than many quoted lines
 )
 

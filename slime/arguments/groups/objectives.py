@@ -78,6 +78,11 @@ class KeptPolicyFlags:
 class CriticFlags:
     """Critic."""
 
+    megatron_config_path: str | None = flag(
+        None,
+        "YAML with settings of the policy alone and of the critic alone (docs/algorithms.md)",
+        metavar="FILE",
+    )
     critic_load: str | None = flag(
         None,
         "model the critic starts from (a causal LM or a reward model); default: --hf-checkpoint",

@@ -197,6 +197,7 @@ def check_paths_exist(draft: Draft) -> None:
         ("--ref-load", draft.ref_load),
         ("--critic-load", draft.critic_load),
         ("--opd-teacher-load", draft.opd_teacher_load),
+        ("hf_checkpoint of the critic", draft.critic_overrides.get("hf_checkpoint")),
     ):
         _check_model(option, path)
     # A run that resumes itself names the same folder twice, and its first start finds nothing there.

@@ -76,9 +76,8 @@ def create_backend(
 
     def build_critic(settings: Args) -> FSDPBackend:
         critic = build(settings, role="critic")
-        dcp_checkpoint.check_same_decoder(
-            critic.model.lm, backend.model.lm, "--critic-load", critic.hf_checkpoint
-        )
+        sizes = [trainer.model.lm.config.vocab_size for trainer in (critic, backend)]
+        backend.check_vocabulary("--critic-load", critic.hf_checkpoint, *sizes)
         return critic
 
     backend.add_models(build_critic)
@@ -332,7 +331,9 @@ class FSDPBackend(TrainerBase):
             self.load_model(path, weights="teacher")
             return
         source = loading.empty_model(path)
-        self._check_vocabulary(path, source.config.vocab_size, self.model.lm.config.vocab_size)
+        self.check_vocabulary(
+            "--opd-teacher-load", path, source.config.vocab_size, self.model.lm.config.vocab_size
+        )
         if dcp_checkpoint.fingerprint(source) == dcp_checkpoint.fingerprint(self.model.lm):
             self.load_hf(path, weights="teacher")
             return

@@ -133,27 +133,6 @@ def check_same_model(saved: dict[str, Any], own: dict[str, Any], path: Path) -> 
     )
 
 
-def check_same_decoder(lm: HFModel, own: HFModel, flag: str, path: str) -> None:
-    """A model that reads the policy's tokens beside it has its shape, whatever its head."""
-    heads = (lm.get_output_embeddings(), own.get_output_embeddings())
-    shapes = [
-        {n: list(p.shape) for n, p in model.named_parameters() if p is not head.weight}
-        for model, head in zip((lm, own), heads, strict=True)
-    ]
-    # A tied output matrix is the input embedding, which both have.
-    names = sorted(name for name in shapes[0].keys() & shapes[1].keys() if shapes[0][name] != shapes[1][name])
-    differences = [f"{name} is {shapes[0][name]} there and {shapes[1][name]} here" for name in names]
-    for key in ("model_type", "num_hidden_layers"):
-        there, here = (getattr(model.config, key) for model in (lm, own))
-        if there != here:
-            differences.append(f"{key} is {there} there and {here} here")
-    if differences:
-        raise ValueError(
-            f"{flag} {path} is of another size or family than --hf-checkpoint ({differences[0]}): it must "
-            f"have the same decoder; leave {flag} out to start from --hf-checkpoint."
-        )
-
-
 def save_weights(backend: CheckpointedTrainer, path: Path) -> None:
     """Only the weights that the live model holds now."""
     with plain_errors():

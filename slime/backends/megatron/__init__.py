@@ -35,7 +35,7 @@ def create_backend(
     # After the shims: megatron-core asks for the device while it is imported.
     from slime.backends.megatron import without_transformer_engine
     from slime.backends.megatron.backend import MegatronBackend
-    from slime.backends.megatron.dist_checkpoint import check_same_decoder
+    from slime.backends.megatron.teacher import critic_args
 
     without_transformer_engine.install()
     build = functools.partial(
@@ -44,8 +44,11 @@ def create_backend(
     backend = build(args, random_weights=random_weights)
 
     def build_critic(settings: Args) -> MegatronBackend:
+        if settings.hf_checkpoint != args.hf_checkpoint:
+            settings = critic_args(settings)
         critic = build(settings, role="critic")
-        check_same_decoder(critic, backend)
+        sizes = critic.hf_config.vocab_size, backend.hf_config.vocab_size
+        backend.check_vocabulary("--critic-load", settings.hf_checkpoint, *sizes)
         return critic
 
     backend.add_models(build_critic)

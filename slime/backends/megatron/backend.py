@@ -331,7 +331,7 @@ class MegatronBackend(TrainerBase):
             self.load_model(path, weights="teacher")
             return
         theirs = read_hf_config(str(path))
-        self._check_vocabulary(path, theirs.vocab_size, self.hf_config.vocab_size)
+        self.check_vocabulary("--opd-teacher-load", path, theirs.vocab_size, self.hf_config.vocab_size)
         if same_architecture(theirs, self.hf_config):
             self.load_hf(path, weights="teacher")
         else:

@@ -70,17 +70,6 @@ def fingerprint(backend: TrainerState) -> dict[str, Any]:
     return {"model_type": backend.hf_config.model_type, "vocab_size": backend.hf_config.vocab_size, **sizes}
 
 
-def check_same_decoder(critic: TrainerState, actor: TrainerState) -> None:
-    """Refuse a critic whose decoder differs from the policy's, beside which it reads the same tokens."""
-    wrong = _differences(fingerprint(critic), fingerprint(actor))
-    if wrong:
-        raise ValueError(
-            f"--critic-load {critic.args.hf_checkpoint} is of another size or family than --hf-checkpoint "
-            f"({wrong[0]}): it must have the same decoder; leave --critic-load out to start from "
-            "--hf-checkpoint."
-        )
-
-
 def _differences(theirs: dict[str, Any], own: dict[str, Any]) -> list[str]:
     """Where two fingerprints differ, in words."""
     differing = [name for name in own if theirs.get(name) != own[name]]

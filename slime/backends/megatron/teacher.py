@@ -32,9 +32,7 @@ class TeacherModel:
         self, args: Args, path: str | Path, layout: Layout, dtype: torch.dtype, device: torch.device
     ) -> None:
         hf_config = read_hf_config(str(path))
-        args = _without_model_flags(args, hf_config)
-        if "num_moe_experts" not in family_of(hf_config).settings(hf_config):
-            args = _without_experts(args)
+        args = _for_model(args, hf_config)
         check_layout(args, hf_config, world_size=torch.distributed.get_world_size(), device=device)
         config = transformer_config(args, hf_config, dtype, device)
         self.chunks = build_chunks(
@@ -62,6 +60,18 @@ class TeacherModel:
     def _move(self, device: torch.device | str) -> None:
         for chunk in self.chunks:
             chunk.to(device)
+
+
+def critic_args(args: Args) -> Args:
+    """Settings of a critic of another model than the policy: what flags say of that one is not about it."""
+    told = args.critic_overrides.get("megatron_config", {})
+    args = _for_model(args, read_hf_config(args.hf_checkpoint))
+    return args.replace(megatron_config={**(args.megatron_config or {}), **told})
+
+
+def _for_model(args: Args, hf_config: Any) -> Args:
+    args = _without_model_flags(args, hf_config)
+    return args if "num_moe_experts" in family_of(hf_config).settings(hf_config) else _without_experts(args)
 
 
 def _without_model_flags(args: Args, hf_config: Any) -> Args:

@@ -34,11 +34,14 @@ def needs_critic(args: Flags) -> bool:
 def critic_settings(args: Args) -> Args:
     """`args` as the critic's model, optimizer and schedule read them."""
     settings = copy.copy(args)
-    own = args.critic_load
+    own, model = args.critic_load, args.critic_overrides.get("hf_checkpoint")
+    fields = {**(args.megatron_config or {}), **args.critic_overrides.get("megatron_config", {})}
+    vars(settings).update(args.critic_overrides)
     vars(settings).update(
         # A checkpoint of Megatron's holds weights alone.
-        hf_checkpoint=args.hf_checkpoint if own is None or is_torch_dist(own) else own,
-        start_from=own or args.start_from,
+        hf_checkpoint=model or (args.hf_checkpoint if own is None or is_torch_dist(own) else own),
+        start_from=own or model or args.start_from,
+        megatron_config=fields or None,
         lr=args.lr if args.critic_lr is None else args.critic_lr,
         min_lr=args.critic_min_lr,
         lr_decay_style=args.critic_lr_decay_style,

@@ -172,12 +172,12 @@ class TrainerBase(ABC):
         `path` is an HF folder, or a checkpoint of a model of the policy's shape.
         """
 
-    def _check_vocabulary(self, path: str | Path, theirs: int, own: int) -> None:
+    def check_vocabulary(self, flag: str, path: str | Path, theirs: int, own: int) -> None:
+        """Of a teacher or a critic, which may be of another size and family than the policy."""
         if theirs != own:
             raise ValueError(
-                f"--opd-teacher-load {path} has {theirs} tokens in its vocabulary, --hf-checkpoint has "
-                f"{own}: a teacher scores the policy's own tokens, so both must share one tokenizer; choose "
-                "a teacher of the same family."
+                f"{flag} {path} has {theirs} tokens in its vocabulary, --hf-checkpoint has {own}: it reads "
+                "the policy's own tokens, so both must share one tokenizer; choose one of the same family."
             )
 
     def copy_weights(self, src: str, dst: str) -> None:

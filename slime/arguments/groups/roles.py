@@ -1,0 +1,91 @@
+"""--megatron-config-path: settings of the policy alone and of the critic alone, by names of flags.
+
+    megatron:
+      - {role: actor, overrides: {lr: 1e-6}}
+      - {role: critic, overrides: {lr: 1e-5, hf_checkpoint: models/small, load: models/small_torch_dist}}
+
+What stands there for the policy is as if it were flags. A critic is a model of its own on the same processes:
+its weights, size, optimizer and schedule may differ, layout and batches are the policy's.
+"""
+
+from typing import Any
+
+from slime.arguments.core.draft import Draft, Refused
+from slime.arguments.core.files import read_yaml_mapping
+from slime.arguments.groups.objectives import CRITIC
+from slime.utils.torch_dist_folder import is_megatron_folder
+
+FLAG = "--megatron-config-path"
+ROLES = ("actor", "critic")
+# Settings of the critic that have a flag of their own.
+CRITIC_FLAGS = {
+    **{name: f"critic_{name}" for name in ("lr", "min_lr", "lr_decay_style", "lr_warmup_iters", "clip_grad")},
+    "load": "critic_load",
+}
+# Settings that its model and optimizer read from its own copy of the arguments.
+OWN = (
+    *("hf_checkpoint", "megatron_config", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps"),
+    *("lr_decay_iters", "recompute_granularity", "recompute_method", "recompute_num_layers"),
+    "recompute_modules",
+)
+_IDLE = ("num_nodes", "num_gpus_per_node")  # where the critic runs: on the policy's processes
+
+
+def read_roles(path: str) -> dict[str, dict[str, Any]]:
+    """Role -> its settings as written; ValueError names what is no such file."""
+    content = read_yaml_mapping(path, FLAG)
+    rows = content.get("megatron")
+    if set(content) != {"megatron"} or not isinstance(rows, list):
+        raise ValueError(f"{FLAG} {path}: write `megatron:` and a list of roles under it, and nothing else.")
+    found: dict[str, dict[str, Any]] = {}
+    for i, row in enumerate(rows):
+        where = f"{FLAG} {path}: megatron[{i}]"
+        if not isinstance(row, dict) or not set(row) <= {"name", "role", "overrides", "args"}:
+            raise ValueError(f"{where} is {row!r}: it may have name, role and overrides.")
+        role, settings = row.get("role"), row.get("overrides", row.get("args")) or {}
+        if role not in ROLES:
+            raise ValueError(f"{where}: role is {role!r}; there are {' and '.join(ROLES)}.")
+        if role in found:
+            raise ValueError(f"{where}: a second {role}; write one entry for it.")
+        if not isinstance(settings, dict):
+            raise ValueError(f"{where}: overrides are {settings!r}; write `flag: value` lines.")
+        found[role] = {str(key).replace("-", "_"): value for key, value in settings.items()}
+    return found
+
+
+def apply_critic(draft: Draft, critic: Draft, path: str) -> None:
+    """Lay the settings of the critic, read into a draft of their own, over those of the run."""
+    if not CRITIC.works(draft):
+        raise ValueError(f"{FLAG} {path} has settings of a critic, but {CRITIC.reason}.")
+    own: dict[str, Any] = {}
+    for name in (name for name in critic.values if critic.was_given(name)):
+        value = critic.values[name]
+        if name in CRITIC_FLAGS and not (name == "load" and not is_megatron_folder(value)):
+            draft.set(CRITIC_FLAGS[name], value, f"file {path}")
+        elif name == "load" or (name == "hf_checkpoint" and not critic.was_given("load")):
+            draft.set("critic_load", value, f"file {path}")
+        else:
+            own[name] = value
+    draft.idle += critic.idle
+    draft.set("critic_overrides", own, f"file {path}")
+
+
+def critic_role(draft: Draft) -> None:
+    """What a critic cannot have of its own must be what the policy has."""
+    refused = [
+        f"{FLAG}: the critic's {name} is {value}, the policy's is {draft.values.get(name)}: both train on "
+        "the same processes and batches; leave it out, or give both the same."
+        for name, value in draft.critic_overrides.items()
+        if name not in OWN and draft.values.get(name) != value
+    ]
+    own = {name: value for name, value in draft.critic_overrides.items() if name in OWN}
+    draft.set("critic_overrides", own, draft.sources["critic_overrides"])
+    if refused:
+        raise Refused(refused)
+
+
+def without_idle(settings: dict[str, Any], draft: Draft, path: str) -> dict[str, Any]:
+    """`settings` without what says where a role runs, which is told of."""
+    for name in (name for name in _IDLE if name in settings):
+        draft.idle.append(f"{name} in {path} is set, but a critic trains on the processes of the policy.")
+    return {name: value for name, value in settings.items() if name not in _IDLE}
