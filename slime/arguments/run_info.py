@@ -71,11 +71,11 @@ def plugin_args(args: Args, run_info: RunInfo) -> PluginArgs:
     )
 
 
-def with_defaults(args: PluginArgs) -> PluginArgs:
+def with_defaults(given: PluginArgs) -> PluginArgs:
     """A namespace that a plug-in made for itself gets, in place, what it leaves out; ours stays as it is."""
-    if not isinstance(args, Flags):
+    if not isinstance(given, Flags):
         defaults = plugin_args(default_args(rollout_engine="sglang"), RunInfo("", ""))
         for name, value in vars(defaults).items():
-            if not hasattr(args, name):
-                setattr(args, name, copy.copy(value))
-    return args
+            if not hasattr(given, name):
+                setattr(given, name, copy.copy(value))
+    return given
