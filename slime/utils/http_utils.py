@@ -2,7 +2,8 @@
 
 A 4xx is the caller's mistake and is raised at once; 5xx, refused and broken
 connections are retried with back-off, because an engine that died is being
-restarted meanwhile. Engines that ask for a token get it (`authorize`).
+restarted meanwhile. A 500 is the word of a server that lives: it is retried a
+few times only. Engines that ask for a token get it (`authorize`).
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import atexit
 import contextlib
 import ipaddress
 import json
+import logging
 import random
 import socket
+import time
 import weakref
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextvars import ContextVar
@@ -24,6 +27,8 @@ import aiohttp
 CLIENT = "slime"  # how servers know requests whose sampling parameters were seen here
 _MAX_CONNECTIONS = 4096
 _BACKOFF_CAP_S = 5.0
+_ANSWERED_RETRIES = 8  # of a request that a living server failed on, about 15 s
+_TELL_EVERY_S = 30.0  # that requests are answered by errors
 _END_S = 1.0  # at exit: for tasks to take note that they are cancelled
 # Shorter than servers keep an idle connection (uvicorn: 5 s), or a call
 # would meet one that is just being closed.
@@ -36,6 +41,8 @@ _RETRYABLE = (
     asyncio.TimeoutError,
 )
 
+logger = logging.getLogger(__name__)
+_told_at = -_TELL_EVERY_S
 _sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = (
     weakref.WeakKeyDictionary()
 )
@@ -193,14 +200,24 @@ async def _request(
         try:
             return await _once(method, url, payload, headers, timeout_s)
         except HttpError as error:
-            if error.status < 500 or attempt >= max_retries:
+            allowed = min(max_retries, _ANSWERED_RETRIES) if error.status == 500 else max_retries
+            if error.status < 500 or attempt >= allowed:
                 raise
+            _tell(error)
         except _RETRYABLE as error:
             if attempt >= max_retries:
                 what = f"no answer after {attempt + 1} attempts ({type(error).__name__}: {error})"
                 raise HttpError(0, what, url) from error
         attempt += 1
         await asyncio.sleep(min(0.1 * 2 ** min(attempt, 10), _BACKOFF_CAP_S) * random.uniform(0.5, 1.0))
+
+
+def _tell(error: HttpError) -> None:
+    """Not more than one of them in a while: thousands of requests may meet the same trouble."""
+    global _told_at
+    if (now := time.monotonic()) - _told_at >= _TELL_EVERY_S:
+        _told_at = now
+        logger.warning("%s; it is asked again", str(error)[:500])
 
 
 async def _once(

@@ -111,6 +111,15 @@ def test_retries_end():
     assert (error.status, count) == (500, 3)
 
 
+def test_a_server_that_lives_and_fails_on_a_request_is_asked_a_few_times_and_told(monkeypatch, caplog):
+    monkeypatch.setattr(http_utils, "_BACKOFF_CAP_S", 0.01)
+    monkeypatch.setattr(http_utils, "_told_at", float("-inf"))
+    error, count = call([500] * 60)
+    assert (error.status, count) == (500, 1 + http_utils._ANSWERED_RETRIES)
+    assert caplog.text.count("it is asked again") == 1
+    assert call([503] * 20 + [200]) == ({"ok": True}, 21)
+
+
 def test_an_absent_server_is_an_error_with_its_address():
     port = http_utils.find_available_port()
     with pytest.raises(http_utils.HttpError, match=f"127.0.0.1:{port}.*no answer after 2 attempts"):
