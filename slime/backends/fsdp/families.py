@@ -36,6 +36,14 @@ _PACKED_LAYERS = _STATES | {
 }
 
 
+NO_DECODER = "is no decoder"
+# Types that `slime verify-model --families` found to differ from transformers, and where.
+_WRONG = {
+    "cpmant": "its attention sees padding",
+    "zaya": "the gradient of its balancing biases is another one",
+}
+
+
 class NotTrainable(ValueError):
     """A family that this trainer would compute wrongly; the message says why."""
 
@@ -46,10 +54,14 @@ def build(config: Any) -> HFModel:
     from transformers import AutoModelForCausalLM
 
     own = config.get_text_config()
-    if getattr(own, "is_encoder_decoder", False) or getattr(own, "is_decoder", True) is False:
+    # Some causal families have that field and do not read it.
+    reads = "self.is_decoder" in _source(AutoModelForCausalLM._model_mapping.get(type(config), type(config)))
+    if getattr(own, "is_encoder_decoder", False) or (reads and getattr(own, "is_decoder", True) is False):
         raise NotTrainable(
-            f"{own.model_type} is no decoder (its config says so): only causal language models are trained."
+            f"{own.model_type} {NO_DECODER} (its config says so): only causal language models are trained."
         )
+    if own.model_type in _WRONG:
+        raise NotTrainable(f"{own.model_type} would not train exactly: {_WRONG[own.model_type]}.")
     lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     lm.config.use_cache = False
     if _can_run_packed(lm):
@@ -59,11 +71,15 @@ def build(config: Any) -> HFModel:
     return lm
 
 
+def _source(kind: type) -> str:
+    """The code of the file that a class is from."""
+    return inspect.getsource(inspect.getmodule(kind) or kind)
+
+
 def _can_run_packed(lm: HFModel) -> bool:
     """Whether all layers mix tokens by a registered attention function or by a state that is known."""
     kinds = set(vars(lm.config.get_text_config()).get("layer_types") or ())
-    source = inspect.getsource(inspect.getmodule(type(decoder(lm))))  # type: ignore[arg-type]
-    if "ALL_ATTENTION_FUNCTIONS" not in source or kinds - _PACKED_LAYERS:
+    if "ALL_ATTENTION_FUNCTIONS" not in _source(type(decoder(lm))) or kinds - _PACKED_LAYERS:
         return False
     convolving = [m for m in lm.modules() if any(isinstance(part, nn.Conv1d) for part in m.children())]
     has_state = bool(stateful_modules(lm))
