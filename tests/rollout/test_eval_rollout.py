@@ -6,6 +6,7 @@ import threading
 import pytest
 import rollout_plugins
 from fake_engine import FakeEngine
+from patience import eventually
 from rollout_helpers import make_args, make_source, write_prompts
 
 from slime.rollout.rm_hub.scoring import reset_breaker
@@ -108,9 +109,17 @@ def test_an_evaluation_without_any_score_is_an_error(tmp_path):
 def test_an_abort_of_training_does_not_touch_evaluation(tmp_path):
     data = write_prompts(tmp_path / "one.jsonl", 6)
 
+    trained = threading.Event()
+
     def script(payload, number):
         evaluating = payload["sampling_params"]["temperature"] == 0.5
-        return {"delay_s": 1.0} if evaluating else {"hold": True, "tokens": [33]} if number >= 14 else None
+        return (
+            {"until": trained.is_set}
+            if evaluating
+            else {"hold": True, "tokens": [33]}
+            if number >= 14
+            else None
+        )
 
     with FakeEngine(script) as engine:
         flags = ("--eval-prompt-data", "one", str(data), "--eval-interval", "1", "--eval-temperature", "0.5")
@@ -120,10 +129,10 @@ def test_an_abort_of_training_does_not_touch_evaluation(tmp_path):
             target=lambda: result.append(generate_rollout(args, 0, None, evaluation=True))
         )
         thread.start()
-        while len(engine.requests) < 6:
-            pass
+        eventually(lambda: len(engine.requests) >= 6)
         generate_rollout(args, 0, make_source(args))
         assert engine.aborts and thread.is_alive()
+        trained.set()
         thread.join()
     evaluation_rids = {r["rid"] for r in engine.requests if r["sampling_params"]["temperature"] == 0.5}
     assert evaluation_rids.isdisjoint(a["rid"] for a in engine.aborts)
