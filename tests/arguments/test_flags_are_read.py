@@ -27,6 +27,7 @@ USED_WHILE_PARSING = {
     "check_for_nan_in_loss_and_grad",
     "ci_train_rollout_logprob_abs_diff_threshold",
     "custom_config_path",
+    "megatron_config_path",
     "allow_sampling_mismatch",
     "num_steps_per_rollout",
     "ref_ckpt_step",

@@ -154,6 +154,8 @@ GUARDS = {
 }
 # A recipe of supervised losses may say what holds for them anyway.
 SAID = {("sft", "compute_advantages_and_returns"), ("dpo", "compute_advantages_and_returns")}
+# A file of other flags: what it says of a role is read with them.
+FILES = {"megatron_config_path"}
 GROUPS = (AlgorithmFlags, OffPolicyFlags, KeptPolicyFlags, CriticFlags, DistillationFlags, PreferenceFlags)
 
 WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
@@ -263,7 +265,7 @@ def test_every_algorithm_flag_has_a_value_here():
     declared = {field.name for group in GROUPS for field in dataclasses.fields(group)} - {
         "calculate_per_token_loss"
     }
-    assert declared - VALUES.keys() - GUARDS == set()
+    assert declared - VALUES.keys() - GUARDS - FILES == set()
 
 
 @pytest.mark.parametrize(
