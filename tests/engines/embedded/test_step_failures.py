@@ -119,7 +119,7 @@ def test_logits_that_are_no_numbers_spoil_no_page_for_the_next_request(engine):
     bad = request("bad")
     engine.add(bad)
     engine.step()
-    for values in engine.runner.pool.values:
+    for values in engine.runner.pool.values.values():
         values.fill_(float("nan"))
     finish(engine, bad)
     assert bad.finish["status_code"] == 422 and "not finite" in bad.finish["message"]
