@@ -4,8 +4,7 @@ Random weights of Qwen3 shapes, responses with long-tail lengths packed without 
 step (forward with log-probs and entropy, loss, backward, AdamW on fp32 master weights). In the same call: the
 matrix rate of the machine, a naive transformers step (SDPA, full recomputation) and a plain step with
 compiled layers, both on uniform rows of 2,048 tokens with 16-bit optimizer state. Also the log-prob kernel
-against the bare matrix products, and the balance of work over eight data-parallel ranks. Each part fails on
-its own.
+against the bare matrix products, and the balance of work over eight ranks. Each part fails on its own.
 
     python benchmarks/train_step.py [--part kernels --part 0.6b --part 4b --part balance] [--profile]
     python benchmarks/train_step.py --backend megatron --part 0.6b --part 4b    # Megatron beside FSDP
