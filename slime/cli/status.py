@@ -99,18 +99,15 @@ def _watch_plainly(run: Path, status: Status) -> int:
 
 def _read(run: Path) -> Status | str:
     """A str says why the folder has no status."""
+    held = is_locked(run, "--run-dir")  # looked at first: a run writes how it ended, and then lets go
     record = read_run(run)
     if record is None:
         return f"{run} is no folder of a run: run.json is missing or cannot be read."
     rows = read_metrics(run) if (run / METRICS_FILE).is_file() else []
-    state = _state(run, record)
+    # No end is written and nobody held the folder: it is lost, unless another start took it just now.
+    running = held or (record.last.exit is None and is_locked(run, "--run-dir"))
+    state = "running" if running else record.last.exit or "lost: the process ended without a word"
     return Status(record.name, state, tuple(map(printable, _lines(run, record, state, rows))))
-
-
-def _state(run: Path, record: RunRecord) -> str:
-    if is_locked(run, "--run-dir"):
-        return "running"
-    return record.last.exit or "lost: the process ended without a word"
 
 
 def _lines(run: Path, record: RunRecord, state: str, rows: list[dict[str, Any]]) -> list[str]:

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _CLAIM_DEADLINE_S = 120.0
 _STARTS = 4  # of a cluster for this run: Ray gives a node 30 s, which a busy machine may need
-_PULSE = "pulse"
+_PULSE, _FIRST_PULSE_S = "pulse", 10.0
 _DEATHS = (
     ray.exceptions.RayActorError,
     ray.exceptions.ActorUnschedulableError,
@@ -75,10 +75,15 @@ class _Actor:
 
 
 class RayFuture(Generic[R]):
-    """An object ref whose errors are those of the other runtime. `silence`: why the actor is given up."""
+    """An object ref whose errors are those of the other runtime.
 
-    def __init__(self, ref: Any, name: str, silence: Callable[[], WorkerSilent | None]):
-        self._ref, self._name, self._silence = ref, name, silence
+    `silence`: why the actor is given up; `on_answer`: called when it has answered.
+    """
+
+    def __init__(
+        self, ref: Any, name: str, silence: Callable[[], WorkerSilent | None], on_answer: Callable[[], None]
+    ):
+        self._ref, self._name, self._silence, self._on_answer = ref, name, silence, on_answer
 
     def done(self) -> bool:
         return bool(ray.wait([self._ref], timeout=0)[0]) or self._silence() is not None
@@ -96,6 +101,7 @@ class RayFuture(Generic[R]):
     def _answer(self) -> R:
         try:
             answer: R = ray.get(self._ref)
+            self._on_answer()
             return answer
         except _DEATHS as error:
             raise WorkerDied(f"{self._name}: {error}") from error
@@ -133,7 +139,20 @@ class RayHandle(Handle[T]):
 
     def send(self, lane: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RayFuture[Any]:
         answer = self._actor.run.options(concurrency_group=lane).remote(method, args, kwargs)
-        return RayFuture(answer, f"{self.name}.{method}", lambda: self._silence)
+        return RayFuture(answer, f"{self.name}.{method}", lambda: self._silence, self._find)
+
+    def _find(self) -> None:
+        """Whoever has answered a call may fall silent: from now on it is known where it lives."""
+        if self._node is None:
+            with contextlib.suppress(ray.exceptions.RayError):
+                self._place(ray.get(self._ask(), timeout=_FIRST_PULSE_S))
+
+    def _ask(self) -> Any:
+        return self._actor.pulse.options(concurrency_group=_PULSE).remote()
+
+    def _place(self, found: tuple[str, int]) -> None:
+        self._pid = found[1]
+        self._node = found[0]
 
     def kill(self) -> None:
         self._ended = True
@@ -151,11 +170,11 @@ class RayHandle(Handle[T]):
     def heard(self) -> bool:
         """Until its first answer it is placed and made, which takes what it takes."""
         if self._question is None:
-            self._question = self._actor.pulse.options(concurrency_group=_PULSE).remote()
+            self._question = self._ask()
         if not ray.wait([self._question], timeout=0)[0]:
             return self._node is None
         try:
-            self._node, self._pid = ray.get(self._question)
+            self._place(ray.get(self._question))
         except ray.exceptions.RayError:  # it died, as those who wait for it are told
             self._ended = True
         self._question = None

@@ -58,6 +58,23 @@ def test_how_it_ended(run_dir, capsys, error, words):
     assert words in out and "step 10/10" in out and "left" not in out
 
 
+def test_a_run_that_ends_during_a_look_is_not_lost(run_dir, capsys, monkeypatch):
+    lock, read = FolderLock(run_dir, "--run-dir"), status.read_run
+
+    def read_and_end(folder):
+        record = read(folder)
+        close_run_file(run_dir, None)
+        lock.release()
+        return record
+
+    with monkeypatch.context() as during:
+        during.setattr(status, "read_run", read_and_end)
+        main(["status", str(run_dir)])
+    main(["status", str(run_dir)])
+    out = capsys.readouterr().out
+    assert ": running" in out and ": finished" in out and "lost" not in out
+
+
 def test_watching_ends_with_the_run(run_dir, capsys, monkeypatch):
     monkeypatch.setattr(status, "_EVERY_S", 0.01)
     lock = FolderLock(run_dir, "--run-dir")
