@@ -73,13 +73,13 @@ def _workers_of_one_test():
     close_pools()
 
 
-def cpu_seconds(args):
-    """Of this process, its workers and all that they forked or that was
-    replaced; no matter how busy the machine is.
+def cpu_seconds(workers):
+    """Of this process, these workers and all that they forked, and of what has ended; no matter how busy the
+    machine is.
     """
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     total = time.process_time() + ended.ru_utime + ended.ru_stime
-    for worker in list(get_pool(args)._workers):
+    for worker in workers:
         for pid in {worker.process.pid, worker.pid}:
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -90,15 +90,16 @@ def cpu_seconds(args):
 async def cpu_of_each(args, samples):
     """{name: CPU seconds} of scoring each.
 
-    A plain answer goes before each: a worker's start is not an answer's fault, and once it is scored, a
-    worker that the answer before used up has ended and is counted.
+    A plain answer goes before each: once it is scored, a worker that the answer before used up has ended and
+    is counted. The start of a worker is not an answer's fault: one that begins meanwhile is not looked at.
     """
     used = {}
     for name, sample in samples.items():
         await score_samples(args, [make_sample(args.rm_type, r"<think>hm</think> \boxed{4}")])
-        before = cpu_seconds(args)
+        workers = list(get_pool(args)._workers)
+        before = cpu_seconds(workers)
         await score_samples(args, [sample])
-        used[name] = cpu_seconds(args) - before
+        used[name] = cpu_seconds(workers) - before
     return used
 
 
