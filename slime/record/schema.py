@@ -3,6 +3,10 @@
     rollouts   one row for each rollout and each evaluation: when, of which weights, how many, mean reward
     groups     one row per prompt group: the prompt, its label, what became of the group and why
     samples    one row per answer: text, tokens, log-probs, loss mask, weight versions, reward and its parts
+    advantages what the trainer made of an answer: one number, or one for each token of the response
+    pieces     the text of every token id that occurred
+    spans      what took how long in which lane: the loop, engines, rewards, trainer ranks, pushes
+    actions    what somebody asked of the run, and what it answered at a boundary of steps
 
 When the file reaches its limit, the oldest rollouts lose their groups and samples; their own rows stay.
 """
@@ -13,7 +17,8 @@ import sqlite3
 from pathlib import Path
 
 RECORD_FILE = "record.db"
-SCHEMA_NUMBER = 1
+SCHEMA_NUMBER = 2
+_READABLE = ("1", "2")  # what a file of the first schema lacks is empty
 _BUSY_S = 30.0  # how long a statement waits for another process's lock
 
 _TABLES = """
@@ -61,6 +66,41 @@ CREATE INDEX groups_of_rollout ON groups (rollout);
 CREATE INDEX groups_of_prompt ON groups (prompt_hash);
 CREATE INDEX samples_of_group ON samples (group_row);
 """
+# Run on new files behind the tables above, and on files of schema 1 when a run goes on with one.
+_ADDED_IN_2 = """
+ALTER TABLE groups ADD COLUMN spread REAL;  -- highest minus lowest reward; NULL: fewer than two
+CREATE TABLE advantages (
+    sample INTEGER PRIMARY KEY REFERENCES samples ON DELETE CASCADE,
+    value REAL NOT NULL,            -- mean over the tokens that are trained on
+    tokens BLOB                     -- float32, one per response token; NULL: all are `value`
+);
+CREATE TABLE pieces (token INTEGER PRIMARY KEY, text TEXT NOT NULL);
+CREATE TABLE spans (
+    id INTEGER PRIMARY KEY,
+    rollout_id INTEGER NOT NULL,    -- the step it belongs to
+    lane TEXT NOT NULL,             -- loop, engines, reward, trainer-0, ...
+    name TEXT NOT NULL,
+    start REAL NOT NULL,            -- seconds since 1970
+    end REAL NOT NULL,
+    about TEXT                      -- JSON
+);
+CREATE TABLE actions (
+    id INTEGER PRIMARY KEY,
+    time REAL NOT NULL,             -- when it was asked for
+    name TEXT NOT NULL,             -- a row of slime.catalog.actions
+    value REAL,
+    who TEXT NOT NULL,              -- page, command line, ...
+    state TEXT NOT NULL,            -- asked, done or refused
+    answered REAL,
+    rollout_id INTEGER,             -- the step after which it was answered
+    answer TEXT
+);
+CREATE INDEX spans_of_rollout ON spans (rollout_id);
+CREATE INDEX spans_by_start ON spans (start);
+CREATE INDEX samples_by_reward ON samples (reward);
+CREATE INDEX samples_by_length ON samples (num_tokens);
+CREATE INDEX groups_by_spread ON groups (spread);
+"""
 
 
 class RecordError(ValueError):
@@ -76,12 +116,14 @@ def create_or_open(path: Path, run_id: str) -> sqlite3.Connection:
         connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute("PRAGMA foreign_keys = ON")
         if not connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone():
-            connection.executescript(f"BEGIN; {_TABLES} COMMIT;")
+            connection.executescript(f"BEGIN; {_TABLES} {_ADDED_IN_2} COMMIT;")
             connection.execute(
                 "INSERT INTO meta VALUES ('schema', ?), ('run', ?)", (str(SCHEMA_NUMBER), run_id)
             )
             connection.commit()
-        _check_schema(connection, path)
+        if _check_schema(connection, path) == "1":
+            number = f"UPDATE meta SET value = '{SCHEMA_NUMBER}' WHERE key = 'schema';"
+            connection.executescript(f"BEGIN; {_ADDED_IN_2} {number} COMMIT;")
         (owner,) = connection.execute("SELECT value FROM meta WHERE key = 'run'").fetchone()
         if owner != run_id:
             raise RecordError(
@@ -120,6 +162,22 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
     return connection
 
 
+def open_for_asking(path: Path) -> sqlite3.Connection:
+    """For whoever asks something of a run: one short transaction beside its writer."""
+    if not path.is_file():
+        raise RecordError(f"{path} does not exist: the run has no record to write to.")
+    connection = _connect(f"{path.resolve().as_uri()}?mode=rw", path)
+    try:
+        if _check_schema(connection, path) == "1":
+            raise RecordError(f"{path} was written by an older version of slime, which takes no actions.")
+    except (sqlite3.Error, RecordError) as error:
+        connection.close()
+        if isinstance(error, RecordError):
+            raise
+        raise RecordError(f"{path} cannot be read: {error}.") from error
+    return connection
+
+
 def _connect(uri: str, path: Path) -> sqlite3.Connection:
     try:
         return sqlite3.connect(uri, uri=True, timeout=_BUSY_S, check_same_thread=False)
@@ -127,13 +185,15 @@ def _connect(uri: str, path: Path) -> sqlite3.Connection:
         raise RecordError(f"{path} cannot be opened: {error}.") from error
 
 
-def _check_schema(connection: sqlite3.Connection, path: Path) -> None:
+def _check_schema(connection: sqlite3.Connection, path: Path) -> str:
+    """The number of the file's schema."""
     tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     if "meta" not in tables:
         raise RecordError(f"{path} is no record of a run.")
     (found,) = connection.execute("SELECT value FROM meta WHERE key = 'schema'").fetchone() or ("missing",)
-    if found != str(SCHEMA_NUMBER):
+    if found not in _READABLE:
         raise RecordError(
             f"{path} has schema {found}, this version of slime reads {SCHEMA_NUMBER}: use the version that "
             "wrote it."
         )
+    return str(found)

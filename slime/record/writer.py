@@ -13,7 +13,7 @@ import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,13 +40,21 @@ class _Rollout:
     time: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """Something else to write. `what`: for the log, where it fails."""
+
+    what: str
+    write: Callable[[sqlite3.Connection], object]
+
+
 class RecordWriter:
     """`max_bytes`: about how large the file may grow; the samples of the oldest rollouts go first."""
 
     def __init__(self, path: Path, run_id: str, max_bytes: int):
         self._path, self._max_bytes = path, max_bytes
         self._connection = create_or_open(path, run_id)
-        self._waiting: queue.Queue[_Rollout | None] = queue.Queue(_MAX_WAITING)
+        self._waiting: queue.Queue[_Rollout | _Work | None] = queue.Queue(_MAX_WAITING)
         self._missed = 0
         self._closed = False
         self._thread = threading.Thread(target=self._write_all, name="record", daemon=True)
@@ -67,6 +75,10 @@ class RecordWriter:
         """
         self._waiting.put(_Rollout(kind, rollout_id, tuple(entries), version, reward_key, time.time()))
 
+    def submit(self, what: str, write: Callable[[sqlite3.Connection], object]) -> None:
+        """Hand over anything else: `write` is called on the writer's thread, as one transaction."""
+        self._waiting.put(_Work(what, write))
+
     def close(self) -> None:
         """Writes what was handed over; safe to call twice."""
         if not self._closed:
@@ -78,18 +90,26 @@ class RecordWriter:
             self._connection.close()
 
     def _write_all(self) -> None:
-        while (rollout := self._waiting.get()) is not None:
+        while (item := self._waiting.get()) is not None:
+            if isinstance(item, _Rollout):
+                what = f"the samples of {item.kind} {item.rollout_id}"
+            else:
+                what = item.what
             try:
-                self._write(rollout)
-                self._prune()
+                if isinstance(item, _Rollout):
+                    self._write(item)
+                    self._prune()
+                else:
+                    with self._connection as connection:
+                        item.write(connection)
             except sqlite3.Error as error:
                 self._connection.rollback()
                 if not self._missed:
                     logger.warning(
-                        "%s cannot be written (%s): the samples of %s %d are not recorded; the run goes on.",
-                        *(self._path, error, rollout.kind, rollout.rollout_id),
+                        "%s cannot be written (%s): %s: not recorded; the run goes on.",
+                        *(self._path, error, what),
                     )
-                self._missed += 1
+                self._missed += isinstance(item, _Rollout)
 
     def _write(self, rollout: _Rollout) -> None:
         samples = [sample for entry in rollout.entries for sample in entry.samples]
@@ -127,6 +147,11 @@ class RecordWriter:
                 break
             with self._connection as connection:
                 connection.execute("DELETE FROM groups WHERE rollout = ?", oldest[0])
+                connection.execute(
+                    "DELETE FROM spans WHERE rollout_id = (SELECT rollout_id FROM rollouts WHERE id = ?) "
+                    "AND lane IN ('engines', 'reward')",  # one for each sample
+                    oldest[0],
+                )
                 connection.execute("UPDATE rollouts SET pruned = 1 WHERE id = ?", oldest[0])
             if self._used_bytes() < self._max_bytes * _KEEP_SHARE:
                 break
@@ -142,10 +167,11 @@ class RecordWriter:
 
 def _write_entry(connection: sqlite3.Connection, rollout: int, entry: Entry, reward_key: str | None) -> None:
     first = entry.samples[0]
+    rewards = [r for r in (_reward(sample, reward_key) for sample in entry.samples) if r is not None]
     prompt = _text(prompt_text(first.prompt))
     group = connection.execute(
-        "INSERT INTO groups (rollout, dataset, group_index, prompt, prompt_hash, label, outcome, reason) "
-        "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        "INSERT INTO groups (rollout, dataset, group_index, prompt, prompt_hash, label, outcome, reason, "
+        "spread) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (
             rollout,
             entry.dataset,
@@ -157,6 +183,7 @@ def _write_entry(connection: sqlite3.Connection, rollout: int, entry: Entry, rew
             else _text(first.label if isinstance(first.label, str) else _json(first.label)),
             entry.outcome,
             entry.reason and _text(entry.reason),
+            max(rewards) - min(rewards) if len(rewards) > 1 else None,
         ),
     ).lastrowid
     connection.executemany(

@@ -1,0 +1,44 @@
+"""What may be asked of a run while it goes on; the loop answers between two steps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Action:
+    """One row. `setting`: the flag whose value it changes; None: it is something to do.
+
+    Example: Action("Change the learning rate", "...", setting="lr", low=0.0).
+    """
+
+    title: str
+    what: str
+    setting: str | None = None
+    low: float = 0.0  # a value must be above it
+    high: float = math.inf  # and not above this
+
+    def wrong_value(self, value: float | None) -> str | None:
+        """Why a value cannot be taken; None: it can."""
+        if self.setting is None:
+            return None if value is None else "it takes no value"
+        if value is None or not math.isfinite(value) or not self.low < value <= self.high:
+            limit = f" and at most {self.high:g}" if math.isfinite(self.high) else ""
+            return f"--{self.setting.replace('_', '-')} must be a number above {self.low:g}{limit}"
+        return None
+
+
+ACTIONS: dict[str, Action] = {
+    "checkpoint": Action("Checkpoint now", "write a checkpoint after this step"),
+    "evaluate": Action("Evaluate now", "run the evaluation after this step"),
+    "pause": Action("Pause", "wait after this step until somebody says resume"),
+    "resume": Action("Resume", "go on after a pause"),
+    "stop": Action("Stop cleanly", "end after this step, with a checkpoint where the run keeps them"),
+    "lr": Action("Learning rate", "the learning rate from the next step on (--lr)", "lr"),
+    "temperature": Action(
+        "Temperature", "the temperature of sampling (--rollout-temperature)", "rollout_temperature", high=10.0
+    ),
+    "clip": Action("Clip", "how far a step may move a token's probability (--eps-clip)", "eps_clip"),
+    "clip_high": Action("Clip, upper side", "the same for rises alone (--eps-clip-high)", "eps_clip_high"),
+}

@@ -1,0 +1,68 @@
+"""What somebody asks of a run: a row that the loop reads between two steps and answers in place."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from slime.catalog.actions import ACTIONS
+from slime.record.schema import RECORD_FILE, RecordError, open_for_asking
+
+ASKED, DONE, REFUSED = "asked", "done", "refused"
+_COLUMNS = "id, time, name, value, who, state, answered, rollout_id, answer"
+
+
+@dataclass(frozen=True, slots=True)
+class ActionRow:
+    """One thing that was asked. `answered`, `rollout_id` and `answer` None: not yet answered.
+
+    Example: ActionRow(3, 1754820000.1, "lr", 5e-7, "page", "done", 1754820003.0, 12, "1e-06 -> 5e-07").
+    """
+
+    id: int
+    time: float
+    name: str
+    value: float | None
+    who: str
+    state: str
+    answered: float | None
+    rollout_id: int | None
+    answer: str | None
+
+
+def ask(run_dir: Path, name: str, value: float | None, who: str) -> int:
+    """Write a row for a run to find; its number. ValueError: nobody could answer that."""
+    if name not in ACTIONS:
+        raise ValueError(f"{name!r} is no action; there are {', '.join(ACTIONS)}")
+    wrong = ACTIONS[name].wrong_value(value)
+    if wrong:
+        raise ValueError(f"{name}: {wrong}")
+    with contextlib.closing(open_for_asking(run_dir / RECORD_FILE)) as connection, connection:
+        try:
+            row = connection.execute(
+                "INSERT INTO actions (time, name, value, who, state) VALUES (?, ?, ?, ?, ?)",
+                (time.time(), name, value, who, ASKED),
+            ).lastrowid
+        except sqlite3.Error as error:
+            raise RecordError(f"{run_dir / RECORD_FILE} cannot be written: {error}.") from error
+    assert row is not None
+    return row
+
+
+def read_actions(connection: sqlite3.Connection, state: str | None = None) -> list[ActionRow]:
+    """Oldest first; none of a record that knows no actions."""
+    if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'actions'").fetchone():
+        return []
+    where, values = ("WHERE state = ?", (state,)) if state else ("", ())
+    rows = connection.execute(f"SELECT {_COLUMNS} FROM actions {where} ORDER BY id", values)
+    return [ActionRow(*row) for row in rows]
+
+
+def write_answer(connection: sqlite3.Connection, row: int, state: str, rollout_id: int, answer: str) -> None:
+    connection.execute(
+        "UPDATE actions SET state = ?, answered = ?, rollout_id = ?, answer = ? WHERE id = ?",
+        (state, time.time(), rollout_id, answer, row),
+    )

@@ -1,0 +1,73 @@
+"""What of a step took how long: spans in lanes, from the driver, the samples and the trainer ranks."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from slime.utils.types import Sample
+
+LOOP, ENGINES, REWARD, TRAINER = "loop", "engines", "reward", "trainer-{rank}"
+_LANE_OF_TRACE = {
+    "generate": ENGINES,
+    "reward_model": REWARD,
+    "group_reward_model": REWARD,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A stretch of time in one lane.
+
+    Example: Span(12, "loop", "generating", 1754820000.1, 1754820004.3, {}). Times are seconds since 1970.
+    """
+
+    rollout_id: int
+    lane: str
+    name: str
+    start: float
+    end: float
+    about: dict[str, Any] = field(default_factory=dict)
+
+
+def spans_of_samples(rollout_id: int, samples: Iterable[Sample]) -> list[Span]:
+    """When engines and rewards worked on each sample, read from the traces of those that have one."""
+    found: dict[str, Span] = {}  # by id: one call for a whole group is on the trace of each of its samples
+    for sample in samples:
+        opened: dict[str, dict[str, Any]] = {}
+        for event in (sample.__dict__.get("trace") or {}).get("events", ()):
+            key = event.get("span_id")
+            if event.get("type") == "span_start":
+                opened[key] = event
+            elif event.get("type") == "span_end" and key in opened and event["name"] in _LANE_OF_TRACE:
+                lane, start = _LANE_OF_TRACE[event["name"]], opened[key]["ts"]
+                about = {"sample": sample.index, "group": sample.group_index, **(event.get("attrs") or {})}
+                of_group = event["name"].startswith("group")
+                name = f"group {sample.group_index}" if of_group else f"sample {sample.index}"
+                found[f"{lane} {name} {start}"] = Span(rollout_id, lane, name, start, event["ts"], about)
+    return list(found.values())
+
+
+def write_spans(connection: sqlite3.Connection, spans: Iterable[Span]) -> None:
+    connection.executemany(
+        "INSERT INTO spans (rollout_id, lane, name, start, end, about) VALUES (?, ?, ?, ?, ?, ?)",
+        [
+            (
+                s.rollout_id,
+                s.lane,
+                s.name,
+                s.start,
+                s.end,
+                json.dumps(s.about, default=str) if s.about else None,
+            )
+            for s in spans
+        ],
+    )
+
+
+def forget_spans(connection: sqlite3.Connection, from_rollout: int) -> None:
+    """A run that goes on from a checkpoint makes these steps anew."""
+    connection.execute("DELETE FROM spans WHERE rollout_id >= ?", (from_rollout,))

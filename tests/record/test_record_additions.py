@@ -1,0 +1,115 @@
+"""What stands beside the answers in a record: spans, actions, pieces of text, advantages; older files."""
+
+import sqlite3
+
+import pytest
+
+from slime.record import RecordError, RecordWriter, group_entries, open_record, schema
+from slime.record.actions import ask, read_actions, write_answer
+from slime.record.additions import Advantage, PieceBook, write_advantages
+from slime.record.spans import Span, spans_of_samples, write_spans
+from slime.utils.types import Sample
+
+MIB = 1 << 20
+
+
+def make_sample(index, reward=1.0, **more):
+    return Sample(
+        group_index=index // 2,
+        index=index,
+        prompt="2+2=",
+        tokens=[5, 6, 7],
+        response="4!",
+        response_length=2,
+        reward=reward,
+        status=Sample.Status.COMPLETED,
+        **more,
+    )
+
+
+def write(path, samples=(), *work):
+    writer = RecordWriter(path / "record.db", "run-1", 64 * MIB)
+    if samples:
+        writer.add("train", 0, group_entries([[s] for s in samples], "trained"))
+    for act in work:
+        writer.submit("a test", act)
+    writer.close()
+
+
+def rows(path, query):
+    with sqlite3.connect(path / "record.db") as connection:
+        return connection.execute(query).fetchall()
+
+
+def test_an_action_is_asked_for_and_answered_in_its_row(tmp_path):
+    write(tmp_path)
+    row = ask(tmp_path, "lr", 1e-4, "page")
+    write(tmp_path, (), lambda c: write_answer(c, row, "done", 7, "1e-06 -> 0.0001"))
+    with sqlite3.connect(tmp_path / "record.db") as connection:
+        [found] = read_actions(connection)
+    assert (found.name, found.value, found.state, found.rollout_id) == ("lr", 1e-4, "done", 7)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("lr", None), ("lr", -1.0), ("lr", float("nan")), ("pause", 1.0), ("format_disk", None)],
+)
+def test_what_nobody_could_answer_is_not_written(tmp_path, name, value):
+    write(tmp_path)
+    with pytest.raises(ValueError):
+        ask(tmp_path, name, value, "page")
+    assert rows(tmp_path, "SELECT * FROM actions") == []
+
+
+def test_advantages_are_found_by_the_index_of_the_sample(tmp_path):
+    advantages = [Advantage(0, 0.5), Advantage(1, -0.5, [-1.0, 0.0]), Advantage(99, 1.0)]
+    write(tmp_path, [make_sample(0), make_sample(1)], lambda c: write_advantages(c, 0, advantages))
+    found = rows(
+        tmp_path,
+        "SELECT sample_index, value, length(advantages.tokens) FROM advantages JOIN samples ON id = sample",
+    )
+    assert found == [(0, 0.5, None), (1, -0.5, 8)]
+
+
+def test_the_text_of_a_token_is_asked_for_once(tmp_path):
+    asked = []
+
+    def pieces(ids):
+        asked.append(list(ids))
+        return [f"<{i}>" for i in ids]
+
+    book = PieceBook(pieces)
+    more = make_sample(1)
+    more.tokens = [7, 8]
+    write(tmp_path, (), lambda c: book.write(c, [make_sample(0)]), lambda c: book.write(c, [more]))
+    assert asked == [[5, 6, 7], [8]]
+    assert rows(tmp_path, "SELECT * FROM pieces") == [(5, "<5>"), (6, "<6>"), (7, "<7>"), (8, "<8>")]
+
+
+def test_spans_of_samples_are_read_from_their_traces(tmp_path):
+    from slime.observability.trace_utils import trace_span
+
+    samples = [make_sample(0), make_sample(1)]
+    with trace_span(samples[0], "generate", {"x": 1}) as span:
+        span.update({"completion_tokens": 2})
+    with trace_span(samples, "group_reward_model"):
+        pass
+    found = spans_of_samples(3, samples)
+    assert [(s.lane, s.name) for s in found] == [("engines", "sample 0"), ("reward", "group 0")]
+    assert found[0].about["completion_tokens"] == 2 and found[0].end >= found[0].start
+    write(tmp_path, (), lambda c: write_spans(c, [*found, Span(3, "loop", "training", 1.0, 2.0)]))
+    assert [r[0] for r in rows(tmp_path, "SELECT lane FROM spans")] == ["engines", "reward", "loop"]
+
+
+def test_a_record_of_the_first_schema_is_read_and_completed_by_a_run_that_goes_on(tmp_path):
+    with sqlite3.connect(tmp_path / "record.db") as old:
+        old.executescript(schema._TABLES)
+        old.execute("INSERT INTO meta VALUES ('schema', '1'), ('run', 'run-1')")
+    old.close()
+    with open_record(tmp_path) as record:
+        assert record.rollouts() == []
+    with pytest.raises(RecordError, match="older version"):
+        ask(tmp_path, "pause", None, "page")
+    write(tmp_path, [make_sample(0)])
+    assert ask(tmp_path, "pause", None, "page") == 1
+    assert rows(tmp_path, "SELECT value FROM meta WHERE key = 'schema'") == [("2",)]
