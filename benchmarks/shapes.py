@@ -10,6 +10,8 @@ SHAPES = {
     "4b": dict(hidden_size=2560, num_hidden_layers=36, num_attention_heads=32, intermediate_size=9728),
     "tiny": dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128),
 }
+# Six layers each: of Qwen3-30B-A3B, and with a router and a shared expert as GLM-4.5 and DeepSeek have them.
+MIXTURES = ("moe", "glm", "tiny-moe")
 _TINY_VOCAB, _VOCAB = 4096, 151936
 _TINY_CONTEXT, _CONTEXT = 2048, 32768
 
@@ -30,6 +32,37 @@ def qwen3_config(shape: str, vocab_size: int | None = None) -> Any:
         pad_token_id=0,
         eos_token_id=1,
     )
+
+
+def config_of(shape: str) -> Any:
+    """The config of a dense shape or of a mixture of experts."""
+    if shape not in MIXTURES:
+        return qwen3_config(shape)
+    from transformers import Glm4MoeConfig, Qwen3MoeConfig
+
+    tiny = shape == "tiny-moe"
+    common = dict(
+        vocab_size=_TINY_VOCAB if tiny else _VOCAB,
+        hidden_size=64 if tiny else 2048,
+        intermediate_size=128 if tiny else 6144,
+        moe_intermediate_size=32 if tiny else 768,
+        num_hidden_layers=2 if tiny else 6,
+        num_attention_heads=4 if tiny else 32,
+        num_key_value_heads=2 if tiny else 4,
+        head_dim=16 if tiny else 128,
+        num_experts_per_tok=2 if tiny else 8,
+        max_position_embeddings=_TINY_CONTEXT if tiny else _CONTEXT,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        pad_token_id=0,
+        eos_token_id=1,
+    )
+    if shape == "glm":
+        return Glm4MoeConfig(
+            **common, n_routed_experts=128, n_shared_experts=1, n_group=1, topk_group=1,
+            first_k_dense_replace=0, use_qk_norm=True,
+        )  # fmt: skip
+    return Qwen3MoeConfig(**common, num_experts=8 if tiny else 128, norm_topk_prob=True)
 
 
 def write_model(

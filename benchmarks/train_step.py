@@ -7,6 +7,7 @@ compiled layers, both on uniform rows of 2,048 tokens with 16-bit optimizer stat
 against the bare matrix products, and the balance of work over eight ranks. Each part fails on its own.
 
     python benchmarks/train_step.py [--part kernels --part 0.6b --part 4b --part balance] [--profile]
+    python benchmarks/train_step.py --part moe --part glm      # layers of mixtures of experts
     python benchmarks/train_step.py --backend megatron --part 0.6b --part 4b    # Megatron beside FSDP
     python benchmarks/train_step.py --device cpu --tiny        (does the script work?)
 """
@@ -31,8 +32,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from kernel_times import profile_step
 from measuring import free_memory, matrix_rate, peak_gib, seconds, synchronize
-from shapes import qwen3_config
+from shapes import MIXTURES, config_of
 from torch.utils.checkpoint import checkpoint
 
 from slime.algorithms.logprobs import chunked_log_probs
@@ -44,9 +46,17 @@ from slime.batch.split import plan_steps, split_for_ranks
 from slime.step.training_step import TrainingStep
 from slime.utils.types import Sample
 
-PARTS = ("kernels", "0.6b", "4b", "balance")
+MODELS = ("0.6b", "4b", "moe", "glm")
+PARTS = ("kernels", *MODELS, "balance")
 # Tokens of one micro-batch, and of one optimizer step.
-TOKENS = {"0.6b": (32768, 131072), "4b": (16384, 65536), "tiny": (256, 512)}
+TOKENS = {
+    "0.6b": (32768, 131072),
+    "4b": (16384, 65536),
+    "moe": (16384, 65536),
+    "glm": (16384, 65536),
+    "tiny": (256, 512),
+    "tiny-moe": (256, 512),
+}
 Record = dict[str, Any]
 
 
@@ -138,22 +148,29 @@ def _kernel_ratios(tokens: int, vocab: int, width: int, device: torch.device) ->
 
 
 def parameter_count(config: Any) -> int:
-    from transformers import Qwen3ForCausalLM
+    """Parameters that a token meets: of a mixture, those of the experts that it chooses."""
+    from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        return sum(p.numel() for p in Qwen3ForCausalLM(config).parameters())
+        lm = AutoModelForCausalLM.from_config(config)
+    chosen, experts = getattr(config, "num_experts_per_tok", 1), getattr(config, "num_local_experts", 1)
+    return sum(
+        p.numel() * chosen // experts if p.dim() == 3 else p.numel()
+        for name, p in lm.named_parameters()
+        if config.tie_word_embeddings or "embed_tokens" not in name
+    )
 
 
 def plain_step(shape: str, device: torch.device, *, compiled: bool, recompute: bool, options: Any) -> Record:
     """The reference: uniform rows, 16-bit weights and optimizer
     state, cross entropy over chunks of tokens.
     """
-    from transformers import Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM
 
     rows, length = (8, 2048) if not options.tiny else (2, 64)
     with torch.device(device):
-        model = Qwen3ForCausalLM._from_config(
-            qwen3_config(shape), dtype=torch.bfloat16, attn_implementation="sdpa"
+        model = AutoModelForCausalLM.from_config(
+            config_of(shape), dtype=torch.bfloat16, attn_implementation="sdpa"
         ).train()
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -179,7 +196,7 @@ def plain_step(shape: str, device: torch.device, *, compiled: bool, recompute: b
 
     free_memory(device)
     duration = seconds(step, device, warmup=3, repeats=3 if options.tiny else 5)
-    parameters = sum(p.numel() for p in model.parameters())
+    parameters = parameter_count(model.config)
     return {"tokens_per_s": rows * length / duration, "parameters": parameters, "peak_gib": peak_gib(device)}
 
 
@@ -227,7 +244,7 @@ def our_step(
 def _our_step(
     shape: str, device: torch.device, options: Any, budget: int, total: int, trainer: str
 ) -> list[Record]:
-    config = qwen3_config(shape)
+    config = config_of(shape)
     create_backend = importlib.import_module(f"slime.backends.{trainer}").create_backend
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
@@ -284,63 +301,15 @@ def _our_step(
     return records
 
 
-def profile_step(step: Callable[[], Any], device: torch.device) -> dict[str, float]:
-    """Milliseconds on the device by kind of kernel, and the wall time of the step."""
-    from torch.profiler import ProfilerActivity, profile
-
-    activities = [ProfilerActivity.CUDA] if device.type == "cuda" else [ProfilerActivity.CPU]
-    with profile(activities=activities) as profiler:
-        started = time.perf_counter()
-        step()
-        synchronize(device)
-        wall = time.perf_counter() - started
-    kinds = {
-        "attention": ("flash", "fmha"),
-        "log-prob kernels": ("_row_statistics", "_logit_gradient"),
-        "matrix products": ("gemm", "nvjet", "cutlass", "cublas", "sm90", "xmma"),
-        "compiled layers": ("triton",),
-        "optimizer and lists": ("multi_tensor", "adam", "foreach"),
-        "copies": ("memcpy", "memset", "copy_kernel"),
-    }
-    totals: dict[str, float] = {"wall": 1e3 * wall}
-    rest: dict[str, float] = {}
-    for event in profiler.key_averages():
-        spent = (event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total) / 1e3
-        name = event.key.lower()
-        kind = next((k for k, words in kinds.items() if any(word in name for word in words)), "other")
-        totals[kind] = totals.get(kind, 0.0) + spent
-        if kind == "other" and spent > 0:
-            rest[event.key[:90]] = spent
-    for name, spent in sorted(rest.items(), key=lambda item: -item[1])[:8]:
-        totals[f"  {name}"] = spent
-    return totals | idle_times(profiler, wall)
-
-
-def idle_times(profiler: Any, wall: float) -> dict[str, float]:
-    """Milliseconds in which the device ran nothing, the longest of them by the kernel that ended the wait."""
-    events = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    if not events:
-        return {}
-    events.sort(key=lambda event: event.time_range.start)
-    waits: dict[str, float] = {}
-    free_from, busy = events[0].time_range.start, 0.0
-    for event in events:
-        start, end = event.time_range.start, event.time_range.end
-        if start > free_from:
-            waits[event.name[:80]] = waits.get(event.name[:80], 0.0) + (start - free_from) / 1e3
-        busy += max(0.0, end - max(start, free_from)) / 1e3
-        free_from = max(free_from, end)
-    longest = sorted(waits.items(), key=lambda item: -item[1])[:10]
-    return {"idle": 1e3 * wall - busy} | {f"  idle before {name}": spent for name, spent in longest}
-
-
 def model_part(name: str, options: argparse.Namespace, device: torch.device, rate: float) -> list[Record]:
-    shape = "tiny" if options.tiny else name
+    shape = name if not options.tiny else "tiny-moe" if name in MIXTURES else "tiny"
     records: list[Record] = []
     references = {
         "naive transformers": dict(compiled=False, recompute=True),
         "plain compiled layers": dict(compiled=True, recompute=False),
     }
+    if name in MIXTURES:  # its own grouped experts, nothing computed twice
+        references = {"plain transformers": dict(compiled=False, recompute=False)}
     # Ours first: it is what a short run must not lose.
     attempts: list[tuple[str, Callable[[], list[Record]]]] = [
         ("ours", lambda: our_step(shape, device, options))
@@ -379,7 +348,7 @@ def balance_part(options: argparse.Namespace) -> list[Record]:
     """Imbalance of estimated operations over eight ranks with 32
     long-tail samples each; no device is used.
     """
-    shape = ModelShape.from_hf_config(qwen3_config("4b"))
+    shape = ModelShape.from_hf_config(config_of("4b"))
     cost = functools.partial(forward_flops, shape)
     args = default_args(
         hf_checkpoint="unused",
@@ -435,15 +404,15 @@ def show(title: str, records: list[Record]) -> None:
 
 
 def summary(results: dict[str, list[Record]]) -> None:
-    print("\n| step | tokens/s | MFU (6N) | with attention | x naive | x compiled | x FSDP | peak GiB |")
+    print("\n| step | tokens/s | MFU (6N) | with attention | x plain | x compiled | x FSDP | peak GiB |")
     print("|---|---|---|---|---|---|---|---|")
-    for part in ("0.6b", "4b"):
+    for part in MODELS:
         rows = {record["what"]: record for record in results.get(part, []) if "tokens_per_s" in record}
         for name, row in rows.items():
             against = [
                 f"{row['tokens_per_s'] / rows[other]['tokens_per_s']:.2f}" if other in rows else "-"
                 for other in (
-                    "naive transformers",
+                    "plain transformers" if part in MIXTURES else "naive transformers",
                     "plain compiled layers",
                     name.removeprefix("megatron: ") * (": " in name),
                 )
@@ -473,8 +442,7 @@ def main() -> int:
     parts: dict[str, Callable[[], list[Record]]] = {
         "balance": lambda: balance_part(options),
         "kernels": lambda: kernel_part(options, device),
-        "0.6b": lambda: model_part("0.6b", options, device, rate),
-        "4b": lambda: model_part("4b", options, device, rate),
+        **{name: functools.partial(model_part, name, options, device, rate) for name in MODELS},
     }
     results: dict[str, list[Record]] = {}
     for name, measure in parts.items():

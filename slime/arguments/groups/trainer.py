@@ -47,7 +47,7 @@ class FSDPFlags:
     )
     compile: bool | None = flag(
         None,
-        "compile each decoder layer; default: on GPUs, for dense models at least 1024 wide that no tensor "
+        "compile each decoder layer; default: on GPUs, for models at least 1024 wide that no tensor "
         "parallelism cuts",
     )
     router_aux_loss_coef: float | None = flag(

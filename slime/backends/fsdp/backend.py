@@ -26,7 +26,15 @@ from slime.backends.base import (
     TokenLists,
     TokenOutputs,
 )
-from slime.backends.fsdp import dcp_checkpoint, families, hf_export, loading, lora, tensor_parallel
+from slime.backends.fsdp import (
+    dcp_checkpoint,
+    families,
+    grouped_experts,
+    hf_export,
+    loading,
+    lora,
+    tensor_parallel,
+)
 from slime.backends.fsdp.experts import ExpertWatch, balance_coefficient
 from slime.backends.fsdp.layers import decoder_layers, prepare_layers
 from slime.backends.fsdp.mesh import Mesh
@@ -139,8 +147,12 @@ class FSDPBackend(TrainerBase):
         """
         args, layers = self.args, decoder_layers(model.lm)
         known = loading.known_values(model.lm)
+        compiles = self._compiles()
+        grouped_experts.use_operator(model.lm)
+        if compiles:
+            grouped_experts.keep_out_of_compiling(layers)
         prepare_layers(
-            layers, model.lm.config, checkpointing=args.activation_checkpointing, compiled=self._compiles()
+            layers, model.lm.config, checkpointing=args.activation_checkpointing, compiled=compiles
         )
         if self.mesh.tensor is not None:
             tensor_parallel.apply(model.lm, self.mesh.tensor)
@@ -159,13 +171,15 @@ class FSDPBackend(TrainerBase):
         )
 
     def _compiles(self) -> bool:
-        """By default on GPUs, for layers of some width. Routing to experts has shapes that depend on data,
-        cut matrices are DTensors, and batches of documents differ in shape: not these.
+        """By default on GPUs, for layers of some width. Cut matrices are DTensors, batches of documents
+        differ in shape, and experts that our operator does not know have routers that are listened to
+        inside: not these.
         """
         if self.args.compile is not None:
             return self.args.compile
         config = self.model.lm.config.get_text_config()
-        varies = families.has_experts(config) or families.needs_whole_documents(self.model.lm)
+        lm = self.model.lm
+        varies = families.needs_whole_documents(lm) or not grouped_experts.covers(lm)
         alone = self.mesh.tensor is None and self.mesh.context_group is None
         # A minute of compiling pays only where a layer keeps the GPU busy.
         return (

@@ -23,6 +23,7 @@ _KEPT_OPERATORS = (
     "_varlen_attn",
     "packed_attention",
     "flash4_attention",
+    "gated_experts",
 )
 _KEPT_PREFIXES = ("_scaled_dot_product",)
 # Compiled code is specialised to a bound on document lengths (a power of two), with and without gradients.

@@ -1,0 +1,62 @@
+"""Experts of a transformers model by our operator, where it computes what the family computes."""
+
+import types
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slime.backends.experts.operator import gated_experts
+from slime.backends.fsdp.expert_parallel import is_experts
+from slime.backends.fsdp.families import has_experts
+from slime.backends.fsdp.layers import HFModel
+
+# What transformers says of a family's experts: gate and up side by side, no bias, no norm behind them.
+_PLAIN = {
+    "has_gate": True,
+    "has_bias": False,
+    "is_transposed": False,
+    "is_concatenated": True,
+    "has_post_expert_norm": False,
+}
+_SILU = ("SiLU", "SiLUActivation")
+
+
+def use_operator(lm: HFModel) -> None:
+    """Run the layers' experts by `gated_experts` in 16-bit passes on a GPU."""
+    for module in lm.modules():
+        if computes_same(module):
+            module.forward = types.MethodType(_forward, module)
+
+
+def covers(lm: HFModel) -> bool:
+    """Whether the operator computes every mixture of experts of the model; true of dense models."""
+    found = [computes_same(module) for module in lm.modules() if is_experts(module)]
+    return all(found) and bool(found) == has_experts(lm.config.get_text_config())
+
+
+def keep_out_of_compiling(layers: list[nn.Module]) -> None:
+    """Routers and experts run as they are inside compiled layers: who listens to a router differs by layer,
+    and a compiled layer would be compiled again for each.
+    """
+    functions: dict[type, Any] = {}
+    for layer in layers:
+        for block in layer.modules():
+            if any(is_experts(child) for child in block.children()):
+                plain = functions.setdefault(type(block), torch.compiler.disable(type(block).forward))
+                block.forward = types.MethodType(plain, block)
+
+
+def computes_same(module: nn.Module) -> bool:
+    """Whether a module's own code is silu(gate) * up between two plain products per expert."""
+    if not is_experts(module) or any(vars(module).get(name) != value for name, value in _PLAIN.items()):
+        return False
+    gating = getattr(type(module), "_apply_gate", None)
+    is_default = getattr(gating, "__name__", "") == "_default_apply_gate"
+    return is_default and type(vars(module).get("act_fn") or module._modules.get("act_fn")).__name__ in _SILU
+
+
+def _forward(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    if not (hidden.is_cuda and hidden.dtype == torch.bfloat16 and type(experts.gate_up_proj) is nn.Parameter):
+        return type(experts).forward(experts, hidden, chosen, weights)
+    return gated_experts(hidden, experts.gate_up_proj, experts.down_proj, chosen, weights)
