@@ -10,9 +10,11 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
+from slime.data.media import bare_messages
 from slime.data.mix import mix64
 from slime.data.prompts import PromptFormat, check_row, row_to_sample
 from slime.data.reader import read_file, read_rows
+from slime.utils.media.image_tokens import encoder_of
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -48,17 +50,14 @@ def filter_long_prompt(
 
 
 def prompt_lengths(samples: Sequence[Sample], tokenizer: Any, processor: Any = None) -> list[int]:
-    """Token counts of prompts; media count as the processor expands them."""
+    """Token counts of prompts; a picture counts as the tokens that the processor makes of its size."""
     texts = [_prompt_text(sample, tokenizer) for sample in samples]
-    plain = [i for i, sample in enumerate(samples) if not (processor and sample.multimodal_inputs)]
-    lengths = [0] * len(samples)
-    if plain:
-        encoded = tokenizer([texts[i] for i in plain], add_special_tokens=False)["input_ids"]
-        for i, ids in zip(plain, encoded, strict=True):
-            lengths[i] = len(ids)
+    lengths = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]] if texts else []
     for i, sample in enumerate(samples):
         if processor and sample.multimodal_inputs:
-            lengths[i] = len(processor(text=[texts[i]], **sample.multimodal_inputs)["input_ids"][0])
+            encoder = encoder_of(processor)
+            # One image token stands for each already.
+            lengths[i] += sum(encoder.count(picture) - 1 for picture in sample.multimodal_inputs["images"])
     return lengths
 
 
@@ -69,7 +68,7 @@ def _prompt_text(sample: Sample, tokenizer: Any) -> str:
     if not isinstance(sample.prompt, list):
         return ""
     text: str = tokenizer.apply_chat_template(
-        sample.prompt,
+        bare_messages(sample.prompt),
         tools=sample.metadata.get("tools"),
         tokenize=False,
         add_generation_prompt=True,

@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from slime.data.media import bare_messages, fill_media, read_pictures
 from slime.data.reader import Row
 from slime.data.row_checks import PromptUse, check_label, check_messages, check_prompt
 from slime.data.strict_json import parse_json
 from slime.utils.chat_roles import find_dropped_message
 from slime.utils.column_rewards import PROMPT, ColumnsAsked
 from slime.utils.templates import template_parts
-from slime.utils.types import MultimodalTypes, Sample
+from slime.utils.types import Sample
 
 Message = dict[str, Any]
 _SHOWN = 20  # column names in a message
@@ -103,7 +104,9 @@ def row_to_sample(
         prompt = [{"role": "user", "content": prompt}]
     if fmt.multimodal_keys:
         prompt = fill_media(prompt, row, fmt.multimodal_keys, where=where)
-    multimodal_inputs = _media_inputs(prompt, where) if processor and fmt.multimodal_keys else None
+    multimodal_inputs = None
+    if processor and fmt.multimodal_keys:
+        multimodal_inputs = read_pictures(prompt, fmt.multimodal_keys, where)
     if fmt.apply_chat_template:
         prompt = render_prompt(
             prompt, tokenizer, tools=tools, kwargs=fmt.apply_chat_template_kwargs, where=where
@@ -133,7 +136,7 @@ def render_prompt(
         )
     try:
         text: str = tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=True, **(kwargs or {})
+            bare_messages(messages), tools=tools, tokenize=False, add_generation_prompt=True, **(kwargs or {})
         )
     except Exception as error:  # a template is a program of the model's author: it may raise anything
         raise ValueError(
@@ -147,70 +150,6 @@ def render_prompt(
             "it does not know; write a role it knows (system, user, assistant, tool)."
         )
     return text
-
-
-def fill_media(
-    messages: list[Message], row: Row, keys: Mapping[str, str], *, where: object = "row"
-) -> list[Message]:
-    """Replace `<image>`-like placeholders in messages by the row's media, in order; counts must match."""
-    queues: dict[str, list[Any]] = {}
-    types: dict[str, str] = {}
-    for name, column in keys.items():
-        kind = MultimodalTypes.get(name)
-        if kind is None:
-            raise ValueError(
-                f"--multimodal-keys names {name!r}; known are {[t.name for t in MultimodalTypes.all()]}."
-            )
-        items = row.get(column)
-        if items is None:
-            continue
-        queues[kind.placeholder] = list(items) if isinstance(items, (list, tuple)) else [items]
-        types[kind.placeholder] = kind.name
-    # Without media there is no placeholder to look for: an empty pattern would split every character.
-    queues = {placeholder: items for placeholder, items in queues.items() if items}
-    if not queues:
-        return messages
-    pattern = re.compile("(" + "|".join(re.escape(p) for p in queues) + ")")
-    filled = [_fill_message(message, pattern, queues, types, where) for message in messages]
-    left = {types[p]: len(items) for p, items in queues.items() if items}
-    if left:
-        raise ValueError(f"{where}: more media than placeholders in the prompt; left over: {left}.")
-    return filled
-
-
-def _fill_message(
-    message: Message,
-    pattern: re.Pattern[str],
-    queues: dict[str, list[Any]],
-    types: dict[str, str],
-    where: object,
-) -> Message:
-    if not isinstance(message.get("content"), str):
-        return message
-    parts = []
-    for piece in pattern.split(message["content"]):
-        if piece in queues:
-            if not queues[piece]:
-                raise ValueError(f"{where}: more {piece} placeholders than items of that kind.")
-            item = queues[piece].pop(0)
-            parts.append(item if isinstance(item, dict) else {"type": types[piece], types[piece]: item})
-        elif piece:
-            parts.append({"type": "text", "text": piece})
-    return {**message, "content": parts}
-
-
-def _media_inputs(messages: Any, where: object) -> dict[str, list[Any]] | None:
-    """Images and videos of the conversation in the form the processor takes."""
-    if not isinstance(messages, list):
-        raise ValueError(f"{where}: a model with a processor needs the prompt as a list of messages.")
-    found: dict[str, list[Any]] = {"images": [], "videos": []}
-    for message in messages:
-        content = message.get("content")
-        for part in content if isinstance(content, list) else []:
-            if isinstance(part, dict) and part.get("type") in ("image", "video"):
-                found[part["type"] + "s"].append(part[part["type"]])
-    found = {name: items for name, items in found.items() if items}
-    return found or None
 
 
 def _get(row: Row, key: str, flag: str, where: object) -> Any:

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 
-def read_config(folder: str | Path) -> dict[str, Any]:
+def read_config(folder: str | Path, name: str = "config.json") -> dict[str, Any]:
     """Its content; empty where there is no such file. A damaged one is a ValueError that names it."""
-    file = Path(folder).expanduser() / "config.json"
+    file = Path(folder).expanduser() / name
     if not file.is_file():
         return {}
     try:

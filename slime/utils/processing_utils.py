@@ -1,10 +1,11 @@
 """Load a model's tokenizer and processor, and encode images the way rollout engines take them."""
 
-import base64
 import functools
-import io
 import logging
 from typing import Any
+
+from slime.utils.media.pictures import open_picture, picture_url
+from slime.utils.media.processors import processor_from_parts
 
 logger = logging.getLogger(__name__)
 
@@ -34,11 +35,22 @@ def load_tokenizer(
 
 @functools.lru_cache(maxsize=8)
 def load_processor(name_or_path: str, *, trust_remote_code: bool = False) -> Any | None:
-    """The processor of a multimodal model; None when the model takes text only."""
+    """The processor of a multimodal model; None when the model takes text only.
+
+    Without torchvision the known vision-language families get one for pictures alone.
+    """
     from transformers import AutoProcessor, PreTrainedTokenizerBase  # as above
 
     try:
         processor = AutoProcessor.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
+    except (ImportError, AttributeError) as error:  # a missing package shows as either
+        processor = processor_from_parts(name_or_path)
+        if processor is None:
+            why = str(error).strip().partition("\n")[0]
+            raise ValueError(
+                f"{name_or_path}: its processor needs a package that is not installed ({why}); pip install "
+                "torchvision, or use a model without pictures."
+            ) from error
     except (OSError, ValueError) as error:
         logger.warning("%s has no processor, media cannot be used with it: %s", name_or_path, error)
         return None
@@ -46,19 +58,34 @@ def load_processor(name_or_path: str, *, trust_remote_code: bool = False) -> Any
     return None if isinstance(processor, PreTrainedTokenizerBase) else processor
 
 
+def process_vision_info(prompt: list[dict[str, Any]], processor: Any = None) -> dict[str, Any]:
+    """The pictures of a conversation as `{"images": [...] or None, "videos": None}`, in their order.
+
+    Parts of messages look like {"type": "image", "image": path, bytes, URL or PIL picture}, or as OpenAI
+    writes them; `min_pixels` and `max_pixels` beside them bound the size.
+    """
+    images = []
+    for message in prompt:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind in ("image", "image_url", "input_image"):
+                images.append(open_picture(part))
+            elif kind in ("video", "audio"):
+                raise ValueError(f"a message holds a part of type {kind!r}: only pictures are read.")
+    return {"images": images or None, "videos": None}
+
+
 def build_processor_kwargs(multimodal_inputs: dict[str, Any] | None = None) -> dict[str, Any]:
     """Keywords of a processor call: the media, as tensors, beside token ids that stay lists."""
     kwargs = dict(multimodal_inputs or {})
     for part in ("images_kwargs", "videos_kwargs", "audio_kwargs"):
         kwargs[part] = {**kwargs.get(part, {}), "return_tensors": "pt"}
-    kwargs["text_kwargs"] = {**kwargs.get("text_kwargs", {}), "return_tensors": None}
+    text = {"return_tensors": None, "return_mm_token_type_ids": False}
+    kwargs["text_kwargs"] = {**kwargs.get("text_kwargs", {}), **text}
     return kwargs
 
 
 def encode_image_for_rollout_engine(image: Any) -> str:
-    """A PIL image as the PNG data URI that engines accept; text (a path, an address, a URI) stays."""
-    if isinstance(image, str):
-        return image
-    buffer = io.BytesIO()
-    (image if image.mode in ("RGB", "RGBA", "L") else image.convert("RGB")).save(buffer, format="PNG")
-    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
+    """A picture as the PNG data URI that engines accept; text (a path, an address, a URI) stays."""
+    return image if isinstance(image, str) else picture_url(open_picture(image))

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slime.utils import top_p
+from slime.utils.media.pictures import from_plain, to_plain
 from slime.utils.misc import decode_int32_meta_array
 from slime.utils.reward_failure import RewardFailure
 from slime.utils.reward_failure import infra_error as infra_error  # plug-ins import both from here
@@ -129,7 +130,8 @@ class Sample:
     tokens: list[int] = field(default_factory=list)
     multimodal_inputs: dict[str, Any] | None = None
     multimodal_train_inputs: dict[str, Any] | None = None
-    multimodal_train_input_id: str | None = None
+    multimodal_train_input_id: str | None = None  # a hash of the pictures
+    image_spans: list[tuple[int, int]] | None = None  # (start, end) of each picture in `tokens`
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     response: str = ""
     response_length: int = 0
@@ -170,6 +172,7 @@ class Sample:
         """Plain types (and tensors or arrays a plug-in put in), with attributes attached later included."""
         data = dict(self.__dict__)
         data["status"] = self.status.value
+        data["multimodal_inputs"] = to_plain(self.multimodal_inputs)
         data["spec_info"] = self.spec_info.to_dict()
         data["prefix_cache_info"] = self.prefix_cache_info.to_dict()
         if self.reward_failure is not None:
@@ -186,6 +189,9 @@ class Sample:
         if isinstance(data.get("reward_failure"), dict):
             data["reward_failure"] = RewardFailure(**data["reward_failure"])
         data["version_spans"] = [tuple(span) for span in data.get("version_spans", [])]
+        data["multimodal_inputs"] = from_plain(data.get("multimodal_inputs"))
+        if data.get("image_spans") is not None:
+            data["image_spans"] = [tuple(span) for span in data["image_spans"]]
         names = {f.name for f in dataclasses.fields(cls)}
         sample = cls(**{k: v for k, v in data.items() if k in names})
         for key in data.keys() - names:

@@ -211,9 +211,10 @@ class GenerateRequest:
     return_logprob: bool = True
     stream: bool = False
     session: str | None = None
-    extra: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # engine-specific top-level fields, e.g. image_data
+    extra: Mapping[str, Any] = field(default_factory=dict)  # engine-specific top-level fields
+    image_data: Sequence[str] = ()  # data URLs, one for each image token of `input_ids`
+    num_prompt_tokens: int | None = None  # what the engine must count, images expanded; None: not checked
+    forbidden_ids: frozenset[int] = frozenset()  # that no answer may hold: image tokens
 
     def to_json(self) -> dict[str, Any]:
         out = {
@@ -223,6 +224,8 @@ class GenerateRequest:
             "stream": self.stream,
             **self.extra,
         }
+        if self.image_data:
+            out["image_data"] = list(self.image_data)
         if self.rid is not None:
             out["rid"] = self.rid
         return out

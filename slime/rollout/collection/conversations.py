@@ -6,11 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 from slime.arguments import PluginArgs
+from slime.data.media import bare_messages
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.data_source import DataSource
+from slime.rollout.generation.images import encode_prompt_with_images, pictures_of
 from slime.rollout.groups import Group, describe
 from slime.rollout.journal import Outcome
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
+from slime.utils.processing_utils import load_processor
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -57,8 +60,14 @@ def write_tokens(
 
     `messages` comes out of a row as it stands there: anything but a list of messages is refused.
     """
+    tools = sample.metadata.get("tools")
     try:
-        token_ids, loss_mask = masks.get_loss_mask(messages, tools=sample.metadata.get("tools"))
+        if pictures_of(sample):
+            token_ids, loss_mask = masks.get_loss_mask(bare_messages(messages), tools=tools)
+            loss_mask = _with_images(args, sample, token_ids, loss_mask)
+            token_ids = sample.tokens
+        else:
+            token_ids, loss_mask = masks.get_loss_mask(messages, tools=tools)
     except ValueError as error:
         raise ValueError(f"{describe(sample)}: {error}") from error
     response_length = masks.get_response_lengths([loss_mask])[0]
@@ -71,6 +80,23 @@ def write_tokens(
     sample.loss_mask = loss_mask[len(loss_mask) - response_length :]
     sample.status = Sample.Status.COMPLETED
     return None
+
+
+def _with_images(args: PluginArgs, sample: Sample, ids: list[int], mask: list[int]) -> list[int]:
+    """Expand the image tokens of a conversation in the sample; returns the mask of all its tokens."""
+    processor = load_processor(str(args.hf_checkpoint))
+    if processor is None:
+        raise ValueError(f"--hf-checkpoint {args.hf_checkpoint} has no processor: it takes no images.")
+    encode_prompt_with_images(sample, ids, processor)
+    out: list[int] = []
+    spans = iter(sample.image_spans or ())
+    for token, trained in zip(ids, mask, strict=True):
+        if token == processor.image_token_id:
+            start, end = next(spans)
+            out += [0] * (end - start)
+        else:
+            out.append(trained)
+    return out
 
 
 def _settle(data_source: Any, groups: list[Group], outcome: Outcome, reason: str | None = None) -> None:

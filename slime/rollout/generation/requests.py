@@ -7,11 +7,11 @@ from uuid import uuid4
 from slime.arguments import PluginArgs
 from slime.arguments.groups.trained_sampling import engines_tell_nucleus, is_cut, replays_nucleus
 from slime.data.mix import mix64
+from slime.rollout.generation.images import encode_prompt_with_images, pictures_of, wire_form
 from slime.rollout.generation.policy_requests import check_sampling, is_trained
 from slime.rollout.groups import attempt_of, describe
 from slime.utils import top_p
 from slime.utils.errors import EngineAnswerError
-from slime.utils.processing_utils import encode_image_for_rollout_engine
 from slime.utils.types import Sample
 from slime.wire.protocol import ADAPTER_NAME, GenerateRequest, Generation, SamplingParams, wrong_token_id
 
@@ -61,13 +61,19 @@ def prepare_prompt(sample: Sample, tokenizer: Any, processor: Any = None) -> Non
             f"the prompt of {describe(sample)} is a list of messages; generation needs text: set "
             "--apply-chat-template."
         )
-    if processor is not None and sample.multimodal_inputs:
-        encoded = dict(processor(text=[sample.prompt], return_tensors="pt", **sample.multimodal_inputs))
-        sample.tokens = encoded.pop("input_ids")[0].tolist()
-        encoded.pop("attention_mask", None)
-        sample.multimodal_train_inputs = encoded or None
+    ids = _encode(tokenizer, sample.prompt)
+    if not pictures_of(sample):
+        sample.tokens = list(ids)
         return
-    sample.tokens = list(_encode(tokenizer, sample.prompt))
+    if processor is None:
+        raise PromptError(
+            f"{describe(sample)} has images, and no processor was loaded: set --multimodal-keys, with a "
+            "--hf-checkpoint that has one."
+        )
+    try:
+        encode_prompt_with_images(sample, ids, processor)
+    except ValueError as error:
+        raise PromptError(f"the images of {describe(sample)}: {error}") from error
 
 
 @functools.lru_cache(maxsize=256)
@@ -112,8 +118,10 @@ def check_token_ids(args: PluginArgs, sample: Sample) -> None:
 
 def check_answer(args: PluginArgs, request: GenerateRequest, answer: Generation) -> None:
     """An answer that no engine in its senses gives must not become training data; it is asked for again."""
-    wrong = _wrong_with(args, request.sampling.max_new_tokens, answer) or _wrong_nucleus(
-        args, request, answer
+    wrong = (
+        _wrong_with(args, request.sampling.max_new_tokens, answer)
+        or _wrong_images(request, answer)
+        or _wrong_nucleus(args, request, answer)
     )
     if wrong:
         raise EngineAnswerError(f"the engine's answer to request {request.rid} cannot be right: {wrong}")
@@ -131,6 +139,18 @@ def _wrong_with(args: PluginArgs, budget: int | None, answer: Generation) -> str
     if log_probs is not None and max(log_probs) > _LOG_PROB_SLACK:
         return f"a log-prob of {max(log_probs)}"
     return None
+
+
+def _wrong_images(request: GenerateRequest, answer: Generation) -> str | None:
+    """An engine that makes other tokens of pictures than we do, or an answer that would need one more."""
+    expected = request.num_prompt_tokens
+    if expected is not None and answer.prompt_tokens and answer.prompt_tokens != expected:
+        return (
+            f"it read {answer.prompt_tokens} tokens where our processor makes {expected} of text and images: "
+            "their processors differ"
+        )
+    found = next((token for token in answer.ids if token in request.forbidden_ids), None)
+    return f"it holds the image token {found}, for which there is no image" if found is not None else None
 
 
 def _wrong_nucleus(args: PluginArgs, request: GenerateRequest, answer: Generation) -> str | None:
@@ -166,14 +186,14 @@ def build_request(
     if budget is not None and params.get("min_new_tokens"):
         params["min_new_tokens"] = min(params["min_new_tokens"], budget)
     extra: dict[str, Any] = {"return_routed_experts": True} if args.use_rollout_routing_replay else {}
-    if sample.multimodal_inputs and sample.multimodal_inputs.get("images"):
-        extra["image_data"] = [
-            encode_image_for_rollout_engine(image) for image in sample.multimodal_inputs["images"]
-        ]
+    input_ids, image_data, forbidden = wire_form(args, sample)
     if args.lora_sync == "adapter":
         extra["lora_path"] = ADAPTER_NAME
     return GenerateRequest(
-        input_ids=sample.tokens,
+        input_ids=input_ids,
+        image_data=image_data,
+        num_prompt_tokens=len(sample.tokens) if image_data else None,
+        forbidden_ids=forbidden,
         sampling=SamplingParams.from_json(params),
         rid=f"{sample.index}-{uuid4().hex}",
         session=sample.session_id,

@@ -1,0 +1,169 @@
+"""Pictures of samples: into token ids and train inputs, onto the wire, and behind later turns.
+
+Samples of one prompt share the pixels of their pictures: `multimodal_train_inputs` is the same object in all
+of them, so that it travels to the trainer once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from slime.arguments import PluginArgs
+from slime.data.media import bare_messages
+from slime.utils.media.image_tokens import ImageEncoder, Span, collapse, encoder_of, images_key, runs_of
+from slime.utils.media.pictures import NotAnImage, open_picture, picture_key, picture_url
+from slime.utils.processing_utils import load_processor, process_vision_info
+from slime.utils.types import Sample
+
+_PROBE = [{"role": "user", "content": "?"}]
+
+
+def pictures_of(sample: Sample) -> list[Any]:
+    return list((sample.multimodal_inputs or {}).get("images") or ())
+
+
+def encode_prompt_with_images(sample: Sample, ids: Sequence[int], processor: Any) -> None:
+    """Write the prompt's tokens, spans and train inputs; `ids` has one image token for each picture."""
+    encoder = encoder_of(processor)
+    pictures = [open_picture(item) for item in pictures_of(sample)]
+    made = encoder.encode_prompt(ids, pictures)
+    sample.tokens, sample.image_spans = made.ids, made.spans
+    sample.multimodal_train_inputs, sample.multimodal_train_input_id = made.inputs, made.key
+
+
+def append_with_images(
+    sample: Sample, ids: Sequence[int], pictures: Sequence[Any], processor: Any, *, text: str = ""
+) -> None:
+    """Append tokens that the policy did not write, with the pictures that they show; they are not trained.
+
+    `ids` has one image token for each picture. The next request of the sample sends all pictures so far.
+    """
+    encoder = encoder_of(processor)
+    new = [open_picture(item) for item in pictures]
+    made = encoder.encode_prompt(ids, new, start=len(sample.tokens))
+    sample.append_response_tokens(tokens=made.ids, trainable=False, text=text or None)
+    if not new:
+        return
+    everything = [*map(open_picture, pictures_of(sample)), *new]
+    sample.image_spans = [*(sample.image_spans or []), *made.spans]
+    sample.multimodal_inputs = {**(sample.multimodal_inputs or {}), "images": everything}
+    encoded = [encoder.encode(picture) for picture in everything]
+    sample.multimodal_train_inputs = encoder.join(encoded)
+    sample.multimodal_train_input_id = images_key(image.key for image in encoded)
+
+
+def append_messages(
+    sample: Sample,
+    messages: list[dict[str, Any]],
+    tokenizer: Any,
+    processor: Any = None,
+    *,
+    tools: list[Any] | None = None,
+    kwargs: dict[str, Any] | None = None,
+) -> None:
+    """Append an observation: new messages, rendered with the model's template up to where it answers.
+
+    Parts of messages may be pictures, in any form that prompt files take. What the sample holds already is
+    not rendered again.
+    """
+    text = render_new(messages, tokenizer, tools=tools, kwargs=kwargs)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    pictures = process_vision_info(messages)["images"] or []
+    if pictures and processor is None:
+        raise ValueError("an observation holds pictures, but the model has no processor: it reads text only.")
+    if processor is None:
+        sample.append_response_tokens(tokens=ids, trainable=False, text=text)
+    else:
+        append_with_images(sample, ids, pictures, processor, text=text)
+
+
+def render_new(
+    messages: list[dict[str, Any]],
+    tokenizer: Any,
+    *,
+    tools: list[Any] | None = None,
+    kwargs: dict[str, Any] | None = None,
+) -> str:
+    """The text of messages that follow others, with what asks for the next answer behind it."""
+    options = {"tools": tools, "tokenize": False, **(kwargs or {})}
+    before: str = tokenizer.apply_chat_template(_PROBE, **options)
+    after: str = tokenizer.apply_chat_template(
+        [*_PROBE, *bare_messages(messages)], add_generation_prompt=True, **options
+    )
+    if not after.startswith(before):
+        raise ValueError(
+            "the chat template writes a message otherwise once others follow it: observations cannot be "
+            "rendered alone; write their text in the generate function."
+        )
+    return after.removeprefix(before)
+
+
+# -- on the wire ---------------------------------------------------------------------------------------------
+
+
+def wire_form(args: PluginArgs, sample: Sample) -> tuple[list[int], tuple[str, ...], frozenset[int]]:
+    """Ids with one image token per picture, the pictures as data URLs, and ids that no answer may hold."""
+    pictures = pictures_of(sample)
+    if not pictures:
+        return sample.tokens, (), frozenset()
+    encoder = _encoder(args)
+    spans = _spans(sample, encoder)
+    if len(spans) != len(pictures):
+        raise ValueError(
+            f"sample {sample.index} (group {sample.group_index}) has {len(pictures)} images and tokens of "
+            f"{len(spans)}: set image_spans, or append images with append_with_images."
+        )
+    urls = tuple(_url(item) for item in pictures)
+    return collapse(sample.tokens, spans, encoder.image_token_id), urls, frozenset((encoder.image_token_id,))
+
+
+def _spans(sample: Sample, encoder: ImageEncoder) -> list[Span]:
+    return (
+        runs_of(sample.tokens, encoder.image_token_id) if sample.image_spans is None else sample.image_spans
+    )
+
+
+def _encoder(args: PluginArgs) -> ImageEncoder:
+    processor = load_processor(str(args.hf_checkpoint))
+    if processor is None:
+        raise ValueError(f"--hf-checkpoint {args.hf_checkpoint} has no processor: it takes no images.")
+    return encoder_of(processor)
+
+
+def _url(item: Any) -> str:
+    if isinstance(item, str):
+        return item
+    picture = open_picture(item)
+    return _url_of(_Keyed(picture_key(picture), picture))
+
+
+class _Keyed:
+    """A picture that equals others with the same pixels."""
+
+    def __init__(self, key: str, picture: Any):
+        self.key, self.picture = key, picture
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Keyed) and other.key == self.key
+
+
+@functools.lru_cache(maxsize=64)
+def _url_of(keyed: _Keyed) -> str:
+    """Remembered for a while: the samples of a group send the same picture."""
+    return picture_url(keyed.picture)
+
+
+__all__ = [
+    "NotAnImage",
+    "append_messages",
+    "append_with_images",
+    "encode_prompt_with_images",
+    "pictures_of",
+    "render_new",
+    "wire_form",
+]

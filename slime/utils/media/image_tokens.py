@@ -1,0 +1,191 @@
+"""Token ids of prompts with pictures: one id per picture on the wire, all of its ids for a model.
+
+A prompt is written with one image token for each picture; a model reads as many as the picture has features,
+in some families with marks around them. Example: ids [5, 9, 6] with image token 9 and a picture of three
+features become [5, 9, 9, 9, 6], and its span is (1, 4).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from slime.utils.media.pictures import NotAnImage, picture_key, to_rgb
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Span = tuple[int, int]
+_CACHE_BYTES = 1 << 30
+_PIXELS = "pixel_values"
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedImage:
+    """What a model gets of one picture."""
+
+    ids: tuple[int, ...]  # in place of its one image token
+    tensors: dict[str, Tensor]  # of the processor: pixel_values, image_grid_thw, ...
+    key: str  # a hash of its pixels
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedPrompt:
+    """A prompt as a model reads it. Samples of one prompt share `inputs`, the very object."""
+
+    ids: list[int]
+    spans: list[Span]  # of each picture in `ids`
+    inputs: dict[str, Tensor] | None  # of all pictures, joined; None: there are none
+    key: str | None  # a hash of the pictures
+
+
+class ImageEncoder:
+    """Runs a model's processor, once for each picture; what it made last is remembered."""
+
+    def __init__(self, processor: Any):
+        self._processor = processor
+        self.image_token_id: int = processor.image_token_id
+        self._made: OrderedDict[str, EncodedImage] = OrderedDict()
+        self._joined: OrderedDict[tuple[str, ...], dict[str, Tensor]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def encode(self, picture: Any) -> EncodedImage:
+        key = picture_key(picture)
+        with self._lock:
+            if key in self._made:
+                self._made.move_to_end(key)
+                return self._made[key]
+        made = self._run(picture, key)
+        with self._lock:
+            self._made[key] = made
+            while len(self._made) > 1 and sum(image.nbytes for image in self._made.values()) > _CACHE_BYTES:
+                self._made.popitem(last=False)
+        return made
+
+    def _run(self, picture: Any, key: str) -> EncodedImage:
+        processor = self._processor
+        try:
+            found = processor(
+                text=[processor.image_token],
+                images=[to_rgb(picture)],
+                text_kwargs={"return_tensors": None, "add_special_tokens": False},
+                images_kwargs={"return_tensors": "pt"},
+            )
+        except NotAnImage:
+            raise
+        except (ValueError, ZeroDivisionError) as error:
+            width, height = picture.size
+            raise NotAnImage(
+                f"the model's processor refuses a picture of {width} x {height} pixels ({error})"
+            ) from error
+        tensors = {name: found[name] for name in found if hasattr(found[name], "dim")}
+        return EncodedImage(tuple(found["input_ids"][0]), tensors, key)
+
+    def count(self, picture: Any) -> int:
+        """How many ids stand for a picture; from its size alone, where the processor can tell."""
+        width, height = picture.size
+        try:
+            counts = self._processor._get_num_multimodal_tokens(image_sizes=[(height, width)])
+            return int(counts["num_image_tokens"][0])
+        except Exception:  # not every processor can, and each says so in its own way
+            return len(self.encode(picture).ids)
+
+    def join(self, images: Sequence[EncodedImage]) -> dict[str, Tensor] | None:
+        """The tensors of several pictures; the same object for the same pictures, while it is remembered."""
+        if len(images) < 2:
+            return images[0].tensors if images else None
+        keys = tuple(image.key for image in images)
+        with self._lock:
+            if keys not in self._joined:
+                self._joined[keys] = join_inputs([image.tensors for image in images])
+                while len(self._joined) > 64:
+                    self._joined.popitem(last=False)
+            return self._joined[keys]
+
+    def encode_prompt(self, ids: Sequence[int], pictures: Sequence[Any], *, start: int = 0) -> EncodedPrompt:
+        """Ids with one image token per picture, expanded; spans count from `start`."""
+        images = [self.encode(picture) for picture in pictures]
+        expanded, spans = expand(ids, images, self.image_token_id)
+        spans = [(first + start, last + start) for first, last in spans]
+        return EncodedPrompt(expanded, spans, self.join(images), images_key(image.key for image in images))
+
+
+@functools.lru_cache(maxsize=8)
+def encoder_of(processor: Any) -> ImageEncoder:
+    """The one encoder of a processor."""
+    return ImageEncoder(processor)
+
+
+def images_key(keys: Any) -> str | None:
+    """One hash for several pictures in this order; None: there are none."""
+    joined = "-".join(keys)
+    return hashlib.blake2b(joined.encode(), digest_size=16).hexdigest() if joined else None
+
+
+def expand(
+    ids: Sequence[int], images: Sequence[EncodedImage], image_token_id: int
+) -> tuple[list[int], list[Span]]:
+    """Ids with each image token replaced by the ids of its picture, and where these stand."""
+    found = sum(token == image_token_id for token in ids)
+    if found != len(images):
+        raise ValueError(
+            f"the prompt has {found} image tokens (id {image_token_id}) for {len(images)} images"
+        )
+    expanded: list[int] = []
+    spans: list[Span] = []
+    left = iter(images)
+    for token in ids:
+        if token == image_token_id:
+            image = next(left)
+            spans.append((len(expanded), len(expanded) + len(image.ids)))
+            expanded += image.ids
+        else:
+            expanded.append(token)
+    return expanded, spans
+
+
+def collapse(tokens: Sequence[int], spans: Sequence[Span], image_token_id: int) -> list[int]:
+    """Inverse of `expand`, whatever tokens came behind: one image token for each span."""
+    out: list[int] = []
+    end = 0
+    for start, stop in spans:
+        out += [*tokens[end:start], image_token_id]
+        end = stop
+    return out + list(tokens[end:])
+
+
+def runs_of(tokens: Sequence[int], image_token_id: int) -> list[Span]:
+    """Spans of pictures in families that write nothing but image tokens: the runs of these."""
+    spans: list[Span] = []
+    for place, token in enumerate(tokens):
+        if token != image_token_id:
+            continue
+        if spans and spans[-1][1] == place:
+            spans[-1] = (spans[-1][0], place + 1)
+        else:
+            spans.append((place, place + 1))
+    return spans
+
+
+def join_inputs(parts: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+    """Processor outputs of several pictures, or of several samples, in their order.
+
+    Rows of patches and grids are joined along the first dimension; pictures cut into tiles ([1, tiles, ...])
+    along the second.
+    """
+    import torch  # most processes that import this file never get here
+
+    names = {tuple(sorted(part)) for part in parts}
+    if len(names) > 1:
+        raise ValueError(f"inputs of pictures with different keys cannot be joined: {sorted(names)}")
+    dimension = 1 if torch.as_tensor(parts[0][_PIXELS]).dim() == 5 else 0
+    return {name: torch.cat([torch.as_tensor(part[name]) for part in parts], dimension) for name in parts[0]}

@@ -1,0 +1,206 @@
+"""Reads a picture from whatever a prompt file or a tool gives: a path, bytes, a data URL, an address, PIL."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote_to_bytes, urlsplit
+from urllib.request import url2pathname, urlopen
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_MAX_BYTES = 128 << 20
+_FETCH_TIMEOUT_S = 30.0
+_SOURCE = "slime_source"  # attribute of a picture: the bytes that it was read from
+# Where a part of a message keeps its picture; the first that is there counts.
+_PLACES = ("bytes", "image", "image_url", "url", "path")
+_SHOWN = 80  # characters of a name in a message
+
+
+class NotAnImage(ValueError):
+    """What was given as a picture cannot be read as one; the message says why."""
+
+
+def open_picture(item: Any, *, folder: Path | None = None) -> Image:
+    """The picture, decoded when its pixels are first asked for.
+
+    `folder`: where a relative path is looked for if it is not below the working directory. An object with
+    `min_pixels` or `max_pixels` is scaled to these bounds, width times height.
+    """
+    if isinstance(item, Mapping):
+        return _open_part(item, folder)
+    if isinstance(item, (bytes, bytearray, memoryview)):
+        return _decode(bytes(item), f"{len(item)} bytes")
+    if isinstance(item, str):
+        return _decode(_read(item, folder), _short(item))
+    if isinstance(item, Path):
+        return open_picture(str(item), folder=folder)
+    if hasattr(item, "convert") and hasattr(item, "mode"):
+        picture: Image = item
+        return picture
+    raise NotAnImage(
+        f"{type(item).__name__} {_short(repr(item))} is no picture: give a path, bytes, an object with bytes "
+        "or path, a data URL or an address"
+    )
+
+
+def _open_part(part: Mapping[str, Any], folder: Path | None) -> Image:
+    place = next((name for name in _PLACES if part.get(name) is not None), None)
+    if place is None:
+        raise NotAnImage(f"an object with {sorted(part)} holds no picture: it needs one of {list(_PLACES)}")
+    picture = open_picture(part[place], folder=folder)
+    bounds = [part.get(name) for name in ("min_pixels", "max_pixels")]
+    return picture if bounds == [None, None] else fit_pixels(picture, *bounds)
+
+
+def _read(text: str, folder: Path | None) -> bytes:
+    if text.startswith("data:"):
+        return _read_data_url(text)
+    kind = urlsplit(text).scheme.lower() if "://" in text else ""
+    if kind in ("http", "https"):
+        return _fetch(text)
+    if kind == "file":
+        return _read_file(Path(url2pathname(urlsplit(text).path)), None)
+    if kind:
+        raise NotAnImage(f"{_short(text)}: {kind}:// is not read; use http, https, file or a path")
+    return _read_file(Path(text).expanduser(), folder)
+
+
+def _read_file(path: Path, folder: Path | None) -> bytes:
+    if folder is not None and not path.is_absolute() and not path.is_file():
+        path = folder / path
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise NotAnImage(f"{path} has {path.stat().st_size} bytes: at most {_MAX_BYTES} are read")
+        return path.read_bytes()
+    except (OSError, ValueError) as error:
+        if isinstance(error, NotAnImage):
+            raise
+        reason = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
+        raise NotAnImage(f"the file {_short(str(path))} {reason}") from None
+
+
+def _read_data_url(text: str) -> bytes:
+    head, found, body = text.partition(",")
+    if not found:
+        raise NotAnImage("a data URL without a comma: it looks like data:image/png;base64,...")
+    try:
+        if head.endswith(";base64"):
+            return base64.b64decode(body, validate=True)
+        return unquote_to_bytes(body)
+    except (binascii.Error, ValueError) as error:
+        raise NotAnImage(f"a data URL whose base64 is damaged ({error})") from None
+
+
+def _fetch(address: str) -> bytes:
+    try:
+        with urlopen(address, timeout=_FETCH_TIMEOUT_S) as answer:
+            raw: bytes = answer.read(_MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise NotAnImage(f"{_short(address)} cannot be fetched ({error})") from None
+    if len(raw) > _MAX_BYTES:
+        raise NotAnImage(f"{_short(address)} is longer than {_MAX_BYTES} bytes")
+    return raw
+
+
+def _decode(raw: bytes, name: str) -> Image:
+    from PIL import Image, UnidentifiedImageError  # only rows with pictures need it
+
+    if not raw:
+        raise NotAnImage(f"{name} is empty")
+    try:
+        with Image.open(io.BytesIO(raw)) as probe:
+            probe.verify()
+        picture = Image.open(io.BytesIO(raw))
+    except UnidentifiedImageError:
+        raise NotAnImage(f"{name} is no picture of a known kind (it begins with {raw[:8]!r})") from None
+    except Exception as error:  # a decoder meets damaged bytes with all kinds of errors
+        raise NotAnImage(f"{name} is a damaged picture ({error})") from None
+    setattr(picture, _SOURCE, raw)
+    return picture
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+
+
+def fit_pixels(picture: Image, min_pixels: int | None, max_pixels: int | None) -> Image:
+    """The picture, scaled so that width times height lies between the bounds; None: no bound."""
+    for name, bound in (("min_pixels", min_pixels), ("max_pixels", max_pixels)):
+        if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int) or bound < 1):
+            raise NotAnImage(f"{name} is {bound!r}: it must be a whole number of at least 1")
+    if min_pixels is not None and max_pixels is not None and min_pixels > max_pixels:
+        raise NotAnImage(f"min_pixels {min_pixels} is above max_pixels {max_pixels}")
+    width, height = picture.size
+    pixels = width * height
+    if max_pixels is not None and pixels > max_pixels:
+        factor = math.sqrt(max_pixels / pixels)
+        return to_rgb(picture).resize((max(1, int(width * factor)), max(1, int(height * factor))))
+    if min_pixels is not None and pixels < min_pixels:
+        factor = math.sqrt(min_pixels / pixels)
+        return to_rgb(picture).resize((math.ceil(width * factor), math.ceil(height * factor)))
+    return picture
+
+
+def to_rgb(picture: Image) -> Image:
+    """Decoded, in three channels; what is transparent shows its colour."""
+    try:
+        picture.load()
+        return picture if picture.mode == "RGB" else picture.convert("RGB")
+    except Exception as error:  # as in `_decode`
+        raise NotAnImage(f"the picture's pixels cannot be decoded ({error})") from None
+
+
+def picture_key(picture: Image) -> str:
+    """A hash of size and pixels: pictures with the same one are the same to a model."""
+    rgb = to_rgb(picture)
+    return hashlib.blake2b(repr(rgb.size).encode() + rgb.tobytes(), digest_size=16).hexdigest()
+
+
+def picture_bytes(picture: Image) -> bytes:
+    """Bytes of a file: those that it was read from, or a PNG."""
+    source: bytes | None = getattr(picture, _SOURCE, None)
+    return source if source is not None else _png(picture)
+
+
+def picture_url(picture: Image) -> str:
+    """A PNG data URL of the very pixels: whoever decodes it sees what we see."""
+    return "data:image/png;base64," + base64.b64encode(_png(to_rgb(picture))).decode("ascii")
+
+
+def _png(picture: Image) -> bytes:
+    buffer = io.BytesIO()
+    kept = picture if picture.mode in ("RGB", "RGBA", "L") else to_rgb(picture)
+    kept.save(buffer, format="PNG", compress_level=1)
+    return buffer.getvalue()
+
+
+def to_plain(inputs: dict[str, Any] | None) -> dict[str, Any] | None:
+    """`Sample.multimodal_inputs` with the bytes of pictures in place of them; values that are none stay."""
+    if inputs is None or not isinstance(inputs.get("images"), (list, tuple)):
+        return inputs
+    return {**inputs, "images": [_plain_picture(item) for item in inputs["images"]]}
+
+
+def _plain_picture(item: Any) -> Any:
+    if hasattr(item, "convert") and hasattr(item, "mode"):
+        return {"bytes": picture_bytes(item), "path": None}
+    return item
+
+
+def from_plain(inputs: Any) -> Any:
+    """Inverse of `to_plain`."""
+    if not isinstance(inputs, dict) or not isinstance(inputs.get("images"), (list, tuple)):
+        return inputs
+    return {**inputs, "images": [_picture_of_plain(item) for item in inputs["images"]]}
+
+
+def _picture_of_plain(item: Any) -> Any:
+    return open_picture(item) if isinstance(item, dict) and item.get("bytes") is not None else item
