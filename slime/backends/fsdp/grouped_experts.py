@@ -12,6 +12,7 @@ from slime.backends.fsdp.families import has_experts
 from slime.backends.fsdp.layers import HFModel
 
 # What transformers says of a family's experts: gate and up side by side, no bias, no norm behind them.
+# A release that does not say one of these knows no family where it is otherwise.
 _PLAIN = {
     "has_gate": True,
     "has_bias": False,
@@ -49,7 +50,10 @@ def keep_out_of_compiling(layers: list[nn.Module]) -> None:
 
 def computes_same(module: nn.Module) -> bool:
     """Whether a module's own code is silu(gate) * up between two plain products per expert."""
-    if not is_experts(module) or any(vars(module).get(name) != value for name, value in _PLAIN.items()):
+    said = vars(module)
+    if not is_experts(module) or "has_gate" not in said:
+        return False
+    if any(said.get(name, value) != value for name, value in _PLAIN.items()):
         return False
     gating = getattr(type(module), "_apply_gate", None)
     is_default = getattr(gating, "__name__", "") == "_default_apply_gate"
