@@ -17,7 +17,7 @@ LAYERS = [
     {"plugins"},
     {"data", "algorithms", "wire"},
     {"batch"},
-    {"rollout", "engines", "backends", "weight_sync"},
+    {"rollout", "agent", "engines", "backends", "weight_sync"},
     {"preflight", "step", "runtime"},
     {"cluster"},
     {"loop", "loop_async"},

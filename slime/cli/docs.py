@@ -16,6 +16,7 @@ from slime.catalog.estimators import ESTIMATORS
 from slime.catalog.metrics import METRICS
 from slime.catalog.policy_losses import POLICY_LOSSES, REDUCTIONS
 from slime.catalog.rewards import REWARDS
+from slime.catalog.tool_formats import TOOL_FORMATS
 from slime.catalog.trackers import TRACKERS
 from slime.catalog.transports import TRANSPORTS
 from slime.plugins import PLUGIN_POINTS
@@ -33,6 +34,7 @@ CATALOG: dict[str, Mapping[str, Any]] = {
     "`--train-backend`": BACKENDS,
     "Weight transports": TRANSPORTS,
     "Trackers (`--use-NAME`)": TRACKERS,
+    "Tool calls of model families (`tool_parser` of agents)": TOOL_FORMATS,
 }
 
 # The flags that most runs give, in the order in which one thinks of them, each with a value as an example.

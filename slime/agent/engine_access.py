@@ -1,0 +1,241 @@
+"""Asking the policy's engines for one turn: over weight pushes that cut it, as a whole or as it is made."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import math
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+from uuid import uuid4
+
+from slime.utils import http_utils
+from slime.utils.errors import EngineAnswerError
+from slime.wire.client import EngineClient
+from slime.wire.protocol import Finish, GenerateRequest, Generation, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+MAX_IDLE = 60  # answers without a token from an engine that is paused, a second apart
+ABORT_DEADLINE_S = 10.0
+
+
+class PolicyDown(RuntimeError):
+    """The engines gave no answer: of this request nothing exists."""
+
+
+@dataclass(slots=True)
+class Made:
+    """What exists of an answer, over all requests that made it. `finish` None: more is to come."""
+
+    ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    spans: list[dict[str, Any]] = field(default_factory=list)  # weight versions: version, start, end
+    finish: Finish | None = None
+    stop_id: int | None = None  # the token by which it ended
+    stop_text: str | None = None  # or the stop string
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    def meta_info(self) -> dict[str, Any]:
+        """As an engine would have told it of one answer."""
+        return {**self.meta, "weight_versions": self.spans}
+
+    def plus(self, answer: Generation, *, final: bool) -> Made:
+        """A new value with `answer`, which continues this one."""
+        start = len(self.ids)
+        spans = [
+            {"version": span.version, "start": span.start + start, "end": span.end + start}
+            for span in answer.spans
+        ]
+        matched = answer.finish_detail.get("matched")
+        by_token = isinstance(matched, int) and bool(answer.ids) and answer.ids[-1] == matched
+        kept = {
+            k: v
+            for k, v in answer.meta.items()
+            if k not in ("output_token_logprobs", "input_token_logprobs", "weight_versions")
+        }
+        if self.meta:  # the numbers of prompt tokens are those of the first request
+            kept |= {k: self.meta[k] for k in ("prompt_tokens", "cached_tokens") if k in self.meta}
+            kept["completion_tokens"] = start + len(answer.ids)
+        return Made(
+            ids=[*self.ids, *answer.ids],
+            log_probs=[*self.log_probs, *(answer.log_probs or ())],
+            spans=_joined([*self.spans, *spans]),
+            finish=answer.finish if final else None,
+            stop_id=matched if by_token and answer.finish == "stop" else None,
+            stop_text=matched if isinstance(matched, str) else None,
+            meta=kept,
+        )
+
+
+def _joined(spans: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Neighbours of one version become one."""
+    out: list[dict[str, Any]] = []
+    for span in spans:
+        if out and out[-1]["version"] == span["version"] and out[-1]["end"] == span["start"]:
+            out[-1] = {**out[-1], "end": span["end"]}
+        else:
+            out.append(span)
+    return out
+
+
+class Policy(Protocol):
+    """What a session asks: `slime.agent.engine_access.EnginePolicy`, or a double of it."""
+
+    async def complete(
+        self, prompt_ids: Sequence[int], sampling: Mapping[str, Any], *, session: str | None = None
+    ) -> Made: ...
+
+    def stream(
+        self, prompt_ids: Sequence[int], sampling: Mapping[str, Any], *, session: str | None = None
+    ) -> AsyncIterator[Made]: ...
+
+
+class EnginePolicy:
+    """The engines behind one address. A task that is cancelled while it asks aborts its request there.
+
+    An engine that is paused for a weight push with SGLang's "abort" mode lets go of its requests: they are
+    sent again with what was made so far, and each token keeps the version that made it.
+    """
+
+    def __init__(
+        self, url: str, *, client: EngineClient | None = None, extra: Mapping[str, Any] | None = None
+    ):
+        self.url = url.rstrip("/")
+        self.client = client or EngineClient(self.url)
+        self.extra = dict(extra or {})  # of every request: `lora_path`, say
+
+    async def complete(
+        self, prompt_ids: Sequence[int], sampling: Mapping[str, Any], *, session: str | None = None
+    ) -> Made:
+        """The whole answer."""
+        made = Made()
+        async for request in self._requests(prompt_ids, sampling, session, stream=False, made=made):
+            answer = await self._ask(request)
+            _copy_into(made, made.plus(answer, final=answer.finish != "abort"))
+        return made
+
+    async def stream(
+        self, prompt_ids: Sequence[int], sampling: Mapping[str, Any], *, session: str | None = None
+    ) -> AsyncIterator[Made]:
+        """All that exists so far, again and again; the last has a `finish`."""
+        made = Made()
+        async for request in self._requests(prompt_ids, sampling, session, stream=True, made=made):
+            before = replace(made)
+            async for answer, final in self._events(request):
+                _copy_into(made, before.plus(answer, final=final and answer.finish != "abort"))
+                if len(made.ids) > len(before.ids) or made.finish is not None:
+                    yield made
+
+    async def _requests(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Mapping[str, Any],
+        session: str | None,
+        *,
+        stream: bool,
+        made: Made,
+    ) -> AsyncIterator[GenerateRequest]:
+        """Requests until `made`, which the caller fills between two of them, has ended."""
+        params, idle = SamplingParams.from_json(dict(sampling)), 0
+        while made.finish is None:
+            left = params
+            if params.max_new_tokens is not None:
+                room = params.max_new_tokens - len(made.ids)
+                if room <= 0 and made.ids:
+                    made.finish = "length"
+                    return
+                left = replace(params, max_new_tokens=room, min_new_tokens=min(params.min_new_tokens, room))
+            count = len(made.ids)
+            yield GenerateRequest(
+                input_ids=[*prompt_ids, *made.ids],
+                sampling=left,
+                rid=uuid4().hex,
+                stream=stream,
+                session=session,
+                extra=self.extra,
+            )
+            idle = 0 if len(made.ids) > count else idle + 1
+            if made.finish is None and idle:
+                if idle > MAX_IDLE:
+                    raise PolicyDown(f"the engine aborted a turn {idle} times without a token")
+                await asyncio.sleep(min(1.0, 0.05 * 2 ** min(idle, 10)))
+
+    async def _ask(self, request: GenerateRequest) -> Generation:
+        try:
+            return _checked(await self.client.generate(request))
+        except asyncio.CancelledError:
+            await asyncio.shield(self.abort(request.rid))
+            raise
+
+    async def _events(self, request: GenerateRequest) -> AsyncIterator[tuple[Generation, bool]]:
+        ended = False
+        try:
+            async for event in self.client.stream(request):
+                answer, ended = _read_event(event)
+                yield answer, ended
+        except http_utils.HttpError as error:
+            if 400 <= error.status < 500:
+                raise
+            # What was read stays; `_requests` asks for the rest.
+            logger.info("a stream of the policy broke, the rest is asked for again: %s", error)
+        finally:
+            if not ended:
+                await asyncio.shield(self.abort(request.rid))
+
+    async def abort(self, rid: str | None) -> None:
+        """End a request at the worker that has it; a worker that is gone has nothing to end."""
+        if rid is None:
+            return
+        try:
+            async with asyncio.timeout(ABORT_DEADLINE_S):
+                await self.client.cancel(await self._workers(), [rid])
+        except (TimeoutError, http_utils.HttpError) as error:
+            logger.warning("request %s could not be aborted: %s", rid, error)
+
+    async def _workers(self) -> list[str]:
+        """A router forwards no aborts, so its workers are asked; an engine alone is its own worker."""
+        try:
+            answer = await http_utils.get(f"{self.url}/workers", timeout_s=ABORT_DEADLINE_S)
+            return [worker["url"] for worker in answer["workers"]]
+        except (http_utils.HttpError, KeyError, TypeError):
+            return [self.url]
+
+
+def _copy_into(made: Made, new: Made) -> None:
+    for name in Made.__slots__:
+        setattr(made, name, getattr(new, name))
+
+
+def _read_event(event: Mapping[str, Any]) -> tuple[Generation, bool]:
+    """An event, and whether it is the last: only then it says how the answer ended."""
+    try:
+        meta = dict(event["meta_info"])
+        ended = meta.get("finish_reason") is not None
+        meta["finish_reason"] = meta.get("finish_reason") or {"type": "abort"}
+        return _checked(Generation.from_json({**event, "meta_info": meta})), ended
+    except (KeyError, TypeError, ValueError) as error:
+        raise EngineAnswerError(f"an event of the engine's stream cannot be right: {error}") from error
+
+
+def _checked(answer: Generation) -> Generation:
+    """Token ids and log-probs that could be; training data is made of nothing else."""
+    if answer.log_probs is None or not all(map(math.isfinite, answer.log_probs)):
+        raise EngineAnswerError("the engine answered a turn without log-probs: its tokens cannot be trained")
+    return answer
+
+
+@functools.lru_cache(maxsize=8)
+def _policy_at(url: str, loop: asyncio.AbstractEventLoop, extra: tuple[tuple[str, Any], ...]) -> EnginePolicy:
+    return EnginePolicy(url, extra=dict(extra))
+
+
+def policy_of(args: Any) -> EnginePolicy:
+    """The policy of the run that a generate function was called in; one for each event loop."""
+    if args.sglang_router_ip is None:
+        raise RuntimeError("no engine serves this run (router address is not set): there is no policy to ask")
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
+    extra = (("lora_path", "policy"),) if args.lora_sync == "adapter" else ()
+    return _policy_at(url, asyncio.get_running_loop(), extra)

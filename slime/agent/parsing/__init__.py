@@ -1,0 +1,79 @@
+"""A model's raw text -> thoughts, text and tool calls, by its family (`slime.catalog.tool_formats`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from slime.agent.parsing.output import ParsedModelOutput, Parser, split_thoughts
+from slime.catalog.tool_formats import TOOL_FORMATS, recognised
+from slime.utils.misc import load_function
+
+__all__ = ["ParsedModelOutput", "Parser", "format_of", "parse_model_output", "parser_for"]
+
+# Names that SGLang and slime users know a format by.
+_ALIASES = {row.sglang_name: name for name, row in TOOL_FORMATS.items() if row.sglang_name is not None} | {
+    "qwen": "hermes",
+    "qwen3": "hermes",
+    "glm47": "glm",
+    "deepseekv31": "deepseek",
+    "deepseek_v3": "deepseek",
+    "llama4": "pythonic",
+}
+_NO_THOUGHTS = ("none", "off")
+
+
+def format_of(name: str) -> str:
+    """The row of the table that a name means; ValueError with the names there are."""
+    key = _ALIASES.get(name, name)
+    if key not in TOOL_FORMATS:
+        raise ValueError(f"there is no tool format {name!r}; use one of {sorted({*TOOL_FORMATS, *_ALIASES})}")
+    return key
+
+
+def parse_model_output(
+    raw: str,
+    *,
+    tools_schema: Sequence[Mapping[str, Any]] | None = None,
+    tool_parser_name: str | None = None,
+    reasoning_parser_name: str | None = None,
+    opens_thought: bool = False,
+) -> ParsedModelOutput:
+    """Split an answer. Without a parser's name calls are read as Qwen3-Coder writes them, if there are tools.
+
+    `reasoning_parser_name` "none" leaves thoughts in the text; every other name reads <think> and </think>.
+    """
+    if reasoning_parser_name in _NO_THOUGHTS:
+        thoughts, text = "", raw
+    else:
+        thoughts, text = split_thoughts(raw, opens_thought)
+    name = format_of(tool_parser_name or "qwen3_coder")
+    if not tools_schema or name == "plain":
+        return ParsedModelOutput(thoughts, text)
+    schemas = {str(schema["name"]): schema for schema in map(_function, tools_schema) if "name" in schema}
+    rest, uses, ill_formed = load_function(TOOL_FORMATS[name].function)(text, schemas)
+    return ParsedModelOutput(thoughts, rest, uses, ill_formed)
+
+
+def parser_for(tokenizer: Any, tool_parser: str | None = None, reasoning_parser: str | None = None) -> Parser:
+    """The parser of a model: of the named format, else of the one that its chat template teaches it."""
+    template = tokenizer.chat_template or ""
+    name = format_of(tool_parser) if tool_parser else recognised(str(template))
+
+    def parse(raw: str, tools: Sequence[Any], opens_thought: bool) -> ParsedModelOutput:
+        return parse_model_output(
+            raw,
+            tools_schema=tools,
+            tool_parser_name=name,
+            reasoning_parser_name=reasoning_parser,
+            opens_thought=opens_thought,
+        )
+
+    parse.starts = TOOL_FORMATS[name].starts  # type: ignore[attr-defined]
+    return parse
+
+
+def _function(tool: Any) -> Mapping[str, Any]:
+    """A tool as OpenAI wraps it, or bare."""
+    inner = tool.get("function", tool) if isinstance(tool, Mapping) else {}
+    return inner if isinstance(inner, Mapping) else {}

@@ -1,0 +1,361 @@
+"""One episode of an agent: it asks the policy turn by turn and keeps every token as the engine made it.
+
+    session = Session.of_run(args, sample, sampling_params)
+    messages = list(sample.prompt)
+    while True:
+        answer = await session.turn(messages, tools=TOOLS)
+        messages.append(answer.message)
+        if not answer.tool_calls:
+            break
+        messages += [run_tool(call) for call in answer.tool_calls]
+    return session.samples(sample, reward=score(messages))
+
+`turn` takes the whole conversation, as chat clients send it. What of it is new is found by comparison, so a
+program that shortens or edits its history works too: its turns become samples of their own.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+from uuid import uuid4
+
+from slime.agent.engine_access import Made, Policy, policy_of
+from slime.agent.history import THOUGHTS, History, Said
+from slime.agent.parsing import ParsedModelOutput, Parser, parser_for
+from slime.agent.parsing.output import plain_parser
+from slime.agent.rendering import Message, Renderer
+from slime.agent.trajectory import TurnNode, TurnRecord, TurnTree, samples_of
+from slime.data.mix import mix64
+from slime.utils.processing_utils import load_tokenizer
+from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
+
+Outcome = Literal[
+    "open", "completed", "truncated", "turn_budget", "token_budget", "context", "failed", "aborted"
+]
+
+
+class SessionError(RuntimeError):
+    """A turn that is not taken. `outcome` is how the episode stands by it."""
+
+    outcome: Outcome = "failed"
+
+
+class SessionClosed(SessionError):
+    """The episode is over."""
+
+
+class TurnBudgetUsed(SessionError):
+    outcome: Outcome = "turn_budget"
+
+
+class TokenBudgetUsed(SessionError):
+    outcome: Outcome = "token_budget"
+
+
+class ContextExhausted(SessionError):
+    """The prompt leaves no room for an answer."""
+
+    outcome: Outcome = "context"
+
+    def __init__(self, num_tokens: int, limit: int) -> None:
+        super().__init__(f"prompt is too long: {num_tokens} tokens > {limit - 1} maximum")
+        self.num_tokens, self.limit = num_tokens, limit
+
+
+class BadConversation(ValueError):
+    """Messages that no answer can follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Limits of one episode; None: none."""
+
+    max_turns: int | None = None
+    max_context_tokens: int | None = None  # of a prompt and its answer together
+    max_new_tokens: int = 4096  # of one answer
+    max_sampled_tokens: int | None = None  # of all answers together
+
+
+@dataclass(slots=True)
+class Asked:
+    """A turn that was accepted and is not answered yet."""
+
+    prompt_ids: list[int]
+    sampling: dict[str, Any]
+    parent: Said | None
+    new_messages: list[Message]
+    tools: list[Any]
+    opens_thought: bool
+    fork: str | None  # why history was rendered anew; None: it was not
+    at: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the policy said: as tokens, as text, and as the message to put into the conversation."""
+
+    message: Message
+    made: Made
+    node: TurnNode
+    parsed: ParsedModelOutput
+    num_prompt_tokens: int
+
+    @property
+    def text(self) -> str:
+        return self.message.get("content") or ""
+
+    @property
+    def tool_calls(self) -> list[dict[str, Any]]:
+        """As in OpenAI's messages, but with `arguments` as a dict."""
+        return self.message.get("tool_calls") or []
+
+    @property
+    def was_cut(self) -> bool:
+        return self.made.finish == "length"
+
+
+class Session:
+    """Turns of one episode. `reward` of a `TurnNode` in `turns` may be set at any time before `samples`."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        renderer: Renderer,
+        *,
+        session_id: str | None = None,
+        sampling: Mapping[str, Any] | None = None,
+        budget: Budget | None = None,
+        parser: Parser = plain_parser,
+        seed: int | None = None,
+    ) -> None:
+        self.policy, self.renderer, self.parser = policy, renderer, parser
+        self.session_id = session_id or uuid4().hex
+        self.sampling = {"skip_special_tokens": False, "no_stop_trim": True, **(sampling or {})}
+        self.budget = budget or Budget()
+        self.seed = seed  # None: the engine draws one for each turn
+        self.tree = TurnTree()
+        self.outcome: Outcome = "open"
+        self.reason: str | None = None  # of the outcome, in words
+        self._history = History()
+        self._num_asked = 0
+        self._last_answer_at: float | None = None
+
+    @classmethod
+    def of_run(
+        cls,
+        args: Any,
+        sample: Sample,
+        sampling_params: Mapping[str, Any],
+        *,
+        budget: Budget | None = None,
+        parser: Parser | None = None,
+        history: Literal["template", "extend"] = "template",
+    ) -> Session:
+        """For a generate function: the engines, tokenizer, sampling and seed of the run that called it."""
+
+        tokenizer = load_tokenizer(args.hf_checkpoint)
+        if budget is None:
+            limits = [n for n in (args.rollout_max_context_len, args.max_context_len) if n is not None]
+            most = sampling_params.get("max_new_tokens") or args.rollout_max_response_len
+            budget = Budget(max_context_tokens=min(limits, default=None), max_new_tokens=most)
+        return cls(
+            policy_of(args),
+            Renderer(tokenizer, template_kwargs=sample.apply_chat_template_kwargs, history=history),
+            session_id=sample.session_id,
+            sampling=sampling_params,
+            budget=budget,
+            parser=parser or parser_for(tokenizer),
+            seed=mix64(args.rollout_seed, sample.index or 0, int(sample.metadata.get("attempt", 0))),
+        )
+
+    # -- a turn --------------------------------------------------------------------------------------------
+
+    async def turn(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        sampling: Mapping[str, Any] | None = None,
+    ) -> Answer:
+        """Ask for the answer that follows `messages`, and record it; SessionError where it is not taken."""
+        asked = self.ask(messages, tools, sampling)
+        made = await self.policy.complete(asked.prompt_ids, asked.sampling, session=self.session_id)
+        return self.record(asked, made)
+
+    def stream(self, asked: Asked) -> AsyncIterator[Made]:
+        """The answer as it is made; the caller records the last value, or drops all of it."""
+        return self.policy.stream(asked.prompt_ids, asked.sampling, session=self.session_id)
+
+    def ask(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        sampling: Mapping[str, Any] | None = None,
+    ) -> Asked:
+        """The prompt of a turn: the ids that exist, and only the new messages rendered."""
+        self._check_open()
+        messages, tools = list(messages), list(tools or ())
+        if not messages:
+            raise BadConversation("there is no message to answer")
+        if messages[-1].get("role") == "assistant":
+            raise BadConversation(
+                "the conversation ends with an answer: a user or tool message must follow it"
+            )
+        parent, known = self._history.find(messages, tools)
+        new, fork = messages[known:], None
+        ids = None
+        if parent is not None:
+            if self.renderer.rewrites(new, has_thoughts=parent.has_thoughts):
+                fork = "template"
+            else:
+                ids = self._extended(parent, new)
+                fork = "template" if ids is None else None
+        elif self.tree.nodes:
+            fork = "history"
+        if ids is None:
+            before = parent.conversation() if parent is not None else []
+            new, parent = [*before, *new], None
+            ids = self.renderer.first_prompt(new, tools)
+        params = self._sampling_for(len(ids), sampling)
+        self._num_asked += 1
+        opens_thought = self.renderer.opens_thought(ids)
+        return Asked(ids, params, parent, new, tools, opens_thought, fork)
+
+    def _extended(self, parent: Said, new: Sequence[Message]) -> list[int] | None:
+        node = parent.node
+        ends = node.details.get("stop_id")
+        added = self.renderer.extension(new, stop_id=ends)
+        return None if added is None else [*node.ids(), *added]
+
+    def _check_open(self) -> None:
+        if self.outcome != "open":
+            raise SessionClosed(f"session {self.session_id} is over ({self.reason or self.outcome})")
+        turns, sampled = self.budget.max_turns, self.budget.max_sampled_tokens
+        if turns is not None and self._num_asked >= turns:
+            raise TurnBudgetUsed(f"session {self.session_id} has used its {turns} turns")
+        if sampled is not None and self.num_sampled_tokens >= sampled:
+            raise TokenBudgetUsed(f"session {self.session_id} has used its {sampled} sampled tokens")
+
+    def _sampling_for(self, num_prompt: int, given: Mapping[str, Any] | None) -> dict[str, Any]:
+        params = {**self.sampling, **(given or {})}
+        wanted = [n for n in (self.budget.max_new_tokens, params.get("max_new_tokens")) if n is not None]
+        if self.budget.max_context_tokens is not None:
+            room = self.budget.max_context_tokens - num_prompt
+            if room <= 0:
+                raise ContextExhausted(num_prompt, self.budget.max_context_tokens)
+            wanted.append(room)
+        if self.budget.max_sampled_tokens is not None:
+            wanted.append(self.budget.max_sampled_tokens - self.num_sampled_tokens)
+        params["max_new_tokens"] = max(1, min(wanted))
+        if self.seed is not None and params.get("sampling_seed") is None:
+            params["sampling_seed"] = mix64(self.seed, self._num_asked, num_prompt) % (2**31 - 1) + 1
+        return params
+
+    def record(self, asked: Asked, made: Made) -> Answer:
+        """Keep an answer that was made in full. Only what is recorded is trained."""
+        parsed = self.parse(asked, made)
+        turn = TurnRecord(
+            asked.prompt_ids,
+            made.ids,
+            made.finish or "abort",
+            made.log_probs,
+            parsed.ill_formed,
+            made.meta_info(),
+        )
+        node = self.tree.add(turn, asked.parent.node if asked.parent is not None else None)
+        now = time.monotonic()
+        node.details = {
+            "tool_calls": [use["name"] for use in parsed.tool_uses],
+            "stop_id": made.stop_id,
+            "engine_s": round(now - asked.at, 4),
+            "other_s": round(asked.at - self._last_answer_at, 4) if self._last_answer_at is not None else 0.0,
+        }
+        if asked.fork is not None:
+            node.details["fork"] = asked.fork
+        self._last_answer_at = now
+        message = as_message(parsed, turn_name=f"{self.session_id[:8]}{node.number:04d}")
+        self._history.add(asked.parent, asked.new_messages, message, node, asked.tools)
+        return Answer(message, made, node, parsed, len(asked.prompt_ids))
+
+    def parse(self, asked: Asked, made: Made) -> ParsedModelOutput:
+        """Thoughts, text and tool calls of what exists of an answer."""
+        return self.parser(self.text_of(made), asked.tools, asked.opens_thought)
+
+    def text_of(self, made: Made) -> str:
+        """The answer without the token by which it ended."""
+        ids = made.ids[:-1] if made.stop_id is not None else made.ids
+        text: str = self.renderer.tokenizer.decode(ids, skip_special_tokens=False)
+        return text.removesuffix(made.stop_text) if made.stop_text else text
+
+    # -- the episode ---------------------------------------------------------------------------------------
+
+    @property
+    def turns(self) -> list[TurnNode]:
+        return self.tree.nodes
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        return sum(len(node.output_ids) for node in self.tree.nodes)
+
+    def end(self, outcome: Outcome = "completed", reason: str | None = None) -> None:
+        """No further turn is taken. The first outcome stays."""
+        if self.outcome == "open":
+            self.outcome, self.reason = outcome, reason
+
+    def samples(
+        self,
+        base_sample: Sample,
+        *,
+        reward: float | dict[str, Any] | None = None,
+        extra_metadata: Mapping[str, Any] | None = None,
+        max_sample_tokens: int | None = None,
+        args: Any = None,
+    ) -> list[Sample]:
+        """The episode as training data, see `samples_of`; empty when the policy said nothing.
+
+        `metadata["turns"]` has a span for each turn, `metadata["session"]` what the episode was.
+        """
+        self.end()
+        told = {
+            "id": self.session_id,
+            "outcome": self.outcome,
+            "reason": self.reason,
+            "num_turns": len(self.tree.nodes),
+            "num_forks": self.tree.num_forks,
+            "num_sampled_tokens": self.num_sampled_tokens,
+        }
+        samples = samples_of(
+            self.tree,
+            base_sample=base_sample,
+            reward=reward,
+            extra_metadata={"session": told, **(extra_metadata or {})},
+            max_sample_tokens=max_sample_tokens,
+            args=args,
+        )
+        for sample in samples:
+            sample.session_id = base_sample.session_id or self.session_id
+            response = sample.tokens[len(sample.tokens) - sample.response_length :]
+            sample.response = self.renderer.tokenizer.decode(response, skip_special_tokens=False)
+        return samples
+
+
+def as_message(parsed: ParsedModelOutput, turn_name: str) -> Message:
+    """The answer as clients and templates know messages; ids of calls are unique in a session."""
+    message: Message = {"role": "assistant", "content": parsed.text}
+    if parsed.reasoning:
+        message[THOUGHTS] = parsed.reasoning
+    if parsed.tool_uses:
+        message["tool_calls"] = [
+            {
+                "id": f"call_{turn_name}{place}",
+                "type": "function",
+                "function": {"name": use["name"], "arguments": use["input"]},
+            }
+            for place, use in enumerate(parsed.tool_uses)
+        ]
+    return message

@@ -1,0 +1,363 @@
+"""The turns of an episode as a tree of token ids, and the samples that its leaves become.
+
+A turn hangs below the turn whose prompt and answer its own prompt begins with; what a client adds between
+two turns is kept once. A prompt that continues no turn is a root: a first turn, or history that was edited.
+Each leaf is one sample. A turn that several leaves share trains in the first of them.
+"""
+
+from __future__ import annotations
+
+import copy
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from slime.utils.types import Sample, SampleStatus
+
+# In Sample.metadata: one entry for each turn of the sample, see `TurnNode.describe`.
+TURNS_KEY = "turns"
+# Of an engine's meta_info only what samples are made of is kept; per-token lists are in the turn itself.
+_KEPT_META = (
+    "finish_reason",
+    "weight_version",
+    "weight_versions",
+    "prompt_tokens",
+    "cached_tokens",
+    "completion_tokens",
+    "top_p_token_ids",
+    "top_p_token_offsets",
+    "top_p_kept_token_ids",
+    "top_p_kept_token_offsets",
+    "routed_experts",
+    "routed_experts_start_len",
+    "spec_accept_token_num",
+    "spec_draft_token_num",
+    "spec_num_correct_drafts",
+    "spec_num_proposed_drafts",
+    "spec_verify_ct",
+)
+
+
+@dataclass(slots=True)
+class TurnRecord:
+    """One answer of the engine: the whole prompt it got, the tokens it made, and how it stopped.
+
+    Example: `TurnRecord([5, 6], [7, 2], "stop", [-0.3, -0.1])`. Without log-probs (an answer that the policy
+    did not give) nothing of it is trained.
+    """
+
+    prompt_ids: Sequence[int]
+    output_ids: Sequence[int]
+    finish_reason: str
+    output_log_probs: Sequence[float] = field(default_factory=list)
+    ill_formed: bool = False  # the answer has a tool call that cannot be read
+    meta: Mapping[str, Any] = field(default_factory=dict)  # the engine's meta_info
+
+    def __post_init__(self) -> None:
+        if self.output_log_probs and len(self.output_log_probs) != len(self.output_ids):
+            raise ValueError(
+                f"a turn has {len(self.output_log_probs)} log-probs for {len(self.output_ids)} output tokens"
+            )
+
+
+class TurnNode:
+    """A turn at its place: `added_ids` is what its prompt has beyond its parent's prompt and answer."""
+
+    __slots__ = (
+        "added_ids",
+        "details",
+        "finish",
+        "ill_formed",
+        "log_probs",
+        "meta",
+        "num_ids",
+        "number",
+        "output_ids",
+        "parent",
+        "replaced",
+        "reward",
+    )
+
+    def __init__(
+        self, number: int, parent: TurnNode | None, turn: TurnRecord, added_ids: Sequence[int]
+    ) -> None:
+        self.number = number
+        self.parent = parent
+        self.added_ids = array("i", added_ids)
+        self.output_ids = array("i", turn.output_ids)
+        self.log_probs = array("d", turn.output_log_probs)
+        self.finish = turn.finish_reason
+        self.ill_formed = turn.ill_formed
+        self.meta = {name: turn.meta[name] for name in _KEPT_META if name in turn.meta}
+        self.details: dict[str, Any] = {}  # what the record of the run shows of this turn: tool calls, ...
+        self.reward: float | None = None  # of this turn alone; None: the episode's reward says it all
+        self.replaced = False  # a client's rendering of it took its place: it is trained nowhere
+        before = parent.num_ids if parent is not None else 0
+        self.num_ids: int = before + len(self.added_ids) + len(self.output_ids)
+
+    @property
+    def is_trained(self) -> bool:
+        return bool(self.log_probs) and not self.replaced
+
+    @property
+    def num_prompt_ids(self) -> int:
+        return self.num_ids - len(self.output_ids)
+
+    def chain(self) -> list[TurnNode]:
+        """From the root down to this turn."""
+        nodes: list[TurnNode] = []
+        node: TurnNode | None = self
+        while node is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+    def ids(self) -> list[int]:
+        """Prompt and answer: what a prompt must begin with to continue this turn."""
+        out: list[int] = []
+        for node in self.chain():
+            out.extend(node.added_ids)
+            out.extend(node.output_ids)
+        return out
+
+    def describe(self, start: int, *, trained: bool) -> dict[str, Any]:
+        """The entry of `metadata["turns"]`: where its answer stands in the response, and what is known.
+
+        Example: `{"turn": 2, "start": 14, "end": 20, "trained": True, "finish": "stop", "reward": 0.5,
+        "tool_calls": ["python"]}`; without `reward` where the turn has none of its own.
+        """
+        entry = {
+            "turn": self.number,
+            "start": start,
+            "end": start + len(self.output_ids),
+            "trained": trained,
+            "finish": self.finish,
+            **self.details,
+        }
+        return entry if self.reward is None else {**entry, "reward": self.reward}
+
+
+class TurnTree:
+    """All turns of one episode, in the order in which they were answered."""
+
+    def __init__(self) -> None:
+        self.nodes: list[TurnNode] = []
+
+    def add(self, turn: TurnRecord, parent: TurnNode | None) -> TurnNode:
+        """`turn.prompt_ids` begins with `parent.ids()`, which the caller has seen to."""
+        known = parent.num_ids if parent is not None else 0
+        node = TurnNode(len(self.nodes), parent, turn, turn.prompt_ids[known:])
+        self.nodes.append(node)
+        return node
+
+    def find_parent(self, prompt_ids: Sequence[int]) -> TurnNode | None:
+        """The longest turn that the prompt continues; None: it continues none."""
+        prompt = list(prompt_ids)
+        best: TurnNode | None = None
+        for node in reversed(self.nodes):
+            longer = node.num_ids <= len(prompt) and (best is None or node.num_ids > best.num_ids)
+            if longer and not node.replaced and prompt[: node.num_ids] == node.ids():
+                best = node
+        return best
+
+    def leaves(self) -> list[TurnNode]:
+        """Turns that no other continues; what was replaced and what has no answer is none."""
+        parents = {id(node.parent) for node in self.nodes if node.parent is not None and _counts(node)}
+        return [node for node in self.nodes if _counts(node) and id(node) not in parents]
+
+    @property
+    def num_forks(self) -> int:
+        """How often history was left: samples beyond the first."""
+        return max(0, len(self.leaves()) - 1)
+
+
+def _counts(node: TurnNode) -> bool:
+    return bool(node.output_ids) and not node.replaced
+
+
+_STATUS_OF_FINISH = {
+    "stop": SampleStatus.COMPLETED,
+    "tool_calls": SampleStatus.COMPLETED,
+    "length": SampleStatus.TRUNCATED,
+    "abort": SampleStatus.ABORTED,
+}
+
+
+def samples_of(
+    tree: TurnTree,
+    *,
+    base_sample: Sample,
+    reward: float | dict[str, Any] | None = None,
+    extra_metadata: Mapping[str, Any] | None = None,
+    max_sample_tokens: int | None = None,
+    args: Any = None,
+) -> list[Sample]:
+    """One sample for each leaf, in the order of their last turns; those without a trained token are left out.
+
+    All share `rollout_id` (the base sample's, else its index) and the reward. Their response begins
+    after the first prompt. `args` is needed where the engine's answers hold expert choices.
+    """
+    trained: set[int] = set()
+    samples = []
+    for leaf in tree.leaves():
+        sample = _blank(base_sample, reward, extra_metadata)
+        chain = leaf.chain()
+        sample.metadata[TURNS_KEY] = list(_append_chain(sample, chain, trained, args))
+        sample.metadata["truncated"] = leaf.finish == "length"
+        sample.metadata["ill_formed"] = any(node.ill_formed for node in chain)
+        sample.metadata["use_tool"] = any(node.details.get("tool_calls") for node in chain)
+        sample.status = _STATUS_OF_FINISH.get(leaf.finish, SampleStatus.COMPLETED)
+        if max_sample_tokens is not None and len(sample.tokens) > max_sample_tokens:
+            _cut(sample, max_sample_tokens)
+        if any(sample.loss_mask or ()):
+            samples.append(sample)
+    return samples
+
+
+def _blank(
+    base: Sample, reward: float | dict[str, Any] | None, extra_metadata: Mapping[str, Any] | None
+) -> Sample:
+    """A sample of the same prompt with nothing generated yet."""
+    return Sample(
+        group_index=base.group_index,
+        index=base.index,
+        rollout_id=base.rollout_id if base.rollout_id is not None else base.index,
+        prompt=base.prompt,
+        multimodal_inputs=base.multimodal_inputs,
+        apply_chat_template_kwargs=dict(base.apply_chat_template_kwargs),
+        label=base.label,
+        reward=copy.copy(reward) if reward is not None else copy.copy(base.reward),
+        metadata={**copy.deepcopy(base.metadata), **(extra_metadata or {})},
+        generate_function_path=base.generate_function_path,
+        custom_rm_path=base.custom_rm_path,
+        train_metadata=base.train_metadata,
+        session_id=base.session_id,
+    )
+
+
+def _append_chain(
+    sample: Sample, chain: Sequence[TurnNode], trained: set[int], args: Any
+) -> Iterator[dict[str, Any]]:
+    """Write the turns onto the sample; yields what is known of each, with its span in the response."""
+    for place, node in enumerate(chain):
+        if place == 0:
+            sample.tokens = list(node.added_ids)
+        else:
+            sample.append_response_tokens(tokens=node.added_ids, trainable=False)
+        start = sample.response_length
+        trains = node.is_trained and node.number not in trained
+        if trains:
+            trained.add(node.number)
+            meta = dict(node.meta)
+            sample.append_response_tokens(
+                args, tokens=node.output_ids, log_probs=node.log_probs, meta_info=meta
+            )
+        else:
+            sample.append_response_tokens(tokens=node.output_ids, trainable=False)
+        yield node.describe(start, trained=trains)
+
+
+def _cut(sample: Sample, max_tokens: int) -> None:
+    """Keep the first tokens: what is trained of them stays as it was."""
+    keep = max(0, max_tokens - (len(sample.tokens) - sample.response_length))
+    sample.tokens = sample.tokens[:max_tokens]
+    sample.response_length = min(keep, len(sample.tokens))
+    sample.loss_mask = (sample.loss_mask or [])[:keep]
+    sample.rollout_log_probs = (sample.rollout_log_probs or [])[:keep]
+    sample.version_spans = [(v, a, min(b, keep)) for v, a, b in sample.version_spans if a < keep]
+    if sample.rollout_top_p_token_offsets is not None:
+        offsets = sample.rollout_top_p_token_offsets[: keep + 1]
+        sample.rollout_top_p_token_offsets = offsets
+        sample.rollout_top_p_token_ids = (sample.rollout_top_p_token_ids or [])[: int(offsets[-1])]
+    if sample.rollout_routed_experts is not None:
+        sample.rollout_routed_experts = sample.rollout_routed_experts[: max_tokens - 1]
+    turns = [turn for turn in sample.metadata[TURNS_KEY] if turn["start"] < keep]
+    sample.metadata[TURNS_KEY] = [{**turn, "end": min(turn["end"], keep)} for turn in turns]
+    sample.metadata["truncated"] = True
+    sample.status = SampleStatus.TRUNCATED
+
+
+class TrajectoryManager:
+    """The trees of any number of sessions, for code that renders prompts itself and records what came back.
+
+    A prompt that a template rendered anew may differ from the tokens of the last answer. Where the new
+    answer is shorter than `fork_threshold_tokens`, such a prompt takes the place of that answer, which
+    is then not trained; else, and with 0 or None, it begins a sample of its own and both are trained.
+    """
+
+    def __init__(self, fork_threshold_tokens: int | None = 1024) -> None:
+        self.fork_threshold_tokens = fork_threshold_tokens or 0
+        self._trees: dict[str, TurnTree] = {}
+
+    def record_turn(
+        self,
+        sid: str,
+        *,
+        turn: TurnRecord,
+        prompt_messages: Sequence[Mapping[str, Any]] = (),
+        response_message: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> TurnNode:
+        """Put the turn where its prompt belongs. `prompt_messages` are what the prompt was rendered from."""
+        tree = self._trees.setdefault(sid, TurnTree())
+        parent = tree.find_parent(turn.prompt_ids)
+        last = self._rendered_anew(tree, turn, prompt_messages)
+        if last is not None and (parent is None or parent.num_ids < last.num_ids):
+            last.replaced = True
+            parent = last.parent
+        node = tree.add(turn, parent)
+        node.details = {
+            "tool_calls": _tool_names(response_message),
+            "num_messages": len(prompt_messages),
+            **(metadata or {}),
+        }
+        return node
+
+    def _rendered_anew(
+        self, tree: TurnTree, turn: TurnRecord, messages: Sequence[Mapping[str, Any]]
+    ) -> TurnNode | None:
+        """The leaf whose answer this prompt holds in other tokens; None: there is none, or both must stay."""
+        if len(turn.output_ids) >= self.fork_threshold_tokens:
+            return None
+        prompt = list(turn.prompt_ids)
+        for leaf in reversed(tree.leaves()):
+            at = leaf.details.get("num_messages", 0)
+            answered = at < len(messages) and messages[at].get("role") == "assistant"
+            start = leaf.num_prompt_ids
+            if answered and len(prompt) > start and prompt[:start] == leaf.ids()[:start]:
+                return leaf
+        return None
+
+    def get_trajectory(
+        self,
+        sid: str,
+        *,
+        base_sample: Sample,
+        reward: float | dict[str, Any] | None = 0.0,
+        extra_metadata: Mapping[str, Any] | None = None,
+        max_sample_tokens: int | None = None,
+    ) -> list[Sample]:
+        """The samples of a session; none for one that was never heard of."""
+        return samples_of(
+            self._trees.get(sid, TurnTree()),
+            base_sample=base_sample,
+            reward=reward,
+            extra_metadata=extra_metadata,
+            max_sample_tokens=max_sample_tokens,
+        )
+
+    def drop_session(self, sid: str) -> None:
+        self._trees.pop(sid, None)
+
+    def has_session(self, sid: str) -> bool:
+        return sid in self._trees
+
+    def turn_count(self, sid: str) -> int:
+        tree = self._trees.get(sid)
+        return len(tree.nodes) if tree is not None else 0
+
+
+def _tool_names(message: Mapping[str, Any] | None) -> list[str]:
+    calls = (message or {}).get("tool_calls") or ()
+    return [str((call.get("function") or call).get("name", "")) for call in calls]

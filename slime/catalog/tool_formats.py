@@ -1,0 +1,83 @@
+"""How families of models write tool calls: the rows of `tool_parser` in adapters and sessions."""
+
+from dataclasses import dataclass, field
+
+_PARSING = "slime.agent.parsing"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """One way to write calls into an answer.
+
+    `function(text, schemas)` takes an answer without its thoughts and returns what is text, the calls as
+    `{"name", "input"}`, and whether a call was begun that cannot be read. A format is recognised by words
+    of the model's chat template: all of `marks`, none of `not_marks`.
+    """
+
+    function: str
+    help: str
+    starts: tuple[str, ...] = field(
+        default=(), repr=False
+    )  # how a call begins: streamed text is held back from there
+    marks: tuple[str, ...] = field(default=(), repr=False)  # () : never recognised, only named
+    not_marks: tuple[str, ...] = field(default=(), repr=False)
+    sglang_name: str | None = None  # what SGLang calls it
+
+
+# In the order in which a template is compared with them.
+TOOL_FORMATS: dict[str, ToolFormat] = {
+    "deepseek": ToolFormat(
+        f"{_PARSING}.deepseek.parse_deepseek",
+        "DeepSeek V3, R1 and V3.1: special tokens around a name and JSON",
+        starts=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
+        marks=("<｜tool▁calls▁begin｜>",),
+        sglang_name="deepseekv3",
+    ),
+    "glm": ToolFormat(
+        f"{_PARSING}.tagged.parse_glm",
+        "GLM-4.5 and later: <tool_call>name, then <arg_key> and <arg_value>",
+        starts=("<tool_call>",),
+        marks=("<arg_key>",),
+        sglang_name="glm45",
+    ),
+    "qwen3_coder": ToolFormat(
+        f"{_PARSING}.tagged.parse_qwen3_coder",
+        "Qwen3-Coder: <tool_call> with <function=name> and <parameter=key>",
+        starts=("<tool_call>", "<function="),
+        marks=("<function=",),
+        sglang_name="qwen3_coder",
+    ),
+    "hermes": ToolFormat(
+        f"{_PARSING}.json_calls.parse_hermes",
+        "Qwen 2.5 and 3, Hermes, SmolLM2 and 3: JSON between <tool_call> and </tool_call>",
+        starts=("<tool_call>",),
+        marks=("<tool_call>",),
+        sglang_name="qwen25",
+    ),
+    "pythonic": ToolFormat(
+        f"{_PARSING}.pythonic.parse_pythonic",
+        "Llama 3.2 and 4: a list of calls in Python's words, [name(key=value)]",
+        starts=("[", "<|python_start|>"),
+        marks=("func_name1(params_name1",),
+        sglang_name="pythonic",
+    ),
+    "llama3": ToolFormat(
+        f"{_PARSING}.json_calls.parse_llama3",
+        "Llama 3.1 to 3.3: a JSON object of name and parameters, with or without <|python_tag|>",
+        starts=("<|python_tag|>", "{"),
+        marks=('"parameters": dictionary of argument name',),
+        sglang_name="llama3",
+    ),
+    "plain": ToolFormat(
+        f"{_PARSING}.plain.parse_plain", "no tool calls: everything is text", sglang_name=None
+    ),
+}
+
+
+def recognised(chat_template: str) -> str:
+    """The format that a template teaches its model; "plain" where it teaches none that is known."""
+    for name, row in TOOL_FORMATS.items():
+        has = row.marks and all(mark in chat_template for mark in row.marks)
+        if has and not any(mark in chat_template for mark in row.not_marks):
+            return name
+    return "plain"

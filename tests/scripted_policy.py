@@ -1,0 +1,44 @@
+"""A double of the engines: it answers with token ids that the test chose, and remembers what it was asked."""
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any
+
+from slime.agent.engine_access import Made
+
+
+class ScriptedPolicy:
+    """`answer(prompt_ids)` gives (ids, finish, stop id); log-probs follow from prompt and place."""
+
+    def __init__(self, answer: Callable[[list[int]], tuple[list[int], str, int | None]]):
+        self.answer = answer
+        self.prompts: list[list[int]] = []
+        self.made: list[Made] = []
+        self.version = 1
+
+    async def complete(
+        self, prompt_ids: Sequence[int], sampling: Mapping[str, Any], *, session: str | None = None
+    ) -> Made:
+        prompt = list(prompt_ids)
+        ids, finish, stop_id = self.answer(prompt)
+        log_probs = [-(1 + (len(prompt) * 31 + i * 7) % 97) / 100 for i in range(len(ids))]
+        cut = len(ids) // 2
+        spans = [{"version": f"run:{self.version}", "start": 0, "end": cut}] if cut else []
+        spans.append({"version": f"run:{self.version + 1}", "start": cut, "end": len(ids)})
+        self.version += 1
+        meta = {
+            "finish_reason": {"type": finish},
+            "weight_version": f"run:{self.version}",
+            "prompt_tokens": len(prompt),
+        }
+        made = Made(list(ids), log_probs, spans, finish, stop_id, None, meta)
+        self.prompts.append(prompt)
+        self.made.append(made)
+        return made
+
+    async def stream(
+        self, prompt_ids: Sequence[int], sampling: Mapping[str, Any], *, session: str | None = None
+    ) -> AsyncIterator[Made]:
+        made = await self.complete(prompt_ids, sampling)
+        for count in range(1, len(made.ids)):
+            yield Made(made.ids[:count], made.log_probs[:count], [], None)
+        yield made
