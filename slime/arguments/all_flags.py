@@ -10,6 +10,7 @@ from slime.arguments.groups.cluster import ClusterFlags
 from slime.arguments.groups.data import DataFlags
 from slime.arguments.groups.engine import EngineFlags, WeightSyncFlags
 from slime.arguments.groups.evaluation import EvaluationFlags
+from slime.arguments.groups.images import ImageFlags
 from slime.arguments.groups.megatron import MegatronFlags
 from slime.arguments.groups.objectives import CriticFlags, DistillationFlags, KeptPolicyFlags, PreferenceFlags
 from slime.arguments.groups.off_policy import OffPolicyFlags
@@ -26,6 +27,7 @@ from slime.arguments.groups.training import OptimizerFlags, TrainingFlags
 class Flags(
     RunFlags,
     DataFlags,
+    ImageFlags,
     RolloutFlags,
     RewardFlags,
     AlgorithmFlags,

@@ -25,6 +25,7 @@ from slime.arguments.groups.cluster import devices
 from slime.arguments.groups.data import columns, length_of_run
 from slime.arguments.groups.engine import engine_choice, reproducible_engine, weight_sync
 from slime.arguments.groups.evaluation import evaluation
+from slime.arguments.groups.images import images
 from slime.arguments.groups.megatron import choose_trainer, megatron_trainer, model_family
 from slime.arguments.groups.objectives import distillation, preference_pairs
 from slime.arguments.groups.off_policy import correct_stale_tokens, off_policy
@@ -90,6 +91,7 @@ RULES: tuple[Rule, ...] = (
     trainable_parameters,
     weight_copies,
     engine_precision,
+    images,
     model_parallel_sizes,
     profiling,
     critic_role,

@@ -1,6 +1,6 @@
 """The protocol that every trainer implements, and the values that pass through it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from slime.algorithms.nucleus import Nucleus
+from slime.algorithms.vision.packed_images import PackedImages
 from slime.backends.attention.packed import PackedDocuments
 from slime.utils.errors import RunStopped
 
@@ -58,6 +59,9 @@ class MicroBatch:
         None  # [T, layers, topk] int32 of the engine, -1: unknown; None: no replay
     )
     nucleus: Nucleus | None = None  # R rows: the ids that the engine drew each token from; None: all ids
+    # [S] what the processor made of each sample's images, or None; (): no sample has images
+    media: tuple[Mapping[str, Any] | None, ...] = ()
+    images: PackedImages | None = None  # the same for the model of the trainer, which sets it
 
     @property
     def num_samples(self) -> int:
@@ -68,9 +72,14 @@ class MicroBatch:
         tokens = {name: value.to(device, non_blocking=True) for name, value in self.tokens.items()}
         routed = None if self.routed_experts is None else self.routed_experts.to(device, non_blocking=True)
         nucleus = None if self.nucleus is None else self.nucleus.to(device)
-        documents = self.documents.to(device)
         return replace(
-            self, **moved, documents=documents, tokens=tokens, routed_experts=routed, nucleus=nucleus
+            self,
+            **moved,
+            documents=self.documents.to(device),
+            tokens=tokens,
+            routed_experts=routed,
+            nucleus=nucleus,
+            images=None if self.images is None else self.images.to(device),
         )
 
 

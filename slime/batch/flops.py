@@ -1,8 +1,11 @@
 """Floating-point operations of a transformer's forward pass: for balance between ranks, for TFLOP/s."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from slime.utils.types import RolloutBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,23 @@ def forward_flops(shape: ModelShape, length: int) -> float:
 
 def total_forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
     return sum(forward_flops(shape, length) for length in lengths)
+
+
+# Elements of a patch of 14 x 14 pixels in three colours.
+_PATCH_ELEMENTS = 3 * 14 * 14
+
+
+def sample_sizes(batch: RolloutBatch) -> list[int]:
+    """What each sample costs in tokens: its own, and the patches of its images."""
+    media = batch.get("multimodal_train_inputs") or [None] * len(batch["tokens"])
+    pairs = zip(batch["tokens"], media, strict=True)
+    return [len(tokens) + num_patches(shown) for tokens, shown in pairs]
+
+
+def num_patches(media: Mapping[str, Any] | None) -> int:
+    """Patches in what a processor made of images, where it made pixels."""
+    pixels = None if media is None else media.get("pixel_values")
+    return 0 if pixels is None else math.prod(pixels.shape) // _PATCH_ELEMENTS
 
 
 def typical_cost(length: int) -> float:

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from slime.arguments import Flags
 from slime.arguments.groups.objectives import PAIR_LOSSES
-from slime.batch.flops import typical_cost
+from slime.batch.flops import sample_sizes, typical_cost
 from slime.batch.packing import balance, pack_first_fit, split_largest
 from slime.utils.types import RolloutBatch
 
@@ -189,7 +189,7 @@ def split_for_ranks(
     cost: Callable[[int], float] = typical_cost,
 ) -> list[RankData]:
     """Each data-parallel rank's own samples and steps."""
-    lengths = [len(tokens) for tokens in batch["tokens"]]
+    lengths = sample_sizes(batch)
     plans = plan_steps(args, lengths, batch["rollout_ids"], dp_size=dp_size, cp_size=cp_size, cost=cost)
     mask_totals = [float(mask.sum()) for mask in batch["loss_masks"]]
     shares: list[RankData] = []
@@ -213,7 +213,7 @@ def split_for_ranks(
 def _pack_scoring(args: Flags, shares: list[RankData], cp_size: int) -> list[RankData]:
     """Passes before training with a token budget of their own, and as many micro-batches on each rank."""
     budget = (args.log_probs_max_tokens_per_gpu or 0) * cp_size
-    lengths = [[len(tokens) for tokens in share.batch["tokens"]] for share in shares]
+    lengths = [sample_sizes(share.batch) for share in shares]
     bins = [pack_first_fit(own, budget) for own in lengths]
     count = max(map(len, bins))
     bins = [split_largest(b, own, count) for b, own in zip(bins, lengths, strict=True)]

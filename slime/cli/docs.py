@@ -19,6 +19,7 @@ from slime.catalog.rewards import REWARDS
 from slime.catalog.tool_formats import TOOL_FORMATS
 from slime.catalog.trackers import TRACKERS
 from slime.catalog.transports import TRANSPORTS
+from slime.catalog.vision import VISION_FAMILIES
 from slime.plugins import PLUGIN_POINTS
 
 GENERATED = "<!-- Written by `slime docs`; edit the declarations in slime/, not this page. -->"
@@ -32,6 +33,7 @@ CATALOG: dict[str, Mapping[str, Any]] = {
     "`--prompt-data`": DATASET_FORMATS,
     "`--rollout-engine`": ENGINES,
     "`--train-backend`": BACKENDS,
+    "Models with images": VISION_FAMILIES,
     "Weight transports": TRANSPORTS,
     "Trackers (`--use-NAME`)": TRACKERS,
     "Tool calls of model families (`tool_parser` of agents)": TOOL_FORMATS,

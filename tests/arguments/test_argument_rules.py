@@ -268,6 +268,7 @@ NO_EFFECT_BESIDE |= {
 }
 FSDP_ONLY = (
     "fsdp_cpu_offload",
+    "freeze_vision_tower",
     "only_train_params_name_list",
     "freeze_params_name_list",
     "router_aux_loss_coef",

@@ -54,9 +54,6 @@ class DataFlags:
         [], "columns that go to the metadata under their own names; '*': all", metavar="KEY"
     )
     tool_key: str = flag("tools", "column of the tools", metavar="KEY")
-    multimodal_keys: dict | None = flag(
-        None, 'columns of media, as JSON: {"image": "images"}', metavar="JSON"
-    )
     apply_chat_template: bool = flag(False, "render prompts with the tokenizer's chat template")
     apply_chat_template_kwargs: dict = flag(
         {}, "extra arguments of the chat template, as JSON", metavar="JSON"

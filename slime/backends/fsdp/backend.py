@@ -34,6 +34,7 @@ from slime.backends.fsdp import (
     loading,
     lora,
     tensor_parallel,
+    vision,
 )
 from slime.backends.fsdp.experts import ExpertWatch, balance_coefficient
 from slime.backends.fsdp.layers import decoder_layers, prepare_layers
@@ -245,7 +246,7 @@ class FSDPBackend(TrainerBase):
     def _send(self, mb: MicroBatch, model: PackedLM) -> tuple[MicroBatch, StreamShare | None]:
         """The micro-batch on the device, and this rank's share of it under context parallelism."""
         if self.mesh.context_group is None:
-            return mb.to(self.device), None
+            return vision.with_images(mb, model.lm.config).to(self.device), None
         after = isinstance(model, PackedScalarLM) and bool(model.offset)
         size, rank = self.layout.cp_size, self.layout.cp_rank
         share = StreamShare.of(mb, size, rank, self.mesh.context_group, after_token=after)

@@ -21,7 +21,9 @@ from torch import Tensor, nn
 
 from slime.backends.attention.packed import ATTENTION_NAME, DOCUMENTS, PackedDocuments, by_document, register
 from slime.backends.base import MicroBatch
+from slime.backends.fsdp import vision
 from slime.backends.fsdp.layers import HFModel
+from slime.catalog.vision import why_no_images
 
 # Modules [B, T, H] -> [B, T, H] whose result for a token depends on earlier tokens and needs no mask.
 _STATEFUL = re.compile(r"(GatedDeltaNet|DeltaAttention|Mamba2?Mixer|H1Mixer|ShortConv)$")
@@ -53,6 +55,8 @@ def build(config: Any) -> HFModel:
     # Heavy import, only needed where a model is built.
     from transformers import AutoModelForCausalLM
 
+    if vision.family_of(config) is not None:
+        return vision.build(config)
     own = config.get_text_config()
     # Some causal families have that field and do not read it.
     reads = "self.is_decoder" in _source(AutoModelForCausalLM._model_mapping.get(type(config), type(config)))
@@ -107,8 +111,8 @@ def stateful_modules(lm: HFModel) -> list[Any]:
 
 
 def needs_whole_documents(lm: HFModel) -> bool:
-    """Whether a rank must have all tokens of a document: a state, or attention that is not ours."""
-    return not runs_packed(lm) or bool(stateful_modules(lm))
+    """Whether a rank must have all tokens of a document: a state, images, or attention that is not ours."""
+    return not runs_packed(lm) or bool(stateful_modules(lm)) or vision.family_of(lm.config) is not None
 
 
 def has_experts(config: Any) -> bool:
@@ -132,6 +136,10 @@ def _first(output: Any) -> Tensor:
 
 def run_whole(lm: HFModel, mb: MicroBatch) -> Tensor:
     """Hidden states [T, H] of a micro-batch that no context parallelism shares out."""
+    if vision.family_of(lm.config) is not None:
+        return vision.run_whole(lm, mb)
+    if mb.media:
+        raise NotTrainable(f"samples have images, and {why_no_images(lm.config.model_type)}.")
     if not runs_packed(lm):
         return _run_padded(lm, mb)
     return run_stream(lm, mb.input_ids, mb.position_ids, mb.documents)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from slime.backends.base import Bucket
+from slime.backends.fsdp import vision
 from slime.backends.fsdp.layers import HFModel
 from slime.backends.fsdp.lora import merged
 from slime.backends.shared import hf_folder
@@ -50,11 +51,8 @@ def _hub_tensors(lm: HFModel) -> Iterator[tuple[str, Tensor]]:
 
 def hub_shapes(config: Any) -> dict[str, torch.Size]:
     """Name and shape of every tensor in a hub checkpoint of such a model; a tied matrix has one name."""
-    # Heavy import, only needed where a model is built.
-    from transformers import AutoModelForCausalLM
-
     with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+        lm = vision.auto_class(config).from_config(copy.deepcopy(config))
     return {name: tensor.shape for name, tensor in _hub_tensors(lm)}
 
 

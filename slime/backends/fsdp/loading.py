@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from slime.backends.fsdp import families
+from slime.backends.fsdp import families, vision
 from slime.backends.fsdp.hf_export import hub_shapes
 from slime.backends.fsdp.layers import HFModel
 from slime.backends.fsdp.lora import hub_name, is_adapter
@@ -205,17 +205,18 @@ def _broadcast(lm: HFModel, wanted: dict[str, Tensor], path: str | Path | TorchD
 def _converted(lm: HFModel, path: str | Path | TorchDistFolder) -> dict[str, Tensor]:
     """The whole model under its names in memory, without what `path` does not hold."""
     # Heavy import, only needed where a model is loaded.
-    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+    from transformers import FineGrainedFP8Config
 
+    automatic = vision.auto_class(lm.config)
     how: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True}
     if isinstance(path, TorchDistFolder):
         held = dict(path.tensors(tied=bool(lm.config.tie_word_embeddings)))
-        plain = AutoModelForCausalLM._model_mapping[type(lm.config)]  # the class of `lm` may be FSDP's
+        plain = automatic._model_mapping[type(lm.config)]  # the class of `lm` may be FSDP's
         model, told = plain.from_pretrained(None, config=copy.deepcopy(lm.config), state_dict=held, **how)
     else:
         if block_size_of(path):
             how["quantization_config"] = FineGrainedFP8Config(dequantize=True)
-        model, told = AutoModelForCausalLM.from_pretrained(path, **how)
+        model, told = automatic.from_pretrained(path, **how)
     # What a folder lacks transformers fills with random numbers, and says so only in a log.
     return {name: value for name, value in model.state_dict().items() if name not in told["missing_keys"]}
 

@@ -4,6 +4,7 @@ import re
 
 from slime.arguments import Args
 from slime.backends.fsdp.layers import HFModel
+from slime.backends.fsdp.vision import freeze_tower
 
 
 def choose_trainable(args: Args, lm: HFModel) -> None:
@@ -25,5 +26,7 @@ def choose_trainable(args: Args, lm: HFModel) -> None:
             parameter.requires_grad_(any(re.search(pattern, name) for pattern in only))
         elif freeze and any(re.search(pattern, name) for pattern in freeze):
             parameter.requires_grad_(False)
+    if args.freeze_vision_tower:
+        freeze_tower(lm)
     if not any(parameter.requires_grad for parameter in lm.parameters()):
         raise ValueError("--freeze-params-name-list freezes every parameter: nothing would train.")

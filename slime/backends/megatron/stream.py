@@ -87,6 +87,11 @@ def build_stream(
     `after_token`: rows are those of the response tokens, not of the tokens before them. `equal_over`: ranks
     that must hold equally many tokens; all of them call this together.
     """
+    if mb.media:
+        raise ValueError(
+            "samples have images (multimodal_train_inputs), and the Megatron trainer builds no vision tower: "
+            "use --train-backend fsdp."
+        )
     device = mb.input_ids.device
     lengths = padded_lengths(mb.documents.lengths, cp_size=cp_size, token_multiple=token_multiple)
     if equal_over is not None:

@@ -1,6 +1,7 @@
 """Builds packed micro-batches from a rank's batch by concatenation and index arithmetic."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,6 +50,7 @@ def build_micro_batch(
         },
         routed_experts=_routed_experts(batch, positions) if replay and "routed_experts" in batch else None,
         nucleus=_nucleus(batch, positions) if "rollout_top_p_token_ids" in batch else None,
+        media=_media(batch, positions),
     )
 
 
@@ -65,6 +67,15 @@ def build_micro_batches(
 def _nucleus(batch: RolloutBatch, positions: Sequence[int]) -> Nucleus:
     ids, offsets = batch["rollout_top_p_token_ids"], batch["rollout_top_p_token_offsets"]
     return Nucleus.of([ids[p] for p in positions], [offsets[p] for p in positions])
+
+
+def _media(batch: RolloutBatch, positions: Sequence[int]) -> tuple[Mapping[str, Any] | None, ...]:
+    found = tuple(batch["multimodal_train_inputs"][p] for p in positions) if has_media(batch) else ()
+    return found if any(media is not None for media in found) else ()
+
+
+def has_media(batch: RolloutBatch) -> bool:
+    return "multimodal_train_inputs" in batch
 
 
 def _routed_experts(batch: RolloutBatch, positions: Sequence[int]) -> Tensor:

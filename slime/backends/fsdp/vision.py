@@ -1,0 +1,73 @@
+"""Vision-language models in the FSDP trainer: built with both towers, run on packed documents with images."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.algorithms.vision.packed_images import nothing_of, pack_images
+from slime.algorithms.vision.towers import attention_by_tower, family_of, run_text
+from slime.backends.attention.packed import register
+from slime.backends.base import MicroBatch
+from slime.backends.fsdp.layers import HFModel
+from slime.catalog.vision import VISION_FAMILIES
+
+__all__ = ["auto_class", "build", "family_of", "freeze_tower", "run_whole", "tower_prefixes", "with_images"]
+
+
+def auto_class(config: Any) -> Any:
+    """The class of transformers that builds the model of a config, images and all where we train them."""
+    # Heavy import, only needed where a model is built.
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForCausalLM if family_of(config) is None else AutoModelForImageTextToText
+
+
+def build(config: Any) -> HFModel:
+    """Both towers on the current torch device, in fp32: packed attention for text, torch's own for images."""
+    attention = attention_by_tower(register())
+    lm = auto_class(config).from_config(config, dtype=torch.float32, attn_implementation=attention)
+    lm.config.use_cache = False
+    return lm
+
+
+def with_images(mb: MicroBatch, config: Any) -> MicroBatch:
+    """The micro-batch with its images as this model takes them; as it is for a model that reads text only."""
+    if family_of(config) is None or not mb.media:
+        return mb
+    documents = torch.split(mb.input_ids[0], list(mb.documents.lengths))
+    names = [f"sample {position} of this rank's batch" for position in mb.positions]
+    return replace(mb, images=pack_images(config, documents, mb.media, names))
+
+
+def run_whole(lm: HFModel, mb: MicroBatch) -> Tensor:
+    """Hidden states [T, H] of a micro-batch."""
+    if mb.images is None or mb.images.media is None:
+        # Before the text model, as features are: ranks with and without images gather layers in one order.
+        shift = nothing_of(lm, mb.input_ids.device)
+        return run_text(lm, mb.input_ids, mb.position_ids, None, None, shift=shift, documents=mb.documents)
+    positions = mb.position_ids if mb.images.positions is None else mb.images.positions
+    features = mb.images.features(lm)
+    return run_text(lm, mb.input_ids, positions, mb.images.rows, features, documents=mb.documents)
+
+
+def tower_prefixes(config: Any) -> tuple[str, ...]:
+    """How names of parameters of the vision tower begin in memory; of a model without one none do."""
+    family = family_of(config)
+    return () if family is None else tuple(f"model.{part}." for part in family.tower)
+
+
+def freeze_tower(lm: HFModel) -> None:
+    """--freeze-vision-tower: only the text model trains."""
+    prefixes = tower_prefixes(lm.config)
+    if not prefixes:
+        raise ValueError(
+            f"--freeze-vision-tower: {lm.config.model_type} has no vision tower that is known here; leave "
+            f"the flag out. It is for {', '.join(VISION_FAMILIES)}."
+        )
+    for name, parameter in lm.named_parameters():
+        if name.startswith(prefixes):
+            parameter.requires_grad_(False)

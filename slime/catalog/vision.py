@@ -1,0 +1,47 @@
+"""Vision-language families: which ones are trained on images and served with them, and why others are not."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class VisionFamily:
+    """How the parts of one family's model are named in transformers, below `model`."""
+
+    text: str  # the text model
+    help: str
+    tower: tuple[str, ...]  # what makes features of pixels: the vision model, and what fits it to the text
+    grid_positions: bool = False  # image tokens have a place in height and width (mrope), not in a row
+    on_sglang: bool = False  # SGLang serves it
+    tiles: bool = False  # pictures are cut into tiles of one size, and not into rows of patches
+
+
+VISION_FAMILIES: dict[str, VisionFamily] = {
+    "qwen2_5_vl": VisionFamily(
+        "language_model", "Qwen2.5-VL", ("visual",), grid_positions=True, on_sglang=True
+    ),
+    "qwen3_vl": VisionFamily("language_model", "Qwen3-VL", ("visual",), grid_positions=True, on_sglang=True),
+    "idefics3": VisionFamily("text_model", "Idefics 3", ("vision_model", "connector"), tiles=True),
+    "smolvlm": VisionFamily("text_model", "SmolVLM", ("vision_model", "connector"), tiles=True),
+}
+_BOTH_WAYS = (
+    "tokens of one of its images see each other in both directions, which packed training does not do"
+)
+_REFUSED = {
+    "gemma3": _BOTH_WAYS,
+    "gemma3n": _BOTH_WAYS,
+    "gemma4": _BOTH_WAYS,
+    "paligemma": _BOTH_WAYS,
+    "qwen3_vl_moe": "its experts are not built with the tower",
+    "qwen3_5": "transformers builds its text model alone here, without the tower",
+    "qwen3_5_moe": "transformers builds its text model alone here, without the tower",
+}
+
+
+def why_no_images(model_type: str | None) -> str | None:
+    """Why such a model is not given images; None: it is."""
+    if model_type in VISION_FAMILIES:
+        return None
+    known = f"images are trained with {', '.join(VISION_FAMILIES)}"
+    if model_type in _REFUSED:
+        return f"{model_type}: {_REFUSED[model_type]}; {known}"
+    return f"{model_type} is no vision-language family that is known here; {known}"
