@@ -1,0 +1,38 @@
+"""Sandboxes: boxes in which the commands of a model run; on this machine or at a vendor's."""
+
+from slime.agent.sandbox.base import (
+    CommandFailed,
+    ExecResult,
+    FileContent,
+    Limits,
+    Sandbox,
+    SandboxDied,
+    SandboxError,
+    SandboxUnavailable,
+)
+from slime.agent.sandbox.daytona import DaytonaSandbox
+from slime.agent.sandbox.e2b import E2BSandbox
+from slime.agent.sandbox.helpers import ensure_agent_user, exec_and_wait
+from slime.agent.sandbox.local import Finished, LocalSandbox
+from slime.agent.sandbox.pool import BoxPool, shared_pool
+from slime.agent.sandbox.start import open_sandbox
+
+__all__ = [
+    "BoxPool",
+    "CommandFailed",
+    "DaytonaSandbox",
+    "E2BSandbox",
+    "ExecResult",
+    "FileContent",
+    "Finished",
+    "Limits",
+    "LocalSandbox",
+    "Sandbox",
+    "SandboxDied",
+    "SandboxError",
+    "SandboxUnavailable",
+    "ensure_agent_user",
+    "exec_and_wait",
+    "open_sandbox",
+    "shared_pool",
+]

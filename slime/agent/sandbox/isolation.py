@@ -1,0 +1,182 @@
+"""How a local box is walled off here: bubblewrap, user namespaces, or limits only; and its command line."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from slime.agent.sandbox.base import MIB, Limits, SandboxUnavailable
+
+logger = logging.getLogger(__name__)
+
+BUBBLEWRAP, NAMESPACES, PLAIN = "bubblewrap", "namespaces", "plain"
+KINDS = (BUBBLEWRAP, NAMESPACES, PLAIN)
+_FIRST_UID, _LAST_UID = 64_000, 65_000  # above what systems hand out, below nobody
+_BOX_UID = 1000
+_PROBE_S = 20
+# Read-only in a box; of /etc only what programs need to be found and linked.
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+_ETC = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime", "/etc/ssl/certs", "/etc/ssl/openssl.cnf")
+
+
+@dataclass(frozen=True, slots=True)
+class Walls:
+    """The kind of isolation and the command that starts the first process of a box.
+
+    `settings` are sent to that process (`box_agent.py`) together with the limits.
+    """
+
+    kind: str
+    argv: tuple[str, ...]
+    settings: dict[str, object]
+
+
+def read_only_paths(extra: tuple[str, ...] = ()) -> tuple[list[str], list[tuple[str, str]]]:
+    """Folders of the system that a box sees, and links of its root such as /bin -> usr/bin."""
+    paths, links = [], []
+    for name in _SYSTEM:
+        if os.path.islink(name):
+            links.append((name, os.readlink(name)))
+        elif os.path.isdir(name):
+            paths.append(name)
+    paths += [name for name in _ETC if os.path.exists(name)]
+    python = Path(box_python())
+    if not python.is_relative_to("/usr"):
+        paths.append(sys.base_prefix)
+    return [*paths, *extra], links
+
+
+@functools.cache
+def box_python() -> str:
+    """The interpreter inside boxes: the system's, which a private user can read, else our own."""
+    for candidate in ("/usr/bin/python3", "/usr/local/bin/python3"):
+        if os.access(candidate, os.X_OK):
+            return os.path.realpath(candidate)
+    return os.path.realpath(os.path.join(sys.base_prefix, "bin", "python3"))
+
+
+def walls(kind: str, limits: Limits, uid: int | None, extra: tuple[str, ...] = ()) -> Walls:
+    """The command line of a box; `uid`: the private user that it runs as (None: the current one)."""
+    paths, links = read_only_paths(extra)
+    settings = {"own_root": kind != PLAIN, "private": kind != PLAIN or uid is not None}
+    settings |= {"build_root": kind == NAMESPACES, "read_only": paths, "links": links}
+    become = []
+    if uid is not None:
+        become = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--"]
+    command = {BUBBLEWRAP: _bubblewrap, NAMESPACES: _unshare, PLAIN: _plain}[kind](limits, paths, links)
+    return Walls(kind, (*become, *command, box_python(), "-I", "-S", "-B", "-c", BOOT), settings)
+
+
+# The first process reads its program from its input: one line with the length, then the text.
+BOOT = (
+    "import os\nn=b''\nwhile not n.endswith(b'\\n'): n+=os.read(0,1)\ns=b''\n"
+    "while len(s)<int(n): s+=os.read(0,int(n)-len(s))\nexec(compile(s,'box','exec'))"
+)
+
+
+def _bubblewrap(limits: Limits, paths: list[str], links: list[tuple[str, str]]) -> list[str]:
+    command = ["bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent"]
+    command += ["--new-session", "--as-pid-1", "--uid", str(_BOX_UID), "--gid", str(_BOX_UID)]
+    command += ["--hostname", "box", "--clearenv", "--size", str(limits.disk_bytes), "--tmpfs", "/"]
+    for path in paths:
+        command += ["--ro-bind", path, path]
+    for link, target in links:
+        command += ["--symlink", target, link]
+    command += ["--proc", "/proc", "--dev", "/dev", "--size", str(16 * MIB), "--perms", "1777"]
+    return [*command, "--tmpfs", "/dev/shm", "--remount-ro", "/dev", "--chdir", "/", "--"]
+
+
+def _unshare(limits: Limits, paths: list[str], links: list[tuple[str, str]]) -> list[str]:
+    flags = ["--user", "--map-root-user", "--net", "--mount", "--pid", "--ipc", "--uts", "--cgroup"]
+    return ["env", "-i", "unshare", *flags, "--fork", "--kill-child", "--"]
+
+
+def _plain(limits: Limits, paths: list[str], links: list[tuple[str, str]]) -> list[str]:
+    return ["env", "-i"]
+
+
+@functools.cache
+def _source(name: str) -> str:
+    return Path(__file__).with_name(name).read_text()
+
+
+def program_text(plan: Walls, limits: Limits) -> bytes:
+    """What the first process of a box reads and runs."""
+    settings = {**plan.settings, "limits": asdict(limits)}
+    files, calls = ["box_agent.py"], ["main(settings)"]
+    if plan.settings["build_root"]:
+        files, calls = ["box_root.py", *files], ["build_root(settings)", *calls]
+    lines = [f"exec(compile({_source(name)!r}, {name!r}, 'exec'))" for name in files]
+    text = "\n".join([*lines, f"settings = {settings!r}", *calls]).encode()
+    return b"%d\n%s" % (len(text), text)
+
+
+@functools.cache
+def best_isolation() -> str:
+    """The first kind that works on this machine; limits only come with a warning."""
+    reasons = []
+    for kind, program in ((BUBBLEWRAP, "bwrap"), (NAMESPACES, "unshare")):
+        why = why_not(kind) if shutil.which(program) else f"{program} is not installed"
+        if why is None:
+            return kind
+        reasons.append(f"{kind}: {why}")
+    logger.warning(
+        "sandbox: commands of the model run with limits only, without walls: they can read files of this "
+        "machine and use its network (%s). Install bubblewrap, or use --sandbox e2b or daytona.",
+        "; ".join(reasons),
+    )
+    return PLAIN
+
+
+@functools.cache
+def why_not(kind: str) -> str | None:
+    """Why a box of this kind does not start here; None: it does."""
+    limits = Limits()
+    plan = walls(kind, limits, probe_uid())
+    text = program_text(plan, limits)
+    try:
+        done = subprocess.run(plan.argv, input=text, capture_output=True, timeout=_PROBE_S, cwd="/")
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    if b'"python"' in done.stdout:
+        return None
+    return done.stderr.decode(errors="replace").strip()[-300:] or f"exit code {done.returncode}"
+
+
+def probe_uid() -> int | None:
+    return _LAST_UID + 1 if has_private_users() else None
+
+
+@functools.cache
+def has_private_users() -> bool:
+    """As root each box gets a user of its own: the limit on processes is not enforced for root."""
+    return os.geteuid() == 0 and shutil.which("setpriv") is not None
+
+
+class PrivateUser:
+    """A user id that no other box of this machine has. The name of a socket is the lock: it goes with its
+    process, however that ends."""
+
+    def __init__(self) -> None:
+        self.uid, self._lock = _claim()
+
+    def release(self) -> None:
+        self._lock.close()
+
+
+def _claim() -> tuple[int, socket.socket]:
+    for uid in range(_FIRST_UID, _LAST_UID):
+        lock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            lock.bind(f"\0slime-box-{uid}")
+            return uid, lock
+        except OSError:
+            lock.close()
+    raise SandboxUnavailable(f"{_LAST_UID - _FIRST_UID} boxes are open on this machine; close some first")

@@ -1,0 +1,319 @@
+"""The local box: a process of this machine behind walls, with `box_agent.py` as its first process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import functools
+import itertools
+import json
+import logging
+import shutil
+import struct
+import tempfile
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from slime.agent.sandbox.base import (
+    KILLED_CODE,
+    TIME_LIMIT_CODE,
+    CommandFailed,
+    ExecResult,
+    FileContent,
+    Limits,
+    SandboxDied,
+    SandboxError,
+    SandboxUnavailable,
+    content_bytes,
+)
+from slime.agent.sandbox.isolation import (
+    KINDS,
+    PLAIN,
+    PrivateUser,
+    best_isolation,
+    has_private_users,
+    program_text,
+    walls,
+)
+
+logger = logging.getLogger(__name__)
+
+_START_S = 60.0
+_GRACE_S = 30.0  # after a command's own deadline, on a machine that has other work
+_END_S = 10.0
+_PATH = "/opt/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_WHY = {
+    "time": "it ran past its limit of {timeout:g} s",
+    "memory": "the box used more than its {memory} MiB of memory",
+    "output": "it printed without end; only the beginning was kept",
+    "files": "the box had more than {files} files",
+    "cancelled": "it was cancelled",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """How a command ended. `reason`: the limit that ended it (time, memory, output, files), None: itself."""
+
+    code: int
+    out: bytes
+    err: bytes
+    reason: str | None
+    cut: bool  # more was printed than is kept
+    seconds: float
+
+
+class LocalSandbox:
+    """A box on this machine, without a network, with a root and a /tmp of its own.
+
+    Example: `async with LocalSandbox() as box: code, out, err = await box.exec("python3 -c 'print(6 * 7)'")`.
+    `image` names nothing here (the box shows the system of this machine); it is taken so that all kinds are
+    called alike. Every command runs as the same unprivileged user, whatever `user` says.
+    """
+
+    def __init__(
+        self,
+        image: str | None = None,
+        *,
+        limits: Limits | None = None,
+        isolation: str | None = None,
+        read_only: tuple[str, ...] = (),
+    ):
+        if isolation is not None and isolation not in KINDS:
+            raise ValueError(f"isolation is {isolation!r}; choose from {', '.join(KINDS)}")
+        self.image, self.limits = image, limits or Limits()
+        self.sandbox_id = f"local-{uuid.uuid4().hex[:12]}"
+        self._isolation, self._read_only = isolation, read_only
+        self._process: asyncio.subprocess.Process | None = None
+        self._user: PrivateUser | None = None
+        self._folder: str | None = None
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[tuple[dict[str, Any], bytes]]] = {}
+        self._reader: asyncio.Task[None] | None = None
+        self._ended: str | None = None
+
+    # -- life
+
+    @property
+    def is_open(self) -> bool:
+        return self._process is not None and self._ended is None
+
+    async def start(self) -> Self:
+        """Start the box; returns when it takes commands."""
+        kind = self._isolation or await asyncio.to_thread(best_isolation)
+        self._user = PrivateUser() if has_private_users() else None
+        uid = self._user.uid if self._user else None
+        plan = walls(kind, self.limits, uid, self._read_only)
+        self._folder = _plain_folder(uid) if kind == PLAIN else None
+        hello: asyncio.Future[tuple[dict[str, Any], bytes]] = asyncio.get_running_loop().create_future()
+        self._waiting[0] = hello
+        pipe = asyncio.subprocess.PIPE
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *plan.argv, stdin=pipe, stdout=pipe, stderr=pipe, cwd=self._folder or "/"
+            )
+            self._reader = asyncio.create_task(self._read(self._process))
+            await self._send(program_text(plan, self.limits))
+            async with asyncio.timeout(_START_S):
+                await hello
+        except (OSError, TimeoutError, SandboxDied) as error:
+            why = self._ended or str(error) or f"no answer within {_START_S:g} s"
+            await self.close()
+            raise SandboxUnavailable(f"a local sandbox ({kind}) does not start here: {why}") from None
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def close(self) -> None:
+        """End the box and everything in it; returns when it is gone."""
+        process, self._ended = self._process, self._ended or "the box is closed"
+        if process is not None and process.stdin is not None:
+            process.stdin.close()
+            try:
+                async with asyncio.timeout(_END_S):
+                    await process.wait()
+            except TimeoutError:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
+        if self._reader is not None:
+            self._reader.cancel()
+        self._fail_all(self._ended)
+        if self._user is not None:
+            self._user.release()
+            self._user = None
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def __aenter__(self) -> Self:
+        return self if self.is_open else await self.start()
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await asyncio.shield(self.close())
+
+    # -- commands and files
+
+    async def exec(
+        self,
+        cmd: str,
+        *,
+        user: str = "root",
+        env: dict[str, str] | None = None,
+        timeout: float = 120,
+        check: bool = False,
+        idempotent: bool = False,
+        cwd: str | None = None,
+        stdin: bytes = b"",
+    ) -> ExecResult:
+        """Run a shell command: (exit code, output, errors). Over the time limit the code is 124, over
+        another limit 137, and the errors end with the reason."""
+        done = await self.run(cmd, user=user, env=env, timeout=timeout, cwd=cwd, stdin=stdin)
+        out, err = (part.decode(errors="replace") for part in (done.out, done.err))
+        code = done.code
+        if done.reason is not None:
+            code = TIME_LIMIT_CODE if done.reason == "time" else KILLED_CODE
+            err += (
+                f"{'' if err.endswith(chr(10)) or not err else chr(10)}[stopped: {self._why(done, timeout)}]"
+            )
+        elif done.cut:
+            err += f"[only the first {self.limits.output_bytes} bytes of the output are kept]"
+        if check and code != 0:
+            raise CommandFailed(cmd, code, out, err)
+        return code, out, err
+
+    async def run(
+        self,
+        cmd: str | list[str],
+        *,
+        user: str = "root",
+        env: dict[str, str] | None = None,
+        timeout: float = 120,
+        cwd: str | None = None,
+        stdin: bytes = b"",
+    ) -> Finished:
+        """As `exec`, with bytes and the limit that ended the command. A list is run without a shell."""
+        argv = [_shell(), "-c", cmd] if isinstance(cmd, str) else cmd
+        home = self._folder or ("/root" if user == "root" else f"/home/{user}")
+        given = {"PATH": _PATH, "HOME": home, "USER": user, "LANG": "C.UTF-8", "PWD": cwd or self._workdir}
+        request = {"op": "exec", "argv": argv, "env": {**given, **(env or {})}, "cwd": cwd or self._workdir}
+        header, blob = await self._ask({**request, "timeout": timeout}, stdin, timeout + _GRACE_S)
+        if "error" in header:
+            raise SandboxError(f"{argv[0]} cannot be started: {header['error']}")
+        out, err = blob[: header["out"]], blob[header["out"] :]
+        return Finished(header["code"], out, err, header["reason"], header["cut"], header["seconds"])
+
+    async def write_file(
+        self, sandbox_path: str, content: FileContent, *, user: str = "root", mode: int = 0o644
+    ) -> None:
+        request = {"op": "write", "path": self._path(sandbox_path), "mode": mode}
+        header, _ = await self._ask(request, content_bytes(content), 120)
+        if "error" in header:
+            hint = (
+                f" (the box holds {self.limits.disk_bytes} bytes)" if header["errno"] == errno.ENOSPC else ""
+            )
+            raise SandboxError(f"{sandbox_path} cannot be written: {header['error']}{hint}")
+
+    async def read_file(self, sandbox_path: str, *, user: str = "root") -> str:
+        return (await self.read_bytes(sandbox_path) or b"").decode(errors="replace")
+
+    async def read_bytes(self, sandbox_path: str) -> bytes | None:
+        """The content of a file; None: there is none."""
+        request = {"op": "read", "path": self._path(sandbox_path), "most": self.limits.disk_bytes}
+        header, blob = await self._ask(request, b"", 120)
+        if header.get("errno") in (errno.ENOENT, errno.ENOTDIR):
+            return None
+        if "error" in header:
+            raise SandboxError(f"{sandbox_path} cannot be read: {header['error']}")
+        return blob
+
+    # -- the pipe
+
+    @property
+    def _workdir(self) -> str:
+        return self._folder or "/work"
+
+    def _path(self, path: str) -> str:
+        return path if path.startswith("/") else f"{self._workdir}/{path}"
+
+    def _why(self, done: Finished, timeout: float) -> str:
+        limits = self.limits
+        text = _WHY[done.reason or "cancelled"]
+        return text.format(timeout=timeout, memory=limits.memory_bytes >> 20, files=limits.num_files)
+
+    async def _ask(
+        self, request: dict[str, Any], content: bytes, patience: float
+    ) -> tuple[dict[str, Any], bytes]:
+        if not self.is_open:
+            raise SandboxDied(self._ended or "the box is not started; use `async with`")
+        number = next(self._numbers)
+        future: asyncio.Future[tuple[dict[str, Any], bytes]] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = future
+        head = json.dumps({**request, "id": number}).encode()
+        try:
+            await self._send(struct.pack(">II", len(head), len(content)) + head + content)
+            async with asyncio.timeout(patience):
+                return await future
+        except TimeoutError:
+            await self.close()
+            raise SandboxDied("the box did not answer; it was ended") from None
+        except asyncio.CancelledError:
+            self._cancel(number)
+            raise
+        finally:
+            self._waiting.pop(number, None)
+
+    def _cancel(self, number: int) -> None:
+        if self.is_open and self._process is not None and self._process.stdin is not None:
+            head = json.dumps({"op": "kill", "id": number}).encode()
+            self._process.stdin.write(struct.pack(">II", len(head), 0) + head)
+
+    async def _send(self, data: bytes) -> None:
+        assert self._process is not None and self._process.stdin is not None, "the box is started"
+        try:
+            self._process.stdin.write(data)
+            await self._process.stdin.drain()
+        except (BrokenPipeError, ConnectionResetError):
+            if self._reader is not None:
+                await self._reader  # it says why
+            raise SandboxDied(self._ended or "the box ended") from None
+
+    async def _read(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None and process.stderr is not None, "both are pipes"
+        try:
+            while True:
+                head, blob = struct.unpack(">II", await process.stdout.readexactly(8))
+                header = json.loads(await process.stdout.readexactly(head))
+                content = await process.stdout.readexactly(blob)
+                future = self._waiting.get(header["id"])
+                if future is not None and not future.done():
+                    future.set_result((header, content))
+        except (asyncio.IncompleteReadError, ConnectionResetError):
+            said = (await process.stderr.read(4096)).decode(errors="replace").strip()
+            self._ended = self._ended or f"the box ended{': ' + said[-400:] if said else ''}"
+            self._fail_all(self._ended)
+
+    def _fail_all(self, why: str) -> None:
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(SandboxDied(why))
+                future.exception()  # seen: whoever waits gets it anyway
+        self._waiting.clear()
+
+
+@functools.cache
+def _shell() -> str:
+    return "/bin/bash" if Path("/bin/bash").exists() else "/bin/sh"
+
+
+def _plain_folder(uid: int | None) -> str:
+    folder = tempfile.mkdtemp(prefix="slime-box-")
+    if uid is not None:
+        shutil.chown(folder, uid, uid)
+    return folder

@@ -1,0 +1,41 @@
+"""Sandboxes: where commands of a model run; the rows of `--sandbox`."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxRow:
+    """One kind of box. `make`: the class, called with the image.
+
+    Example: `--sandbox e2b` needs the package e2b, which the extra `slime[e2b]` installs, and E2B_API_KEY.
+    """
+
+    make: str
+    help: str
+    is_local: bool = False  # boxes are processes of this machine, started ahead by a pool
+    package: str | None = None  # that has to be installed
+    extra: str | None = None  # of slime, which installs it
+    key: str | None = None  # environment variable that the vendor's package reads
+
+
+SANDBOXES: dict[str, SandboxRow] = {
+    "local": SandboxRow(
+        "slime.agent.sandbox.local.LocalSandbox",
+        "a box on this machine: bubblewrap, else user namespaces, else limits only with a warning",
+        is_local=True,
+    ),
+    "e2b": SandboxRow(
+        "slime.agent.sandbox.e2b.E2BSandbox",
+        "a box of e2b.dev or of a gateway that speaks its protocol",
+        package="e2b",
+        extra="e2b",
+        key="E2B_API_KEY",
+    ),
+    "daytona": SandboxRow(
+        "slime.agent.sandbox.daytona.DaytonaSandbox",
+        "a box of daytona.io or of a server of one's own",
+        package="daytona",
+        extra="daytona",
+        key="DAYTONA_API_KEY",
+    ),
+}

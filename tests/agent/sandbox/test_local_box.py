@@ -1,0 +1,226 @@
+"""What a local box does for whoever uses it, with each kind of isolation that works here."""
+
+import asyncio
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+from patience import LONG_S
+
+from slime.agent.sandbox import (
+    BoxPool,
+    CommandFailed,
+    Limits,
+    LocalSandbox,
+    Sandbox,
+    SandboxDied,
+    SandboxError,
+    SandboxUnavailable,
+    ensure_agent_user,
+    exec_and_wait,
+    open_sandbox,
+)
+from slime.agent.sandbox.isolation import BUBBLEWRAP, NAMESPACES, PLAIN, why_not
+
+
+def usable(kind):
+    why = why_not(kind)
+    return pytest.param(
+        kind, marks=pytest.mark.skipif(why is not None, reason=f"{kind} does not work here: {why}")
+    )
+
+
+KINDS = [usable(kind) for kind in (BUBBLEWRAP, NAMESPACES, PLAIN)]
+WALLED = [usable(kind) for kind in (BUBBLEWRAP, NAMESPACES)]
+
+
+def in_box(work, **options):
+    async def inner():
+        async with LocalSandbox(**options) as box:
+            return await work(box)
+
+    return asyncio.run(inner())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_commands_give_code_output_and_errors(kind):
+    async def work(box):
+        assert isinstance(box, Sandbox)
+        assert await box.exec("echo out; echo err >&2; exit 3") == (3, "out\n", "err\n")
+        assert await box.exec("cat; echo $GIVEN", stdin=b"in ", env={"GIVEN": "x"}) == (0, "in x\n", "")
+        assert (await box.exec("kill -9 $$"))[0] == 137
+        with pytest.raises(CommandFailed, match="exit code 4 of 'exit 4'"):
+            await box.exec("exit 4", check=True)
+        assert (await box.exec("python3 -c 'print(6 * 7)'"))[1] == "42\n"
+
+    in_box(work, isolation=kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_files_go_in_and_come_out_whole(kind, tmp_path):
+    every_byte = bytes(range(256)) * 4096
+    (tmp_path / "here").write_bytes(every_byte)
+
+    async def work(box):
+        await box.write_file("deep/folder/text", "ä\n")
+        assert await box.read_file("deep/folder/text") == "ä\n"
+        await box.write_file("copied", Path(tmp_path / "here"))
+        assert await box.read_bytes("copied") == every_byte
+        assert await box.read_file("never/written") == ""
+        with pytest.raises(SandboxError, match="cannot be read"):
+            await box.read_file("deep")
+        await box.exec("mkfifo waits", check=True)
+        with pytest.raises(SandboxError, match="waits cannot be read"):
+            await box.read_file("waits")
+
+    in_box(work, isolation=kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_command_past_its_time_ends_and_the_box_stays_usable(kind):
+    async def work(box):
+        code, out, err = await box.exec("echo first; sleep 1000 & sleep 1000", timeout=0.3)
+        assert (code, out) == (124, "first\n")
+        assert "ran past its limit of 0.3 s" in err
+        assert (await box.exec("echo alive"))[1] == "alive\n"
+        assert "sleep 1000" not in (await box.exec("cat /proc/[0-9]*/cmdline | tr '\\0' ' '; true"))[1]
+
+    in_box(work, isolation=kind)
+
+
+def test_commands_run_beside_each_other_in_one_box():
+    async def work(box):
+        slow = asyncio.create_task(box.exec("while [ ! -e go ]; do sleep 0.01; done; echo went"))
+        await box.exec("touch go", check=True)
+        assert (await slow)[1] == "went\n"
+        outputs = await asyncio.gather(*(box.exec(f"echo {i}") for i in range(20)))
+        assert [out for _, out, _ in outputs] == [f"{i}\n" for i in range(20)]
+
+    in_box(work)
+
+
+def alive_with(mark):
+    return [p for p in psutil.process_iter(["cmdline"]) if mark in " ".join(p.info["cmdline"] or ())]
+
+
+def test_a_cancelled_command_is_ended():
+    mark = f"cancelled-{os.getpid()}"
+
+    async def work(box):
+        task = asyncio.create_task(box.exec(f"exec -a {mark} sleep 1000"))
+        while not alive_with(f"{mark} 1000"):
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        async with asyncio.timeout(LONG_S):
+            while alive_with(mark):
+                await asyncio.sleep(0.01)
+        assert (await box.exec("true"))[0] == 0
+
+    in_box(work)
+
+
+def test_a_box_that_is_over_says_so():
+    async def inner():
+        box = LocalSandbox()
+        with pytest.raises(SandboxDied, match="not started"):
+            await box.exec("true")
+        async with box:
+            pass
+        with pytest.raises(SandboxDied, match="closed"):
+            await box.exec("true")
+
+    asyncio.run(inner())
+
+
+def test_long_commands_are_waited_for_and_ended_when_out_of_time():
+    mark = f"long-{os.getpid()}"
+
+    async def work(box):
+        assert await exec_and_wait(box, "sleep 0.05; exit 7", LONG_S, "quick", poll_sec=0.05) == 7
+        assert await exec_and_wait(box, f"exec -a {mark} sleep 1000", 0.2, "slow", poll_sec=0.05) == -1
+        async with asyncio.timeout(LONG_S):
+            while alive_with(mark):
+                await asyncio.sleep(0.01)
+
+    in_box(work)
+
+
+@pytest.mark.parametrize("kind", WALLED)
+def test_the_agent_user_owns_its_folder(kind):
+    async def work(box):
+        await ensure_agent_user(box, "/testbed")
+        code, out, _ = await box.exec("cd /testbed && touch mine && echo $HOME", user="agent")
+        assert (code, out) == (0, "/home/agent\n")
+
+    in_box(work, isolation=kind)
+
+
+def test_a_pool_hands_out_fresh_boxes_and_starts_the_next():
+    async def inner():
+        async with BoxPool(num_ready=2, num_boxes=3) as pool:
+            async with pool.box() as first, pool.box() as second:
+                assert first.sandbox_id != second.sandbox_id
+                await first.write_file("/work/secret", "x")
+            async with pool.box() as third:
+                assert await third.read_file("/work/secret") == ""
+
+    asyncio.run(inner())
+
+
+def test_a_pool_never_has_more_boxes_in_use_than_it_may():
+    async def inner():
+        in_use = most = 0
+        async with BoxPool(num_ready=1, num_boxes=2) as pool:
+
+            async def episode():
+                nonlocal in_use, most
+                async with pool.box() as box:
+                    in_use += 1
+                    most = max(most, in_use)
+                    await box.exec("true", check=True)
+                    in_use -= 1
+
+            await asyncio.gather(*(episode() for _ in range(6)))
+        assert most == 2
+
+    asyncio.run(inner())
+
+
+def test_a_ready_box_that_was_killed_is_not_handed_out():
+    async def inner():
+        async with BoxPool(num_ready=1) as pool:
+            ready = await pool._ready[0]
+            ready._process.kill()
+            await ready._process.wait()
+            await ready._reader
+            async with pool.box() as box:
+                assert (await box.exec("true"))[0] == 0
+
+    asyncio.run(inner())
+
+
+def test_wrong_settings_are_named():
+    with pytest.raises(ValueError, match="memory_bytes of a sandbox is 0"):
+        Limits(memory_bytes=0)
+    with pytest.raises(ValueError, match="isolation is 'docker'; choose from bubblewrap"):
+        LocalSandbox(isolation="docker")
+
+    async def unknown():
+        async with open_sandbox("dock"):
+            pass
+
+    with pytest.raises(ValueError, match="--sandbox is 'dock'; choose from local, e2b, daytona"):
+        asyncio.run(unknown())
+
+
+def test_a_box_that_cannot_start_says_why():
+    async def inner():
+        async with LocalSandbox(isolation=BUBBLEWRAP, read_only=("/no/such/folder",)):
+            pass
+
+    if why_not(BUBBLEWRAP) is None:
+        with pytest.raises(SandboxUnavailable, match="/no/such/folder"):
+            asyncio.run(inner())
