@@ -19,7 +19,7 @@ LAYERS = [
     {"batch"},
     {"rollout", "agent", "engines", "backends", "weight_sync"},
     {"preflight", "step", "runtime"},
-    {"cluster"},
+    {"cluster", "dashboard"},
     {"loop", "loop_async"},
     {"cli"},
     {"api"},

@@ -73,6 +73,11 @@ COMMANDS = {
         "curves of any metrics of one run or several, in the terminal or as a picture",
         goal="see what a run does",
     ),
+    "dashboard": Command(
+        "slime.cli.dashboard",
+        "the page of one run or several: curves, samples, timeline, actions, in a browser",
+        goal="see what a run does",
+    ),
     "weight-agent": Command(
         "slime.cli.weight_agent",
         "keep a copy of the weights beside an engine, and have it load what is asked for",

@@ -1,0 +1,69 @@
+"""Who may ask the page for what: loopback or a token, a token for every action, a strict content policy."""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from dataclasses import dataclass, field
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from slime.utils.http_utils import is_loopback
+
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+_LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]", "::1")
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """`host`: the address that the server binds. `token`: made anew for every server."""
+
+    host: str
+    token: str = field(default_factory=lambda: secrets.token_urlsafe(18), repr=False)
+
+    @property
+    def asks_everybody(self) -> bool:
+        """Whether reading needs the token, too: others than this machine reach the page."""
+        return not is_loopback(self.host)
+
+    def has_token(self, request: web.Request) -> bool:
+        given = request.headers.get("Authorization", "")
+        return hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode())
+
+    def known_host(self, request: web.Request) -> bool:
+        """A page of another site cannot reach this one by a name of its own that leads to loopback."""
+        name = request.host.rsplit(":", 1)[0] if not request.host.endswith("]") else request.host
+        return self.asks_everybody or name in _LOOPBACK_NAMES or name == self.host
+
+    def middleware(self) -> Middleware:
+        @web.middleware
+        async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+            if not self.known_host(request):
+                raise web.HTTPForbidden(text="this address is not the page's own")
+            acts = request.method not in ("GET", "HEAD")
+            reads = request.path.startswith("/api/") and self.asks_everybody
+            if (acts or reads) and not self.has_token(request):
+                return web.json_response(
+                    {"error": "a token is needed; it is in the address that was printed"}, status=401
+                )
+            try:
+                response = await handler(request)
+            except web.HTTPException as error:
+                error.headers.update(_HEADERS)
+                raise
+            if not response.prepared:
+                response.headers.update(_HEADERS)
+            return response
+
+        return guard

@@ -1,0 +1,79 @@
+"""Tells viewers what has changed: one look at the files of each run every second, while somebody watches."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+
+from aiohttp import web
+
+from slime.dashboard.run_folder import RunFolder
+
+LOOK_S = 1.0
+_FILES = ("metrics.jsonl", "record.db", "record.db-wal", "run.json", "logs/driver.log")
+
+
+class Watch:
+    """Looks at all runs for all viewers together; nothing is looked at when nobody watches."""
+
+    def __init__(self, runs: Mapping[str, RunFolder]):
+        self._runs, self._viewers = runs, set[asyncio.Queue[str]]()
+        self._seen: dict[str, tuple[object, ...]] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    async def events(self, request: web.Request) -> web.StreamResponse:
+        """The stream of one viewer: the keys of runs that changed, until it goes away."""
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
+        )
+        await response.prepare(request)
+        queue: asyncio.Queue[str] = asyncio.Queue(100)
+        self._viewers.add(queue)
+        if self._task is None:
+            self._task = asyncio.create_task(self._look())
+            # What changes from now on is told: the first look is at what there was before.
+            await asyncio.get_running_loop().run_in_executor(None, self._changed)
+        try:
+            await response.write(b"event: hello\ndata: {}\n\n")
+            while True:
+                try:
+                    data = await asyncio.wait_for(queue.get(), 15.0)
+                    await response.write(f"event: changed\ndata: {data}\n\n".encode())
+                except TimeoutError:
+                    await response.write(b": still here\n\n")
+        except (ConnectionError, asyncio.CancelledError):
+            pass
+        finally:
+            self._viewers.discard(queue)
+            if not self._viewers and self._task is not None:
+                self._task.cancel()
+                self._task = None
+        return response
+
+    async def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            changed = await loop.run_in_executor(None, self._changed)
+            if changed:
+                data = json.dumps({"runs": changed})
+                for queue in self._viewers:
+                    if not queue.full():
+                        queue.put_nowait(data)
+            await asyncio.sleep(LOOK_S)
+
+    def _changed(self) -> list[str]:
+        changed = []
+        for key, run in self._runs.items():
+            found: list[object] = [run.state]
+            for name in _FILES:
+                try:
+                    status = (run.path / name).stat()
+                    found.append((status.st_size, status.st_mtime_ns))
+                except OSError:
+                    found.append(None)
+            now = tuple(found)
+            if key in self._seen and self._seen[key] != now:
+                changed.append(key)
+            self._seen[key] = now
+        return changed

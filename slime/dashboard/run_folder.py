@@ -1,0 +1,212 @@
+"""One run as the page sees it: what it is, how it is doing, and its record, opened once per thread."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from slime.catalog.metrics import find_metric
+from slime.dashboard.curves import Curves
+from slime.record import RECORD_FILE, RecordError
+from slime.record.actions import read_actions
+from slime.record.schema import open_for_reading
+from slime.utils.folder_lock import is_locked
+from slime.utils.run_file import RUN_FILE, RunRecord, read_run
+
+RUNNING, LOST = "running", "lost: the process ended without a word"
+_LOOK_S = 1.0  # how long the state of a run is believed
+HEADLINES = (
+    ("reward", "rollout/raw_reward"),
+    ("loss", "train/loss"),
+    ("answer length", "rollout/response_len/mean"),
+    ("cut at the limit", "rollout/truncated_ratio"),
+    ("entropy", "train/entropy_loss"),
+    ("grad norm", "train/grad_norm"),
+    ("step time", "perf/step_time"),
+    ("tokens a second", "perf/tokens_per_gpu_per_sec"),
+)
+
+
+class NotARun(ValueError):
+    """A folder that holds no run, and why."""
+
+
+class RunFolder:
+    """The folder of one run. `key` names it in addresses of the page."""
+
+    def __init__(self, path: Path, key: str):
+        self.path, self.key = path.resolve(), key
+        if not (self.path / RUN_FILE).is_file() and not (self.path / RECORD_FILE).is_file():
+            raise NotARun(f"{path} is no folder of a run: it has neither {RUN_FILE} nor {RECORD_FILE}.")
+        self.curves = Curves(self.path)
+        self._held = threading.local()
+        self._state: tuple[float, str] = (0.0, "")
+        self._run: tuple[float, RunRecord | None] = (0.0, None)
+
+    # -- what it is
+
+    @property
+    def run(self) -> RunRecord | None:
+        """What run.json says; None: nothing that can be read."""
+        with contextlib.suppress(OSError):
+            changed = (self.path / RUN_FILE).stat().st_mtime
+            if changed != self._run[0]:
+                self._run = (changed, read_run(self.path))
+        return self._run[1]
+
+    @property
+    def state(self) -> str:
+        """running, finished, or how it ended."""
+        looked, state = self._state
+        if time.monotonic() - looked > _LOOK_S:
+            held = is_locked(self.path, "--run-dir")  # first: a run writes how it ended, and then lets go
+            run = self.run
+            ended = run.last.exit if run is not None else None
+            state = RUNNING if held else ended or LOST
+            self._state = (time.monotonic(), state)
+        return state
+
+    def summary(self) -> dict[str, Any]:
+        """A line in the list of runs."""
+        self.curves.read()
+        run = self.run
+        total = _setting(run, "num_rollout")
+        done = self.curves.summary("perf/step_time")
+        return {
+            "key": self.key,
+            "name": run.name if run is not None else self.path.name,
+            "folder": str(self.path),
+            "id": run.id if run is not None else None,
+            "state": self.state,
+            "start": run.last.start if run is not None else None,
+            "end": run.last.end if run is not None else None,
+            "starts": run.num_starts if run is not None else 1,
+            "step": done["last_step"] + 1 if done else 0,
+            "total": total if isinstance(total, int) else None,
+            "last_time": self.curves.last_time,
+            "model": _setting(run, "hf_checkpoint"),
+            "method": _method(run),
+        }
+
+    def details(self) -> dict[str, Any]:
+        found = self.summary()
+        run = self.run
+        headlines = []
+        for title, name in HEADLINES:
+            summary = self.curves.summary(name)
+            if summary is not None:
+                headlines.append({"title": title, **summary, **explain(name)})
+        for name in self.curves.names():
+            if name.startswith("eval/") and name.count("/") == 1 and "-" not in name:
+                summary = self.curves.summary(name)
+                headlines.append({"title": name, **(summary or {}), **explain(name)})
+        return {
+            **found,
+            "headlines": headlines,
+            "versions": run.last.versions if run is not None else {},
+            "machine": run.last.machine if run is not None else {},
+            "checkpoints": run.last.checkpoints if run is not None else None,
+            "resumed": run.last.resumed if run is not None else None,
+            "earlier": [{"start": s.start, "end": s.end, "exit": s.exit} for s in run.earlier] if run else [],
+            "record": self.record_facts(),
+        }
+
+    def settings(self) -> dict[str, Any]:
+        run = self.run
+        return run.last.settings if run is not None else {}
+
+    # -- the record
+
+    @contextlib.contextmanager
+    def record(self) -> Iterator[sqlite3.Connection]:
+        """A connection of this thread. RecordError: there is none, or it cannot be read."""
+        file = self.path / RECORD_FILE
+        connection, inode = getattr(self._held, "found", (None, None))
+        try:
+            now = file.stat().st_ino
+        except OSError:
+            now = None
+        if connection is None or inode != now:
+            if connection is not None:
+                connection.close()
+            self._held.found = (None, None)
+            connection = open_for_reading(file)
+            self._held.found = (connection, now)
+        try:
+            yield connection
+        except sqlite3.Error as error:
+            raise RecordError(f"{file} cannot be read: {error}.") from error
+
+    def record_facts(self) -> dict[str, Any]:
+        """How much there is, or why there is nothing."""
+        try:
+            with self.record() as connection:
+                [(rollouts, samples)] = connection.execute(
+                    "SELECT count(*), coalesce(sum(CASE WHEN pruned THEN 0 ELSE num_samples END), 0) "
+                    "FROM rollouts"
+                )
+                meta = dict(connection.execute("SELECT key, value FROM meta"))
+                actions = read_actions(connection)
+        except RecordError as error:
+            return {"missing": str(error), "rollouts": 0, "samples": 0, "schema": 0, "actions": []}
+        return {
+            "missing": None,
+            "rollouts": rollouts,
+            "samples": samples,
+            "schema": int(meta.get("schema", 1)),
+            "missed": int(meta.get("missed_rollouts", 0)),
+            "now": json.loads(meta["now"]) if "now" in meta else None,
+            "actions": [action_as_dict(row) for row in actions[-50:]],
+        }
+
+
+def action_as_dict(row: Any) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in type(row).__slots__}
+
+
+def explain(name: str) -> dict[str, str]:
+    """What a metric is and what is normal, from the glossary; empty for one that a user logs."""
+    row = find_metric(name)
+    return {"what": row.what, "normal": row.normal} if row is not None else {"what": "", "normal": ""}
+
+
+def open_runs(paths: list[Path]) -> dict[str, RunFolder]:
+    """Runs by key: the name of the folder, and a number where two have the same.
+
+    A folder that is none but has runs in it stands for these.
+    """
+    folders: list[Path] = []
+    for path in paths:
+        if (path / RUN_FILE).is_file() or (path / RECORD_FILE).is_file():
+            folders.append(path)
+            continue
+        inside = sorted(file.parent for file in path.glob(f"*/{RUN_FILE}")) if path.is_dir() else []
+        if not inside:
+            raise NotARun(
+                f"{path} is no folder of a run: it has no {RUN_FILE}, and neither has a folder in it. Give "
+                "the --run-dir of a run, or a folder with several."
+            )
+        folders += inside
+    runs: dict[str, RunFolder] = {}
+    for folder in dict.fromkeys(folder.resolve() for folder in folders):
+        key, number = folder.name or "run", 2
+        while key in runs:
+            key, number = f"{folder.name}-{number}", number + 1
+        runs[key] = RunFolder(folder, key)
+    return runs
+
+
+def _setting(run: RunRecord | None, name: str) -> Any:
+    return (run.last.settings.get(name) or {}).get("value") if run is not None else None
+
+
+def _method(run: RunRecord | None) -> str | None:
+    loss = _setting(run, "loss_type")
+    method = _setting(run, "advantage_estimator") if loss in (None, "policy_loss") else loss
+    return method if isinstance(method, str) else None

@@ -1,0 +1,374 @@
+"""Questions of the page to a record: pages of answers in any order, one answer by tokens, a prompt's history.
+
+Every query goes by an index and ends after `_DEADLINE_S`: where a filter finds little in a large record, the
+page gets what was found so far and where to go on.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slime.record.packed import unpack_floats, unpack_ids, unpack_mask
+
+_DEADLINE_S = 0.08
+_LOOK_STEPS = 2000  # of SQLite's machine between two looks at the clock
+_PREVIEW = 240  # characters
+_MAX_PAGE = 500
+_SORTED_WHOLE = 20_000  # samples of a record that are sorted without an index
+_JOINED = "samples s JOIN groups g ON g.id = s.group_row JOIN rollouts r ON r.id = g.rollout"
+_ROW = (
+    "s.id, r.kind, r.rollout_id, g.dataset, g.group_index, s.sample_index, s.status, s.reward, s.num_tokens, "
+    f"g.outcome, g.reason, substr(g.prompt, 1, {_PREVIEW}), substr(s.response, 1, {_PREVIEW}), g.id, "
+    "g.label, s.failure"
+)
+_FIELDS = (
+    "id",
+    "kind",
+    "step",
+    "dataset",
+    "group",
+    "sample",
+    "status",
+    "reward",
+    "length",
+    "outcome",
+    "reason",
+    "prompt",
+    "response",
+    "group_row",
+    "label",
+    "failure",
+)
+# Order -> column and direction; the number of the sample decides between equals.
+ORDERS = {
+    "made": ("s.id", "ASC"),
+    "newest": ("s.id", "DESC"),
+    "worst": ("s.reward", "ASC"),
+    "best": ("s.reward", "DESC"),
+    "shortest": ("s.num_tokens", "ASC"),
+    "longest": ("s.num_tokens", "DESC"),
+    "difference": ("g.spread", "DESC"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which answers; None is no condition. Example: Wanted("train", 12, order="worst")."""
+
+    kind: str | None = None
+    step: int | None = None
+    dataset: str | None = None
+    outcome: str | None = None
+    contains: str | None = None
+    order: str = "made"
+
+    @classmethod
+    def of(cls, query: Mapping[str, str]) -> Wanted:
+        """From the query of a request; ValueError: there is no such order."""
+        order = query.get("order") or "made"
+        if order not in ORDERS:
+            raise ValueError(f"order is {order!r}; there are {', '.join(ORDERS)}")
+        step = query.get("step")
+        return cls(
+            query.get("kind") or None,
+            int(step) if step not in (None, "") else None,
+            query.get("dataset") or None,
+            query.get("outcome") or None,
+            query.get("q") or None,
+            order,
+        )
+
+    @property
+    def filters(self) -> bool:
+        return any(value is not None for value in (self.dataset, self.outcome, self.contains))
+
+    def conditions(self) -> tuple[list[str], list[object]]:
+        words: list[str] = []
+        values: list[object] = []
+        for column, value in (
+            ("r.kind", self.kind),
+            ("r.rollout_id", self.step),
+            ("g.dataset", self.dataset),
+            ("g.outcome", self.outcome),
+        ):
+            if value is not None:
+                words.append(f"{column} = ?")
+                values.append(value)
+        if self.contains is not None:
+            words.append(
+                "(instr(lower(g.prompt), ?) OR instr(lower(s.response), ?) OR instr(lower(g.label), ?))"
+            )
+            values += [self.contains.lower()] * 3
+        if self.order != "made":
+            words.append(f"{ORDERS[self.order][0]} IS NOT NULL")
+        return words, values
+
+
+def steps_of(connection: sqlite3.Connection, kind: str) -> list[dict[str, Any]]:
+    """One entry for each rollout or evaluation that has answers, oldest first."""
+    rows = connection.execute(
+        "SELECT rollout_id, num_groups, num_samples, mean_reward, time, version, pruned FROM rollouts "
+        "WHERE kind = ? ORDER BY rollout_id",
+        (kind,),
+    )
+    names = ("step", "groups", "samples", "reward", "time", "version", "pruned")
+    return [dict(zip(names, row, strict=True)) for row in rows]
+
+
+def page(
+    connection: sqlite3.Connection, wanted: Wanted, *, offset: int = 0, limit: int = 100, after: str = ""
+) -> dict[str, Any]:
+    """Answers of a page. `total` None: not counted, `after` says where to go on; "" is the end."""
+    limit = max(1, min(limit, _MAX_PAGE))
+    if wanted.step is None and not wanted.filters and wanted.order in ("made", "newest"):
+        return _by_position(connection, wanted, offset, limit)
+    if wanted.step is not None:
+        return _of_step(connection, wanted, offset, limit)
+    return _in_order(connection, wanted, limit, after)
+
+
+def _by_position(connection: sqlite3.Connection, wanted: Wanted, offset: int, limit: int) -> dict[str, Any]:
+    """All answers: how many each rollout has tells in which one a position lies."""
+    kind, values = ("WHERE kind = ?", (wanted.kind,)) if wanted.kind else ("", ())
+    rows = connection.execute(
+        f"SELECT id, CASE WHEN pruned THEN 0 ELSE num_samples END FROM rollouts {kind} ORDER BY time, id",
+        values,
+    ).fetchall()
+    if wanted.order == "newest":
+        rows.reverse()
+    ends, total = [], 0
+    for _, count in rows:
+        total += count
+        ends.append(total)
+    found: list[tuple[Any, ...]] = []
+    at = bisect_right(ends, offset)
+    while len(found) < limit and at < len(rows):
+        skipped = max(0, offset + len(found) - (ends[at] - rows[at][1]))
+        found += connection.execute(
+            f"SELECT {_ROW} FROM {_JOINED} WHERE r.id = ? ORDER BY s.id LIMIT ? OFFSET ?",
+            (rows[at][0], limit - len(found), skipped),
+        ).fetchall()
+        at += 1
+    return {"rows": _as_rows(found), "total": total, "after": ""}
+
+
+def _of_step(connection: sqlite3.Connection, wanted: Wanted, offset: int, limit: int) -> dict[str, Any]:
+    words, values = wanted.conditions()
+    where = " AND ".join(words)
+    column, direction = _order(connection, wanted)
+    query = f"SELECT {_ROW} FROM {_JOINED} WHERE {where} ORDER BY {column} {direction}, s.id LIMIT ? OFFSET ?"
+    rows = connection.execute(query, (*values, limit, offset)).fetchall()
+    [(total,)] = connection.execute(f"SELECT count(*) FROM {_JOINED} WHERE {where}", values)
+    return {"rows": _as_rows(rows), "total": total, "after": ""}
+
+
+def _order(connection: sqlite3.Connection, wanted: Wanted) -> tuple[str, str]:
+    column, direction = ORDERS[wanted.order]
+    if wanted.order == "difference" and not has_column(connection, "groups", "spread"):
+        raise ValueError("this record was written by an older version, which kept no differences of groups")
+    return column, direction
+
+
+def _in_order(connection: sqlite3.Connection, wanted: Wanted, limit: int, after: str) -> dict[str, Any]:
+    """Along an index from where the last page ended, until the page is full or the time is over."""
+    column, direction = _order(connection, wanted)
+    words, values = wanted.conditions()
+    sign = ">" if direction == "ASC" else "<"
+    if after:
+        value, row = json.loads(after)
+        if column == "s.id":
+            words.append(f"s.id {sign} ?")
+            values.append(row)
+        else:
+            words.append(f"({column} {sign} ? OR ({column} = ? AND s.id > ?))")
+            words.append(f"{column} {sign}= ?")  # what an index can use
+            values += [value, value, row, value]
+    where = " AND ".join(words) or "1"
+    # CROSS JOIN keeps the table whose index is followed outermost.
+    first, rest = (
+        ("groups g", "samples s ON s.group_row = g.id")
+        if column == "g.spread"
+        else (
+            "samples s",
+            "groups g ON g.id = s.group_row",
+        )
+    )
+    query = (
+        f"SELECT {_ROW}, {column} FROM {first} CROSS JOIN {rest} CROSS JOIN rollouts r ON r.id = g.rollout "
+        f"WHERE {where} ORDER BY {column} {direction}, s.id LIMIT ?"
+    )
+    if column == "s.id":
+        query = query.replace(", s.id LIMIT", " LIMIT")
+    found, complete = _until(connection, query, (*values, limit))
+    rows = _as_rows([row[:-1] for row in found])
+    go_on = ""
+    if found and (len(found) == limit or not complete):
+        go_on = json.dumps([found[-1][-1], found[-1][0]])
+    return {"rows": rows, "total": None, "after": go_on, "complete": complete}
+
+
+def search(connection: sqlite3.Connection, wanted: Wanted, limit: int, below: int | None) -> dict[str, Any]:
+    """Text anywhere in the record, newest first, a stretch of rows at a time until the time is over."""
+    [(newest,)] = connection.execute("SELECT coalesce(max(id), 0) FROM samples")
+    high = newest + 1 if below is None else below
+    words, values = Wanted(
+        wanted.kind, wanted.step, wanted.dataset, wanted.outcome, wanted.contains
+    ).conditions()
+    found: list[tuple[Any, ...]] = []
+    started = time.monotonic()
+    stretch = 1000
+    while high > 0 and len(found) < limit and time.monotonic() - started < _DEADLINE_S:
+        low = max(0, high - stretch)
+        where = " AND ".join(["s.id >= ?", "s.id < ?", *words])
+        query = f"SELECT {_ROW} FROM {_JOINED} WHERE {where} ORDER BY s.id DESC LIMIT ?"
+        part = connection.execute(query, (low, high, *values, limit - len(found))).fetchall()
+        found += part
+        high = part[-1][0] if len(found) >= limit else low
+    return {
+        "rows": _as_rows(found),
+        "total": None,
+        "after": str(high) if high > 0 else "",
+        "searched": 1.0 - high / (newest + 1),
+    }
+
+
+def _until(
+    connection: sqlite3.Connection, query: str, values: tuple[object, ...]
+) -> tuple[list[tuple[Any, ...]], bool]:
+    """What a query finds before the deadline, and whether that is all."""
+    deadline, rows = time.monotonic() + _DEADLINE_S, []
+    connection.set_progress_handler(lambda: int(time.monotonic() > deadline), _LOOK_STEPS)
+    try:
+        for row in connection.execute(query, values):
+            rows.append(row)
+        return rows, True
+    except sqlite3.OperationalError as error:
+        if "interrupt" not in str(error):
+            raise
+        return rows, False
+    finally:
+        connection.set_progress_handler(None, 0)
+
+
+def one(connection: sqlite3.Connection, row: int) -> dict[str, Any] | None:
+    """An answer with its tokens: text, log-prob, mask, weight version and advantage of each."""
+    found = connection.execute(
+        f"SELECT {_ROW}, g.prompt, s.response, s.tokens, s.log_probs, s.loss_mask, s.versions, "
+        f"s.reward_parts, g.prompt_hash, r.version FROM {_JOINED} WHERE s.id = ?",
+        (row,),
+    ).fetchone()
+    if found is None:
+        return None
+    answer = dict(zip(_FIELDS, found[: len(_FIELDS)], strict=True))
+    prompt, response, tokens, log_probs, mask, versions, parts, prompt_hash, version = found[len(_FIELDS) :]
+    ids = unpack_ids(tokens or b"")
+    length = min(answer["length"], len(ids))
+    return {
+        **answer,
+        "prompt": prompt,
+        "response": response,
+        "reward_parts": json.loads(parts) if parts else {},
+        "prompt_hash": str(prompt_hash),  # JavaScript's numbers do not hold 64 bits
+        "version": version,
+        "num_prompt_tokens": len(ids) - length,
+        "tokens": ids[len(ids) - length :],
+        "prompt_tokens": ids[: len(ids) - length],
+        "texts": _texts(connection, ids),
+        "log_probs": None if log_probs is None else unpack_floats(log_probs),
+        "mask": None if mask is None else unpack_mask(mask),
+        "versions": json.loads(versions) if versions else [],
+        "advantage": _advantage(connection, row),
+        "siblings": _siblings(connection, answer["group_row"]),
+    }
+
+
+def _texts(connection: sqlite3.Connection, ids: list[int]) -> dict[int, str]:
+    """The text of every token; empty for a record that has none."""
+    if not has_table(connection, "pieces"):
+        return {}
+    texts: dict[int, str] = {}
+    distinct = sorted(set(ids))
+    for start in range(0, len(distinct), 500):
+        part = distinct[start : start + 500]
+        marks = ",".join("?" * len(part))
+        texts.update(connection.execute(f"SELECT token, text FROM pieces WHERE token IN ({marks})", part))
+    return texts
+
+
+def _advantage(connection: sqlite3.Connection, row: int) -> dict[str, Any] | None:
+    if not has_table(connection, "advantages"):
+        return None
+    found = connection.execute("SELECT value, tokens FROM advantages WHERE sample = ?", (row,)).fetchone()
+    if found is None:
+        return None
+    return {"value": found[0], "tokens": None if found[1] is None else unpack_floats(found[1])}
+
+
+def _siblings(connection: sqlite3.Connection, group_row: int) -> list[dict[str, Any]]:
+    rows = connection.execute(
+        "SELECT id, reward, num_tokens, status FROM samples WHERE group_row = ? ORDER BY id LIMIT 256",
+        (group_row,),
+    )
+    return [dict(zip(("id", "reward", "length", "status"), row, strict=True)) for row in rows]
+
+
+def history(connection: sqlite3.Connection, prompt_hash: int, limit: int = 200) -> list[dict[str, Any]]:
+    """The groups of one prompt over the run, oldest first: mean reward and an answer of each."""
+    rows = connection.execute(
+        "SELECT r.kind, r.rollout_id, g.dataset, g.outcome, count(*), avg(s.reward), max(s.reward), "
+        "min(s.id), avg(s.num_tokens), r.version FROM groups g JOIN rollouts r ON r.id = g.rollout "
+        "JOIN samples s ON s.group_row = g.id WHERE g.prompt_hash = ? GROUP BY g.id "
+        "ORDER BY r.time, r.id LIMIT ?",
+        (prompt_hash, limit),
+    ).fetchall()
+    names = ("kind", "step", "dataset", "outcome", "samples", "reward", "best", "id", "length", "version")
+    found = [dict(zip(names, row, strict=True)) for row in rows]
+    for entry in found:
+        [(entry["response"],)] = connection.execute(
+            "SELECT response FROM samples WHERE id = ?", (entry["id"],)
+        )
+    return found
+
+
+def repeated_prompts(connection: sqlite3.Connection, kind: str, limit: int = 100) -> list[dict[str, Any]]:
+    """Prompts of the last rollout or evaluation that occurred before: what a before and after can show."""
+    rows = connection.execute(
+        "SELECT g.prompt_hash, substr(g.prompt, 1, 160), g.dataset, (SELECT count(*) FROM groups b "
+        "WHERE b.prompt_hash = g.prompt_hash) AS seen FROM groups g WHERE g.rollout = ("
+        "SELECT id FROM rollouts WHERE kind = ? AND NOT pruned ORDER BY rollout_id DESC LIMIT 1) "
+        "ORDER BY g.id LIMIT ?",
+        (kind, limit),
+    )
+    return [
+        {"prompt_hash": str(number), "prompt": prompt, "dataset": dataset, "seen": seen}
+        for number, prompt, dataset, seen in rows
+    ]
+
+
+def outcomes(connection: sqlite3.Connection, width: int = 400) -> list[dict[str, Any]]:
+    """Why groups of the last rollouts were not trained on: how many by outcome and reason."""
+    rows = connection.execute(
+        "SELECT g.outcome, g.reason, count(*) FROM groups g JOIN rollouts r ON r.id = g.rollout "
+        "WHERE r.kind = 'train' AND r.id IN (SELECT id FROM rollouts WHERE kind = 'train' "
+        "ORDER BY rollout_id DESC LIMIT ?) GROUP BY 1, 2 ORDER BY 3 DESC LIMIT 50",
+        (width,),
+    )
+    return [dict(zip(("outcome", "reason", "groups"), row, strict=True)) for row in rows]
+
+
+def has_table(connection: sqlite3.Connection, name: str) -> bool:
+    return connection.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (name,)).fetchone() is not None
+
+
+def has_column(connection: sqlite3.Connection, table: str, name: str) -> bool:
+    return any(row[1] == name for row in connection.execute(f"PRAGMA table_info({table})"))
+
+
+def _as_rows(rows: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
+    return [dict(zip(_FIELDS, row, strict=True)) for row in rows]

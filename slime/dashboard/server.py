@@ -1,0 +1,212 @@
+"""The server of the page: JSON answers about runs, made on a few threads, and the files that show them."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from aiohttp import web
+
+from slime import __version__
+from slime.catalog.actions import ACTIONS
+from slime.dashboard import logs, samples, timeline
+from slime.dashboard.access import Access
+from slime.dashboard.live import Watch
+from slime.dashboard.run_folder import RUNNING, RunFolder, action_as_dict, explain
+from slime.dashboard.static_files import load_static, respond
+from slime.dashboard.trouble import trouble_of
+from slime.record import RecordError
+from slime.record.actions import ask, read_actions
+
+_THREADS = 4
+_MAX_CURVES = 64
+_MAX_BODY = 4096
+Answer = Callable[["Page", RunFolder, web.Request], Any]
+
+
+class Page:
+    """The page over some runs. `may_act` False: it only shows (a demo, a finished archive)."""
+
+    def __init__(self, runs: Mapping[str, RunFolder], access: Access, *, may_act: bool = True):
+        self.runs, self.access, self.may_act = runs, access, may_act
+        self.static = load_static()
+        self._threads = concurrent.futures.ThreadPoolExecutor(_THREADS, "page")
+        self._watch = Watch(runs)
+
+    def app(self) -> web.Application:
+        app = web.Application(middlewares=[self.access.middleware()], client_max_size=_MAX_BODY)
+        app.router.add_get("/api/runs", self._list_runs)
+        app.router.add_get("/api/events", self._watch.events)
+        app.router.add_post("/api/runs/{run}/actions", self._act)
+        for path, answer in _ANSWERS.items():
+            app.router.add_get("/api/runs/{run}" + path, self._answering(answer))
+        for path in self.static:
+            app.router.add_get(path, self._file)
+        app.on_startup.append(self._warm_up)
+        return app
+
+    async def _warm_up(self, app: web.Application) -> None:
+        """Curves are read before somebody asks for them."""
+        for run in self.runs.values():
+            self._threads.submit(run.curves.read)
+
+    async def _file(self, request: web.Request) -> web.Response:
+        return respond(request, self.static[request.path])
+
+    async def _list_runs(self, request: web.Request) -> web.Response:
+        def read() -> dict[str, Any]:
+            return {
+                "version": __version__,
+                "runs": [run.summary() for run in self.runs.values()],
+                "may_act": self.may_act,
+                "actions": {name: {**asdict(row), "high": None} for name, row in ACTIONS.items()},
+            }
+
+        return await self._in_thread(read)
+
+    def _answering(self, answer: Answer) -> Callable[[web.Request], Awaitable[web.Response]]:
+        async def handle(request: web.Request) -> web.Response:
+            run = self._run(request)
+            return await self._in_thread(lambda: answer(self, run, request))
+
+        return handle
+
+    def _run(self, request: web.Request) -> RunFolder:
+        run = self.runs.get(request.match_info["run"])
+        if run is None:
+            raise web.HTTPNotFound(text="there is no such run here")
+        return run
+
+    async def _in_thread(self, work: Callable[[], Any]) -> web.Response:
+        """What cannot be read is told in one sentence; 404 for None."""
+
+        def as_bytes() -> tuple[int, bytes]:
+            try:
+                found = work()
+                status = 404 if found is None else 200
+            except (RecordError, ValueError, OSError) as error:
+                found, status = {"error": str(error)}, 400
+            return status, json.dumps(found, default=str).encode()
+
+        status, body = await asyncio.get_running_loop().run_in_executor(self._threads, as_bytes)
+        response = web.Response(status=status, body=body, content_type="application/json")
+        response.headers["Cache-Control"] = "no-store"
+        if len(body) > 2000:
+            response.enable_compression()
+        return response
+
+    async def _act(self, request: web.Request) -> web.Response:
+        run = self._run(request)
+        if not self.may_act:
+            raise web.HTTPForbidden(text="this page only shows")
+        try:
+            body = await request.json()
+            name, value = body["name"], body.get("value")
+            value = float(value) if value is not None else None
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise web.HTTPBadRequest(text="an action is {name, value}") from None
+
+        def write() -> dict[str, Any]:
+            if run.state != RUNNING:
+                raise ValueError(f"the run does not run: {run.state}")
+            return {"id": ask(run.path, str(name), value, "page")}
+
+        return await self._in_thread(write)
+
+
+def _metrics(page: Page, run: RunFolder, request: web.Request) -> Any:
+    run.curves.read()
+    summaries = [run.curves.summary(name) for name in run.curves.names()]
+    return [{**found, **explain(found["name"])} for found in summaries if found is not None]
+
+
+def _curves(page: Page, run: RunFolder, request: web.Request) -> Any:
+    run.curves.read()
+    query = request.query
+    low, high = (float(query[name]) if query.get(name) else None for name in ("from", "to"))
+    width = min(int(query.get("width", 800)), 4000)
+    smooth = min(max(float(query.get("smooth", 0.0)), 0.0), 0.999)
+    names = query.getall("name", [])[:_MAX_CURVES]
+    found = [run.curves.series(name, width=width, smooth=smooth, low=low, high=high) for name in names]
+    return [series for series in found if series is not None]
+
+
+def _samples(page: Page, run: RunFolder, request: web.Request) -> Any:
+    query = request.query
+    wanted = samples.Wanted.of(query)
+    limit, after = int(query.get("limit", 100)), query.get("after", "")
+    with run.record() as connection:
+        if wanted.contains is not None and wanted.step is None and wanted.order in ("made", "newest"):
+            return samples.search(connection, wanted, limit, int(after) if after else None)
+        offset = max(0, int(query.get("offset", 0)))
+        return samples.page(connection, wanted, offset=offset, limit=limit, after=after)
+
+
+def _sample(page: Page, run: RunFolder, request: web.Request) -> Any:
+    with run.record() as connection:
+        return samples.one(connection, int(request.match_info["row"]))
+
+
+def _steps(page: Page, run: RunFolder, request: web.Request) -> Any:
+    with run.record() as connection:
+        return samples.steps_of(connection, request.query.get("kind", "train"))
+
+
+def _history(page: Page, run: RunFolder, request: web.Request) -> Any:
+    with run.record() as connection:
+        return samples.history(connection, int(request.match_info["hash"]))
+
+
+def _prompts(page: Page, run: RunFolder, request: web.Request) -> Any:
+    with run.record() as connection:
+        return samples.repeated_prompts(connection, request.query.get("kind", "train"))
+
+
+def _outcomes(page: Page, run: RunFolder, request: web.Request) -> Any:
+    with run.record() as connection:
+        return samples.outcomes(connection)
+
+
+def _timeline(page: Page, run: RunFolder, request: web.Request) -> Any:
+    with run.record() as connection:
+        known = timeline.steps_with_spans(connection)
+        if known["last"] is None:
+            return {**known, "lanes": [], "left_out": 0}
+        last = int(request.query.get("to", request.query.get("step", known["last"])))
+        first = int(request.query.get("from", last))
+        return {**known, **timeline.spans_of(connection, first, last), "from": first, "to": last}
+
+
+def _log(page: Page, run: RunFolder, request: web.Request) -> Any:
+    file = logs.log_path(run.path, request.match_info["name"])
+    if file is None:
+        return None
+    end = request.query.get("end")
+    return logs.read_log(file, int(end) if end else None, request.query.get("q", ""))
+
+
+def _actions(page: Page, run: RunFolder, request: web.Request) -> Any:
+    with run.record() as connection:
+        return [action_as_dict(row) for row in read_actions(connection)[-200:]]
+
+
+_ANSWERS: dict[str, Answer] = {
+    "": lambda page, run, request: {**run.details(), "trouble": trouble_of(run)},
+    "/metrics": _metrics,
+    "/curves": _curves,
+    "/samples": _samples,
+    "/samples/{row:[0-9]+}": _sample,
+    "/steps": _steps,
+    "/prompts": _prompts,
+    "/prompts/{hash:-?[0-9]+}": _history,
+    "/outcomes": _outcomes,
+    "/timeline": _timeline,
+    "/settings": lambda page, run, request: run.settings(),
+    "/logs": lambda page, run, request: logs.log_files(run.path),
+    "/logs/{name}": _log,
+    "/actions": _actions,
+}

@@ -1,0 +1,37 @@
+// One prompt over the run, in one run or in several: what was answered before, and what after.
+import * as api from "../api.js";
+import { h, fill, empty } from "../dom.js";
+import { num } from "../format.js";
+import { note, link } from "../route.js";
+
+export const title = "Before / after";
+
+export async function render(main, context) {
+  const key = context.keys[0];
+  const kinds = context.params.kind ? [context.params.kind] : ["eval", "train"];
+  let prompts = [], kind = kinds[0];
+  for (kind of kinds) {
+    prompts = await api.get(api.run(key, "/prompts"), { kind }).catch(() => []);
+    if (prompts.length) break;
+  }
+  if (!prompts.length) { fill(main, empty("No prompt is recorded yet.")); return {}; }
+  const pane = h("section", { class: "panel" });
+  async function show(hash) {
+    note({ prompt: hash, kind });
+    for (const item of list.querySelectorAll("button")) item.setAttribute("aria-current", item.value === hash ? "true" : "false");
+    const found = await Promise.all(context.keys.map((run) => api.get(api.run(run, `/prompts/${hash}`)).catch(() => [])));
+    const text = prompts.find((p) => p.prompt_hash === hash)?.prompt;
+    fill(pane, text && h("pre", { class: "text mono" }, text), context.keys.map((run, i) => one(run, found[i])));
+  }
+  function one(run, groups) {
+    if (!groups.length) return h("p", { class: "dim" }, `${run}: this prompt does not occur.`);
+    const boxes = [groups[0], groups.at(-1)].slice(0, groups.length);
+    return [h("h2", {}, run),
+      h("div", { class: "beforeafter" }, boxes.map((entry, i) => h("div", {}, h("h3", {}, `${i ? "After" : "Before"}: step ${entry.step}${entry.dataset ? `, ${entry.dataset}` : ""}`), h("p", {}, `mean reward ${num(entry.reward, 3)} of ${entry.samples}, best ${num(entry.best, 3)}, ${num(entry.length, 3)} tokens `, h("a", { href: link("samples", { runs: run, kind: entry.kind, step: entry.step, id: entry.id }) }, "open")), h("pre", { class: "text mono" }, entry.response)))),
+      groups.length > 2 && h("details", {}, h("summary", {}, `all ${groups.length} times`), h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["Step", "Reward", "Tokens", "Became", "First answer"].map((name) => h("th", {}, name)))), h("tbody", {}, groups.map((entry) => h("tr", {}, h("td", {}, h("a", { href: link("samples", { runs: run, kind: entry.kind, step: entry.step, id: entry.id }) }, entry.step)), h("td", { class: "num" }, num(entry.reward, 3)), h("td", { class: "num" }, num(entry.length, 3)), h("td", {}, entry.outcome), h("td", {}, entry.response.slice(0, 200))))))))];
+  }
+  const list = h("div", { class: "scroll panel plist" }, prompts.map((p) => h("div", {}, h("button", { class: "small", type: "button", value: p.prompt_hash, onclick: () => show(p.prompt_hash) }, `${p.prompt.replace(/\s+/g, " ").slice(0, 70)} (${p.seen}×)`))));
+  fill(main, h("p", { class: "dim" }, kind === "eval" ? "Prompts of the last evaluation. Choose one to see how the answers changed." : "Prompts of the last rollout. Choose one to see how the answers changed."), h("div", { class: "split" }, list, pane));
+  await show(context.params.prompt || (prompts.find((p) => p.seen > 1) || prompts[0]).prompt_hash);
+  return {};
+}

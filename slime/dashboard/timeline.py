@@ -1,0 +1,77 @@
+"""The spans of a run for the page and for trace files: of one step, or of a stretch of time."""
+
+from __future__ import annotations
+
+import heapq
+import json
+import sqlite3
+from typing import Any
+
+from slime.dashboard.samples import has_table
+
+_MAX_SPANS = 6000
+_COLUMNS = "rollout_id, lane, name, start, end, about"
+_NAMES = ("step", "lane", "name", "start", "end", "about")
+
+
+def steps_with_spans(connection: sqlite3.Connection) -> dict[str, Any]:
+    if not has_table(connection, "spans"):
+        return {"first": None, "last": None}
+    [(first, last)] = connection.execute("SELECT min(rollout_id), max(rollout_id) FROM spans")
+    return {"first": first, "last": last}
+
+
+def spans_of(connection: sqlite3.Connection, first: int, last: int) -> dict[str, Any]:
+    """Lanes of the steps `first` to `last`, each span with the row of its lane that it is drawn in.
+
+    Of lanes with too many spans for one picture, the longest are kept; `left_out` says how many are not.
+    """
+    if not has_table(connection, "spans"):
+        return {"lanes": [], "left_out": 0, "start": None, "end": None}
+    [(total,)] = connection.execute(
+        "SELECT count(*) FROM spans WHERE rollout_id BETWEEN ? AND ?", (first, last)
+    )
+    order = "start" if total <= _MAX_SPANS else "end - start DESC"
+    rows = connection.execute(
+        f"SELECT {_COLUMNS} FROM spans WHERE rollout_id BETWEEN ? AND ? ORDER BY {order} LIMIT ?",
+        (first, last, _MAX_SPANS),
+    ).fetchall()
+    spans = sorted((as_span(row) for row in rows), key=lambda span: span["start"])
+    lanes: dict[str, list[dict[str, Any]]] = {}
+    for span in spans:
+        lanes.setdefault(span["lane"], []).append(span)
+    return {
+        "lanes": [{"name": name, **packed(lanes[name])} for name in sorted(lanes, key=_place)],
+        "left_out": max(0, total - len(rows)),
+        "start": min((span["start"] for span in spans), default=None),
+        "end": max((span["end"] for span in spans), default=None),
+    }
+
+
+def packed(spans: list[dict[str, Any]]) -> dict[str, Any]:
+    """Spans in the order of their starts, each in the first row where nothing else is at that time."""
+    ends: list[tuple[float, int]] = []  # when each row is free again
+    free: list[int] = []
+    num_rows = 0
+    for span in spans:
+        while ends and ends[0][0] <= span["start"] + 1e-6:
+            heapq.heappush(free, heapq.heappop(ends)[1])
+        if free:
+            row = heapq.heappop(free)
+        else:
+            row, num_rows = num_rows, num_rows + 1
+        span["row"] = row
+        heapq.heappush(ends, (span["end"], row))
+    return {"rows": num_rows, "spans": spans}
+
+
+def as_span(row: tuple[Any, ...]) -> dict[str, Any]:
+    span = dict(zip(_NAMES, row, strict=True))
+    span["about"] = json.loads(span["about"]) if span["about"] else {}
+    return span
+
+
+def _place(lane: str) -> tuple[int, str]:
+    order = ("start", "loop", "engines", "reward", "trainer", "push", "waits")
+    at = next((number for number, name in enumerate(order) if lane.startswith(name)), len(order))
+    return at, lane.zfill(12) if lane.isdigit() else lane

@@ -1,0 +1,85 @@
+"""What is wrong with a run, worst first: how it ended, silence, failures that metrics count, advice."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+from slime.dashboard.logs import advice_and_errors
+from slime.dashboard.run_folder import LOST, RUNNING, RunFolder
+
+_SILENT_S = 300.0
+_OVERDUE = 5.0  # times the usual length of a step
+# Metrics that are 0 in a healthy run -> what it means that they are not.
+_COUNTED = {
+    "rollout/groups/failed": "prompt groups failed for good",
+    "rollout/groups/samples_failed": "samples came back without a result",
+    "train/nonfinite_steps": "optimizer steps were left out: something was no number",
+    "train/empty_steps": "optimizer steps had no token to train on",
+    "perf/engines_evicted": "engines were taken out of rotation by a weight push",
+    "perf/engines_missed": "engines were not reached by a weight push",
+}
+
+
+def trouble_of(run: RunFolder) -> list[dict[str, Any]]:
+    """Entries of severity, title, text, and the view that shows more."""
+    found = _ending(run)
+    found += _silence(run) if run.state == RUNNING else []
+    for name, words in _COUNTED.items():
+        total = run.curves.total(name)
+        if total:
+            found.append(
+                _entry("warning", f"{total:g} {words}", f"{name} is 0 in a healthy run", "curves", name)
+            )
+    failures = {n: run.curves.total(n) for n in run.curves.names() if n.startswith("rollout/reward_failure/")}
+    for name, total in failures.items():
+        if total:
+            kind = name.rpartition("/")[2]
+            found.append(_entry("warning", f"{total:g} rewards failed ({kind})", name, "curves", name))
+    missed = run.record_facts().get("missed")
+    if missed:
+        found.append(
+            _entry("warning", f"{missed} rollouts are not in the record", "it could not be written", "logs")
+        )
+    for entry in advice_and_errors(run.path):
+        severity = "error" if entry["kind"] == "error" else "advice"
+        found.append(_entry(severity, entry["text"], entry["time"], "logs"))
+    ranks = {"error": 0, "warning": 1, "advice": 2, "note": 3}
+    return sorted(found, key=lambda entry: ranks[entry["severity"]])
+
+
+def _ending(run: RunFolder) -> list[dict[str, Any]]:
+    found, record = [], run.run
+    if run.state not in (RUNNING, "finished") and not run.state.startswith("stopped"):
+        title = (
+            "The run was lost: its process ended without a word"
+            if run.state == LOST
+            else f"Ended: {run.state}"
+        )
+        severity = "warning" if run.state == "interrupted" else "error"
+        found.append(_entry(severity, title, "the last lines of the log say more", "logs"))
+    for start in record.earlier if record is not None else ():
+        text = f"started {start.start}"
+        found.append(_entry("note", f"An earlier start ended: {start.exit or LOST}", text, "settings"))
+    return found
+
+
+def _silence(run: RunFolder) -> list[dict[str, Any]]:
+    last = run.curves.last_time
+    if last is None:
+        return []
+    series = run.curves.series("perf/step_time", width=1_000_000)
+    times = [value for value in (series or {}).get("y", []) if value is not None][-20:]
+    usual = statistics.median(times) if times else 60.0
+    silent = time.time() - last
+    if silent < max(_SILENT_S, _OVERDUE * usual):
+        return []
+    now = run.record_facts().get("now") or {}
+    doing = f" while {now['doing']}" if now.get("doing") else ""
+    text = f"steps took {usual:.0f} s before"
+    return [_entry("warning", f"Nothing was logged for {silent / 60:.0f} minutes{doing}", text, "timeline")]
+
+
+def _entry(severity: str, title: str, text: str, view: str, about: str | None = None) -> dict[str, Any]:
+    return {"severity": severity, "title": title, "text": text, "view": view, "about": about}

@@ -1,0 +1,205 @@
+"""The server of the page over real HTTP: what it answers, to whom, and what it refuses."""
+
+import json
+import urllib.error
+import urllib.request
+
+import pytest
+from page_world import HOSTILE, make_run, serving
+
+from slime.utils.folder_lock import FolderLock
+
+
+def ask(url, token=None, body=None, host=None):
+    request = urllib.request.Request(url, data=json.dumps(body).encode() if body is not None else None)
+    if token:
+        request.add_header("Authorization", f"Bearer {token}")
+    if host:
+        request.add_header("Host", host)
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return response.headers, response.read()
+
+
+def answer(url, **more):
+    return json.loads(ask(url, **more)[1])
+
+
+def status_of(url, **more):
+    try:
+        ask(url, **more)
+        return 200
+    except urllib.error.HTTPError as error:
+        error.read()
+        return error.code
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    make_run(folder / "good")
+    make_run(folder / "crashed", 3, exit="RuntimeError: CUDA out of memory", lr=2e-6, text=HOSTILE)
+    (folder / "empty").mkdir()
+    (folder / "empty" / "run.json").write_text("{}")
+    (folder / "secret.txt").write_text("secret")
+    with serving(folder / "good", folder / "crashed", folder / "empty") as (url, token):
+        yield url, token, folder
+
+
+def test_it_lists_runs_with_their_state_and_progress(world):
+    runs = answer(f"{world[0]}/api/runs")["runs"]
+    assert [(run["key"], run["state"], run["step"]) for run in runs] == [
+        ("good", "finished", 6),
+        ("crashed", "RuntimeError: CUDA out of memory", 3),
+        ("empty", "lost: the process ended without a word", 0),
+    ]
+
+
+def test_trouble_comes_first_with_the_worst(world):
+    trouble = answer(f"{world[0]}/api/runs/crashed")["trouble"]
+    assert [entry["severity"] for entry in trouble] == ["error", "advice"]
+    assert "CUDA out of memory" in trouble[0]["title"]
+
+
+def test_a_folder_without_a_record_says_what_is_missing(world):
+    found = answer(f"{world[0]}/api/runs/empty")
+    assert "does not exist" in found["record"]["missing"] and found["headlines"] == []
+    assert status_of(f"{world[0]}/api/runs/empty/samples") == 400
+
+
+def test_curves_are_thinned_and_smoothed(world):
+    [found] = answer(f"{world[0]}/api/runs/good/curves?name=rollout/raw_reward&width=3&smooth=0.5")
+    assert found["x"] == [0, 2, 4] and found["y"] == pytest.approx([0.05, 0.25, 0.45])
+    assert found["low"] == pytest.approx([0.0, 0.2, 0.4]) and len(found["smooth"]) == 3
+    [part] = answer(f"{world[0]}/api/runs/good/curves?name=rollout/raw_reward&from=2&to=3")
+    assert part["x"] == [1, 2, 3, 4]
+
+
+def test_metrics_come_with_what_they_mean(world):
+    rows = {row["name"]: row for row in answer(f"{world[0]}/api/runs/good/metrics")}
+    assert "reward function" in rows["rollout/raw_reward"]["what"]
+
+
+@pytest.mark.parametrize("order", ["made", "newest", "worst", "best", "longest", "shortest", "difference"])
+def test_every_order_reaches_every_answer_once(world, order):
+    base, seen, after, offset = (
+        f"{world[0]}/api/runs/good/samples?kind=train&limit=7&order={order}",
+        [],
+        "",
+        0,
+    )
+    while True:
+        found = answer(f"{base}&offset={offset}&after={urllib.request.quote(after)}")
+        seen += found["rows"]
+        after, offset = found["after"], len(seen)
+        if (found["total"] is None and not after) or not found["rows"]:
+            break
+    assert len({row["id"] for row in seen}) == len(seen) == 48
+    if order in ("worst", "best"):
+        rewards = [row["reward"] for row in seen]
+        assert rewards == sorted(rewards, reverse=order == "best")
+
+
+def test_answers_of_a_step_are_filtered_and_searched(world):
+    found = answer(f"{world[0]}/api/runs/good/samples?kind=train&step=2&outcome=filtered")
+    assert found["total"] == 4 and {row["reason"] for row in found["rows"]} == {"zero_std"}
+    found = answer(f"{world[0]}/api/runs/good/samples?q=OF%20STEP%203&order=newest")
+    assert len(found["rows"]) == 8 and found["after"] == "" and found["searched"] == 1.0
+
+
+def test_an_answer_has_the_text_probability_version_mask_and_advantage_of_its_tokens(world):
+    [row] = answer(f"{world[0]}/api/runs/good/samples?kind=train&step=0&limit=1")["rows"]
+    found = answer(f"{world[0]}/api/runs/good/samples/{row['id']}")
+    assert len(found["tokens"]) == len(found["log_probs"]) == len(found["mask"]) == 6
+    assert found["texts"][str(found["tokens"][0])] == f"w{found['tokens'][0]} "
+    assert found["versions"] == [["run:1", 0, 3], ["run:2", 3, 6]]
+    assert found["advantage"] == {"value": -1.5, "tokens": None} and len(found["siblings"]) == 4
+    history = answer(f"{world[0]}/api/runs/good/prompts/{found['prompt_hash']}")
+    assert [entry["step"] for entry in history] == [0, 1, 2, 3, 4, 5]
+
+
+def test_the_timeline_packs_spans_of_a_lane_into_rows(world):
+    found = answer(f"{world[0]}/api/runs/good/timeline?step=1")
+    lanes = {lane["name"]: lane for lane in found["lanes"]}
+    assert list(lanes) == ["loop", "engines", "trainer-0"]
+    assert lanes["loop"]["rows"] == 1 and lanes["engines"]["rows"] == 4
+
+
+def test_no_path_leads_out_of_the_folder(world):
+    for name in ("..%2F..%2Fsecret.txt", "%2e%2e/secret.txt", "..%2Frun.json", "secret.txt", "run.json"):
+        assert status_of(f"{world[0]}/api/runs/good/logs/{name}") == 404
+    (world[2] / "good" / "logs" / "link.log").symlink_to(world[2] / "secret.txt")
+    assert status_of(f"{world[0]}/api/runs/good/logs/link.log") == 404
+    for path in ("/../secret.txt", "/js/..%2f..%2frun_folder.py", "/api/runs/..%2f/settings"):
+        assert status_of(world[0] + path) == 404
+
+
+def test_the_policy_lets_nothing_but_the_pages_own_files_run(world):
+    for path in ("/", "/api/runs", "/js/main.js", "/nothing"):
+        try:
+            headers = ask(world[0] + path)[0]
+        except urllib.error.HTTPError as error:
+            headers = error.headers
+        assert "default-src 'none'; script-src 'self';" in headers["Content-Security-Policy"]
+        assert headers["X-Content-Type-Options"] == "nosniff"
+    # Answers of models are JSON, never a page.
+    headers, body = ask(f"{world[0]}/api/runs/crashed/samples?limit=1")
+    assert headers["Content-Type"].startswith("application/json") and b"script" in body
+
+
+def test_a_name_of_another_site_is_refused(world):
+    assert status_of(f"{world[0]}/api/runs", host="evil.example") == 403
+
+
+def test_an_action_needs_the_token_and_a_run_that_runs(world):
+    url, token, _ = world
+    body = {"name": "lr", "value": 1e-5}
+    assert status_of(f"{url}/api/runs/good/actions", body=body) == 401
+    assert status_of(f"{url}/api/runs/good/actions", body=body, token="wrong") == 401
+    assert status_of(f"{url}/api/runs/good/actions", body=body, token=token) == 400  # it is finished
+
+
+def test_an_action_on_a_running_run_becomes_a_row_that_waits(tmp_path):
+    make_run(tmp_path / "live", exit=None)
+    lock = FolderLock(tmp_path / "live", "--run-dir")
+    try:
+        with serving(tmp_path / "live") as (url, token):
+            actions = f"{url}/api/runs/live/actions"
+            assert answer(actions, body={"name": "lr", "value": 1e-5}, token=token) == {"id": 1}
+            assert status_of(actions, body={"name": "lr", "value": -1}, token=token) == 400
+            assert status_of(actions, body={"name": "rm", "value": None}, token=token) == 400
+            assert status_of(actions, body=[], token=token) == 400
+            [row] = answer(actions)
+            assert (row["name"], row["value"], row["state"], row["who"]) == ("lr", 1e-5, "asked", "page")
+    finally:
+        lock.release()
+
+
+def test_other_machines_need_the_token_to_read(tmp_path):
+    make_run(tmp_path / "run", 1)
+    with serving(tmp_path / "run", host="0.0.0.0") as (url, token):
+        assert status_of(f"{url}/api/runs") == 401
+        assert status_of(f"{url}/api/runs/run/samples") == 401
+        assert status_of(f"{url}/") == 200  # which asks for it
+        assert len(answer(f"{url}/api/runs", token=token)["runs"]) == 1
+
+
+def test_what_is_logged_later_is_told_and_read(tmp_path):
+    from page_world import START, metric_lines
+
+    make_run(tmp_path / "live", 2, exit=None)
+    with serving(tmp_path / "live") as (url, _):
+        curve = f"{url}/api/runs/live/curves?name=rollout/raw_reward"
+        assert answer(curve)[0]["x"] == [0, 1]
+        with urllib.request.urlopen(f"{url}/api/events", timeout=60) as events:
+            assert events.readline() == b"event: hello\n"
+            with (tmp_path / "live" / "metrics.jsonl").open("a") as file:
+                for step in (2, 1):  # a resumed run logs a step again
+                    for line in metric_lines(step, START + 100):
+                        file.write(json.dumps(line | {"rollout/raw_reward": 0.9}) + "\n")
+                file.write('{"torn')
+            lines = [events.readline()]
+            while not lines[-1].startswith(b"event: changed"):
+                lines.append(events.readline())
+            assert json.loads(events.readline()[6:]) == {"runs": ["live"]}
+        [found] = answer(curve)
+        assert found["x"] == [0, 1, 2] and found["y"] == [0.0, 0.9, 0.9]

@@ -1,0 +1,151 @@
+"""What the tests of the page share: folders of made runs, small or hostile, and a page over them."""
+
+import asyncio
+import contextlib
+import json
+import random
+import threading
+import time
+from pathlib import Path
+
+from aiohttp import web
+
+from slime.dashboard.access import Access
+from slime.dashboard.run_folder import open_runs
+from slime.dashboard.server import Page
+from slime.record import RecordWriter, group_entries
+from slime.record.additions import Advantage, PieceBook, write_advantages
+from slime.record.spans import Span, write_spans
+from slime.utils.run_file import RunRecord, Start, write_run
+from slime.utils.types import Sample
+
+HOSTILE = '<script>document.title="owned"</script><img src=x onerror="document.title=\'owned\'">'
+START = 1_790_000_000.0
+
+
+def make_sample(step, group, copy, rng, text=None, length=6):
+    index = (step * 2 + group) * 4 + copy
+    return Sample(
+        group_index=step * 2 + group,
+        index=index,
+        prompt=f"What is {group}+{group}?",
+        tokens=[3, 4, *[10 + (index + i) % 50 for i in range(length)]],
+        response=text or f"answer {index} of step {step}",
+        response_length=length,
+        label=str(2 * group),
+        reward=rng.random() if copy else float(step % 2),
+        rollout_log_probs=[-rng.random() * 2 for _ in range(length)],
+        loss_mask=[1] * (length - 1) + [0],
+        version_spans=[("run:1", 0, 3), ("run:2", 3, length)],
+        status=Sample.Status.COMPLETED,
+    )
+
+
+def make_run(folder: Path, steps=6, *, exit="finished", text=None, lr=1e-6, advice=True) -> Path:
+    """A run of two prompts with four answers each a step."""
+    rng = random.Random(0)
+    (folder / "logs").mkdir(parents=True)
+    settings = {
+        "lr": {"value": lr, "source": "command line"},
+        "num_rollout": {"value": steps, "source": "command line"},
+        "loss_type": {"value": "policy_loss", "source": "default"},
+        "advantage_estimator": {"value": "grpo", "source": "default"},
+    }
+    start = Start("2026-09-21T12:53:20+00:00", settings, {"torch": "2"}, {"host": "a"})
+    end = "2026-09-21T12:59:20+00:00" if exit else None
+    write_run(folder, RunRecord("abc", folder.name, Start(**{**_fields(start), "end": end, "exit": exit})))
+    writer = RecordWriter(folder / "record.db", "abc", 256 << 20)
+    book = PieceBook(lambda ids: [f"w{i} " for i in ids])
+    lines = []
+    for step in range(steps):
+        groups = [[make_sample(step, g, c, rng, text) for c in range(4)] for g in range(2)]
+        entries = group_entries([groups[0]], "trained") + group_entries([groups[1]], "filtered", "zero_std")
+        writer.add("train", step, entries, version=f"run:{step + 1}")
+        writer.submit("pieces", lambda c, g=groups: book.write(c, g[0] + g[1]))
+        at = START + 10.0 * step
+        spans = [
+            Span(step, "loop", "generating", at, at + 5),
+            Span(step, "loop", "training", at + 5, at + 9),
+            Span(step, "loop", "pushing weights", at + 9, at + 9.5),
+            Span(step, "trainer-0", "actor_train", at + 6, at + 9),
+            *[
+                Span(step, "engines", f"sample {s.index}", at + i * 0.2, at + 3 + i * 0.2)
+                for i, s in enumerate(groups[0])
+            ],
+        ]
+        writer.submit("spans", lambda c, s=spans: write_spans(c, s))
+        advantages = [Advantage(s.index, i - 1.5) for i, s in enumerate(groups[0])]
+        writer.submit("advantages", lambda c, k=step, a=advantages: write_advantages(c, k, a))
+        lines += metric_lines(step, at)
+    writer.close()
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    log = ["[2026-09-21 12:53:20] start.py:1 - INFO: it begins"]
+    if advice:
+        log.append(
+            "[2026-09-21 12:54:20] cluster.py:1 - WARNING: advice: 75% of the answers were cut; raise it."
+        )
+    (folder / "logs" / "driver.log").write_text("\n".join(log) + "\n")
+    return folder
+
+
+def metric_lines(step, at):
+    origin = {"run": "abc", "start": 1, "step": step}
+    rollout = {
+        "rollout/raw_reward": step / 10,
+        "rollout/response_len/mean": 6.0,
+        "rollout/groups/kept": 1,
+        "rollout/groups/filtered": 1,
+        "rollout/groups/issued": 2,
+        "rollout/staleness/mean": 0.5,
+        "perf/rollout_time": 5.0,
+        "perf/step_time": 10.0,
+        "perf/train_wait_time": 5.0,
+        "perf/tokens_per_gpu_per_sec": 100.0 + step,
+    }
+    train = {"train/loss": -step / 100, "train/grad_norm": 1.0}
+    return [
+        {"time": at + 9, **origin, "step_key": "rollout/step", "rollout/step": step, **rollout},
+        {"time": at + 9, **origin, "step_key": "train/step", "train/step": step, **train},
+    ]
+
+
+def _fields(start):
+    return {name: getattr(start, name) for name in Start.__slots__}
+
+
+@contextlib.contextmanager
+def serving(*folders: Path, host="127.0.0.1", may_act=True):
+    """The address of a page over these runs, its token, and the page."""
+    access, started, ended = Access(host), threading.Event(), threading.Event()
+    page = Page(open_runs(list(folders)), access, may_act=may_act)
+    found = {}
+
+    async def serve():
+        runner = web.AppRunner(page.app(), access_log=None, shutdown_timeout=0.2)
+        await runner.setup()
+        site = web.TCPSite(runner, host, 0)
+        await site.start()
+        found["port"] = site._server.sockets[0].getsockname()[1]
+        started.set()
+        while not ended.is_set():
+            await asyncio.sleep(0.02)
+        await runner.cleanup()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
+    thread.start()
+    assert started.wait(60)
+    try:
+        yield f"http://127.0.0.1:{found['port']}", access.token
+    finally:
+        ended.set()
+        thread.join(60)
+
+
+def until(condition, seconds=60.0):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        value = condition()
+        if value:
+            return value
+        time.sleep(0.02)
+    raise AssertionError("it never happened")
