@@ -123,6 +123,7 @@ class FSDPBackend(TrainerBase):
         self.working = self._place(self.model, None if random_weights else self.start)
         self.optimizer = build_optimizer(args, self.model.lm.named_parameters())
         self._host = HostMemory()
+        self._reserve_host_memory()
         self.copies = WeightCopies(
             lambda: [local(p.data) for p in self.model.parameters()], on_device=args.weight_copies == "device"
         )
@@ -413,6 +414,17 @@ class FSDPBackend(TrainerBase):
             with plain_errors():
                 pending.result()
         return self.pending_save is None
+
+    def _reserve_host_memory(self) -> None:
+        """For a trainer that leaves its device between steps: weights, and two moments of each trained one."""
+        if self.device.type != "cuda" or not self.args.offload_train or dist.get_world_size() > 1:
+            return
+        placed = isinstance(self.optimizer, PlacedAdamW)
+        self._host.reserve(
+            parameter.nbytes
+            for parameter in self.model.parameters()
+            for _ in range(3 if parameter.requires_grad and not placed else 1)
+        )
 
     def _move_parameters(self, device: torch.device) -> None:
         if self.args.fsdp_cpu_offload:

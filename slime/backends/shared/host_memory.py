@@ -4,6 +4,10 @@ Fresh pageable memory would be faulted in page by page, which takes ten times as
 Shards of several ranks (DTensors) still go that way.
 """
 
+import math
+import queue
+import threading
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,6 +24,24 @@ class HostMemory:
     def __init__(self) -> None:
         self._places: dict[Any, Tensor] = {}
         self._block: Tensor | None = None  # what is left of the newest block
+        self._reserved: queue.SimpleQueue[Tensor | None] = queue.SimpleQueue()
+        self._num_coming = 0  # blocks that were asked for and not taken yet
+
+    def reserve(self, sizes: Iterable[int]) -> None:
+        """Page-lock memory for tensors of so many bytes on a thread, in the time that a rank waits for
+        engines: the first move to the host is then as fast as the later ones. Where there is no room, that
+        move tries again and says so.
+        """
+        num_blocks = math.ceil(sum(size for size in sizes if size <= _BLOCK_BYTES) / _BLOCK_BYTES)
+        self._num_coming += num_blocks
+        threading.Thread(target=self._lock, args=(num_blocks,), name="host-memory", daemon=True).start()
+
+    def _lock(self, num_blocks: int) -> None:
+        for _ in range(num_blocks):
+            try:
+                self._reserved.put(_locked(_BLOCK_BYTES))
+            except RuntimeError:
+                self._reserved.put(None)
 
     def move_model(self, model: nn.Module, place: torch.device) -> None:
         """Like `model.to(place)`."""
@@ -59,9 +81,16 @@ class HostMemory:
         if size > _BLOCK_BYTES:
             return _locked(size)[:nbytes]
         if self._block is None or self._block.numel() < size:
-            self._block = _locked(_BLOCK_BYTES)
+            self._block = self._next_block()
         taken, self._block = self._block[:nbytes], self._block[size:]
         return taken
+
+    def _next_block(self) -> Tensor:
+        block = None
+        if self._num_coming:
+            self._num_coming -= 1
+            block = self._reserved.get()
+        return _locked(_BLOCK_BYTES) if block is None else block
 
 
 def _locked(nbytes: int) -> Tensor:
