@@ -416,7 +416,7 @@ class FSDPBackend(TrainerBase):
         return self.pending_save is None
 
     def _reserve_host_memory(self) -> None:
-        """For a trainer that leaves its device between steps: weights, and two moments of each trained one."""
+        """For a trainer that leaves its device between steps: weights, two moments of trained ones."""
         if self.device.type != "cuda" or not self.args.offload_train or dist.get_world_size() > 1:
             return
         placed = isinstance(self.optimizer, PlacedAdamW)
