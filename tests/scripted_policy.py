@@ -1,6 +1,6 @@
 """A double of the engines: it answers with token ids that the test chose, and remembers what it was asked."""
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 from slime.agent.engine_access import Made
@@ -37,7 +37,7 @@ class ScriptedPolicy:
 
     async def stream(
         self, prompt_ids: Sequence[int], sampling: Mapping[str, Any], *, session: str | None = None
-    ) -> AsyncIterator[Made]:
+    ) -> AsyncGenerator[Made, None]:
         made = await self.complete(prompt_ids, sampling)
         for count in range(1, len(made.ids)):
             yield Made(made.ids[:count], made.log_probs[:count], [], None)

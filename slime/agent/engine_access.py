@@ -6,7 +6,8 @@ import asyncio
 import functools
 import logging
 import math
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 from uuid import uuid4
@@ -90,7 +91,7 @@ class Policy(Protocol):
 
     def stream(
         self, prompt_ids: Sequence[int], sampling: Mapping[str, Any], *, session: str | None = None
-    ) -> AsyncIterator[Made]: ...
+    ) -> AsyncGenerator[Made, None]: ...
 
 
 class EnginePolicy:
@@ -119,15 +120,16 @@ class EnginePolicy:
 
     async def stream(
         self, prompt_ids: Sequence[int], sampling: Mapping[str, Any], *, session: str | None = None
-    ) -> AsyncIterator[Made]:
+    ) -> AsyncGenerator[Made, None]:
         """All that exists so far, again and again; the last has a `finish`."""
         made = Made()
         async for request in self._requests(prompt_ids, sampling, session, stream=True, made=made):
             before = replace(made)
-            async for answer, final in self._events(request):
-                _copy_into(made, before.plus(answer, final=final and answer.finish != "abort"))
-                if len(made.ids) > len(before.ids) or made.finish is not None:
-                    yield made
+            async with aclosing(self._events(request)) as events:
+                async for answer, final in events:
+                    _copy_into(made, before.plus(answer, final=final and answer.finish != "abort"))
+                    if len(made.ids) > len(before.ids) or made.finish is not None:
+                        yield made
 
     async def _requests(
         self,
@@ -170,12 +172,13 @@ class EnginePolicy:
             await asyncio.shield(self.abort(request.rid))
             raise
 
-    async def _events(self, request: GenerateRequest) -> AsyncIterator[tuple[Generation, bool]]:
+    async def _events(self, request: GenerateRequest) -> AsyncGenerator[tuple[Generation, bool], None]:
         ended = False
         try:
-            async for event in self.client.stream(request):
-                answer, ended = _read_event(event)
-                yield answer, ended
+            async with aclosing(self.client.stream(request)) as events:
+                async for event in events:
+                    answer, ended = _read_event(event)
+                    yield answer, ended
         except http_utils.HttpError as error:
             if 400 <= error.status < 500:
                 raise

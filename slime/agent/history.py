@@ -75,7 +75,9 @@ class History:
         node: TurnNode,
         tools: Sequence[Any],
     ) -> Said:
-        said = Said([dict(message) for message in messages], answer, node, list(tools), parent)
+        # Clients send their tools with every request: one copy is enough.
+        kept = parent.tools if parent is not None else list(tools)
+        said = Said([dict(message) for message in messages], answer, node, kept, parent)
         (self._roots if parent is None else parent.children).append(said)
         return said
 

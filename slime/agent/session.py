@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from uuid import uuid4
@@ -93,6 +93,9 @@ class Asked:
     tools: list[Any]
     opens_thought: bool
     fork: str | None  # why history was rendered anew; None: it was not
+    num_prompt: int
+    number: int  # of the turn, from 1; retries count
+    changed: dict[str, Any]  # sampling that the turn asked for itself
     at: float = field(default_factory=time.monotonic)
 
 
@@ -142,8 +145,10 @@ class Session:
         self.tree = TurnTree()
         self.outcome: Outcome = "open"
         self.reason: str | None = None  # of the outcome, in words
+        self.metadata: dict[str, Any] = {}  # of the episode: part of each sample's metadata["session"]
         self._history = History()
         self._num_asked = 0
+        self._refused: SessionError | None = None  # the first turn that was not taken
         self._last_answer_at: float | None = None
 
     @classmethod
@@ -187,7 +192,7 @@ class Session:
         made = await self.policy.complete(asked.prompt_ids, asked.sampling, session=self.session_id)
         return self.record(asked, made)
 
-    def stream(self, asked: Asked) -> AsyncIterator[Made]:
+    def stream(self, asked: Asked) -> AsyncGenerator[Made, None]:
         """The answer as it is made; the caller records the last value, or drops all of it."""
         return self.policy.stream(asked.prompt_ids, asked.sampling, session=self.session_id)
 
@@ -198,8 +203,27 @@ class Session:
         sampling: Mapping[str, Any] | None = None,
     ) -> Asked:
         """The prompt of a turn: the ids that exist, and only the new messages rendered."""
-        self._check_open()
         messages, tools = list(messages), list(tools or ())
+        try:
+            self._check_open()
+            ids, parent, new, fork = self._prompt(messages, tools)
+            params = self._sampling_for(len(ids), sampling)
+        except SessionError as error:
+            self._refused = self._refused or error
+            raise
+        self._num_asked += 1
+        changed = {k: v for k, v in (sampling or {}).items() if v != self.sampling.get(k)}
+        opens_thought = self.renderer.opens_thought(ids)
+        return Asked(ids, params, parent, new, tools, opens_thought, fork, len(ids), self._num_asked, changed)
+
+    def count_tokens(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> int:
+        """How long the prompt of such a turn would be; nothing is asked."""
+        return len(self._prompt(list(messages), list(tools or ()))[0])
+
+    def _prompt(
+        self, messages: list[Message], tools: list[Any]
+    ) -> tuple[list[int], Said | None, list[Message], str | None]:
+        """(ids, the turn they continue, the messages beyond it, why history is rendered anew)."""
         if not messages:
             raise BadConversation("there is no message to answer")
         if messages[-1].get("role") == "assistant":
@@ -207,24 +231,16 @@ class Session:
                 "the conversation ends with an answer: a user or tool message must follow it"
             )
         parent, known = self._history.find(messages, tools)
-        new, fork = messages[known:], None
-        ids = None
-        if parent is not None:
-            if self.renderer.rewrites(new, has_thoughts=parent.has_thoughts):
-                fork = "template"
-            else:
-                ids = self._extended(parent, new)
-                fork = "template" if ids is None else None
-        elif self.tree.nodes:
-            fork = "history"
-        if ids is None:
-            before = parent.conversation() if parent is not None else []
-            new, parent = [*before, *new], None
-            ids = self.renderer.first_prompt(new, tools)
-        params = self._sampling_for(len(ids), sampling)
-        self._num_asked += 1
-        opens_thought = self.renderer.opens_thought(ids)
-        return Asked(ids, params, parent, new, tools, opens_thought, fork)
+        new = messages[known:]
+        if parent is None:
+            fork = "history" if self.tree.nodes else None
+            return self.renderer.first_prompt(new, tools), None, new, fork
+        if not self.renderer.rewrites(new, has_thoughts=parent.has_thoughts):
+            ids = self._extended(parent, new)
+            if ids is not None:
+                return ids, parent, new, None
+        new = [*parent.conversation(), *new]
+        return self.renderer.first_prompt(new, tools), None, new, "template"
 
     def _extended(self, parent: Said, new: Sequence[Message]) -> list[int] | None:
         node = parent.node
@@ -236,7 +252,7 @@ class Session:
         if self.outcome != "open":
             raise SessionClosed(f"session {self.session_id} is over ({self.reason or self.outcome})")
         turns, sampled = self.budget.max_turns, self.budget.max_sampled_tokens
-        if turns is not None and self._num_asked >= turns:
+        if turns is not None and len(self.tree.nodes) >= turns:
             raise TurnBudgetUsed(f"session {self.session_id} has used its {turns} turns")
         if sampled is not None and self.num_sampled_tokens >= sampled:
             raise TokenBudgetUsed(f"session {self.session_id} has used its {sampled} sampled tokens")
@@ -256,9 +272,9 @@ class Session:
             params["sampling_seed"] = mix64(self.seed, self._num_asked, num_prompt) % (2**31 - 1) + 1
         return params
 
-    def record(self, asked: Asked, made: Made) -> Answer:
+    def record(self, asked: Asked, made: Made, parsed: ParsedModelOutput | None = None) -> Answer:
         """Keep an answer that was made in full. Only what is recorded is trained."""
-        parsed = self.parse(asked, made)
+        parsed = parsed or self.parse(asked, made)
         turn = TurnRecord(
             asked.prompt_ids,
             made.ids,
@@ -275,16 +291,21 @@ class Session:
             "engine_s": round(now - asked.at, 4),
             "other_s": round(asked.at - self._last_answer_at, 4) if self._last_answer_at is not None else 0.0,
         }
+        if asked.changed:
+            node.details["sampling"] = asked.changed
         if asked.fork is not None:
             node.details["fork"] = asked.fork
         self._last_answer_at = now
-        message = as_message(parsed, turn_name=f"{self.session_id[:8]}{node.number:04d}")
+        message = self.message_of(asked, parsed)
         self._history.add(asked.parent, asked.new_messages, message, node, asked.tools)
-        return Answer(message, made, node, parsed, len(asked.prompt_ids))
+        return Answer(message, made, node, parsed, asked.num_prompt)
 
     def parse(self, asked: Asked, made: Made) -> ParsedModelOutput:
         """Thoughts, text and tool calls of what exists of an answer."""
         return self.parser(self.text_of(made), asked.tools, asked.opens_thought)
+
+    def message_of(self, asked: Asked, parsed: ParsedModelOutput) -> Message:
+        return as_message(parsed, turn_name=f"{self.session_id[:8]}{asked.number:04d}")
 
     def text_of(self, made: Made) -> str:
         """The answer without the token by which it ended."""
@@ -302,10 +323,16 @@ class Session:
     def num_sampled_tokens(self) -> int:
         return sum(len(node.output_ids) for node in self.tree.nodes)
 
-    def end(self, outcome: Outcome = "completed", reason: str | None = None) -> None:
-        """No further turn is taken. The first outcome stays."""
-        if self.outcome == "open":
-            self.outcome, self.reason = outcome, reason
+    def end(self, outcome: Outcome | None = None, reason: str | None = None) -> None:
+        """No further turn is taken. The first outcome stays; None: what the turns say of it."""
+        if self.outcome != "open":
+            return
+        if outcome is None and self._refused is not None:
+            outcome, reason = self._refused.outcome, reason or str(self._refused)
+        if outcome is None:
+            cut = bool(self.tree.nodes) and self.tree.nodes[-1].finish == "length"
+            outcome = "truncated" if cut else "completed"
+        self.outcome, self.reason = outcome, reason
 
     def samples(
         self,
@@ -328,6 +355,7 @@ class Session:
             "num_turns": len(self.tree.nodes),
             "num_forks": self.tree.num_forks,
             "num_sampled_tokens": self.num_sampled_tokens,
+            **self.metadata,
         }
         samples = samples_of(
             self.tree,

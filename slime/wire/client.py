@@ -1,7 +1,7 @@
 """The data plane: send a prompt to an engine (or the router before several), get typed tokens back."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from slime.utils import http_utils, waits
@@ -47,7 +47,7 @@ class EngineClient:
 
     async def stream(
         self, request: GenerateRequest, headers: Mapping[str, str] | None = None
-    ) -> AsyncIterator[dict[str, Any]]:
+    ) -> AsyncGenerator[dict[str, Any], None]:
         """The events of one answer; each holds all that was made so far. A broken stream raises."""
         url = f"{self.base_url}/generate"
         async with self._slots:

@@ -59,18 +59,24 @@ def parser_for(tokenizer: Any, tool_parser: str | None = None, reasoning_parser:
     """The parser of a model: of the named format, else of the one that its chat template teaches it."""
     template = tokenizer.chat_template or ""
     name = format_of(tool_parser) if tool_parser else recognised(str(template))
+    return FormatParser(name, reasoning_parser)
 
-    def parse(raw: str, tools: Sequence[Any], opens_thought: bool) -> ParsedModelOutput:
+
+class FormatParser:
+    """Reads answers in one format of the table."""
+
+    def __init__(self, tool_format: str, reasoning_parser: str | None = None) -> None:
+        self.tool_format, self.reasoning_parser = tool_format, reasoning_parser
+        self.starts = TOOL_FORMATS[tool_format].starts
+
+    def __call__(self, raw: str, tools: Sequence[Any], opens_thought: bool) -> ParsedModelOutput:
         return parse_model_output(
             raw,
             tools_schema=tools,
-            tool_parser_name=name,
-            reasoning_parser_name=reasoning_parser,
+            tool_parser_name=self.tool_format,
+            reasoning_parser_name=self.reasoning_parser,
             opens_thought=opens_thought,
         )
-
-    parse.starts = TOOL_FORMATS[name].starts  # type: ignore[attr-defined]
-    return parse
 
 
 def _function(tool: Any) -> Mapping[str, Any]:

@@ -25,6 +25,8 @@ class ParsedModelOutput:
 class Parser(Protocol):
     """`opens_thought`: the prompt ended inside a thought, so the text begins with it."""
 
+    starts: tuple[str, ...]  # how a tool call begins
+
     def __call__(self, raw: str, tools: Sequence[Any], opens_thought: bool) -> ParsedModelOutput: ...
 
 
@@ -39,7 +41,14 @@ def split_thoughts(raw: str, opens_thought: bool = False) -> tuple[str, str]:
     return "", raw
 
 
-def plain_parser(raw: str, tools: Sequence[Any], opens_thought: bool) -> ParsedModelOutput:
+class PlainParser:
     """Thoughts and text: for models and tasks without tools."""
-    thoughts, text = split_thoughts(raw, opens_thought)
-    return ParsedModelOutput(thoughts, text)
+
+    starts: tuple[str, ...] = ()
+
+    def __call__(self, raw: str, tools: Sequence[Any], opens_thought: bool) -> ParsedModelOutput:
+        thoughts, text = split_thoughts(raw, opens_thought)
+        return ParsedModelOutput(thoughts, text)
+
+
+plain_parser = PlainParser()

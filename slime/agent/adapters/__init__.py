@@ -1,0 +1,8 @@
+"""HTTP endpoints that agent programs take for OpenAI's or Anthropic's, in front of the policy's engines."""
+
+from slime.agent.adapters.anthropic import AnthropicAdapter
+from slime.agent.adapters.common import BaseAdapter
+from slime.agent.adapters.of_run import AgentAdapter, adapter_of
+from slime.agent.adapters.openai import OpenAIAdapter
+
+__all__ = ["AgentAdapter", "AnthropicAdapter", "BaseAdapter", "OpenAIAdapter", "adapter_of"]

@@ -1,0 +1,89 @@
+"""Errors that a client gets, as status and words; each protocol writes them in its own JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.agent.engine_access import PolicyDown
+from slime.agent.rendering import TemplateRefused
+from slime.agent.session import (
+    BadConversation,
+    ContextExhausted,
+    SessionClosed,
+    TokenBudgetUsed,
+    TurnBudgetUsed,
+)
+from slime.utils.errors import EngineAnswerError
+from slime.utils.http_utils import HttpError
+from slime.utils.waits import WaitTimeout
+
+
+class ApiError(Exception):
+    """`kind` is one of: invalid, auth, not_found, too_large, context, budget, closed, engine, ours.
+
+    `retry` False: clients that would send the request again are told not to.
+    """
+
+    def __init__(
+        self, status: int, kind: str, message: str, *, param: str | None = None, retry: bool = True
+    ) -> None:
+        super().__init__(message)
+        self.status, self.kind, self.message, self.param, self.retry = status, kind, message, param, retry
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {} if self.retry else {"x-should-retry": "false"}
+
+
+def invalid(message: str, param: str | None = None) -> ApiError:
+    return ApiError(400, "invalid", message, param=param, retry=False)
+
+
+def api_error(error: Exception) -> ApiError:
+    """What a client is told of a failure of ours or of its own."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, ContextExhausted):
+        return ApiError(400, "context", str(error), param="messages", retry=False)
+    if isinstance(error, (TurnBudgetUsed, TokenBudgetUsed)):
+        return ApiError(429, "budget", str(error), retry=False)
+    if isinstance(error, SessionClosed):
+        return ApiError(503, "closed", str(error), retry=False)
+    if isinstance(error, (BadConversation, TemplateRefused)):
+        return invalid(str(error), "messages")
+    if isinstance(error, HttpError) and 400 <= error.status < 500:
+        return invalid(f"the engine refuses the request: {error.body[:500]}")
+    if isinstance(error, (PolicyDown, HttpError, EngineAnswerError, WaitTimeout)):
+        return ApiError(502, "engine", f"the engines gave no answer: {error}"[:500])
+    if isinstance(error, ValueError):  # sampling parameters that the engines' protocol does not have
+        return invalid(str(error)[:500])
+    return ApiError(500, "ours", f"{type(error).__name__}: {error}"[:500])
+
+
+def want(value: Any, kinds: type | tuple[type, ...], name: str, what: str) -> Any:
+    """`value`, which must be of one of `kinds`; a boolean is no number."""
+    wrong_bool = isinstance(value, bool) and bool not in (kinds if isinstance(kinds, tuple) else (kinds,))
+    if wrong_bool or not isinstance(value, kinds):
+        raise invalid(f"Invalid type for '{name}': expected {what}, got {type(value).__name__}.", name)
+    return value
+
+
+def number(body: dict[str, Any], name: str, low: float, high: float) -> float | None:
+    """A number of the body between two others; None: it has none."""
+    value = body.get(name)
+    if value is None:
+        return None
+    want(value, (int, float), name, "a number")
+    if not low <= value <= high:
+        raise invalid(f"Invalid '{name}': {value} is not between {low:g} and {high:g}.", name)
+    return float(value)
+
+
+def count(body: dict[str, Any], name: str, low: int = 1) -> int | None:
+    value = body.get(name)
+    if value is None:
+        return None
+    want(value, int, name, "an integer")
+    if value < low:
+        raise invalid(f"Invalid '{name}': integer below minimum value. Expected a value >= {low}.", name)
+    return int(value)

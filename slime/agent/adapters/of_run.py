@@ -1,0 +1,58 @@
+"""One endpoint with every protocol, started beside the run that a generate function was called in."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+from slime.agent.adapters.anthropic import Messages
+from slime.agent.adapters.common import BaseAdapter
+from slime.agent.adapters.openai_chat import ChatCompletions
+from slime.agent.adapters.openai_responses import Responses
+from slime.agent.aiohttp_threaded import AppHandle, run_app_in_thread
+from slime.utils.processing_utils import load_tokenizer
+
+
+class AgentAdapter(BaseAdapter):
+    """OpenAI's and Anthropic's APIs at one address (OpenAI's clients add /v1 to it)."""
+
+    protocols = (ChatCompletions(), Responses(), Messages())
+    handle: AppHandle | None = None
+
+    @property
+    def url(self) -> str:
+        assert self.handle is not None, "the adapter has not been started: call `start`"
+        return f"http://{self.handle.host}:{self.handle.port}"
+
+    def start(self, host: str = "127.0.0.1", port: int = 0) -> AgentAdapter:
+        """Serve from a thread of its own; port 0: the system's choice."""
+        self.handle = run_app_in_thread(self.app, host, port)
+        return self
+
+    def stop(self) -> None:
+        if self.handle is not None:
+            self.handle.stop()
+            self.handle = None
+
+
+_lock = threading.Lock()
+_adapters: dict[str, AgentAdapter] = {}
+
+
+async def adapter_of(args: Any, **options: Any) -> AgentAdapter:
+    """The adapter of this process for the policy of a run, started on first use; it ends with the process.
+
+    `options` are those of `BaseAdapter`, of the first call.
+    """
+    return await asyncio.to_thread(_adapter_of, args, options)
+
+
+def _adapter_of(args: Any, options: dict[str, Any]) -> AgentAdapter:
+    if args.sglang_router_ip is None:
+        raise RuntimeError("no engine serves this run (router address is not set): there is no policy to ask")
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
+    with _lock:
+        if url not in _adapters:
+            _adapters[url] = AgentAdapter(load_tokenizer(args.hf_checkpoint), url, **options).start()
+        return _adapters[url]

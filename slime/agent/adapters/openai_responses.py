@@ -1,0 +1,276 @@
+"""OpenAI's Responses: items instead of messages, and a stream of typed events."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from slime.agent.adapters.calls import Call, arguments_of, function_tool, paired, text_parts
+from slime.agent.adapters.common import Protocol, Reply, Stream
+from slime.agent.adapters.errors import ApiError, invalid, want
+from slime.agent.adapters.openai_chat import openai_error, sampling_of, tool_choice_of
+from slime.agent.engine_access import Made
+from slime.agent.history import THOUGHTS, Message
+
+_TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
+_ROLES = ("user", "assistant", "system", "developer")
+
+
+class Responses(Protocol):
+    path = "/v1/responses"
+
+    def key_in(self, body: Mapping[str, Any]) -> str | None:
+        metadata = body.get("metadata")
+        session = metadata.get("session_id") if isinstance(metadata, dict) else None
+        key = session or body.get("user")
+        return key if isinstance(key, str) else None
+
+    def read(self, body: dict[str, Any]) -> Call:
+        if body.get("previous_response_id") is not None:
+            raise invalid(
+                "'previous_response_id' is not supported: send the whole input.", "previous_response_id"
+            )
+        style = (body.get("text") or {}).get("format") or {}
+        if style.get("type") not in (None, "text"):
+            raise invalid("'text.format' other than text is not supported.", "text.format")
+        messages: list[Message] = []
+        if body.get("instructions") is not None:
+            words = want(body["instructions"], str, "instructions", "a string")
+            messages.append({"role": "system", "content": words})
+        given = body.get("input")
+        if isinstance(given, str):
+            messages.append({"role": "user", "content": given})
+        else:
+            for place, item in enumerate(want(given, list, "input", "a string or an array")):
+                _add_item(messages, item, f"input[{place}]")
+        return Call(
+            messages=paired(messages),
+            tools=_tools(body.get("tools")),
+            sampling=sampling_of(body, ("max_output_tokens",)),
+            stream=want(body.get("stream") or False, bool, "stream", "a boolean"),
+            model=str(body.get("model") or "policy"),
+            uses_tools=tool_choice_of(body),
+        )
+
+    def answer(self, reply: Reply) -> dict[str, Any]:
+        return _response(reply.call, output=items_of(reply), reply=reply)
+
+    def stream(self, call: Call) -> Stream:
+        return _ResponseStream(call)
+
+    def error(self, error: ApiError) -> dict[str, Any]:
+        return openai_error(error)
+
+
+def _tools(given: Any) -> list[dict[str, Any]]:
+    """Functions; tools that the real endpoint would run itself do not exist here and are left out."""
+    out = []
+    for place, tool in enumerate(want(given or [], list, "tools", "an array")):
+        where = f"tools[{place}]"
+        if want(tool, dict, where, "an object").get("type") == "function":
+            out.append(
+                function_tool(tool.get("name"), tool.get("description"), tool.get("parameters"), where)
+            )
+    return out
+
+
+def _add_item(messages: list[Message], item: Any, where: str) -> None:
+    kind = want(item, dict, where, "an object").get("type", "message")
+    if kind == "message":
+        role = item.get("role")
+        if role not in _ROLES:
+            raise invalid(
+                f"Invalid value: {role!r}. Supported values are: {', '.join(_ROLES)}.", f"{where}.role"
+            )
+        text = _text(item.get("content"), f"{where}.content")
+        if role == "assistant":
+            answer = _answer(messages)
+            answer["content"] += text
+        else:
+            messages.append({"role": "user" if role == "user" else "system", "content": text})
+    elif kind == "reasoning":
+        parts = item.get("content") or item.get("summary") or []
+        _answer(messages)[THOUGHTS] = _text(parts, f"{where}.summary")
+    elif kind == "function_call":
+        name = want(item.get("name"), str, f"{where}.name", "a string")
+        identity = want(item.get("call_id"), str, f"{where}.call_id", "a string")
+        text = want(item.get("arguments", "{}"), str, f"{where}.arguments", "a string")
+        function = {"name": name, "arguments": arguments_of(text)}
+        calls = _answer(messages).setdefault("tool_calls", [])
+        calls.append({"id": identity, "type": "function", "function": function})
+    elif kind == "function_call_output":
+        identity = want(item.get("call_id"), str, f"{where}.call_id", "a string")
+        text = _text(item.get("output"), f"{where}.output")
+        messages.append({"role": "tool", "tool_call_id": identity, "content": text})
+    else:
+        raise invalid(f"Items of type {kind!r} are not supported.", f"{where}.type")
+
+
+def _text(content: Any, where: str) -> str:
+    return content if isinstance(content, str) else text_parts(content, where, _TEXT_PARTS)
+
+
+def _answer(messages: list[Message]) -> Message:
+    """The answer that the items of one turn make up."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def items_of(reply: Reply) -> list[dict[str, Any]]:
+    name, out = reply.call.response_id, []
+    if reply.parsed.reasoning:
+        summary = [{"type": "summary_text", "text": reply.parsed.reasoning}]
+        out.append({"id": f"rs_{name}", "type": "reasoning", "summary": summary, "status": "completed"})
+    if reply.parsed.text or not reply.tool_calls:
+        out.append(_message_item(name, reply.parsed.text))
+    for place, call in enumerate(reply.tool_calls):
+        text = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        out.append(
+            {
+                "id": f"fc_{name}{place}",
+                "type": "function_call",
+                "call_id": call["id"],
+                "name": call["function"]["name"],
+                "arguments": text,
+                "status": "completed",
+            }
+        )
+    return out
+
+
+def _message_item(name: str, text: str) -> dict[str, Any]:
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {
+        "id": f"msg_{name}",
+        "type": "message",
+        "role": "assistant",
+        "status": "completed",
+        "content": [part],
+    }
+
+
+def _response(call: Call, *, output: list[dict[str, Any]], reply: Reply | None = None) -> dict[str, Any]:
+    """The response object; without a reply it is one that is being made."""
+    cut = reply is not None and reply.made.finish == "length"
+    return {
+        "id": f"resp_{call.response_id}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "in_progress" if reply is None else "incomplete" if cut else "completed",
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "instructions": None,
+        "model": call.model,
+        "output": output,
+        "parallel_tool_calls": True,
+        "temperature": call.sampling.get("temperature"),
+        "top_p": call.sampling.get("top_p"),
+        "tool_choice": "auto",
+        "tools": [],
+        "metadata": {},
+        "usage": _usage(reply) if reply is not None else None,
+    }
+
+
+def _usage(reply: Reply) -> dict[str, Any]:
+    return {
+        "input_tokens": reply.num_prompt,
+        "input_tokens_details": {"cached_tokens": int(reply.made.meta.get("cached_tokens") or 0)},
+        "output_tokens": len(reply.made.ids),
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": reply.num_prompt + len(reply.made.ids),
+    }
+
+
+class _ResponseStream(Stream):
+    """Thoughts and text are items that open with their first piece and close when the answer has ended."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._number = 0
+        self._open: list[str] = []  # kinds of items that were begun, in order
+        self._shown = {"thought": "", "text": ""}
+
+    def _event(self, kind: str, **data: Any) -> bytes:
+        event = {"type": kind, "sequence_number": self._number, **data}
+        self._number += 1
+        return f"event: {kind}\ndata: {json.dumps(event)}\n\n".encode()
+
+    def start(self, num_prompt: int) -> bytes:
+        made = _response(self._call, output=[])
+        return self._event("response.created", response=made) + self._event(
+            "response.in_progress", response=made
+        )
+
+    def piece(self, kind: str, text: str, new: Made | None) -> bytes:
+        if not text:
+            return b""
+        out = b"" if kind in self._open else self._begin(kind)
+        self._shown[kind] += text
+        index, name = self._open.index(kind), self._call.response_id
+        if kind == "text":
+            where = {"item_id": f"msg_{name}", "output_index": index, "content_index": 0}
+            return out + self._event("response.output_text.delta", **where, delta=text, logprobs=[])
+        where = {"item_id": f"rs_{name}", "output_index": index, "summary_index": 0}
+        return out + self._event("response.reasoning_summary_text.delta", **where, delta=text)
+
+    def _begin(self, kind: str) -> bytes:
+        index, name = len(self._open), self._call.response_id
+        self._open.append(kind)
+        if kind == "text":
+            item = {**_message_item(name, ""), "status": "in_progress", "content": []}
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            where = {"item_id": item["id"], "output_index": index, "content_index": 0}
+            opened = "response.content_part.added"
+        else:
+            item = {"id": f"rs_{name}", "type": "reasoning", "summary": [], "status": "in_progress"}
+            where = {"item_id": item["id"], "output_index": index, "summary_index": 0}
+            part = {"type": "summary_text", "text": ""}
+            opened = "response.reasoning_summary_part.added"
+        added = self._event("response.output_item.added", output_index=index, item=item)
+        return added + self._event(opened, **where, part=part)
+
+    def end(self, reply: Reply) -> bytes:
+        items = items_of(reply)
+        out = b""
+        for index, item in enumerate(items):
+            if item["type"] == "function_call":
+                out += self._whole_call(index, item)
+                continue
+            kind = "text" if item["type"] == "message" else "thought"
+            if kind not in self._open:
+                out += self._begin(kind)
+            out += self._finish(index, kind, item)
+        done = "response.incomplete" if reply.made.finish == "length" else "response.completed"
+        return out + self._event(done, response=_response(self._call, output=items, reply=reply))
+
+    def _finish(self, index: int, kind: str, item: dict[str, Any]) -> bytes:
+        if kind == "text":
+            where = {"item_id": item["id"], "output_index": index, "content_index": 0}
+            part = item["content"][0]
+            out = self._event("response.output_text.done", **where, text=part["text"], logprobs=[])
+            out += self._event("response.content_part.done", **where, part=part)
+        else:
+            where = {"item_id": item["id"], "output_index": index, "summary_index": 0}
+            part = item["summary"][0]
+            out = self._event("response.reasoning_summary_text.done", **where, text=part["text"])
+            out += self._event("response.reasoning_summary_part.done", **where, part=part)
+        return out + self._event("response.output_item.done", output_index=index, item=item)
+
+    def _whole_call(self, index: int, item: dict[str, Any]) -> bytes:
+        begun = {**item, "arguments": "", "status": "in_progress"}
+        where = {"item_id": item["id"], "output_index": index}
+        out = self._event("response.output_item.added", output_index=index, item=begun)
+        out += self._event("response.function_call_arguments.delta", **where, delta=item["arguments"])
+        out += self._event(
+            "response.function_call_arguments.done", **where, name=item["name"], arguments=item["arguments"]
+        )
+        return out + self._event("response.output_item.done", output_index=index, item=item)
+
+    def error(self, error: ApiError) -> bytes:
+        failed = {**_response(self._call, output=[]), "status": "failed"}
+        failed["error"] = {"code": "server_error", "message": error.message}
+        return self._event("response.failed", response=failed)
