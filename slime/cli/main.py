@@ -68,6 +68,11 @@ COMMANDS = {
         "show what the model was asked and what it answered, from a run's folder",
         goal="see what a run does",
     ),
+    "ledger": Command(
+        "slime.cli.ledger",
+        "prove that no sample was lost or trained twice; show one with its tokens",
+        goal="see what a run does",
+    ),
     "plot": Command(
         "slime.cli.plot",
         "curves of any metrics of one run or several, in the terminal or as a picture",

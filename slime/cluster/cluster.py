@@ -76,6 +76,7 @@ class Cluster:
     def train(self, rollout_id: int, batch: RolloutBatch | None) -> None:
         with self.residency.phase(TRAIN), phases.doing("training"):
             report = self.trainer.train(rollout_id, batch)
+        self.rollout.call_control(RolloutManager.note_trained, rollout_id)
         if self.saver is not None:
             self.saver.finish(wait=False)
         step_time = time.monotonic() - self._step_started

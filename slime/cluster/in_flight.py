@@ -57,11 +57,16 @@ def read_in_flight(checkpoint: StepFolder) -> Generated | None:
 
 
 def tell_differences(
-    args: Args, checkpoint: StepFolder, batch: Generated | None, *, overlapped: bool
+    args: Args, checkpoint: StepFolder, batch: Generated | None, *, overlapped: bool, ledgered: bool = False
 ) -> None:
-    """One line for each way in which this resumed run differs from the uninterrupted one."""
+    """One line for each way in which this resumed run differs from the uninterrupted one.
+
+    `ledgered`: the rollout behind the checkpoint comes from the ledger, so it is that of this very loop.
+    """
     done = checkpoint.manifest.rollout_id
     if not overlapped:
+        if ledgered:
+            return
         if batch is not None:
             _tell(
                 "rollout %d was in flight in the asynchronous loop and is made anew here, with newer weights",
@@ -82,7 +87,7 @@ def tell_differences(
             "of that interval to resume exactly",
             args.update_weights_interval,
         )
-    if args.rollout_function_path.endswith(_FULLY_ASYNC):
+    if args.rollout_function_path.endswith(_FULLY_ASYNC) and not args.deterministic_mode:
         _tell("groups that were in flight in the pool are made anew, with newer weights")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from slime.arguments import Args
 from slime.record import RECORD_FILE, RecordWriter, group_entries
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.journal import Settled
@@ -11,13 +12,22 @@ from slime.utils.run_identity import Run
 
 
 class Recording:
-    """The record's writer for one run. `max_mib` 0: nothing is recorded."""
+    """The record's writer for one run; `writer` None: --record-max-mib is 0, and nothing is recorded."""
 
-    def __init__(self, run: Run, max_mib: int, reward_key: str | None, eval_reward_key: str | None):
-        self._reward_key, self._eval_reward_key = reward_key, eval_reward_key or reward_key
-        self._writer: RecordWriter | None = None
-        if max_mib:
-            self._writer = RecordWriter(run.run_dir / RECORD_FILE, run.run_id, max_mib << 20)
+    def __init__(self, run: Run, args: Args):
+        self._reward_key = args.reward_key
+        self._eval_reward_key = args.eval_reward_key or args.reward_key
+        self.writer: RecordWriter | None = None
+        if args.record_max_mib:
+            self.writer = RecordWriter(
+                run.run_dir / RECORD_FILE,
+                run.run_id,
+                args.record_max_mib << 20,
+                sync=args.record_sync,
+                start=run.num_starts,
+                max_days=args.record_max_days,
+                keeps_uncommitted=args.save is not None,
+            )
 
     def rollout(
         self,
@@ -27,21 +37,21 @@ class Recording:
         version: str | None,
     ) -> None:
         """The groups that are trained on, and those that were dropped while they were collected."""
-        if self._writer is not None:
+        if self.writer is not None:
             entries = group_entries(output.samples, "trained")
             for settled in dropped:
                 entries += group_entries([settled.group], settled.outcome, settled.reason)
-            self._writer.add("train", rollout_id, entries, version=version, reward_key=self._reward_key)
+            self.writer.add("train", rollout_id, entries, version=version, reward_key=self._reward_key)
 
     def evaluation(self, rollout_id: int, output: RolloutFnEvalOutput, version: str | None) -> None:
-        if self._writer is not None:
+        if self.writer is not None:
             entries = [
                 entry
                 for dataset, result in output.data.items()
                 for entry in group_entries(result.get("samples") or [], "evaluated", dataset=dataset)
             ]
-            self._writer.add("eval", rollout_id, entries, version=version, reward_key=self._eval_reward_key)
+            self.writer.add("eval", rollout_id, entries, version=version, reward_key=self._eval_reward_key)
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        if self.writer is not None:
+            self.writer.close()

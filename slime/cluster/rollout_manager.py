@@ -11,15 +11,18 @@ from typing import Any
 from slime.arguments import Args, RunInfo, plugin_args
 from slime.batch.convert import samples_to_batch
 from slime.cluster.recording import Recording
+from slime.cluster.run_ledger import Resume, open_ledger, plain_of
 from slime.cluster.serving.engine_plane import EnginePlane
 from slime.cluster.serving.engine_weights import EngineWeights
 from slime.observability import phases
 from slime.observability.logging_utils import configure_logger
 from slime.observability.metrics import eval_metrics, rollout_metrics
+from slime.rollout import ledger
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
 from slime.rollout.dumps import load_rollout_dump, save_rollout_dump
 from slime.rollout.generation.policy_requests import PolicyRequests, not_trained
 from slime.rollout.journal import CountingJournal
+from slime.rollout.ledger import Ledger, follow
 from slime.rollout.rm_hub.answers import share_with_ending
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.runtime.base import Runtime
@@ -64,11 +67,15 @@ class RolloutProcess:
         self._args, self._run = args, run
         self._engines = EnginePlane(args, run, placement, runtime)
         self._manager: RolloutManager | None = None
-        self._recording = Recording(run, args.record_max_mib, args.reward_key, args.eval_reward_key)
+        self._recording = Recording(run, args)
 
-    def start(self, start_rollout_id: int, rollout_state: dict[str, Any] | None) -> RolloutFacts:
+    def start(
+        self, start_rollout_id: int, rollout_state: dict[str, Any] | None, resume: Resume
+    ) -> RolloutFacts:
+        durable = open_ledger(self._args, self._run, self._recording, resume)
+        ledger.use(durable)
         self._manager = RolloutManager(
-            self._args, self._run, self._engines, self._recording, start_rollout_id, rollout_state
+            self._args, self._run, self._engines, self._recording, start_rollout_id, rollout_state, durable
         )
         return self._manager.facts
 
@@ -82,6 +89,7 @@ class RolloutProcess:
 
     def close(self) -> None:
         self._engines.close()
+        ledger.use(None)
         self._recording.close()
 
 
@@ -96,13 +104,17 @@ class RolloutManager:
         recording: Recording,
         start_rollout_id: int,
         rollout_state: dict[str, Any] | None,
+        durable: Ledger | None = None,
     ):
         self._args, self._run, self._engines, self._recording = args, run, engines, recording
+        self._ledger = durable
         self._told_of_others = False
         info = RunInfo(run_id=run.run_id, run_dir=str(run.run_dir), start_rollout_id=start_rollout_id)
         with phases.starting("data") as told:
             self._data_source = self._make_data_source(info)
             self._load_state(start_rollout_id, rollout_state)
+            if durable is not None:
+                follow(self._data_source, durable)
             per_epoch, num_rollout = self._count_rollouts()
             told.total, told.note = num_rollout, f"steps {start_rollout_id + 1} to {num_rollout}"
         with phases.starting("engines"):
@@ -143,6 +155,8 @@ class RolloutManager:
     def generate(self, rollout_id: int) -> Generated:
         started, forward_before = time.monotonic(), self._engines.forward_seconds()
         version = self._engines.weights.version
+        if self._ledger is not None:
+            self._ledger.begin(rollout_id, version)
         set_current_rollout_id(rollout_id)
         output = self._engines.guard(lambda: self._samples_of(rollout_id))
         samples = flatten_samples(output.samples)
@@ -157,8 +171,14 @@ class RolloutManager:
         batch = None
         if not self._args.debug_rollout_only:
             batch = samples_to_batch(self._plugin_args, output.samples, engine_version=version)
+        if self._ledger is not None:
+            self._ledger.account_for(rollout_id, output.samples)
+            self._ledger.cut(rollout_id)
         cursor = output.cursor if output.cursor is not None else self._cursor(rollout_id)
-        return Generated(batch, cursor, metrics, len(samples))
+        generated = Generated(batch, cursor, metrics, len(samples))
+        if self._ledger is not None:
+            self._ledger.made(rollout_id, plain_of(generated))
+        return generated
 
     def _samples_of(self, rollout_id: int) -> RolloutFnTrainOutput:
         template = self._args.load_debug_rollout_data
@@ -192,6 +212,16 @@ class RolloutManager:
         state_dict = getattr(self._data_source, "state_dict", None)
         return state_dict() if state_dict is not None else None
 
+    def note_trained(self, rollout_id: int) -> None:
+        """The trainer has made its step with the batch of this rollout."""
+        if self._ledger is not None:
+            self._ledger.trained(rollout_id)
+
+    def note_committed(self, rollout_id: int) -> None:
+        """A checkpoint after this rollout's step is complete."""
+        if self._ledger is not None:
+            self._ledger.committed(rollout_id)
+
     def save_data_source(self, rollout_id: int) -> None:
         """For data sources that keep their own state."""
         self._data_source.save(rollout_id)
@@ -219,6 +249,8 @@ class RolloutManager:
             samples = [sample for result in output.data.values() for sample in result["samples"]]
             save_rollout_dump(self._args.save_debug_rollout_data, f"eval_{rollout_id}", samples)
         self._recording.evaluation(rollout_id, output, self._engines.weights.version)
+        if self._ledger is not None:
+            self._ledger.evaluated(rollout_id)
         path = self._args.custom_eval_rollout_log_function_path
         if path:
             flag = "--custom-eval-rollout-log-function-path"

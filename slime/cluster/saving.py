@@ -91,6 +91,7 @@ class Saver:
             if inside is not None and (staged.staging / inside / CARD).is_file():
                 files |= record_files(staged.staging, [str(inside / CARD)], sync=True)
             checkpoint = staged.complete(files, self._keep_last)
+            self._rollout.call_control(RolloutManager.note_committed, staged.rollout_id)
         self._staged = None
         if self._models is not None and inside is not None:
             self._models.push(staged.final / inside, staged.rollout_id)

@@ -25,6 +25,7 @@ from slime.cluster.residency import Residency
 from slime.cluster.rollout_manager import Generated, RolloutFacts, RolloutProcess
 from slime.cluster.rollout_schedule import RolloutSchedule
 from slime.cluster.run import close_run, open_run
+from slime.cluster.run_ledger import Resume, find_resume
 from slime.cluster.save_folder import open_save_folder, prepare_folder
 from slime.cluster.saving import Saver
 from slime.cluster.serving.engine_weights import EngineWeights
@@ -147,10 +148,12 @@ def _start(
     closing.add(lambda: process.call_control(RolloutProcess.close).result(_ENGINES_CLOSE_DEADLINE_S))
     ranks = RankProcesses(args, run, runtime, placement.trainer)
     checkpoint = _verify(args, checkpoint, ranks)  # while engines load
-    beginning = _begin_at(args, checkpoint, overlapped)
+    beginning = _begin_at(args, run, checkpoint, overlapped)
     engines = process.part(RolloutProcess.weights)
     residency = Residency(args, engines, ranks.actors)
-    rollout = process.call(RolloutProcess.start, beginning.rollout_id, beginning.rollout_state)
+    rollout = process.call(
+        RolloutProcess.start, beginning.rollout_id, beginning.rollout_state, beginning.resume
+    )
 
     def progress() -> str:
         engines_are = "serve" if rollout.done() else "are not up yet"
@@ -226,23 +229,34 @@ class _Beginning:
     """Where a run begins or goes on. `taken_up`: by rollout, what was in flight at the checkpoint."""
 
     rollout_id: int
+    resume: Resume
     rollout_state: dict[str, Any] | None = None
     num_pushes: int = 0
     taken_up: dict[int, Generated] = field(default_factory=dict)
 
 
-def _begin_at(args: Args, checkpoint: StepFolder | None, overlapped: bool) -> _Beginning:
-    if checkpoint is None or args.finetune:
-        return _Beginning(args.start_rollout_id if args.start_rollout_id is not None else 0)
-    manifest = checkpoint.manifest
-    logger.info("resuming after rollout %d from %s", manifest.rollout_id, checkpoint.path)
-    in_flight = read_in_flight(checkpoint)
-    tell_differences(args, checkpoint, in_flight, overlapped=overlapped)
-    begin = manifest.rollout_id + 1
-    if in_flight is None or not overlapped:
-        return _Beginning(begin, rollout_state(checkpoint), manifest.num_pushes)
-    # The data source goes on behind the batch in flight.
-    return _Beginning(begin, in_flight.cursor, manifest.num_pushes, {begin: in_flight})
+def _begin_at(args: Args, run: Run, checkpoint: StepFolder | None, overlapped: bool) -> _Beginning:
+    """After the checkpoint, with the rollouts behind it that were complete when the run ended."""
+    if args.finetune or (checkpoint is None and args.start_rollout_id is not None):
+        resume = find_resume(args, run, (args.start_rollout_id or 0) - 1, overlapped=overlapped)
+        return _Beginning(args.start_rollout_id or 0, replace(resume, last_made=resume.committed, made={}))
+    committed, num_pushes, in_flight = -1, 0, None
+    if checkpoint is not None:
+        committed, num_pushes = checkpoint.manifest.rollout_id, checkpoint.manifest.num_pushes
+        logger.info("resuming after rollout %d from %s", committed, checkpoint.path)
+        in_flight = read_in_flight(checkpoint)
+    resume = find_resume(args, run, committed, overlapped=overlapped)
+    taken_up = {rollout_id: Generated(**value) for rollout_id, value in resume.made.items()}
+    if not taken_up and in_flight is not None and overlapped:
+        taken_up, resume = {committed + 1: in_flight}, replace(resume, last_made=committed + 1)
+    if checkpoint is not None:
+        found = taken_up.get(committed + 1, in_flight)
+        tell_differences(args, checkpoint, found, overlapped=overlapped, ledgered=bool(resume.made))
+    if taken_up:  # the data source goes on behind them
+        state = taken_up[max(taken_up)].cursor
+    else:
+        state = rollout_state(checkpoint) if checkpoint is not None else None
+    return _Beginning(committed + 1, replace(resume, made={}), state, num_pushes, taken_up)
 
 
 def _open_push(

@@ -7,6 +7,10 @@
     pieces     the text of every token id that occurred
     spans      what took how long in which lane: the loop, engines, rewards, trainer ranks, pushes
     actions    what somebody asked of the run, and what it answered at a boundary of steps
+    ledger     one row per event of a group, a sample or a step, in the order they happened; only added to
+    ledger_samples, ledger_rollouts
+               what was generated and is not part of a checkpoint yet, whole: a run that was killed goes on
+               with it
 
 When the file reaches its limit, the oldest rollouts lose their groups and samples; their own rows stay.
 """
@@ -101,6 +105,36 @@ CREATE INDEX samples_by_reward ON samples (reward);
 CREATE INDEX samples_by_length ON samples (num_tokens);
 CREATE INDEX groups_by_spread ON groups (spread);
 """
+# Run whenever the writer opens a file.
+_LEDGER = """
+CREATE TABLE IF NOT EXISTS ledger (
+    id INTEGER PRIMARY KEY,         -- the order of events; clocks may go backwards
+    time REAL NOT NULL,
+    start INTEGER NOT NULL,         -- number of the run's start that wrote it
+    event TEXT NOT NULL,            -- slime.record.ledger.Event
+    rollout INTEGER NOT NULL,       -- that was being made, or that the event is about
+    group_index INTEGER,
+    sample_index INTEGER,
+    attempt INTEGER,
+    value TEXT                      -- reason, status, or numbers as JSON
+);
+CREATE TABLE IF NOT EXISTS ledger_samples (
+    sample_index INTEGER NOT NULL,
+    attempt INTEGER NOT NULL,
+    started INTEGER NOT NULL,       -- response tokens that it had when generation began
+    group_index INTEGER,
+    version INTEGER,                -- newest weights that made a token of it
+    settings TEXT NOT NULL,         -- digest of the settings it was made with
+    payload BLOB NOT NULL,          -- slime.record.plain_bytes
+    PRIMARY KEY (sample_index, attempt, started)
+);
+CREATE INDEX IF NOT EXISTS ledger_samples_of_group ON ledger_samples (group_index);
+CREATE TABLE IF NOT EXISTS ledger_rollouts (
+    rollout_id INTEGER PRIMARY KEY,
+    settings TEXT NOT NULL,
+    payload BLOB NOT NULL
+);
+"""
 
 
 class RecordError(ValueError):
@@ -125,10 +159,17 @@ def create_or_open(path: Path, run_id: str) -> sqlite3.Connection:
             number = f"UPDATE meta SET value = '{SCHEMA_NUMBER}' WHERE key = 'schema';"
             connection.executescript(f"BEGIN; {_ADDED_IN_2} {number} COMMIT;")
         (owner,) = connection.execute("SELECT value FROM meta WHERE key = 'run'").fetchone()
-        if owner != run_id:
+        has_samples = connection.execute("SELECT 1 FROM rollouts LIMIT 1").fetchone()
+        if owner != run_id and has_samples:
             raise RecordError(
                 f"{path} is the record of run {owner}, this is run {run_id}; use another folder."
             )
+        connection.executescript(f"BEGIN; {_LEDGER} COMMIT;")
+        if owner != run_id:  # of a run that ended before its first rollout: nothing of it is in the way
+            with connection:
+                for table in ("ledger", "ledger_samples", "ledger_rollouts", "spans", "actions"):
+                    connection.execute(f"DELETE FROM {table}")
+                connection.execute("UPDATE meta SET value = ? WHERE key = 'run'", (run_id,))
     except sqlite3.Error as error:
         connection.close()
         raise RecordError(f"{path} cannot be written: {error}.") from error

@@ -1,7 +1,8 @@
-"""The one writer of a run's record: a thread writes each rollout that is handed over as one transaction.
+"""The one writer of a run's record: a thread writes what is handed over, in that order.
 
-The run waits for the disk only when several rollouts are waiting already. A write that fails (a full disk) is
-told once and the run goes on; how many could not be written is noted in the file once it can be again.
+A rollout is one transaction; events of the ledger that wait together are one too. The run waits for the disk
+only when several rollouts are waiting already. A write that fails (a full disk) is told once and the run goes
+on; how many could not be written is noted in the file once it can be again.
 """
 
 from __future__ import annotations
@@ -9,16 +10,17 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import queue
 import sqlite3
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slime.record.entries import Entry, prompt_hash, prompt_text
+from slime.record.ledger import MILESTONES, Note
 from slime.record.packed import pack_floats, pack_ids, pack_mask
 from slime.record.schema import create_or_open
 from slime.utils.types import Sample
@@ -49,13 +51,31 @@ class _Work:
 
 
 class RecordWriter:
-    """`max_bytes`: about how large the file may grow; the samples of the oldest rollouts go first."""
+    """`max_bytes`: about how large the file may grow; the samples of the oldest rollouts go first.
 
-    def __init__(self, path: Path, run_id: str, max_bytes: int):
-        self._path, self._max_bytes = path, max_bytes
+    `sync`: when the disk is asked to have all of it: never (a killed process loses nothing all the same, a
+    machine without power does), at milestones of the run, or after every transaction. `start`: number of the
+    run's start. `keeps_uncommitted`: samples of steps that no checkpoint covers stay, whatever their size.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        run_id: str,
+        max_bytes: int,
+        *,
+        sync: str = "step",
+        start: int = 1,
+        max_days: float | None = None,
+        keeps_uncommitted: bool = False,
+    ):
+        self._path, self._max_bytes, self._max_days = path, max_bytes, max_days
+        self._sync, self._start = sync, start
+        self._committed: int | None = -1 if keeps_uncommitted else None
         self._connection = create_or_open(path, run_id)
-        self._waiting: queue.Queue[_Rollout | _Work | None] = queue.Queue(_MAX_WAITING)
-        self._missed = 0
+        self._waiting: deque[_Rollout | _Work | Note] = deque()
+        self._news = threading.Condition()
+        self._missed = self._missed_events = 0
         self._closed = False
         self._thread = threading.Thread(target=self._write_all, name="record", daemon=True)
         self._thread.start()
@@ -73,43 +93,100 @@ class RecordWriter:
 
         The samples are read soon, on another thread: their tokens and texts must not be changed any more.
         """
-        self._waiting.put(_Rollout(kind, rollout_id, tuple(entries), version, reward_key, time.time()))
+        self._hand_over(_Rollout(kind, rollout_id, tuple(entries), version, reward_key, time.time()))
 
     def submit(self, what: str, write: Callable[[sqlite3.Connection], object]) -> None:
         """Hand over anything else: `write` is called on the writer's thread, as one transaction."""
-        self._waiting.put(_Work(what, write))
+        self._hand_over(_Work(what, write))
+
+    def _hand_over(self, item: _Rollout | _Work) -> None:
+        with self._news:
+            self._news.wait_for(
+                lambda: sum(not isinstance(work, Note) for work in self._waiting) < _MAX_WAITING
+            )
+            self._waiting.append(item)
+            self._news.notify_all()
+
+    def note(self, note: Note) -> None:
+        """Hand over an event of the ledger. Never waits: the event loop calls it."""
+        with self._news:
+            self._waiting.append(note)
+            self._news.notify_all()
 
     def close(self) -> None:
         """Writes what was handed over; safe to call twice."""
         if not self._closed:
-            self._closed = True
-            self._waiting.put(None)
+            with self._news:
+                self._closed = True
+                self._news.notify_all()
             self._thread.join()
             with contextlib.suppress(sqlite3.Error):  # by itself it is done only if nobody reads just now
                 self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
             self._connection.close()
 
     def _write_all(self) -> None:
-        while (item := self._waiting.get()) is not None:
-            if isinstance(item, _Rollout):
-                what = f"the samples of {item.kind} {item.rollout_id}"
-            else:
-                what = item.what
+        while work := self._next_work():
             try:
-                if isinstance(item, _Rollout):
-                    self._write(item)
+                if isinstance(work, _Rollout):
+                    self._write(work)
                     self._prune()
-                else:
+                elif isinstance(work, _Work):
                     with self._connection as connection:
-                        item.write(connection)
+                        work.write(connection)
+                else:
+                    self._write_notes(work)
             except sqlite3.Error as error:
                 self._connection.rollback()
-                if not self._missed:
-                    logger.warning(
-                        "%s cannot be written (%s): %s: not recorded; the run goes on.",
-                        *(self._path, error, what),
-                    )
-                self._missed += isinstance(item, _Rollout)
+                self._tell_missed(work, error)
+
+    def _next_work(self) -> _Rollout | _Work | list[Note] | None:
+        """A rollout, or all events that wait before the next one; None: nothing will come any more."""
+        notes: list[Note] = []
+        with self._news:
+            self._news.wait_for(lambda: self._waiting or self._closed)
+            while self._waiting:
+                first = self._waiting[0]
+                if not isinstance(first, Note):
+                    if notes:
+                        break
+                    self._waiting.popleft()
+                    self._news.notify_all()
+                    return first
+                notes.append(first)
+                self._waiting.popleft()
+        return notes or None
+
+    def _tell_missed(self, work: _Rollout | _Work | list[Note], error: sqlite3.Error) -> None:
+        is_first = not self._missed and not self._missed_events
+        if isinstance(work, _Rollout):
+            self._missed += 1
+            what = f"the samples of {work.kind} {work.rollout_id}: not recorded"
+        elif isinstance(work, _Work):
+            what = f"{work.what}: not recorded"
+        else:
+            self._missed_events += len(work)
+            what = f"{len(work)} events of rollout {work[-1].rollout}: not recorded, so that after a crash "
+            what += "more is made again than needed, and `slime ledger audit` can prove nothing"
+        if is_first:
+            logger.warning("%s cannot be written (%s): %s; the run goes on.", self._path, error, what)
+
+    def _write_notes(self, notes: Sequence[Note]) -> None:
+        durable = self._sync == "always" or (
+            self._sync == "step" and any(note.event in MILESTONES for note in notes)
+        )
+        self._connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+        with self._connection as connection:
+            for note in notes:
+                note.write(connection, self._start)
+            self._note_missed(connection)
+        if self._committed is not None:
+            done = [note.rollout for note in notes if note.event in ("committed", "resumed")]
+            self._committed = done[-1] if done else self._committed
+
+    def _note_missed(self, connection: sqlite3.Connection) -> None:
+        for key, count in (("missed_rollouts", self._missed), ("missed_events", self._missed_events)):
+            if count:
+                connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, str(count)))
 
     def _write(self, rollout: _Rollout) -> None:
         samples = [sample for entry in rollout.entries for sample in entry.samples]
@@ -133,29 +210,41 @@ class RecordWriter:
             assert row is not None
             for entry in rollout.entries:
                 _write_entry(connection, row, entry, rollout.reward_key)
-            if self._missed:
-                values = ("missed_rollouts", str(self._missed))
-                connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", values)
+            self._note_missed(connection)
 
     def _prune(self) -> None:
         """Remove groups and samples of the oldest rollouts until the file fits; the newest one stays."""
-        while self._used_bytes() > self._max_bytes:
-            oldest = self._connection.execute(
-                "SELECT id FROM rollouts WHERE NOT pruned ORDER BY time, id LIMIT 2"
-            ).fetchall()
-            if len(oldest) < 2:
-                break
-            with self._connection as connection:
-                connection.execute("DELETE FROM groups WHERE rollout = ?", oldest[0])
-                connection.execute(
-                    "DELETE FROM spans WHERE rollout_id = (SELECT rollout_id FROM rollouts WHERE id = ?) "
-                    "AND lane IN ('engines', 'reward')",  # one for each sample
-                    oldest[0],
-                )
-                connection.execute("UPDATE rollouts SET pruned = 1 WHERE id = ?", oldest[0])
+        while self._used_bytes() > self._max_bytes and self._prune_oldest():
             if self._used_bytes() < self._max_bytes * _KEEP_SHARE:
                 break
+        if self._max_days is not None:
+            while self._prune_oldest(before=time.time() - self._max_days * 86400):
+                pass
         self._connection.execute(f"PRAGMA incremental_vacuum({_PAGES_BACK})").fetchall()
+
+    def _prune_oldest(self, before: float | None = None) -> bool:
+        """Whether there was one to prune. In the order they were written: a clock may have gone backwards."""
+        oldest = self._connection.execute(
+            "SELECT id, kind, rollout_id, time FROM rollouts WHERE NOT pruned ORDER BY id LIMIT 2"
+        ).fetchall()
+        if len(oldest) < 2 or (before is not None and oldest[0][3] >= before):
+            return False
+        row, kind, rollout_id, _ = oldest[0]
+        if kind == "train" and self._committed is not None and rollout_id > self._committed:
+            return False
+        with self._connection as connection:
+            connection.execute("DELETE FROM groups WHERE rollout = ?", (row,))
+            connection.execute(
+                "DELETE FROM spans WHERE rollout_id = ? AND lane IN ('engines', 'reward')",  # one per sample
+                (rollout_id,),
+            )
+            connection.execute("UPDATE rollouts SET pruned = 1 WHERE id = ?", (row,))
+            if kind == "train":
+                connection.execute(
+                    "DELETE FROM ledger WHERE rollout = ? AND event IN ('generated', 'recalled')",
+                    (rollout_id,),
+                )
+        return True
 
     def _used_bytes(self) -> int:
         pages, free, size = (

@@ -149,7 +149,7 @@ class RolloutDataSource(DataSource):
         self.sample_index = state["sample_index"]
         self.metadata = dict(state["metadata"])
         if isinstance(self.journal, CountingJournal):
-            self.journal = CountingJournal(state.get("counts"))
+            self.journal.restore(state.get("counts"))
         self._order_epoch()
 
     def save(self, rollout_id: int) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from slime.arguments import PluginArgs
-from slime.rollout import sglang_rollout
+from slime.rollout import ledger, sglang_rollout
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.collection.collector import Collector, Ticket
 from slime.rollout.collection.versions import newest_version, newest_version_held, oldest_version
@@ -182,6 +182,8 @@ class AsyncRolloutWorker:
     async def close(self) -> dict[str, Any] | None:
         """The rollout is over: the cursor that holds all of the pool, and the pool goes on filling itself."""
         cursor = self._cursor()
+        if (durable := ledger.current()) is not None:
+            durable.cut(self.rollout_id)  # what is started from here on belongs to later rollouts
         self._paused = False
         self.fill()
         return cursor

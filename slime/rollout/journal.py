@@ -1,8 +1,8 @@
 """What became of every prompt group: the events a data source reports, and a journal that counts them.
 
 Each group that is handed out (`issued`) comes back once: into the buffer (`returned`), into a training batch
-(`consumed`, outcome "trained"), or out of the run with a reason ("filtered", "failed"). A durable journal
-implements the same three methods.
+(`consumed`, outcome "trained"), or out of the run with a reason ("filtered", "failed"). The durable journal
+(slime.rollout.ledger) implements the same three methods and follows the one that counts.
 """
 
 from collections import Counter, deque
@@ -41,18 +41,30 @@ class CountingJournal:
 
     def __init__(self, counts: dict[str, int] | None = None):
         self.counts: Counter[str] = Counter(counts or {})
+        self.follower: Journal | None = None  # is told the same
         self._dropped: deque[Settled] = deque(maxlen=_MAX_DROPPED)
+
+    def restore(self, counts: dict[str, int] | None) -> None:
+        """Go on from the totals of a checkpoint."""
+        self.counts = Counter(counts or {})
+        self._dropped.clear()
 
     def issued(self, groups: Sequence[Group], *, from_buffer: bool) -> None:
         self.counts["reissued" if from_buffer else "new"] += len(groups)
+        if self.follower is not None:
+            self.follower.issued(groups, from_buffer=from_buffer)
 
     def returned(self, groups: Sequence[Group]) -> None:
         self.counts["returned"] += len(groups)
+        if self.follower is not None:
+            self.follower.returned(groups)
 
     def consumed(self, groups: Sequence[Group], outcome: Outcome, reason: str | None = None) -> None:
         self.counts[outcome] += len(groups)
         if outcome != "trained":
             self._dropped.extend(Settled(group, outcome, reason) for group in groups)
+        if self.follower is not None:
+            self.follower.consumed(groups, outcome, reason)
 
     def take_dropped(self) -> list[Settled]:
         """The groups that were dropped since the last call."""

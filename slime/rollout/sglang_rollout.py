@@ -15,6 +15,7 @@ from uuid import uuid4
 from slime.arguments import PluginArgs, with_defaults
 from slime.arguments.groups.topology import EVALUATION_ENGINES
 from slime.rollout import eval_rollout as evaluation_run
+from slime.rollout import ledger
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.collection.batch_collector import BatchCollector
 from slime.rollout.collection.collector import GroupFailed, is_permanent
@@ -342,6 +343,8 @@ async def generate_and_rm_group(
             args, [s for s in flatten_samples(group) if s.status is not Sample.Status.FAILED], evaluation
         )
         share_rewards(group)
+        if not evaluation and (durable := ledger.current()) is not None:
+            durable.scored(group)
     return group
 
 
@@ -350,9 +353,15 @@ async def _generate_with_retries(
 ) -> Entry:
     """Failures that may pass are tried again from the sample as it was, with the same seed."""
     origin, allowed = copy_group([entry]), args.group_max_attempts
+    durable = None if evaluation else ledger.current()
+    if durable is not None and (found := durable.recall(entry)) is not None:
+        entry, durable = found, None  # finished before a crash: a reward of its group is all that may lack
     for attempt in range(1, allowed + 1):
         try:
-            return await generate_and_rm(args, entry, dict(sampling_params), evaluation=evaluation)
+            made = await generate_and_rm(args, entry, dict(sampling_params), evaluation=evaluation)
+            if durable is not None:
+                durable.finished(origin[0], made)
+            return made
         except Exception as error:
             if is_permanent(error) or isinstance(error, (RunStopped, RewardConfigError)):
                 raise

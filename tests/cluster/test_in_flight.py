@@ -91,7 +91,12 @@ def test_a_batch_of_another_rollout_is_refused(tmp_path):
 )
 def test_what_a_resume_cannot_repeat_is_said(tmp_path, caplog, changes, batch, overlapped, told):
     args = SimpleNamespace(
-        **{"update_weights_interval": 1, "rollout_function_path": "x.generate_rollout", **changes}
+        **{
+            "update_weights_interval": 1,
+            "rollout_function_path": "x.generate_rollout",
+            "deterministic_mode": False,
+            **changes,
+        }
     )
     tell_differences(args, StepFolder(tmp_path, Manifest(4, "run", 5)), batch, overlapped=overlapped)
     assert told in caplog.text if told else caplog.text == ""

@@ -179,7 +179,9 @@ def test_a_second_start_of_the_run_goes_on_in_the_same_record(tmp_path):
 
 
 def test_a_record_of_another_run_is_refused_and_left_alone(tmp_path):
-    RecordWriter(tmp_path / "record.db", "run-1", MIB).close()
+    writer = RecordWriter(tmp_path / "record.db", "run-1", MIB)
+    writer.add("train", 0, group_entries([[make_sample(0)]], "trained"))
+    writer.close()
     with pytest.raises(
         RecordError, match=r"is the record of run run-1, this is run run-2; use another folder"
     ):

@@ -21,6 +21,19 @@ class TrackingFlags:
         "samples go first; 0: none is kept",
         ge=0,
     )
+    record_max_days: float | None = flag(
+        None,
+        "days after which samples leave the record; those that no checkpoint covers stay, as with "
+        "--record-max-mib; default: only their size counts",
+        gt=0,
+        metavar="DAYS",
+    )
+    record_sync: str = flag(
+        "step",
+        "when the disk is asked to have the record: off (a killed process loses nothing, a machine without "
+        "power the last seconds), step (whole rollouts and steps), always (every event)",
+        choices=("off", "step", "always"),
+    )
     tracker_samples: int = flag(
         16, "samples of each rollout and evaluation that trackers show as a table; 0: none", ge=0, le=1000
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.arguments import PluginArgs
+from slime.rollout import ledger
 from slime.rollout.data_source import DataSource
 from slime.rollout.filter_hub.base_types import (
     DynamicFilterOutput,
@@ -31,7 +32,7 @@ from slime.rollout.groups import (
     index_of,
     is_finished,
 )
-from slime.rollout.journal import Outcome
+from slime.rollout.journal import CountingJournal, Outcome
 from slime.utils.errors import RunStopped
 from slime.utils.http_utils import HttpError
 from slime.utils.loop_watch import loop_watch
@@ -241,3 +242,6 @@ class Collector(abc.ABC):
     def _settle(self, groups: list[Group], outcome: Outcome, reason: str | None = None) -> None:
         if isinstance(self.data_source, DataSource):
             self.data_source.settle(groups, outcome, reason)
+        followed = isinstance(getattr(self.data_source, "journal", None), CountingJournal)
+        if not followed and (durable := ledger.current()) is not None:  # a source of a user's own
+            durable.consumed(groups, outcome, reason)

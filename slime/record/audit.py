@@ -1,0 +1,183 @@
+"""Conservation of samples, proven from the ledger: every group has one fate, no step trains what another did.
+
+The history that counts is that of the run as it went on: what happened after the point where a later start
+went on was lost with its process, and happened again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from slime.record.ledger import LedgerReader, LedgerRow
+from slime.record.reader import Record, Select
+from slime.utils.types import version_number
+
+_MOST = 1_000_000_000
+
+
+@dataclass
+class Audit:
+    """What was found. `violations` empty: nothing was lost and nothing was trained twice."""
+
+    num_events: int = 0
+    num_starts: int = 0
+    steps: list[int] = field(default_factory=list)  # consumed, in the history that counts
+    committed: int = -1  # the last step that a checkpoint covers
+    groups: Counter[str] = field(default_factory=Counter)
+    num_samples: int = 0  # trained
+    redone: int = 0  # steps that were lost and taken again
+    recalled: int = 0  # samples that were taken from the ledger instead of generated again
+    digest: str = ""  # of all that was trained, dropped and evaluated
+    violations: list[str] = field(default_factory=list)
+
+
+def audit(path: Path, *, finished: bool) -> Audit:
+    """`finished`: the run came to its end, so that no group may still be on its way."""
+    with LedgerReader(path) as reader:
+        rows, missed = reader.events(), reader.meta("missed_events")
+    found = Audit(num_events=len(rows), num_starts=len({row.start for row in rows}))
+    if missed:
+        found.violations.append(f"{missed} events could not be written (a full disk?): nothing can be proven")
+    if not rows:
+        found.violations.append("the ledger is empty: no rollout was made, or --record-max-mib is 0")
+        return found
+    found.recalled = sum(row.event == "recalled" for row in rows)
+    kept = _walk_groups(_history_of_groups(rows, found), found, finished)
+    _walk_steps(rows, kept, found)
+    with Record(path) as record:
+        _compare_with_samples(record, kept, found)
+        found.digest = digest(record, found.steps, rows)
+    return found
+
+
+def _history_of_groups(rows: list[LedgerRow], found: Audit) -> list[LedgerRow]:
+    """Events of groups and samples, without those that a later start did not go on from."""
+    history: list[LedgerRow] = []
+    ends: dict[int, int] = {}  # rollout -> how much of the history is known when it is complete
+    for row in rows:
+        if row.event == "resumed":
+            last_made = int(row.value or -1)
+            if last_made >= 0 and history and last_made not in ends:
+                found.violations.append(
+                    f"start {row.start} went on behind rollout {last_made}, which the ledger does not have"
+                )
+            del history[ends.get(last_made, 0) :]
+            ends = {rollout: end for rollout, end in ends.items() if rollout <= last_made}
+            history.append(row)
+        elif row.event in ("issued", "generated", "recalled", "kept", "dropped", "returned", "cut"):
+            history.append(row)
+            if row.event == "cut":
+                ends[row.rollout] = len(history)
+    return history
+
+
+def _walk_groups(history: list[LedgerRow], found: Audit, finished: bool) -> dict[int, list[LedgerRow]]:
+    """Follows each group through its states; the groups of each rollout's batch."""
+    state: dict[int, str] = {}
+    kept: dict[int, list[LedgerRow]] = {}
+    generated: set[int] = set()
+    new: set[int] = set()
+    resumed_in_middle = False
+    for row in history:
+        group = row.group_index
+        if row.event == "resumed":  # what was in flight is in the buffer of the cursor
+            state = {g: "buffer" if s == "in flight" else s for g, s in state.items()}
+            resumed_in_middle |= row.rollout >= 0 and not kept
+        elif group is None:
+            continue
+        elif row.event in ("generated", "recalled"):
+            generated.add(group)
+        elif row.event == "issued":
+            if row.value == "new" and group in new:
+                found.violations.append(f"group {group} was handed out twice as a new one")
+            if state.get(group) == "in flight":
+                found.violations.append(f"group {group} was handed out while it was in flight")
+            new |= {group} if row.value == "new" else set()
+            state[group] = "in flight"
+        elif row.event == "returned":
+            state[group] = "buffer"
+        elif row.event in ("kept", "dropped"):
+            where = state.get(group, "unknown")
+            if where != "in flight" and not resumed_in_middle:
+                found.violations.append(
+                    f"group {group} was {row.event} in rollout {row.rollout}, and was {where} before"
+                )
+            state[group] = row.event
+            if row.event == "kept":
+                kept.setdefault(row.rollout, []).append(row)
+    gaps = sorted(set(range(min(new), max(new) + 1)) - new)[:5] if new else []
+    if gaps:
+        found.violations.append(f"groups {gaps} were never handed out, though later ones were")
+    in_flight = sorted(group for group, where in state.items() if where == "in flight")
+    if finished and in_flight:
+        found.violations.append(f"groups {in_flight[:5]} are lost: the run ended and nobody decided them")
+    found.groups = Counter(state.values())
+    return kept
+
+
+def _walk_steps(rows: list[LedgerRow], kept: dict[int, list[LedgerRow]], found: Audit) -> None:
+    """Each step consumes the batch of its rollout once; a lost step is consumed again by the redone one."""
+    consumed: set[int] = set()
+    base = 0
+    for row in rows:
+        if row.event == "resumed":
+            found.redone += sum(step > row.rollout for step in consumed)
+            consumed = {step for step in consumed if step <= row.rollout}
+            if not consumed:
+                base = row.rollout + 1
+        elif row.event == "consumed":
+            if row.rollout in consumed:
+                found.violations.append(f"step {row.rollout} was trained twice")
+            consumed.add(row.rollout)
+        elif row.event == "committed":
+            found.committed = row.rollout
+            missing = set(range(base, row.rollout + 1)) - consumed
+            if missing:
+                found.violations.append(f"the checkpoint after step {row.rollout} misses step {min(missing)}")
+    found.steps = sorted(consumed)
+    trained: dict[int, int] = {}  # sample -> step
+    returned = {row.group_index for row in rows if row.event == "returned"}
+    for step in found.steps:
+        if step not in kept:
+            found.violations.append(f"step {step} was trained, and no group was kept for it")
+        for row in kept.get(step, []):
+            for sample in json.loads(row.value or "[]"):
+                if sample in trained and row.group_index not in returned:
+                    found.violations.append(
+                        f"sample {sample} was trained by steps {trained[sample]} and {step}"
+                    )
+                trained[sample] = step
+    found.num_samples = len(trained)
+
+
+def _compare_with_samples(record: Record, kept: dict[int, list[LedgerRow]], found: Audit) -> None:
+    """The samples of a step that are still in the record are those that the ledger says were kept."""
+    pruned = {row.rollout_id for row in record.rollouts() if row.kind == "train" and row.pruned}
+    for step in set(found.steps) - pruned:
+        select = Select(kind="train", rollout_id=step, outcome="trained", limit=_MOST)
+        there = {a.sample_index for a in record.answers(select) if a.sample_index is not None}
+        told = {sample for row in kept.get(step, []) for sample in json.loads(row.value or "[]")}
+        if there != told:
+            odd = sorted(there ^ told)[:5]
+            found.violations.append(
+                f"step {step}: samples {odd} are in its batch or in the ledger, not in both"
+            )
+
+
+def digest(record: Record, steps: list[int], rows: list[LedgerRow]) -> str:
+    """The same for two runs exactly when they trained on the same tokens in the same steps, and so on."""
+    made = hashlib.blake2b(digest_size=16)
+    for step in steps:
+        for answer in record.answers(Select(kind="train", rollout_id=step, limit=_MOST)):
+            tokens = record.tokens(answer.row)
+            versions = [(version_number(v), start, end) for v, start, end in tokens.versions]
+            about = (step, answer.group_index, answer.sample_index, answer.outcome, answer.reason)
+            numbers = (tokens.ids, tokens.log_probs, tokens.loss_mask, versions, answer.reward)
+            made.update(repr((about, numbers)).encode())
+    evaluated = sorted({row.rollout for row in rows if row.event == "evaluated"})
+    made.update(repr(evaluated).encode())
+    return made.hexdigest()

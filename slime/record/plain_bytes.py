@@ -1,0 +1,288 @@
+"""Plain values (numbers, text, lists, dicts, arrays, tensors) as bytes and back, exactly and without code.
+
+Long lists of numbers, which samples are made of, take as many bytes per number as the largest needs; floats
+four where that loses nothing. Anything else than plain values is a `ForeignValue`, which says where it is.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+_SHORT = 4  # lists below this many entries are written entry by entry
+_WIDTHS = ("<i1", "<i2", "<i4", "<i8")
+
+
+class ForeignValue(ValueError):
+    """A value that is not plain, and where it is."""
+
+
+def dumps(value: Any) -> bytes:
+    """Example: dumps([7, 8, 2, 9]) holds one byte per number; `loads` gives the same list back."""
+    out = bytearray()
+    _write(out, value, "")
+    return bytes(out)
+
+
+def loads(data: bytes) -> Any:
+    """Inverse of `dumps`. ValueError: these bytes were not written by it, or not all of them are there."""
+    try:
+        value, end = _read(memoryview(data), 0)
+    except (struct.error, IndexError, KeyError, TypeError, OverflowError, UnicodeDecodeError) as error:
+        raise ValueError(f"these are not the bytes of a plain value ({error})") from error
+    if end != len(data):
+        raise ValueError("these are not the bytes of a plain value (there are too many)")
+    return value
+
+
+# -- writing
+
+
+def _write(out: bytearray, value: Any, where: str) -> None:
+    writer = _WRITERS.get(type(value))
+    if writer is not None:
+        writer(out, value, where)
+    elif isinstance(value, np.generic):
+        _head(out, b"G", _text(value.dtype.str), _blob(value.tobytes()))
+    elif type(value).__module__ == "torch" and type(value).__name__ == "Tensor":
+        _write_tensor(out, value)
+    else:
+        raise ForeignValue(f"a {type(value).__qualname__} at {where or 'its top'}")
+
+
+def _write_int(out: bytearray, value: int, where: str) -> None:
+    if -(1 << 63) <= value < 1 << 63:
+        out += b"I" + struct.pack("<q", value)
+    else:
+        _head(out, b"J", _text(str(value)))
+
+
+def _write_list(out: bytearray, value: list[Any], where: str) -> None:
+    kinds = set(map(type, value)) if len(value) >= _SHORT else set()
+    if kinds == {int}:
+        try:
+            _write_numbers(out, b"i", np.array(value, dtype="<i8"))
+            return
+        except OverflowError:
+            pass
+    if kinds == {float}:
+        whole = np.array(value, dtype="<f8")
+        with np.errstate(over="ignore"):
+            half = whole.astype("<f4")
+        exact = half.astype("<f8").tobytes() == whole.tobytes()
+        _head(out, b"f", bytes([4 if exact else 8]), _blob((half if exact else whole).tobytes()))
+        return
+    _write_entries(out, b"L", value, where)
+
+
+def _write_entries(out: bytearray, tag: bytes, value: Any, where: str) -> None:
+    _head(out, tag, _length(len(value)))
+    for number, item in enumerate(value):
+        _write(out, item, f"{where}[{number}]")
+
+
+def _write_dict(out: bytearray, value: dict[Any, Any], where: str) -> None:
+    _head(out, b"M", _length(len(value)))
+    for key, item in value.items():
+        _write(out, key, f"{where}[key {key!r}]")
+        _write(out, item, f"{where}[{key!r}]")
+
+
+def _write_array(out: bytearray, value: np.ndarray[Any, Any], where: str) -> None:
+    if value.dtype.hasobject or value.dtype.fields is not None:
+        raise ForeignValue(f"an array of {value.dtype} at {where or 'its top'}")
+    _head(out, b"A", _text(value.dtype.str), _shape(value.shape))
+    _write_values(out, np.ascontiguousarray(value).reshape(-1))
+
+
+def _write_tensor(out: bytearray, value: Any) -> None:
+    import torch  # here: only what holds tensors needs it, and then it is loaded
+
+    flat = value.detach().cpu().contiguous().reshape(-1)
+    _head(out, b"X", _text(str(value.dtype).removeprefix("torch.")), _shape(tuple(value.shape)))
+    try:
+        array = flat.numpy()
+    except TypeError:  # bfloat16 and its like, which numpy does not have
+        array = flat.view(torch.uint8).numpy()
+    _write_values(out, array)
+
+
+def _write_values(out: bytearray, flat: np.ndarray[Any, Any]) -> None:
+    """Whole numbers as narrow as they are, others as they lie in memory."""
+    if flat.dtype.kind in "iu" and flat.dtype.itemsize > 1 and flat.dtype.str != "<u8" and len(flat):
+        _write_numbers(out, b"n", flat.astype("<i8"))
+    else:
+        _head(out, b"b", _text(flat.dtype.str), _blob(flat.tobytes()))
+
+
+def _write_numbers(out: bytearray, tag: bytes, values: np.ndarray[Any, Any]) -> None:
+    low, high = int(values.min()), int(values.max())
+    width = next(w for w in _WIDTHS if np.iinfo(w).min <= low and high <= np.iinfo(w).max)
+    _head(out, tag, bytes([_WIDTHS.index(width)]), _blob(values.astype(width).tobytes()))
+
+
+def _head(out: bytearray, *parts: bytes) -> None:
+    for part in parts:
+        out += part
+
+
+def _length(count: int) -> bytes:
+    return struct.pack("<I", count)
+
+
+def _blob(data: bytes) -> bytes:
+    return struct.pack("<Q", len(data)) + data
+
+
+def _text(value: str) -> bytes:
+    return _blob(value.encode("utf-8", "surrogatepass"))
+
+
+def _shape(shape: tuple[int, ...]) -> bytes:
+    return bytes([len(shape)]) + struct.pack(f"<{len(shape)}q", *shape)
+
+
+_WRITERS: dict[type, Callable[[bytearray, Any, str], None]] = {
+    type(None): lambda out, value, where: _head(out, b"N"),
+    bool: lambda out, value, where: _head(out, b"1" if value else b"0"),
+    int: _write_int,
+    float: lambda out, value, where: _head(out, b"D", struct.pack("<d", value)),
+    str: lambda out, value, where: _head(out, b"S", _text(value)),
+    bytes: lambda out, value, where: _head(out, b"B", _blob(value)),
+    list: _write_list,
+    tuple: lambda out, value, where: _write_entries(out, b"U", value, where),
+    set: lambda out, value, where: _write_entries(out, b"E", sorted(value, key=repr), where),
+    dict: _write_dict,
+    np.ndarray: _write_array,
+}
+
+
+# -- reading
+
+
+def _read(data: memoryview, at: int) -> tuple[Any, int]:
+    return _READERS[bytes(data[at : at + 1])](data, at + 1)
+
+
+def _read_length(data: memoryview, at: int) -> tuple[int, int]:
+    return struct.unpack_from("<I", data, at)[0], at + 4
+
+
+def _read_blob(data: memoryview, at: int) -> tuple[memoryview, int]:
+    (size,) = struct.unpack_from("<Q", data, at)
+    end = at + 8 + size
+    if end > len(data):
+        raise IndexError("it ends early")
+    return data[at + 8 : end], end
+
+
+def _read_text(data: memoryview, at: int) -> tuple[str, int]:
+    blob, end = _read_blob(data, at)
+    return bytes(blob).decode("utf-8", "surrogatepass"), end
+
+
+def _read_shape(data: memoryview, at: int) -> tuple[tuple[int, ...], int]:
+    size = data[at]
+    return struct.unpack_from(f"<{size}q", data, at + 1), at + 1 + 8 * size
+
+
+def _read_entries(data: memoryview, at: int) -> tuple[list[Any], int]:
+    count, at = _read_length(data, at)
+    entries = []
+    for _ in range(count):
+        item, at = _read(data, at)
+        entries.append(item)
+    return entries, at
+
+
+def _read_dict(data: memoryview, at: int) -> tuple[dict[Any, Any], int]:
+    count, at = _read_length(data, at)
+    made = {}
+    for _ in range(count):
+        key, at = _read(data, at)
+        made[key], at = _read(data, at)
+    return made, at
+
+
+def _read_numbers(data: memoryview, at: int) -> tuple[np.ndarray[Any, Any], int]:
+    width = _WIDTHS[data[at]]
+    blob, at = _read_blob(data, at + 1)
+    return np.frombuffer(blob, width), at
+
+
+def _read_floats(data: memoryview, at: int) -> tuple[list[float], int]:
+    width = {4: "<f4", 8: "<f8"}[data[at]]
+    blob, at = _read_blob(data, at + 1)
+    return np.frombuffer(blob, width).astype("<f8").tolist(), at
+
+
+def _read_values(data: memoryview, at: int, dtype: np.dtype[Any]) -> tuple[np.ndarray[Any, Any], int]:
+    tag = bytes(data[at : at + 1])
+    if tag == b"n":
+        values, at = _read_numbers(data, at + 1)
+        return values.astype(dtype), at
+    if tag != b"b":
+        raise KeyError(tag)
+    name, at = _read_text(data, at + 1)
+    blob, at = _read_blob(data, at)
+    return np.frombuffer(blob, np.dtype(name)).copy(), at
+
+
+def _read_array(data: memoryview, at: int) -> tuple[np.ndarray[Any, Any], int]:
+    name, at = _read_text(data, at)
+    shape, at = _read_shape(data, at)
+    values, at = _read_values(data, at, np.dtype(name))
+    return values.reshape(shape), at
+
+
+def _read_tensor(data: memoryview, at: int) -> tuple[Any, int]:
+    import torch  # as above
+
+    name, at = _read_text(data, at)
+    shape, at = _read_shape(data, at)
+    dtype = getattr(torch, name)
+    try:
+        like = torch.empty(0, dtype=dtype).numpy().dtype
+    except TypeError:
+        like = np.dtype("<u1")
+    values, at = _read_values(data, at, like)
+    tensor = torch.from_numpy(values)
+    return (tensor if tensor.dtype == dtype else tensor.view(dtype)).reshape(shape), at
+
+
+def _read_scalar(data: memoryview, at: int) -> tuple[Any, int]:
+    name, at = _read_text(data, at)
+    blob, at = _read_blob(data, at)
+    return np.frombuffer(blob, np.dtype(name))[0], at
+
+
+def _of(read: Callable[[memoryview, int], tuple[Any, int]], make: Callable[[Any], Any]) -> Any:
+    def made(data: memoryview, at: int) -> tuple[Any, int]:
+        value, end = read(data, at)
+        return make(value), end
+
+    return made
+
+
+_READERS: dict[bytes, Callable[[memoryview, int], tuple[Any, int]]] = {
+    b"N": lambda data, at: (None, at),
+    b"1": lambda data, at: (True, at),
+    b"0": lambda data, at: (False, at),
+    b"I": lambda data, at: (struct.unpack_from("<q", data, at)[0], at + 8),
+    b"J": _of(_read_text, int),
+    b"D": lambda data, at: (struct.unpack_from("<d", data, at)[0], at + 8),
+    b"S": _read_text,
+    b"B": _of(_read_blob, bytes),
+    b"L": _read_entries,
+    b"U": _of(_read_entries, tuple),
+    b"E": _of(_read_entries, set),
+    b"M": _read_dict,
+    b"i": _of(_read_numbers, lambda values: values.tolist()),
+    b"f": _read_floats,
+    b"G": _read_scalar,
+    b"A": _read_array,
+    b"X": _read_tensor,
+}

@@ -1,0 +1,263 @@
+"""The durable side of the data buffer: reports every event of groups and samples to the record of the run.
+
+After a crash it gives back what was finished: `recall` answers with the sample as it was generated and
+scored, so that only unfinished ones are generated again. The data source reports through its journal, the
+generate functions through `recall` and `finished`; whatever a rollout function returns is accounted for by
+the rollout manager, also if that function and its data source know nothing of this file.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from slime.record.ledger import (
+    Event,
+    FinishedEntry,
+    Note,
+    forget_entries,
+    forget_rollouts,
+    keep_entry,
+    keep_rollout,
+)
+from slime.record.writer import RecordWriter
+from slime.rollout.collection.versions import newest_version
+from slime.rollout.groups import Entry, Group, attempt_of, copy_sample, is_finished
+from slime.rollout.journal import CountingJournal, Outcome
+from slime.utils.types import Sample, flatten_samples, version_number
+
+logger = logging.getLogger(__name__)
+
+Key = tuple[int, int, int]  # sample index, attempt, response tokens at the start
+_GREEDY = "greedy_baseline"  # in the metadata of an answer that is only compared with
+
+
+class Ledger:
+    """One for each run. `settings`: digest of what samples depend on; others' samples are not taken.
+
+    `keeps`: finished samples are kept whole until a checkpoint covers them (without checkpoints nothing goes
+    on). `any_version`: samples of other weights than the engines hold may be used (the pool judges their
+    age).
+    """
+
+    def __init__(
+        self,
+        writer: RecordWriter,
+        settings: str,
+        *,
+        keeps: bool = True,
+        any_version: bool = False,
+        known: Mapping[Key, FinishedEntry] | None = None,
+    ):
+        self._writer, self._settings = writer, settings
+        self._keeps, self._any_version = keeps, any_version
+        self._known = dict(known or {})
+        self._rollout = 0  # that events belong to
+        self._version: int | None = None  # of the engines when it began
+        self._open: dict[int, int] = {}  # groups handed out and not decided -> attempt
+        self._decided: list[int] = []  # since the last cut
+        self._kept: set[int] = set()  # since the last cut
+        self._last_commits: list[int] = []
+
+    def _note(
+        self,
+        event: Event,
+        rollout: int | None = None,
+        *,
+        group: int | None = None,
+        sample: int | None = None,
+        attempt: int | None = None,
+        value: str | None = None,
+        also: Any = None,
+    ) -> None:
+        number = self._rollout if rollout is None else rollout
+        self._writer.note(Note(time.time(), event, number, group, sample, attempt, value, also))
+
+    # -- groups, as a journal (slime.rollout.journal)
+
+    def issued(self, groups: Sequence[Group], *, from_buffer: bool) -> None:
+        self._issued(groups, "buffer" if from_buffer else "new")
+
+    def _issued(self, groups: Sequence[Group], source: str) -> None:
+        for index, attempt in _groups(groups):
+            self._open[index] = attempt
+            self._note("issued", group=index, attempt=attempt, value=source)
+
+    def returned(self, groups: Sequence[Group]) -> None:
+        for index, attempt in _groups(groups):
+            self._decide(index)
+            self._note("returned", group=index, attempt=attempt)
+
+    def consumed(self, groups: Sequence[Group], outcome: Outcome, reason: str | None = None) -> None:
+        for group in groups:
+            for index, attempt in _groups([group]):
+                self._decide(index)
+                if outcome == "trained":
+                    self._keep(group, index, attempt)
+                else:
+                    why = f"{outcome}: {reason}" if reason else outcome
+                    self._note("dropped", group=index, attempt=attempt, value=why)
+
+    def _decide(self, index: int) -> None:
+        self._open.pop(index, None)
+        self._decided.append(index)
+
+    def _keep(self, group: Group, index: int, attempt: int) -> None:
+        self._kept.add(index)
+        samples = sorted({s.index for s in flatten_samples(group) if s.index is not None})
+        self._note("kept", group=index, attempt=attempt, value=json.dumps(samples))
+
+    # -- samples
+
+    def recall(self, entry: Entry) -> Entry | None:
+        """The entry as it was finished before the crash; None: it was not."""
+        key = _key(entry)
+        found = self._known.get(key) if key is not None else None
+        if found is None or not (self._any_version or found.version == self._version):
+            return None
+        assert isinstance(entry, Sample)
+        del self._known[key]  # type: ignore[arg-type]
+        samples = [Sample.from_dict(data) for data in found.samples()]
+        for sample in samples:
+            if sample.multimodal_inputs is None:
+                sample.multimodal_inputs = entry.multimodal_inputs  # of the prompt, as it was read again
+        self._note("recalled", group=entry.group_index, sample=entry.index, attempt=attempt_of(entry))
+        return samples if found.is_fan_out else samples[0]
+
+    def finished(self, origin: Entry, made: Entry) -> None:
+        """`origin` was generated (and scored, where rewards are not those of groups)."""
+        key = _key(origin)
+        if key is None or is_finished(origin):
+            return
+        first, samples = flatten_samples([origin])[0], flatten_samples([made])
+        about = {"group": first.group_index, "sample": first.index, "attempt": key[1]}
+        whole = is_finished(made) and not any(s.reward_failure for s in samples)
+        keep = self._kept_entry(key, first.group_index, made) if whole and self._keeps else None
+        self._note("generated", **about, value=samples[-1].status.value, also=keep)
+        if any(s.reward is not None or s.reward_failure is not None for s in samples):
+            self._note("scored", **about, value=_rewards(samples))
+
+    def scored(self, group: Group) -> None:
+        """The samples of a group got their rewards together."""
+        for index, attempt in _groups([group]):
+            self._note("scored", group=index, attempt=attempt, value=_rewards(flatten_samples(group)))
+
+    def _kept_entry(self, key: Key, group_index: int | None, made: Entry) -> Any:
+        version = newest_version([made])
+        value = {
+            "fan_out": isinstance(made, list),
+            "samples": [
+                {**copy_sample(s).to_dict(), "multimodal_inputs": None} for s in flatten_samples([made])
+            ],
+        }
+        return keep_entry(
+            key, group_index, self._version if version is None else version, self._settings, value
+        )
+
+    # -- rollouts and steps
+
+    def resumed(self, committed: int, last_made: int) -> None:
+        """This start goes on after step `committed` (-1: anew) and has rollouts up to `last_made`."""
+        self._rollout = last_made + 1
+        self._last_commits = [committed]
+        self._note("resumed", committed, value=str(last_made), also=forget_rollouts(after=last_made))
+
+    def begin(self, rollout_id: int, version: str | None) -> None:
+        self._rollout = max(self._rollout, rollout_id)
+        self._version = version_number(version)
+
+    def cut(self, rollout_id: int) -> None:
+        """Everything until now belongs to this rollout or one before: its cursor is being taken."""
+        if rollout_id < self._rollout:
+            return
+        decided, self._decided, self._kept = self._decided, [], set()
+        self._note("cut", rollout_id, also=forget_entries(decided))
+        self._rollout = rollout_id + 1
+
+    def account_for(self, rollout_id: int, samples: Sequence[Any]) -> None:
+        """What the rollout function returned and nobody reported: groups of its own, of its own source."""
+        if rollout_id < self._rollout:
+            return  # a rollout function that cuts reports too
+        groups: dict[int, list[Sample]] = {}
+        for sample in flatten_samples(samples):
+            index = sample.group_index
+            if index is not None and index >= 0 and index not in self._kept:
+                groups.setdefault(index, []).append(sample)
+        for index, group in groups.items():
+            if index not in self._open:
+                self._issued([list(group)], "own")
+            self.consumed([list(group)], "trained")
+
+    def made(self, rollout_id: int, value: Mapping[str, Any]) -> None:
+        """The batch is whole: a run that is killed from now on trains on this very one."""
+        also = keep_rollout(rollout_id, self._settings, dict(value)) if self._keeps else None
+        self._note("made", rollout_id, also=also)
+
+    def trained(self, rollout_id: int) -> None:
+        self._note("consumed", rollout_id)
+
+    def committed(self, rollout_id: int) -> None:
+        """What the checkpoint before covers is not needed whole any more; of this one's it is: damage."""
+        before = self._last_commits[-1] if self._last_commits else -1
+        self._last_commits = [before, rollout_id]
+        self._note("committed", rollout_id, also=forget_rollouts(up_to=before))
+
+    def evaluated(self, rollout_id: int) -> None:
+        self._note("evaluated", rollout_id)
+
+
+def follow(data_source: Any, ledger: Ledger) -> None:
+    """Have any data source report to the ledger: by its journal, or by the calls it gets."""
+    journal = getattr(data_source, "journal", None)  # a user's source may have none
+    if isinstance(journal, CountingJournal):
+        journal.follower = ledger
+        return
+    get_samples, add_samples = data_source.get_samples, data_source.add_samples
+
+    def get_and_report(num_samples: int) -> list[Group]:
+        groups: list[Group] = get_samples(num_samples)
+        ledger.issued(groups, from_buffer=False)
+        return groups
+
+    def add_and_report(samples: list[Group]) -> None:
+        add_samples(samples)
+        ledger.returned(samples)
+
+    try:
+        data_source.get_samples, data_source.add_samples = get_and_report, add_and_report
+    except AttributeError:  # __slots__
+        logger.info("%s takes no attributes: only what is trained is in the ledger", type(data_source))
+
+
+_current: Ledger | None = None
+
+
+def use(ledger: Ledger | None) -> None:
+    """The ledger that the rollout functions of this process report to."""
+    global _current
+    _current = ledger
+
+
+def current() -> Ledger | None:
+    return _current
+
+
+def _groups(groups: Sequence[Group]) -> list[tuple[int, int]]:
+    """Index and attempt of those that have an index."""
+    firsts = [samples[0] for group in groups if (samples := flatten_samples([group]))]
+    return [(s.group_index, attempt_of(s)) for s in firsts if s.group_index is not None]
+
+
+def _key(entry: Entry) -> Key | None:
+    """None: it cannot be told from others, or is none of the training batch."""
+    if isinstance(entry, list) or entry.index is None or entry.metadata.get(_GREEDY):
+        return None
+    return entry.index, attempt_of(entry), entry.response_length
+
+
+def _rewards(samples: Sequence[Sample]) -> str:
+    values = [s.reward_failure.kind if s.reward_failure is not None else s.reward for s in samples]
+    return json.dumps(values[0] if len(values) == 1 else values, default=str)
