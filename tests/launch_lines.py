@@ -134,6 +134,15 @@ SERVER_FLAGS = [
     ("deepep-mode", None, "str"),
     ("enable-dp-attention", 0, None),
     ("dp-size", None, "int"),
+    ("ep-size", None, "int"),
+    ("enable-dp-lm-head", 0, None),
+    ("moe-dense-tp-size", None, "int"),
+    ("speculative-algorithm", None, "str"),
+    ("speculative-num-steps", None, "int"),
+    ("speculative-eagle-topk", None, "int"),
+    ("speculative-num-draft-tokens", None, "int"),
+    ("enable-draft-weights-cpu-backup", 0, None),
+    ("kv-cache-dtype", None, "str"),
 ]
 
 

@@ -14,7 +14,7 @@ from slime.arguments.args import Args
 from slime.arguments.core.draft import COMMAND_LINE, DEFAULT, SYNCHRONOUS, Draft, Refusals, Refused
 from slime.arguments.core.files import read_yaml_mapping
 from slime.arguments.core.flag import FlagSpec, convert
-from slime.arguments.core.unbuilt import PLUGIN_FLAGS, SYNONYMS, is_unbuilt, why_idle
+from slime.arguments.core.unbuilt import PLUGIN_FLAGS, SYNONYMS, is_neutral, is_unbuilt, renamed, why_idle
 from slime.arguments.groups.roles import apply_critic, read_roles, without_idle
 from slime.arguments.passthrough.megatron import (
     is_megatron_flag,
@@ -78,7 +78,11 @@ def _read_all(
 ) -> Draft:
     """Values as given, from the command line and from files, before any rule."""
     ours = set(known_options(parser))
-    words, idle = split_flags(words, lambda o: why_idle(o) is not None and o not in ours)
+    words, idle = split_flags(renamed(words), lambda o: why_idle(o) is not None and o not in ours)
+    words, unbuilt = split_flags(words, lambda o: is_unbuilt(o.removeprefix("--")) and o not in ours)
+    for option, values in unbuilt.items():
+        if not is_neutral(option, values):
+            refusals.add("Command line", _not_built(option))
     words, kept = split_flags(words, lambda o: o.removeprefix("--") in PLUGIN_FLAGS and o not in ours)
     words, server_flags = split_flags(words, lambda o: o.startswith(PREFIX) and o not in ours)
     words, router_flags = split_flags(words, lambda o: o.startswith(ROUTER_PREFIX) and o not in ours)
@@ -256,12 +260,14 @@ def _explain_unknown_flag(flag: str, options: list[str]) -> str:
     if name in SYNONYMS:
         return f"unknown flag {flag}; it is called --{SYNONYMS[name]} here."
     near = get_close_matches("--" + name, options, n=1, cutoff=0.85)
-    if is_unbuilt(name) and not (near and get_close_matches("--" + name, near, cutoff=0.93)):
-        return f"{flag} is a slime flag that this version does not build yet."
     if near:
         return f"unknown flag {flag}; did you mean {near[0]}?"
     install = "" if megatron_fields() else " (Flags of Megatron's need it: pip install 'slime[megatron]'.)"
     return f"unknown flag {flag}; `slime train --help` lists all flags.{install}"
+
+
+def _not_built(flag: str) -> str:
+    return f"{flag} is a flag of slime's or Megatron's that this version does not build yet."
 
 
 def _apply_server_flags(draft: Draft, found: dict[str, list[str]]) -> None:
@@ -378,7 +384,7 @@ def _find_key(key: str, name: str, path: str) -> tuple[FlagSpec, bool]:
     if name in spellings:
         return spellings[name]
     if is_unbuilt(name.replace("_", "-")):
-        raise ValueError(f"{path}: {key} is a slime flag that this version does not build yet.")
+        raise ValueError(f"{path}: {_not_built(key)}")
     near = get_close_matches(name, spellings, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else "."
     install = (

@@ -13,6 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from slime.catalog.backends import BACKENDS
+from slime.utils.model_config import read_config
+
 SCRIPTS = {"train.py": "train", "train_async.py": "train-async"}
 
 
@@ -35,7 +38,16 @@ def train_words(train_args: str, megatron_model_type: str | None = None) -> list
     """The flags as words; a launcher that names a model type of Megatron's means that trainer."""
     words = shlex.split(os.path.expandvars(train_args))
     named = any(word.split("=")[0] in ("--train-backend", "--backend") for word in words)
-    return words if named or megatron_model_type is None else ["--train-backend", "megatron", *words]
+    if named or megatron_model_type is None or not _megatron_builds(words):
+        return words
+    return ["--train-backend", "megatron", *words]
+
+
+def _megatron_builds(words: list[str]) -> bool:
+    """Whether Megatron trains the model of these flags, or its config is not here to say which it is."""
+    at = words.index("--hf-checkpoint") + 1 if "--hf-checkpoint" in words else len(words)
+    kind = read_config(words[at]).get("model_type") if at < len(words) else None
+    return kind is None or kind in (BACKENDS["megatron"].families or ())
 
 
 def execute_train(

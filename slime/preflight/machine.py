@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import shutil
 import socket
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 from slime.arguments import Args
 from slime.arguments.groups.cluster import num_cores
+from slime.engines.external import read_address
 from slime.preflight.prompts import usual_length
 from slime.preflight.report import COST, Finding
 from slime.preflight.run_plan import Device, RunPlan, plan_run
@@ -16,6 +20,7 @@ from slime.utils import shm
 from slime.utils.accelerator import device_count
 
 _LITTLE_DISK = 1 << 30
+_ROUTER_PATIENCE_S = 3.0
 _PROCESSES_PER_CORE, _MANY_PROCESSES = 8, 32  # beyond both, trainer ranks and engines get nowhere
 
 
@@ -24,6 +29,7 @@ def check_machine(args: Args) -> Iterator[Finding]:
     if args.runtime != "ray":
         yield from _check_devices(args)
         yield from _check_port(args)
+    yield from _check_router(args)
     yield from _check_room(args)
 
 
@@ -50,9 +56,51 @@ def _check_devices(args: Args) -> Iterator[Finding]:
         )
 
 
+def _check_router(args: Args) -> Iterator[Finding]:
+    """A router that others run must be there, reach our engines, and have none of others."""
+    host, port = args.sglang_router_ip, args.sglang_router_port
+    if host is None or args.debug_train_only:
+        return
+    flag, where = "--sglang-router-ip", f"http://{host}:{port}/workers"
+    try:
+        with urllib.request.urlopen(where, timeout=_ROUTER_PATIENCE_S) as answer:
+            workers = json.load(answer)["workers"]
+    except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException) as error:
+        text = f"no router answers at {host}:{port} (GET /workers: {error}): start it, or leave the flag out"
+        yield Finding("error", flag, f"{text} and slime starts one.")
+        return
+    ours = {read_address(address) for address in args.rollout_external_engine_addrs or ()}
+    others = sorted({w["url"] for w in workers if w.get("is_healthy", True)} - ours)
+    if others:
+        text = (
+            f"the router at {host}:{port} has engines already ({', '.join(others[:3])}), whose answers would "
+        )
+        yield Finding("error", flag, f"{text}mix with those of this run's weights: take them out.")
+    if args.runtime != "ray" and not ours and not _is_here(host):
+        text = f"{host} is another machine, and engines of --runtime local listen on this one alone: use "
+        yield Finding("error", flag, f"{text}--runtime ray, or a router on this machine.")
+
+
+def _is_here(host: str) -> bool:
+    try:
+        found = {str(row[4][0]) for row in socket.getaddrinfo(host.strip("[]"), None)}
+    except OSError:
+        return False
+    return any(address.startswith("127.") or address == "::1" or _can_bind(address) for address in found)
+
+
+def _can_bind(address: str) -> bool:
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
 def _check_port(args: Args) -> Iterator[Finding]:
     port = args.sglang_router_port
-    if port is None or args.debug_train_only:
+    if port is None or args.debug_train_only or args.sglang_router_ip is not None:
         return
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -200,6 +200,8 @@ class TrainingStep:
         The first also compares engine and trainer, unless a pass before did: later ones have newer weights.
         """
         args, watch = self.args, TokenWatch()
+        if args.use_stateless_adam:
+            self.backend.reset_optimizer()
         metrics = self._train_critic(index, step) if needs_critic(args) else {}
         if not needs_critic(args) or self.rollout_id >= args.num_critic_only_steps:
             metrics |= self._train_actor(index, step, watch)

@@ -296,7 +296,7 @@ def test_flag_without_effect_is_refused_when_given(name):
         changes |= {"loss_type": "sft_loss", "n_samples_per_prompt": 1}
     if name == "eps_clip_c":
         changes |= {name: 3.0}
-    if name in ("adam_beta1", "adam_beta2", "adam_eps", "optimizer_cpu_offload"):
+    if name in ("adam_beta1", "adam_beta2", "adam_eps", "optimizer_cpu_offload", "use_stateless_adam"):
         changes |= {"optimizer": "sgd"}
     if name in ("custom_advantage_function_path", "normalize_advantages"):
         words = ["--disable-compute-advantages-and-returns"]

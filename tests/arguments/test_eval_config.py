@@ -102,10 +102,11 @@ def test_mistakes_are_named(tmp_path, data, text, message):
         parse("--eval-config", write(tmp_path, text.replace("P", data)))
 
 
-def test_config_and_pairs_together_are_refused(tmp_path, data):
+def test_a_config_wins_over_pairs_which_are_told_of(tmp_path, data):
     config = write(tmp_path, f"datasets: [{{name: a, path: {data}}}]")
-    with pytest.raises(ValueError, match="keep one of them"):
-        parse("--eval-config", config, "--eval-prompt-data", "b", data)
+    args = parse("--eval-config", config, "--eval-prompt-data", "b", data)
+    assert [dataset.name for dataset in args.eval_datasets] == ["a"]
+    assert "--eval-prompt-data is set, but --eval-config names the evaluation datasets." in args.warnings[0]
 
 
 def test_dataset_list_accepts_lists_and_mappings():

@@ -18,6 +18,8 @@ ROOT = Path(__file__).parents[2]
 # Their effect is on other arguments: a file that is read, a value that is derived, a check that is made.
 USED_WHILE_PARSING = {
     "sglang_router_policy",
+    "freeze_indexer",
+    "num_layers_per_virtual_pipeline_stage",
     "config",
     "print_config",
     "strict",

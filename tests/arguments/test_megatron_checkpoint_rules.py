@@ -5,6 +5,8 @@ import json
 import pytest
 from argument_helpers import parse
 
+from slime.utils.fp8_config import quantization_config
+
 
 def make_folder(path, *iterations: str, kind: str = "torch_dist") -> str:
     """A folder as Megatron leaves it, as far as flags look."""
@@ -76,3 +78,29 @@ def test_a_converted_one_that_is_not_read_leaves_hf_checkpoint_its_place(tmp_pat
         (tmp_path / "run" / "iter_0000002" / ".metadata").unlink()
     with pytest.raises(ValueError, match=f"--load is {trained}, a checkpoint in Megatron's format, .*{why}"):
         parse("--load", trained, hf_checkpoint=model)
+
+
+def test_a_model_given_as_reference_without_a_kl_is_where_the_policy_starts(tmp_path):
+    model, other = make_model(tmp_path / "model"), make_model(tmp_path / "other")
+    args = parse("--ref-load", model, hf_checkpoint=model)
+    assert (args.ref_load, args.start_from) == (None, model)
+    assert "--ref-load is" in args.warnings[0] and "there is no KL to a reference" in args.warnings[0]
+    args = parse("--ref-load", other, hf_checkpoint=model)
+    assert (args.ref_load, args.start_from) == (None, other)
+    args = parse("--ref-load", other, "--use-kl-loss", hf_checkpoint=model)
+    assert (args.ref_load, args.start_from) == (other, model)
+
+
+def test_engines_start_from_fp8_weights_and_the_policy_from_its_reference(tmp_path):
+    small, model = make_model(tmp_path / "fp8"), make_model(tmp_path / "model")
+    config = {"model_type": "qwen3", "quantization_config": quantization_config((128, 128))}
+    (tmp_path / "fp8" / "config.json").write_text(json.dumps(config))
+    args = parse("--ref-load", model, "--use-kl-loss", hf_checkpoint=small)
+    assert (args.ref_load, args.start_from, args.fp8_rounding) == (model, model, "nearest")
+
+
+def test_a_model_may_be_loaded_as_a_checkpoint_is(tmp_path):
+    model, other = make_model(tmp_path / "model"), make_model(tmp_path / "other")
+    args = parse("--load", other, hf_checkpoint=model)
+    assert (args.load, args.start_from) == (None, other)
+    assert any(f"--load {other}: the weights of this model are read" in text for text in args.warnings)

@@ -52,10 +52,26 @@ def test_value_after_a_switch_is_refused():
         parse("--colocate=true")
 
 
-@pytest.mark.parametrize("flag", ["--use-stateless-adam", "--allgather-cp"])
+@pytest.mark.parametrize("flag", ["--load-forge-rollout-data", "--rampup-batch-size", "--lr-warmup-init"])
 def test_known_flag_of_a_missing_feature_says_so(flag):
-    with pytest.raises(ValueError, match=f"{flag} is a slime flag that this version does not build yet"):
+    with pytest.raises(ValueError, match=f"{flag} is a flag of slime's or Megatron's that this version does"):
         parse(flag, "1")
+
+
+def test_a_flag_that_is_not_built_may_have_the_value_that_changes_nothing():
+    parse("--lr-warmup-init", "0.0", "--weight-decay-incr-style", "constant")
+
+
+def test_names_of_other_command_lines_are_taken_for_ours():
+    args = parse("--recompute-activations", "--strict")
+    assert args.activation_checkpointing == "selective"
+
+
+def test_what_another_choice_of_the_user_leaves_out_is_told_and_what_a_default_leaves_out_is_refused():
+    (block,) = parse("--min-lr", "1e-7", "--lr-decay-style", "constant").warnings
+    assert "--min-lr is 1e-07, but --lr-decay-style constant never decays" in block
+    with pytest.raises(ValueError, match="--min-lr is 1e-07, but --lr-decay-style constant never decays"):
+        parse("--min-lr", "1e-7")
 
 
 def test_misspelt_declared_flag_with_a_pass_through_prefix_is_still_suggested():
@@ -178,8 +194,8 @@ def test_file_keys_may_be_written_like_flags(tmp_path):
             r"run.yaml: unknown key 'rollout_batch_sise'; did you mean 'rollout_batch_size'\?",
         ),
         (
-            "use_stateless_adam: true\n",
-            "use_stateless_adam is a slime flag that this version does not build yet",
+            "load_forge_rollout_data: a\n",
+            "load_forge_rollout_data is a flag of slime's or Megatron's that this version does not build yet",
         ),
         ("lr: fast\n", "lr in .*run.yaml is 'fast': expected a number"),
         ("seed: [1, 2]\n", "expected one value, found a list"),

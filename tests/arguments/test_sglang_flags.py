@@ -76,8 +76,6 @@ def test_the_table_is_asked_for_once_per_version(python, tmp_path):
     ("words", "message"),
     [
         (["--sglang-mem-fractoin-static", "1"], "9.9.9 has no .*did you mean --sglang-mem-fraction-static"),
-        (["--sglang-tp-size", "2"], "cannot be given: --rollout-num-gpus-per-engine decides it"),
-        (["--sglang-tensor-parallel-size", "2"], "cannot be given: --rollout-num-gpus-per-engine decides it"),
         (["--sglang-mem-fraction-static", "much"], "'much': SGLang expects float"),
         (["--sglang-sleep-on-idle", "yes"], "is a switch and takes no value"),
         (["--sglang-schedule-policy", "magic"], "SGLang takes fcfs, lpm"),
@@ -86,6 +84,15 @@ def test_the_table_is_asked_for_once_per_version(python, tmp_path):
 def test_a_wrong_flag_of_sglang_is_explained(python, words, message):
     with pytest.raises(ValueError, match=message):
         parse(*words, sglang_python=str(python))
+
+
+@pytest.mark.parametrize("name", ["tp-size", "tensor-parallel-size"])
+def test_what_slime_decides_itself_is_left_out_and_told(python, name):
+    words = [f"--sglang-{name}", "2", "--sglang-mem-fraction-static", "0.5"]
+    args = parse(*words, sglang_python=str(python))
+    assert args.sglang_options == ["--mem-fraction-static", "0.5"]
+    told = f"--sglang-{name} is left out: --rollout-num-gpus-per-engine decides it."
+    assert told in args.warnings
 
 
 def test_flags_of_sglang_in_a_config_file_are_taken_and_the_command_line_wins(python, tmp_path):

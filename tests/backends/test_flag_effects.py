@@ -125,6 +125,7 @@ VALUES = {
     "ref_update_interval": 1,
     "keep_old_actor": True,
     "reset_optimizer_states": True,
+    "use_stateless_adam": True,
     "critic_load": "FOLDER/other",
     "critic_lr": 0.5,
     "critic_min_lr": 1e-3,

@@ -51,6 +51,8 @@ def workers(port: int) -> list[str]:
 def service(tmp_path):
     args = SimpleNamespace(
         rollout_router="builtin",
+        sglang_router_ip=None,
+        sglang_router_port=None,
         router_middleware_paths=[],
         no_engine_timeout_s=5.0,
         engine_restart_limit=3,
@@ -66,7 +68,8 @@ def service(tmp_path):
     servers = [Server(port) for port in (11, 12, 13, 14, 15)]
     made = ModelService(args, args.engine_topology.policy, servers, 2)
     made.fleet.wait_ready()
-    yield made, servers, made.start_routers(SimpleNamespace(run_id="x", run_dir=tmp_path), None)
+    fronts = made.start_routers(SimpleNamespace(run_id="x", run_dir=tmp_path))
+    yield made, servers, tuple(port for _, port in fronts)
     made.close()
 
 

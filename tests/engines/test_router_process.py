@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from aiohttp import web
+from external_router import RegisteredEngine
 from fake_engine import FakeEngine
 from patience import eventually
 
@@ -21,25 +21,6 @@ from slime.utils.async_utils import run
 
 pytestmark = pytest.mark.sglang
 PAYLOAD = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 4}}
-
-
-class RegisteredEngine(FakeEngine):
-    """Also answers what the router asks of a worker that registers."""
-
-    async def _serve(self) -> int:
-        app = web.Application()
-        app.router.add_post("/generate", self._generate)
-        app.router.add_get("/{path:.*}", self._describe)
-        self._runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        return site._server.sockets[0].getsockname()[1]
-
-    async def _describe(self, request: web.Request) -> web.Response:
-        return web.json_response(
-            {"model_path": "org/model", "served_model_name": "org/model", "version": "0.5.23"}
-        )
 
 
 @pytest.fixture(scope="module")

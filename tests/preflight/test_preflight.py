@@ -3,9 +3,11 @@
 import json
 import shutil
 import socket
+import sys
 
 import pytest
 from argument_helpers import parse
+from external_router import OtherRouter
 from patience import PATIENCE_S
 from tiny_model import make_tiny_model, make_tiny_tokenizer
 
@@ -301,3 +303,15 @@ def test_a_reward_that_an_end_token_confuses(look, tmp_path):
     [warning] = look(**own).of("warning")
     assert "it gives 1 for '0' and 0 for '0<|im_end|>'" in str(warning)
     assert look("--rollout-skip-special-tokens", **own).of("warning") == []
+
+
+def test_a_router_of_others_must_be_there_and_have_no_engines_of_others(look):
+    given = {"rollout_engine": "sglang", "sglang_python": sys.executable, "sglang_router_ip": "127.0.0.1"}
+    with OtherRouter() as other:
+        given["sglang_router_port"] = other.port
+        assert errors(look(**given)) == []
+        other.workers["http://a:1"] = {"url": "http://a:1", "id": "0"}
+        (found,) = errors(look(**given))
+        assert "has engines already (http://a:1), whose answers would mix with" in found
+    (found,) = errors(look(**given))
+    assert found.startswith("--sglang-router-ip: no router answers at 127.0.0.1:")

@@ -66,6 +66,13 @@ def test_forgetting_the_moments_makes_each_rollout_start_afresh(model):
     assert {float(state["step"]) for state in backend.optimizer.state.values()} == {1.0}
 
 
+def test_an_optimizer_without_memory_starts_afresh_in_each_step(model):
+    args = trainer_args(model, use_stateless_adam=True, global_batch_size=4, micro_batch_size=4)
+    backend = backend_of(args)
+    train(backend, args, random_samples(2, 4))
+    assert {float(state["step"]) for state in backend.optimizer.state.values()} == {1.0}
+
+
 def step_on_version(backend, args, kept, version, current=None):
     """Train on samples that weights of push `version` made."""
     batch = samples_to_batch(args, random_samples(2, 4))

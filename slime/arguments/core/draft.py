@@ -116,7 +116,9 @@ def refuse_flags_without_effect(draft: Draft) -> None:
         if lacks is None or draft.sources[name] == f"file {draft.custom_config_path}":
             continue
         shown = "set" if spec.kind is bool or spec.info.secret else f"{value}"
-        (draft.idle if lacks.harmless else refused).append(f"{spec.option} is {shown}, but {lacks.reason}.")
+        (draft.idle if lacks.is_harmless(draft) else refused).append(
+            f"{spec.option} is {shown}, but {lacks.reason}."
+        )
     if refused:
         raise Refused(refused)
 

@@ -20,6 +20,10 @@ class OnlyWith:
     works: Callable[[Any], object]  # of the draft of the settings
     reason: str  # completes the sentence "--x is 3, but ..."
     harmless: bool = False  # a flag without it changes nothing of what is trained: a warning is enough
+    said_by: str | None = None  # the same, where the user gave this flag: what it leaves out was chosen
+
+    def is_harmless(self, draft: Any) -> bool:
+        return self.harmless or (self.said_by is not None and draft.was_given(self.said_by))
 
 
 def needs(name: str, reason: str, *, harmless: bool = False) -> OnlyWith:

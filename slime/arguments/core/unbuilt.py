@@ -1,8 +1,11 @@
 """Flags of slime scripts that this version does not build: refused by name, or told of where that is safe."""
 
+from collections.abc import Sequence
+
 UNBUILT_FLAGS = frozenset(
     """
-    allgather-cp freeze-indexer load-forge-rollout-data use-stateless-adam
+    load-forge-rollout-data lr-warmup-samples lr-decay-samples lr-wsd-decay-style lr-wsd-decay-iters
+    lr-wsd-decay-samples start-weight-decay end-weight-decay rampup-batch-size
     """.split()  # noqa: SIM905 - a paragraph is easier to scan than many quoted lines
 )
 
@@ -10,24 +13,65 @@ UNBUILT_FLAGS = frozenset(
 IDLE_FLAGS = {
     "how it is computed is slime's to choose": """
         moe-grouped-gemm moe-permute-fusion moe-router-fusion rope-fusion bias-swiglu-fusion
-        bias-dropout-fusion bias-gelu-fusion persist-layer-norm use-flash-attn use-mcore-models
-        transformer-impl qwen-gdn-backend use-cpu-initialization
-        perform-initialization data-pad-size-multiplier
-        create-attention-mask-in-dataloader manual-gc manual-gc-interval empty-unused-memory-level
-        use-torch-optimizer-for-cpu-offload""",
+        bias-dropout-fusion bias-gelu-fusion persist-layer-norm
+        use-flash-attn use-mcore-models use-legacy-models
+        transformer-impl qwen-gdn-backend use-cpu-initialization enable-experimental
+        perform-initialization initialization data-pad-size-multiplier allgather-cp
+        create-attention-mask-in-dataloader manual-gc manual-gc-interval manual-gc-eval
+        empty-unused-memory-level use-torch-optimizer-for-cpu-offload mla-down-proj-fusion
+        megatron-deepgemm-forward-layers megatron-deepgemm-forward-modules
+        megatron-deepgemm-moe-forward-layers megatron-deepgemm-moe-forward-modules
+        moe-use-legacy-grouped-gemm te-rng-tracker data-parallel-random-init""",
     "the config of --hf-checkpoint says it": """
         spec model-name padded-vocab-size make-vocab-size-divisible-by position-embedding seq-length
-        rope-type tokenizer-type tokenizer-model use-rope-scaling rope-scaling-factor""",
+        encoder-seq-length decoder-seq-length rope-type tokenizer-type tokenizer-model use-rope-scaling
+        rope-scaling-factor rotary-seq-len-interpolation-factor enable-yarn yarn-rotary-scaling-factor
+        yarn-original-max-position-embeddings yarn-beta-fast yarn-beta-slow yarn-mscale
+        yarn-mscale-all-dim quick-geglu squared-relu no-rope-freq linear-attention-type
+        use-hf-config-for-megatron""",
     "--dtype decides it": "bf16",
+    "this version trains in 16 or 32 bit, which is more exact and slower": """
+        fp8-format fp8-recipe fp8-margin fp8-interval fp8-amax-history-len fp8-amax-compute-algo fp8-wgrad
+        fp8-param-gather keep-fp8-weight-transpose-cache first-last-layers-bf16
+        num-layers-at-start-in-bf16 num-layers-at-end-in-bf16 moe-router-padding-for-fp8""",
     "slime has formats of its own for checkpoints and logs": """
-        ckpt-format use-dist-ckpt auto-detect-ckpt-format dist-ckpt-strictness ckpt-fully-parallel-save
-        ckpt-assume-constant-structure log-interval log-throughput timing-log-level tensorboard-dir
-        tensorboard-log-interval save-rng""",
+        ckpt-format use-dist-ckpt auto-detect-ckpt-format dist-ckpt-strictness dist-ckpt-format
+        ckpt-fully-parallel-save ckpt-fully-parallel-load ckpt-assume-constant-structure
+        ckpt-convert-format async-strategy use-persistent-ckpt-worker save-retain-interval
+        non-persistent-save-interval non-persistent-ckpt-type exit-on-missing-checkpoint
+        dist-ckpt-save-pre-mcore-014 save-rng log-interval log-throughput log-progress
+        timing-log-level timing-log-option log-params-norm log-num-zeros-in-grad log-straggler
+        disable-straggler-on-startup log-timers-to-tensorboard log-memory-to-tensorboard
+        log-loss-scale-to-tensorboard log-validation-ppl-to-tensorboard
+        log-world-size-to-tensorboard log-batch-size-to-tensorboard
+        log-learning-rate-to-tensorboard tensorboard-dir tensorboard-log-interval
+        tensorboard-queue-size megatron-to-hf-mode""",
+    "slime has a loop and data of its own": """
+        train-iters train-samples skip-train exit-interval exit-duration-in-mins exit-signal-handler
+        eval-iters rerun-mode num-workers dataloader-type data-path data-cache-path data-args-path
+        train-data-path valid-data-path split mock-data reset-position-ids reset-attention-mask
+        eod-mask-loss num-dataset-builder-threads mmap-bin-files""",
     "slime moves data and requests in its own way": """
-        rollout-data-transport use-distributed-post http-proxy actor-num-cpus min-batch-collection-ratio""",
-    "slime starts a router of its own, whose address plug-ins get": "sglang-router-ip",
+        rollout-data-transport use-distributed-post http-proxy actor-num-cpus min-batch-collection-ratio
+        use-slime-router slime-router-timeout slime-router-max-connections
+        slime-router-health-check-failure-threshold overlap-p2p-communication
+        overlap-p2p-communication-warmup-flush batch-p2p-communication enable-gloo-process-groups
+        disable-gloo-process-groups use-tp-pp-dp-mapping use-sharp high-priority-stream-groups
+        nccl-communicator-config-path distributed-timeout-seconds-after-init ddp-num-buckets""",
+    "a checkpoint brings its place in the schedule, and the command line the rates": """
+        override-opt-param-scheduler use-checkpoint-opt-param-scheduler""",
+    "--wandb-team, --wandb-group and --wandb-dir say it": "wandb-entity wandb-exp-name wandb-save-dir",
     "the trainer's processes stay; --offload-train gives their device memory back": "release-train",
     "--use-pytorch-profiler records steps": "profile",
+    "code that comes with a model is not run": "trust-remote-code",
+}
+# Flags that change nothing at one value, and are refused at any other.
+_NEUTRAL = {"lr-warmup-init": "0", "weight-decay-incr-style": "constant"}
+# What a flag of another release, or of Megatron's command line, is called here.
+RENAMED_FLAGS = {
+    "--recompute-activations": ("--recompute-granularity", "selective"),
+    "--slime-router-middleware-paths": ("--router-middleware-paths",),
+    "--model-parallel-size": ("--tensor-model-parallel-size",),
 }
 _WHY_IDLE = {name: why for why, names in IDLE_FLAGS.items() for name in names.split()}
 # Flags of plug-ins that slime has on its own command line: attributes of args, for whoever reads them.
@@ -86,8 +130,26 @@ SYNONYMS = {theirs: ours for ours, names in _SYNONYMS.items() for theirs in name
 
 
 def is_unbuilt(name: str) -> bool:
-    """Whether `use-stateless-adam` (no dashes in front) is a flag of slime that this version refuses."""
-    return name in UNBUILT_FLAGS
+    """Whether `load-forge-rollout-data` (no dashes in front) is a flag of slime that this version refuses."""
+    return name in UNBUILT_FLAGS or name in _NEUTRAL
+
+
+def is_neutral(option: str, words: Sequence[str]) -> bool:
+    """Whether a flag that is not built has the value at which it changes nothing."""
+    value = _NEUTRAL.get(option.removeprefix("--").replace("_", "-"))
+    return value is not None and len(words) == 1 and _same(words[0], value)
+
+
+def _same(word: str, value: str) -> bool:
+    try:
+        return float(word) == float(value)
+    except ValueError:
+        return word == value
+
+
+def renamed(words: Sequence[str]) -> list[str]:
+    """A command line with the names that flags have here."""
+    return [new for word in words for new in RENAMED_FLAGS.get(word, (word,))]
 
 
 def why_idle(option: str) -> str | None:

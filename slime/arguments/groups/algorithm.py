@@ -18,6 +18,7 @@ GROUPING_ROLLOUTS = (DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC_ROLLOUT_FUNCTION)
 
 # -- when flags have an effect
 KL_LOSS = needs("use_kl_loss", "the loss has no KL term without --use-kl-loss; add it")
+WEIGHS_KL = OnlyWith(KL_LOSS.words, KL_LOSS.works, KL_LOSS.reason, harmless=True)
 KL = OnlyWith(
     "with --use-kl-loss or --kl-coef",
     lambda d: d.use_kl_loss or d.kl_coef != 0,
@@ -83,6 +84,7 @@ GAE = OnlyWith(
     "with --advantage-estimator ppo",
     lambda d: d.advantage_estimator == "ppo" or d.custom_advantage_function_path is not None,
     "only --advantage-estimator ppo has it; remove it",
+    said_by="advantage_estimator",
 )
 CONSTANT = OnlyWith(
     "with --loss-reduction constant",
@@ -235,7 +237,7 @@ class AlgorithmFlags:
         choices=("k1", "k2", "k3", "low_var_kl"),
         only_with=KL,
     )
-    use_unbiased_kl: bool = flag(False, "weight the KL estimate by the policy ratio", only_with=KL_LOSS)
+    use_unbiased_kl: bool = flag(False, "weight the KL estimate by the policy ratio", only_with=WEIGHS_KL)
     use_rollout_logprobs: bool = flag(
         False, "take the engine's log-probs as those of the old policy", only_with=(POLICY_TERMS, OLD_POLICY)
     )

@@ -8,6 +8,7 @@ from slime.arguments.core.draft import Draft
 from slime.arguments.core.flag import OnlyWith, flag, needs
 from slime.arguments.groups.objectives import REFERENCE
 from slime.catalog.backends import BACKENDS
+from slime.utils.fp8_config import block_size_of
 from slime.utils.model_config import read_config
 from slime.utils.step_folders import find_step, step_folders
 from slime.utils.torch_dist_folder import UnreadFolder, find_iteration, is_megatron_folder, was_trained
@@ -96,21 +97,53 @@ def megatron_checkpoints(draft: Draft) -> None:
     """
     had_reference = draft.ref_load is not None
     found = {name: _megatron_weights(draft, name, step) for name, step in MEGATRON_FLAGS.items()}
+    found["load"] = found["load"] or (draft.load if _is_model(draft.load) else None)
     found["hf_checkpoint"] = draft.hf_checkpoint
     source = "load" if found["load"] else "ref_load" if found["ref_load"] else "hf_checkpoint"
     draft.set("start_from", found[source], f"derived: {source} has the first weights")
     if found["load"] is not None:
-        draft.set("load", None, "derived: the weights of Megatron's checkpoint are taken, nothing is resumed")
+        kind = "this model" if _is_model(found["load"]) else "Megatron's checkpoint"
+        draft.set("load", None, f"derived: the weights of {kind} are taken, nothing is resumed")
         draft.warn(
-            f"--load {found['load']}: the weights of Megatron's checkpoint are read; optimizer, schedule and "
-            "place in the data start anew."
+            f"--load {found['load']}: the weights of {kind} are read; optimizer, schedule and place in the "
+            "data start anew."
         )
     if found["ref_load"] is not None and not REFERENCE.works(draft):
         draft.set("ref_load", None, "derived: no reference is used")
+    elif draft.ref_load is not None and source == "hf_checkpoint":
+        _start_from_reference(draft)
     load = draft.load
     if had_reference and load and load != draft.save and not Path(load).expanduser().is_dir():
         draft.derive("load", None, "there is no such folder")
         draft.warn(f"--load {load}: there is no such folder; the run starts from {draft.start_from}.")
+
+
+def _is_model(path: str | None) -> bool:
+    """Whether a Hugging Face model is at `path`, and no checkpoint of a run."""
+    folder = Path(path).expanduser() if path else None
+    return folder is not None and (folder / "config.json").is_file() and not step_folders(folder)
+
+
+def _start_from_reference(draft: Draft) -> None:
+    """A Hugging Face folder as --ref-load, as slime scripts give it: the policy starts from it.
+
+    So it is where no reference is used, which it would be for, and where --hf-checkpoint holds FP8 weights,
+    which engines start from. Else the policy is --hf-checkpoint, held to another model.
+    """
+    folder = Path(draft.ref_load).expanduser()
+    same = draft.hf_checkpoint and folder.resolve() == Path(draft.hf_checkpoint).expanduser().resolve()
+    if not _is_model(draft.ref_load) or draft.ref_ckpt_step is not None:
+        return
+    unused = not REFERENCE.works(draft)
+    if same and unused:
+        draft.idle.append(f"--ref-load is {draft.ref_load}, but there is no KL to a reference.")
+    elif unused or (not same and draft.hf_checkpoint and block_size_of(draft.hf_checkpoint)):
+        draft.set("start_from", draft.ref_load, "derived: ref_load has the first weights")
+        draft.warn(
+            f"--ref-load {draft.ref_load}: the policy starts from these weights (--load is not given)."
+        )
+    if unused:
+        draft.set("ref_load", None, "derived: no reference is used")
 
 
 def _megatron_weights(draft: Draft, name: str, step_name: str | None) -> str | None:

@@ -67,9 +67,7 @@ def resolve_eval_datasets(draft: Draft) -> None:
         entries, defaults = _read_eval_config(draft.eval_config)
         because = "eval_config"
         if draft.was_given("eval_prompt_data"):
-            raise ValueError(
-                "--eval-config and --eval-prompt-data both name evaluation datasets; keep one of them."
-            )
+            draft.idle.append("--eval-prompt-data is set, but --eval-config names the evaluation datasets.")
     else:
         entries, defaults = _pair_names_and_files(draft.eval_prompt_data or []), {}
         because = "eval_prompt_data"

@@ -26,7 +26,8 @@ BALANCING = ("none", "aux_loss", "seq_aux_loss")
 # Flags that lay a model out for Megatron or say how it computes: none of them changes what is trained.
 LAYOUT = """
     tensor_model_parallel_size context_parallel_size pipeline_model_parallel_size
-    virtual_pipeline_model_parallel_size expert_model_parallel_size expert_tensor_parallel_size
+    virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage
+    expert_model_parallel_size expert_tensor_parallel_size
     sequence_parallel recompute_method recompute_num_layers recompute_modules use_distributed_optimizer
     overlap_grad_reduce overlap_param_gather moe_token_dispatcher_type attention_backend
 """.split()  # noqa: SIM905 - a paragraph is easier to scan
@@ -53,6 +54,9 @@ class MegatronFlags:
         "chunks of layers per pipeline stage; default: one",
         ge=2,
         alias="--num-virtual-stages-per-pipeline-rank",
+    )
+    num_layers_per_virtual_pipeline_stage: int | None = flag(
+        None, "the same as so many layers in each chunk", ge=1
     )
     expert_model_parallel_size: int = flag(1, "ranks that share the experts of every layer", ge=1)
     expert_tensor_parallel_size: int = flag(1, "ranks that share every matrix of an expert", ge=1)
@@ -128,6 +132,11 @@ def choose_trainer(draft: Draft) -> None:
     option = _option(given[0])
     draft.derive("train_backend", "megatron", f"{option} is a flag of Megatron's")
     draft.warn(f"--train-backend megatron: {option} is a flag of Megatron's, and no trainer was named.")
+    if not draft.was_given("lr_decay_style") and not draft.debug_rollout_only:
+        draft.warn(
+            "--lr-decay-style is not given: the rate stays constant here, where Megatron's own command line "
+            "lets it decay linearly; say which."
+        )
 
 
 def _option(name: str) -> str:
@@ -208,9 +217,38 @@ def megatron_trainer(draft: Draft) -> None:
     if draft.sequence_parallel and draft.tensor_model_parallel_size == 1:
         draft.idle.append("--sequence-parallel is set, but --tensor-model-parallel-size is 1: it is off.")
         draft.derive("sequence_parallel", False, "tensor_model_parallel_size is 1")
+    _virtual_stages(draft)
     _overlaps(draft)
     _dispatcher(draft)
     _experts(draft)
+
+
+def _virtual_stages(draft: Draft) -> None:
+    """Layers per chunk say how many chunks a pipeline stage has, once the number of layers is known."""
+    each, stages = draft.num_layers_per_virtual_pipeline_stage, draft.pipeline_model_parallel_size
+    if each is None:
+        return
+    option = f"--num-layers-per-virtual-pipeline-stage is {each}"
+    if draft.virtual_pipeline_model_parallel_size is not None:
+        raise ValueError(
+            f"{option} beside --num-virtual-stages-per-pipeline-rank "
+            f"{draft.virtual_pipeline_model_parallel_size}: both say how layers are cut; keep one of them."
+        )
+    config = read_config(draft.hf_checkpoint) if draft.hf_checkpoint else {}
+    layers = config.get("num_hidden_layers") or (draft.megatron_config or {}).get("num_layers")
+    if layers is None:
+        raise ValueError(
+            f"{option}, but no config of --hf-checkpoint is here to say how many layers there are; use "
+            "--num-virtual-stages-per-pipeline-rank."
+        )
+    if layers % (stages * each):
+        raise ValueError(
+            f"{option}: {layers} layers on {stages} stage(s) do not divide into chunks of {each}; use a "
+            "number that divides them."
+        )
+    chunks = layers // (stages * each)
+    if chunks > 1:
+        draft.derive("virtual_pipeline_model_parallel_size", chunks, "num_layers_per_virtual_pipeline_stage")
 
 
 def model_family(draft: Draft) -> None:

@@ -23,11 +23,13 @@ CRITIC = OnlyWith(
     "with --advantage-estimator ppo",
     lambda d: d.loss_type not in SUPERVISED_LOSSES and d.advantage_estimator == "ppo",
     "there is no critic; only --advantage-estimator ppo trains one",
+    said_by="advantage_estimator",
 )
 CRITIC_DECAYS = OnlyWith(
     "with a --critic-lr-decay-style that decays",
     lambda d: d.critic_lr_decay_style != "constant",
     "--critic-lr-decay-style constant never decays; choose linear or cosine",
+    said_by="critic_lr_decay_style",
 )
 DISTILS = needs("use_opd", "there is no distillation; add --use-opd")
 TEACHER_IN_TRAINER = OnlyWith(
@@ -57,6 +59,11 @@ OLD_LOG_PROBS = OnlyWith(
 )
 
 
+HAS_MOMENTS = OnlyWith(
+    "with --optimizer adam", lambda d: d.optimizer == "adam", "--optimizer sgd has no moments", harmless=True
+)
+
+
 @dataclass
 class KeptPolicyFlags:
     """Kept policies."""
@@ -71,6 +78,9 @@ class KeptPolicyFlags:
     )
     reset_optimizer_states: bool = flag(
         False, "forget the optimizer's moments before each rollout's training"
+    )
+    use_stateless_adam: bool = flag(
+        False, "forget Adam's moments before each optimizer step", only_with=HAS_MOMENTS
     )
 
 

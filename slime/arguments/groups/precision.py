@@ -93,12 +93,10 @@ def engine_precision(draft: Draft) -> None:
                 "serve FP8 with --rollout-quantization fp8."
             )
         return
-    on_grid = bool(draft.hf_checkpoint and block_size_of(draft.hf_checkpoint))
+    on_grid = bool(draft.start_from and block_size_of(draft.start_from))
     if draft.fp8_rounding == "auto":
-        rounding, why = (
-            ("stochastic", "holds FP8 weights") if on_grid else ("nearest", "holds 16-bit weights")
-        )
-        draft.derive("fp8_rounding", rounding, f"hf_checkpoint {why}")
+        rounding, why = ("stochastic", "has FP8 weights") if on_grid else ("nearest", "has 16-bit weights")
+        draft.derive("fp8_rounding", rounding, f"what the policy starts from {why}")
     if on_grid:
         draft.warn(_about_an_fp8_start(draft.hf_checkpoint, draft.fp8_rounding))
     if draft.logprob_diff_threshold is None and draft.loss_type not in SUPERVISED_LOSSES:

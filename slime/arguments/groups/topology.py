@@ -62,6 +62,12 @@ class TopologyFlags:
         "own balancer chooses",
         metavar="NAME",
     )
+    sglang_router_ip: str | None = flag(
+        None,
+        "host of a router that runs already, with --sglang-router-port: engines of the policy register with "
+        "it and leave it, and it is never started or stopped; default: slime starts what stands before them",
+        metavar="HOST",
+    )
     sglang_router_port: int | None = flag(
         None, "port of the policy's router; default: any free one", ge=1, le=65535
     )
@@ -306,15 +312,15 @@ def topology_source(draft: Draft) -> None:
 
 
 def _external(draft: Draft) -> None:
-    for name, why in (
-        ("rollout_num_gpus", "they bring their own GPUs"),
-        ("colocate", "they share no GPU with us"),
-    ):
-        if draft.was_given(name) and getattr(draft, name):
-            option = "--" + name.replace("_", "-")
-            raise ValueError(
-                f"{option} is set beside --rollout-external-engine-addrs, but {why}; remove one of them."
-            )
+    if draft.colocate:
+        raise ValueError(
+            "--colocate is set beside --rollout-external-engine-addrs, but they share no GPU with us; remove "
+            "one of them."
+        )
+    if draft.was_given("rollout_num_gpus") and draft.rollout_num_gpus:
+        draft.idle.append(
+            f"--rollout-num-gpus is {draft.rollout_num_gpus}, but external engines bring their own GPUs."
+        )
     draft.derive("rollout_num_gpus", 0, "external engines bring their own")
 
 
@@ -407,8 +413,36 @@ def _router_policy(draft: Draft) -> None:
         draft.set("router_options", options, draft.sources["router_options"])
 
 
+def _given_router(draft: Draft) -> None:
+    """A router of others: engines that it can serve, and nothing that only one of ours would do."""
+    host, options = draft.sglang_router_ip, draft.router_options
+    if draft.sglang_router_port is None:
+        raise ValueError(
+            f"--sglang-router-ip is {host}: a router that runs already has a port, too; add "
+            "--sglang-router-port, or leave both out and slime starts one."
+        )
+    if not ENGINES[draft.rollout_engine].takes_sglang_flags and not draft.rollout_external_engine_addrs:
+        raise ValueError(
+            f"--sglang-router-ip is {host}, but SGLang's router adds fields of its own to requests, which "
+            f"--rollout-engine {draft.rollout_engine} refuses; use --rollout-engine sglang."
+        )
+    if draft.router_middleware_paths:
+        raise ValueError(
+            "--router-middleware-paths are called by the built-in balancer; leave --sglang-router-ip out."
+        )
+    if ":" in host and not host.startswith("["):
+        draft.derive("sglang_router_ip", f"[{host}]", "an address of version 6")
+    given = [*options, *(["--sglang-router-policy"] if draft.sglang_router_policy else [])]
+    draft.idle += [f"{option} is set, but the router of --sglang-router-ip runs already." for option in given]
+    draft.derive("rollout_router", "sglang", "sglang_router_ip is one")
+
+
 def router(draft: Draft) -> None:
     """SGLang's router where it is needed, or where flags of its own are given; those are checked."""
+    if draft.sglang_router_ip is not None and not draft.debug_train_only:
+        _given_router(draft)
+        draft.set("router_options", [], draft.sources["router_options"])
+        return
     _router_policy(draft)
     given, split = draft.router_options, [m.name for m in draft.engine_topology.models if m.is_disaggregated]
     reason = next(iter(given)) if given else f"prefill and decode of model {split[0]!r}" if split else None

@@ -10,6 +10,8 @@ from slime.catalog.engines import ENGINES
 # -- when flags have an effect
 _FSDP = BACKENDS["fsdp"]
 FSDP = OnlyWith("with --train-backend fsdp", lambda d: BACKENDS[d.train_backend] is _FSDP, _FSDP.flags_unread)
+# Parameters of the part of sparse attention that chooses what is attended to.
+INDEXER = r"\bindexer\b"
 ADAPTERS = OnlyWith("with --lora-rank", lambda d: d.lora_rank > 0, "no adapters are trained; add --lora-rank")
 
 
@@ -36,6 +38,7 @@ class ParallelFlags:
         "regular expressions: parameters whose name one of them matches are not trained",
         metavar="REGEX",
     )
+    freeze_indexer: bool = flag(False, "the indexers of sparse attention are not trained")
 
 
 @dataclass
@@ -86,6 +89,9 @@ class AdapterFlags:
 
 def trainable_parameters(draft: Draft) -> None:
     """Two lists that contradict each other, and adapters beside them, are refused."""
+    if draft.freeze_indexer and not draft.only_train_params_name_list:
+        frozen = [*(draft.freeze_params_name_list or []), INDEXER]
+        draft.derive("freeze_params_name_list", frozen, "freeze_indexer")
     if draft.only_train_params_name_list and draft.freeze_params_name_list:
         raise ValueError(
             "--only-train-params-name-list and --freeze-params-name-list are both set: one says what "

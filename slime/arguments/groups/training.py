@@ -43,11 +43,14 @@ DECAYS = OnlyWith(
     "with a --lr-decay-style that decays",
     lambda d: d.lr_decay_style != "constant",
     "--lr-decay-style constant never decays; choose linear or cosine",
+    said_by="lr_decay_style",
 )
 ADAM = OnlyWith(
-    "with --optimizer adam", lambda d: d.optimizer == "adam", "--optimizer sgd has no moments; remove it"
+    "with --optimizer adam",
+    lambda d: d.optimizer == "adam",
+    "--optimizer sgd has no moments; remove it",
+    harmless=True,
 )
-HAS_MOMENTS = OnlyWith(ADAM.words, ADAM.works, ADAM.reason, harmless=True)
 OFFLOADED = needs(
     "optimizer_cpu_offload",
     "Adam's moments stay on the device without --optimizer-cpu-offload; add it",
@@ -165,7 +168,7 @@ class OptimizerFlags:
         False,
         "keep Adam's moments in host memory; they pass through the device in each step, which gives the same "
         "bits",
-        only_with=HAS_MOMENTS,
+        only_with=ADAM,
     )
     optimizer_offload_fraction: float = flag(
         1.0, "share of the parameters whose moments go there", ge=0, le=1, only_with=OFFLOADED
@@ -176,7 +179,7 @@ class OptimizerFlags:
         only_with=OFFLOADED,
     )
     use_precision_aware_optimizer: bool = flag(
-        False, "keep moments in the precisions of the next flags", only_with=(HAS_MOMENTS, LESS_THAN_FP32)
+        False, "keep moments in the precisions of the next flags", only_with=(ADAM, LESS_THAN_FP32)
     )
     exp_avg_dtype: str = flag(
         "fp32", "precision of Adam's first moment", choices=tuple(MOMENT_BYTES), only_with=PRECISION_AWARE

@@ -40,6 +40,9 @@ SPELLINGS: dict[str, tuple[str, Any]] = {
     "--num-experts": ("num_moe_experts", None),
     "--decoder-first-pipeline-num-layers": ("num_layers_in_first_pipeline_stage", None),
     "--decoder-last-pipeline-num-layers": ("num_layers_in_last_pipeline_stage", None),
+    "--microbatch-group-size-per-virtual-pipeline-stage": ("microbatch_group_size_per_vp_stage", None),
+    "--ddp-bucket-size": ("bucket_size", None),
+    "--ddp-average-in-collective": ("average_in_collective", True),
 }
 
 
@@ -169,7 +172,8 @@ def _read(entry: Field, option: str, words: list[str], bare: Any) -> Any:
     if entry.name == "moe_layer_freq" and words[0].startswith("["):
         return _read_pattern(option, words[0])
     try:
-        read = [int(word) if entry.kind is int else entry.kind(word) for word in words]
+        parts = [part for word in words for part in (word.split(",") if entry.many else [word])]
+        read = [int(part) if entry.kind is int else entry.kind(part) for part in parts]
     except ValueError:
         raise ValueError(
             f"{option} is {' '.join(words)!r}: megatron-core expects {entry.kind.__name__}."

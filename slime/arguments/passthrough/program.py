@@ -6,7 +6,6 @@ from difflib import get_close_matches
 from typing import Any
 
 from slime.arguments.core.draft import Refused
-from slime.arguments.core.unbuilt import is_unbuilt
 
 
 def split_flags(argv: list[str], is_theirs: Callable[[str], bool]) -> tuple[list[str], dict[str, list[str]]]:
@@ -80,14 +79,13 @@ class ProgramFlags:
     owned: Mapping[str, str]  # flags that slime sets itself -> what decides them
     by_option: Mapping[str, ProgramFlag]  # "--mem-fraction-static" -> its flag
     renamed: Mapping[str, str] = field(default_factory=dict)  # name of another release -> words that mean it
+    left_out: frozenset[str] = frozenset()  # owned flags that may be given: they are told of and dropped
 
     def find(self, option: str) -> ProgramFlag:
         """The flag that `--sglang-mem-fraction-static` (or `_` for `-`) means; ValueError: there is none."""
         name = self.own_option(option)
         flag = self.by_option.get(name)
         if flag is None:
-            if is_unbuilt(option.removeprefix("--").replace("_", "-")):
-                raise ValueError(f"{option} is a slime flag that this version does not build yet.")
             near = get_close_matches(name, self.by_option, n=1, cutoff=0.8)
             hint = f"; did you mean {self.prefix}{near[0].removeprefix('--')}?" if near else "."
             raise ValueError(f"unknown flag {option}: {self.program} has no {name}{hint}")
@@ -122,6 +120,10 @@ class ProgramFlags:
                         continue
                     option, *more = (self.prefix + now.removeprefix("--")).split()
                     given = [*more, *given]
+                known = self.by_option.get(self.own_option(option))
+                if known is not None and known.dest in self.left_out:
+                    told.append(f"{option} is left out: {self.owned[known.dest]}.")
+                    continue
                 flag = self.find(option)
                 values[flag.dest] = flag.read(given, option)
                 words += [self.own_option(option), *given]

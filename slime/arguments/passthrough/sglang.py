@@ -40,10 +40,18 @@ OWNED = {
     "enable_memory_saver": "--offload-rollout decides it",
     "skip_tokenizer_init": "answers must carry text",
     "random_seed": "--seed decides it",
+    "skip_server_warmup": "slime waits for its engines in its own way",
     "api_key": "each run makes its own where other machines reach its engines, or takes SLIME_ENGINE_TOKEN",
     "admin_api_key": "each run makes its own where other machines reach its engines, or takes "
     "SLIME_ENGINE_TOKEN",
 }
+# Those of them that slime leaves out of a launch line without a word: here they are left out and told of.
+_LEFT_OUT = frozenset(
+    """
+    model_path port nccl_port tp_size nnodes node_rank dist_init_addr base_gpu_id gpu_id_step random_seed
+    enable_memory_saver skip_server_warmup
+    """.split()  # noqa: SIM905 - a paragraph is easier to scan
+)
 # Names of other releases, and the words that mean the same in the one that is installed, or nothing.
 _NEW_NAMES = {
     "--cuda-graph-max-bs": "--cuda-graph-max-bs-decode",
@@ -53,17 +61,28 @@ _NEW_NAMES = {
     "--nsa-decode-backend": "--dsa-decode-backend",
     "--nsa-topk-backend": "--dsa-topk-backend",
     "--mamba-scheduler-strategy": "--mamba-radix-cache-strategy",
+    "--enable-prefill-context-parallel": "--enable-prefill-cp",
+    "--fp8-gemm-runner-backend": "--fp8-gemm-backend",
 }
 RENAMED = {
     **_NEW_NAMES,
     **{new: old for old, new in _NEW_NAMES.items()},
+    "--enable-nsa-prefill-context-parallel": "--enable-prefill-cp",
+    "--enable-dsa-prefill-context-parallel": "--enable-prefill-cp",
     "--enable-deepep-moe": "--moe-a2a-backend deepep",
+    "--enable-flashinfer-cutlass-moe": "--moe-runner-backend flashinfer_cutlass",
+    "--enable-flashinfer-trtllm-moe": "--moe-runner-backend flashinfer_trtllm",
+    "--enable-triton-kernel-moe": "--moe-runner-backend triton_kernel",
     **dict.fromkeys(
         (
             "--enable-ep-moe",
             "--enable-piecewise-cuda-graph",
             "--piecewise-cuda-graph-max-tokens",
             "--enable-nan-detection",
+            "--collect-tokens-histogram",
+            "--hybrid-kvcache-ratio",
+            "--keep-mm-feature-on-device",
+            "--mm-max-concurrent-calls",
         ),
         "",
     ),
@@ -132,7 +151,8 @@ def _ask(python: str) -> dict[str, Any]:
 
 
 def _read_table(table: dict[str, Any]) -> ProgramFlags:
-    return ProgramFlags(f"SGLang {table['version']}", PREFIX, OWNED, read_flag_rows(table["flags"]), RENAMED)
+    flags = read_flag_rows(table["flags"])
+    return ProgramFlags(f"SGLang {table['version']}", PREFIX, OWNED, flags, RENAMED, _LEFT_OUT)
 
 
 def _cache_folder() -> Path:

@@ -16,7 +16,7 @@ from slime.runtime.base import Runtime, in_background
 from slime.runtime.placement import Placement
 from slime.utils.async_utils import run
 from slime.utils.processing_utils import load_tokenizer
-from slime.utils.run_identity import LOOPBACK, Run
+from slime.utils.run_identity import Run
 from slime.wire.control import EngineControl
 from slime.wire.protocol import EngineInfo
 
@@ -57,19 +57,19 @@ class EnginePlane:
         load_tokenizer(self._args.hf_checkpoint)
         self._fleet.wait_ready()
         infos = [self.weights.info(url) for url in self.urls]
-        port, evaluation_port = self._policy.start_routers(self._run, self._args.sglang_router_port)
-        routers = {self._policy.model.name: port}
-        if evaluation_port is not None:
-            routers[EVALUATION_ENGINES] = evaluation_port
+        front, evaluation = self._policy.start_routers(self._run)
+        routers = {self._policy.model.name: front}
+        if evaluation is not None:
+            routers[EVALUATION_ENGINES] = evaluation
         for service in self._frozen:
             service.fleet.wait_ready()
-            routers[service.model.name] = service.start_routers(self._run, None)[0]
+            routers[service.model.name] = service.start_routers(self._run)[0]
         return _with_model_facts(
             replace(
                 info,
-                router_ip=LOOPBACK,
-                router_port=port,
-                model_routers={name: (LOOPBACK, port) for name, port in routers.items()},
+                router_ip=front[0],
+                router_port=front[1],
+                model_routers=routers,
                 engine_urls=self._policy.urls,
                 num_engines=len(self._policy.urls),
             ),

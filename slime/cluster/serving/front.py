@@ -1,4 +1,4 @@
-"""One address before engines: of a single engine, of the built-in balancer, or of SGLang's router."""
+"""One address before engines: of a single one, of the built-in balancer, or of a router of SGLang's."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from slime.arguments import Args, RunInfo, plugin_args
 from slime.cluster.serving.engine_plan import plan_router_process
 from slime.engines.fleet import Rotation, Server
 from slime.engines.router import Balancer
+from slime.engines.sglang.registry import ExternalRouter
 from slime.engines.sglang.router import SGLangRouter
 from slime.engines.topology import RouterPlan
 from slime.utils.async_utils import run
@@ -24,8 +25,9 @@ class Front:
 
     servers: tuple[Server, ...]
     port: int
-    router: SGLangRouter | None = None
+    router: SGLangRouter | ExternalRouter | None = None
     balancer: Balancer | None = None
+    host: str = LOOPBACK
 
     @property
     def rotation(self) -> Rotation | None:
@@ -70,6 +72,17 @@ def open_front(
         middlewares=[load_function(path)(seen) for path in args.router_middleware_paths],
     )
     return Front(servers, run(balancer.start(port=port or 0)), balancer=balancer)
+
+
+def join_router(args: Args, servers: Sequence[Server]) -> Front:
+    """Before engines that serve: the router that --sglang-router-ip names learns of them."""
+    assert args.sglang_router_ip is not None and args.sglang_router_port is not None, "the rules ask for both"
+    host, port = args.sglang_router_ip, args.sglang_router_port
+    router = ExternalRouter(host, port, patience_s=args.no_engine_timeout_s)
+    for server in servers:
+        router.enroll(server)
+    router.start()
+    return Front(tuple(servers), port, router=router, host=host)
 
 
 class Rotations:

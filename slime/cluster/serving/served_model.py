@@ -9,13 +9,15 @@ from slime.arguments import Args
 from slime.arguments.groups.topology import ServedModel
 from slime.cluster.serving.engine_host import host_engine
 from slime.cluster.serving.engine_plan import plan_engines
-from slime.cluster.serving.front import Front, Rotations, open_front
+from slime.cluster.serving.front import Front, Rotations, join_router, open_front
 from slime.engines.external import ExternalServer, discover, read_address
 from slime.engines.fleet import EngineFleet, Server, WatchPolicy
 from slime.engines.topology import place_engines, plan_router
 from slime.runtime.base import Runtime, WorkerSpec
 from slime.runtime.placement import Placement, Slot
 from slime.utils.run_identity import Run
+
+Address = tuple[str, int]  # host and port
 
 
 class ModelService:
@@ -41,16 +43,22 @@ class ModelService:
         """Of the engines that are not reserved."""
         return tuple(server.url for server in self._shared)
 
-    def start_routers(self, run_: Run, port: int | None) -> tuple[int, int | None]:
-        """Where requests go: the port, and that of the reserved engines. `port`: what was asked for."""
+    def start_routers(self, run_: Run) -> tuple[Address, Address | None]:
+        """Where requests go: host and port, and those of the reserved engines."""
         args = self._args
+        is_policy = self.model is args.engine_topology.policy
         plan = plan_router(self.model, args.rollout_router)
-        name = "router" if self.model is args.engine_topology.policy else f"{self.model.name}-router"
-        self._fronts = [open_front(args, run_, plan, self._shared, name, port)]
+        name = "router" if is_policy else f"{self.model.name}-router"
+        if is_policy and args.sglang_router_ip is not None:
+            self._fronts = [join_router(args, self._shared)]
+        else:
+            port = args.sglang_router_port if is_policy else None
+            self._fronts = [open_front(args, run_, plan, self._shared, name, port)]
         if self._reserved:
             self._fronts.append(open_front(args, run_, plan, self._reserved, f"reserved-{name}", None))
         self.fleet.follow(Rotations(self._fronts))
-        return self._fronts[0].port, self._fronts[1].port if self._reserved else None
+        first, *others = [(front.host, front.port) for front in self._fronts]
+        return first, others[0] if others else None
 
     def close(self) -> None:
         for front in self._fronts:

@@ -6,25 +6,19 @@ import concurrent.futures
 import logging
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import aiohttp
-
-from slime.engines.fleet import Server
 from slime.engines.pulse import PulseWatch
 from slime.engines.server import Command, EngineServer, LaunchPlan
 from slime.engines.sglang import supervisor
+from slime.engines.sglang.registry import RouterGone, WorkerRegistry
 from slime.engines.sglang.supervisor import NCCL_PORT, PORT
-from slime.utils import http_utils, waits
-from slime.utils.async_utils import run
-from slime.utils.errors import RunStopped
+from slime.utils import http_utils
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.25
-_REGISTER_DEADLINE_S = 120.0
 _RESTART_LIMIT = 5
 _SILENCE_LIMIT_S = 10.0
 _LIVENESS = "/liveness"
@@ -46,22 +40,21 @@ def router_command(python: str, policy: str, extra: Sequence[str] = ()) -> Comma
     return command
 
 
-class RouterKeepsDying(RunStopped):
-    """Without a router no request finds an engine."""
+class RouterKeepsDying(RouterGone):
+    """It was started again too often."""
 
 
-class SGLangRouter:
+class SGLangRouter(WorkerRegistry):
     """Keeps its port over restarts, so that nobody learns a new address, and registers its workers again.
 
     `failure` gets the exception that ends the run.
     """
 
     def __init__(self, plan: LaunchPlan, worker_urls: Sequence[str] = (), *, port: int = 0):
+        super().__init__(worker_urls)
         self._server = EngineServer(plan)
         self._server.port = port
-        self._workers = {url: _address(url) for url in worker_urls}  # what each is registered with
         self._stopping = threading.Event()
-        self._changing = threading.Lock()
         self._serves = False
         self._pulse = PulseWatch(
             [self._server],
@@ -93,54 +86,19 @@ class SGLangRouter:
         self._pulse.start()
         return self._server.port
 
-    # ---- who is in rotation --------------------------------------------------------------------------------
-
-    def enroll(self, server: Server) -> None:
-        """Before the start: one more worker to register."""
-        self._workers[server.url] = _registration(server)
-
-    def add(self, server: Server) -> None:
-        """An engine is back; a router that is down itself learns it when it comes up."""
-        with self._changing:
-            self.enroll(server)
-            self._quietly(
-                lambda: run(http_utils.post(f"{self.url}/workers", _registration(server), max_retries=3))
-            )
-
-    def remove(self, url: str) -> None:
-        with self._changing:
-            if self._workers.pop(url, None) is not None:
-                self._quietly(lambda: run(_unregister(self.url, url)))
-
-    def _quietly(self, act: Callable[[], object]) -> None:
-        try:
-            act()
-        except (http_utils.HttpError, OSError, aiohttp.ClientError, TimeoutError) as error:
-            logger.warning("the router at %s did not take a change of its workers: %s", self.url, error)
-
     # ---- its life ------------------------------------------------------------------------------------------
 
     def _bring_up(self) -> None:
         self._serves = False
         self._server.launch()
         self._server.wait_ready()
-        with self._changing:
-            for registration in self._workers.values():
-                run(http_utils.post(f"{self.url}/workers", registration, max_retries=3))
-        # Registration goes on after the answer: only now would requests find a worker.
-        waits.until(
-            self._knows_all, "registration of engines at the router", _REGISTER_DEADLINE_S, interval_s=_POLL_S
-        )
+        self._register_all()
         self._serves = True
 
     def _end_silent(self, place: int, why: str) -> None:
         """The watch starts it again."""
         logger.error("the router gave %s; it is ended", why)
         self._server.kill()
-
-    def _knows_all(self) -> bool:
-        known = run(http_utils.get(f"{self.url}/workers", max_retries=3))["workers"]
-        return {w["url"] for w in known if w.get("is_healthy", True)} >= set(self._workers)
 
     def _watch(self) -> None:
         while not self._stopping.wait(_POLL_S):
@@ -165,25 +123,3 @@ class SGLangRouter:
         self._stopping.set()
         self._pulse.stop()
         self._server.stop()
-
-
-def _registration(server: Server) -> dict[str, Any]:
-    kind, address = server.plan.worker_type, _address(server.url)
-    if kind == "regular":
-        return address
-    bootstrap = {"bootstrap_port": server.bootstrap_port} if kind == "prefill" else {}
-    return {**address, "worker_type": kind, **bootstrap}
-
-
-def _address(url: str) -> dict[str, Any]:
-    """Where a worker is, and what it asks for."""
-    token = http_utils.token_of(url)
-    return {"url": url, **({"api_key": token} if token is not None else {})}
-
-
-async def _unregister(router: str, url: str) -> None:
-    for worker in (await http_utils.get(f"{router}/workers", timeout_s=5.0))["workers"]:
-        if worker["url"] == url:
-            timeout = aiohttp.ClientTimeout(total=5.0)
-            async with http_utils.get_session().delete(f"{router}/workers/{worker['id']}", timeout=timeout):
-                pass
