@@ -24,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PARALLEL := $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 20
 
 .PHONY: install quickstart test test-fast ci test-slow test-trackers test-gpu test-megatron
-.PHONY: test-sglang sglang-env lint format docs docs-site clean
+.PHONY: test-agents agents-env test-sglang sglang-env lint format docs docs-site clean
 
 install: $(STAMP)
 
@@ -53,7 +53,7 @@ ci: test
 	$(PYTEST) -m "sglang and not slow" --timeout 900 $(SGLANG_QUICK)
 
 test-slow: $(STAMP)
-	$(PYTEST) -m "slow and not megatron and not sglang and not gpu" --timeout 3600
+	$(PYTEST) -m "slow and not megatron and not sglang and not gpu and not agents" --timeout 3600
 
 # All trackers with their real packages; `make test` has those that are installed.
 test-trackers: $(STAMP)
@@ -86,6 +86,18 @@ test-sglang: $(STAMP) sglang-env
 test-megatron: $(STAMP)
 	$(BIN)/python -m pip install -q $(CONSTRAINTS) -e ".[megatron]"
 	$(PYTEST) -m "megatron and not gpu" --timeout 1800
+
+# Real agent programs, each apart from our own packages: their versions of openai exclude each other.
+agents-env:
+	test -x .venv-agents/bin/python || $(PYTHON) -m venv .venv-agents
+	.venv-agents/bin/python -m pip install -q openai anthropic openai-agents
+	test -x .venv-agents-mini/bin/python || $(PYTHON) -m venv .venv-agents-mini
+	.venv-agents-mini/bin/python -m pip install -q mini-swe-agent mcp
+	mkdir -p .venv-agents/node
+	cd .venv-agents/node && npm install --silent --no-audit --no-fund @openai/codex @anthropic-ai/claude-code
+
+test-agents: $(STAMP) agents-env
+	$(PYTEST) -m agents --timeout 900
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
