@@ -15,6 +15,8 @@ SGLANG_QUICK := tests/contracts tests/engines/test_router_process.py tests/algor
 # What needs no model, no engine and no run of training.
 FAST := $(addprefix tests/,algorithms arguments batch data observability utils wire)
 FAST += $(wildcard tests/test_*.py)
+# But for these, which look at whole trainers and models.
+NOT_FAST := $(addprefix --ignore=tests/,test_protocols.py batch/test_flops.py)
 # Two cores hold two workers of one thread each; a file stays with one of them, with its engines and models.
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -q
@@ -43,7 +45,7 @@ test: $(STAMP) lint
 
 # The pure parts, in a minute.
 test-fast: $(STAMP)
-	$(PARALLEL) $(FAST)
+	$(PARALLEL) $(NOT_FAST) $(FAST)
 
 # What continuous integration runs: the tests, and what of the Megatron and SGLang suites is quick.
 ci: test
