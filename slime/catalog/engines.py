@@ -56,6 +56,9 @@ class EngineKind:
     flags: tuple[str, ...] = ()  # that no other engine reads
     # Why such a flag has no effect on a run with another engine, and the remedy.
     flags_unread: str = field(default="", repr=False)
+    lacks_models: tuple[str, ...] = ()  # types of vision-language models that it cannot serve
+    # Gets what `command` gets, and returns variables of the engine's process; None: it needs none.
+    environment: str | None = field(default=None, repr=False)
     # Finds the interpreter that it runs in; None: ours, with our modules.
     find_python: str | None = field(default=None, repr=False)
     python_flag: str = ""  # the flag that names this interpreter
@@ -100,6 +103,8 @@ ENGINES: dict[str, EngineKind] = {
         "real SGLang servers, in a Python of their own",
         "SGLang",
         _SGLANG,
+        lacks_models=("idefics3", "smolvlm"),
+        environment="slime.engines.sglang.command.run_environment",
         # 0.5.16 answers 404 to begin_weight_update and reports one weight_version per answer; 0.5.23 demands
         # the first and reports spans. Releases in between were not examined: they count as old.
         older_dialects=(

@@ -11,7 +11,6 @@ class VisionFamily:
     help: str
     tower: tuple[str, ...]  # what makes features of pixels: the vision model, and what fits it to the text
     grid_positions: bool = False  # image tokens have a place in height and width (mrope), not in a row
-    on_sglang: bool = False  # SGLang serves it
     tiles: bool = False  # pictures are cut into tiles of one size, and not into rows of patches
 
 
@@ -19,7 +18,7 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
     "qwen2_5_vl": VisionFamily(
         "language_model", "Qwen2.5-VL", ("visual",), grid_positions=True, on_sglang=True
     ),
-    "qwen3_vl": VisionFamily("language_model", "Qwen3-VL", ("visual",), grid_positions=True, on_sglang=True),
+    "qwen3_vl": VisionFamily("language_model", "Qwen3-VL", ("visual",), grid_positions=True),
     "idefics3": VisionFamily("text_model", "Idefics 3", ("vision_model", "connector"), tiles=True),
     "smolvlm": VisionFamily("text_model", "SmolVLM", ("vision_model", "connector"), tiles=True),
 }

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tiny_vision import make_vision_folder
 
 from slime.arguments.groups.topology import plain_topology
 from slime.cluster.serving.engine_plan import plan_engines
@@ -28,6 +29,7 @@ def plan_of(tmp_path, slot, run=None, **changes):
         "lora_sync": "merged",
         "use_rollout_routing_replay": False,
         "rollout_quantization": "none",
+        "freeze_vision_tower": False,
     }
     [plan] = plan_engines(
         SimpleNamespace(**{**base, **changes}), run or Run("id", tmp_path, "slime-x"), (slot,)
@@ -93,3 +95,14 @@ def test_a_token_of_the_environment_is_for_all_engines(tmp_path, monkeypatch):
     run.engine_token.use_for("http://127.0.0.1:1/generate")
     assert http_utils.token_of("http://127.0.0.1:1/model_info") == "given"
     assert http_utils.token_of("http://127.0.0.1:2/") is None
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_server_forgets_features_of_images_where_the_tower_is_trained(tmp_path, frozen):
+    model = make_vision_folder(tmp_path / "vlm", "qwen3_vl")
+    topology = plain_topology(str(model), 1, 1)
+    words, env = words_of(tmp_path, Slot(0, (0,)), engine_topology=topology, freeze_vision_tower=frozen)
+    assert env.get("SGLANG_VLM_CACHE_SIZE_MB") == (None if frozen else "0")
+    assert words[words.index("--image-processor-backend") + 1] in ("pil", "torchvision")
+    words, env = words_of(tmp_path, Slot(0, (0,)))
+    assert "SGLANG_VLM_CACHE_SIZE_MB" not in env and "--image-processor-backend" not in words

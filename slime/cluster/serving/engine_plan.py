@@ -26,20 +26,32 @@ def plan_engines(args: Args, run: Run, slots: tuple[Slot, ...]) -> list[LaunchPl
     imports = import_environment() if kind.find_python is None else {}
     models = {model.name: model for model in args.engine_topology.models}
 
-    def command(place: EnginePlace, slot: Slot) -> Command:
+    def site_of(place: EnginePlace, slot: Slot) -> EngineSite:
         path, pushed = models[place.model].model_path, models[place.model].update_weights
         if path is None:
             raise ValueError("--hf-checkpoint is required: engines serve its model.")
         quantization = served_config(path) if args.rollout_quantization == "fp8" and pushed else None
-        site = EngineSite(path, pushed, place, slot.gpu_ids, slot.host, run.shm_prefix, threads, quantization)
+        return EngineSite(path, pushed, place, slot.gpu_ids, slot.host, run.shm_prefix, threads, quantization)
+
+    def command(site: EngineSite) -> Command:
         words: Command = load_function(kind.command)(args, site)
         return words
+
+    def environment(site: EngineSite) -> dict[str, str]:
+        return dict(load_function(kind.environment)(args, site)) if kind.environment is not None else {}
+
+    placed = list(zip(place_engines(args.engine_topology), slots, strict=True))
 
     return [
         LaunchPlan(
             name=place.name,
-            command=command(place, slot),
-            env={**thread_environment(threads), **imports, **slot.env},
+            command=command(site_of(place, slot)),
+            env={
+                **thread_environment(threads),
+                **imports,
+                **environment(site_of(place, slot)),
+                **slot.env,
+            },
             log_path=run.run_dir / "logs" / f"{place.name}.log",
             start_timeout_s=args.engine_start_timeout_s,
             worker_type=place.worker_type,
@@ -47,7 +59,7 @@ def plan_engines(args: Args, run: Run, slots: tuple[Slot, ...]) -> list[LaunchPl
             beside_trainer=slot.host == run.host,
             token=run.engine_token.at(slot.host),
         )
-        for place, slot in zip(place_engines(args.engine_topology), slots, strict=True)
+        for place, slot in placed
     ]
 
 

@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from slime.algorithms.attention_variants import PLAIN, Variant, masked_attention, sees, variant_of
+from slime.engines.embedded.images import ImageRows
 
 NAME = "slime_paged"
 
@@ -51,6 +52,8 @@ class BatchPlan:
     logit_index: torch.Tensor  # [N]
     decode: tuple[DecodeGroup, ...]
     prefill: tuple[PrefillGroup, ...]
+    grid: torch.Tensor | None = None  # [3, 1, T] positions of families that have grids; None: `positions`
+    images: tuple[ImageRows, ...] = ()  # in the order of their rows
 
 
 @dataclass(frozen=True, slots=True)

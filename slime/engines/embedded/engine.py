@@ -66,6 +66,8 @@ class Engine:
             row_bytes=self.runner.row_bytes,
             dtype=self.runner.dtype,
             device=self.runner.device,
+            in_grid=self.runner.vision is not None and self.runner.vision.grid_positions,
+            never=self.runner.image_ids,
         )
 
     @property
@@ -131,7 +133,7 @@ class Engine:
     def _score(self, sequence: Sequence) -> list[Sequence]:
         started = time.perf_counter()
         try:
-            scores = self.runner.score(sequence.prompt)
+            scores = self.runner.score(sequence)
         except Exception as error:
             return self._fail([sequence], error)
         self.forward_s += time.perf_counter() - started
@@ -274,6 +276,7 @@ class Engine:
         self.awaiting_weights = True  # should the copy fail half-way, nothing is served from the mixture
         counts = apply()
         self.allocator.flush()
+        self.runner.features.clear()
         self.set_version(version)
         logger.info("weights %s", version)
         self.awaiting_weights, self._arriving = False, None
@@ -325,6 +328,7 @@ class Engine:
             "forward_s": self.forward_s,
             "num_generated_tokens": self.num_generated_tokens,
             "num_retractions": self.scheduler.num_retractions,
+            "num_images_encoded": self.runner.features.num_computed,
             "kv_block_size": BLOCK_SIZE,
             "kv_blocks_total": self.allocator.num_blocks,
             "kv_blocks_free": self.allocator.num_free,

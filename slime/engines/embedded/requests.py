@@ -7,12 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from slime.engines.embedded.images import BadImage, ImagePrompt, ImageReader
 from slime.engines.embedded.sequence import Sequence
 from slime.engines.embedded.text import Detokenizer
 from slime.utils import top_p
 from slime.wire.protocol import SamplingParams, shown
 
-FIELDS = ("input_ids", "text", "sampling_params", "return_logprob", "logprob_start_len", "stream", "rid")
+FIELDS = (
+    *("input_ids", "text", "image_data", "sampling_params", "return_logprob", "logprob_start_len"),
+    *("stream", "rid"),
+)
 # Known to the protocol and harmless at these values; anything else is refused by name.
 NEUTRAL = {"top_logprobs_num": (None, 0)}
 MAX_SCORED_LOGITS = 1 << 30  # tokens x vocabulary of one scored input, which stand in memory at once
@@ -37,8 +41,11 @@ class Limits:
 class RequestReader:
     """Turns the body of /generate into sequences. `seed` decides the seeds of requests that bring none."""
 
-    def __init__(self, limits: Limits, detokenizer: Detokenizer, seed: int):
+    def __init__(
+        self, limits: Limits, detokenizer: Detokenizer, seed: int, images: ImageReader | None = None
+    ):
         self.limits = limits
+        self._images = images  # None: the model reads text only
         self.detokenizer = detokenizer
         self._random = random.Random(seed)
 
@@ -48,6 +55,8 @@ class RequestReader:
             raise BadRequest("the body must be a JSON object")
         _refuse_other_fields(body)
         prompts, is_batch = self._prompts(body)
+        pictured = self._pictured(prompts, body.get("image_data"), is_batch)
+        prompts = [prompt.ids for prompt in pictured]
         raws = _per_prompt(
             "sampling_params", body.get("sampling_params"), len(prompts), (Mapping, type(None))
         )
@@ -58,13 +67,15 @@ class RequestReader:
         return_logprob = _flag(body, "return_logprob")
         scored = _wants_score(body)
         sequences = []
-        for prompt, sampling, rid in zip(prompts, samplings, rids, strict=True):
+        for prompt, pictures, sampling, rid in zip(prompts, pictured, samplings, rids, strict=True):
             rid = rid or secrets.token_hex(16)
             if scored:
                 self._check_scored(prompt, sampling, return_logprob)
             for index in range(sampling.n):
                 # all n samples share the id: one abort ends them all
-                sequences.append(self._sequence(rid, prompt, sampling, index, return_logprob, stream, scored))
+                made = self._sequence(rid, prompt, sampling, index, return_logprob, stream, scored)
+                made.pictures = pictures if pictures.images else None
+                sequences.append(made)
         is_list = is_batch or len(sequences) > 1
         if stream and is_list:
             raise BadRequest("stream is true: it takes one prompt and n = 1")
@@ -86,6 +97,23 @@ class RequestReader:
         for prompt in prompts:
             self._check_prompt(prompt)
         return prompts, is_batch
+
+    def _pictured(self, prompts: list[list[int]], data: Any, is_batch: bool) -> list[ImagePrompt]:
+        """Prompts with their images expanded; `data` has a list of images for each prompt of a batch."""
+        if self._images is None:
+            if data:
+                raise BadRequest("image_data: this engine's model reads text only")
+            return [ImagePrompt(prompt) for prompt in prompts]
+        given = data if is_batch and data is not None else [data] * len(prompts)
+        if not isinstance(given, list) or len(given) != len(prompts):
+            raise BadRequest("image_data of a batch must be a list of lists, one for each prompt")
+        try:
+            made = [self._images.read(prompt, one) for prompt, one in zip(prompts, given, strict=True)]
+        except BadImage as error:
+            raise BadRequest(str(error)) from error
+        for prompt in made:
+            self._check_prompt(prompt.ids)
+        return made
 
     def _encode(self, text: Any) -> list[int]:
         """The ids of a text; one that cannot fit the context is refused before it is split into tokens."""

@@ -2,11 +2,15 @@
 
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 
+from slime.algorithms.vision.towers import attention_by_tower, family_of, run_text
 from slime.engines.embedded import attention
 from slime.engines.embedded.attention import BatchPlan, KVPool, PrefillGroup, ShapeProbe
+from slime.engines.embedded.images import FeatureCache, ImageRows
+from slime.engines.embedded.sequence import Sequence
 from slime.utils import accelerator
 from slime.utils.fp8_config import block_size_of
 from slime.utils.hub_names import folder_of
@@ -41,7 +45,7 @@ class ModelRunner:
         max_total_tokens: int | None,
         fp8_block: tuple[int, int] | None = None,
     ) -> None:
-        from transformers import AutoModelForCausalLM, FineGrainedFP8Config  # late: takes seconds to import
+        from transformers import AutoConfig, FineGrainedFP8Config  # late: takes seconds to import
         from transformers.utils import logging as transformers_logging
 
         transformers_logging.disable_progress_bar()
@@ -53,12 +57,15 @@ class ModelRunner:
         held = block_size_of(model_path)
         self.fp8_block = fp8_block or held
         how = {"quantization_config": FineGrainedFP8Config(dequantize=True)} if held else {}
-        self.model = AutoModelForCausalLM.from_pretrained(
-            model_path, dtype=self.dtype, attn_implementation=attention.NAME, **how
+        self.vision = family_of(AutoConfig.from_pretrained(model_path))  # None: it reads text only
+        implementation = attention.NAME if self.vision is None else attention_by_tower(attention.NAME)
+        self.model = _auto_class(self.vision is not None).from_pretrained(
+            model_path, dtype=self.dtype, attn_implementation=implementation, **how
         )
         self.model.to(self.device).eval().requires_grad_(False)
         self.config = self.model.config.get_text_config()
         _refuse_unsupported(self.model, self.config)
+        self.features = FeatureCache(self.model, self.device)
         self.hub_names = frozenset(files_by_tensor(folder_of(model_path)))
         self.vocab_size: int = self.config.vocab_size
         self.context_len: int = self.config.max_position_embeddings
@@ -72,7 +79,10 @@ class ModelRunner:
         """By layer, the shape of keys and values: families have more than one way to say it."""
         one, probe = torch.zeros(1, 1, dtype=torch.int64, device=self.device), ShapeProbe()
         try:
-            self.model(input_ids=one, position_ids=one, use_cache=False, plan=None, pool=probe)
+            if self.vision is None:
+                self.model(input_ids=one, position_ids=one, use_cache=False, plan=None, pool=probe)
+            else:
+                run_text(self.model, one, one, None, None, plan=None, pool=probe)
         except (TypeError, KeyError) as error:  # a layer that does not hand its attention on
             raise ValueError(f"{type(self.model).__name__} {_NEEDS_OTHER} ({error})") from error
         return probe.shapes
@@ -86,6 +96,13 @@ class ModelRunner:
     def eos_token_ids(self) -> frozenset[int]:
         eos = self.model.generation_config.eos_token_id
         return frozenset(() if eos is None else (eos,) if isinstance(eos, int) else eos)
+
+    @property
+    def image_ids(self) -> tuple[int, ...]:
+        """Tokens that stand for features: none of them may be in an answer."""
+        names = ("image_token_id", "video_token_id") if self.vision is not None else ()
+        values = self.model.config.to_dict()
+        return tuple(values[name] for name in names if values.get(name) is not None)
 
     def _derive_num_blocks(self, max_running: int, max_total_tokens: int | None) -> int:
         if max_total_tokens is None:
@@ -106,6 +123,8 @@ class ModelRunner:
     def forward(self, plan: BatchPlan) -> torch.Tensor:
         """Logits `[N, vocab]` of the rows that the plan asks for; keys and values go to the pool."""
         self.num_forward_passes += 1
+        if self.vision is not None:
+            return self._forward_with_images(plan)
         out = self.model(
             input_ids=plan.token_ids,
             position_ids=plan.positions,
@@ -117,14 +136,32 @@ class ModelRunner:
         logits: torch.Tensor = out.logits[0]
         return logits
 
-    def score(self, tokens: list[int]) -> list[float]:
-        """Log-probs of all tokens but the first, each given those before it, at temperature 1."""
+    def _forward_with_images(self, plan: BatchPlan) -> torch.Tensor:
+        rows, features = self.features.rows(plan.images) if plan.images else (None, None)
+        positions = plan.positions if plan.grid is None else plan.grid
+        hidden = run_text(self.model, plan.token_ids, positions, rows, features, plan=plan, pool=self.pool)
+        logits: torch.Tensor = self.model.get_output_embeddings()(hidden[plan.logit_index])
+        return logits
+
+    def score(self, sequence: Sequence) -> list[float]:
+        """Log-probs of all tokens of a prompt but the first, each given those before it, at temperature 1."""
+        tokens, pictures = sequence.prompt, sequence.pictures
         count = len(tokens)
         ids, positions = (torch.tensor(x, device=self.device) for x in (tokens, range(count)))
         # All keys go to the page that is padding: what is scored leaves nothing behind.
         nowhere = torch.zeros(count, dtype=torch.int64, device=self.device)
         whole = PrefillGroup(0, 1, count, 0, None, None)
-        logits = self.forward(BatchPlan(ids[None], positions[None], nowhere, positions, (), (whole,)))
+        grid = None
+        if self.vision is not None and self.vision.grid_positions:
+            grid = torch.from_numpy(np.ascontiguousarray(sequence.positions(0, count))).to(self.device)[
+                :, None
+            ]
+        placed = () if pictures is None else pictures.images
+        images = tuple(ImageRows(p.image, 0, len(p.places), p.places) for p in placed)
+        plan = BatchPlan(
+            ids[None], positions[None], nowhere, positions, (), (whole,), grid=grid, images=images
+        )
+        logits = self.forward(plan)
         log_probs = torch.log_softmax(logits[:-1].float(), -1)
         return log_probs.gather(1, ids[1:, None])[:, 0].tolist()
 
@@ -157,6 +194,7 @@ class ModelRunner:
 
     def release_weights(self) -> None:
         """Move parameters to host memory; on a CPU they already are there, and stay."""
+        self.features.clear()
         if self.device.type == "cuda":
             self.model.to("cpu")
             self._empty_cache()
@@ -167,6 +205,12 @@ class ModelRunner:
     def _empty_cache(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _auto_class(sees: bool) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText  # as above
+
+    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
 def _refuse_unsupported(model: Any, config: Any) -> None:

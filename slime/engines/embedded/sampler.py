@@ -44,6 +44,7 @@ class SampleRows:
     min_p: np.ndarray
     banned: tuple[tuple[int, tuple[int, ...]], ...] = ()  # (row, ids that may not be drawn yet)
     recorded: tuple[int, ...] = ()  # rows that ask which ids they were drawn from
+    never: tuple[int, ...] = ()  # ids that no row may draw
 
     @property
     def is_filtered(self) -> np.ndarray:
@@ -110,9 +111,10 @@ def _record(
 
 
 def _ban(log_probs: torch.Tensor, rows: SampleRows) -> torch.Tensor:
-    if not rows.banned:
+    if not rows.banned and not rows.never:
         return log_probs
     out = log_probs.clone()
+    out[:, list(rows.never)] = float("-inf")
     for row, ids in rows.banned:
         out[row, list(ids)] = float("-inf")
     return out

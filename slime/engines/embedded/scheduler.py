@@ -8,12 +8,14 @@ from its tokens.
 
 import itertools
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from slime.engines.embedded.attention import BatchPlan, DecodeGroup, PrefillGroup
+from slime.engines.embedded.images import ImageRows
 from slime.engines.embedded.kv_cache import BlockAllocator
 from slime.engines.embedded.sampler import Draws, SampleRows
 from slime.engines.embedded.sequence import Sequence
@@ -66,6 +68,7 @@ class SlotTable:
         self.top_p = np.ones(max_running, np.float64)
         self.top_k = np.zeros(max_running, np.int64)
         self.min_p = np.zeros(max_running, np.float64)
+        self.shift = np.zeros(max_running, np.int64)  # from the place of a new token to its position
 
     def fill(self, sequence: Sequence) -> None:
         slot, sampling = sequence.slot, sequence.sampling
@@ -73,9 +76,21 @@ class SlotTable:
         self.last_token[slot] = sequence.output[-1] if sequence.output else sequence.prompt[-1]
         self.blocks[slot, : len(sequence.blocks)] = sequence.blocks
         self.blocks[slot, len(sequence.blocks) :] = 0
-        self.seed[slot] = sequence.seed
+        self.seed[slot], self.shift[slot] = sequence.seed, sequence.shift
         self.temperature[slot] = 0.0 if sampling.greedy else sampling.temperature
         self.top_p[slot], self.top_k[slot], self.min_p[slot] = sampling.top_p, sampling.top_k, sampling.min_p
+
+
+def _image_rows(chunks: list[Chunk], start: int) -> Iterator[ImageRows]:
+    """The features that a pass needs; its chunks begin at row `start`. A chunk may hold part of an image."""
+    for chunk in chunks:
+        pictures = chunk.sequence.pictures
+        for placed in pictures.images if pictures is not None else ():
+            first, last = placed.within(chunk.start, chunk.end)
+            if first < last:
+                rows = placed.places[first:last] - chunk.start + start
+                yield ImageRows(placed.image, first, last, rows)
+        start += chunk.end - chunk.start
 
 
 class Scheduler:
@@ -91,6 +106,8 @@ class Scheduler:
         row_bytes: int,
         dtype: torch.dtype,
         device: str | torch.device,
+        in_grid: bool = False,  # positions have three rows
+        never: tuple[int, ...] = (),  # ids that no answer may hold
     ):
         self.allocator = allocator
         self.max_running = max_running
@@ -98,6 +115,7 @@ class Scheduler:
         self.row_bytes = row_bytes
         self.dtype = dtype  # of the keys; a mask of another type would send attention down a slow path
         self.device = torch.device(device)
+        self.in_grid, self.never = in_grid, never
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission; prompts may be half computed
         self.num_retractions = 0
@@ -123,7 +141,7 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence) -> None:
         if sequence.epoch == self.allocator.epoch:
-            self.allocator.keep(sequence.blocks, sequence.tokens[: sequence.num_computed])
+            self.allocator.keep(sequence.blocks, sequence.keys[: sequence.num_computed])
         self.allocator.drop(sequence.blocks)
         self._free_slots.append(sequence.slot)
         sequence.slot, sequence.blocks, sequence.num_computed = -1, [], 0
@@ -175,7 +193,7 @@ class Scheduler:
         while self.waiting and self._free_slots and budget > 0:
             sequence = self.waiting[0]
             tokens = sequence.tokens
-            shared = self.allocator.match(tokens)
+            shared = self.allocator.match(sequence.keys)
             self.allocator.hold(shared)
             missing = self.allocator.blocks_for(len(tokens)) - len(shared)
             # Leave a page for each running sequence, or the newcomer would be retracted at once.
@@ -234,8 +252,16 @@ class Scheduler:
             logit_index=self._tensor(logit_index),
             decode=tuple(groups),
             prefill=tuple(prefill),
+            grid=self._grid(position + self._slots.shift[slots], chunks) if self.in_grid else None,
+            images=tuple(_image_rows(chunks, len(decoding))),
         )
         return Pass(plan, samplers, len(decoding), chunks, self._sample_rows(samplers))
+
+    def _grid(self, decoding: np.ndarray, chunks: list[Chunk]) -> torch.Tensor:
+        """[3, 1, T] positions of all tokens of a pass: those that decode, then the chunks."""
+        parts = [np.broadcast_to(decoding, (3, len(decoding)))]
+        parts += [chunk.sequence.positions(chunk.start, chunk.end) for chunk in chunks]
+        return self._tensor(np.concatenate(parts, axis=1))[:, None]
 
     def _split_decode(self, length: np.ndarray) -> tuple[np.ndarray, list[tuple[int, int]]]:
         """An order of the decoding rows and the bounds of their groups; a group pads less than twofold."""
@@ -318,6 +344,7 @@ class Scheduler:
             min_p=table.min_p[slots],
             banned=banned,
             recorded=tuple(row for row, s in enumerate(samplers) if s.sampling.return_top_p_token_ids),
+            never=self.never,
         )
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
@@ -333,7 +360,7 @@ class Scheduler:
             if (
                 sequence.epoch == self.allocator.epoch
             ):  # siblings that wait share these pages from the next pass on
-                self.allocator.keep(sequence.blocks, sequence.tokens[: chunk.end])
+                self.allocator.keep(sequence.blocks, sequence.keys[: chunk.end])
         for sequence in done.samplers[: done.num_decoding]:
             sequence.num_computed += 1
         for row, ids in draws.kept.items():

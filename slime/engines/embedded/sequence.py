@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from slime.engines.embedded.images import ImagePrompt
 from slime.wire.protocol import SamplingParams
 
 
@@ -23,6 +24,7 @@ class Sequence:
     stream: bool = False
     scored: bool = False  # the input's log-probs are wanted, and no token
     created: float = field(default_factory=time.time)
+    pictures: ImagePrompt | None = None  # None: the prompt has no images
 
     output: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -51,6 +53,25 @@ class Sequence:
     @property
     def tokens(self) -> list[int]:
         return self.prompt + self.output
+
+    @property
+    def keys(self) -> list[int]:
+        """What prefixes are recognised by: the tokens, and where they are of an image which one it is."""
+        keys = None if self.pictures is None else self.pictures.keys
+        return self.tokens if keys is None else keys + self.output
+
+    @property
+    def shift(self) -> int:
+        """What is added to the place of a token behind the prompt to get its position."""
+        return 0 if self.pictures is None else self.pictures.shift
+
+    def positions(self, start: int, end: int) -> np.ndarray:
+        """[3, end - start] positions of tokens in time, height and width."""
+        place = np.broadcast_to(np.arange(start, end) + self.shift, (3, end - start))
+        inside = None if self.pictures is None else self.pictures.positions
+        if inside is None or start >= inside.shape[1]:
+            return place
+        return np.concatenate((inside[:, start:end], place[:, inside.shape[1] - start :]), axis=1)
 
     @property
     def done(self) -> bool:

@@ -16,6 +16,7 @@ from slime.arguments.groups.trained_sampling import refusal
 from slime.catalog.engines import ENGINES
 from slime.engines.embedded.adapter import AdaptedWeights, AdapterConfig
 from slime.engines.embedded.engine import Engine
+from slime.engines.embedded.images import ImageReader
 from slime.engines.embedded.loop import EngineLoop
 from slime.engines.embedded.requests import BadRequest, Limits, RequestReader, answer_json
 from slime.engines.embedded.sequence import Sequence
@@ -29,6 +30,8 @@ from slime.engines.embedded.weights import (
     WeightStore,
 )
 from slime.utils.http_utils import CLIENT
+from slime.utils.media.image_tokens import encoder_of
+from slime.utils.processing_utils import load_processor
 from slime.wire.control import PAUSE_MODES, TAGS
 from slime.wire.manifest import WeightManifest
 from slime.wire.protocol import shown
@@ -66,7 +69,8 @@ class Server:
         if engine.detokenizer.eos_token_id is not None:
             eos |= {engine.detokenizer.eos_token_id}
         limits = Limits(engine.runner.vocab_size, engine.runner.context_len, engine.max_tokens, eos)
-        self.reader = RequestReader(limits, engine.detokenizer, seed)
+        images = _image_reader(engine, static_info["model_path"])
+        self.reader = RequestReader(limits, engine.detokenizer, seed, images)
         self.groups = UpdateGroups(engine.runner.device)
         self.model_path = static_info["model_path"]
         self.loop = EngineLoop(engine)
@@ -141,7 +145,12 @@ class Server:
         return web.json_response(answers if is_list else answers[0])
 
     async def _read(self, body: dict[str, Any], nbytes: int | None) -> tuple[list[Sequence], bool]:
-        if "text" not in body and nbytes is not None and nbytes <= _SMALL_BODY_BYTES:
+        if (
+            "text" not in body
+            and not body.get("image_data")
+            and nbytes is not None
+            and nbytes <= _SMALL_BODY_BYTES
+        ):
             return self.reader.read(body)
         return await asyncio.get_running_loop().run_in_executor(self._reading, self.reader.read, body)
 
@@ -388,6 +397,12 @@ class Server:
         return web.json_response(None)
 
 
+def _image_reader(engine: Engine, model_path: str) -> ImageReader | None:
+    """None: the model reads text only, or has no processor to make something of images."""
+    processor = load_processor(model_path) if engine.runner.vision is not None else None
+    return None if processor is None else ImageReader(encoder_of(processor), engine.runner.model.config)
+
+
 def make_static_info(engine: Engine, model_path: str, version: str) -> dict[str, Any]:
     """The part of /server_info that does not change."""
     runner = engine.runner
@@ -399,6 +414,7 @@ def make_static_info(engine: Engine, model_path: str, version: str) -> dict[str,
         "context_length": runner.context_len,
         "transports": list(_DIALECT.transports),
         "enable_lora": True,
+        "takes_images": runner.vision is not None,
         "device": str(runner.device),
         "dtype": str(runner.dtype).removeprefix("torch."),
         "max_running_requests": engine.max_running,

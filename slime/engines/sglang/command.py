@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime.arguments import Args
+from slime.catalog.vision import VISION_FAMILIES
 from slime.engines.server import Command
 from slime.engines.sglang.supervisor import NCCL_PORT, PORT
 from slime.engines.topology import EngineSite
+from slime.utils.misc import is_installed
+from slime.utils.model_config import read_config
 
 _HERE = Path(__file__).parent
 # What makes a server work and rest on a machine without a GPU.
@@ -58,12 +61,32 @@ def run_command(args: Args, site: EngineSite) -> Command:
             memory_saver=bool(args.offload_rollout) and site.update_weights and not cpu,
             host=site.host,
             extra=(
+                *_image_words(site),
                 *(_pushed_words(args, site) if site.update_weights else ()),
                 *args.sglang_options,
                 *site.place.words,
             ),
         )
     )
+
+
+def run_environment(args: Args, site: EngineSite) -> dict[str, str]:
+    """Variables of a server's process."""
+    if site.update_weights and not args.freeze_vision_tower and _sees(site):
+        # It keeps features of images by their hash, and a weight update does not empty that cache: images
+        # that were seen before would be read with the old tower.
+        return {"SGLANG_VLM_CACHE_SIZE_MB": "0"}
+    return {}
+
+
+def _sees(site: EngineSite) -> bool:
+    return read_config(site.model_path).get("model_type") in VISION_FAMILIES
+
+
+def _image_words(site: EngineSite) -> list[str]:
+    """Images must be resized as our processor does it, or engine and trainer see different pixels."""
+    backend = "torchvision" if is_installed("torchvision") else "pil"
+    return ["--image-processor-backend", backend] if _sees(site) else []
 
 
 def _pushed_words(args: Args, site: EngineSite) -> list[str]:

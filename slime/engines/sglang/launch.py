@@ -31,6 +31,14 @@ class _NoKernels(types.ModuleType):
         return _missing_kernel(name)
 
 
+_VISION_OPERATORS = (
+    "fused_sigmoid_mul_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+)
+
+
 def fill_cpu_gaps() -> None:
     """Stand in for what a CPU machine lacks: native code paths, operators, kernels, page-locked memory."""
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
@@ -41,6 +49,9 @@ def fill_cpu_gaps() -> None:
     schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
     for name in ("torchvision::nms", "torchvision::qnms"):
         torch.library.define(name, schema)
+    # Its modules of vision-language models name these when they are imported; nothing here calls them.
+    for name in _VISION_OPERATORS:
+        torch.library.define(f"sgl_kernel::{name}", "(Tensor a) -> Tensor")
     kernels = _NoKernels("sgl_kernel")
     kernels.__path__ = []
     sys.modules["sgl_kernel"] = kernels

@@ -1,0 +1,167 @@
+"""Images of requests: read from `image_data`, expanded in the prompt, and their features kept for reuse."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from slime.algorithms.vision.positions import grid_positions
+from slime.algorithms.vision.towers import Features, image_features
+from slime.catalog.vision import VISION_FAMILIES
+from slime.utils.media.image_tokens import EncodedImage, ImageEncoder, expand, join_inputs
+from slime.utils.media.pictures import NotAnImage, open_picture
+
+_FEATURE_BYTES = 1 << 30
+_MAX_IMAGES = 256  # of one prompt
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PlacedImage:
+    """A picture in a prompt. `places` [N]: where its image tokens stand, in ascending order."""
+
+    image: EncodedImage
+    places: np.ndarray
+
+    @property
+    def key(self) -> int:
+        """A number below zero, so no token id: prefixes with another picture must not be taken for this."""
+        return -1 - int(self.image.key, 16)
+
+    def within(self, start: int, end: int) -> tuple[int, int]:
+        """Which of its features belong to the tokens `start..end` of the prompt."""
+        first, last = np.searchsorted(self.places, (start, end))
+        return int(first), int(last)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ImageRows:
+    """Features `first..last` of a picture stand in rows `rows` of a pass."""
+
+    image: EncodedImage
+    first: int
+    last: int
+    rows: np.ndarray
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ImagePrompt:
+    """A prompt with its pictures expanded. Without any, all but `ids` are empty."""
+
+    ids: list[int]
+    images: tuple[PlacedImage, ...] = ()
+    keys: list[int] | None = None  # `ids` with the keys of pictures in place of image tokens; None: the same
+    positions: np.ndarray | None = None  # [3, P] of families with grids; None: 0, 1, 2, ...
+    shift: int = 0  # what is added to the place of a later token to get its position
+
+
+class BadImage(ValueError):
+    """The client's mistake, in words."""
+
+
+class ImageReader:
+    """Turns ids and `image_data` into prompts, for the model with this config and processor."""
+
+    def __init__(self, encoder: ImageEncoder, config: Any):
+        self._encoder, self._config = encoder, config
+        self._in_grid = VISION_FAMILIES[config.model_type].grid_positions
+
+    def read(self, ids: list[int], data: Any) -> ImagePrompt:
+        """Ids with one image token per picture; ids that are expanded already are taken as they are."""
+        items = [] if data is None else data if isinstance(data, list) else [data]
+        if len(items) > _MAX_IMAGES:
+            raise BadImage(f"image_data has {len(items)} images for one prompt: at most {_MAX_IMAGES}")
+        images = [self._encode(item, number) for number, item in enumerate(items)]
+        token = self._encoder.image_token_id
+        found = ids.count(token)
+        if found == len(images):
+            expanded, _ = expand(ids, images, token)
+        elif images and found == sum(image.ids.count(token) for image in images):
+            expanded = ids
+        else:
+            raise BadImage(
+                f"input_ids has {found} image tokens (id {token}) for {len(images)} images of image_data: "
+                "write one for each image"
+            )
+        return self._placed(expanded, images) if images else ImagePrompt(ids)
+
+    def _encode(self, item: Any, number: int) -> EncodedImage:
+        try:
+            return self._encoder.encode(open_picture(_raw(item)))
+        except (NotAnImage, ValueError) as error:
+            raise BadImage(f"image_data[{number}]: {error}") from error
+
+    def _placed(self, ids: list[int], images: Sequence[EncodedImage]) -> ImagePrompt:
+        token = self._encoder.image_token_id
+        places = np.flatnonzero(np.asarray(ids) == token)
+        placed, start = [], 0
+        for image in images:
+            count = image.ids.count(token)
+            placed.append(PlacedImage(image, places[start : start + count]))
+            start += count
+        keys = list(ids)
+        for one in placed:
+            for place in one.places.tolist():
+                keys[place] = one.key
+        if not self._in_grid:
+            return ImagePrompt(ids, tuple(placed), keys)
+        grids = [grid for image in images for grid in image.tensors["image_grid_thw"].tolist()]
+        positions, after = grid_positions(ids, grids, token, self._config.vision_config.spatial_merge_size)
+        return ImagePrompt(ids, tuple(placed), keys, positions, after - len(ids))
+
+
+def _raw(item: Any) -> Any:
+    """What is decoded: a data URL or bare base64. Paths and addresses are not read for clients."""
+    if isinstance(item, dict):
+        item = item.get("url", item)
+    if not isinstance(item, str):
+        raise NotAnImage("it must be text: a data URL, or base64")
+    if item.startswith("data:"):
+        return item
+    try:
+        return base64.b64decode(item, validate=True)
+    except (binascii.Error, ValueError):
+        raise NotAnImage(
+            "it is neither a data URL nor base64; files and addresses are not read here"
+        ) from None
+
+
+class FeatureCache:
+    """Features of pictures, computed once and kept until the weights change or memory is needed."""
+
+    def __init__(self, model: Any, device: torch.device):
+        self._model, self._device = model, device
+        self._made: OrderedDict[str, Features] = OrderedDict()
+        self.num_computed = 0  # pictures that went through the tower
+
+    def clear(self) -> None:
+        self._made.clear()
+
+    def rows(self, parts: Sequence[ImageRows]) -> tuple[torch.Tensor, Features]:
+        """Where features stand in a pass, and the features."""
+        self._compute({part.image.key: part.image for part in parts if part.image.key not in self._made})
+        features = Features.joined([self._made[p.image.key].part(p.first, p.last) for p in parts])
+        for part in parts:
+            self._made.move_to_end(part.image.key)
+        while len(self._made) > 1 and sum(f.nbytes for f in self._made.values()) > _FEATURE_BYTES:
+            self._made.popitem(last=False)
+        rows = torch.from_numpy(np.concatenate([part.rows for part in parts]))
+        return rows.to(self._device), features
+
+    def _compute(self, missing: dict[str, EncodedImage]) -> None:
+        if not missing:
+            return
+        inputs = join_inputs([image.tensors for image in missing.values()])
+        made = image_features(self._model, {name: tensor.to(self._device) for name, tensor in inputs.items()})
+        start, token = 0, self._model.config.image_token_id
+        for key, image in missing.items():
+            count = image.ids.count(token)
+            self._made[key] = made.part(start, start + count)
+            start += count
+        self.num_computed += len(missing)
