@@ -15,9 +15,7 @@ class VisionFamily:
 
 
 VISION_FAMILIES: dict[str, VisionFamily] = {
-    "qwen2_5_vl": VisionFamily(
-        "language_model", "Qwen2.5-VL", ("visual",), grid_positions=True, on_sglang=True
-    ),
+    "qwen2_5_vl": VisionFamily("language_model", "Qwen2.5-VL", ("visual",), grid_positions=True),
     "qwen3_vl": VisionFamily("language_model", "Qwen3-VL", ("visual",), grid_positions=True),
     "idefics3": VisionFamily("text_model", "Idefics 3", ("vision_model", "connector"), tiles=True),
     "smolvlm": VisionFamily("text_model", "SmolVLM", ("vision_model", "connector"), tiles=True),

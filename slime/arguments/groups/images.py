@@ -6,6 +6,7 @@ from slime.arguments.core.draft import Draft
 from slime.arguments.core.flag import flag
 from slime.arguments.groups.trainer import FSDP
 from slime.catalog.backends import BACKENDS
+from slime.catalog.engines import ENGINES
 from slime.catalog.vision import VISION_FAMILIES, why_no_images
 from slime.utils.model_config import read_config
 
@@ -71,11 +72,9 @@ def _check_trainer(draft: Draft, what: str) -> None:
 
 
 def _check_engine(draft: Draft, kind: str) -> None:
-    if (
-        draft.rollout_engine == "sglang"
-        and not VISION_FAMILIES[kind].on_sglang
-        and not draft.debug_train_only
-    ):
+    engine = ENGINES[draft.rollout_engine]
+    if kind in engine.lacks_models and not draft.debug_train_only:
         raise ValueError(
-            f"--rollout-engine sglang: SGLang has no model of type {kind}; use --rollout-engine embedded."
+            f"--rollout-engine {draft.rollout_engine}: {engine.label} has no model of type {kind}; use "
+            "--rollout-engine embedded."
         )
