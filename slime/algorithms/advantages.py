@@ -32,6 +32,21 @@ class AdvantageInputs:
     gamma: float = 1.0
     lambd: float = 1.0
     values: Sequence[Tensor] | None = None  # [R_i]; None: no critic
+    # [R_i], see slime.algorithms.turns; None: each sample has one reward, that of `rewards`
+    token_rewards: Sequence[Tensor] | None = None
+
+    def of_samples(self) -> TokenLists:
+        """[R_i] what each token earned where a reward holds for all tokens of a sample, or of a turn."""
+        if self.token_rewards is not None:
+            return [own.to(k) for own, k in zip(self.token_rewards, self.kl, strict=True)]
+        return get_grpo_returns(self.rewards, self.kl)
+
+    def of_actions(self, chosen: Sequence[Tensor]) -> TokenLists:
+        """Rewards of the tokens at `chosen`, where one stands on the last token of a sample, or of a turn."""
+        if self.token_rewards is None:
+            return _rewards_of_actions(self.rewards, self.kl, chosen, self.kl_coef)
+        triples = zip(self.token_rewards, self.kl, chosen, strict=True)
+        return [own.to(k)[index] - self.kl_coef * k[index] for own, k, index in triples]
 
 
 def get_grpo_returns(rewards: Sequence[float] | Tensor, kl: Sequence[Tensor]) -> TokenLists:
@@ -56,9 +71,14 @@ def get_reinforce_plus_plus_returns(
     """
     del response_lengths, total_lengths
     chosen = [mask.nonzero().squeeze(1) for mask in loss_masks]
-    token_rewards = _rewards_of_actions(rewards, kl, chosen, kl_coef)
+    return _discounted(_rewards_of_actions(rewards, kl, chosen, kl_coef), chosen, kl, gamma)
+
+
+def _discounted(
+    token_rewards: Sequence[Tensor], chosen: Sequence[Tensor], like: Sequence[Tensor], gamma: float
+) -> TokenLists:
     returns = [chunked_discounted_returns(actions[None], gamma)[0] for actions in token_rewards]
-    return _at_actions(returns, chosen, kl)
+    return _at_actions(returns, chosen, like)
 
 
 def _rewards_of_actions(
@@ -95,21 +115,19 @@ def get_reinforce_plus_plus_baseline_advantages(
 
 
 def grpo(inputs: AdvantageInputs) -> tuple[TokenLists, TokenLists]:
-    returns = get_grpo_returns(inputs.rewards, inputs.kl)
+    returns = inputs.of_samples()
     return returns, list(returns)
 
 
 def reinforce_plus_plus(inputs: AdvantageInputs) -> tuple[TokenLists, TokenLists]:
-    returns = get_reinforce_plus_plus_returns(
-        inputs.rewards, inputs.kl, inputs.loss_masks, kl_coef=inputs.kl_coef, gamma=inputs.gamma
-    )
+    chosen = [mask.nonzero().squeeze(1) for mask in inputs.loss_masks]
+    returns = _discounted(inputs.of_actions(chosen), chosen, inputs.kl, inputs.gamma)
     return returns, list(returns)
 
 
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> tuple[TokenLists, TokenLists]:
-    advantages = get_reinforce_plus_plus_baseline_advantages(
-        inputs.rewards, inputs.kl, inputs.loss_masks, inputs.kl_coef
-    )
+    pairs = zip(inputs.of_samples(), inputs.kl, strict=True)
+    advantages = [own - inputs.kl_coef * k for own, k in pairs]
     return advantages, list(advantages)
 
 
@@ -117,7 +135,7 @@ def ppo(inputs: AdvantageInputs) -> tuple[TokenLists, TokenLists]:
     """GAE over the trained tokens, with the reward on the last of them; tokens that are not trained get 0."""
     assert inputs.values is not None, "ppo needs the critic's values"
     chosen = [mask.nonzero().squeeze(1) for mask in inputs.loss_masks]
-    token_rewards = _rewards_of_actions(inputs.rewards, inputs.kl, chosen, inputs.kl_coef)
+    token_rewards = inputs.of_actions(chosen)
     values = [value[index] for value, index in zip(inputs.values, chosen, strict=True)]
     lengths = [len(index) for index in chosen]
     packed = get_advantages_and_returns_batch(

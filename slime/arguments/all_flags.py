@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 from slime.arguments.core.flag import FlagSpec, specs_of
+from slime.arguments.groups.agents import AgentFlags
 from slime.arguments.groups.algorithm import AlgorithmFlags
 from slime.arguments.groups.checkpoints import CheckpointFlags
 from slime.arguments.groups.cluster import ClusterFlags
@@ -30,6 +31,7 @@ class Flags(
     ImageFlags,
     RolloutFlags,
     RewardFlags,
+    AgentFlags,
     AlgorithmFlags,
     OffPolicyFlags,
     KeptPolicyFlags,

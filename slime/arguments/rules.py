@@ -13,6 +13,7 @@ from slime.arguments.core.draft import (
     refuse_flags_without_effect,
     tell_idle_flags,
 )
+from slime.arguments.groups.agents import environment, turn_credit
 from slime.arguments.groups.algorithm import (
     group_normalisation,
     loss,
@@ -53,6 +54,7 @@ RULES: tuple[Rule, ...] = (
     debug_modes,
     dumps_and_assertions,
     megatron_checkpoints,
+    environment,  # before what is needed: it brings prompts and a generate function
     needed_flags,
     sampling,
     context_length,
@@ -63,6 +65,7 @@ RULES: tuple[Rule, ...] = (
     policy_loss,
     loss_reduction,
     group_normalisation,
+    turn_credit,
     reference_model,
     distillation,
     preference_pairs,

@@ -1,5 +1,6 @@
 """Samples -> `RolloutBatch`: rewards post-processed by group; masks, log-probs and versions as tensors."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
@@ -7,6 +8,7 @@ from typing import Any, cast
 import torch
 
 from slime.algorithms.rewards import GREEDY_REWARD_KEY, overlong_penalty, subtract_baselines
+from slime.algorithms.turns import Turn, compared_returns, on_all_tokens, on_last_tokens, whole_turns
 from slime.arguments import Flags
 from slime.arguments.groups.objectives import SUPERVISED_LOSSES
 from slime.arguments.groups.trained_sampling import replays_nucleus
@@ -17,12 +19,15 @@ from slime.utils.misc import load_function
 from slime.utils.plugin_errors import plugin_call, wrong_return
 from slime.utils.types import RolloutBatch, Sample, TokenKey, flatten_samples, version_number
 
+# In Sample.metadata: which part an agent played, where several take part in one rollout.
+ROLE_KEY = "agent_role"
 _DTYPES = {
     "tokens": torch.int64,
     "loss_masks": torch.int32,
     "rollout_log_probs": torch.float32,
     "teacher_log_probs": torch.float32,
     "versions": torch.int32,
+    "token_rewards": torch.float32,
     "rollout_top_p_token_ids": torch.int32,
     "rollout_top_p_token_offsets": torch.int32,
 }
@@ -82,11 +87,25 @@ def post_process_rewards(
     raw = [_raw_reward(args, sample) for sample in samples]
     if args.loss_type in SUPERVISED_LOSSES or not args.compute_advantages_and_returns:
         return raw, list(raw)
+    return raw, compare_in_groups(args, _shaped(args, samples, raw), samples, rollout_ids)
+
+
+def _shaped(args: Flags, samples: Sequence[Sample], raw: Sequence[float]) -> list[float]:
     pairs = zip(raw, samples, strict=True)
-    rewards = [reward + _length_penalty(args, sample.response_length) for reward, sample in pairs]
+    return [reward + _length_penalty(args, sample.response_length) for reward, sample in pairs]
+
+
+def compare_in_groups(
+    args: Flags, rewards: Sequence[float], samples: Sequence[Sample], rollout_ids: Sequence[int]
+) -> list[float]:
+    """One number per sample, less the baseline of its group if the estimator compares at all.
+
+    Samples of one rollout that played different roles (metadata["agent_role"]: the two sides of a game, a
+    solver and its critic) are compared only with those that played the same.
+    """
     estimator = ESTIMATORS[args.advantage_estimator]
     if estimator.baseline is None or not args.rewards_normalization:
-        return raw, rewards
+        return list(rewards)
     groups = [sample.group_index for sample in samples if sample.group_index is not None]
     if len(groups) < len(samples):
         ungrouped = next(sample.index for sample in samples if sample.group_index is None)
@@ -96,15 +115,56 @@ def post_process_rewards(
             "rewards within a group; set group_index in the rollout, or pass --disable-rewards-normalization."
         )
     scaled = estimator.scale_rewards and args.grpo_std_normalization
-    rewards = subtract_baselines(
+    return subtract_baselines(
         rewards,
-        groups,
+        _split_by_role(groups, samples),
         rollout_ids,
         baseline="mean_std" if scaled else estimator.baseline,
         lengths=[float(_loss_mask(sample).sum()) for sample in samples],
         greedy_rewards=[sample.metadata.get(GREEDY_REWARD_KEY) for sample in samples],
     )
-    return raw, rewards
+
+
+def _split_by_role(groups: Sequence[int], samples: Sequence[Sample]) -> list[int]:
+    """The group of each sample, as a number that differs between roles."""
+    keys = [(g, sample.metadata.get(ROLE_KEY)) for g, sample in zip(groups, samples, strict=True)]
+    numbers: dict[tuple[int, Any], int] = {}
+    return [numbers.setdefault(key, len(numbers)) for key in keys]
+
+
+def _token_rewards(
+    args: Flags, samples: Sequence[Sample], raw: Sequence[float], rollout_ids: Sequence[int]
+) -> list[torch.Tensor] | None:
+    """--turn-discount: what each token earns by the turn it is in; None: by the whole sample alone."""
+    if args.turn_discount is None or all(sample.turn_rewards is None for sample in samples):
+        return None
+    triples = zip(samples, _shaped(args, samples, raw), strict=True)
+    turns = [whole_turns(s.turn_rewards, s.response_length, reward) for s, reward in triples]
+    _check_turns(samples, turns)
+    if ESTIMATORS[args.advantage_estimator].uses_gamma:
+        return [on_last_tokens(own, _loss_mask(s)) for s, own in zip(samples, turns, strict=True)]
+    values = compared_returns(
+        turns, args.turn_discount, lambda numbers: compare_in_groups(args, numbers, samples, rollout_ids)
+    )
+    triples_ = zip(samples, turns, values, strict=True)
+    return [on_all_tokens(own, value, s.response_length) for s, own, value in triples_]
+
+
+def _check_turns(samples: Sequence[Sample], turns: Sequence[Sequence[Turn]]) -> None:
+    for sample, own in zip(samples, turns, strict=True):
+        covered = torch.zeros(sample.response_length, dtype=torch.int32)
+        for start, end, reward in own:
+            if not (0 <= start <= end <= sample.response_length and math.isfinite(reward)):
+                raise ValueError(
+                    f"turn_rewards of sample {sample.index} has ({start}, {end}, {reward}): a turn lies "
+                    f"within the {sample.response_length} tokens of the response, and its reward is finite."
+                )
+            covered[start:end] += 1
+        if ((covered != 1) & (_loss_mask(sample) != 0)).any():
+            raise ValueError(
+                f"turn_rewards of sample {sample.index}: each trained token belongs to exactly one turn; its "
+                f"turns are {[(start, end) for start, end, _ in own][:8]}."
+            )
 
 
 def _custom_rewards(path: str, args: Flags, samples: Sequence[Sample]) -> tuple[list[Any], list[float]]:
@@ -168,6 +228,10 @@ def _convert(args: Flags, samples: list[Sample]) -> RolloutBatch:
         "truncated": [int(sample.status == Sample.Status.TRUNCATED) for sample in samples],
     }
     _add_optional(batch, samples)
+    if not (args.custom_reward_post_process_path or args.loss_type in SUPERVISED_LOSSES):
+        token_rewards = _token_rewards(args, samples, raw_reward, rollout_ids)
+        if token_rewards is not None:
+            batch["token_rewards"] = token_rewards
     if args.loss_type not in SUPERVISED_LOSSES:  # these train the model as it is, whoever wrote the tokens
         _add_nuclei(args, batch, samples)
     return batch

@@ -7,7 +7,9 @@ from typing import Any
 from slime.utils import top_p
 from slime.utils.types import RolloutBatch, Sample, TokenKey, is_score
 
-PER_TOKEN_KEYS: tuple[TokenKey, ...] = ("loss_masks", "rollout_log_probs", "teacher_log_probs", "versions")
+PER_TOKEN_KEYS: tuple[TokenKey, ...] = (
+    *("loss_masks", "rollout_log_probs", "teacher_log_probs", "versions", "token_rewards"),
+)
 REQUIRED_KEYS = ("tokens", "response_lengths", "loss_masks", "rewards", "rollout_ids", "rollout_mask_sums")
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from slime.catalog.environments import ENVIRONMENTS, SOURCE, read_source
+
 HUB = "hf:"
 
 
@@ -39,8 +41,12 @@ DATASET_FORMATS: dict[str, DatasetFormat] = {
         "datasets",
         "hf",
     ),
+    SOURCE: DatasetFormat(
+        "slime.agent.environments.rows.read_environment",
+        "items that an environment makes, as --env chooses them: env:reasoning_gym:gcd#train:1000",
+    ),
 }
-_FILES = [ending for ending in DATASET_FORMATS if ending != HUB]
+_FILES = [ending for ending in DATASET_FORMATS if ending not in (HUB, SOURCE)]
 ENDINGS = f"{', '.join(_FILES[:-1])} or {_FILES[-1]}"  # as messages name them
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".zip")
 _HUB_NAME = re.compile(r"^hf:(?P<name>[^#:]+)(#(?P<config>[^:]*))?(:(?P<split>[^:]+))?$")
@@ -53,7 +59,8 @@ def is_url(source: str) -> bool:
 
 def format_of(source: str) -> DatasetFormat | None:
     """None: nothing here reads it."""
-    return DATASET_FORMATS.get(HUB if source.startswith(HUB) else _ending(source))
+    prefix = next((prefix for prefix in (HUB, SOURCE) if source.startswith(prefix)), None)
+    return DATASET_FORMATS.get(prefix or _ending(source))
 
 
 def _ending(source: str) -> str:
@@ -74,6 +81,8 @@ def hub_parts(source: str) -> tuple[str, str | None, str | None]:
 
 def why_unreadable(source: str) -> str | None:
     """What is wrong with a source of prompts, with what to do instead; None: try it. Never opens it."""
+    if source.startswith(SOURCE):
+        return _why_no_items(source)
     if source.startswith(HUB):
         try:
             hub_parts(source)
@@ -89,6 +98,17 @@ def why_unreadable(source: str) -> str | None:
         reason = f"it ends in {_ending(source)!r}: prompts come from {ENDINGS} files; {hint}"
         return reason if is_url(source) or Path(source).expanduser().is_file() else _why_no_file(source)
     return _why_no_url(source) if is_url(source) else _why_no_file(source)
+
+
+def _why_no_items(source: str) -> str | None:
+    try:
+        choices, _, _ = read_source(source)
+    except ValueError as error:
+        return str(error).removesuffix(".")
+    row = ENVIRONMENTS[choices[0].family]
+    if row.package is not None and importlib.util.find_spec(row.package) is None:
+        return f"it needs the package {row.package}: pip install 'slime[{row.extra}]'"
+    return None
 
 
 def _why_no_url(source: str) -> str | None:

@@ -63,6 +63,14 @@ rollout/error_cat/<category>: share of samples by the entry that --log-reward-ca
 rollout/prefix_cache_hit_rate: share of prompt tokens that engines had in their cache
     = high where answers share a prompt or turns
 rollout/avg_cached_tokens_per_sample: the same as tokens per sample
+rollout/agent/turns: turns of the policy in an episode, on average (this and the next: runs with episodes)
+rollout/agent/tool_calls: tools that it called
+rollout/agent/tool_errors: calls that failed, or could not be read = falls as the policy learns the format
+rollout/agent/forks: samples beyond the first that an episode became, since its history was edited = 0
+rollout/agent/env_seconds: time in the environment or its tools, per episode
+rollout/agent/engine_seconds: time for the engine's answers, per episode, waiting for them included
+rollout/agent/env_share: the first of these as a share of both = small; else engines wait for environments
+rollout/agent/trained_per_sampled: share of the sampled tokens that is trained = 1, less what was masked
 rollout/spec_accept_rate: share of drafted tokens that speculative decoding accepted
 rollout/spec_accept_length: tokens per verification of speculative decoding
 rollout/top_p_kept_vocab_per_token: ids that top-p or top-k left to a token, on average

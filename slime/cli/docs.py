@@ -12,6 +12,7 @@ from slime.arguments.core.flag import FlagSpec
 from slime.catalog.backends import BACKENDS
 from slime.catalog.datasets import DATASET_FORMATS
 from slime.catalog.engines import ENGINES
+from slime.catalog.environments import ENVIRONMENTS
 from slime.catalog.estimators import ESTIMATORS
 from slime.catalog.metrics import METRICS
 from slime.catalog.policy_losses import POLICY_LOSSES, REDUCTIONS
@@ -31,6 +32,7 @@ CATALOG: dict[str, Mapping[str, Any]] = {
     "`--loss-reduction`": REDUCTIONS,
     "`--rm-type`": REWARDS,
     "`--prompt-data`": DATASET_FORMATS,
+    "`--env`": ENVIRONMENTS,
     "`--rollout-engine`": ENGINES,
     "`--train-backend`": BACKENDS,
     "Models with images": VISION_FAMILIES,

@@ -16,6 +16,8 @@ from slime.utils.types import Sample, flatten_samples, version_number
 
 # In Sample.metadata: why an answer counts as wrong although nobody compared it (it was too large to be).
 NOT_COMPARED_KEY = "answer_not_compared"
+# In Sample.metadata: what an episode cost, as numbers by the names of `rollout/agent/<name>`.
+AGENT_KEY = "agent"
 _REPETITION_TAIL_CHARS = 10_000
 _REPETITION_RATIO = 10.0
 
@@ -125,6 +127,23 @@ def sample_metrics(samples: Sequence[Sample], reward_category: str | None = None
     if reward_category:
         metrics.update(_reward_categories(reward_category, samples))
     metrics.update(_kept_vocabulary(samples))
+    metrics.update(_with_prefix("agent", agent_metrics(samples)))
+    return metrics
+
+
+def agent_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """What episodes cost, each on average; nothing where there are none."""
+    episodes = [s.metadata[AGENT_KEY] for s in samples if isinstance(s.metadata.get(AGENT_KEY), Mapping)]
+    if not episodes:
+        return {}
+    names = sorted({name for episode in episodes for name in episode})
+    metrics = {name: sum(float(e.get(name, 0.0)) for e in episodes) / len(episodes) for name in names}
+    seconds = metrics.get("env_seconds", 0.0) + metrics.get("engine_seconds", 0.0)
+    if seconds:
+        metrics["env_share"] = metrics.get("env_seconds", 0.0) / seconds
+    sampled = sum(end - start for s in samples for _, start, end in s.version_spans)
+    if sampled:
+        metrics["trained_per_sampled"] = sum(s.effective_response_length for s in samples) / sampled
     return metrics
 
 

@@ -100,7 +100,7 @@ def without_response(sample: Sample) -> Sample:
     if new.response_length:
         new.tokens = new.tokens[: -new.response_length]
     new.response, new.response_length, new.reward = "", 0, None
-    new.loss_mask = new.rollout_log_probs = None
+    new.loss_mask = new.rollout_log_probs = new.turn_rewards = None
     new.rollout_top_p_token_ids = new.rollout_top_p_token_offsets = new.rollout_routed_experts = None
     new.version_spans, new.weight_versions = [], []
     new.status, new.session_id = Sample.Status.PENDING, None

@@ -55,7 +55,7 @@ def training_format(args: Args | PluginArgs) -> PromptFormat:
         metadata_columns=tuple(args.metadata_columns),
         reward_columns=_reward_columns(args.custom_rm_path),
         multimodal_keys=args.multimodal_keys,
-        apply_chat_template=args.apply_chat_template,
+        apply_chat_template=args.apply_chat_template and args.env is None,  # an episode renders its own
         apply_chat_template_kwargs=args.apply_chat_template_kwargs or {},
         use=use,
         rm_type=_label_reader(args) if args.rollout_function_path in _GENERATING else None,
@@ -82,7 +82,7 @@ def evaluation_format(args: Args | PluginArgs, config: EvalDatasetConfig) -> Pro
         metadata_columns=tuple(config.metadata_columns or ()),
         reward_columns=_reward_columns(config.custom_rm_path or args.custom_rm_path),
         multimodal_keys=config.multimodal_keys,
-        apply_chat_template=bool(config.apply_chat_template),
+        apply_chat_template=bool(config.apply_chat_template) and args.env is None,
         apply_chat_template_kwargs=config.apply_chat_template_kwargs or {},
         use=use,
         rm_type=_label_reader(args, config) if ours else None,

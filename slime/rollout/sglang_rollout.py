@@ -14,7 +14,6 @@ from uuid import uuid4
 
 from slime.arguments import PluginArgs, with_defaults
 from slime.arguments.groups.topology import EVALUATION_ENGINES
-from slime.observability.trace_utils import trace_span
 from slime.rollout import eval_rollout as evaluation_run
 from slime.rollout import ledger
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
@@ -24,7 +23,7 @@ from slime.rollout.collection.failed_samples import keep_the_rest, share_rewards
 from slime.rollout.collection.greedy_baseline import with_greedy_baseline
 from slime.rollout.collection.tasks import all_or_none
 from slime.rollout.collection.versions import name_versions
-from slime.rollout.generation.concurrency import Limit, make_limit
+from slime.rollout.generation.concurrency import Limit, TokenLimit, make_limit, tokens_of
 from slime.rollout.generation.policy_requests import PolicyRequests, not_trained
 from slime.rollout.generation.requests import (
     PromptError,
@@ -99,6 +98,7 @@ class GenerateState(metaclass=_StatePerArgs):
         # Semaphores and clients belong to the loop that waits on them: one of each per set of engines.
         self._semaphores: _PerLoop[Limit] = weakref.WeakKeyDictionary()
         self._clients: _PerLoop[EngineClient] = weakref.WeakKeyDictionary()
+        self._token_limits: _PerLoop[TokenLimit] = weakref.WeakKeyDictionary()
 
     @property
     def max_running(self) -> int:
@@ -151,8 +151,15 @@ class GenerateState(metaclass=_StatePerArgs):
         self._no_scope = RequestScope(self.args.rollout_max_context_len)
 
     async def send(self, request: GenerateRequest) -> Generation:
-        with self.scope.sending(request.rid):
-            return await self.client.generate(request)
+        async with self.tokens_in_flight.holding(tokens_of(request)):
+            with self.scope.sending(request.rid):
+                return await self.client.generate(request)
+
+    @property
+    def tokens_in_flight(self) -> TokenLimit:
+        """The running loop's cap on the tokens that requests hold at the engines (--max-tokens-in-flight)."""
+        held = self._token_limits.setdefault(asyncio.get_running_loop(), {})
+        return held.setdefault(self.scope.engines, TokenLimit(self.args.max_tokens_in_flight))
 
 
 def get_model_url(args: PluginArgs, model_name: str = "default", endpoint: str = "/generate") -> str:
@@ -195,9 +202,7 @@ async def generate(args: PluginArgs, sample: Sample, sampling_params: dict[str, 
             sample.status = Sample.Status.TRUNCATED
             return sample
         request = build_request(args, sample, sampling_params, budget)
-        with trace_span(sample, "generate") as span:
-            answer = await state.send(request)
-            span.update({"tokens": len(answer.ids)})
+        answer = await state.send(request)
         check_answer(args, request, answer)
         sample.append_response_tokens(
             args,
@@ -322,7 +327,7 @@ def _check_fan_out(path: str, source: Sample, result: list[Sample]) -> list[Samp
 
 async def _score(args: PluginArgs, samples: Sequence[Sample], evaluation: bool) -> None:
     """Rewards for those that have none and were not cut off; what cannot be scored carries its failure."""
-    ended = [s for s in samples if s.status is not Sample.Status.ABORTED]
+    ended = [s for s in samples if s.status is not Sample.Status.ABORTED and s.reward_failure is None]
     if any(s.reward is None for s in ended):
         with not_trained():  # a reward may ask the policy itself
             await score_samples(args, ended, evaluation=evaluation)

@@ -154,12 +154,11 @@ def open_run_file(
     return record
 
 
-def close_run_file(folder: Path, error: BaseException | None, stopped: str | None = None) -> None:
-    """The end of the current start, and why. `stopped`: it was asked to end before its last step."""
+def close_run_file(folder: Path, error: BaseException | None) -> None:
+    """The end of the current start, and why."""
     record = read_run(folder)
     if record is not None:
-        cause = stopped if error is None and stopped else _cause(error)
-        write_run(folder, replace(record, last=replace(record.last, end=_now(), exit=cause)))
+        write_run(folder, replace(record, last=replace(record.last, end=_now(), exit=_cause(error))))
 
 
 def read_run(folder: Path) -> RunRecord | None:

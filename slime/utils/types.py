@@ -139,6 +139,8 @@ class Sample:
     reward: float | dict[str, Any] | None = None  # only ever a score; a failure is in `reward_failure`
     reward_failure: RewardFailure | None = None
     loss_mask: list[int] | None = None  # one entry per response token; None: all ones
+    # (start, end, reward) of each turn of the policy in the response; None: only the whole has a reward
+    turn_rewards: list[tuple[int, int, float]] | None = None
     weight_versions: list[str] = field(default_factory=list)  # one entry per engine answer, in order
     version_spans: list[tuple[str, int, int]] = field(
         default_factory=list
@@ -192,6 +194,8 @@ class Sample:
         data["multimodal_inputs"] = from_plain(data.get("multimodal_inputs"))
         if data.get("image_spans") is not None:
             data["image_spans"] = [tuple(span) for span in data["image_spans"]]
+        if data.get("turn_rewards") is not None:
+            data["turn_rewards"] = [tuple(turn) for turn in data["turn_rewards"]]
         names = {f.name for f in dataclasses.fields(cls)}
         sample = cls(**{k: v for k, v in data.items() if k in names})
         for key in data.keys() - names:
@@ -356,6 +360,7 @@ class RolloutBatch(TypedDict, total=False):
     multimodal_train_inputs: list[dict[str, Any] | None]  # of the processor = {"image_grid_thw": [[1, 2, 2]]}
     round_number: list[int]  # of an agent's conversation = 2
     teacher_log_probs: Tensors  # [R_i] fp32, of a teacher engine or by the step = [-0.3, 0.0, -0.1]
+    token_rewards: Tensors  # [R_i] fp32, in place of `rewards` where turns have their own = [0.2, 0.0, 0.7]
     # -- added by the training step, where the run needs it
     log_probs: Tensors  # [R_i] fp32 of the old policy, before any update = [-0.1, -5.2, -0.2]
     entropy: Tensors  # [R_i] fp32 of the old policy = [0.4, 2.9, 0.6]
@@ -372,6 +377,7 @@ class RolloutBatch(TypedDict, total=False):
 TokenKey = Literal[
     "loss_masks", "rollout_log_probs", "versions", "teacher_log_probs", "log_probs", "entropy",
     "ref_log_probs", "teacher_hidden", "values", "kl", "advantages", "returns", "opd_reverse_kl",
+    "token_rewards",
 ]  # fmt: skip
 SampleKey = Literal["response_lengths", "rewards", "raw_reward", "rollout_mask_sums", "truncated"]
 

@@ -231,6 +231,8 @@ NO_EFFECT_VALUES = {
     "rs_upper": 3.0,
     "clip_cov_high": 6.0,
     "reward_weights": '{"a": 1}',
+    "env_args": '{"*": {"a": 1}}',
+    "partial_episodes": "restart",
     "advantage_estimator": "rloo",
     "loss_reduction": "sample_mean",
     "critic_lr_decay_style": "linear",
@@ -260,6 +262,7 @@ NO_EFFECT_BESIDE = {
         "rewards_normalization",
         "grpo_std_normalization",
         "keep_old_actor",
+        "turn_discount",
     )
 }
 NO_EFFECT_BESIDE |= {

@@ -8,13 +8,15 @@ set.
 
 import asyncio
 import collections
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from slime.arguments import PluginArgs
 from slime.utils import http_utils
+from slime.wire.protocol import GenerateRequest
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +69,65 @@ class Limit:
             if not future.done():
                 self.in_use += 1
                 future.set_result(None)
+
+
+class TokenLimit:
+    """A cap on the tokens that requests in flight may come to; who waits longest enters first.
+
+    A request that is larger than the cap enters alone. None: no cap.
+    """
+
+    def __init__(self, limit: int | None):
+        self.limit = limit
+        self.in_use = 0
+        self._waiters: collections.deque[tuple[int, asyncio.Future[None]]] = collections.deque()
+
+    @contextlib.asynccontextmanager
+    async def holding(self, tokens: int) -> AsyncIterator[None]:
+        if self.limit is None:
+            yield
+            return
+        await self._enter(tokens)
+        try:
+            yield
+        finally:
+            self._leave(tokens)
+
+    async def _enter(self, tokens: int) -> None:
+        if not self._waiters and self._fits(tokens):
+            self.in_use += tokens
+            return
+        entry = (tokens, asyncio.get_running_loop().create_future())
+        self._waiters.append(entry)
+        try:
+            await entry[1]  # whoever wakes it has counted it in
+        except asyncio.CancelledError:
+            if entry[1].cancelled():
+                self._waiters.remove(entry)
+                self._wake()
+            else:
+                self._leave(tokens)
+            raise
+
+    def _fits(self, tokens: int) -> bool:
+        assert self.limit is not None
+        return self.in_use == 0 or self.in_use + tokens <= self.limit
+
+    def _leave(self, tokens: int) -> None:
+        self.in_use -= tokens
+        self._wake()
+
+    def _wake(self) -> None:
+        while self._waiters and self._fits(self._waiters[0][0]):
+            tokens, future = self._waiters.popleft()
+            if not future.done():
+                self.in_use += tokens
+                future.set_result(None)
+
+
+def tokens_of(request: GenerateRequest) -> int:
+    """How many tokens of a cache a request may come to hold: its prompt and all that it may generate."""
+    return len(request.input_ids or ()) + (request.sampling.max_new_tokens or 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,133 @@
+"""Calls of an environment that cannot hold up the run: each episode's in a thread of its own, with deadlines.
+
+A thread cannot be ended from outside. One whose call hangs is left behind and counted; too many of them end
+the run with the name of the environment, before they eat the machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from slime.agent.environments.protocol import EnvironmentFailure
+from slime.utils.errors import RunStopped
+from slime.utils.loop_watch import loop_watch
+
+MAX_HANGING = 64  # threads whose environment did not come back
+_ABOUT_ERRORS = 300  # characters
+
+_hanging: set[threading.Thread] = set()
+
+
+class EnvironmentCalls:
+    """The methods of one environment, awaited. `seconds` is the time spent in them."""
+
+    def __init__(self, name: str, make: Callable[[], Any], timeout_s: float):
+        self.name, self.timeout_s, self.seconds = name, timeout_s, 0.0
+        self.make = make
+        self._environment: Any = None
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    async def start(self) -> Any:
+        """Make the environment; it is given back for its attributes, not for its methods."""
+        self._environment = await self._in_time("its start", lambda: self._threaded(self.make))
+        return self._environment
+
+    async def call(self, method: str, *values: Any) -> Any:
+        """The result of a method; EnvironmentFailure where it raises or does not return in time."""
+        function = getattr(self._environment, method, None)
+        if function is None:
+            if method in ("score", "close"):
+                return None
+            raise EnvironmentFailure(f"environment {self.name}: it has no method {method}")
+        if inspect.iscoroutinefunction(function):
+            label = f"--env {self.name}: {method}"
+            return await self._in_time(method, lambda: loop_watch.run(label, function(*values)))
+        return await self._in_time(method, lambda: self._threaded(lambda: function(*values)))
+
+    async def close(self) -> None:
+        """Let the environment go; what its own `close` does wrong no longer matters."""
+        if self._environment is not None:
+            with contextlib.suppress(EnvironmentFailure):
+                await self.call("close")
+        self._work.put(None)
+
+    def forget(self) -> None:
+        """The same without waiting for it: the thread ends, and with it what only it holds."""
+        self._work.put(None)
+
+    async def _in_time(self, what: str, begin: Callable[[], Any]) -> Any:
+        started = time.monotonic()
+        try:
+            async with asyncio.timeout(self.timeout_s) as deadline:
+                return await begin()
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise self._failure(what, error) from error
+            self._leave_behind()
+            raise EnvironmentFailure(
+                f"environment {self.name}: {what} did not return within --env-timeout-s {self.timeout_s:g}"
+            ) from None
+        except (EnvironmentFailure, RunStopped):
+            raise
+        except Exception as error:
+            raise self._failure(what, error) from error
+        finally:
+            self.seconds += time.monotonic() - started
+
+    def _failure(self, what: str, error: BaseException) -> EnvironmentFailure:
+        said = f"{type(error).__name__}: {str(error)[:_ABOUT_ERRORS]}"
+        return EnvironmentFailure(f"environment {self.name}: {what} raised {said}")
+
+    async def _threaded(self, call: Callable[[], Any]) -> Any:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Any] = loop.create_future()
+
+        def deliver(method: Callable[[Any], None], value: Any) -> None:
+            if not future.done():
+                method(value)
+
+        def work() -> None:
+            try:
+                method, value = future.set_result, call()
+            except (Exception, SystemExit) as error:
+                method = future.set_exception
+                value = RuntimeError(f"{type(error).__name__}: {error}")
+                if isinstance(error, Exception) and not isinstance(error, StopIteration):
+                    value = error
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(deliver, method, value)
+
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=_work_off, args=(self._work,), name=f"environment {self.name}", daemon=True
+            )
+            self._thread.start()
+        self._work.put(work)
+        return await future
+
+    def _leave_behind(self) -> None:
+        if self._thread is None:
+            return
+        self._work.put(None)  # should it ever come back
+        _hanging.add(self._thread)
+        self._thread, self._environment = None, None
+        self._work = queue.SimpleQueue()
+        _hanging.difference_update([thread for thread in _hanging if not thread.is_alive()])
+        if len(_hanging) > MAX_HANGING:
+            raise RunStopped(
+                f"--env {self.name}: {len(_hanging)} calls of environments hang for longer than "
+                f"--env-timeout-s {self.timeout_s:g}. Mend the environment, or give it more time."
+            )
+
+
+def _work_off(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (task := work.get()) is not None:
+        task()

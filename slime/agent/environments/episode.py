@@ -1,0 +1,356 @@
+"""Playing episodes: `generate` is the generate function of a run with --env.
+
+The policy reads an observation, writes its turn, the environment steps; until the environment is done, or a
+budget of turns, tokens or time is used up. A weight push in mid-episode changes nothing: the turn goes on.
+When a rollout ends first, --partial-rollout keeps the episode: its environment waits for the next rollout in
+this process, or is brought to the same point again by the actions that were recorded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+from slime.agent.environments.calls import EnvironmentCalls
+from slime.agent.environments.protocol import (
+    EnvironmentFailure,
+    Item,
+    Observation,
+    as_observation,
+    as_scores,
+    as_step,
+)
+from slime.agent.environments.rows import ENV_KEY, HELD_OUT_KEY, SEED_KEY, seed_of
+from slime.agent.environments.seat import Seat, Voice, fingerprint
+from slime.arguments import PluginArgs
+from slime.batch.convert import ROLE_KEY
+from slime.catalog.environments import ENVIRONMENTS, Choice, read_choices
+from slime.data.mix import mix64
+from slime.observability.metrics import AGENT_KEY
+from slime.rollout.generation.requests import token_budget
+from slime.rollout.groups import copy_sample, describe, without_response
+from slime.rollout.sglang_rollout import GenerateState
+from slime.rollout.sglang_rollout import generate as ask_engine
+from slime.utils.reward_failure import infra_error
+from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
+
+# In Sample.metadata: where an episode stands that was cut short; what the row's prompt was; how it ended.
+PROGRESS_KEY, ROW_PROMPT_KEY, END_KEY = "episode_progress", "env_row_prompt", "episode_end"
+MAX_WAITING = 512  # environments that wait for the next rollout
+
+_waiting: OrderedDict[str, tuple[EnvironmentCalls, Observation]] = OrderedDict()
+
+
+class _CutShort(Exception):
+    """The rollout ended while the episode was under way."""
+
+
+@dataclass
+class _Progress:
+    """What must be done again to come back to this point, and what it cost so far."""
+
+    actions: list[str] = field(default_factory=list)
+    seen: list[str] = field(default_factory=list)  # fingerprints of the observations, one more than actions
+    turn_start: int = 0  # in the response
+    counts: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, sample: Sample) -> _Progress | None:
+        saved = sample.metadata.get(PROGRESS_KEY)
+        return cls(**saved) if isinstance(saved, Mapping) else None
+
+    def plain(self) -> dict[str, Any]:
+        return {
+            "actions": list(self.actions),
+            "seen": list(self.seen),
+            "turn_start": self.turn_start,
+            "counts": dict(self.counts),
+        }
+
+
+async def generate(
+    args: PluginArgs, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
+) -> Sample | list[Sample]:
+    """Play one episode: a sample with its reward, or of several players one sample each."""
+    return await Episode(args, sample, sampling_params).play()
+
+
+def choice_of(args: PluginArgs, sample: Sample) -> Choice:
+    """The environment of a sample: its own, else the run's."""
+    name = sample.metadata.get(ENV_KEY) or args.env
+    if name is None:
+        raise ValueError(f"{describe(sample)} names no environment: set --env, or `env` in its metadata.")
+    return read_choices(str(name))[0]
+
+
+def make_environment(args: PluginArgs, choice: Choice) -> Any:
+    options = {**args.env_args.get("*", {}), **args.env_args.get(choice.short, {})}
+    return import_module(ENVIRONMENTS[choice.family].module).make(choice.task, options)
+
+
+def item_of(args: PluginArgs, sample: Sample) -> Item:
+    metadata = sample.metadata
+    seed = metadata.get(SEED_KEY)
+    if seed is None:  # a row of a file: the same for every sample of its group
+        seed = seed_of(int(sample.group_index or 0) + 1, held_out=False)
+    return Item(
+        seed=int(seed),
+        held_out=bool(metadata.get(HELD_OUT_KEY, False)),
+        prompt=metadata.get(ROW_PROMPT_KEY, sample.prompt),
+        label=sample.label,
+        metadata=metadata,
+    )
+
+
+class Episode:
+    """One environment, its players, and the loop between them."""
+
+    def __init__(self, args: PluginArgs, sample: Sample, sampling_params: dict[str, Any]):
+        self.args, self.sample, self.params = args, sample, sampling_params
+        self.state = GenerateState(args)
+        self.choice = choice_of(args, sample)
+        self.voice = Voice(args, self.state.tokenizer)
+        self.longest: int | None = sampling_params.get("max_new_tokens")
+        self.calls = EnvironmentCalls(
+            self.choice.name, lambda: make_environment(args, self.choice), args.env_timeout_s
+        )
+        self.seats: dict[int, Seat] = {}
+        self.progress = _Progress()
+        self.engine_seconds = 0.0
+        self.players = 1
+
+    async def play(self) -> Sample | list[Sample]:
+        keep = False
+        try:
+            return await self._play()
+        except _CutShort:
+            keep = self._can_continue()
+            return self._cut_short(keep)
+        except EnvironmentFailure as failure:
+            return self._failed(failure)
+        finally:
+            if not keep:
+                await asyncio.shield(self.calls.close())
+
+    # -- the loop
+
+    async def _play(self) -> Sample | list[Sample]:
+        observation, in_turn = await self._begin()
+        deadline = (
+            None if self.args.episode_timeout_s is None else time.monotonic() + self.args.episode_timeout_s
+        )
+        end = None
+        while end is None:
+            seat = self._seat_of(observation.player)
+            if not in_turn and not seat.read(observation, self.longest, self.state.scope.max_context_len):
+                end = "max_tokens"
+                break
+            if not in_turn:
+                self.progress.turn_start = seat.sample.response_length
+            in_turn = False
+            self._observation = observation
+            if not await self._write_turn(seat, deadline):
+                end = "deadline"
+                break
+            start = self.progress.turn_start
+            action = seat.words_since(start)
+            result = as_step(self.choice.name, await self.calls.call("step", action))
+            seat.end_turn(start, float(result.reward))
+            self._count("turns", 1)
+            self._count("tool_calls", result.tool_calls)
+            self._count("tool_errors", result.tool_errors)
+            self.progress.actions.append(action)
+            if result.done or result.truncated:
+                end = "done" if result.done else "truncated"
+                self._note(result.info)
+                break
+            observation = as_observation(self.choice.name, "step", result.observation)
+            self.progress.seen.append(fingerprint(observation))
+            end = self._used_up(seat)
+        return await self._finish(end)
+
+    async def _begin(self) -> tuple[Observation, bool]:
+        """The observation to answer, and whether its answer was begun already."""
+        before = _Progress.of(self.sample) if self.sample.response_length or self.sample.tokens else None
+        if before is not None:
+            observation = await self._come_back(before)
+            if observation is not None:
+                self.progress = before
+                self._seat_of(observation.player).sample.status = Sample.Status.ABORTED
+                return observation, True
+            logger.warning("%s begins again: its environment came to another point", describe(self.sample))
+        fresh = without_response(self.sample)
+        fresh.tokens, fresh.session_id = [], self.sample.session_id
+        fresh.metadata.pop(PROGRESS_KEY, None)
+        self.sample = fresh
+        observation = await self._reset()
+        self.progress.seen.append(fingerprint(observation))
+        return observation, False
+
+    async def _reset(self) -> Observation:
+        environment = await self.calls.start()
+        item = item_of(self.args, self.sample)
+        if ENV_KEY not in self.sample.metadata:
+            self.sample.metadata[ROW_PROMPT_KEY] = item.prompt
+        observation = as_observation(self.choice.name, "reset", await self.calls.call("reset", item))
+        self.players = int(getattr(environment, "num_players", 1))
+        return observation
+
+    async def _come_back(self, before: _Progress) -> Observation | None:
+        """The environment at the point where the episode was cut; None: it does not come there again."""
+        waiting = _waiting.pop(self.sample.session_id or "", None)
+        if waiting is not None:
+            await self.calls.close()
+            self.calls, observation = waiting
+            return observation
+        observation = await self._reset()
+        for step, action in enumerate(before.actions):
+            if fingerprint(observation) != before.seen[step]:
+                break
+            result = as_step(self.choice.name, await self.calls.call("step", action))
+            if result.observation is None:
+                break
+            observation = as_observation(self.choice.name, "step", result.observation)
+        if self.players == 1 and fingerprint(observation) == before.seen[-1]:
+            return observation
+        await self.calls.close()
+        self.calls = EnvironmentCalls(self.calls.name, self.calls.make, self.calls.timeout_s)
+        return None
+
+    async def _write_turn(self, seat: Seat, deadline: float | None) -> bool:
+        """Let the policy write until it stops or may write no more; False: the episode's time is over."""
+        sample, params = seat.sample, dict(self.params)
+        if sample.status is not Sample.Status.ABORTED:
+            sample.status = Sample.Status.PENDING
+        if self.state.aborted:
+            raise _CutShort
+        longest, of_turn = self.longest, self.args.turn_max_response_len
+        if of_turn is not None:
+            ends = self.progress.turn_start + of_turn
+            longest = ends if longest is None else min(longest, ends)
+        params["max_new_tokens"] = longest
+        if self.players > 1:
+            seed = mix64(self.args.rollout_seed, sample.index or 0, len(self.progress.actions), 5)
+            params.setdefault("sampling_seed", seed % (2**31 - 1) + 1)
+        started = time.monotonic()
+        limit = asyncio.timeout(None if deadline is None else max(0.0, deadline - started))
+        try:
+            async with limit:
+                await ask_engine(self.args, sample, params)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            return False
+        finally:
+            self.engine_seconds += time.monotonic() - started
+        if sample.status is Sample.Status.ABORTED:
+            raise _CutShort
+        return True
+
+    def _used_up(self, seat: Seat) -> str | None:
+        turns = int(self.progress.counts["turns"])
+        if self.args.max_turns is not None and turns >= self.args.max_turns:
+            return "max_turns"
+        context = self.state.scope.max_context_len
+        if token_budget(self.args, seat.sample, self.longest, context) == 0:
+            return "max_tokens"
+        return None
+
+    def _seat_of(self, player: int) -> Seat:
+        if not 0 <= player < max(1, self.players):
+            raise EnvironmentFailure(
+                f"environment {self.choice.name}: it is the turn of player {player}, there are {self.players}"
+            )
+        if player not in self.seats:
+            own = self.sample if self.players == 1 else copy_sample(self.sample)
+            self.seats[player] = Seat(self.args, own, self.voice)
+        return self.seats[player]
+
+    # -- its ends
+
+    async def _finish(self, end: str) -> Sample | list[Sample]:
+        scores = as_scores(self.choice.name, await self.calls.call("score"), max(1, self.players))
+        acted = {player: seat for player, seat in self.seats.items() if seat.turns}
+        if not acted:
+            raise EnvironmentFailure(
+                f"environment {self.choice.name}: no turn was finished within --episode-timeout-s "
+                f"{self.args.episode_timeout_s}"
+            )
+        for player, seat in acted.items():
+            seat.add_to_last_turn(scores[player])
+            sample = seat.sample
+            sample.status = Sample.Status.COMPLETED if end == "done" else Sample.Status.TRUNCATED
+            sample.metadata.pop(PROGRESS_KEY, None)
+            sample.metadata[END_KEY] = end
+            if self.players > 1:
+                sample.metadata[ROLE_KEY] = f"player {player}"
+                sample.rollout_id = self.sample.index if sample.rollout_id is None else sample.rollout_id
+            self._reward(sample, seat.total)
+        self._tell_costs([seat.sample for seat in acted.values()])
+        made = [seat.sample for _, seat in sorted(acted.items())]
+        return made if self.players > 1 else made[0]
+
+    def _reward(self, sample: Sample, total: float) -> None:
+        """The episode's reward, unless a reward of the run's own judges."""
+        sample.metadata["env_score"] = total
+        args = self.args
+        if args.custom_rm_path or sample.custom_rm_path or args.rm_type or sample.metadata.get("rm_type"):
+            return
+        sample.reward = {args.reward_key: total} if args.reward_key else total
+
+    def _tell_costs(self, samples: list[Sample]) -> None:
+        """Of an episode of several players each sample carries its share."""
+        counts = self.progress.counts
+        counts["env_seconds"] = counts.get("env_seconds", 0.0) + self.calls.seconds
+        counts["engine_seconds"] = counts.get("engine_seconds", 0.0) + self.engine_seconds
+        for sample in samples:
+            sample.metadata[AGENT_KEY] = {name: value / len(samples) for name, value in counts.items()}
+            sample.non_generation_time = counts["env_seconds"] / len(samples)
+
+    def _count(self, name: str, number: float) -> None:
+        self.progress.counts[name] = self.progress.counts.get(name, 0) + number
+
+    def _note(self, info: Mapping[str, Any]) -> None:
+        for seat in self.seats.values():
+            seat.sample.metadata.update(info)
+
+    def _failed(self, failure: EnvironmentFailure) -> Sample:
+        """The typed outcome: no score, and the cause with the environment's name."""
+        reason = str(failure)
+        if not reason.startswith("environment "):
+            reason = f"environment {self.choice.name}: {reason}"
+        logger.warning("%s has no reward: %s", describe(self.sample), reason)
+        sample = self.sample
+        sample.status, sample.reward = Sample.Status.COMPLETED, None
+        sample.reward_failure = infra_error(reason)
+        return sample
+
+    def _can_continue(self) -> bool:
+        args = self.args
+        return bool(args.partial_rollout and args.partial_episodes == "continue" and self.players == 1)
+
+    def _cut_short(self, keep: bool) -> Sample:
+        if not keep:
+            sample = without_response(self.sample)
+            sample.tokens, sample.status = [], Sample.Status.ABORTED
+            sample.metadata.pop(PROGRESS_KEY, None)
+            return sample
+        sample = self.seats[0].sample
+        counts = self.progress.counts
+        counts["engine_seconds"] = counts.get("engine_seconds", 0.0) + self.engine_seconds
+        sample.metadata[PROGRESS_KEY] = self.progress.plain()
+        sample.status = Sample.Status.ABORTED
+        if sample.session_id:
+            _waiting[sample.session_id] = (self.calls, self._observation)
+            while len(_waiting) > MAX_WAITING:
+                _, (calls, _) = _waiting.popitem(last=False)
+                calls.forget()
+        return sample

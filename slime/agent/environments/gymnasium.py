@@ -1,0 +1,102 @@
+"""Gymnasium: observations as text, actions read from text.
+
+Text spaces pass as they are. Any other observation is written as Python shows it (arrays as lists), with the
+actions that there are. Actions: of a Discrete space the last whole number of the answer, or the name of one
+(option `actions`, a list of names); of a Text space the answer; of a Box the last so many numbers. An answer
+without one is told so and costs `invalid_reward` (-0.1). `prompt` is text before the first observation.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from slime.agent.environments.protocol import EnvironmentFailure, Item, Observation, StepResult
+
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
+
+
+def task_names() -> list[str] | None:
+    """Ids of other packages (`my_package:Maze-v0`) are tried."""
+    return None
+
+
+def make(task: str, options: Mapping[str, Any]) -> TextGymnasium:
+    return TextGymnasium(task, options)
+
+
+class TextGymnasium:
+    """One episode of a registered environment."""
+
+    def __init__(self, task: str, options: Mapping[str, Any]):
+        import gymnasium
+
+        own = dict(options)
+        self._actions: list[str] = [str(name) for name in own.pop("actions", [])]
+        self._prompt: str = own.pop("prompt", "")
+        self._invalid_reward = float(own.pop("invalid_reward", -0.1))
+        self._env = gymnasium.make(task, **own)
+        self._spaces = gymnasium.spaces
+
+    def reset(self, item: Item) -> Observation:
+        observation, _ = self._env.reset(seed=item.seed)
+        parts = [self._prompt, self._describe_actions(), self._written(observation)]
+        return Observation("\n".join(part for part in parts if part))
+
+    def step(self, action: str) -> StepResult:
+        chosen = self._read(action)
+        if chosen is None:
+            said = f"No action was found in your answer. {self._describe_actions()}".strip()
+            return StepResult(Observation(said), reward=self._invalid_reward, tool_errors=1)
+        observation, reward, terminated, truncated, _ = self._env.step(chosen)
+        over = bool(terminated or truncated)
+        text = None if over else Observation(self._written(observation))
+        return StepResult(text, reward=float(reward), done=bool(terminated), truncated=bool(truncated))
+
+    def close(self) -> None:
+        self._env.close()
+
+    def _written(self, observation: Any) -> str:
+        drawn = self._env.render() if getattr(self._env, "render_mode", None) == "ansi" else None
+        if isinstance(drawn, str):
+            return drawn
+        if isinstance(observation, str):
+            return observation
+        plain = observation.tolist() if hasattr(observation, "tolist") else observation
+        return f"Observation: {plain}"
+
+    def _describe_actions(self) -> str:
+        space = self._env.action_space
+        if isinstance(space, self._spaces.Discrete):
+            first = int(space.start)
+            names = self._actions or [str(first + number) for number in range(int(space.n))]
+            return f"Actions: {', '.join(names)}"
+        if isinstance(space, self._spaces.Box):
+            return f"An action is {space.shape[0] if space.shape else 1} number(s)."
+        return ""
+
+    def _read(self, action: str) -> Any:
+        space = self._env.action_space
+        if isinstance(space, self._spaces.Text):
+            return action.strip()
+        if isinstance(space, self._spaces.Discrete):
+            return self._read_discrete(action, int(space.start), int(space.n))
+        if isinstance(space, self._spaces.Box):
+            import numpy as np
+
+            numbers = [float(number) for number in _NUMBER.findall(action)]
+            size = int(np.prod(space.shape)) or 1
+            if len(numbers) < size:
+                return None
+            return np.array(numbers[-size:], dtype=space.dtype).reshape(space.shape)
+        raise EnvironmentFailure(f"actions of {type(space).__name__} cannot be read from text")
+
+    def _read_discrete(self, action: str, start: int, count: int) -> int | None:
+        if self._actions:
+            places = {name: action.lower().rfind(name.lower()) for name in self._actions}
+            name = max(places, key=lambda one: (places[one], len(one)))
+            return start + self._actions.index(name) if places[name] >= 0 else None
+        numbers = [int(number) for number in re.findall(r"-?\d+", action)]
+        valid = [number for number in numbers if start <= number < start + count]
+        return valid[-1] if valid else None

@@ -1,0 +1,64 @@
+"""Items that environments make themselves, as rows of a prompt source: `env:reasoning_gym:gcd#train:1000`.
+
+A row says which task and which number; the environment makes the item of it when an episode begins. Numbers
+of training are odd and those of evaluation even, so that the two never meet, and both depend on nothing but
+the row: the data source orders, repeats and resumes them as it does the rows of a file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from typing import Any
+
+from slime.catalog.environments import ENVIRONMENTS, HELD_OUT, Choice, read_source
+from slime.data.mix import mix64
+from slime.data.reader import Place, PlacedRows
+from slime.utils.misc import is_installed
+
+ENV_KEY, SEED_KEY, HELD_OUT_KEY = "env", "env_seed", "env_held_out"  # in Sample.metadata
+
+
+def read_environment(source: str) -> PlacedRows:
+    """The rows of a source; tasks of several weights take turns in that proportion."""
+    choices, split, count = read_source(source)
+    for choice in choices:
+        check_task(choice, source)
+    held_out = split == HELD_OUT
+    for number, choice in enumerate(itertools.islice(_take_turns(choices), count), start=1):
+        seed = seed_of(number, held_out)
+        metadata: dict[str, Any] = {ENV_KEY: choice.name, SEED_KEY: seed, HELD_OUT_KEY: held_out}
+        row = {"input": f"{choice.name} {seed}", "metadata": metadata}
+        yield Place(source, "row", number), row
+
+
+def seed_of(number: int, held_out: bool) -> int:
+    """A number of 30 bits that says by its last bit which split it is of."""
+    return (mix64(number, 20 if held_out else 21) % 2**29) * 2 + (0 if held_out else 1)
+
+
+def _take_turns(choices: Sequence[Choice]) -> Iterator[Choice]:
+    """Each as often as its weight says, spread evenly: the one that is furthest behind is next."""
+    total = sum(choice.weight for choice in choices)
+    owed = [0.0] * len(choices)
+    while True:
+        owed = [debt + choice.weight / total for debt, choice in zip(owed, choices, strict=True)]
+        first = max(range(len(choices)), key=lambda index: (owed[index], -index))
+        owed[first] -= 1.0
+        yield choices[first]
+
+
+def check_task(choice: Choice, source: str) -> None:
+    """Raise ValueError for a package that is missing or a task that the family does not have."""
+    row = ENVIRONMENTS[choice.family]
+    if row.package is not None and not is_installed(row.package):
+        raise ValueError(
+            f"--env {choice.name} needs the package {row.package}: pip install 'slime[{row.extra}]'"
+        )
+    names = import_module(row.module).task_names()
+    if names is not None and choice.task not in names:
+        near = difflib.get_close_matches(choice.task, names, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {len(names)}, e.g. {names[0]}."
+        raise ValueError(f"--env {choice.name}: {choice.family} has no task {choice.task!r}; {hint}")

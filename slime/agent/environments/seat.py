@@ -1,0 +1,120 @@
+"""One player of an episode: its sample, which grows by what it reads and what it writes, token by token.
+
+What the policy wrote is never tokenised again. What it reads is rendered alone, with the model's own chat
+template (or, without --apply-chat-template, as plain text), and put behind the ids that exist.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from slime.agent.environments.protocol import EnvironmentFailure, Observation
+from slime.agent.rendering import Renderer
+from slime.arguments import PluginArgs
+from slime.rollout.generation.requests import PromptError, token_budget
+from slime.utils.errors import RunStopped
+from slime.utils.types import Sample
+
+_END_OF_THOUGHT = "</think>"
+
+
+class Voice:
+    """How observations become ids: with the chat template, or as they are."""
+
+    def __init__(self, args: PluginArgs, tokenizer: Any):
+        self.tokenizer = tokenizer
+        self._renderer = None
+        if args.apply_chat_template:
+            kwargs = args.apply_chat_template_kwargs or {}
+            self._renderer = Renderer(tokenizer, template_kwargs=kwargs, history="extend")
+        self._special = frozenset(tokenizer.all_special_ids)
+
+    def first(self, observation: Observation) -> list[int]:
+        if self._renderer is None:
+            parts = [part for part in (observation.system, observation.text) if part]
+            return self._encode("\n".join(parts))
+        messages = [_message(observation)]
+        if observation.system:
+            messages.insert(0, {"role": "system", "content": observation.system})
+        return self._renderer.first_prompt(messages)
+
+    def next(self, observation: Observation, last_id: int) -> list[int]:
+        """The ids behind an answer that ends in `last_id`."""
+        if self._renderer is None:
+            return self._encode(observation.text)
+        stop_id = last_id if last_id in self._special else None
+        ids = self._renderer.extension([_message(observation)], stop_id=stop_id)
+        if ids is None:
+            raise RunStopped(
+                "--apply-chat-template: the model's chat template changes earlier answers, so that no "
+                "message can be put behind one. Train this model on episodes of one turn, or change its "
+                "template."
+            )
+        return ids
+
+    def action(self, ids: list[int]) -> str:
+        """What an environment gets of an answer: its text, without thoughts and special tokens."""
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return text.rpartition(_END_OF_THOUGHT)[2].strip() if _END_OF_THOUGHT in text else text
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+
+def _message(observation: Observation) -> dict[str, Any]:
+    return {"role": observation.role, "content": observation.text}
+
+
+class Seat:
+    """The sample of one player, and its turns."""
+
+    def __init__(self, args: PluginArgs, sample: Sample, voice: Voice):
+        self.args, self.sample, self.voice = args, sample, voice
+        self.turns: list[tuple[int, int, float]] = list(sample.turn_rewards or ())
+
+    def read(self, observation: Observation, longest: int | None, context: int | None) -> bool:
+        """Put an observation behind what there is; False: there is no room for it and an answer."""
+        if observation.images:
+            raise EnvironmentFailure("an observation has images, which --env does not hand to engines")
+        sample = self.sample
+        if not sample.tokens:
+            sample.tokens = self.voice.first(observation)
+            sample.prompt = self.voice.tokenizer.decode(sample.tokens)
+            if not sample.tokens:
+                raise PromptError("the environment's first observation has no tokens")
+            return True
+        ids = self.voice.next(observation, sample.tokens[-1])
+        room = token_budget(self.args, sample, longest, context)
+        if room is not None and len(ids) >= room:
+            return False
+        if ids:
+            text = self.voice.tokenizer.decode(ids)
+            sample.append_response_tokens(self.args, tokens=ids, trainable=False, text=text)
+        return True
+
+    def end_turn(self, start: int, reward: float) -> None:
+        self.turns.append((start, self.sample.response_length, reward))
+        self.sample.turn_rewards = list(self.turns)
+
+    def add_to_last_turn(self, reward: float) -> None:
+        """A score of the whole episode, or what the others' moves brought."""
+        if self.turns:
+            start, end, own = self.turns[-1]
+            self.turns[-1] = (start, end, own + reward)
+            self.sample.turn_rewards = list(self.turns)
+
+    @property
+    def total(self) -> float:
+        return float(sum(reward for _, _, reward in self.turns))
+
+    def words_since(self, start: int) -> str:
+        """What the policy wrote in the turn that began at `start` of the response."""
+        sample = self.sample
+        prompt_length = len(sample.tokens) - sample.response_length
+        return self.voice.action(sample.tokens[prompt_length + start :])
+
+
+def fingerprint(observation: Observation) -> str:
+    """By which a continued episode knows that its environment came to the same point again."""
+    return hashlib.blake2b(f"{observation.player} {observation.text}".encode(), digest_size=8).hexdigest()

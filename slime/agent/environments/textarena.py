@@ -1,0 +1,160 @@
+"""TextArena: games for one player, and for several, all of whom the policy plays (self-play).
+
+Options of ours in --env-args: `opponent` is who plays the other sides in training, "self" (the default) or
+"random" (a legal move by chance, in games that name them) or a function of yours, `file.py:move`, that is
+called with what that player reads and returns an action; `eval_opponent` is the same for held-out items
+(default "random"); `num_players` is for games that take several numbers. All others are the game's.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from slime.agent.environments.protocol import EnvironmentFailure, Item, Observation, StepResult
+from slime.utils.misc import load_function
+
+SELF, RANDOM = "self", "random"
+MAX_OPPONENT_MOVES = 200  # between two moves of the policy
+_LEGAL_MOVES = re.compile(r"(?:available|legal|valid|possible)[^\n:]*:(.*(?:\n(?!\n).*)*)", re.IGNORECASE)
+_MOVE = re.compile(r"\[[^\[\]\n]+\]")
+_random_lock = threading.Lock()  # games draw from Python's one generator, so each has its own state of it
+
+
+def task_names() -> list[str]:
+    from textarena.envs.registration import ENV_REGISTRY
+
+    return sorted(name for name in ENV_REGISTRY if not name.endswith(("-raw", "-train")))
+
+
+def make(task: str, options: Mapping[str, Any]) -> TextArena:
+    return TextArena(task, options)
+
+
+class TextArena:
+    """A game. Players read only what is new since their last move."""
+
+    def __init__(self, task: str, options: Mapping[str, Any]):
+        own = dict(options)
+        self._task = task
+        self._opponents = {False: own.pop("opponent", SELF), True: own.pop("eval_opponent", RANDOM)}
+        self._asked_players: int | None = own.pop("num_players", None)
+        self._game_options = own
+        self._seat: int | None = None  # of the policy, where somebody else plays the other sides
+        self._randomness = random.getstate()
+        self.num_players = 1
+
+    def reset(self, item: Item) -> Observation:
+        import textarena
+
+        self._generator = random.Random(item.seed)
+        with self._own_randomness(item.seed):
+            self._game = self._start(textarena, item.seed)
+        opponent = self._opponents[item.held_out]
+        if self._players > 1 and opponent != SELF:
+            self._move = _opponent_of(opponent)
+            self._seat, self.num_players = item.seed // 2 % self._players, 1
+        else:
+            self.num_players = self._players
+        self._illegal_before = 0
+        player, text = self._observe()
+        if self._seat is not None:
+            played = self._play_others(player, text)
+            if played is None:
+                raise EnvironmentFailure("the game ended before the policy's first move")
+            player, text = played
+        return Observation(text, player=self._number(player))
+
+    def step(self, action: str) -> StepResult:
+        done = self._act(action)
+        if done:
+            return StepResult(done=True)
+        player, text = self._observe()
+        if self._seat is not None:
+            played = self._play_others(player, text)
+            if played is None:
+                return StepResult(done=True)
+            player, text = played
+        return StepResult(Observation(text, player=self._number(player)))
+
+    def score(self) -> dict[int, float]:
+        """What the game gave each player: usually -1, 0 or 1."""
+        rewards, _ = self._game.close()
+        given = {int(player): float(reward) for player, reward in (rewards or {}).items()}
+        if self._seat is not None:
+            return {0: given.get(self._seat, 0.0)}
+        return {player: given.get(player, 0.0) for player in range(self.num_players)}
+
+    def _start(self, textarena: Any, seed: int) -> Any:
+        """The game, for as many as were asked for, or the first of 1, 2, 3, ... that it takes."""
+        counts = [self._asked_players] if self._asked_players else [1, 2, 3, 4, 5, 6]
+        refusal: Exception | None = None
+        for count in counts:
+            raw = textarena.make(f"{self._task}-raw", **self._game_options)
+            game = textarena.wrappers.ActionFormattingWrapper(env=raw)
+            try:
+                game.reset(num_players=count, seed=seed)
+            except (AssertionError, ValueError) as error:
+                refusal = error
+                continue
+            self._players = count
+            return game
+        raise EnvironmentFailure(f"the game cannot start: {refusal}")
+
+    def _act(self, action: str) -> bool:
+        with self._own_randomness():
+            done, _ = self._game.step(action=action)
+        return bool(done)
+
+    def _observe(self) -> tuple[int, str]:
+        with self._own_randomness():
+            player, messages = self._game.get_observation()
+        lines = [text if sender < 0 else f"[Player {sender}] {text}" for sender, text, *_ in messages]
+        return int(player), "\n".join(lines).strip() or "Your turn."
+
+    def _play_others(self, player: int, text: str) -> tuple[int, str] | None:
+        """Let the other side move until it is the policy's turn; None: the game is over."""
+        for _ in range(MAX_OPPONENT_MOVES):
+            if player == self._seat:
+                return player, text
+            if self._act(self._move(text, self._generator)):
+                return None
+            player, text = self._observe()
+        raise EnvironmentFailure(f"the opponent moved {MAX_OPPONENT_MOVES} times in a row")
+
+    def _number(self, player: int) -> int:
+        return 0 if self._seat is not None else player
+
+    @contextmanager
+    def _own_randomness(self, seed: int | None = None) -> Iterator[None]:
+        with _random_lock:
+            outside = random.getstate()
+            random.seed(seed) if seed is not None else random.setstate(self._randomness)
+            try:
+                yield
+            finally:
+                self._randomness = random.getstate()
+                random.setstate(outside)
+
+
+def _opponent_of(name: str) -> Callable[[str, random.Random], str]:
+    if name == RANDOM:
+        return random_move
+    function = load_function(name)
+    return lambda text, generator: str(function(text))
+
+
+def random_move(text: str, generator: random.Random) -> str:
+    """One of the moves that the last list of legal ones names."""
+    lists = _LEGAL_MOVES.findall(text)
+    moves = _MOVE.findall(lists[-1]) if lists else []
+    if not moves:
+        raise EnvironmentFailure(
+            "the game does not name its legal moves, so no opponent can draw one: name a function in "
+            '--env-args {"*": {"eval_opponent": "file.py:move"}}, or "self"'
+        )
+    return generator.choice(moves)

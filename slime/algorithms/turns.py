@@ -1,0 +1,72 @@
+"""Credit by turn: what each turn of an episode earns, and how it is compared with the same turn of others.
+
+A turn is a span of tokens that the policy wrote in one go, with the reward that the environment gave for it.
+Its return is that reward and the discounted ones of the turns after it:
+G_k = r_k + discount x G_(k+1). Estimators that compare rewards within a group compare G_k with the returns of
+the k-th turn of the group's other rollouts; one that ended before turn k stands there with the return of its
+last turn. Where only the end is rewarded and the discount is 1, every turn therefore gets exactly what the
+estimator gives to the whole episode.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+Turn = tuple[int, int, float]  # start and end in the response, and the reward
+Compare = Callable[[list[float]], list[float]]  # one number per sample -> the same, less its baseline
+
+
+def whole_turns(turns: Sequence[Turn] | None, response_length: int, reward: float) -> list[Turn]:
+    """The turns of a sample such that their rewards add up to `reward`: what is missing is on the last.
+
+    A sample without turns is one turn.
+    """
+    if not turns:
+        return [(0, response_length, reward)]
+    start, end, last = turns[-1]
+    missing = reward - sum(own for _, _, own in turns)
+    return [*turns[:-1], (start, end, last + missing)]
+
+
+def turn_returns(rewards: Sequence[float], discount: float) -> list[float]:
+    """G_k of each turn. Example: rewards [0, 1, 4] at discount 0.5 give [1.5, 3, 4]."""
+    returns: list[float] = []
+    following = 0.0
+    for reward in reversed(rewards):
+        following = reward + discount * following
+        returns.append(following)
+    return returns[::-1]
+
+
+def compared_returns(turns: Sequence[Sequence[Turn]], discount: float, compare: Compare) -> list[list[float]]:
+    """Per sample and turn: its return less the baseline of that turn, by `compare`."""
+    returns = [turn_returns([reward for _, _, reward in own], discount) for own in turns]
+    result: list[list[float]] = [[] for _ in turns]
+    for k in range(max(map(len, returns), default=0)):
+        at_turn = compare([own[min(k, len(own) - 1)] for own in returns])
+        for own, made, value in zip(returns, result, at_turn, strict=True):
+            if k < len(own):
+                made.append(value)
+    return result
+
+
+def on_all_tokens(turns: Sequence[Turn], values: Sequence[float], response_length: int) -> Tensor:
+    """[R] the value of its turn on each token; 0 between turns, where nothing is trained."""
+    tokens = torch.zeros(response_length)
+    for (start, end, _), value in zip(turns, values, strict=True):
+        tokens[start:end] = value
+    return tokens
+
+
+def on_last_tokens(turns: Sequence[Turn], loss_mask: Tensor) -> Tensor:
+    """[R] the reward of a turn on its last trained token; one of a turn that trains nothing is on the last
+    trained token before it, else on the first after it.
+    """
+    tokens = torch.zeros(len(loss_mask))
+    trained = loss_mask.nonzero().squeeze(1)
+    for _, end, reward in turns:
+        if len(trained):
+            before = trained[trained < end]
+            tokens[before[-1] if len(before) else trained[0]] += reward
+    return tokens

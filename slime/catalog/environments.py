@@ -1,0 +1,118 @@
+"""Environments: the families of `--env FAMILY:TASK`, and how such a choice is written."""
+
+import re
+from dataclasses import dataclass
+
+_ADAPTERS = "slime.agent.environments"
+SOURCE = "env:"  # before a choice where the name of a prompt file could stand
+OWN = "own"  # the family of `module:Class` and `path/to/file.py:Class`
+HELD_OUT, TRAINING = "heldout", "train"
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentFamily:
+    """`module` has `task_names()` (None: any name is tried) and `make(task, options)`, an Environment.
+
+    Example: `--env reasoning_gym:chain_sum` calls `make("chain_sum", {})` of the module in that row.
+    `package` is what the module imports, `extra` the name by which pip installs it.
+    """
+
+    module: str
+    help: str
+    package: str | None = None
+    extra: str | None = None
+
+
+ENVIRONMENTS: dict[str, EnvironmentFamily] = {
+    "reasoning_gym": EnvironmentFamily(
+        f"{_ADAPTERS}.reasoning_gym",
+        "questions of one turn with a checker, by the name of the task: reasoning_gym:chain_sum",
+        "reasoning_gym",
+        "reasoning-gym",
+    ),
+    "textarena": EnvironmentFamily(
+        f"{_ADAPTERS}.textarena",
+        "games for one and two players, both of whom the policy plays: textarena:TicTacToe-v0",
+        "textarena",
+        "textarena",
+    ),
+    "gymnasium": EnvironmentFamily(
+        f"{_ADAPTERS}.gymnasium",
+        "environments whose observations and actions can be written as text: gymnasium:FrozenLake-v1",
+        "gymnasium",
+        "gymnasium",
+    ),
+    OWN: EnvironmentFamily(
+        f"{_ADAPTERS}.own", "a class of yours: my_package.envs:Maze or path/to/file.py:Maze"
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One task of `--env`. Example: `reasoning_gym:gcd=2` is Choice("reasoning_gym", "gcd", 2.0)."""
+
+    family: str
+    task: str
+    weight: float = 1.0
+
+    @property
+    def name(self) -> str:
+        """As users write it, without the weight."""
+        return self.task if self.family == OWN else f"{self.family}:{self.task}"
+
+    @property
+    def short(self) -> str:
+        """As metrics name it: the task, or of a class its name."""
+        return self.task.rpartition(":")[2] if self.family == OWN else self.task
+
+
+def read_choices(text: str, flag: str = "--env") -> list[Choice]:
+    """`reasoning_gym:chain_sum=2,gcd` -> two choices; tasks of one family are divided by commas (or `+`)."""
+    family, colon, tasks = text.partition(":")
+    if not colon or not tasks.strip():
+        raise ValueError(
+            f"{flag} is {text!r}: write FAMILY:TASK with a family of {', '.join(_named())}, or module:Class."
+        )
+    if family not in _named():
+        return [Choice(OWN, text.strip())]
+    choices = [_read_choice(family, part, text, flag) for part in re.split("[,+]", tasks) if part.strip()]
+    names = [choice.task for choice in choices]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"{flag} is {text!r}: {twice} is there twice; give it a weight instead: {twice}=2.")
+    return choices
+
+
+def _named() -> list[str]:
+    return [name for name in ENVIRONMENTS if name != OWN]
+
+
+def _read_choice(family: str, part: str, text: str, flag: str) -> Choice:
+    task, equals, weight = part.strip().partition("=")
+    task = task.removeprefix(f"{family}:")
+    try:
+        number = float(weight) if equals else 1.0
+    except ValueError:
+        number = 0.0
+    if not task or not 0 < number < float("inf"):
+        raise ValueError(
+            f"{flag} is {text!r}: {part.strip()!r} is no TASK or TASK=WEIGHT with a weight above 0."
+        )
+    return Choice(family, task, number)
+
+
+def source_of(choices: list[Choice], split: str, count: int) -> str:
+    """The choice as a source of prompts: `env:reasoning_gym:chain_sum=2+gcd#train:10000`."""
+    tasks = "+".join(c.task if c.weight == 1 else f"{c.task}={c.weight:g}" for c in choices)
+    prefix = "" if choices[0].family == OWN else f"{choices[0].family}:"
+    return f"{SOURCE}{prefix}{tasks}#{split}:{count}"
+
+
+def read_source(source: str) -> tuple[list[Choice], str, int]:
+    """Inverse of `source_of`. Without a count there are 1000 items, without a split those for training."""
+    match = re.match(r"^env:(?P<tasks>.+?)(#(?P<split>\w+)(:(?P<count>\d+))?)?$", source)
+    split = (match["split"] if match else None) or TRAINING
+    if match is None or split not in (TRAINING, HELD_OUT):
+        raise ValueError(f"{source}: items of an environment are written env:FAMILY:TASK#{TRAINING}:COUNT.")
+    return read_choices(match["tasks"], "the environment"), split, int(match["count"] or 1000)
