@@ -15,6 +15,8 @@ SGLANG_QUICK := tests/contracts tests/engines/test_router_process.py tests/algor
 # What needs no model, no engine and no run of training.
 FAST := $(addprefix tests/,algorithms arguments batch data observability utils wire)
 FAST += $(wildcard tests/test_*.py)
+# But for these, which look at whole trainers and models.
+NOT_FAST := $(addprefix --ignore=tests/,test_protocols.py batch/test_flops.py)
 # Two cores hold two workers of one thread each; a file stays with one of them, with its engines and models.
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -q
@@ -24,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PARALLEL := $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 20
 
 .PHONY: install quickstart test test-fast ci test-slow test-trackers test-gpu test-megatron
-.PHONY: test-sglang sglang-env lint format docs docs-site clean
+.PHONY: test-agents agents-env test-sglang sglang-env lint format docs docs-site clean
 
 install: $(STAMP)
 
@@ -43,7 +45,7 @@ test: $(STAMP) lint
 
 # The pure parts, in a minute.
 test-fast: $(STAMP)
-	$(PARALLEL) $(FAST)
+	$(PARALLEL) $(NOT_FAST) $(FAST)
 
 # What continuous integration runs: the tests, and what of the Megatron and SGLang suites is quick.
 ci: test
@@ -53,7 +55,7 @@ ci: test
 	$(PYTEST) -m "sglang and not slow" --timeout 900 $(SGLANG_QUICK)
 
 test-slow: $(STAMP)
-	$(PYTEST) -m "slow and not megatron and not sglang and not gpu" --timeout 3600
+	$(PYTEST) -m "slow and not megatron and not sglang and not gpu and not agents" --timeout 3600
 
 # All trackers with their real packages; `make test` has those that are installed.
 test-trackers: $(STAMP)
@@ -86,6 +88,18 @@ test-sglang: $(STAMP) sglang-env
 test-megatron: $(STAMP)
 	$(BIN)/python -m pip install -q $(CONSTRAINTS) -e ".[megatron]"
 	$(PYTEST) -m "megatron and not gpu" --timeout 1800
+
+# Real agent programs, each apart from our own packages: their versions of openai exclude each other.
+agents-env:
+	test -x .venv-agents/bin/python || $(PYTHON) -m venv .venv-agents
+	.venv-agents/bin/python -m pip install -q openai anthropic openai-agents
+	test -x .venv-agents-mini/bin/python || $(PYTHON) -m venv .venv-agents-mini
+	.venv-agents-mini/bin/python -m pip install -q mini-swe-agent mcp
+	mkdir -p .venv-agents/node
+	cd .venv-agents/node && npm install --silent --no-audit --no-fund @openai/codex @anthropic-ai/claude-code
+
+test-agents: $(STAMP) agents-env
+	$(PYTEST) -m agents --timeout 900
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

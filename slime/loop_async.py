@@ -31,3 +31,5 @@ def train(args: Args) -> None:
                 cluster.push_weights(rollout_id + 1)
             if schedule.eval_after(rollout_id):
                 cluster.evaluate(rollout_id)
+            if cluster.end_step(rollout_id, rollout, in_flight):  # somebody asked the run to stop
+                break

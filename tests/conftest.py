@@ -4,6 +4,7 @@ import logging
 import os
 
 import pytest
+import warm_start
 from hypothesis import HealthCheck, settings
 
 # Generated examples are the same in every run, so that a red run can be repeated; a machine may be slow.
@@ -16,6 +17,13 @@ settings.load_profile("repeatable")
 # Workers of `pytest -n` share the cores: each computes with one thread, and so do the processes it starts.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Runs of training, engines and workers are forked from a process that has imported what they need.
+warm_start.install()
+
+
+def pytest_unconfigure():
+    warm_start.close()
 
 
 @pytest.fixture(autouse=True)

@@ -2,12 +2,12 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import warm_start
 from glossary import assert_in_glossary
 from patience import PATIENCE_S
 from tiny_model import make_tiny_model
@@ -99,8 +99,7 @@ def start_train(world: Path, run: str, **changes) -> subprocess.Popen:
             stderr=log,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             cwd=ROOT,
-            # A shell that starts us in the background has SIGINT ignored, and children inherit that.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            preexec_fn=warm_start.interruptible,
         )
 
 

@@ -130,24 +130,6 @@ def test_a_mistake_is_told_and_leaves_no_folder(started, arguments, complaint):
     assert not started and not list(Path("runs").glob("*"))
 
 
-RUN_CELLS = """
-import json, sys, __main__
-for cell in json.load(open(sys.argv[1]))["cells"]:
-    if cell["cell_type"] == "code":
-        exec(compile("".join(cell["source"]), cell["id"], "exec"), __main__.__dict__)
-assert curve[7] > 1.5 * curve[0], curve
-assert (result.model_path / "config.json").is_file()
-"""
-
-
-def test_the_notebook_runs_and_its_reward_rises(tmp_path):
-    """Cell by cell in `__main__`, as a kernel does it."""
-    words = [sys.executable, "-c", RUN_CELLS, str(ROOT / "examples" / "own_task.ipynb")]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=1100)
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
 @pytest.mark.slow
 def test_an_interrupt_ends_every_process_and_the_next_call_works(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

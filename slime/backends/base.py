@@ -253,6 +253,9 @@ class TrainBackend(Protocol):
     def expect_steps(self, num_steps: int) -> None:
         """Optimizer steps of the run, where its data decides them (--num-epoch), for schedules."""
 
+    def change_setting(self, name: str, value: float) -> None:
+        """A setting of the actor from the next step on: `lr` or `rollout_temperature`."""
+
     def reset_optimizer(self) -> None: ...
 
     def output_matrix(self, weights: str) -> OutputMatrix | None:

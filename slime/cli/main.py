@@ -83,6 +83,11 @@ COMMANDS = {
         "the page of one run or several: curves, samples, timeline, actions, in a browser",
         goal="see what a run does",
     ),
+    "trace": Command(
+        "slime.cli.trace",
+        "what of each step took how long, as a file for Perfetto",
+        goal="see what a run does",
+    ),
     "weight-agent": Command(
         "slime.cli.weight_agent",
         "keep a copy of the weights beside an engine, and have it load what is asked for",

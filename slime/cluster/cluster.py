@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime.arguments import Args
+from slime.cluster.requests import Requests
 from slime.cluster.residency import GENERATE, TRAIN, Residency
 from slime.cluster.rollout_manager import Generated, RolloutManager
 from slime.cluster.rollout_schedule import RolloutSchedule
 from slime.cluster.saving import Saver
+from slime.cluster.timeline import Timeline
 from slime.cluster.train_actor import TrainActor
 from slime.cluster.train_group import TrainGroup
 from slime.cluster.weight_push import PushToNobody, WeightPush
@@ -49,7 +51,11 @@ class Cluster:
     advisor: Advisor
     failure: concurrent.futures.Future[None]
     taken_up: dict[int, Generated]  # by rollout: what was in flight at the checkpoint
+    timeline: Timeline
+    requests: Requests
     plan: RunPlan | None = None  # what a look before the start predicted
+    stopped: str | None = None  # why the loop ended early, on request
+    _pushes_at_training: int = 0  # what a checkpoint of the trained weights says
     _step_times: list[float] = field(default_factory=list)
     _step_started: float = field(default_factory=time.monotonic)
 
@@ -65,7 +71,7 @@ class Cluster:
         return Guarded(self.rollout.call(RolloutManager.generate, rollout_id), self.failure)
 
     def collect(self, rollout_id: int, future: Future[Generated]) -> Generated:
-        with phases.doing("generating") as wait:
+        with self.timeline.doing("generating", rollout_id) as wait:
             generated = future.result()
         waited = {"perf/train_wait_time": wait.age_s}
         _tell("rollout %d: %s", rollout_id, _headline(generated.metrics, _ROLLOUT_HEADLINE))
@@ -74,9 +80,13 @@ class Cluster:
         return generated
 
     def train(self, rollout_id: int, batch: RolloutBatch | None) -> None:
-        with self.residency.phase(TRAIN), phases.doing("training"):
+        self.requests.before_training(self, rollout_id)
+        with self.residency.phase(TRAIN), self.timeline.doing("training", rollout_id):
             report = self.trainer.train(rollout_id, batch)
         self.rollout.call_control(RolloutManager.note_trained, rollout_id)
+        self._pushes_at_training = self.weight_push.num_pushes if self.weight_push is not None else 0
+        if self.args.record_max_mib:
+            self.timeline.add(self.trainer.ranks.call(TrainActor.take_notes))
         if self.saver is not None:
             self.saver.finish(wait=False)
         step_time = time.monotonic() - self._step_started
@@ -105,13 +115,14 @@ class Cluster:
         if self.weight_push is None:
             return
         first = rollout_id == self.schedule.start
-        with phases.starting(phases.FIRST_PUSH) if first else phases.doing("pushing weights"):
+        doing = phases.starting(phases.FIRST_PUSH) if first else phases.doing("pushing weights")
+        with self.timeline.noted("pushing weights", max(rollout_id - 1, 0)), doing:
             metrics = self.weight_push.push()
         if metrics:
             self._log(metrics, "rollout", rollout_id)
 
     def evaluate(self, rollout_id: int) -> None:
-        with self.residency.phase(GENERATE), phases.doing("evaluating"):
+        with self.residency.phase(GENERATE), self.timeline.doing("evaluating", rollout_id):
             evaluation = self.rollout.call(RolloutManager.evaluate, rollout_id)
             metrics = Guarded(evaluation, self.failure).result()
         scores = [f"eval/{dataset.name}" for dataset in self.args.eval_datasets]
@@ -121,11 +132,18 @@ class Cluster:
     def save(self, rollout_id: int, rollout: Generated, in_flight: Future[Generated] | None = None) -> None:
         """A checkpoint after `rollout` was trained; the next one is part of it where it is in flight."""
         assert self.saver is not None, "the schedule saves only with --save"
-        num_pushes = self.weight_push.num_pushes if self.weight_push is not None else 0
-        manifest = Manifest(rollout_id, self.run.run_id, num_pushes)
-        with phases.doing("saving"):
+        manifest = Manifest(rollout_id, self.run.run_id, self._pushes_at_training)
+        with self.timeline.doing("saving", rollout_id):
             seconds = self.saver.save(manifest, rollout.cursor, in_flight, wait=not self.args.async_save)
         self._log({"perf/save_model_time": seconds}, "rollout", rollout_id)
+
+    def end_step(
+        self, rollout_id: int, rollout: Generated, in_flight: Future[Generated] | None = None
+    ) -> bool:
+        """Between two steps: does what was asked of the run meanwhile. True: it is to end here."""
+        self.stopped = self.requests.take(self, rollout_id, rollout, in_flight)
+        self.timeline.end_step(rollout_id)
+        return self.stopped is not None
 
     def _log(self, metrics: dict[str, Any], axis: str, step: int) -> None:
         self.tracker.log(metrics, f"{axis}/step", step)

@@ -1,14 +1,24 @@
-"""Hands the samples of every rollout and evaluation to the record of the run."""
+"""Hands to the record of the run what there is to tell: samples, spans, advantages, answers to actions."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import sqlite3
 from collections.abc import Sequence
+from typing import Any
 
 from slime.arguments import Args
-from slime.record import RECORD_FILE, RecordWriter, group_entries
+from slime.record import RECORD_FILE, RecordError, RecordWriter, group_entries
+from slime.record.actions import ASKED, REFUSED, ActionRow, read_actions, write_answer
+from slime.record.additions import Advantage, PieceBook, write_advantages
+from slime.record.schema import open_for_reading
+from slime.record.spans import Span, forget_spans, spans_of_samples, write_spans
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.journal import Settled
+from slime.utils.processing_utils import load_tokenizer
 from slime.utils.run_identity import Run
+from slime.utils.types import Sample
 
 
 class Recording:
@@ -17,10 +27,15 @@ class Recording:
     def __init__(self, run: Run, args: Args):
         self._reward_key = args.reward_key
         self._eval_reward_key = args.eval_reward_key or args.reward_key
+        self._file = run.run_dir / RECORD_FILE
+        self._pieces: PieceBook | None = None  # None: tokens are recorded without their text
+        if args.hf_checkpoint is not None:
+            tokenizer = args.hf_checkpoint
+            self._pieces = PieceBook(lambda ids: token_texts(load_tokenizer(tokenizer), ids))
         self.writer: RecordWriter | None = None
         if args.record_max_mib:
             self.writer = RecordWriter(
-                run.run_dir / RECORD_FILE,
+                self._file,
                 run.run_id,
                 args.record_max_mib << 20,
                 sync=args.record_sync,
@@ -42,6 +57,7 @@ class Recording:
             for settled in dropped:
                 entries += group_entries([settled.group], settled.outcome, settled.reason)
             self.writer.add("train", rollout_id, entries, version=version, reward_key=self._reward_key)
+            self._add_to_samples(rollout_id, [sample for entry in entries for sample in entry.samples])
 
     def evaluation(self, rollout_id: int, output: RolloutFnEvalOutput, version: str | None) -> None:
         if self.writer is not None:
@@ -51,7 +67,79 @@ class Recording:
                 for entry in group_entries(result.get("samples") or [], "evaluated", dataset=dataset)
             ]
             self.writer.add("eval", rollout_id, entries, version=version, reward_key=self._eval_reward_key)
+            self._add_to_samples(rollout_id, [sample for entry in entries for sample in entry.samples])
+
+    def _add_to_samples(self, rollout_id: int, samples: Sequence[Sample]) -> None:
+        """The text of tokens that are new, and when engines and rewards worked on each sample."""
+        assert self.writer is not None, "it is called behind the samples"
+        pieces = self._pieces
+
+        def write(connection: sqlite3.Connection) -> None:
+            write_spans(connection, spans_of_samples(rollout_id, samples))
+            if pieces is not None:
+                with contextlib.suppress(Exception):  # no tokenizer of ours: the page shows ids
+                    pieces.write(connection, samples)
+
+        self.writer.submit("spans and texts", write)
+
+    # -- what the driver tells; a run without a record has none of it
+
+    def begin(self, start_rollout_id: int) -> None:
+        """What an earlier start left open: steps that are made anew, and actions that nobody answered."""
+        if self.writer is not None:
+            self.writer.submit("the start", lambda c: forget_spans(c, start_rollout_id))
+            self._refuse_open("the run had ended before it could answer")
+
+    def now(self, doing: str | None, since: float, rollout_id: int) -> None:
+        """What the driver is doing, for whoever looks at a live run."""
+        if self.writer is not None:
+            text = json.dumps({"doing": doing, "since": since, "step": rollout_id})
+            self.writer.submit(
+                "what is done now",
+                lambda c: c.execute("INSERT OR REPLACE INTO meta VALUES ('now', ?)", (text,)),
+            )
+
+    def step(self, rollout_id: int, spans: Sequence[Span], advantages: Sequence[Advantage]) -> None:
+        """What is known of a step once it is over."""
+        if self.writer is not None:
+
+            def write(connection: sqlite3.Connection) -> None:
+                write_spans(connection, spans)
+                write_advantages(connection, rollout_id, advantages)
+
+            self.writer.submit("spans and advantages", write)
+
+    def actions(self, state: str | None = None) -> list[ActionRow]:
+        """Those that were asked for, oldest first; none where the record cannot be read just now."""
+        if self.writer is None:
+            return []
+        try:
+            with contextlib.closing(open_for_reading(self._file)) as connection:
+                return read_actions(connection, state)
+        except (RecordError, sqlite3.Error):
+            return []
+
+    def answer(self, row: int, state: str, rollout_id: int, text: str) -> None:
+        if self.writer is not None:
+            self.writer.submit("an answer", lambda c: write_answer(c, row, state, rollout_id, text))
+
+    def _refuse_open(self, why: str) -> None:
+        for row in self.actions(ASKED):
+            self.answer(row.id, REFUSED, -1, why)
 
     def close(self) -> None:
         if self.writer is not None:
+            self._refuse_open("the run has ended")
+            self.now(None, 0.0, -1)
             self.writer.close()
+
+
+def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """The text of each token by itself, with the space that sentence-piece vocabularies write as a mark."""
+    names = tokenizer.convert_ids_to_tokens(list(ids))
+    texts = []
+    for number, name in zip(ids, names, strict=True):
+        text = tokenizer.decode([number])
+        space = isinstance(name, str) and name.startswith("\u2581") and not text.startswith(" ")
+        texts.append(f" {text}" if space else text)
+    return texts

@@ -72,6 +72,7 @@ class RolloutProcess:
     def start(
         self, start_rollout_id: int, rollout_state: dict[str, Any] | None, resume: Resume
     ) -> RolloutFacts:
+        self._recording.begin(start_rollout_id)
         durable = open_ledger(self._args, self._run, self._recording, resume)
         ledger.use(durable)
         self._manager = RolloutManager(
@@ -82,6 +83,10 @@ class RolloutProcess:
     def manager(self) -> RolloutManager:
         assert self._manager is not None, "the rollout side is not started"
         return self._manager
+
+    def recording(self) -> Recording:
+        """Called on the control lane, beside generation."""
+        return self._recording
 
     def weights(self) -> EngineWeights:
         """Called on the control lane, beside generation."""
@@ -240,6 +245,10 @@ class RolloutManager:
         if samples and own and not own.startswith("slime.") and not takes_columns(load_function(own)):
             metrics["rollout/special_ending_ratio"] = share_with_ending(samples)  # our own rewards cut it off
         return {**metrics, **extra}
+
+    def change_setting(self, name: str, value: float) -> None:
+        """Between two rollouts; plug-ins see it in their args."""
+        setattr(self._plugin_args, name, value)
 
     # -- evaluation
 

@@ -37,9 +37,9 @@ def open_run(args: Args, checkpoint: StepFolder | None = None) -> Run:
     return Run(record.id, run_dir, shm.make_prefix(), record.num_starts)
 
 
-def close_run(run: Run, error: BaseException | None) -> None:
-    """Records end and cause."""
+def close_run(run: Run, error: BaseException | None, stopped: str | None = None) -> None:
+    """Records end and cause. `stopped`: it was asked to end before its last step."""
     try:
-        close_run_file(run.run_dir, error)
+        close_run_file(run.run_dir, error, stopped)
     except OSError as failure:  # what ended the run matters more
         logger.warning("%s: the end of the run was not recorded: %s", run.run_dir, failure)

@@ -21,6 +21,7 @@ from slime.cluster.closing import Closing
 from slime.cluster.cluster import Cluster
 from slime.cluster.in_flight import read_in_flight, tell_differences
 from slime.cluster.published import Models
+from slime.cluster.requests import Requests
 from slime.cluster.residency import Residency
 from slime.cluster.rollout_manager import Generated, RolloutFacts, RolloutProcess
 from slime.cluster.rollout_schedule import RolloutSchedule
@@ -30,6 +31,7 @@ from slime.cluster.save_folder import open_save_folder, prepare_folder
 from slime.cluster.saving import Saver
 from slime.cluster.serving.engine_weights import EngineWeights
 from slime.cluster.serving.served_model import trains_on_every_gpu
+from slime.cluster.timeline import Timeline
 from slime.cluster.train_actor import TrainActor
 from slime.cluster.train_group import RankProcesses, Ranks
 from slime.cluster.weight_push import PushToNobody, WeightPush
@@ -77,7 +79,8 @@ def open_cluster(args: Args, *, overlapped: bool = False) -> Iterator[Cluster]:
         prepare_folder("--run-dir", Path(args.run_dir))
         folders.callback(FolderLock(Path(args.run_dir), "--run-dir").release)
         run = open_run(args, checkpoint)
-        folders.push(lambda kind, error, trace: close_run(run, error))
+        ended: list[str | None] = []  # how, where the loop came to its end
+        folders.push(lambda kind, error, trace: close_run(run, error, *ended))
         folders.enter_context(log_to(run.run_dir / "logs" / "driver.log"))
         for finding in (*report.of("warning"), *report.of("note")):
             is_note = finding.kind == "note"
@@ -98,12 +101,14 @@ def open_cluster(args: Args, *, overlapped: bool = False) -> Iterator[Cluster]:
                 folders.callback(signal.signal, signal.SIGTERM, before or signal.SIG_DFL)
             cluster = _start(args, run, runtime, tracker, checkpoint, overlapped, closing, models)
             cluster.plan = report.plan
+            cluster.requests.take_up(cluster)
             try:
                 yield cluster
             except BaseException:
                 if cluster.saver is not None:
                     cluster.saver.tell_of_loss()
                 raise
+            ended.append(cluster.stopped)
             _finish(cluster)
         models.finish()  # engines and trainer have given their devices back
 
@@ -171,6 +176,7 @@ def _start(
     if args.num_rollout is None:
         trainer.ranks.call(TrainActor.expect_rollouts, facts.num_rollout)
     manager = process.part(RolloutProcess.manager)
+    recording = process.part(RolloutProcess.recording) if args.record_max_mib else None
     return Cluster(
         args,
         run,
@@ -186,6 +192,8 @@ def _start(
         _open_advisor(args, overlapped),
         runtime.failure,
         beginning.taken_up,
+        Timeline(recording),
+        Requests(recording),
     )
 
 

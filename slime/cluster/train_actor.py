@@ -18,6 +18,7 @@ from slime.backends.base import Layout
 from slime.backends.shared.old_policy import old_policy_of
 from slime.batch.split import RankData
 from slime.cluster.checkpoint import files_of_rank
+from slime.cluster.rank_notes import RankNotes, notes_of
 from slime.cluster.rank_sender import RankSender
 from slime.observability.logging_utils import configure_logger
 from slime.runtime.base import Ref, in_background
@@ -117,6 +118,7 @@ class TrainActor:
         self._recording: concurrent.futures.Future[dict[str, FileRecord]] | None = None  # of its checksums
         self._version: int | None = None  # of the current weights; None: engines never got any
         self._agreement = Agreement()
+        self._notes = RankNotes()
 
     @property
     def layout(self) -> Layout:
@@ -143,11 +145,23 @@ class TrainActor:
         started = time.monotonic()
         with self._profiler.rollout(rollout_id):
             report = step.run()
+        self._notes = notes_of(step, self._rank, self.layout) if self._args.record_max_mib else RankNotes()
         seconds = time.monotonic() - started
         logger.info("rollout %d: %d step(s) in %.2f s", rollout_id, len(report.steps), seconds)
         if self._version is not None:
             self._version += 1  # the weights moved on, whether or not they are pushed before the next batch
         return report
+
+    def take_notes(self) -> RankNotes:
+        """Of the last step, for the record; once."""
+        notes, self._notes = self._notes, RankNotes()
+        return notes
+
+    def change_setting(self, name: str, value: float) -> None:
+        """From the next step on, also for plug-ins."""
+        setattr(self._plugin_args, name, value)
+        if name in ("lr", "rollout_temperature"):
+            self._backend.change_setting(name, value)
 
     # -- weights to engines
 

@@ -75,3 +75,16 @@ def _place(lane: str) -> tuple[int, str]:
     order = ("start", "loop", "engines", "reward", "trainer", "push", "waits")
     at = next((number for number, name in enumerate(order) if lane.startswith(name)), len(order))
     return at, lane.zfill(12) if lane.isdigit() else lane
+
+
+def all_spans(
+    connection: sqlite3.Connection, first: int | None = None, last: int | None = None
+) -> list[dict[str, Any]]:
+    """Every span of the steps `first` to `last`; None: of all."""
+    if not has_table(connection, "spans"):
+        return []
+    rows = connection.execute(
+        f"SELECT {_COLUMNS} FROM spans WHERE rollout_id BETWEEN ? AND ? ORDER BY start",
+        (-1 if first is None else first, 1 << 60 if last is None else last),
+    )
+    return [as_span(row) for row in rows]

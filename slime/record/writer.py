@@ -101,9 +101,10 @@ class RecordWriter:
 
     def _hand_over(self, item: _Rollout | _Work) -> None:
         with self._news:
-            self._news.wait_for(
-                lambda: sum(not isinstance(work, Note) for work in self._waiting) < _MAX_WAITING
-            )
+            if isinstance(item, _Rollout):  # what is large
+                self._news.wait_for(
+                    lambda: sum(isinstance(work, _Rollout) for work in self._waiting) < _MAX_WAITING
+                )
             self._waiting.append(item)
             self._news.notify_all()
 

@@ -14,6 +14,7 @@ from uuid import uuid4
 
 from slime.arguments import PluginArgs, with_defaults
 from slime.arguments.groups.topology import EVALUATION_ENGINES
+from slime.observability.trace_utils import trace_span
 from slime.rollout import eval_rollout as evaluation_run
 from slime.rollout import ledger
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
@@ -202,7 +203,9 @@ async def generate(args: PluginArgs, sample: Sample, sampling_params: dict[str, 
             sample.status = Sample.Status.TRUNCATED
             return sample
         request = build_request(args, sample, sampling_params, budget)
-        answer = await state.send(request)
+        with trace_span(sample, "generate") as span:
+            answer = await state.send(request)
+            span.update({"tokens": len(answer.ids)})
         check_answer(args, request, answer)
         sample.append_response_tokens(
             args,

@@ -69,6 +69,7 @@ class TrainingStep:
         self._kept = kept
         self._sampler = "actor"  # tag of the weights that sampled the batch; set when the samples are scored
         self._seconds: dict[str, float] = {}
+        self.parts: list[tuple[str, float, float]] = []  # name, start and end in seconds since 1970
 
     def run(self) -> StepReport:
         """Everything in order. Call it once."""
@@ -95,9 +96,10 @@ class TrainingStep:
 
     @contextlib.contextmanager
     def _timed(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
+        began, started = time.time(), time.perf_counter()
         yield
         self._seconds[name] = time.perf_counter() - started
+        self.parts.append((name, began, began + self._seconds[name]))
 
     # -- before training: what models say about the samples, and the advantages
 

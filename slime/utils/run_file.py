@@ -154,11 +154,12 @@ def open_run_file(
     return record
 
 
-def close_run_file(folder: Path, error: BaseException | None) -> None:
-    """The end of the current start, and why."""
+def close_run_file(folder: Path, error: BaseException | None, stopped: str | None = None) -> None:
+    """The end of the current start, and why. `stopped`: it was asked to end before its last step."""
     record = read_run(folder)
     if record is not None:
-        write_run(folder, replace(record, last=replace(record.last, end=_now(), exit=_cause(error))))
+        cause = stopped if error is None and stopped else _cause(error)
+        write_run(folder, replace(record, last=replace(record.last, end=_now(), exit=cause)))
 
 
 def read_run(folder: Path) -> RunRecord | None:

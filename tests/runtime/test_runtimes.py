@@ -3,73 +3,18 @@
 import concurrent.futures
 import os
 import signal
-import threading
-import time
 
 import psutil
 import pytest
+import warm_start
 from patience import PATIENCE_S
+from worker_target import Target, Unreadable
 
 from slime.runtime.base import Guarded, WorkerDied, WorkerSpec, gather
 from slime.runtime.heartbeat import WorkerSilent
 from slime.runtime.local import LocalFuture, LocalRuntime
 from slime.runtime.placement import Slot
 from slime.utils import shm, waits
-
-
-class Target:
-    """Lives in a worker."""
-
-    def __init__(self, base):
-        self.base = base
-        self.event = threading.Event()
-
-    def add(self, x):
-        return self.base + x
-
-    def numbers(self):
-        return [1, 2, 3]
-
-    def pid(self):
-        return os.getpid()
-
-    def env(self, name):
-        return os.environ.get(name)
-
-    def fail(self):
-        raise ValueError("--flag 3: too small")
-
-    def wait(self):
-        self.event.wait(300)
-        return "woken"
-
-    def wake(self):
-        self.event.set()
-
-    def total(self, ref):
-        return sum(ref.load())
-
-    def spin(self, seconds):
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            pass
-        return "spun"
-
-    def die(self):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-class Unreadable:
-    """Can be sent, and not received."""
-
-    def __reduce__(self):
-        return _refuse, (os.getpid(),)
-
-
-def _refuse(sender):
-    if os.getpid() != sender:
-        raise ValueError("unreadable here")
-
 
 LIMIT_S = 2.0
 
@@ -110,7 +55,9 @@ def test_a_file_in_the_working_folder_does_not_shadow_what_a_worker_imports(tmp_
     prefix = shm.make_prefix()
     runtime = LocalRuntime(tmp_path / "run", prefix)
     try:
-        assert runtime.spawn(WorkerSpec("target"), Target, 10).call(Target.add, 5).result(PATIENCE_S) == 15
+        with warm_start.real_processes():
+            target = runtime.spawn(WorkerSpec("target"), Target, 10)
+        assert target.call(Target.add, 5).result(PATIENCE_S) == 15
     finally:
         runtime.close()
 

@@ -1,5 +1,6 @@
 """What both trainers do alike: models beside the actor, the end of a step, checkpoints, moves."""
 
+import copy
 import math
 import time
 from abc import ABC, abstractmethod
@@ -64,6 +65,13 @@ class TrainerBase(ABC):
         for model in (self, self.critic):
             if model is not None:
                 model.decay_steps = model.decay_steps or num_steps
+
+    def change_setting(self, name: str, value: float) -> None:
+        """A setting of the actor from the next step on: `lr` or `rollout_temperature`."""
+        assert hasattr(self.args, name), f"there is no setting {name}"
+        changed = copy.copy(self.args)  # others may hold the args that the run began with
+        vars(changed)[name] = value
+        self.args = changed
 
     def add_models(self, build_critic: Callable[[Args], Self]) -> None:
         """Load the reference, the critic and the teacher, each where the algorithm of the run needs it."""

@@ -1,0 +1,203 @@
+"""Command-line agents in a sandbox, with the adapter as their only endpoint: Claude Code and Codex.
+
+    async with open_sandbox(...) as box:
+        context = HarnessContext("/workspace", session_id=sid, adapter_url=url)
+        code = await ClaudeCodeHarness().run(box, context, "Make the tests pass.", time_budget_sec=600)
+
+The session's id is the client's key, so its requests are turns of that session. A box must have node, or get
+it (`SLIME_AGENT_NODE_TARBALL`), and must reach `adapter_url`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+from abc import ABCMeta, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from slime.agent.sandbox.helpers import exec_and_wait
+from slime.utils.misc import SingletonMeta
+
+if TYPE_CHECKING:
+    from slime.agent.sandbox.base import Sandbox
+
+_INSTALL_ATTEMPTS = 3
+_INSTALL_S = 600
+_PAUSE_S = 5.0
+_REMOTE_TARBALL = "/tmp/slime_agent_package.tgz"
+_REMOTE_NODE = "/tmp/slime_agent_node.tar.gz"
+
+
+class _SingletonABC(SingletonMeta, ABCMeta):
+    """One harness of a kind in a process, with abstract methods."""
+
+
+@dataclass(frozen=True, slots=True)
+class HarnessContext:
+    """One episode of an agent program."""
+
+    workdir: str  # in the box
+    session_id: str
+    adapter_url: str  # as the box reaches it, without /v1
+    model_label: str = "slime-actor"
+
+
+class BaseHarness(metaclass=_SingletonABC):
+    """How one agent program is installed, told where its model is, and started."""
+
+    name: ClassVar[str]
+    command: ClassVar[str]  # that must exist in the box
+    package: ClassVar[str]  # of npm
+    variables: ClassVar[str]  # SLIME_AGENT_<variables>_TARBALL, _EXTRA_ARGS, _EXTRA_ENVS
+
+    async def install_cli(self, sandbox: Sandbox) -> None:
+        """Nothing where the program exists; else from a tarball of this machine, or by name from npm."""
+        code, _, _ = await sandbox.exec(f"command -v {self.command}")
+        if code == 0:
+            return
+        await self._install_node(sandbox)
+        package = self.package
+        tarball = os.environ.get(f"SLIME_AGENT_{self.variables}_TARBALL")
+        if tarball:
+            await sandbox.write_file(_REMOTE_TARBALL, Path(tarball))
+            package = _REMOTE_TARBALL
+        told = ""
+        for attempt in range(_INSTALL_ATTEMPTS):
+            code, out, err = await sandbox.exec(f"npm install -g {shlex.quote(package)}", timeout=_INSTALL_S)
+            if code == 0:
+                return
+            told = (err or out)[-500:]
+            await asyncio.sleep(_PAUSE_S * attempt)
+        raise RuntimeError(
+            f"{self.name} could not be installed in the sandbox ({_INSTALL_ATTEMPTS} attempts): {told}; use "
+            f"an image that has it, or set SLIME_AGENT_{self.variables}_TARBALL to its npm package"
+        )
+
+    async def _install_node(self, sandbox: Sandbox) -> None:
+        tarball = os.environ.get("SLIME_AGENT_NODE_TARBALL")
+        code, _, _ = await sandbox.exec("command -v npm")
+        if code == 0 or not tarball:
+            return
+        await sandbox.write_file(_REMOTE_NODE, Path(tarball))
+        await sandbox.exec(
+            f"tar -xf {_REMOTE_NODE} -C /usr/local --strip-components=1", timeout=_INSTALL_S, check=True
+        )
+
+    async def write_config(self, sandbox: Sandbox, context: HarnessContext) -> None:
+        """Files that the program reads; by default it needs none."""
+
+    @abstractmethod
+    def command_line(self, context: HarnessContext, prompt: str) -> str: ...
+
+    @abstractmethod
+    def environment(self, context: HarnessContext) -> dict[str, str]: ...
+
+    async def launch_and_wait(
+        self, sandbox: Sandbox, context: HarnessContext, prompt: str, time_budget_sec: float
+    ) -> int:
+        """The exit code of the program; -1 where its time was up."""
+        words = {**self.environment(context), **_pairs(self._extra("ENVS"))}
+        exports = " ".join(f"{name}={shlex.quote(value)}" for name, value in words.items())
+        line = f"{self.command_line(context, prompt)} {self._extra('ARGS')}".strip()
+        command = f"cd {shlex.quote(context.workdir)} && env {exports} {line} </dev/null"
+        result = await exec_and_wait(
+            sandbox, command, time_budget_sec, tag=f"{self.name}-{context.session_id}"
+        )
+        return result[0] if isinstance(result, tuple) else int(result)
+
+    async def run(
+        self, sandbox: Sandbox, context: HarnessContext, prompt: str, time_budget_sec: float = 1800
+    ) -> int:
+        """Install, configure, start, wait."""
+        await self.install_cli(sandbox)
+        await self.write_config(sandbox, context)
+        return await self.launch_and_wait(sandbox, context, prompt, time_budget_sec)
+
+    def _extra(self, what: str) -> str:
+        return os.environ.get(f"SLIME_AGENT_{self.variables}_EXTRA_{what}", "")
+
+
+class ClaudeCodeHarness(BaseHarness):
+    """`claude -p`, which speaks Anthropic's messages."""
+
+    name = "claude-code"
+    command = "claude"
+    package = "@anthropic-ai/claude-code"
+    variables = "CC"
+    tools: ClassVar[str] = "Bash Read Edit Write Glob Grep"
+
+    def command_line(self, context: HarnessContext, prompt: str) -> str:
+        # As root the program refuses --permission-mode bypassPermissions; a list of tools works for all.
+        return (
+            f"claude -p {shlex.quote(prompt)} --output-format stream-json --verbose "
+            f"--allowedTools {shlex.quote(self.tools)}"
+        )
+
+    def environment(self, context: HarnessContext) -> dict[str, str]:
+        return {
+            "ANTHROPIC_BASE_URL": context.adapter_url,
+            "ANTHROPIC_AUTH_TOKEN": context.session_id,
+            "ANTHROPIC_MODEL": context.model_label,
+            "ANTHROPIC_SMALL_FAST_MODEL": context.model_label,
+            # Calls that are no part of the task, and host names that nobody answers for.
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            "CLAUDE_CODE_MAX_RETRIES": "3",
+        }
+
+
+class CodexHarness(BaseHarness):
+    """`codex exec`, which speaks OpenAI's Responses and reads its endpoint from a file only."""
+
+    name = "codex"
+    command = "codex"
+    package = "@openai/codex"
+    variables = "CODEX"
+    key_variable: ClassVar[str] = "SLIME_AGENT_KEY"
+
+    @classmethod
+    def config_text(cls, base_url: str, model_label: str) -> str:
+        """config.toml with everything off that would look for hosts beside the adapter."""
+        return f"""model = "{model_label}"
+model_provider = "slime"
+check_for_update_on_startup = false
+
+[analytics]
+enabled = false
+
+[features]
+plugins = false
+apps = false
+remote_plugin = false
+unbounded_connection_retries = false
+
+[model_providers.slime]
+name = "slime"
+base_url = "{base_url}"
+env_key = "{cls.key_variable}"
+wire_api = "responses"
+request_max_retries = 2
+stream_max_retries = 2
+"""
+
+    def _home(self, context: HarnessContext) -> str:
+        return f"{context.workdir}/.codex-{context.session_id}"
+
+    async def write_config(self, sandbox: Sandbox, context: HarnessContext) -> None:
+        text = self.config_text(f"{context.adapter_url}/v1", context.model_label)
+        await sandbox.exec(f"mkdir -p {shlex.quote(self._home(context))}", check=True)
+        await sandbox.write_file(f"{self._home(context)}/config.toml", text)
+
+    def command_line(self, context: HarnessContext, prompt: str) -> str:
+        # The box is the sandbox: the program's own would only take commands away from it.
+        return f"codex exec --json --skip-git-repo-check -s danger-full-access {shlex.quote(prompt)}"
+
+    def environment(self, context: HarnessContext) -> dict[str, str]:
+        return {"CODEX_HOME": self._home(context), self.key_variable: context.session_id}
+
+
+def _pairs(text: str) -> dict[str, str]:
+    """`A=1 B="two words"` -> a dict."""
+    return dict(word.split("=", 1) for word in shlex.split(text) if "=" in word)

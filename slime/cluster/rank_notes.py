@@ -1,0 +1,45 @@
+"""What a trainer rank tells the record of one step: how long its parts took, and the advantages it used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from slime.backends.base import Layout
+from slime.record.additions import Advantage
+from slime.record.spans import TRAINER, Span
+from slime.step.training_step import TrainingStep
+
+_MAX_TOKENS = 200_000  # of a step whose advantages are kept token by token
+
+
+@dataclass(frozen=True, slots=True)
+class RankNotes:
+    """Example: RankNotes([Span(3, "trainer-0", "train", 10.0, 12.0)], [Advantage(25, 0.7)])."""
+
+    spans: list[Span] = field(default_factory=list)
+    advantages: list[Advantage] = field(default_factory=list)
+
+
+def notes_of(step: TrainingStep, rank: int, layout: Layout) -> RankNotes:
+    """One rank of those that share samples tells of these."""
+    lane = TRAINER.format(rank=rank)
+    spans = [Span(step.rollout_id, lane, name, start, end) for name, start, end in step.parts]
+    tells = layout.tp_rank == layout.cp_rank == layout.pp_rank == 0
+    return RankNotes(spans, _advantages(step) if tells else [])
+
+
+def _advantages(step: TrainingStep) -> list[Advantage]:
+    batch = step.batch
+    lists, indices = batch.get("advantages"), batch.get("sample_indices")
+    if not lists or not indices:
+        return []
+    by_token = sum(len(values) for values in lists) <= _MAX_TOKENS
+    found = []
+    for index, values, mask in zip(indices, lists, batch["loss_masks"], strict=True):
+        trained = values[mask.bool()] if len(mask) == len(values) else values
+        if index is None or not len(trained):
+            continue
+        low, high = float(trained.min()), float(trained.max())
+        tokens = values.tolist() if by_token and high - low > 1e-6 else None
+        found.append(Advantage(int(index), low if high == low else float(trained.mean()), tokens))
+    return found

@@ -1,0 +1,181 @@
+"""What somebody asks of a run while it goes on, done between two steps and answered in the record."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from slime.arguments import Args
+from slime.catalog.actions import ACTIONS
+from slime.cluster.recording import Recording
+from slime.cluster.residency import TRAIN, Residency
+from slime.cluster.rollout_manager import Generated, RolloutManager
+from slime.cluster.rollout_schedule import RolloutSchedule
+from slime.cluster.saving import Saver
+from slime.cluster.timeline import Timeline
+from slime.cluster.train_actor import TrainActor
+from slime.cluster.train_group import TrainGroup
+from slime.record.actions import ASKED, DONE, REFUSED, ActionRow
+from slime.runtime.base import Future, Handle
+from slime.utils.run_file import read_run
+from slime.utils.run_identity import Run
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.5
+_MIN_LR_STYLES = ("linear", "cosine")
+
+
+class Cluster(Protocol):
+    """What of a run is used here; `slime.cluster.cluster.Cluster` is it."""
+
+    args: Args
+    run: Run
+    schedule: RolloutSchedule
+    rollout: Handle[RolloutManager]
+    trainer: TrainGroup
+    residency: Residency
+    saver: Saver | None
+    timeline: Timeline
+    failure: concurrent.futures.Future[None]
+
+    def evaluate(self, rollout_id: int) -> None: ...
+
+    def save(
+        self, rollout_id: int, rollout: Generated, in_flight: Future[Generated] | None = None
+    ) -> None: ...
+
+
+class Refused(Exception):
+    """An action that this run cannot do, and why."""
+
+
+class Requests:
+    """Takes the actions of a run. `recording` None: nobody can ask."""
+
+    def __init__(self, recording: Handle[Recording] | None):
+        self._recording = recording
+        self._current: dict[str, float] = {}  # settings that were changed
+        self._for_trainer: list[tuple[int, str, float]] = []  # from which rollout on
+
+    def take(
+        self, cluster: Cluster, rollout_id: int, rollout: Generated, in_flight: Future[Generated] | None
+    ) -> str | None:
+        """Does all that was asked for since the last step. A str: the run is to end, and why."""
+        paused, stop = False, None
+        done: set[str] = set()  # what needs no second time at one boundary
+        while True:
+            for row in self._asked():
+                try:
+                    answer = self._do(cluster, row, rollout_id, rollout, in_flight, done)
+                    state = DONE
+                except Refused as refusal:
+                    answer, state = str(refusal), REFUSED
+                logger.info("asked by %s after rollout %d: %s: %s", row.who, rollout_id, row.name, answer)
+                self._answer(row, state, rollout_id, answer)
+                if state == DONE:
+                    paused = row.name == "pause" or (paused and row.name != "resume")
+                    stop = (
+                        f"stopped after step {rollout_id + 1}, as asked by {row.who}"
+                        if row.name == "stop"
+                        else stop
+                    )
+            if stop or not paused:
+                return stop
+            if cluster.failure.done():
+                cluster.failure.result()
+            with cluster.timeline.doing("paused", rollout_id):
+                time.sleep(_POLL_S)
+
+    def before_training(self, cluster: Cluster, rollout_id: int) -> None:
+        """What this batch was sampled with is known to the trainer."""
+        due = [entry for entry in self._for_trainer if entry[0] <= rollout_id]
+        self._for_trainer = [entry for entry in self._for_trainer if entry[0] > rollout_id]
+        for _, name, value in due:
+            cluster.trainer.ranks.call(TrainActor.change_setting, name, value)
+
+    def take_up(self, cluster: Cluster) -> None:
+        """A run that goes on has the settings that were changed before, unless its flags are other now."""
+        record = read_run(cluster.run.run_dir)
+        if self._recording is None or record is None or not record.earlier:
+            return
+        changed: dict[str, float] = {}
+        for row in self._recording.call_control(Recording.actions, DONE).result():
+            setting = ACTIONS[row.name].setting if row.name in ACTIONS else None
+            if setting and row.value is not None and (row.rollout_id or 0) < cluster.schedule.start:
+                changed[setting] = row.value
+        before, now = record.earlier[-1].settings, record.last.settings
+        for setting, value in changed.items():
+            if before.get(setting, {}).get("value") == now.get(setting, {}).get("value"):
+                logger.info("--%s is %g, as it was changed before", setting.replace("_", "-"), value)
+                self._change(cluster, setting, value, cluster.schedule.start - 1, in_flight=False)
+
+    def _asked(self) -> Sequence[ActionRow]:
+        if self._recording is None:
+            return []
+        return self._recording.call_control(Recording.actions, ASKED).result()
+
+    def _answer(self, row: ActionRow, state: str, rollout_id: int, text: str) -> None:
+        assert self._recording is not None, "somebody asked"
+        self._recording.call_control(Recording.answer, row.id, state, rollout_id, text).result()
+
+    def _do(
+        self,
+        cluster: Cluster,
+        row: ActionRow,
+        rollout_id: int,
+        rollout: Generated,
+        in_flight: Future[Generated] | None,
+        done: set[str],
+    ) -> str:
+        """What was done, in a sentence; Refused: why not."""
+        action = ACTIONS.get(row.name)
+        if action is None or action.wrong_value(row.value):
+            raise Refused("this version of slime does not know it, or not with this value")
+        if action.setting is not None:
+            assert row.value is not None, "a setting has a value"
+            return self._set(cluster, action.setting, row.value, rollout_id, in_flight is not None)
+        if row.name == "evaluate":
+            if not cluster.args.eval_datasets:
+                raise Refused("the run has nothing to evaluate on: give --eval-prompt-data")
+            if not cluster.schedule.eval_after(rollout_id) and "evaluate" not in done:
+                cluster.evaluate(rollout_id)
+            done.add("evaluate")
+            return f"evaluated after step {rollout_id + 1}"
+        if row.name == "checkpoint" and cluster.saver is None:
+            raise Refused("the run keeps no checkpoints: start it with --save")
+        if row.name in ("checkpoint", "stop") and cluster.saver is not None:
+            if not cluster.schedule.save_after(rollout_id) and "checkpoint" not in done:
+                with cluster.residency.phase(TRAIN):
+                    cluster.save(rollout_id, rollout, in_flight)
+            done.add("checkpoint")
+            return f"saved after step {rollout_id + 1}"
+        words = {"pause": "paused", "resume": "goes on", "stop": "ends here; without --save nothing is kept"}
+        return words[row.name]
+
+    def _set(self, cluster: Cluster, setting: str, value: float, rollout_id: int, in_flight: bool) -> str:
+        args = cluster.args
+        if not cluster.trainer.ranks.handles:
+            raise Refused("nothing is trained in this run")
+        if setting == "lr" and args.lr_decay_style in _MIN_LR_STYLES and value < args.min_lr:
+            raise Refused(f"it is below --min-lr {args.min_lr:g}, to which the rate decays")
+        if setting == "rollout_temperature" and (
+            args.partial_rollout or "fully_async" in args.rollout_function_path
+        ):
+            raise Refused("groups in flight have tokens of the old temperature, which the trainer must know")
+        before = self._current.get(setting, getattr(args, setting))
+        self._change(cluster, setting, value, rollout_id, in_flight)
+        old = f"{before:g}" if isinstance(before, (int, float)) else "as --eps-clip"
+        return f"--{setting.replace('_', '-')} was {old} and is {value:g} from step {rollout_id + 2} on"
+
+    def _change(self, cluster: Cluster, setting: str, value: float, rollout_id: int, in_flight: bool) -> None:
+        self._current[setting] = value
+        if setting == "rollout_temperature":
+            # On the work lane: behind a rollout in flight, which was begun with the old one.
+            cluster.rollout.call(RolloutManager.change_setting, setting, value)
+            self._for_trainer.append((rollout_id + (2 if in_flight else 1), setting, value))
+        else:
+            cluster.trainer.ranks.call(TrainActor.change_setting, setting, value)

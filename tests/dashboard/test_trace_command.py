@@ -1,0 +1,56 @@
+"""`slime trace`: a file that Perfetto reads, and what a collector gets."""
+
+import http.server
+import json
+import threading
+
+from page_world import make_run
+
+from slime.cli.main import main
+
+
+def test_the_file_has_a_process_for_each_lane_and_no_overlap_in_a_thread(tmp_path, capsys):
+    make_run(tmp_path / "run", 3)
+    assert main(["trace", str(tmp_path / "run"), "--steps", "1-2"]) == 0
+    events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert set(names.values()) == {"loop", "engines", "trainer-0"}
+    spans = [event for event in events if event["ph"] == "X"]
+    assert len(spans) == 2 * 8 and {span["args"]["step"] for span in spans} == {1, 2}
+    for a in spans:
+        for b in spans:
+            if a is not b and (a["pid"], a["tid"]) == (b["pid"], b["tid"]):
+                assert a["ts"] + a["dur"] <= b["ts"] + 2 or b["ts"] + b["dur"] <= a["ts"] + 2
+    assert "perfetto" in capsys.readouterr().out
+
+
+def test_a_collector_gets_the_spans_with_a_trace_for_each_step(tmp_path):
+    make_run(tmp_path / "run", 2)
+    got = []
+
+    class Collector(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            got.append((self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *words):
+            pass
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Collector)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        assert main(["trace", str(tmp_path / "run"), "--otlp", f"http://127.0.0.1:{server.server_port}"]) == 0
+    finally:
+        server.shutdown()
+    [(path, body)] = got
+    spans = body["resourceSpans"][0]["scopeSpans"][0]["spans"]
+    assert path == "/v1/traces" and len(spans) == 16 and len({span["traceId"] for span in spans}) == 2
+    assert len({span["spanId"] for span in spans}) == 16
+
+
+def test_a_run_without_spans_says_why(tmp_path, capsys):
+    make_run(tmp_path / "run", 0)
+    assert main(["trace", str(tmp_path / "run")]) == 2
+    assert "has no spans" in capsys.readouterr().err
+    assert main(["trace", str(tmp_path / "nothing")]) == 2
