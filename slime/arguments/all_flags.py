@@ -19,6 +19,7 @@ from slime.arguments.groups.profiling import ProfilingFlags
 from slime.arguments.groups.rewards import RewardFlags
 from slime.arguments.groups.rollout import RolloutFlags
 from slime.arguments.groups.run import AssertionFlags, DebugFlags, RunFlags
+from slime.arguments.groups.sandbox import SandboxFlags
 from slime.arguments.groups.topology import TopologyFlags
 from slime.arguments.groups.tracking import TrackingFlags
 from slime.arguments.groups.trainer import AdapterFlags, FSDPFlags, ParallelFlags
@@ -32,6 +33,7 @@ class Flags(
     RolloutFlags,
     RewardFlags,
     AgentFlags,
+    SandboxFlags,
     AlgorithmFlags,
     OffPolicyFlags,
     KeptPolicyFlags,

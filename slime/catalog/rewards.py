@@ -32,6 +32,8 @@ class Reward:
     reads_answer_line: bool = False  # looks for "Answer: ..."; the content of a box is handed over like that
     # A judge at --rm-url, which retries on its own and may answer otherwise next time.
     is_remote: bool = False
+    needs_rm_url: bool = False
+    asks_judge: bool = False  # a model reads the answer: the --judge flags
     package: str | None = None  # that has to be installed
     extra: str | None = None  # of slime, which installs it
 
@@ -86,6 +88,21 @@ REWARDS: dict[str, Reward] = {
         in_worker=False,
         needs_label=False,
         is_remote=True,
+        needs_rm_url=True,
+    ),
+    "code": Reward(
+        "slime.agent.rewards.code.code_reward",
+        "the share of the label's tests that the last ```python block passes, run in the --sandbox",
+        in_worker=False,
+        needs_label=False,  # its own complaint says what tests look like
+    ),
+    "judge": Reward(
+        "slime.agent.rewards.judge.judge_reward",
+        "a model scores the answer: at --judge-url, or one of this run",
+        in_worker=False,
+        needs_label=False,
+        is_remote=True,
+        asks_judge=True,
     ),
     "random": Reward(
         f"{_HUB}.coin.toss",

@@ -17,6 +17,7 @@ from slime.catalog.estimators import ESTIMATORS
 from slime.catalog.metrics import METRICS
 from slime.catalog.policy_losses import POLICY_LOSSES, REDUCTIONS
 from slime.catalog.rewards import REWARDS
+from slime.catalog.sandboxes import SANDBOXES
 from slime.catalog.tool_formats import TOOL_FORMATS
 from slime.catalog.trackers import TRACKERS
 from slime.catalog.transports import TRANSPORTS
@@ -31,6 +32,7 @@ CATALOG: dict[str, Mapping[str, Any]] = {
     "`--policy-loss-type`": POLICY_LOSSES,
     "`--loss-reduction`": REDUCTIONS,
     "`--rm-type`": REWARDS,
+    "`--sandbox`": SANDBOXES,
     "`--prompt-data`": DATASET_FORMATS,
     "`--env`": ENVIRONMENTS,
     "`--rollout-engine`": ENGINES,

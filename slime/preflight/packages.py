@@ -8,6 +8,7 @@ from slime.arguments import Args
 from slime.catalog.backends import BACKENDS
 from slime.catalog.datasets import format_of
 from slime.catalog.rewards import find_reward
+from slime.catalog.sandboxes import SANDBOXES
 from slime.catalog.trackers import TRACKERS, chosen_trackers
 from slime.preflight.report import Finding
 from slime.utils.misc import is_installed
@@ -42,6 +43,9 @@ def _needed(args: Args) -> Iterator[tuple[str, str, str]]:
     row = None if args.custom_rm_path else find_reward(args.rm_type)
     if row is not None and row.package:
         yield f"--rm-type {args.rm_type}", row.package.replace("-", "_"), f"pip install 'slime[{row.extra}]'"
+    box = SANDBOXES[args.sandbox]
+    if box.package is not None:
+        yield f"--sandbox {args.sandbox}", box.package, f"pip install 'slime[{box.extra}]'"
     files = [args.prompt_data, *(dataset.path for dataset in args.eval_datasets)]
     names = [name for file in files if file for name in ([file] if isinstance(file, str) else file)]
     for fmt in {format_of(name.partition("@[")[0]) for name in names}:

@@ -304,8 +304,10 @@ def test_flag_without_effect_is_refused_when_given(name):
     if name in ("custom_advantage_function_path", "normalize_advantages"):
         words = ["--disable-compute-advantages-and-returns"]
         changes |= {"loss_type": "custom_loss", "custom_loss_function_path": "a.b"}
-    if name == "rm_url":
+    if name == "rm_url" or name.startswith("judge_"):
         changes |= {"rm_type": "math"}
+    if name == "sandbox_num_boxes":
+        changes |= {"sandbox": "e2b"}
     if name == "min_lr":
         changes |= {"lr": 1.0}
     if name.startswith("embedded_"):

@@ -292,7 +292,7 @@ class Agent:
             self.drop(fd)
         del self.jobs[job.number]
         out, err = (bytes(job.streams[fd]) for fd in job.order)
-        header = {"id": job.number, "code": code, "reason": job.reason, "out": len(out)}
+        header: dict[str, Any] = {"id": job.number, "code": code, "reason": job.reason, "out": len(out)}
         header["cut"] = job.seen > len(out) + len(err)
         header["seconds"] = time.monotonic() - job.began
         self.reply(header, out + err)

@@ -65,7 +65,7 @@ def box_python() -> str:
 def walls(kind: str, limits: Limits, uid: int | None, extra: tuple[str, ...] = ()) -> Walls:
     """The command line of a box; `uid`: the private user that it runs as (None: the current one)."""
     paths, links = read_only_paths(extra)
-    settings = {"own_root": kind != PLAIN, "private": kind != PLAIN or uid is not None}
+    settings: dict[str, object] = {"own_root": kind != PLAIN, "private": kind != PLAIN or uid is not None}
     settings |= {"build_root": kind == NAMESPACES, "read_only": paths, "links": links}
     become = []
     if uid is not None:

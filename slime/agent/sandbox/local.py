@@ -104,7 +104,9 @@ class LocalSandbox:
 
     async def start(self) -> Self:
         """Start the box; returns when it takes commands."""
-        kind = self._isolation or await asyncio.to_thread(best_isolation)
+        kind = self._isolation
+        if kind is None:
+            kind = await asyncio.to_thread(best_isolation)
         self._user = PrivateUser() if has_private_users() else None
         uid = self._user.uid if self._user else None
         plan = walls(kind, self.limits, uid, self._read_only)
@@ -294,6 +296,11 @@ class LocalSandbox:
                 future = self._waiting.get(header["id"])
                 if future is not None and not future.done():
                     future.set_result((header, content))
+        except asyncio.CancelledError:
+            if self._ended is None:  # the event loop ends before its boxes: now they can still be let go of
+                self._ended = "its event loop ended"
+                process._transport.close()  # type: ignore[attr-defined]
+            raise
         except (asyncio.IncompleteReadError, ConnectionResetError):
             said = (await process.stderr.read(4096)).decode(errors="replace").strip()
             self._ended = self._ended or f"the box ended{': ' + said[-400:] if said else ''}"

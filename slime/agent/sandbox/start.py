@@ -13,7 +13,7 @@ from slime.utils.misc import is_installed, load_function
 
 @contextlib.asynccontextmanager
 async def open_sandbox(
-    kind: str = "local", *, image: str | None = None, limits: Limits | None = None
+    kind: str = "local", *, image: str | None = None, limits: Limits | None = None, num_boxes: int = 32
 ) -> AsyncIterator[Sandbox]:
     """A fresh box, ended afterwards. `limits` are those of a local box; a vendor's are set by its image.
 
@@ -23,7 +23,7 @@ async def open_sandbox(
         raise ValueError(f"--sandbox is {kind!r}; choose from {', '.join(SANDBOXES)}")
     row = SANDBOXES[kind]
     if row.is_local:
-        async with shared_pool(limits).box() as box:
+        async with shared_pool(limits, num_boxes=num_boxes).box() as box:
             yield box
         return
     if row.package is not None and not is_installed(row.package):

@@ -24,7 +24,7 @@ SHAPED = OnlyWith(
 )
 REMOTE = OnlyWith(
     "with --rm-type remote_rm",
-    lambda d: d.custom_rm_path is not None or (find_reward(d.rm_type) or REWARDS["remote_rm"]).is_remote,
+    lambda d: d.custom_rm_path is not None or (find_reward(d.rm_type) or REWARDS["remote_rm"]).needs_rm_url,
     "only --rm-type remote_rm calls it; use that",
 )
 
@@ -75,7 +75,7 @@ def rewards(draft: Draft) -> None:
             near = get_close_matches(name, REWARDS, n=1)
             hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(REWARDS)}"
             raise ValueError(f"--rm-type is {draft.rm_type!r}, which is no built-in reward; {hint}")
-        if REWARDS[name].is_remote and draft.rm_url is None:
+        if REWARDS[name].needs_rm_url and draft.rm_url is None:
             raise ValueError(f"--rm-type {name} needs --rm-url: the server that scores samples.")
     if draft.eval_reward_key is None and draft.reward_key is not None:
         draft.derive("eval_reward_key", draft.reward_key, "same as reward_key")

@@ -1,0 +1,21 @@
+"""Tools for agents: a registry of typed functions, and those that most agents need."""
+
+from slime.agent.tools.calculator import calculate, calculator
+from slime.agent.tools.in_box import BoxTools
+from slime.agent.tools.mcp_client import McpServer
+from slime.agent.tools.registry import Tool, ToolError, ToolResult, ToolServerDied, ToolSet, tool_of
+from slime.agent.tools.search import Corpus
+
+__all__ = [
+    "BoxTools",
+    "Corpus",
+    "McpServer",
+    "Tool",
+    "ToolError",
+    "ToolResult",
+    "ToolServerDied",
+    "ToolSet",
+    "calculate",
+    "calculator",
+    "tool_of",
+]

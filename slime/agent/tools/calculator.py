@@ -1,0 +1,88 @@
+"""A calculator: arithmetic by a parser of its own, with bounds on size, so that no expression hangs it."""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from slime.agent.tools.registry import ToolError
+
+_MAX_CHARS, _MAX_DIGITS = 1000, 1000
+_BINARY: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **{name: getattr(math, name) for name in ("sqrt", "log", "log2", "log10", "exp", "sin", "cos", "tan")},
+    **{name: getattr(math, name) for name in ("floor", "ceil", "gcd", "lcm")},
+    **{"abs": abs, "round": round, "min": min, "max": max},
+}
+_NAMES = {"pi": math.pi, "e": math.e}
+
+
+def calculator(expression: Annotated[str, "like (3 + 4) * 2 ** 5, sqrt(2), 17 % 5"]) -> str:
+    """The value of an arithmetic expression."""
+    return calculate(expression)
+
+
+def calculate(expression: str) -> str:
+    """The value as text: whole numbers in full, others to twelve digits; ToolError for what has no value."""
+    if len(expression) > _MAX_CHARS:
+        raise ToolError(f"the expression has {len(expression)} characters; at most {_MAX_CHARS} are read")
+    try:
+        tree = ast.parse(
+            expression.strip().replace("^", "**").replace("×", "*").replace("÷", "/"), mode="eval"
+        )
+        value = _value(tree.body)
+    except (SyntaxError, RecursionError, MemoryError):
+        raise ToolError(f"{expression!r} is not an arithmetic expression") from None
+    except ZeroDivisionError:
+        raise ToolError("division by zero") from None
+    except (OverflowError, ValueError, TypeError) as error:
+        raise ToolError(f"{expression!r} has no value: {error}") from None
+    return str(value) if isinstance(value, int) else f"{value:.12g}"
+
+
+def _value(node: ast.expr) -> Any:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return _bounded(node.value)
+    if isinstance(node, ast.Name) and node.id in _NAMES:
+        return _NAMES[node.id]
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
+        value = _value(node.operand)
+        return -value if isinstance(node.op, ast.USub) else value
+    if isinstance(node, ast.BinOp):
+        return _bounded(_binary(node.op, _value(node.left), _value(node.right)))
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS:
+        if node.keywords:
+            raise ToolError(f"{node.func.id} takes no named arguments")
+        return _bounded(_FUNCTIONS[node.func.id](*map(_value, node.args)))
+    known = f"numbers, + - * / // % **, {', '.join([*_NAMES, *_FUNCTIONS])}"
+    raise ToolError(f"{ast.unparse(node)[:60]!r} is not arithmetic; known are {known}")
+
+
+def _binary(op: ast.operator, left: Any, right: Any) -> Any:
+    if isinstance(op, ast.Pow):
+        digits = math.log10(abs(left) or 1) * abs(right) if left else 0
+        if digits > _MAX_DIGITS:
+            raise ToolError(f"the result has more than {_MAX_DIGITS} digits")
+        value = left**right
+        if isinstance(value, complex):
+            raise ToolError("the result is not a real number")
+        return value
+    if type(op) not in _BINARY:
+        raise ToolError(f"the operator {type(op).__name__} is not arithmetic")
+    return _BINARY[type(op)](left, right)
+
+
+def _bounded(value: Any) -> Any:
+    if isinstance(value, int) and value.bit_length() > _MAX_DIGITS * 4:
+        raise ToolError(f"the result has more than {_MAX_DIGITS} digits")
+    return value

@@ -1,0 +1,123 @@
+"""Tools that run in a sandbox: python, a shell, and files that are read and edited.
+
+    async with BoxTools(args.sandbox) as box:
+        tools = ToolSet([box.python, box.shell, box.read_file, box.edit_file])
+
+The box starts with the first call, so an episode without calls costs none, and ends with the context.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Annotated, Self
+
+from slime.agent.sandbox import Limits, Sandbox, SandboxDied, open_sandbox
+from slime.agent.tools.registry import ToolError, ToolServerDied
+
+_WORK = "/work"
+
+
+class BoxTools:
+    """Methods to be given to a `ToolSet`. Files stay from call to call; what runs in a call ends with it."""
+
+    def __init__(
+        self,
+        kind: str = "local",
+        *,
+        image: str | None = None,
+        limits: Limits | None = None,
+        timeout_s: float = 30,
+    ):
+        self._kind, self._image, self._limits, self._timeout_s = kind, image, limits, timeout_s
+        self._stack = contextlib.AsyncExitStack()
+        self._starting = asyncio.Lock()
+        self._box: Sandbox | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def box(self) -> Sandbox:
+        """The box of this episode, started when it is first asked for."""
+        async with self._starting:
+            if self._box is None:
+                context = open_sandbox(self._kind, image=self._image, limits=self._limits)
+                self._box = await self._stack.enter_async_context(context)
+        return self._box
+
+    async def python(self, code: Annotated[str, "a whole program; print what you want to see"]) -> str:
+        """Runs a Python program and returns what it prints."""
+        box = await self.box()
+        await box.write_file(f"{_WORK}/program.py", code)
+        return await self._run(f"cd {_WORK} && python3 -I program.py")
+
+    async def shell(self, command: Annotated[str, "for bash"]) -> str:
+        """Runs a shell command in the work folder and returns what it prints."""
+        return await self._run(f"cd {_WORK} && {{ {command}\n}}")
+
+    async def read_file(
+        self,
+        path: Annotated[str, "relative to the work folder, or absolute"],
+        first_line: int = 1,
+        last_line: int | None = None,
+    ) -> str:
+        """Lines of a file, numbered."""
+        lines = (await self._text(path)).splitlines()
+        if first_line < 1 or first_line > max(1, len(lines)):
+            raise ToolError(f"first_line is {first_line}; {path} has {len(lines)} lines")
+        chosen = lines[first_line - 1 : last_line]
+        return "\n".join(f"{number} {line}" for number, line in enumerate(chosen, first_line))
+
+    async def write_file(self, path: str, content: str) -> str:
+        """Writes a whole file; one that exists is replaced."""
+        await (await self.box()).write_file(_absolute(path), content)
+        return f"{path} has {len(content.splitlines())} lines now"
+
+    async def edit_file(
+        self,
+        path: str,
+        old: Annotated[str, "text that occurs exactly once in the file"],
+        new: Annotated[str, "what stands there afterwards"],
+    ) -> str:
+        """Replaces one piece of a file."""
+        text = await self._text(path)
+        count = text.count(old) if old else 0
+        if count != 1:
+            told = "is empty" if not old else "is not in the file" if count == 0 else f"occurs {count} times"
+            raise ToolError(
+                f"old {told}; copy a piece of {path} that occurs exactly once, with its indentation"
+            )
+        await (await self.box()).write_file(_absolute(path), text.replace(old, new))
+        return f"{path} is changed"
+
+    async def _text(self, path: str) -> str:
+        box = await self.box()
+        text = await box.read_file(_absolute(path))
+        if not text and (await self._exec(box, f"test -e {_quoted(_absolute(path))}"))[0] != 0:
+            listing = (await self._exec(box, f"cd {_WORK} && find . -type f | head -20"))[1].split()
+            raise ToolError(f"there is no file {path}; files here: {', '.join(listing) or 'none'}")
+        return text
+
+    async def _run(self, command: str) -> str:
+        code, out, err = await self._exec(await self.box(), command)
+        text = "\n".join(part.rstrip("\n") for part in (out, err) if part.strip())
+        if code != 0:
+            return f"{text}\n[exit code {code}]".lstrip("\n")
+        return text or "[it printed nothing]"
+
+    async def _exec(self, box: Sandbox, command: str) -> tuple[int, str, str]:
+        try:
+            return await box.exec(command, timeout=self._timeout_s, user="agent")
+        except SandboxDied as error:
+            raise ToolServerDied(str(error)) from error
+
+
+def _absolute(path: str) -> str:
+    return path if path.startswith("/") else f"{_WORK}/{path}"
+
+
+def _quoted(path: str) -> str:
+    return "'" + path.replace("'", "'\\''") + "'"

@@ -1,0 +1,246 @@
+"""Tools of an agent: typed Python functions, shown to a model as JSON schemas and called with what it wrote.
+
+    def look_up(word: Annotated[str, "in the singular"], limit: int = 3) -> str:
+        "Meanings of a word."
+
+    tools = ToolSet([look_up])
+    answer = await session.turn(messages, tools=tools.schemas)
+    messages += await tools.answer(answer.tool_calls)
+
+A model makes mistakes in calls; each comes back to it as a sentence that says what is wrong and what would be
+right, never as an exception. ToolServerDied means that tools are gone: the episode cannot go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import inspect
+import json
+import logging
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+_PLAIN = {str: "string", int: "integer", float: "number", bool: "boolean"}
+_WORDS = {"string": "text", "integer": "a whole number", "number": "a number", "boolean": "true or false"}
+_WORDS |= {"array": "a list", "object": "an object"}
+_DEADLINE_S = 120.0
+_MAX_CHARS = 10_000
+
+
+class ToolError(Exception):
+    """Raised by a tool for what the model did wrong: the message is for the model."""
+
+
+class ToolServerDied(RuntimeError):
+    """The server behind a tool is gone; no further call can work."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """What the model reads. `is_error`: the call failed, and `text` says why."""
+
+    text: str
+    is_error: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """`parameters` is a JSON schema of an object; `call` takes its entries as keywords."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+    call: Callable[..., Any]
+
+    def schema(self) -> dict[str, Any]:
+        """As chat templates and OpenAI's API take it."""
+        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": function}
+
+
+def tool_of(function: Callable[..., Any], *, name: str | None = None) -> Tool:
+    """A typed function, async or plain, as a tool. Its docstring says to the model what it does."""
+    name = name or function.__name__
+    hints = typing.get_type_hints(function, include_extras=True)
+    properties, required = {}, []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise TypeError(f"tool {name}: *{parameter.name} cannot be shown to a model; name each argument")
+        if parameter.name not in hints:
+            raise TypeError(
+                f"tool {name}: argument {parameter.name!r} has no type; write `{parameter.name}: str`"
+            )
+        entry = schema_of(hints[parameter.name], f"tool {name}, argument {parameter.name!r}")
+        if parameter.default is parameter.empty:
+            required.append(parameter.name)
+        else:
+            entry = {**entry, "default": parameter.default}
+        properties[parameter.name] = entry
+    text = inspect.getdoc(function)
+    if not text:
+        raise TypeError(f"tool {name} has no docstring: the model needs a sentence that says what it does")
+    parameters = {"type": "object", "properties": properties, "required": required}
+    return Tool(name, text, parameters, function)
+
+
+def schema_of(hint: Any, where: str) -> dict[str, Any]:
+    """The JSON schema of a type; TypeError for one that JSON cannot write."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        return {**schema_of(parts[0], where), "description": str(parts[1])}
+    if hint in _PLAIN:
+        return {"type": _PLAIN[hint]}
+    if origin is typing.Literal:
+        return {"type": _PLAIN[type(parts[0])], "enum": list(parts)}
+    if origin in (typing.Union, types.UnionType):
+        kinds = [part for part in parts if part is not type(None)]
+        if len(kinds) == 1:  # `str | None`: it may be left out
+            return schema_of(kinds[0], where)
+        return {"anyOf": [schema_of(kind, where) for kind in kinds]}
+    if hint is list or origin is list:
+        return {"type": "array", "items": schema_of(parts[0], where) if parts else {}}
+    if hint is dict or origin is dict:
+        return {"type": "object"}
+    raise TypeError(
+        f"{where} has the type {hint}, which JSON cannot write; use str, int, float, bool, list or dict"
+    )
+
+
+@dataclass(slots=True)
+class ToolSet:
+    """The tools of an episode. Calls of a turn run beside each other; results come in the order of calls."""
+
+    functions: Iterable[Callable[..., Any] | Tool] = ()
+    timeout_s: float = _DEADLINE_S  # of one call
+    max_chars: int = _MAX_CHARS  # of one result; the middle of a longer one is left out
+    num_calls: int = field(default=0, init=False)
+    num_errors: int = field(default=0, init=False)
+    by_name: dict[str, Tool] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        for function in self.functions:
+            self.add(function)
+
+    def add(self, function: Callable[..., Any] | Tool) -> None:
+        tool = function if isinstance(function, Tool) else tool_of(function)
+        if tool.name in self.by_name:
+            raise ValueError(f"there are two tools of the name {tool.name!r}; rename one")
+        self.by_name[tool.name] = tool
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        return [tool.schema() for tool in self.by_name.values()]
+
+    async def answer(self, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Tool messages for the calls of a turn, as in OpenAI's messages (arguments as a dict or as JSON)."""
+        functions = [call["function"] for call in calls]
+        results = await asyncio.gather(*(self.call(f["name"], f.get("arguments")) for f in functions))
+        return [
+            {
+                "role": "tool",
+                "tool_call_id": call.get("id"),
+                "name": call["function"]["name"],
+                "content": result.text,
+            }
+            for call, result in zip(calls, results, strict=True)
+        ]
+
+    async def call(self, name: str, arguments: Any = None) -> ToolResult:
+        """One call with what the model wrote."""
+        self.num_calls += 1
+        try:
+            result = ToolResult(shorten(await self._run(name, arguments), self.max_chars))
+        except ToolError as error:
+            result = ToolResult(f"error: {error}", is_error=True)
+        self.num_errors += result.is_error
+        return result
+
+    async def _run(self, name: str, arguments: Any) -> str:
+        tool = self.by_name.get(name)
+        if tool is None:
+            near = difflib.get_close_matches(str(name), self.by_name, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ToolError(
+                f"there is no tool {name!r}; {hint}the tools are: {', '.join(self.by_name) or 'none'}"
+            )
+        given = read_arguments(tool, arguments)
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                if inspect.iscoroutinefunction(tool.call):
+                    value = await tool.call(**given)
+                else:
+                    value = await asyncio.to_thread(tool.call, **given)
+                    value = await value if inspect.isawaitable(value) else value
+        except TimeoutError:
+            raise ToolError(f"{name} did not answer within {self.timeout_s:g} s") from None
+        except (ToolError, ToolServerDied):
+            raise
+        except Exception as error:
+            logger.warning("tool %s failed", name, exc_info=True)
+            raise ToolError(f"{name} failed: {type(error).__name__}: {error}") from error
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def read_arguments(tool: Tool, arguments: Any) -> dict[str, Any]:
+    """What the model wrote, as keywords; ToolError with a lesson where it does not fit."""
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError as error:
+            raise ToolError(f"the arguments of {tool.name} are not JSON ({error}); {_lesson(tool)}") from None
+    given = {} if arguments is None else arguments
+    if not isinstance(given, dict):
+        raise ToolError(f"the arguments of {tool.name} must be an object; {_lesson(tool)}")
+    properties = tool.parameters.get("properties", {})
+    for key in given:
+        if key not in properties and tool.parameters.get("additionalProperties") is not True:
+            raise ToolError(f"{tool.name} has no argument {key!r}; {_lesson(tool)}")
+    for key in tool.parameters.get("required", ()):
+        if key not in given:
+            raise ToolError(f"{tool.name} needs the argument {key!r}; {_lesson(tool)}")
+    return {key: _fitting(tool, key, value, properties.get(key, {})) for key, value in given.items()}
+
+
+def _fitting(tool: Tool, key: str, value: Any, schema: Mapping[str, Any]) -> Any:
+    kind = schema.get("type")
+    if "enum" in schema and value not in schema["enum"]:
+        choices = ", ".join(map(json.dumps, schema["enum"]))
+        raise ToolError(f"{key} of {tool.name} is {json.dumps(value)}; choose from {choices}")
+    if value is None and "default" in schema:
+        return schema["default"]
+    if kind == "number" and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    wanted = {"string": str, "integer": int, "number": float, "boolean": bool, "array": list, "object": dict}
+    expected = wanted.get(kind) if isinstance(kind, str) else None
+    wrong = expected is not None and not isinstance(value, expected)
+    if wrong or (expected is int and isinstance(value, bool)):
+        shown = json.dumps(value, ensure_ascii=False)[:60]
+        raise ToolError(f"{key} of {tool.name} must be {_WORDS[str(kind)]}, not {shown}; {_lesson(tool)}")
+    return value
+
+
+def _lesson(tool: Tool) -> str:
+    """An example of a right call."""
+    examples = {"string": "...", "integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}}
+    needed = tool.parameters.get("required", ())
+    properties = tool.parameters.get("properties", {})
+    shown = {}
+    for key in needed:
+        schema = properties.get(key, {})
+        shown[key] = schema["enum"][0] if schema.get("enum") else examples.get(schema.get("type"), "...")
+    return f"write them as {json.dumps(shown)}"
+
+
+def shorten(text: str, max_chars: int) -> str:
+    """Beginning and end of a long text, with the number of characters that were left out."""
+    if len(text) <= max_chars:
+        return text
+    head = max_chars // 2
+    tail = max_chars - head
+    return f"{text[:head]}\n[{len(text) - max_chars} characters left out]\n{text[-tail:]}"

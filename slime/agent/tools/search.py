@@ -1,0 +1,58 @@
+"""Search in documents of one's own, by BM25 (`slime[search]` installs bm25s)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from slime.agent.tools.registry import ToolError
+
+
+class Corpus:
+    """Documents and their index; a method, `search`, is the tool. Safe to share between episodes.
+
+    Example: `ToolSet([Corpus(["Rome is in Italy.", "Oslo is in Norway."]).search])`.
+    """
+
+    def __init__(self, documents: Sequence[str]):
+        if not documents:
+            raise ValueError("a corpus needs at least one document")
+        try:
+            import bm25s  # an extra, which most runs do without
+        except ImportError:
+            raise ImportError(
+                "the search tool needs the package bm25s: pip install 'slime[search]'"
+            ) from None
+        self.documents = list(documents)
+        self._tokenize = lambda text: bm25s.tokenize(text, stopwords="en", show_progress=False)
+        self._index: Any = bm25s.BM25()
+        self._index.index(self._tokenize(self.documents), show_progress=False)
+
+    @classmethod
+    def from_jsonl(cls, path: str | Path, key: str = "text") -> Corpus:
+        """A file with one object a line; `key` names the text."""
+        rows = []
+        for number, line in enumerate(Path(path).read_text().splitlines(), 1):
+            if line.strip():
+                row = json.loads(line)
+                if not isinstance(row, dict) or not isinstance(row.get(key), str):
+                    raise ValueError(f"{path}, line {number}: there is no text {key!r}")
+                rows.append(row[key])
+        return cls(rows)
+
+    def find(self, query: str, num_results: int = 3) -> list[tuple[int, float]]:
+        """(number of a document, score), the best first; documents without a word of it are left out."""
+        most = min(num_results, len(self.documents))
+        found, scores = self._index.retrieve(self._tokenize(query), k=most, show_progress=False)
+        pairs = zip(found[0], scores[0], strict=True)
+        return [(int(number), float(score)) for number, score in pairs if score > 0]
+
+    def search(self, query: Annotated[str, "words to look for"], num_results: int = 3) -> str:
+        """Documents that fit a query best."""
+        if not 1 <= num_results <= 20:
+            raise ToolError(f"num_results is {num_results}; choose 1 to 20")
+        found = self.find(query, num_results)
+        lines = [f"[{place}] {self.documents[number]}" for place, (number, _) in enumerate(found, 1)]
+        return "\n".join(lines) or "nothing found; try other words"
