@@ -26,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PARALLEL := $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 20
 
 .PHONY: install quickstart test test-fast ci test-slow test-trackers test-gpu test-megatron
-.PHONY: test-agents agents-env test-sglang sglang-env lint format docs docs-site clean
+.PHONY: test-agents test-sandbox agents-env test-sglang sglang-env lint format docs docs-site clean
 
 install: $(STAMP)
 
@@ -100,6 +100,11 @@ agents-env:
 
 test-agents: $(STAMP) agents-env
 	$(PYTEST) -m agents --timeout 900
+
+# Boxes and tools with everything that they can use; as root also: apt-get install bubblewrap.
+test-sandbox: $(STAMP)
+	$(BIN)/python -m pip install -q $(CONSTRAINTS) -e ".[mcp,search,e2b,daytona]"
+	$(PYTEST) tests/agent/sandbox tests/agent/tools tests/agent/rewards
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

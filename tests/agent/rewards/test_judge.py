@@ -8,6 +8,8 @@ from aiohttp import web
 from argument_helpers import declared, parse
 
 from slime.agent.rewards.judge import ask_text, read_score
+from slime.arguments.groups.topology import plain_topology
+from slime.cli.quickstart import tiny
 from slime.rollout.rm_hub import async_rm
 from slime.utils.async_utils import run
 from slime.utils.reward_failure import RewardFailure
@@ -122,3 +124,58 @@ def test_flags_of_the_judge_need_the_judge():
     with pytest.raises(ValueError, match=r"--judge-url is .*, but no judge is asked; use --rm-type judge"):
         parse("--judge-url", "http://x/v1", rm_type="math")
     assert parse("--judge-url", "http://x/v1", rm_type="judge").judge_url == "http://x/v1"
+
+
+@asynccontextmanager
+async def engine_that_says(ids):
+    """A fake engine: answers every request with these token ids."""
+    bodies = []
+
+    async def generate(request):
+        bodies.append(await request.json())
+        meta = {"id": "x", "finish_reason": {"type": "stop"}, "weight_version": "1"}
+        meta["output_token_logprobs"] = [[-0.5, token, None] for token in ids]
+        return web.json_response({"text": "", "output_ids": ids, "meta_info": meta})
+
+    app = web.Application()
+    app.router.add_post("/generate", generate)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield runner.addresses[0][1], bodies
+    finally:
+        await runner.cleanup()
+
+
+def test_a_model_of_the_run_can_be_the_judge(tmp_path):
+    tokenizer = tiny.build_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    said = tokenizer.encode("Fine. Score: 7")
+
+    async def inner():
+        async with engine_that_says(said) as (port, bodies):
+            args = declared(
+                rm_type="judge",
+                hf_checkpoint=str(tmp_path),
+                engine_topology=plain_topology(str(tmp_path), 1, 1),
+                sglang_model_routers={"default": ("127.0.0.1", port)},
+            )
+            sample = Sample(index=3, prompt="Sort 21", response="12", label="12")
+            return await async_rm(args, sample), bodies[0]
+
+    reward, body = run(inner())
+    assert reward == 0.7
+    assert "Sort 21" in tokenizer.decode(body["input_ids"])
+    assert body["sampling_params"]["max_new_tokens"] == 512
+
+
+def test_a_judge_that_the_run_does_not_serve_is_named():
+    args = declared(
+        rm_type="judge",
+        judge_model="big",
+        engine_topology=plain_topology("x", 1, 1),
+        sglang_model_routers={"default": ("127.0.0.1", 1)},
+    )
+    with pytest.raises(ValueError, match="--judge-model is 'big', but this run serves default"):
+        run(async_rm(args, Sample(index=3, prompt="p", response="r")))
