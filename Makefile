@@ -26,7 +26,8 @@ unexport PYTHONDONTWRITEBYTECODE
 PARALLEL := $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 20
 
 .PHONY: install quickstart test test-fast ci test-slow test-trackers test-gpu test-megatron
-.PHONY: test-agents test-sandbox agents-env test-sglang sglang-env lint format docs docs-site clean
+.PHONY: test-agents test-sandbox test-environments agents-env test-sglang sglang-env
+.PHONY: lint format docs docs-site clean
 
 install: $(STAMP)
 
@@ -105,6 +106,11 @@ test-agents: $(STAMP) agents-env
 test-sandbox: $(STAMP)
 	$(BIN)/python -m pip install -q $(CONSTRAINTS) -e ".[mcp,search,e2b,daytona]"
 	$(PYTEST) tests/agent/sandbox tests/agent/tools tests/agent/rewards
+
+# The families of --env with their real packages, and the examples that need them.
+test-environments: $(STAMP)
+	$(BIN)/python -m pip install -q $(CONSTRAINTS) -e ".[reasoning-gym,textarena,gymnasium]"
+	$(PYTEST) -m "slow or not slow" --timeout 1800 tests/agent/environments
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -51,17 +51,17 @@ class ReasoningGym:
         self._system: str | None = own.pop("system", None)
         with _lock:
             self._tasks = _dataset(task, json.dumps(own, sort_keys=True))
-        self._entry: dict[str, Any] = {}
+        self.entry: dict[str, Any] = {}
 
     def reset(self, item: Item) -> Observation:
-        self._entry = self._draw(item)
-        return Observation(self._entry["question"], system=self._system)
+        self.entry = self._draw(item)
+        return Observation(self.entry["question"], system=self._system)
 
     def step(self, action: str) -> StepResult:
         tagged = _ANSWER.findall(action)
         answer = (tagged[-1] if tagged else action).strip()
-        score = self._tasks.score_answer(answer=answer, entry=self._entry)
-        return StepResult(reward=float(score), done=True, info={"answer": str(self._entry["answer"])[:200]})
+        score = self._tasks.score_answer(answer=answer, entry=self.entry)
+        return StepResult(reward=float(score), done=True, info={"answer": str(self.entry["answer"])[:200]})
 
     def _draw(self, item: Item) -> dict[str, Any]:
         for draw in range(MAX_DRAWS):
