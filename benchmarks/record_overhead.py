@@ -2,10 +2,14 @@
 
     python benchmarks/record_overhead.py                            # beside the step of docs/performance.md
     python benchmarks/record_overhead.py --run-dir runs/smollm2/rl  # beside the steps of a run of yours
+    python benchmarks/record_overhead.py --pairs 2 --config run.yaml  # a run against the same without them
 
 What the samples and metrics of a step of the SmolLM2 quick start cost until they lie in record.db, in
 metrics.jsonl and in TensorBoard's files, in CPU seconds, so that a busy machine changes nothing, with the
 start of each part spread over the steps; against the seconds of a step on two idle cores. Goal: 1%.
+
+`--pairs`: runs of the settings of `--config` in turns, with samples and advice and with neither; the ratio of
+their step times and of the CPU seconds of their drivers. An idle machine is needed for the first.
 """
 
 import argparse
@@ -13,6 +17,8 @@ import json
 import random
 import resource
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -96,6 +102,53 @@ def costs(folder: Path, num_steps: int) -> dict[str, float]:
     return {part: cpu_seconds(act) / num_steps for part, act in parts.items()}
 
 
+# The driver of a run that says what it cost; without advice where the first word is `off`.
+_DRIVER = """
+import sys, time
+from slime.arguments import parse_args
+from slime.cluster import start
+from slime.loop import train
+
+class Silent:
+    def at_start(self): return []
+    def observe(self, metrics, step): return []
+
+if sys.argv[1] == "off":
+    start.Advisor = lambda facts: Silent()
+train(parse_args(sys.argv[2:]))
+print("CPU-SECONDS", time.process_time())
+"""
+
+
+def run_once(config: Path, folder: Path, *, on: bool) -> tuple[float, float]:
+    """(median seconds of a step, CPU seconds of the driver in a step) of one run."""
+    words = ["--config", str(config), "--run-dir", str(folder), "--quiet"]
+    words += [] if on else ["--record-max-mib", "0"]
+    command = [sys.executable, "-c", _DRIVER, "on" if on else "off", *words]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stderr[-3000:])
+    cpu = float(done.stdout.split("CPU-SECONDS")[1].split()[0])
+    steps = [row["perf/step_time"] for row in read_metrics(folder) if "perf/step_time" in row]
+    return statistics.median(steps[2:] or steps), cpu / len(steps)
+
+
+def compare_runs(config: Path, pairs: int, results: Path) -> int:
+    """Runs in turns, so that what else the machine does falls on both."""
+    found: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    with tempfile.TemporaryDirectory() as folder:
+        for pair in range(pairs):
+            for on in (True, False) if pair % 2 else (False, True):
+                found[on].append(run_once(config, Path(folder) / f"{pair}-{on}", on=on))
+    step, cpu = ([min(run[part] for run in found[on]) for on in (True, False)] for part in (0, 1))
+    print(f"step: {step[0]:.3f} s with, {step[1]:.3f} s without: ratio {step[0] / step[1]:.4f}")
+    extra = (cpu[0] - cpu[1]) / step[1]
+    print(f"driver's CPU a step: {cpu[0]:.4f} s with, {cpu[1]:.4f} s without: {extra:+.3%} of a step")
+    results.parent.mkdir(parents=True, exist_ok=True)
+    results.write_text(json.dumps({"step": step, "driver_cpu": cpu, "share": extra}, indent=1))
+    return 0 if extra <= GOAL else 1
+
+
 def step_seconds(run_dir: Path | None) -> float:
     """Median of a run's steps, less the first two, which load code and fill caches."""
     if run_dir is None:
@@ -111,7 +164,13 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=100, help="whose samples are recorded")
     parser.add_argument("--run-dir", type=Path, help="of a finished run, whose steps are the measure")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/record_overhead.json"))
+    parser.add_argument("--pairs", type=int, default=0, help="runs with and without, instead")
+    parser.add_argument("--config", type=Path, help="settings of these runs, as of `slime train --config`")
     options = parser.parse_args()
+    if options.pairs:
+        if options.config is None:
+            parser.error("--pairs runs the settings of --config")
+        return compare_runs(options.config, options.pairs, options.json)
     with tempfile.TemporaryDirectory() as folder:
         parts = costs(Path(folder), options.steps)
     whole = step_seconds(options.run_dir)

@@ -62,6 +62,8 @@ class EngineKind:
     # Finds the interpreter that it runs in; None: ours, with our modules.
     find_python: str | None = field(default=None, repr=False)
     python_flag: str = ""  # the flag that names this interpreter
+    # Says of a model's configuration why it cannot serve it, or None; None: it is asked when it starts.
+    why_unserved: str | None = field(default=None, repr=False)
     single_request_flag: str | None = None  # at 1, requests are computed one at a time: reproducibly
     several_processes: bool = False  # whose threads get in each other's way on a CPU machine
     takes_sglang_flags: bool = False  # --sglang-..., topology groups, and fields that SGLang's router adds
@@ -97,6 +99,7 @@ ENGINES: dict[str, EngineKind] = {
         ),
         flags_unread="SGLang is the engine; use its own flags (--sglang-...)",
         single_request_flag="embedded_max_running_requests",
+        why_unserved="slime.engines.embedded.runner.why_unserved",
     ),
     "sglang": EngineKind(
         "slime.engines.sglang.command.run_command",

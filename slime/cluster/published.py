@@ -30,8 +30,6 @@ class Models:
         self._args, self._run_dir = args, run_dir
         self._push: tuple[Path, Future[None]] | None = None  # the last that was begun
         self._waiting: tuple[Path, int] | None = None  # came while one was under way; only the newest counts
-        if args.push_to_hub is not None:
-            _check_login(args.push_to_hub)
 
     def made(self, folder: Path, rollout_id: int) -> None:
         """A model lies in `folder`: it gets its card, and is pushed."""
@@ -80,15 +78,6 @@ class Models:
                 "--push-to-hub %s failed (%s: %s); the model is in %s: hf upload %s %s",
                 *(repository, type(error).__name__, said, folder, repository, folder),
             )
-
-
-def _check_login(repository: str) -> None:
-    import huggingface_hub  # here: it takes a while to import
-
-    if huggingface_hub.get_token() is None:
-        raise ValueError(
-            f"--push-to-hub is {repository}, but nobody is logged in: run `hf auth login`, or set HF_TOKEN."
-        )
 
 
 def _upload(args: Args, folder: Path, rollout_id: int) -> None:

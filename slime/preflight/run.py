@@ -13,6 +13,7 @@ from slime.preflight.prompts import check_lengths, check_rows
 from slime.preflight.report import Finding, Report, error_of
 from slime.preflight.reward import check_reward
 from slime.preflight.settings import check_loop, check_plugin_functions
+from slime.preflight.stored import check_hub_login, check_megatron_folders, check_served
 
 Check = Callable[[Args], Iterator[Finding]]
 
@@ -33,6 +34,9 @@ LOOKS = (
     Look("packages", "packages", check_packages),
     Look("model", "--hf-checkpoint", check_model_files),
     Look("model", "--hf-checkpoint", check_tokenizer, (check_model_files,)),
+    Look("model", "checkpoint", check_megatron_folders, (check_model_files,)),
+    Look("model", "--rollout-engine", check_served, (check_model_files,)),
+    Look("model", "--push-to-hub", check_hub_login),
     Look("data", "--prompt-data", check_rows),
     Look("data", "--prompt-data", check_lengths, (check_tokenizer, check_rows), "lengths"),
     Look(

@@ -92,6 +92,27 @@ def _ask_hub(model: str) -> str | None:
     return None
 
 
+def why_no_upload() -> tuple[bool, str] | None:
+    """(whether that is sure, why) nothing can go to the hub; None: it can. Offline nobody is asked."""
+    import huggingface_hub  # as above
+    from huggingface_hub import constants, errors
+
+    login = "run `hf auth login`, or set HF_TOKEN"
+    if huggingface_hub.get_token() is None:
+        return True, f"nobody is logged in at the hub: {login}."
+    if constants.HF_HUB_OFFLINE:
+        return False, "HF_HUB_OFFLINE is set: models stay in their folders and are not uploaded."
+    try:
+        _within(huggingface_hub.whoami)
+    except errors.HfHubHTTPError as error:
+        refused = error.response is not None and error.response.status_code in (401, 403)
+        return (True, f"the hub does not know this login: {login}.") if refused else None
+    except Exception as error:  # whatever the HTTP library of the day raises without a connection
+        said = str(error).partition("\n")[0] or type(error).__name__
+        return False, f"the hub ({constants.ENDPOINT}) cannot be reached now: {said}."
+    return None
+
+
 def _within(ask: Callable[[], object]) -> None:
     """Call it on a thread that nobody waits for longer:
     looking up a name may take minutes, whatever the timeout.

@@ -114,9 +114,3 @@ def test_a_push_that_fails_is_told_and_the_run_goes_on(model, hub, caplog):
         models.finish()
     assert "--push-to-hub me/it failed" in caplog.text and f"hf upload me/it {model}" in caplog.text
     assert (model / "README.md").is_file()
-
-
-def test_without_a_login_it_is_told_at_the_start(model, monkeypatch):
-    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
-    with pytest.raises(ValueError, match="--push-to-hub is me/it, but nobody is logged in"):
-        Models(settings(push_to_hub="me/it"), model.parent)

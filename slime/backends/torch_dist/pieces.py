@@ -7,6 +7,7 @@ stand-ins take what was written, so that a file from elsewhere runs no code.
 import io
 import pickle
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,21 @@ def _pieces(entry: Any, places: dict[tuple[int, ...], Any]) -> tuple[Piece, ...]
             Piece(tuple(chunk.offsets), tuple(chunk.sizes), info.relative_path, info.offset, info.length)
         )
     return tuple(found)
+
+
+def why_incomplete(folder: Path, tensors: Mapping[str, StoredTensor]) -> str | None:
+    """A file that is missing or ends too early for what lies in it; nothing of it is read."""
+    ends: dict[str, int] = {}
+    for tensor in tensors.values():
+        for piece in tensor.pieces:
+            ends[piece.file] = max(ends.get(piece.file, 0), piece.start + piece.length)
+    for name, end in sorted(ends.items()):
+        file = folder / name
+        if Path(name).name != name or not file.is_file():
+            return f"{name} is missing, which its {TENSORS} names"
+        if file.stat().st_size < end:
+            return f"{name} ends after {file.stat().st_size} bytes, where its {TENSORS} needs {end}"
+    return None
 
 
 def read_slice(folder: Path, tensor: StoredTensor, index: tuple[int, ...]) -> Tensor:

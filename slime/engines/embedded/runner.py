@@ -213,6 +213,12 @@ def _auto_class(sees: bool) -> Any:
     return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
+def why_unserved(config: Any) -> str | None:
+    """Why this engine cannot serve a model of such a configuration, as far as that says it; None: it may."""
+    kinds = sorted(set(vars(config).get("layer_types") or ()) - _SERVED_LAYERS)
+    return f"a {config.model_type} has {', '.join(kinds)} layers and {_NEEDS_OTHER}" if kinds else None
+
+
 def _refuse_unsupported(model: Any, config: Any) -> None:
     kinds = set(vars(config).get("layer_types") or ()) - _SERVED_LAYERS
     stateful = any(isinstance(module, torch.nn.Conv1d) for module in model.modules())

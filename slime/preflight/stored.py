@@ -1,0 +1,79 @@
+"""Where models are kept and where they go: checkpoints of Megatron's, engines that serve them, the hub."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from slime.arguments import Args
+from slime.backends.torch_dist.pieces import UnknownLayout, stored_tensors, why_incomplete
+from slime.backends.torch_dist.reading import TorchDistFolder
+from slime.catalog.engines import ENGINES
+from slime.preflight.report import Finding, error_of
+from slime.utils.misc import load_function
+from slime.utils.model_config import read_config
+from slime.utils.model_files import why_no_upload
+from slime.utils.torch_dist_folder import is_release, is_torch_dist
+
+
+def check_megatron_folders(args: Args) -> Iterator[Finding]:
+    """The list of tensors of each such checkpoint against the model's family and the files beside it."""
+    given = {"--load": args.start_from, "--ref-load": args.ref_load, "--critic-load": args.critic_load}
+    given |= {"--opd-teacher-load": args.opd_teacher_load}
+    flags: dict[str, str] = {}
+    for flag, folder in given.items():
+        if folder is not None and is_torch_dist(folder):
+            flags[folder] = flag  # the last flag that names it: --load stands for --ref-load, too
+    config = _config(args.hf_checkpoint) if flags else None
+    for folder, flag in flags.items():
+        try:
+            why = why_incomplete(Path(folder).expanduser(), stored_tensors(Path(folder).expanduser()))
+            if why is not None:
+                yield Finding("error", flag, f"{folder}: {why}; copy it again, or convert it again.")
+            elif config is not None:
+                TorchDistFolder(folder, config)
+        except UnknownLayout as error:
+            if is_release(folder):
+                text = (
+                    f"{folder} is not read ({error}): the weights of {args.hf_checkpoint} are taken instead."
+                )
+                yield Finding("warning", flag, text)
+            else:
+                yield Finding("error", flag, f"{folder} cannot be read: {error}.")
+        except ValueError as error:
+            yield error_of(flag, error)
+
+
+def check_served(args: Args) -> Iterator[Finding]:
+    """The embedded engine computes attention; models with other layers need another engine."""
+    if args.debug_train_only or args.rollout_external_engine_addrs:
+        return
+    path = ENGINES[args.rollout_engine].why_unserved
+    for model in args.engine_topology.models if path is not None else ():
+        config = _config(model.model_path) if model.num_engines else None
+        why = load_function(path)(config) if path is not None and config is not None else None
+        if why is not None:
+            yield Finding("error", "--rollout-engine", f"{model.model_path}: {why}.")
+
+
+def check_hub_login(args: Args) -> Iterator[Finding]:
+    """Whoever uploads models must be logged in; offline nothing is asked."""
+    if args.push_to_hub is not None and (found := why_no_upload()) is not None:
+        sure, why = found
+        yield Finding("error" if sure else "warning", "--push-to-hub", why)
+
+
+def _config(model: str | None) -> Any:
+    """Of a local folder whose type transformers knows; None: what is wrong with it is told elsewhere."""
+    if model is None or not read_config(model):
+        return None
+    from transformers import AutoConfig
+
+    from slime.backends.families.mimo import register_config
+
+    register_config()
+    try:
+        return AutoConfig.from_pretrained(model).get_text_config()
+    except (ValueError, KeyError, OSError):
+        return None
