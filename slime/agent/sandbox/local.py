@@ -147,6 +147,8 @@ class LocalSandbox:
             self._reader.cancel()
         self._fail_all(self._ended)
         if self._user is not None:
+            if self._folder is not None:  # no namespace ends what is left when the agent was killed
+                await _end_everything_of(self._user.uid)
             self._user.release()
             self._user = None
         if self._folder is not None:
@@ -317,6 +319,13 @@ class LocalSandbox:
 @functools.cache
 def _shell() -> str:
     return "/bin/bash" if Path("/bin/bash").exists() else "/bin/sh"
+
+
+async def _end_everything_of(uid: int) -> None:
+    """Kill all processes of a private user, at once."""
+    become = ("setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--")
+    process = await asyncio.create_subprocess_exec(*become, "bash", "-c", "kill -9 -1")
+    await process.wait()
 
 
 def _plain_folder(uid: int | None) -> str:

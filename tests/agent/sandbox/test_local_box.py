@@ -21,7 +21,7 @@ from slime.agent.sandbox import (
     exec_and_wait,
     open_sandbox,
 )
-from slime.agent.sandbox.isolation import BUBBLEWRAP, NAMESPACES, PLAIN, why_not
+from slime.agent.sandbox.isolation import BUBBLEWRAP, NAMESPACES, PLAIN, has_private_users, why_not
 
 
 def usable(kind):
@@ -200,6 +200,22 @@ def test_a_ready_box_that_was_killed_is_not_handed_out():
                 assert (await box.exec("true"))[0] == 0
 
     asyncio.run(inner())
+
+
+@pytest.mark.skipif(not has_private_users(), reason="only root gives each box a user of its own")
+def test_what_is_left_of_a_box_without_walls_ends_with_it():
+    mark = f"left-{os.getpid()}"
+
+    async def work(box):
+        await box.exec(f"setsid bash -c 'exec -a {mark} sleep 1000' </dev/null >/dev/null 2>&1 &", check=True)
+        async with asyncio.timeout(LONG_S):
+            while not alive_with(f"{mark} 1000"):
+                await asyncio.sleep(0.01)
+        with pytest.raises(SandboxDied, match="the box ended"):
+            await box.exec("kill -9 $PPID; sleep 1000")
+
+    in_box(work, isolation=PLAIN)
+    assert alive_with(mark) == []
 
 
 def test_wrong_settings_are_named():
