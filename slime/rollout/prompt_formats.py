@@ -7,6 +7,7 @@ from slime.arguments import Args, PluginArgs
 from slime.arguments.groups.data import DEFAULT_DATA_SOURCE
 from slime.arguments.groups.eval_config import EvalDatasetConfig
 from slime.arguments.groups.rollout import DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC_ROLLOUT_FUNCTION
+from slime.catalog.environments import SOURCE
 from slime.data.dataset import check_prompt_file
 from slime.data.prompts import PromptFormat
 from slime.data.row_checks import PromptUse
@@ -65,6 +66,8 @@ def training_format(args: Args | PluginArgs) -> PromptFormat:
 
 def evaluation_format(args: Args | PluginArgs, config: EvalDatasetConfig) -> PromptFormat:
     """The same for one evaluation dataset."""
+    if config.path.startswith(SOURCE):
+        return PromptFormat(use=PromptUse.OWN_CODE)  # rows of our own making, whatever columns a file has
     generate = config.custom_generate_function_path or args.custom_generate_function_path
     function = args.eval_function_path or args.rollout_function_path
     ours = function in _GENERATING

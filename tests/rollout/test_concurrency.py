@@ -7,7 +7,7 @@ from patience import PATIENCE_S
 from rollout_helpers import assert_conserved, make_args, make_source
 
 from slime.rollout.generation import concurrency
-from slime.rollout.generation.concurrency import Aimd, EngineLoad, Limit, read_loads
+from slime.rollout.generation.concurrency import Aimd, EngineLoad, Limit, TokenLimit, read_loads
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout
 from slime.utils.async_utils import run
 
@@ -101,3 +101,43 @@ def test_the_rollout_finds_the_load_that_the_engine_takes(tmp_path, monkeypatch)
 def test_without_the_flag_the_limit_stays(tmp_path):
     args = make_args(tmp_path)
     assert type(concurrency.make_limit(args, 7)) is Limit
+
+
+def test_requests_wait_while_those_in_flight_come_to_too_many_tokens():
+    async def scenario():
+        limit, entered = TokenLimit(10), []
+
+        async def ask(name, tokens, leave):
+            async with limit.holding(tokens):
+                entered.append(name)
+                await leave.wait()
+
+        leaves = {name: asyncio.Event() for name in "abcde"}
+        sizes = {"a": 6, "b": 5, "c": 4, "d": 50, "e": 1}
+        tasks = {name: asyncio.ensure_future(ask(name, sizes[name], leaves[name])) for name in "abcde"}
+        await asyncio.sleep(0)
+        assert entered == ["a"]  # c would fit, but b came before it
+        tasks["b"].cancel()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert entered == ["a", "c"] and limit.in_use == 10
+        for name in "ac":
+            leaves[name].set()
+            await tasks[name]
+        await asyncio.sleep(0)
+        assert entered == ["a", "c", "d"]  # larger than the cap: alone
+        leaves["d"].set()
+        leaves["e"].set()
+        await asyncio.gather(tasks["d"], tasks["e"])
+        assert entered == ["a", "c", "d", "e"] and limit.in_use == 0
+
+    run(scenario())
+
+
+def test_a_rollout_keeps_within_its_tokens_in_flight(tmp_path):
+    with FakeEngine(lambda payload, number: {"delay_s": 0.02}) as engine:
+        args = make_args(tmp_path, engine, "--max-tokens-in-flight", "25")  # two of 2 + 8 tokens
+        source = make_source(args)
+        generate_rollout(args, 0, source)
+    assert engine.most_running == 2
+    assert_conserved(source)

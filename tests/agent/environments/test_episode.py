@@ -9,6 +9,7 @@ from rollout_helpers import assert_conserved, make_args, make_source
 
 from slime.agent.environments import episode
 from slime.batch.convert import samples_to_batch
+from slime.observability.metrics import eval_metrics
 from slime.rollout.base_types import call_rollout_fn
 from slime.rollout.groups import copy_sample
 from slime.rollout.sglang_rollout import generate_rollout
@@ -268,3 +269,31 @@ def test_a_partial_episode_starts_again_where_that_is_wanted(tmp_path):
     held, done, _ = cut_rollout(tmp_path, "--partial-episodes", "restart")
     assert all(not s.response_length for s in held if s.status is Sample.Status.ABORTED)
     assert all([end - start for start, end, _ in s.turn_rewards] == [5, 5, 5] for s in done.values())
+
+
+def test_tasks_are_evaluated_apart_on_held_out_items_and_failures_are_no_zeros(tmp_path, monkeypatch):
+    monkeypatch.setattr(envs.Countdown, "step", _every_second(envs.Countdown.step))
+    with FakeEngine(answer) as engine:
+        name = "environments_under_test:Countdown"
+        flags = ("--eval-env", name, "--eval-interval", "1", "--eval-env-num-items", "6")
+        args = env_args(tmp_path, engine, "Countdown", *flags)
+        [config] = args.eval_datasets
+        output = call_rollout_fn(generate_rollout, args, 0, make_source(args), evaluation=True)
+    result = output.data[config.name]
+    assert len(result["rewards"]) == 3 and set(result["rewards"]) == {3.5}
+    assert output.metrics["eval/Countdown/reward_failures"] == 3
+    assert all(s.metadata["env_held_out"] and s.metadata["env_seed"] % 2 == 0 for s in result["samples"])
+    metrics = eval_metrics(args, output.data)
+    assert metrics["eval/Countdown/agent/turns"] == 3 and metrics["eval/Countdown/agent/tool_errors"] == 3
+
+
+def test_a_resumed_run_hands_out_the_items_that_the_interrupted_one_would_have(tmp_path):
+    with FakeEngine(answer) as engine:
+        args = env_args(tmp_path, engine, "Countdown", "--rollout-shuffle")
+        source = make_source(args)
+        source.get_samples(5)
+        state = source.state_dict()
+        expected = [g[0].metadata["env_seed"] for g in source.get_samples(20)]
+        resumed = make_source(args)
+        resumed.load_state_dict(state)
+        assert [g[0].metadata["env_seed"] for g in resumed.get_samples(20)] == expected
