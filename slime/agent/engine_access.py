@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 from uuid import uuid4
 
-from slime.utils import http_utils
+from slime.utils import http_utils, top_p
 from slime.utils.errors import EngineAnswerError
 from slime.wire.client import EngineClient
-from slime.wire.protocol import Finish, GenerateRequest, Generation, SamplingParams
+from slime.wire.protocol import ADAPTER_NAME, Finish, GenerateRequest, Generation, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +60,7 @@ class Made:
         if self.meta:  # the numbers of prompt tokens are those of the first request
             kept |= {k: self.meta[k] for k in ("prompt_tokens", "cached_tokens") if k in self.meta}
             kept["completion_tokens"] = start + len(answer.ids)
+            kept |= _joined_nucleus(self.meta, answer.meta)
         return Made(
             ids=[*self.ids, *answer.ids],
             log_probs=[*self.log_probs, *(answer.log_probs or ())],
@@ -80,6 +81,15 @@ def _joined(spans: list[dict[str, Any]]) -> list[dict[str, Any]]:
         else:
             out.append(span)
     return out
+
+
+def _joined_nucleus(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """The ids that the tokens of two answers were drawn from, where engines tell them."""
+    first, second = top_p.from_meta(before), top_p.from_meta(after)
+    if first is None or second is None:
+        return {}
+    ids, offsets = top_p.joined(*first, *second)
+    return {"top_p_token_ids": ids.tolist(), "top_p_token_offsets": offsets.tolist()}
 
 
 class Policy(Protocol):
@@ -240,5 +250,9 @@ def policy_of(args: Any) -> EnginePolicy:
     if args.sglang_router_ip is None:
         raise RuntimeError("no engine serves this run (router address is not set): there is no policy to ask")
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
-    extra = (("lora_path", "policy"),) if args.lora_sync == "adapter" else ()
+    extra: tuple[tuple[str, Any], ...] = ()
+    if args.lora_sync == "adapter":
+        extra += (("lora_path", ADAPTER_NAME),)
+    if args.use_rollout_routing_replay:
+        extra += (("return_routed_experts", True),)
     return _policy_at(url, asyncio.get_running_loop(), extra)

@@ -27,6 +27,7 @@ class Said:
     tools: list[Any]  # of the conversation: another list of tools is another conversation
     parent: Said | None = None
     children: list[Said] = field(default_factory=list)
+    has_thoughts: bool = False  # this answer or one before it
 
     def chain(self) -> list[Said]:
         out: list[Said] = []
@@ -39,10 +40,6 @@ class Said:
     def conversation(self) -> list[Message]:
         """All messages up to and including the answer, with the answers as the policy gave them."""
         return [message for said in self.chain() for message in (*said.messages, said.answer)]
-
-    @property
-    def has_thoughts(self) -> bool:
-        return any(said.answer.get(THOUGHTS) for said in self.chain())
 
 
 class History:
@@ -78,12 +75,15 @@ class History:
         # Clients send their tools with every request: one copy is enough.
         kept = parent.tools if parent is not None else list(tools)
         said = Said([dict(message) for message in messages], answer, node, kept, parent)
+        said.has_thoughts = bool(answer.get(THOUGHTS)) or (parent is not None and parent.has_thoughts)
         (self._roots if parent is None else parent.children).append(said)
         return said
 
 
 def is_answer(answer: Message, given: Message) -> bool:
     """Whether `given`, which a client sent, is this answer of the policy."""
+    if given == answer:
+        return True
     if given.get("role") != "assistant":
         return False
     if _call_ids(answer) != _call_ids(given):

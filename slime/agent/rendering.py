@@ -148,7 +148,7 @@ class Renderer:
 
     def opens_thought(self, prompt_ids: Sequence[int]) -> bool:
         """Whether the prompt ends inside a thought, which the answer then only closes."""
-        tail = self.tokenizer.decode(prompt_ids[-8:], skip_special_tokens=False)
+        tail = self.tokenizer.decode(list(prompt_ids[-8:]), skip_special_tokens=False)
         return tail.rstrip().endswith(THINK_TAGS[0])
 
     # -- what the template does to earlier answers ---------------------------------------------------------

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import time
+from array import array
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -86,7 +87,7 @@ class Budget:
 class Asked:
     """A turn that was accepted and is not answered yet."""
 
-    prompt_ids: list[int]
+    prompt_ids: Sequence[int]
     sampling: dict[str, Any]
     parent: Said | None
     new_messages: list[Message]
@@ -142,6 +143,7 @@ class Session:
         self.sampling = {"skip_special_tokens": False, "no_stop_trim": True, **(sampling or {})}
         self.budget = budget or Budget()
         self.seed = seed  # None: the engine draws one for each turn
+        self.args: Any = None  # of the run, which expert choices need
         self.tree = TurnTree()
         self.outcome: Outcome = "open"
         self.reason: str | None = None  # of the outcome, in words
@@ -169,7 +171,7 @@ class Session:
             limits = [n for n in (args.rollout_max_context_len, args.max_context_len) if n is not None]
             most = sampling_params.get("max_new_tokens") or args.rollout_max_response_len
             budget = Budget(max_context_tokens=min(limits, default=None), max_new_tokens=most)
-        return cls(
+        session = cls(
             policy_of(args),
             Renderer(tokenizer, template_kwargs=sample.apply_chat_template_kwargs, history=history),
             session_id=sample.session_id,
@@ -178,6 +180,8 @@ class Session:
             parser=parser or parser_for(tokenizer),
             seed=mix64(args.rollout_seed, sample.index or 0, int(sample.metadata.get("attempt", 0))),
         )
+        session.args = args
+        return session
 
     # -- a turn --------------------------------------------------------------------------------------------
 
@@ -222,7 +226,7 @@ class Session:
 
     def _prompt(
         self, messages: list[Message], tools: list[Any]
-    ) -> tuple[list[int], Said | None, list[Message], str | None]:
+    ) -> tuple[Sequence[int], Said | None, list[Message], str | None]:
         """(ids, the turn they continue, the messages beyond it, why history is rendered anew)."""
         if not messages:
             raise BadConversation("there is no message to answer")
@@ -242,11 +246,11 @@ class Session:
         new = [*parent.conversation(), *new]
         return self.renderer.first_prompt(new, tools), None, new, "template"
 
-    def _extended(self, parent: Said, new: Sequence[Message]) -> list[int] | None:
+    def _extended(self, parent: Said, new: Sequence[Message]) -> Sequence[int] | None:
         node = parent.node
         ends = node.details.get("stop_id")
         added = self.renderer.extension(new, stop_id=ends)
-        return None if added is None else [*node.ids(), *added]
+        return None if added is None else node.ids() + array("i", added)
 
     def _check_open(self) -> None:
         if self.outcome != "open":
@@ -321,7 +325,7 @@ class Session:
 
     @property
     def num_sampled_tokens(self) -> int:
-        return sum(len(node.output_ids) for node in self.tree.nodes)
+        return self.tree.num_output_ids
 
     def end(self, outcome: Outcome | None = None, reason: str | None = None) -> None:
         """No further turn is taken. The first outcome stays; None: what the turns say of it."""
@@ -363,7 +367,7 @@ class Session:
             reward=reward,
             extra_metadata={"session": told, **(extra_metadata or {})},
             max_sample_tokens=max_sample_tokens,
-            args=args,
+            args=args if args is not None else self.args,
         )
         for sample in samples:
             sample.session_id = base_sample.session_id or self.session_id

@@ -113,12 +113,12 @@ class TurnNode:
             node = node.parent
         return nodes[::-1]
 
-    def ids(self) -> list[int]:
+    def ids(self) -> array[int]:
         """Prompt and answer: what a prompt must begin with to continue this turn."""
-        out: list[int] = []
+        out = array("i")
         for node in self.chain():
-            out.extend(node.added_ids)
-            out.extend(node.output_ids)
+            out += node.added_ids
+            out += node.output_ids
         return out
 
     def describe(self, start: int, *, trained: bool) -> dict[str, Any]:
@@ -143,17 +143,19 @@ class TurnTree:
 
     def __init__(self) -> None:
         self.nodes: list[TurnNode] = []
+        self.num_output_ids = 0
 
     def add(self, turn: TurnRecord, parent: TurnNode | None) -> TurnNode:
         """`turn.prompt_ids` begins with `parent.ids()`, which the caller has seen to."""
         known = parent.num_ids if parent is not None else 0
         node = TurnNode(len(self.nodes), parent, turn, turn.prompt_ids[known:])
         self.nodes.append(node)
+        self.num_output_ids += len(node.output_ids)
         return node
 
     def find_parent(self, prompt_ids: Sequence[int]) -> TurnNode | None:
         """The longest turn that the prompt continues; None: it continues none."""
-        prompt = list(prompt_ids)
+        prompt = array("i", prompt_ids)
         best: TurnNode | None = None
         for node in reversed(self.nodes):
             longer = node.num_ids <= len(prompt) and (best is None or node.num_ids > best.num_ids)
@@ -320,7 +322,7 @@ class TrajectoryManager:
         """The leaf whose answer this prompt holds in other tokens; None: there is none, or both must stay."""
         if len(turn.output_ids) >= self.fork_threshold_tokens:
             return None
-        prompt = list(turn.prompt_ids)
+        prompt = array("i", turn.prompt_ids)
         for leaf in reversed(tree.leaves()):
             at = leaf.details.get("num_messages", 0)
             answered = at < len(messages) and messages[at].get("role") == "assistant"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from slime.agent.rendering import Renderer
 from slime.arguments import Args
 from slime.preflight.report import Finding, error_of
 from slime.rollout.prompt_formats import is_conversation
@@ -75,6 +76,25 @@ def check_tokenizer(args: Args) -> Iterator[Finding]:
             "an instruction-tuned model, put a chat_template.jinja into the folder, or leave the flag out "
             "and write prompts as text.",
         )
+    if args.custom_generate_function_path is not None:
+        yield from template_notes(tokenizer)
+
+
+def template_notes(tokenizer: Any) -> Iterator[Finding]:
+    """For functions that talk in turns: whether the template keeps what was said, and where history forks."""
+    if not getattr(tokenizer, "chat_template", None):
+        return
+    report = Renderer(tokenizer).report()
+    if not report.extends:
+        text = (
+            "new messages cannot be rendered behind an answer; every turn of a session is a sample of its own"
+        )
+    elif report.forks:
+        text = f"a session forks at {' and '.join(report.forks)}, which the template leaves out then"
+    else:
+        text = "it has the prefix property: the turns of a session are one sample"
+    refused = f"; it does not take {' or '.join(report.refuses)}" if report.refuses else ""
+    yield Finding("note", "chat template", f"{text}{refused}.")
 
 
 def _check_vocabulary(model: str, tokenizer: Any) -> Iterator[Finding]:
