@@ -9,6 +9,7 @@ STAMP := $(VENV)/.installed
 # SGLang pins its own torch and transformers, its router needs neither: each has an environment of its own.
 SGLANG_VENV := .venv-sglang
 ROUTER_VENV := .venv-router
+BROWSER_VENV := .venv-browser
 # The parts of the long suites that `make ci` runs.
 MEGATRON_QUICK := $(addprefix tests/backends/megatron/test_megatron_,guards.py layouts.py hooks.py)
 SGLANG_QUICK := tests/contracts tests/engines/test_router_process.py tests/algorithms/test_logprob_kernels.py
@@ -25,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # In the order of the folders, which end with small files: no worker is left alone with a long one.
 PARALLEL := $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 20
 
-.PHONY: install quickstart test test-fast ci test-slow test-trackers test-gpu test-megatron
+.PHONY: install quickstart test test-fast ci test-slow test-trackers test-browser test-gpu test-megatron
 .PHONY: test-agents test-sandbox test-environments agents-env test-sglang sglang-env
 .PHONY: lint format docs docs-site clean
 
@@ -62,6 +63,17 @@ test-slow: $(STAMP)
 test-trackers: $(STAMP)
 	$(BIN)/python -m pip install -q $(CONSTRAINTS) -e ".[wandb,trackio,mlflow]"
 	$(PYTEST) tests/observability/test_trackers.py
+
+# The page in a real browser: Debian's chromium, driven by playwright from an environment of its own.
+test-browser: $(STAMP) $(BROWSER_VENV)/.installed
+	$(BROWSER_VENV)/bin/python -m pytest -q -m browser --timeout 300 tests/dashboard/test_browser.py
+
+$(BROWSER_VENV)/.installed:
+	command -v chromium >/dev/null || (apt-get update -qq && apt-get install -y -qq chromium fonts-dejavu-core)
+	test -x $(BROWSER_VENV)/bin/python || $(PYTHON) -m venv $(BROWSER_VENV)
+	$(BROWSER_VENV)/bin/python -m pip install -q playwright pytest pytest-timeout
+	ls -d $(CURDIR)/$(VENV)/lib/python3.*/site-packages > $$(ls -d $(BROWSER_VENV)/lib/python3.*/site-packages)/slime.pth
+	touch $@
 
 test-gpu: $(STAMP)
 	$(PYTEST) -m gpu --timeout 1800
@@ -130,4 +142,4 @@ docs-site: docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) $(ROUTER_VENV) build site *.egg-info
+	rm -rf $(VENV) $(SGLANG_VENV) $(ROUTER_VENV) $(BROWSER_VENV) build site *.egg-info

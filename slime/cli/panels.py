@@ -69,7 +69,7 @@ def closing_rows(args: Args, progress: Progress, seconds: float, error: BaseExce
     checkpoints = step_folders(args.save) if args.save is not None else {}
     rows.append(("model", _where_is_the_model(args, progress, checkpoints, since=time.time() - seconds)))
     run = args.run_dir
-    follow = [f"slime samples {run} --worst 5", f"slime plot {run}"]
+    follow = [f"slime dashboard {run}", f"slime samples {run} --worst 5", f"slime plot {run}"]
     if error is not None and checkpoints and args.load == args.save:
         follow.insert(0, "the same command, which goes on from the last checkpoint")
     rows.append(("next", "\n".join([*follow, f"logs: {run}/logs"])))

@@ -1,5 +1,6 @@
 """`slime train`: read the settings, then run the loop of slime/loop.py, which looks before it starts."""
 
+import contextlib
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,9 +26,10 @@ def main(
             return dry_run(args, overlapped=training_loop == ASYNCHRONOUS)
     with user_errors(traceback_file=Path(args.run_dir) / "error.txt"):
         # Here, because --help and a misspelt flag need no screen.
+        from slime.cli.page_process import page_beside
         from slime.cli.screen import RunScreen
 
-        with RunScreen(args):
+        with RunScreen(args), page_beside(args.run_dir) if args.dashboard else contextlib.nullcontext():
             (train or run_loop)(args)
     return 0
 

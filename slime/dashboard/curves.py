@@ -29,13 +29,8 @@ class Curve:
     values: array[float] = field(default_factory=lambda: array("d"))
     times: array[float] = field(default_factory=lambda: array("d"))
 
-    def add(self, step: int, value: float, time: float) -> None:
-        """Where a step occurs twice, the later line counts."""
-        if not self.steps or step > self.steps[-1]:
-            self.steps.append(step)
-            self.values.append(value)
-            self.times.append(time)
-            return
+    def insert(self, step: int, value: float, time: float) -> None:
+        """A step that is not behind the last. Where it occurs twice, the later line counts."""
         at = bisect_left(self.steps, step)
         if self.steps[at] == step:
             self.values[at], self.times[at] = value, time
@@ -85,15 +80,25 @@ class Curves:
         except (ValueError, KeyError, TypeError):  # what a disk that failed left of it
             return
         self.last_time = max(time, self.last_time or 0.0)
+        by_name = self._by_name
         for name, value in row.items():
-            if name in _OF_THE_LINE or name == axis:
+            if type(value) is not float:
+                number = None if name in _OF_THE_LINE or name == axis else _number(value)
+                if number is None:
+                    continue
+                value = number
+            elif name in _OF_THE_LINE:
                 continue
-            number = _number(value)
-            if number is not None:
-                curve = self._by_name.get(name)
-                if curve is None:
-                    curve = self._by_name[name] = Curve(str(axis))
-                curve.add(step, number, time)
+            curve = by_name.get(name)
+            if curve is None:
+                curve = by_name[name] = Curve(str(axis))
+            steps = curve.steps
+            if steps and step <= steps[-1]:
+                curve.insert(step, value, time)
+            else:  # nearly always, and there are many
+                steps.append(step)
+                curve.values.append(value)
+                curve.times.append(time)
 
     def names(self) -> list[str]:
         with self._lock:
@@ -130,12 +135,14 @@ class Curves:
         *,
         width: int,
         smooth: float = 0.0,
+        by_time: bool = False,
         low: float | None = None,
         high: float | None = None,
     ) -> dict[str, Any] | None:
         """At most `width` points between the steps `low` and `high`: mean, lowest and highest of each.
 
-        `smooth` in [0, 1): the weight of the past in a moving average over all steps.
+        `smooth` in [0, 1): the weight of the past in a moving average over all steps. `by_time`: the points
+        are at seconds since 1970, not at steps.
         """
         with self._lock:
             curve = self._by_name.get(name)
@@ -155,8 +162,7 @@ class Curves:
             "name": name,
             "axis": axis,
             "count": len(steps),
-            "x": steps[edges[:-1]].tolist(),
-            "time": times[edges[:-1]].tolist(),
+            "x": (times if by_time else steps)[edges[:-1]].tolist(),
             "y": plain(_means(values, edges)),
         }
         if len(edges) - 1 < len(steps):
@@ -169,18 +175,31 @@ class Curves:
 
 def moving_average(values: np.ndarray, weight: float) -> np.ndarray:
     """Each value is `weight` of the past and the rest of itself; its short past is made up for."""
-    out, mean, norm = np.empty_like(values), 0.0, 0.0
-    for number, value in enumerate(values.tolist()):
-        if value == value and abs(value) != float("inf"):
-            mean = weight * mean + (1 - weight) * value
-            norm = weight * norm + (1 - weight)
-        out[number] = mean / norm if norm else value
+    known = np.isfinite(values)
+    sums = _decaying_sums(np.where(known, values, 0.0), weight)
+    counts = _decaying_sums(known.astype(float), weight)
+    return np.divide(sums, counts, out=values.copy(), where=counts > 0)
+
+
+def _decaying_sums(values: np.ndarray, weight: float) -> np.ndarray:
+    """s[t] = weight * s[t-1] + values[t], a stretch at a time in which powers of the weight do not vanish."""
+    if weight <= 1e-6:
+        return values.copy()
+    stretch = max(8, min(4096, int(-250.0 / np.log(weight))))
+    out, before = np.empty_like(values), 0.0
+    for start in range(0, len(values), stretch):
+        part = values[start : start + stretch]
+        powers = weight ** np.arange(len(part), dtype=float)
+        out[start : start + stretch] = powers * (weight * before + np.cumsum(part / powers))
+        before = out[start + len(part) - 1]
     return out
 
 
 def plain(values: Sequence[float] | np.ndarray) -> list[float | None]:
     """For JSON, which knows no NaN."""
-    return [finite(value) for value in np.asarray(values, dtype=float).tolist()]
+    array = np.asarray(values, dtype=float)
+    rounded = [float(f"{value:.7g}") for value in array.tolist()]
+    return [finite(value) for value in rounded]
 
 
 def finite(value: float) -> float | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from slime.catalog.metrics import find_metric
 from slime.dashboard.curves import Curves
+from slime.dashboard.samples import Positions
 from slime.record import RECORD_FILE, RecordError
 from slime.record.actions import read_actions
 from slime.record.schema import open_for_reading
@@ -45,6 +46,7 @@ class RunFolder:
         if not (self.path / RUN_FILE).is_file() and not (self.path / RECORD_FILE).is_file():
             raise NotARun(f"{path} is no folder of a run: it has neither {RUN_FILE} nor {RECORD_FILE}.")
         self.curves = Curves(self.path)
+        self.positions = Positions()
         self._held = threading.local()
         self._state: tuple[float, str] = (0.0, "")
         self._run: tuple[float, RunRecord | None] = (0.0, None)

@@ -6,6 +6,7 @@ page gets what was found so far and where to go on.
 
 from __future__ import annotations
 
+import itertools
 import json
 import sqlite3
 import time
@@ -20,7 +21,6 @@ _DEADLINE_S = 0.08
 _LOOK_STEPS = 2000  # of SQLite's machine between two looks at the clock
 _PREVIEW = 240  # characters
 _MAX_PAGE = 500
-_SORTED_WHOLE = 20_000  # samples of a record that are sorted without an index
 _JOINED = "samples s JOIN groups g ON g.id = s.group_row JOIN rollouts r ON r.id = g.rollout"
 _ROW = (
     "s.id, r.kind, r.rollout_id, g.dataset, g.group_index, s.sample_index, s.status, s.reward, s.num_tokens, "
@@ -121,40 +121,69 @@ def steps_of(connection: sqlite3.Connection, kind: str) -> list[dict[str, Any]]:
     return [dict(zip(names, row, strict=True)) for row in rows]
 
 
+class Positions:
+    """Where the answers of each rollout begin in the list of all, made anew when rollouts were added."""
+
+    def __init__(self) -> None:
+        self._made: dict[str | None, tuple[tuple[Any, ...], list[int], list[int]]] = {}
+
+    def find(self, connection: sqlite3.Connection, kind: str | None) -> tuple[list[int], list[int]]:
+        """Rows of rollouts, oldest first, and how many answers there are up to the end of each."""
+        where, values = ("WHERE kind = ?", (kind,)) if kind else ("", ())
+        state = connection.execute(
+            f"SELECT count(*), max(id), sum(pruned), sum(num_samples) FROM rollouts {where}", values
+        ).fetchone()
+        known = self._made.get(kind)
+        if known is None or known[0] != state:
+            rows = connection.execute(
+                f"SELECT id, CASE WHEN pruned THEN 0 ELSE num_samples END FROM rollouts {where} "
+                "ORDER BY time, id",
+                values,
+            ).fetchall()
+            ends = list(itertools.accumulate(count for _, count in rows))
+            known = self._made[kind] = (state, [row for row, _ in rows], ends)
+        return known[1], known[2]
+
+
 def page(
-    connection: sqlite3.Connection, wanted: Wanted, *, offset: int = 0, limit: int = 100, after: str = ""
+    connection: sqlite3.Connection,
+    wanted: Wanted,
+    positions: Positions,
+    *,
+    offset: int = 0,
+    limit: int = 100,
+    after: str = "",
 ) -> dict[str, Any]:
     """Answers of a page. `total` None: not counted, `after` says where to go on; "" is the end."""
     limit = max(1, min(limit, _MAX_PAGE))
     if wanted.step is None and not wanted.filters and wanted.order in ("made", "newest"):
-        return _by_position(connection, wanted, offset, limit)
+        return _by_position(connection, wanted, positions, offset, limit)
     if wanted.step is not None:
         return _of_step(connection, wanted, offset, limit)
     return _in_order(connection, wanted, limit, after)
 
 
-def _by_position(connection: sqlite3.Connection, wanted: Wanted, offset: int, limit: int) -> dict[str, Any]:
+def _by_position(
+    connection: sqlite3.Connection, wanted: Wanted, positions: Positions, offset: int, limit: int
+) -> dict[str, Any]:
     """All answers: how many each rollout has tells in which one a position lies."""
-    kind, values = ("WHERE kind = ?", (wanted.kind,)) if wanted.kind else ("", ())
-    rows = connection.execute(
-        f"SELECT id, CASE WHEN pruned THEN 0 ELSE num_samples END FROM rollouts {kind} ORDER BY time, id",
-        values,
-    ).fetchall()
-    if wanted.order == "newest":
-        rows.reverse()
-    ends, total = [], 0
-    for _, count in rows:
-        total += count
-        ends.append(total)
+    rows, ends = positions.find(connection, wanted.kind)
+    total = ends[-1] if ends else 0
+    newest = wanted.order == "newest"
     found: list[tuple[Any, ...]] = []
-    at = bisect_right(ends, offset)
-    while len(found) < limit and at < len(rows):
-        skipped = max(0, offset + len(found) - (ends[at] - rows[at][1]))
-        found += connection.execute(
+    while len(found) < limit and offset + len(found) < total:
+        place = offset + len(found)
+        # From the end, rollouts come in reverse, but the answers of each in the order they were made.
+        at = bisect_right(ends, total - 1 - place if newest else place)
+        begin = ends[at - 1] if at else 0
+        skipped = place - (total - ends[at]) if newest else place - begin
+        part = connection.execute(
             f"SELECT {_ROW} FROM {_JOINED} WHERE r.id = ? ORDER BY s.id LIMIT ? OFFSET ?",
-            (rows[at][0], limit - len(found), skipped),
+            (rows[at], limit - len(found), skipped),
         ).fetchall()
-        at += 1
+        if not part:
+            break  # they are being removed just now
+        found += part
     return {"rows": _as_rows(found), "total": total, "after": ""}
 
 
@@ -179,38 +208,48 @@ def _in_order(connection: sqlite3.Connection, wanted: Wanted, limit: int, after:
     """Along an index from where the last page ended, until the page is full or the time is over."""
     column, direction = _order(connection, wanted)
     words, values = wanted.conditions()
-    sign = ">" if direction == "ASC" else "<"
-    if after:
-        value, row = json.loads(after)
-        if column == "s.id":
-            words.append(f"s.id {sign} ?")
-            values.append(row)
-        else:
-            words.append(f"({column} {sign} ? OR ({column} = ? AND s.id > ?))")
-            words.append(f"{column} {sign}= ?")  # what an index can use
-            values += [value, value, row, value]
-    where = " AND ".join(words) or "1"
+    by_group = column == "g.spread"
+    # Equals come in the direction of the order, as they lie in the index.
+    ties = f"g.id {direction}, s.id" if by_group else f"s.id {direction}"
+    order = ties if column == "s.id" else f"{column} {direction}, {ties}"
     # CROSS JOIN keeps the table whose index is followed outermost.
-    first, rest = (
-        ("groups g", "samples s ON s.group_row = g.id")
-        if column == "g.spread"
-        else (
-            "samples s",
-            "groups g ON g.id = s.group_row",
+    tables = "samples s CROSS JOIN groups g ON g.id = s.group_row"
+    if by_group:
+        tables = "groups g CROSS JOIN samples s ON s.group_row = g.id"
+    deadline, complete = time.monotonic() + _DEADLINE_S, True
+    found: list[tuple[Any, ...]] = []
+    for condition, bound in _stages(column, ">" if direction == "ASC" else "<", after):
+        where = " AND ".join([*words, condition])
+        query = (
+            f"SELECT {_ROW}, {column} FROM {tables} CROSS JOIN rollouts r ON r.id = g.rollout "
+            f"WHERE {where} ORDER BY {order} LIMIT ?"
         )
-    )
-    query = (
-        f"SELECT {_ROW}, {column} FROM {first} CROSS JOIN {rest} CROSS JOIN rollouts r ON r.id = g.rollout "
-        f"WHERE {where} ORDER BY {column} {direction}, s.id LIMIT ?"
-    )
-    if column == "s.id":
-        query = query.replace(", s.id LIMIT", " LIMIT")
-    found, complete = _until(connection, query, (*values, limit))
-    rows = _as_rows([row[:-1] for row in found])
-    go_on = ""
+        part, complete = _until(connection, query, (*values, *bound, limit - len(found)), deadline)
+        found += part
+        if len(found) == limit or not complete:
+            break
+    go_on = after if not complete else ""  # nothing in time: try again from there
     if found and (len(found) == limit or not complete):
-        go_on = json.dumps([found[-1][-1], found[-1][0]])
+        last = dict(zip(_FIELDS, found[-1], strict=False))
+        go_on = json.dumps([found[-1][-1], last["group_row"], last["id"]])
+    rows = _as_rows([row[:-1] for row in found])
     return {"rows": rows, "total": None, "after": go_on, "complete": complete}
+
+
+def _stages(column: str, sign: str, after: str) -> list[tuple[str, tuple[object, ...]]]:
+    """What is left behind a place, in parts that each follow the index: equals of the last, then the rest."""
+    if not after:
+        return [("1", ())]
+    value, group, row = json.loads(after)
+    if column == "s.id":
+        return [(f"s.id {sign} ?", (row,))]
+    if column == "g.spread":
+        return [
+            ("g.id = ? AND s.id > ?", (group, row)),
+            (f"g.spread = ? AND g.id {sign} ?", (value, group)),
+            (f"g.spread {sign} ?", (value,)),
+        ]
+    return [(f"{column} = ? AND s.id {sign} ?", (value, row)), (f"{column} {sign} ?", (value,))]
 
 
 def search(connection: sqlite3.Connection, wanted: Wanted, limit: int, below: int | None) -> dict[str, Any]:
@@ -239,10 +278,10 @@ def search(connection: sqlite3.Connection, wanted: Wanted, limit: int, below: in
 
 
 def _until(
-    connection: sqlite3.Connection, query: str, values: tuple[object, ...]
+    connection: sqlite3.Connection, query: str, values: tuple[object, ...], deadline: float
 ) -> tuple[list[tuple[Any, ...]], bool]:
     """What a query finds before the deadline, and whether that is all."""
-    deadline, rows = time.monotonic() + _DEADLINE_S, []
+    rows: list[tuple[Any, ...]] = []
     connection.set_progress_handler(lambda: int(time.monotonic() > deadline), _LOOK_STEPS)
     try:
         for row in connection.execute(query, values):

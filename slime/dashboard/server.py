@@ -131,7 +131,11 @@ def _curves(page: Page, run: RunFolder, request: web.Request) -> Any:
     width = min(int(query.get("width", 800)), 4000)
     smooth = min(max(float(query.get("smooth", 0.0)), 0.0), 0.999)
     names = query.getall("name", [])[:_MAX_CURVES]
-    found = [run.curves.series(name, width=width, smooth=smooth, low=low, high=high) for name in names]
+    by_time = query.get("x") == "time"
+    found = [
+        run.curves.series(name, width=width, smooth=smooth, by_time=by_time, low=low, high=high)
+        for name in names
+    ]
     return [series for series in found if series is not None]
 
 
@@ -143,7 +147,8 @@ def _samples(page: Page, run: RunFolder, request: web.Request) -> Any:
         if wanted.contains is not None and wanted.step is None and wanted.order in ("made", "newest"):
             return samples.search(connection, wanted, limit, int(after) if after else None)
         offset = max(0, int(query.get("offset", 0)))
-        return samples.page(connection, wanted, offset=offset, limit=limit, after=after)
+        positions = run.positions
+        return samples.page(connection, wanted, positions, offset=offset, limit=limit, after=after)
 
 
 def _sample(page: Page, run: RunFolder, request: web.Request) -> Any:

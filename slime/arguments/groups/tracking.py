@@ -34,6 +34,11 @@ class TrackingFlags:
         "power the last seconds), step (whole rollouts and steps), always (every event)",
         choices=("off", "step", "always"),
     )
+    dashboard: bool = flag(
+        False,
+        "the page of this run, on this machine and while it runs; its address is printed. Later: `slime "
+        "dashboard RUN`",
+    )
     tracker_samples: int = flag(
         16, "samples of each rollout and evaluation that trackers show as a table; 0: none", ge=0, le=1000
     )

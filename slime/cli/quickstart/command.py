@@ -268,6 +268,7 @@ def report(
         f"{summary['num_samples']} samples, {summary['weight_pushes']} weight pushes, "
         f"{summary['wall_s']:.0f} s. Written to {folder}: {written}, run.yaml."
     )
+    screen.say(f"See all of it in a browser: slime dashboard {folder / 'rl'}")
     screen.say(f"Now change this: {folder / 'run.yaml'} (model, prompts, reward), and run it:")
     screen.say(f"    slime train --config {folder / 'run.yaml'}")
 

@@ -33,7 +33,7 @@ export class Chart {
   async load() {
     const { metric, runs, smooth } = this.options;
     const width = Math.max(200, Math.round(this.holder.clientWidth || 400));
-    const ask = { name: metric, width, smooth: smooth || undefined };
+    const ask = { name: metric, width, smooth: smooth || undefined, x: this.options.byTime ? "time" : undefined };
     if (this.range) [ask.from, ask.to] = this.range;
     const found = await Promise.all(runs.map((key) => api.get(api.run(key, "/curves"), ask).catch(() => [])));
     this.series = runs.map((key, index) => ({ key, index, data: found[index][0] })).filter((s) => s.data && s.data.x.length);
@@ -45,10 +45,10 @@ export class Chart {
     const several = this.options.runs.length > 1, byTime = this.options.byTime;
     const tables = [], lines = [{ label: byTime ? "time" : this.series[0].data.axis.replace("/step", " step") }], bands = [];
     for (const { key, index, data } of this.series) {
-      const x = byTime ? data.time : data.x, stroke = seriesColor(index), smooth = data.smooth;
+      const x = data.x, stroke = seriesColor(index), smooth = data.smooth;
       const table = [x, data.y], label = several ? key : "value";
       const value = (u, v) => num(v);
-      lines.push({ label: smooth ? `${label} (raw)` : label, value, stroke: smooth ? faded(stroke, 0.35) : stroke, width: smooth ? 1 : 1.6, dash: dash(index), points: { show: data.x.length < 40 } });
+      lines.push({ label: smooth ? `${label} (raw)` : label, value, stroke: smooth ? faded(stroke, 0.35) : stroke, width: smooth ? 1 : 1.6, dash: dash(index), points: { show: data.x.length < 40, fill: color("panel"), size: 5 } });
       if (smooth) { table.push(smooth); lines.push({ label, value, stroke, width: 2, dash: dash(index), points: { show: false } }); }
       if (data.low && !several) {
         const at = lines.length;

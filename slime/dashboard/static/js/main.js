@@ -8,10 +8,13 @@ import * as overview from "./views/overview.js";
 import * as curves from "./views/curves.js";
 import * as samples from "./views/samples.js";
 import * as prompts from "./views/prompts.js";
+import * as timeline from "./views/timeline.js";
+import * as waste from "./views/waste.js";
+import * as actions from "./views/actions.js";
 import * as settings from "./views/settings.js";
 import * as logs from "./views/logs.js";
 
-const VIEWS = { overview, curves, samples, prompts, settings, logs };
+const VIEWS = { overview, curves, samples, prompts, timeline, waste, settings, logs, actions };
 let info = { runs: [] }, shown = null, drawing = 0;
 
 function keysOf(params) {

@@ -1,0 +1,35 @@
+// What was made and not trained on, how old the weights were that made it, and how busy the engines are.
+import * as api from "../api.js";
+import { h, fill, empty } from "../dom.js";
+import { num } from "../format.js";
+import { link } from "../route.js";
+import { Chart } from "../chart.js";
+import { tip } from "../tip.js";
+
+export const title = "Waste and load";
+const PARTS = {
+  "Groups": ["rollout/groups/kept", "rollout/groups/filtered", "rollout/groups/returned", "rollout/groups/failed", "rollout/groups/stale"],
+  "Staleness": ["rollout/staleness/mean", "rollout/staleness/max", "rollout/mixed_version_frac", "train/train_rollout_logprob_abs_diff"],
+  "Engine load": ["perf/tokens_per_gpu_per_sec", "perf/engine_forward_time", "perf/longest_sample_tokens_per_sec", "rollout/prefix_cache_hit_rate"],
+  "Waits": ["perf/train_wait_time", "perf/step_time", "perf/update_weights_time", "perf/non_generation_time/mean"],
+};
+const WORDS = { trained: "trained on", filtered: "dropped by a filter", failed: "failed for good", returned: "went back unfinished", aborted: "cut off", stale: "too old" };
+
+export async function render(main, context) {
+  const key = context.keys[0];
+  const [rows, outcomes] = await Promise.all([api.get(api.run(key, "/metrics")), api.get(api.run(key, "/outcomes")).catch(() => [])]);
+  const known = new Map(rows.map((row) => [row.name, row])), charts = [];
+  if (!known.size) { fill(main, empty("Nothing is logged yet.")); return {}; }
+  const total = outcomes.reduce((sum, row) => sum + row.groups, 0);
+  const table = total ? h("section", { class: "panel scroll" }, h("h2", {}, "What became of the groups of the last 400 rollouts ", tip("A group is one prompt with all its answers. Only trained ones teach the model; the others cost time.")),
+    h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, "Became"), h("th", {}, "Reason"), h("th", { class: "num" }, "Groups"), h("th", { class: "num" }, "Share"), h("th", {}))), h("tbody", {}, outcomes.map((row) => h("tr", {}, h("td", {}, WORDS[row.outcome] || row.outcome), h("td", {}, row.reason || ""), h("td", { class: "num" }, num(row.groups)), h("td", { class: "num" }, `${num((100 * row.groups) / total, 3)}%`), h("td", {}, h("a", { href: link("samples", { runs: context.keys.join(","), outcome: row.outcome, order: "newest" }) }, "samples"))))))) : empty("The record holds no groups, so their outcomes are not known.");
+  fill(main, table, Object.entries(PARTS).map(([name, metrics]) => {
+    const there = metrics.filter((metric) => known.has(metric));
+    if (!there.length) return null;
+    const made = there.map((metric) => new Chart({ metric, runs: context.keys, row: known.get(metric), smooth: 0 }));
+    charts.push(...made);
+    return h("section", {}, h("h2", {}, name), h("div", { class: "grid" }, made.map((chart) => chart.element)));
+  }));
+  await Promise.all(charts.map((chart) => chart.load()));
+  return { refresh: () => Promise.all(charts.map((chart) => chart.load())), close: () => charts.forEach((chart) => chart.close()), themed: () => charts.forEach((c) => { c.shape = ""; c.draw(); }) };
+}

@@ -1,0 +1,236 @@
+"""The page in a real browser: every view of every kind of run, live, hostile, narrow, dark, by keys alone."""
+
+import json
+import random
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from page_world import HOSTILE, START, make_run, make_sample, metric_lines, serving
+
+from slime.record import RecordWriter, group_entries
+from slime.utils.folder_lock import FolderLock
+
+pytestmark = pytest.mark.browser
+sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: `make test-browser`")
+VIEWS = ("overview", "curves", "samples", "prompts", "timeline", "waste", "settings", "logs", "actions")
+PATIENCE_MS = 60_000
+
+
+@pytest.fixture(scope="module")
+def browser():
+    path = shutil.which("chromium")
+    if path is None:
+        pytest.skip("needs chromium: `make test-browser` installs it")
+    with sync_api.sync_playwright() as playwright:
+        made = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield made
+        made.close()
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    make_run(folder / "good")
+    make_run(folder / "crashed", 3, exit="RuntimeError: CUDA out of memory", lr=2e-6, text=HOSTILE)
+    make_run(folder / HOSTILE.replace("/", "_")[:60], 2, text=HOSTILE)
+    (folder / "empty").mkdir()
+    (folder / "empty" / "run.json").write_text("{}")
+    with serving(folder) as (url, token):
+        yield url, token, folder
+
+
+@pytest.fixture
+def open_page(browser):
+    """Opens a view and waits until it is drawn; anything that the browser complains of fails the test."""
+    complaints, contexts = [], []
+
+    def open_at(url, hash="", *, width=1200, height=800, scheme="light"):
+        viewport = {"width": width, "height": height}
+        context = browser.new_context(viewport=viewport, color_scheme=scheme, accept_downloads=True)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("console", lambda m: complaints.append(m.text) if m.type == "error" else None)
+        # Nothing may be asked of another host.
+        page.on(
+            "request",
+            lambda r: None if r.url.startswith((url, "blob:", "data:")) else complaints.append(r.url),
+        )
+        page.goto(f"{url}/{hash}")
+        page.wait_for_selector("body[data-ready]", timeout=PATIENCE_MS)
+        return page
+
+    yield open_at
+    for context in contexts:
+        context.close()
+    # A request that is refused with a reason is part of the page's work.
+    assert [c for c in complaints if "400 (Bad Request)" not in c and "404 (Not Found)" not in c] == []
+
+
+def see(page, selector, text):
+    """Wait for a text; by a selector, since the page's policy forbids to evaluate words."""
+    page.locator(selector).filter(has_text=text).first.wait_for(timeout=PATIENCE_MS)
+
+
+def is_narrower_than_the_window(page):
+    return page.evaluate("document.documentElement.scrollWidth <= window.innerWidth + 1")
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("run", ["good", "crashed", "empty", "good,crashed"])
+def test_every_view_of_every_run_is_drawn_or_says_why_not(open_page, world, view, run):
+    page = open_page(world[0], f"#/{view}?runs={run}")
+    text = page.inner_text("main")
+    assert len(text) > 20 and "cannot be shown" not in text and "undefined" not in text and "NaN" not in text
+    assert page.get_attribute("#nav [aria-current]", "href").startswith(f"#/{view}")
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize(("width", "scheme"), [(400, "light"), (820, "dark"), (1900, "dark")])
+def test_views_fit_narrow_and_wide_screens_in_light_and_dark(open_page, world, view, width, scheme):
+    page = open_page(world[0], f"#/{view}?runs=good", width=width, scheme=scheme)
+    assert is_narrower_than_the_window(page)
+    assert page.get_attribute("html", "data-theme") == scheme
+
+
+@pytest.mark.parametrize("view", ["overview", "samples", "prompts", "logs", "settings"])
+def test_what_a_model_wrote_is_never_run(open_page, world, view):
+    page = open_page(world[0], f"#/{view}?runs=crashed&id=1&color=plain")
+    page.wait_for_timeout(300)
+    assert "owned" not in page.title() and page.query_selector("main script, main img") is None
+    if view == "samples":
+        assert HOSTILE in page.inner_text("main pre.text >> nth=-1")
+
+
+def test_a_name_of_a_run_is_text_too(open_page, world):
+    page = open_page(world[0])
+    assert "<script>" in page.inner_text("#runs") and page.query_selector("#runs script") is None
+
+
+def test_tokens_are_coloured_by_probability_advantage_version_and_mask(open_page, world):
+    page = open_page(world[0], "#/samples?runs=good&id=1")
+    page.wait_for_selector(".tokens i")
+    for mode, mark in (("probability", "p"), ("advantage", "p"), ("version", "v"), ("mask", "m")):
+        page.check(f"input[name=mode][value={mode}]")
+        names = page.eval_on_selector_all(".tokens i", "marks => marks.map(mark => mark.className)")
+        assert len(names) == 6 and all(re.match(rf"{mark}\d", name) for name in names), (mode, names)
+    assert page.evaluate("document.querySelectorAll('.tokens .m0').length") == 1
+    page.hover(".tokens i >> nth=2")
+    assert "token 3 of 6" in page.inner_text("main .legend[role=status]")
+    # The address names what is seen.
+    assert "color=mask" in page.url and "id=1" in page.url
+
+
+def test_samples_are_sorted_and_searched(open_page, world):
+    page = open_page(world[0], "#/samples?runs=good&order=worst")
+    rewards = page.eval_on_selector_all(
+        ".vlist .row > :nth-child(2)", "cells => cells.map(c => Number(c.textContent))"
+    )
+    assert len(rewards) > 10 and rewards == sorted(rewards)
+    page.select_option("select[aria-label=Sort]", "newest")
+    page.fill("input[aria-label=Search]", "of step 4")
+    see(page, ".bar", "8 found, 100% searched")
+
+
+def test_curves_are_added_smoothed_and_taken_away_as_files(open_page, world):
+    page = open_page(world[0], "#/curves?runs=good,crashed&name=rollout/raw_reward")
+    page.wait_for_selector(".chart canvas")
+    page.fill("input[aria-label='Add a metric']", "train/grad_norm")
+    page.dispatch_event("input[aria-label='Add a metric']", "change")
+    page.wait_for_selector(".chart canvas >> nth=1")
+    assert "train%2Fgrad_norm" in page.url
+    with page.expect_download() as download:
+        page.click("button[aria-label='Download as CSV: rollout/raw_reward']")
+    lines = Path(download.value.path()).read_text().splitlines()
+    assert lines[0].startswith("rollout step,good,crashed") and len(lines) == 7
+    with page.expect_download() as download:
+        page.click("button[aria-label='Download as picture: rollout/raw_reward']")
+    assert Path(download.value.path()).read_bytes()[:4] == b"\x89PNG"
+
+
+def test_before_and_after_of_a_prompt_are_shown_for_two_runs(open_page, world):
+    page = open_page(world[0], "#/prompts?runs=good,crashed")
+    text = page.inner_text("main")
+    assert "Before: step 0" in text and "After: step 5" in text and "After: step 2" in text
+
+
+def test_differences_between_settings_are_shown(open_page, world):
+    page = open_page(world[0], "#/settings?runs=good,crashed")
+    text = page.inner_text("tbody")
+    assert "--lr" in text and "--loss-type" not in text
+
+
+def test_everything_is_reached_by_keys(open_page, world):
+    page = open_page(world[0], "#/overview?runs=good")
+    page.keyboard.press("3")
+    page.wait_for_selector("body[data-view=samples] .vlist .row")
+    page.focus(".vlist")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowDown")
+    page.wait_for_selector(".vlist .row[aria-selected=true]")
+    page.wait_for_selector(".tokens")
+    page.focus(".tokens")
+    page.keyboard.press("ArrowRight")
+    assert "token 1 of 6" in page.inner_text("main .legend[role=status]")
+    page.keyboard.press("5")
+    page.wait_for_selector("body[data-view=timeline] .lanes canvas")
+    page.focus(".lanes")
+    page.keyboard.press("+")
+    page.focus("body")
+    page.evaluate("document.activeElement.blur()")
+    page.keyboard.press("?")
+    page.wait_for_selector("dialog[open]")
+    page.keyboard.press("Escape")
+    page.keyboard.press("t")
+    assert page.get_attribute("html", "data-theme") == "dark"
+    # Tab reaches links, runs and controls, each with a visible mark.
+    seen = set()
+    for _ in range(25):
+        page.keyboard.press("Tab")
+        seen.add(page.evaluate("document.activeElement.tagName"))
+    assert {"A", "BUTTON", "INPUT"} <= seen
+    nameless = "e => !(e.textContent || e.labels?.length || e.getAttribute('aria-label'))"
+    count = f"[...document.querySelectorAll('button, input, select')].filter({nameless}).length"
+    assert page.evaluate(count) == 0
+
+
+def test_a_live_run_grows_on_the_page_and_takes_actions(open_page, tmp_path):
+    folder = make_run(tmp_path / "live", 3, exit=None)
+    lock = FolderLock(folder, "--run-dir")
+    try:
+        with serving(folder) as (url, token):
+            page = open_page(url, f"#token={token}")
+            assert "token" not in page.url
+            see(page, "main", "step 3")
+            writer = RecordWriter(folder / "record.db", "abc", 1 << 28)
+            rng = random.Random(1)
+            samples = [[make_sample(3, 0, copy, rng) for copy in range(4)]]
+            writer.add("train", 3, group_entries(samples, "trained"))
+            with (folder / "metrics.jsonl").open("a") as file:
+                file.writelines(json.dumps(line) + "\n" for line in metric_lines(3, START + 30))
+            see(page, "main", "step 4")
+            page.keyboard.press("9")
+            page.wait_for_selector("body[data-view=actions]")
+            page.fill("input[aria-label='Learning rate']", "5e-7")
+            page.click("form:has(input[aria-label='Learning rate']) button")
+            see(page, "tbody", "asked")
+            assert "lr 5.00e-7" in page.inner_text("tbody")
+            writer.close()
+            page.close()
+    finally:
+        lock.release()
+
+
+def test_others_are_asked_for_the_token(browser, tmp_path):
+    make_run(tmp_path / "run", 2)
+    with serving(tmp_path / "run", host="0.0.0.0") as (url, token):
+        page = browser.new_page()
+        page.goto(url)
+        page.wait_for_selector("input[type=password]", timeout=PATIENCE_MS)
+        page.fill("input[type=password]", token)
+        page.keyboard.press("Enter")
+        page.wait_for_selector("body[data-ready]", timeout=PATIENCE_MS)
+        assert "step 2" in page.inner_text("main")
+        page.close()

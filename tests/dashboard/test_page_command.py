@@ -1,0 +1,72 @@
+"""`slime dashboard` as a user starts it: a demo, a mistake, beside a run; and what smooths its curves."""
+
+import json
+import subprocess
+import sys
+import urllib.request
+
+import numpy as np
+import pytest
+from page_world import make_run
+
+from slime.cli.main import main
+from slime.cli.page_process import page_beside
+from slime.dashboard.curves import moving_average
+from slime.utils.folder_lock import FolderLock
+
+
+def answer(address, path):
+    with urllib.request.urlopen(address.partition("#")[0] + path, timeout=60) as response:
+        return json.loads(response.read())
+
+
+def test_the_demo_is_a_whole_run(tmp_path):
+    command = [sys.executable, "-m", "slime", "dashboard", "--demo", "--port", "0"]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            address = process.stdout.readline().split()[-1]
+            listed = answer(address, "api/runs")
+            [run] = listed["runs"]
+            assert run["key"] == "demo" and run["state"] == "finished" and not listed["may_act"]
+            lanes = {lane["name"] for lane in answer(address, "api/runs/demo/timeline?step=3")["lanes"]}
+            assert {"loop", "engines", "reward", "trainer-0"} <= lanes
+            [row] = answer(address, "api/runs/demo/samples?kind=train&step=13&limit=1")["rows"]
+            found = answer(address, f"api/runs/demo/samples/{row['id']}")
+            assert found["advantage"] and found["log_probs"] and found["texts"]
+        finally:
+            process.terminate()
+
+
+@pytest.mark.parametrize("words", [[], ["nothing/here"]])
+def test_a_folder_that_is_no_run_is_a_clear_error(words, capsys):
+    assert main(["dashboard", *words]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_the_page_beside_a_run_tells_its_address_and_ends_with_it(tmp_path, capfd):
+    make_run(tmp_path / "run", 2, exit=None)
+    lock = FolderLock(tmp_path / "run", "--run-dir")
+    try:
+        with page_beside(str(tmp_path / "run")):
+            from page_world import until
+
+            text = until(lambda: (out := capfd.readouterr().out) and "http" in out and out)
+            assert answer(text.split()[-1], "api/runs")["runs"][0]["state"] == "running"
+        with pytest.raises(OSError):
+            answer(text.split()[-1], "api/runs")
+    finally:
+        lock.release()
+
+
+@pytest.mark.parametrize("weight", [0.3, 0.9, 0.999])
+def test_smoothing_is_the_plain_recurrence(weight):
+    values = np.random.default_rng(0).normal(size=3000)
+    values[[5, 700]] = np.nan
+    mean, norm, expected = 0.0, 0.0, []
+    for value in values:
+        if np.isfinite(value):
+            mean, norm = weight * mean + (1 - weight) * value, weight * norm + (1 - weight)
+        else:
+            mean, norm = weight * mean, weight * norm
+        expected.append(mean / norm)
+    np.testing.assert_allclose(moving_average(values, weight), expected, rtol=1e-9, atol=1e-12)
