@@ -40,7 +40,8 @@ sys.exit(command.main(["--run-dir", sys.argv[1]]))
 """
 
 
-@pytest.mark.parametrize(("columns", "rows"), [(80, 24), (120, 40)])
+# The narrow one is where lines are cut and flooded first; the wide one is among the slow tests.
+@pytest.mark.parametrize(("columns", "rows"), [(80, 24), pytest.param(120, 40, marks=pytest.mark.slow)])
 def test_the_live_line_is_not_flooded_by_log_lines(tmp_path, columns, rows):
     shown = run_in_terminal("-c", CHILD, str(tmp_path / "run"), columns=columns, rows=rows)
     assert shown.code == 0, shown.written

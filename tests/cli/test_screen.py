@@ -208,6 +208,7 @@ def test_what_cannot_be_shown_does_not_end_the_run(tmp_path, monkeypatch):
 
 def test_a_debugger_gets_the_terminal(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("p 6 * 7\nc\n"))
+    monkeypatch.delenv("PYTHONBREAKPOINT", raising=False)  # Ray sets it, if a test before this one used Ray
 
     def act(args, shown):
         play(args, shown, 2)

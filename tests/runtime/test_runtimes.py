@@ -143,7 +143,7 @@ def test_a_wait_for_something_else_ends_with_a_silent_worker():
 
 def test_a_long_call_is_no_silence(watched):
     busy = watched.spawn(WorkerSpec("busy"), Target, 10)
-    assert busy.call(Target.spin, 3 * LIMIT_S).result(PATIENCE_S) == "spun"
+    assert busy.call(Target.spin, 2 * LIMIT_S).result(PATIENCE_S) == "spun"
 
 
 def test_arguments_that_a_worker_cannot_read_fail_their_call_alone(runtime):
