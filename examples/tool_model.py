@@ -27,27 +27,30 @@ TEMPLATE = (
 )
 
 
-def make(
-    folder: str | Path, *, words: tuple[str, ...] = (), seed: int = 7, width: int = 64, layers: int = 3
-) -> None:
-    """Write a model with random weights and its tokenizer; `words` are tokens of their own, too."""
-    import torch
+def make_tokenizer(folder: str | Path, *, words: tuple[str, ...] = ()) -> int:
+    """Write the tokenizer and return its number of tokens; `words` are tokens of their own, too."""
     from tokenizers import AddedToken
-    from transformers import Qwen3ForCausalLM
 
     tokenizer = tiny.build_tokenizer()
     tokens = [AddedToken(text, normalized=False, special=False) for text in ("\n", *MARKS, *words)]
     tokenizer.add_tokens(tokens)
     tokenizer.chat_template = TEMPLATE
     tokenizer.model_max_length = CONTEXT_LEN
-    config = tiny.build_config()
-    config.vocab_size, config.max_position_embeddings = len(tokenizer), CONTEXT_LEN
-    config.hidden_size, config.intermediate_size, config.num_hidden_layers = width, 3 * width, layers
-    config.layer_types = None
-    torch.manual_seed(seed)
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    Qwen3ForCausalLM(type(config).from_dict(config.to_dict())).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return len(tokenizer)
+
+
+def make(folder: str | Path, *, words: tuple[str, ...] = (), seed: int = 7) -> None:
+    """Write a model with random weights and its tokenizer."""
+    import torch
+    from transformers import Qwen3ForCausalLM
+
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    config = tiny.build_config()
+    config.vocab_size = make_tokenizer(folder, words=words)
+    config.max_position_embeddings = CONTEXT_LEN
+    torch.manual_seed(seed)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
     widen_readers(Path(folder))
 
 

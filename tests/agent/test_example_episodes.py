@@ -1,0 +1,65 @@
+"""Episodes of the examples with tools: real boxes and tools, and a fake engine that says what it is told."""
+
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from aiohttp import web
+from argument_helpers import declared
+
+from examples import tool_model
+from slime.utils.async_utils import run
+from slime.utils.misc import load_function
+from slime.utils.processing_utils import load_tokenizer
+from slime.utils.types import Sample
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@asynccontextmanager
+async def fake_engine(tokenizer, answers):
+    left = list(answers)
+
+    async def generate(request):
+        ids = [*tokenizer.encode(left.pop(0)), tokenizer.eos_token_id]
+        meta = {"id": "x", "finish_reason": {"type": "stop", "matched": tokenizer.eos_token_id}}
+        meta |= {"weight_version": "1", "output_token_logprobs": [[-0.5, token, None] for token in ids]}
+        return web.json_response({"text": "", "output_ids": ids, "meta_info": meta})
+
+    app = web.Application()
+    app.router.add_post("/generate", generate)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield runner.addresses[0][1]
+    finally:
+        await runner.cleanup()
+
+
+def episode(example, folder, answers, **sample):
+    """The samples of an episode in which the policy says these things."""
+    tool_model.make_tokenizer(folder)
+    tokenizer = load_tokenizer(str(folder))
+
+    async def inner():
+        async with fake_engine(tokenizer, answers) as port:
+            args = declared(hf_checkpoint=str(folder), sglang_router_ip="127.0.0.1", sglang_router_port=port)
+            generate = load_function(f"{EXAMPLES / example / 'agent.py'}:generate")
+            return await generate(args, Sample(index=0, **sample), {"max_new_tokens": 200})
+
+    return run(inner()), tokenizer
+
+
+def trained_text(sample, tokenizer):
+    response = sample.tokens[len(sample.tokens) - sample.response_length :]
+    return tokenizer.decode([token for token, on in zip(response, sample.loss_mask, strict=True) if on])
+
+
+def test_retool_runs_the_program_and_trains_what_the_model_said(tmp_path):
+    call = tool_model.call("python", code="print(21*2)")
+    (sample,), tokenizer = episode("retool", tmp_path, [call, "42"], prompt="21*2", label="42")
+    assert sample.reward == 1.0
+    assert "<result>42</result>" in sample.response
+    assert trained_text(sample, tokenizer) == f"{call}<eos>42<eos>"
+    (sample,), _ = episode("retool", tmp_path, ["41"], prompt="21*2", label="42")
+    assert (sample.reward, sample.metadata["tool_calls"]) == (0.0, 0)
