@@ -104,7 +104,20 @@ def without_response(sample: Sample) -> Sample:
     new.rollout_top_p_token_ids = new.rollout_top_p_token_offsets = new.rollout_routed_experts = None
     new.version_spans, new.weight_versions = [], []
     new.status, new.session_id = Sample.Status.PENDING, None
+    _drop_later_images(new)
     return new
+
+
+def _drop_later_images(sample: Sample) -> None:
+    """Images that observations brought go with them; those of the prompt are encoded again."""
+    spans = sample.image_spans or []
+    kept = [span for span in spans if span[1] <= len(sample.tokens)]
+    if len(kept) < len(spans):
+        shown = sample.multimodal_inputs or {}
+        images = list(shown.get("images") or ())[: len(kept)]
+        sample.multimodal_inputs = {**shown, "images": images} if images else None
+        sample.tokens, sample.image_spans = [], None
+        sample.multimodal_train_inputs = sample.multimodal_train_input_id = None
 
 
 def begin_again(group: Group) -> Group:

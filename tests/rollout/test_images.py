@@ -12,7 +12,7 @@ from slime.data.dataset import Dataset, prompt_lengths
 from slime.rollout.dumps import load_rollout_dump, save_rollout_dump
 from slime.rollout.generation.images import append_messages, append_with_images
 from slime.rollout.generation.requests import PromptError, build_request, check_answer, prepare_prompt
-from slime.rollout.groups import copy_sample, group_from_plain, group_to_plain
+from slime.rollout.groups import copy_sample, group_from_plain, group_to_plain, without_response
 from slime.utils.errors import EngineAnswerError
 from slime.utils.media.pictures import picture_key
 from slime.utils.plain_files import foreign_value
@@ -191,3 +191,6 @@ def test_an_observation_with_pictures_continues_the_tokens(model, tmp_path):
     assert sample.loss_mask == [1] * len(written) + [0] * (len(sample.tokens) - len(before))
     append_with_images(sample, [10], [], processor)
     assert sample.tokens[-1] == 10
+    again = without_response(sample)
+    prepare_prompt(again, tokenizer, processor)
+    assert again.tokens == before[: len(before) - len(written)] and len(again.image_spans) == 1

@@ -56,6 +56,7 @@ class ImageEncoder:
         self.image_token_id: int = processor.image_token_id
         self._made: OrderedDict[str, EncodedImage] = OrderedDict()
         self._joined: OrderedDict[tuple[str, ...], dict[str, Tensor]] = OrderedDict()
+        self._held = 0  # bytes of what is remembered
         self._lock = threading.Lock()
 
     def encode(self, picture: Any) -> EncodedImage:
@@ -66,9 +67,10 @@ class ImageEncoder:
                 return self._made[key]
         made = self._run(picture, key)
         with self._lock:
-            self._made[key] = made
-            while len(self._made) > 1 and sum(image.nbytes for image in self._made.values()) > _CACHE_BYTES:
-                self._made.popitem(last=False)
+            if key not in self._made:
+                self._made[key], self._held = made, self._held + made.nbytes
+            while len(self._made) > 1 and self._held > _CACHE_BYTES:
+                self._held -= self._made.popitem(last=False)[1].nbytes
         return made
 
     def _run(self, picture: Any, key: str) -> EncodedImage:
