@@ -108,7 +108,8 @@ export function showAnswer(pane, answer, { key, open, keys }) {
 function history(answer, key, keys) {
   const box = h("div", {}, h("button", { class: "small", type: "button", onclick: load }, "Show before and after"), " ", h("a", { href: link("prompts", { runs: keys.join(","), prompt: answer.prompt_hash }) }, "all of it"));
   async function load() {
-    const found = await api.get(api.run(key, `/prompts/${answer.prompt_hash}`));
+    const all = await api.get(api.run(key, `/prompts/${answer.prompt_hash}`));
+    const found = all.filter((entry) => entry.kind === answer.kind && entry.dataset === answer.dataset);
     if (found.length < 2) { fill(box, h("p", { class: "dim" }, "It occurred once so far.")); return; }
     const [first, last] = [found[0], found.at(-1)];
     fill(box, h("div", { class: "beforeafter" }, [first, last].map((entry) => h("div", {}, h("b", {}, `step ${entry.step} · mean reward ${num(entry.reward, 3)}`), h("pre", { class: "text mono" }, entry.response)))));

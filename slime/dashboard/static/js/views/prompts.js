@@ -25,7 +25,8 @@ export async function render(main, context) {
   }
   function one(run, groups) {
     if (!groups.length) return h("p", { class: "dim" }, `${run}: this prompt does not occur.`);
-    const boxes = [groups[0], groups.at(-1)].slice(0, groups.length);
+    const first = groups[0], last = groups.findLast((entry) => entry.kind === first.kind && entry.dataset === first.dataset);
+    const boxes = last === first ? [first] : [first, last];
     return [h("h2", {}, run),
       h("div", { class: "beforeafter" }, boxes.map((entry, i) => h("div", {}, h("h3", {}, `${i ? "After" : "Before"}: step ${entry.step}${entry.dataset ? `, ${entry.dataset}` : ""}`), h("p", {}, `mean reward ${num(entry.reward, 3)} of ${entry.samples}, best ${num(entry.best, 3)}, ${num(entry.length, 3)} tokens `, h("a", { href: link("samples", { runs: run, kind: entry.kind, step: entry.step, id: entry.id }) }, "open")), h("pre", { class: "text mono" }, entry.response)))),
       groups.length > 2 && h("details", {}, h("summary", {}, `all ${groups.length} times`), h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["Step", "Reward", "Tokens", "Became", "First answer"].map((name) => h("th", {}, name)))), h("tbody", {}, groups.map((entry) => h("tr", {}, h("td", {}, h("a", { href: link("samples", { runs: run, kind: entry.kind, step: entry.step, id: entry.id }) }, entry.step)), h("td", { class: "num" }, num(entry.reward, 3)), h("td", { class: "num" }, num(entry.length, 3)), h("td", {}, entry.outcome), h("td", {}, entry.response.slice(0, 200))))))))];

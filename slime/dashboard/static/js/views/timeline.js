@@ -8,7 +8,7 @@ import { csv, png } from "../export.js";
 import { tip } from "../tip.js";
 
 export const title = "Timeline";
-const ROW = 16, GAP = 8, LEFT = 92, HEAD = 22, MAX_ROWS = 40;
+const ROW = 16, GAP = 8, LEFT = 92, HEAD = 22, MAX_ROWS = 120;
 const LANES = {
   loop: "What the driver does: generate, train, push weights, save, evaluate, pause.",
   engines: "One bar for each answer while an engine writes it. Bars that lie below each other were written together.",
@@ -36,7 +36,7 @@ class Lanes {
     this.element = h("div", { class: "lanes", tabIndex: 0, role: "img", "aria-label": "Timeline. Plus and minus zoom, arrow keys move, 0 shows all; the table below holds the same.", onkeydown: (e) => this.key(e) }, this.canvas);
     this.start = found.start; this.end = found.end;
     let top = HEAD;
-    this.lanes = found.lanes.map((lane) => { const rows = Math.min(lane.rows, MAX_ROWS), place = { lane, top, rows }; top += rows * ROW + GAP; return place; });
+    this.lanes = found.lanes.map((lane) => { const rows = Math.min(lane.rows, MAX_ROWS), high = rows <= 12 ? ROW : Math.max(2, Math.min(8, Math.floor(200 / rows))), place = { lane, top, rows, high }; top += Math.max(ROW, rows * high) + GAP; return place; });
     this.height = top + 4;
     this.canvas.addEventListener("wheel", (e) => { if (e.ctrlKey || e.shiftKey) return; e.preventDefault(); this.zoom(e.deltaY > 0 ? 1.25 : 0.8, this.timeAt(e.offsetX)); }, { passive: false });
     this.canvas.addEventListener("pointerdown", (e) => { this.drag = { x: e.offsetX, start: this.start, end: this.end }; this.canvas.setPointerCapture(e.pointerId); });
@@ -75,8 +75,8 @@ class Lanes {
       return;
     }
     const time = this.timeAt(event.offsetX);
-    for (const { lane, top, rows } of this.lanes) {
-      const row = Math.floor((event.offsetY - top) / ROW);
+    for (const { lane, top, rows, high } of this.lanes) {
+      const row = Math.floor((event.offsetY - top) / high);
       if (row < 0 || row >= rows) continue;
       const near = ((this.end - this.start) / this.width) * 2;
       const span = lane.spans.find((s) => s.row === row && s.start - near <= time && s.end + near >= time);
@@ -98,14 +98,14 @@ class Lanes {
       pen.fillStyle = dim; pen.textAlign = i === ticks ? "right" : "left"; pen.fillText(duration(time - this.found.start), i === ticks ? x - 2 : x + 3, 9);
     }
     pen.textAlign = "left";
-    for (const { lane, top, rows } of this.lanes) {
+    for (const { lane, top, rows, high } of this.lanes) {
       pen.fillStyle = text; pen.fillText(lane.name, 6, top + 8, LEFT - 10);
       for (const span of lane.spans) {
         if (span.row >= rows || span.end < this.start || span.start > this.end) continue;
         const x = Math.max(LEFT, this.xAt(span.start)), end = Math.min(width, this.xAt(span.end));
         const fillColor = colorOf(span), wide = Math.max(1.5, end - x - 0.5);
-        pen.fillStyle = fillColor; pen.fillRect(x, top + span.row * ROW + 1, wide, ROW - 2);
-        if (wide > 46) { pen.fillStyle = bright(fillColor) ? "#111" : "#fff"; pen.fillText(span.name, x + 4, top + span.row * ROW + ROW / 2, wide - 8); }
+        pen.fillStyle = fillColor; pen.fillRect(x, top + span.row * high + 1, wide, high > 4 ? high - 2 : high - 0.5);
+        if (wide > 46 && high === ROW) { pen.fillStyle = bright(fillColor) ? "#111" : "#fff"; pen.fillText(span.name, x + 4, top + span.row * high + high / 2, wide - 8); }
       }
     }
   }
