@@ -68,6 +68,8 @@ def check_reward(args: Args) -> Iterator[Finding]:
 def _scores_answers(args: Args) -> bool:
     """Whether rollouts of our own code have rewards computed for the rows of --prompt-data."""
     generates = args.rollout_function_path in (DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC_ROLLOUT_FUNCTION)
+    if args.env is not None and not (args.custom_rm_path or args.rm_type):
+        return False  # the environment scores its episodes
     return generates and reads_prompts(args) and not args.multimodal_keys and not args.debug_train_only
 
 
