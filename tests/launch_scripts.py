@@ -279,6 +279,12 @@ SCRIPTS = {
     "engines that run already": job(
         "qwen3", "--rollout-external-engine-addrs 127.0.0.1:3000 http://127.0.0.1:3001", start=APART
     ),
+    "a trainer whose processes end while engines generate": job(
+        "qwen3",
+        "--release-train --update-weight-mode full --update-weight-transport disk "
+        "--update-weight-disk-dir ROOT/w",
+    ),
+    "a router that runs already": job("qwen3", "--sglang-router-ip 127.0.0.1 --sglang-router-port 30000"),
     "another family: linear attention": job("qwen3_next", "--qwen-gdn-backend fla"),
     "another family: experts of MiniMax": job("minimax_m2", "--moe-router-dtype fp32"),
     "a Hugging Face folder as reference and start": job("qwen3", "--ref-load ROOT/qwen3 --load ROOT/qwen3"),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime.arguments import Args
+from slime.cluster.release import TrainerRelease
 from slime.cluster.requests import Requests
 from slime.cluster.residency import GENERATE, TRAIN, Residency
 from slime.cluster.rollout_manager import Generated, RolloutManager
@@ -53,6 +54,7 @@ class Cluster:
     taken_up: dict[int, Generated]  # by rollout: what was in flight at the checkpoint
     timeline: Timeline
     requests: Requests
+    release: TrainerRelease | None = None  # --release-train; None: the trainer's processes stay
     plan: RunPlan | None = None  # what a look before the start predicted
     stopped: str | None = None  # why the loop ended early, on request
     _pushes_at_training: int = 0  # what a checkpoint of the trained weights says
@@ -82,6 +84,8 @@ class Cluster:
     def train(self, rollout_id: int, batch: RolloutBatch | None) -> None:
         self.requests.before_training(self, rollout_id)
         with self.residency.phase(TRAIN), self.timeline.doing("training", rollout_id):
+            if self.release is not None and self.release.come_back():
+                self.requests.tell_again(self)
             report = self.trainer.train(rollout_id, batch)
         self.rollout.call_control(RolloutManager.note_trained, rollout_id)
         self._pushes_at_training = self.weight_push.num_pushes if self.weight_push is not None else 0
@@ -120,6 +124,8 @@ class Cluster:
             metrics = self.weight_push.push()
         if metrics:
             self._log(metrics, "rollout", rollout_id)
+        if self.release is not None and rollout_id < self.schedule.num_rollout:
+            self.release.leave()
 
     def evaluate(self, rollout_id: int) -> None:
         with self.residency.phase(GENERATE), self.timeline.doing("evaluating", rollout_id):
@@ -135,6 +141,8 @@ class Cluster:
         manifest = Manifest(rollout_id, self.run.run_id, self._pushes_at_training)
         with self.timeline.doing("saving", rollout_id):
             seconds = self.saver.save(manifest, rollout.cursor, in_flight, wait=not self.args.async_save)
+        if self.release is not None:
+            self.release.saved(rollout_id)
         self._log({"perf/save_model_time": seconds}, "rollout", rollout_id)
 
     def end_step(

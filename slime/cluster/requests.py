@@ -97,6 +97,11 @@ class Requests:
         for _, name, value in due:
             cluster.trainer.ranks.call(TrainActor.change_setting, name, value)
 
+    def tell_again(self, cluster: Cluster) -> None:
+        """New processes of the trainer began with the flags: they learn what was changed since."""
+        for name, value in self._current.items():
+            cluster.trainer.ranks.call(TrainActor.change_setting, name, value)
+
     def take_up(self, cluster: Cluster) -> None:
         """A run that goes on has the settings that were changed before, unless its flags are other now."""
         record = read_run(cluster.run.run_dir)
@@ -166,6 +171,8 @@ class Requests:
             args.partial_rollout or "fully_async" in args.rollout_function_path
         ):
             raise Refused("groups in flight have tokens of the old temperature, which the trainer must know")
+        if setting == "rollout_temperature" and args.release_train:
+            raise Refused("with --release-train it is part of what a run begins with")
         before = self._current.get(setting, getattr(args, setting))
         self._change(cluster, setting, value, rollout_id, in_flight)
         old = f"{before:g}" if isinstance(before, (int, float)) else "as --eps-clip"

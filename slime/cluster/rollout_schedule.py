@@ -40,6 +40,8 @@ class RolloutSchedule:
         """With --save the last rollout is always saved, whatever the interval."""
         if self.args.save is None:
             return False
+        if self.args.release_train:  # what the next processes of the trainer begin from
+            return True
         return rollout_id == self.num_rollout - 1 or should_run_periodic_action(
             rollout_id, self.args.save_interval, self.num_rollout_per_epoch, self.num_rollout
         )

@@ -15,12 +15,12 @@ from typing import Any
 
 from slime.arguments import Args, explain_batch
 from slime.arguments.groups.objectives import SUPERVISED_LOSSES
-from slime.catalog.transports import TRANSPORTS
 from slime.cluster.checkpoint import resolve_load, rollout_state
 from slime.cluster.closing import Closing
 from slime.cluster.cluster import Cluster
 from slime.cluster.in_flight import read_in_flight, tell_differences
 from slime.cluster.published import Models
+from slime.cluster.release import TrainerRelease
 from slime.cluster.requests import Requests
 from slime.cluster.residency import Residency
 from slime.cluster.rollout_manager import Generated, RolloutFacts, RolloutProcess
@@ -173,8 +173,20 @@ def _start(
         both: list[Future[object]] = [rollout, loading]
         gather(both)  # the first failure ends the wait
     facts, trainer = rollout.result(), loading.result()
-    if args.num_rollout is None:
-        trainer.ranks.call(TrainActor.expect_rollouts, facts.num_rollout)
+
+    def expect_rollouts() -> None:
+        if args.num_rollout is None:
+            trainer.ranks.call(TrainActor.expect_rollouts, facts.num_rollout)
+
+    expect_rollouts()
+    push = _open_push(args, run, placement, facts, trainer.ranks, engines, residency, beginning.num_pushes)
+
+    def prepare_again() -> None:
+        expect_rollouts()
+        assert isinstance(push, WeightPush), "the rules ask for engines and a trainer"
+        push.open_senders()
+
+    release = TrainerRelease(args, ranks, folder, prepare_again) if args.release_train else None
     manager = process.part(RolloutProcess.manager)
     recording = process.part(RolloutProcess.recording) if args.record_max_mib else None
     return Cluster(
@@ -184,7 +196,7 @@ def _start(
         manager,
         trainer,
         residency,
-        _open_push(args, run, placement, facts, trainer.ranks, engines, residency, beginning.num_pushes),
+        push,
         Saver(Path(args.save), args.save_hf, args.keep_last_n, trainer.ranks, manager, models)
         if args.save
         else None,
@@ -194,6 +206,7 @@ def _start(
         beginning.taken_up,
         Timeline(recording),
         Requests(recording),
+        release,
     )
 
 
@@ -289,12 +302,12 @@ def _open_push(
         else choose_transport(args.update_weight_transport, facts.transports, site, args.update_weight_mode)
     )
     logger.info("weights travel by %s", transport)
-    ranks.call(TrainActor.open_sender, transport, facts.engine_urls)
     # Engines get the precision that the trainer computes in; None: that of the master weights.
     half = args.dtype == "bfloat16" or (args.dtype == "auto" and has_bfloat16())
-    live = TRANSPORTS[transport].live
     return WeightPush(
-        ranks, engines, residency, run.pushes_as, "bfloat16" if half else None, num_done, live=live
+        *(ranks, engines, residency, run.pushes_as, "bfloat16" if half else None, num_done),
+        transport=transport,
+        engine_urls=facts.engine_urls,
     )
 
 

@@ -7,6 +7,7 @@ import datetime
 import logging
 import resource
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -81,6 +82,14 @@ class RankProcess:
     def actor(self) -> TrainActor:
         assert self._actor is not None, "the rank is not loaded"
         return self._actor
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Of a rank. `version`: of its weights; None: engines never got any."""
+
+    version: int | None
+    agreement: Agreement
 
 
 class TrainActor:
@@ -184,6 +193,13 @@ class TrainActor:
         """Engines sample with these weights as version `number`, or did so in the run that is replayed."""
         if self._kept is not None:
             self._kept.note_push(number)
+
+    def memory(self) -> Memory:
+        """What a checkpoint does not hold, for the process that takes this one's place."""
+        return Memory(self._version, self._agreement)
+
+    def remember(self, memory: Memory) -> None:
+        self._version, self._agreement = memory.version, memory.agreement
 
     # -- checkpoints and memory
 

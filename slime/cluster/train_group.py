@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Concatenate, Generic
 
@@ -13,7 +14,7 @@ from slime.backends.base import Layout
 from slime.batch.split import split_for_ranks
 from slime.cluster.train_actor import RankProcess, TrainActor
 from slime.observability import phases
-from slime.runtime.base import Future, Handle, P, R, Runtime, S, T, WorkerSpec, gather
+from slime.runtime.base import Future, Handle, P, R, Renewable, Runtime, S, T, WorkerSpec, gather
 from slime.runtime.placement import Slot
 from slime.step.metrics import StepReport
 from slime.utils.checksums import FileRecord, find_damage
@@ -25,11 +26,18 @@ from slime.utils.types import RolloutBatch
 _START_DEADLINE_S = 1800.0
 
 
+@dataclass(slots=True)
+class Presence:
+    """`away`: the trainer's processes have ended and will be back (--release-train); calls find nobody."""
+
+    away: bool = False
+
+
 class Ranks(Generic[T]):
     """The same object on every trainer rank, called on all at once; the first failure ends the call."""
 
-    def __init__(self, handles: Sequence[Handle[T]]):
-        self.handles = list(handles)
+    def __init__(self, handles: Sequence[Handle[T]], presence: Presence | None = None):
+        self.handles, self._presence = list(handles), presence or Presence()
 
     def call(self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """The answers of all ranks; none in a run that does not train."""
@@ -38,10 +46,11 @@ class Ranks(Generic[T]):
     def begin(
         self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> list[Future[R]]:
-        return [handle.call(method, *args, **kwargs) for handle in self.handles]
+        handles = [] if self._presence.away else self.handles
+        return [handle.call(method, *args, **kwargs) for handle in handles]
 
     def part(self, owner: Callable[[T], S]) -> Ranks[S]:
-        return Ranks([handle.part(owner) for handle in self.handles])
+        return Ranks([handle.part(owner) for handle in self.handles], self._presence)
 
 
 class RankProcesses:
@@ -51,19 +60,15 @@ class RankProcesses:
         self._args, self._runtime = args, runtime
         env = {**thread_environment(_threads(args, slots)), **network_environment(run.host)}
         env |= {name: str(value) for name, value in (args.train_env_vars or {}).items()}
-        self._processes = Ranks(
-            [
-                runtime.spawn(
-                    WorkerSpec(f"trainer-{rank}", slot=slot, env=env),
-                    RankProcess,
-                    args,
-                    run,
-                    rank,
-                    len(slots),
-                )
-                for rank, slot in enumerate(slots)
-            ]
-        )
+        self._presence = Presence()
+
+        def spawn(rank: int, settings: Args) -> Handle[RankProcess]:
+            spec = WorkerSpec(f"trainer-{rank}", slot=slots[rank], env=env)
+            return runtime.spawn(spec, RankProcess, settings, run, rank, len(slots))
+
+        self._spawn = spawn
+        self._renewable = [Renewable(spawn(rank, args)) for rank in range(len(slots))]
+        self._processes = Ranks(self._renewable, self._presence)
         self._loaded: list[Future[bool]] = []  # one for each rank, once `load` is called
 
     def find_damage(self, folder: Path, files: Mapping[str, FileRecord]) -> list[str]:
@@ -91,14 +96,34 @@ class RankProcesses:
         layouts: list[Layout] = []
         if self._processes.handles:
             with phases.starting("trainer"):
-                self._loaded = self._processes.begin(RankProcess.is_loaded)
-                gather(self._loaded, _START_DEADLINE_S)
-                port = self._processes.handles[0].call(RankProcess.open_store).result(_START_DEADLINE_S)
+                port = self._meet()
             with phases.starting("model") as told:
-                loading = self._processes.begin(RankProcess.load, port, checkpoint)
-                layouts = gather(loading, _START_DEADLINE_S)
+                layouts = gather(self._processes.begin(RankProcess.load, port, checkpoint), _START_DEADLINE_S)
                 told.note = f"from {checkpoint or self._args.hf_checkpoint}"
         return TrainGroup(self._args, self._runtime, self.actors, layouts)
+
+    def _meet(self) -> int:
+        """Waits for the processes; returns the port where they join each other."""
+        self._loaded = self._processes.begin(RankProcess.is_loaded)
+        gather(self._loaded, _START_DEADLINE_S)
+        return self._processes.handles[0].call(RankProcess.open_store).result(_START_DEADLINE_S)
+
+    @property
+    def away(self) -> bool:
+        return self._presence.away
+
+    def end(self) -> None:
+        """The processes end, and give back all memory; calls find nobody until `begin_again`."""
+        self._presence.away = True
+        for handle in self._renewable:
+            handle.kill()
+
+    def begin_again(self, settings: Args, checkpoint: Path | None) -> None:
+        """New processes take the places of those that ended, with what the checkpoint holds."""
+        for rank, handle in enumerate(self._renewable):
+            handle.renew(self._spawn(rank, settings))
+        self._presence.away = False
+        gather(self._processes.begin(RankProcess.load, self._meet(), checkpoint), _START_DEADLINE_S)
 
     def describe(self) -> str:
         """How far `load` is."""

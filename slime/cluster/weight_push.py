@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from slime.catalog.transports import TRANSPORTS
 from slime.cluster.rank_sender import RankSender
 from slime.cluster.residency import SYNC, Residency
 from slime.cluster.serving.engine_weights import EngineWeights
@@ -25,12 +26,19 @@ class WeightPush:
         dtype: str | None,
         done: int = 0,
         *,
-        live: bool = False,
+        transport: str,
+        engine_urls: tuple[str, ...],
     ):
         self._ranks, self._engines, self._residency = ranks, engines, residency
+        self._transport, self._engine_urls = transport, engine_urls
         self._senders = ranks.part(TrainActor.sender)
-        self._run_id, self._dtype, self._live = run_id, dtype, live
+        self._run_id, self._dtype, self._live = run_id, dtype, TRANSPORTS[transport].live
         self.num_pushes = done
+        self.open_senders()
+
+    def open_senders(self) -> None:
+        """The ranks learn how weights travel, and to whom."""
+        self._ranks.call(TrainActor.open_sender, self._transport, self._engine_urls)
 
     def push(self) -> dict[str, float]:
         started = time.monotonic()

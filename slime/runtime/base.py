@@ -110,6 +110,22 @@ class _Part(Handle[S]):
         self._whole.kill()
 
 
+class Renewable(Handle[T]):
+    """An object that may be made anew in another process; whoever holds the handle need not know."""
+
+    def __init__(self, current: Handle[T]):
+        self.name, self._current = current.name, current
+
+    def send(self, lane: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
+        return self._current.send(lane, method, args, kwargs)
+
+    def kill(self) -> None:
+        self._current.kill()
+
+    def renew(self, current: Handle[T]) -> None:
+        self._current = current
+
+
 class Ref(Protocol[R_co]):
     """A value that any process of the run can load."""
 

@@ -58,6 +58,7 @@ class DiskSender:
             write_index(self._staging, self._index, self._nbytes, version=version)
             copy_config(self._options, self._staging)
         target = self._target(version)
+        self._written = self._written or self._left_by_another(version)
         shutil.rmtree(target, ignore_errors=True)
         self._staging.rename(target)
         parcel = Parcel(version, self.transport, len(self._index), self._nbytes, None, target, written=target)
@@ -68,6 +69,16 @@ class DiskSender:
                 shutil.rmtree(old, ignore_errors=True)
             del self._written[:-_KEEP]
         return parcel
+
+    def _left_by_another(self, version: str) -> list[Path]:
+        """Earlier versions of this run, in order, of a sender whose process has ended."""
+        run, _, number = version.rpartition(":")
+        found = {
+            int(path.name.rpartition("-")[2]): path
+            for path in self._folder.glob(f"{self._target(f'{run}:').name}*")
+            if path.name.rpartition("-")[2].isdecimal()
+        }
+        return [found[n] for n in sorted(found) if number.isdecimal() and n < int(number)]
 
     def _forget(self) -> None:
         """The next bucket is the first of a version."""

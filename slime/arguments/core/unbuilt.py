@@ -61,7 +61,6 @@ IDLE_FLAGS = {
     "a checkpoint brings its place in the schedule, and the command line the rates": """
         override-opt-param-scheduler use-checkpoint-opt-param-scheduler""",
     "--wandb-team, --wandb-group and --wandb-dir say it": "wandb-entity wandb-exp-name wandb-save-dir",
-    "the trainer's processes stay; --offload-train gives their device memory back": "release-train",
     "--use-pytorch-profiler records steps": "profile",
     "code that comes with a model is not run": "trust-remote-code",
 }

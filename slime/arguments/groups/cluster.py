@@ -29,6 +29,11 @@ class ClusterFlags:
     offload: bool = flag(False, "same as --offload-train --offload-rollout")
     offload_train: bool | None = flag(None, "move the trainer off the device while engines generate")
     offload_rollout: bool | None = flag(None, "release engine memory while the trainer works")
+    release_train: bool = flag(
+        False,
+        "end the trainer's processes while engines generate, which frees host memory too, and start them "
+        "again from the checkpoint of the rollout before; needs --save",
+    )
     distributed_backend: str | None = flag(
         None, "torch.distributed backend; default: nccl on GPUs, gloo on CPU", choices=("nccl", "gloo")
     )
@@ -46,6 +51,37 @@ class ClusterFlags:
         None, "CPU threads of each trainer rank; default: a share of the cores", ge=1
     )
     engine_threads: int | None = flag(None, "CPU threads of each engine; default: a share of the cores", ge=1)
+
+
+def release_train(draft: Draft) -> None:
+    """What an ended process leaves must be on disk: a checkpoint of every rollout, and the weights."""
+    if not draft.release_train:
+        return
+    if draft.debug_train_only or draft.debug_rollout_only:
+        draft.idle.append("--release-train is set, but only one side runs in this debug mode.")
+        draft.derive("release_train", False, "only one side runs in this debug mode")
+        return
+    needs = [
+        (draft.save is not None, "starts the trainer again from checkpoints; add --save DIR"),
+        (not draft.no_save_optim, "needs the optimizer in checkpoints; remove --no-save-optim"),
+        (draft.update_weight_mode == "full", "needs whole weights on disk; use --update-weight-mode full"),
+        (
+            draft.update_weight_transport in ("auto", "disk"),
+            "leaves nobody to send weights to an engine that comes late; use --update-weight-transport disk",
+        ),
+        (draft.update_weights_interval == 1, "pushes after every rollout; remove --update-weights-interval"),
+    ]
+    for holds, why in needs:
+        if not holds:
+            raise ValueError(f"--release-train {why}.")
+    if draft.update_weight_transport == "auto":
+        draft.derive("update_weight_transport", "disk", "release_train")
+    if draft.update_weight_disk_dir is None:
+        draft.derive("update_weight_disk_dir", f"{draft.save.rstrip('/')}/weights", "release_train: in save")
+    if draft.async_save:
+        draft.idle.append("--async-save is set, but --release-train waits for each checkpoint.")
+        draft.derive("async_save", False, "release_train")
+    draft.derive("offload_train", False, "release_train: its processes end")
 
 
 def devices(draft: Draft) -> None:
