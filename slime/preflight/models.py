@@ -7,6 +7,7 @@ from typing import Any
 
 from slime.agent.rendering import Renderer
 from slime.arguments import Args
+from slime.backends.families import COMPUTED_AS
 from slime.preflight.report import Finding, error_of
 from slime.rollout.prompt_formats import is_conversation
 from slime.utils.model_config import read_config, vocabulary_of
@@ -57,7 +58,7 @@ def _check_config(model: str) -> Iterator[Finding]:
     if not kind:
         text = f"{model}/config.json names no model_type; it is no configuration of a language model."
         yield Finding("error", FLAG, text)
-    elif kind not in CONFIG_MAPPING and "auto_map" not in config:
+    elif kind not in CONFIG_MAPPING and kind not in COMPUTED_AS and "auto_map" not in config:
         text = f"{model}: transformers {__version__} knows no model_type {kind!r}; install a newer one."
         yield Finding("error", FLAG, text)
 

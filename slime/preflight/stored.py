@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.arguments import Args
+from slime.backends.families import COMPUTED_AS, register_configs
 from slime.backends.torch_dist.pieces import UnknownLayout, stored_tensors, why_incomplete
 from slime.backends.torch_dist.reading import TorchDistFolder
 from slime.catalog.engines import ENGINES
@@ -53,6 +54,8 @@ def check_served(args: Args) -> Iterator[Finding]:
     for model in args.engine_topology.models if path is not None else ():
         config = _config(model.model_path) if model.num_engines else None
         why = load_function(path)(config) if path is not None and config is not None else None
+        if config is not None and config.model_type in COMPUTED_AS:
+            why = f"transformers has no model of type {config.model_type}; use --rollout-engine sglang"
         if why is not None:
             yield Finding("error", "--rollout-engine", f"{model.model_path}: {why}.")
 
@@ -70,9 +73,7 @@ def _config(model: str | None) -> Any:
         return None
     from transformers import AutoConfig
 
-    from slime.backends.families.mimo import register_config
-
-    register_config()
+    register_configs()
     try:
         return AutoConfig.from_pretrained(model).get_text_config()
     except (ValueError, KeyError, OSError):

@@ -74,6 +74,10 @@ def test_a_model_that_the_embedded_engine_cannot_serve_is_told_before_it_starts(
     assert "a qwen3_next has linear_attention layers and cannot run on the embedded engine's" in text
     assert "use --rollout-engine sglang" in text
     assert not list(check_served(parse(hf_checkpoint=str(model), rollout_engine="embedded")))
+    (tmp_path / "kimi").mkdir()
+    (tmp_path / "kimi" / "config.json").write_text('{"model_type": "kimi_k2"}')
+    (text,) = map(str, check_served(parse(hf_checkpoint=f"{tmp_path}/kimi", rollout_engine="embedded")))
+    assert "transformers has no model of type kimi_k2; use --rollout-engine sglang" in text
     alone = {"debug_train_only": True, "rollout_function_path": "a.b"}
     assert not list(check_served(parse(hf_checkpoint=str(tmp_path), rollout_engine="embedded", **alone)))
 

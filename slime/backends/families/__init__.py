@@ -2,15 +2,25 @@
 
 from typing import Any
 
-from slime.backends.families import deepseek_v3, glm4, glm4_moe, llama, mimo, qwen2, qwen3, qwen3_moe
+from slime.backends.families import deepseek_v3, glm4, glm4_moe, kimi_k2, llama, mimo, qwen2, qwen3, qwen3_moe
 from slime.backends.families.base import Dims, Family
 from slime.catalog.backends import BACKENDS
 
 FAMILIES: dict[str, Family] = {
     module.FAMILY.model_type: module.FAMILY
-    for module in (llama, qwen2, qwen3, qwen3_moe, glm4, glm4_moe, deepseek_v3, mimo)
+    for module in (llama, qwen2, qwen3, qwen3_moe, glm4, glm4_moe, deepseek_v3, mimo, kimi_k2)
 }
 assert tuple(FAMILIES) == BACKENDS["megatron"].families, "the trainer's row names other families"
+
+
+# Types that transformers has no model of -> what it computes from the same tensors.
+COMPUTED_AS = {module.MODEL_TYPE: module.COMPUTED_AS for module in (mimo, kimi_k2)}
+
+
+def register_configs() -> None:
+    """Let transformers read configs of these types in this process."""
+    for module in (mimo, kimi_k2):
+        module.register_config()
 
 
 # Types that are asked for and cannot be built, and what is missing.

@@ -16,8 +16,7 @@ from torch import nn
 
 from slime.arguments import Args
 from slime.arguments.passthrough.megatron import MODEL_FACTS
-from slime.backends.families import family_of, num_mtp_heads
-from slime.backends.families.mimo import register_config
+from slime.backends.families import family_of, num_mtp_heads, register_configs
 from slime.backends.megatron.mla import MLAConfig
 
 # Fields of TransformerConfig that change what a layer computes and that none of these models uses: our
@@ -53,7 +52,7 @@ def read_hf_config(path: str) -> Any:
     # Heavy import, only needed where a model is built.
     from transformers import AutoConfig
 
-    register_config()
+    register_configs()
     config = AutoConfig.from_pretrained(path)
     family_of(config)  # before the general check: it can say more about a type that is not built
     _refuse_unsupported(config)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from slime.backends.families import family_of, mimo
+from slime.backends.families import COMPUTED_AS, family_of, register_configs
 from slime.backends.fsdp.hf_export import hub_shapes, in_buckets
 from slime.backends.shared import hf_folder
 from slime.backends.torch_dist.reading import TorchDistFolder, check_fit
@@ -52,7 +52,7 @@ def _config_of(source: Path) -> Any:
     from transformers import AutoConfig
 
     need_model(source)
-    mimo.register_config()
+    register_configs()
     config = AutoConfig.from_pretrained(source)
     try:
         family_of(config)
@@ -64,11 +64,11 @@ def _config_of(source: Path) -> Any:
 
 
 def _shapes_of(config: Any) -> dict[str, torch.Size]:
-    if config.model_type == mimo.MODEL_TYPE:
+    if config.model_type in COMPUTED_AS:
         # Heavy import, only needed here.
         from transformers import AutoConfig
 
-        config = AutoConfig.for_model(
-            mimo.COMPUTED_AS, **{k: v for k, v in config.to_dict().items() if k != "model_type"}
-        )
+        computed_as = COMPUTED_AS[config.model_type]
+        values = {name: value for name, value in config.to_dict().items() if name != "model_type"}
+        config = AutoConfig.for_model(computed_as, **values)
     return hub_shapes(config)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from slime.arguments import default_args
 from slime.backends.base import TrainBackend
-from slime.backends.families import mimo
+from slime.backends.families import register_configs
 from slime.backends.shared.trainer_folder import MANIFEST, is_checkpoint
 from slime.catalog.backends import BACKENDS, DEFAULT_BACKEND
 from slime.cluster.checkpoint import write_checkpoint
@@ -99,7 +99,7 @@ def _trainer(kind: str, source: Path) -> Iterator[TrainBackend]:
     # Heavy import, only needed here.
     from transformers import AutoConfig
 
-    mimo.register_config()
+    register_configs()
     config = AutoConfig.from_pretrained(source)
     in_16_bit = BACKENDS[kind].weights_in_dtype and config.dtype == torch.bfloat16
     args = default_args(
