@@ -18,6 +18,7 @@ QUICK = {
     "--output-tokens 8 --rounds 1",
     "weight_push": "--bucket-mib 1 --pushes 1",
     "record_overhead": "--steps 2",
+    "ledger_overhead": "--steps 2",
 }
 SLOW = {
     "colocated_grpo": "--steps 2 --prompts 2 --output-tokens 8",

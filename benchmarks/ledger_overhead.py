@@ -1,0 +1,104 @@
+"""What does the ledger cost, of a training step?
+
+    python benchmarks/ledger_overhead.py              # beside the step of the SmolLM2 quick start
+    python benchmarks/ledger_overhead.py --large      # 256 answers of 4,096 tokens, beside a step of a minute
+
+All events of a step and whole samples and batches as they are kept until a checkpoint covers them, until they
+lie in record.db, for each --record-sync. CPU seconds of the process, and the seconds that the disk kept it
+waiting. Goals: 3% of a quick-start step, 1% of one with 4B parameters.
+"""
+
+import argparse
+import json
+import random
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from record_overhead import STEP_S, _sample, cpu_seconds
+
+from slime.record import RECORD_FILE, RecordWriter
+from slime.rollout.groups import without_response
+from slime.rollout.ledger import Ledger
+
+LARGE_STEP_S = 60.0
+
+
+def make_groups(step: int, prompts: int, copies: int, tokens: int) -> list:
+    draw = random.Random(step)
+    groups = [[_sample(draw, step * prompts + g, c) for c in range(copies)] for g in range(prompts)]
+    for group in groups:
+        for sample in group:
+            sample.index = sample.group_index * copies + sample.index % copies
+            if tokens > sample.response_length:
+                sample.tokens = sample.tokens[:45] + [draw.randrange(150_000) for _ in range(tokens)]
+                sample.rollout_log_probs = [-draw.random() for _ in range(tokens)]
+                sample.loss_mask, sample.response_length = [1] * tokens, tokens
+    return groups
+
+
+def batch_of(groups: list) -> dict:
+    samples = [sample for group in groups for sample in group]
+    return {
+        "tokens": [torch.tensor(s.tokens) for s in samples],
+        "loss_masks": [torch.tensor(s.loss_mask, dtype=torch.int32) for s in samples],
+        "rollout_log_probs": [torch.tensor(s.rollout_log_probs) for s in samples],
+        "rewards": [s.reward for s in samples],
+    }
+
+
+def play(folder: Path, sync: str, steps: list) -> None:
+    """The events of all steps, as the rollout side reports them."""
+    writer = RecordWriter(folder / f"{sync}-{RECORD_FILE}", "run", 1 << 32, sync=sync, keeps_uncommitted=True)
+    ledger = Ledger(writer, "settings")
+    ledger.resumed(-1, -1)
+    for number, (groups, origins, batch) in enumerate(steps):
+        ledger.begin(number, "run:1")
+        ledger.issued(groups, from_buffer=False)
+        for group, before in zip(groups, origins, strict=True):
+            for sample, origin in zip(group, before, strict=True):
+                ledger.finished(origin, sample)
+        ledger.consumed(groups, "trained")
+        ledger.cut(number)
+        ledger.made(number, {"batch": batch, "cursor": {}, "metrics": {}, "num_samples": 0})
+        ledger.trained(number)
+        if number % 5 == 4:
+            ledger.committed(number)
+    writer.close()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--large", action="store_true", help="256 answers of 4,096 tokens")
+    parser.add_argument("--steps", type=int, help="default: 50, or 4 large ones")
+    parser.add_argument("--json", type=Path, default=Path("benchmarks/results/ledger_overhead.json"))
+    options = parser.parse_args()
+    shape = (32, 8, 4096) if options.large else (6, 8, 30)
+    count = options.steps or (4 if options.large else 50)
+    whole, goal = (LARGE_STEP_S, 0.01) if options.large else (STEP_S, 0.03)
+    steps = []
+    for number in range(count):
+        groups = make_groups(number, *shape)
+        origins = [[without_response(sample) for sample in group] for group in groups]
+        steps.append((groups, origins, batch_of(groups)))
+    shares = {}
+    print(f"of a step of {whole:.2f} s with {shape[0] * shape[1]} answers of {shape[2]} tokens")
+    for sync in ("off", "step", "always"):
+        with tempfile.TemporaryDirectory(dir=".") as folder:  # a disk, where /tmp may be memory
+            began = time.monotonic()
+            cpu = cpu_seconds(lambda: play(Path(folder), sync, steps)) / count  # noqa: B023 - called here
+            wall = (time.monotonic() - began) / count
+            size = sum(file.stat().st_size for file in Path(folder).iterdir()) / count
+        shares[sync] = cpu / whole
+        print(f"  --record-sync {sync:7s} {1e3 * cpu:8.2f} ms CPU {shares[sync]:7.3%}   "
+              f"{1e3 * wall:8.2f} ms until written   {size / 1024:.0f} KiB")  # fmt: skip
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps({"step": whole, "goal": goal, "shares": shares}, indent=1))
+    return 0 if max(shares.values()) <= goal else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
