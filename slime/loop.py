@@ -9,6 +9,7 @@ def train(args: Args) -> None:
     with open_cluster(args) as cluster:  # engines, data source, trainer ranks
         schedule = cluster.schedule
         cluster.push_weights(schedule.start)
+        cluster.evaluate_what_was_missed()
         if schedule.eval_only:
             cluster.evaluate(0)
         for rollout_id in schedule:

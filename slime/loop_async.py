@@ -16,6 +16,7 @@ def train(args: Args) -> None:
     with open_cluster(args, overlapped=True) as cluster:
         schedule = cluster.schedule
         cluster.push_weights(schedule.start)
+        cluster.evaluate_what_was_missed()
         # After a resume: the rollout that was in flight when the checkpoint was written.
         in_flight = cluster.begin_generate(schedule.start) if schedule.has_next(schedule.start - 1) else None
         for rollout_id in schedule:

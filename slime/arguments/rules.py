@@ -36,6 +36,7 @@ from slime.arguments.groups.rewards import reward_shaping, rewards
 from slime.arguments.groups.roles import critic_role
 from slime.arguments.groups.rollout import context_length, fully_async_rollout, over_sampling, sampling
 from slime.arguments.groups.run import (
+    auto_resume,
     check_paths_exist,
     debug_modes,
     dumps_and_assertions,
@@ -99,6 +100,7 @@ RULES: tuple[Rule, ...] = (
     model_parallel_sizes,
     profiling,
     critic_role,
+    auto_resume,
     run_folder,
     check_paths_exist,
     tell_idle_flags,

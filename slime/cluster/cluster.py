@@ -16,6 +16,7 @@ from slime.cluster.requests import Requests
 from slime.cluster.residency import GENERATE, TRAIN, Residency
 from slime.cluster.rollout_manager import Generated, RolloutManager
 from slime.cluster.rollout_schedule import RolloutSchedule
+from slime.cluster.run_ledger import was_evaluated
 from slime.cluster.saving import Saver
 from slime.cluster.timeline import Timeline
 from slime.cluster.train_actor import TrainActor
@@ -134,6 +135,14 @@ class Cluster:
         scores = [f"eval/{dataset.name}" for dataset in self.args.eval_datasets]
         _tell("eval    %d: %s", rollout_id, _headline(metrics, scores))
         self._log(metrics, "eval", rollout_id)
+
+    def evaluate_what_was_missed(self) -> None:
+        """The evaluation after the checkpoint's step, where the run was killed between the two."""
+        last = self.schedule.start - 1
+        if self.run.num_starts == 1 or last < 0 or not self.schedule.eval_after(last):
+            return
+        if not was_evaluated(self.run, last):
+            self.evaluate(last)
 
     def save(self, rollout_id: int, rollout: Generated, in_flight: Future[Generated] | None = None) -> None:
         """A checkpoint after `rollout` was trained; the next one is part of it where it is in flight."""

@@ -178,6 +178,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     def __init__(self, args: PluginArgs, journal: Journal | None = None):
         super().__init__(args, journal)
         self.buffer: list[Group] = []
+        self.num_held = 0  # at its front after a resume: what a pool of groups in flight held
         self.buffer_filter = (
             pop_first if args.buffer_filter_path is None else load_function(args.buffer_filter_path)
         )
@@ -226,11 +227,13 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         state = super().state_dict()
         if "counts" in state and held:
             state["counts"]["returned"] = state["counts"].get("returned", 0) + len(held)
-        return {**state, "buffer": [group_to_plain(group) for group in (*held, *self.buffer)]}
+        buffer = [group_to_plain(group) for group in (*held, *self.buffer)]
+        return {**state, "buffer": buffer, "num_held": len(held)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.buffer = [group_from_plain(group) for group in state.get("buffer", [])]
+        self.num_held = state.get("num_held", 0)
 
 
 def take_groups(data_source: Any, args: PluginArgs, num_groups: int) -> list[Group]:

@@ -6,6 +6,10 @@ A call takes the oldest finished groups out of the pool; the pool fills itself u
 old a trained token may be (--max-weight-staleness, counted in weight pushes): no more groups are started than
 the rollouts within that bound can use, and a group that became older all the same is generated again.
 Everything runs on the process's one loop; the data source is only touched there while the pool is open.
+
+With --deterministic-mode nothing depends on timing: groups are decided in the order they were started, as
+many start as the bound allows whatever is busy, and a rollout ends when all of them are finished, so that
+each is made by the weights it began with. Generation and training still overlap in train_async.py.
 """
 
 import asyncio
@@ -85,7 +89,17 @@ class AsyncRolloutWorker:
         rollouts = min(args.max_weight_staleness * args.update_weights_interval, after_this)
         held = len(self.tickets)
         allowed = rollouts * size - held + (size - self.num_kept if self._collecting else 0)
+        if args.deterministic_mode:
+            return allowed  # requests wait for their turn before the engines
         return min(allowed, self.concurrency - self.num_in_flight)
+
+    def take_up_held(self) -> None:
+        """The groups that the pool held at the checkpoint are in it again, and are not counted as issued."""
+        num_held = min(getattr(self.data_source, "num_held", 0), len(getattr(self.data_source, "buffer", ())))
+        if num_held:
+            self.data_source.num_held = 0
+            for group in take_groups(self.data_source, self.args, num_held):
+                self._start(group)
 
     def fill(self) -> None:
         """Start groups, those that came back to the buffer first, until there is no room."""
@@ -141,16 +155,26 @@ class AsyncRolloutWorker:
         self._collecting = True
 
     async def next_done(self) -> Ticket:
-        """The oldest ticket that is done."""
+        """The oldest ticket that is done; in deterministic mode the oldest, when it is done."""
         while True:
             self._news.clear()
-            while self._done:
+            if self.args.deterministic_mode:
+                oldest = next(iter(self.tickets.values()), None)
+                if oldest is not None and oldest.task.done():
+                    return oldest
+            while self._done and not self.args.deterministic_mode:
                 number = heapq.heappop(self._done)
                 if number in self.tickets:
                     return self.tickets[number]
             if not self.tickets:
                 raise RunStopped("the data source gave no groups: let get_samples go on with a new epoch.")
             await self._news.wait()
+
+    async def all_done(self) -> None:
+        """Until nothing is in flight: weights may change then, and every group is of one version."""
+        tasks = [ticket.task for ticket in self.tickets.values()]
+        if tasks:
+            await asyncio.wait(tasks)
 
     def expired(self) -> list[Ticket]:
         """In flight since before the bound: whatever they end with, their first tokens are too old."""
@@ -184,8 +208,9 @@ class AsyncRolloutWorker:
         cursor = self._cursor()
         if (durable := ledger.current()) is not None:
             durable.cut(self.rollout_id)  # what is started from here on belongs to later rollouts
-        self._paused = False
-        self.fill()
+        if not self.args.deterministic_mode:  # there it goes on with the next rollout
+            self._paused = False
+            self.fill()
         return cursor
 
     def held(self) -> list[Group]:
@@ -230,10 +255,6 @@ def _check(args: PluginArgs, data_source: Any) -> None:
     name = "--rollout-function-path ...generate_rollout_fully_async"
     if args.colocate:
         raise ValueError(f"{name} with --colocate: engines that give up the device cannot go on generating.")
-    if args.deterministic_mode:
-        raise ValueError(
-            f"{name} with --deterministic-mode: which weights make a token depends on timing there."
-        )
     if args.partial_rollout:
         raise ValueError(
             f"{name} with --partial-rollout: nothing is cut off, so nothing is continued; remove it."
@@ -263,6 +284,8 @@ class PoolCollector(Collector):
             self.worker.num_kept = len(self.kept)
         if self.rollout_id >= last_rollout_id(self.args):
             self._give_back(await self.worker.stop())  # nobody will ask for it
+        elif self.args.deterministic_mode:
+            await self.worker.all_done()
         self.counts["issued"] = self.worker.num_issued - self._issued_before
         self.counts["pool_after"] = len(self.worker.tickets)
 
@@ -312,6 +335,7 @@ def _worker_for(args: PluginArgs, data_source: Any) -> AsyncRolloutWorker:
     worker = _workers.get(id(data_source))
     if worker is None:
         worker = _workers[id(data_source)] = AsyncRolloutWorker(args, data_source)
+        worker.take_up_held()
     return worker
 
 

@@ -134,7 +134,9 @@ class Ledger:
             return
         first, samples = flatten_samples([origin])[0], flatten_samples([made])
         about = {"group": first.group_index, "sample": first.index, "attempt": key[1]}
-        whole = is_finished(made) and not any(s.reward_failure for s in samples)
+        whole = is_finished(made) and not any(
+            s.reward_failure for s in samples
+        )  # with its own reward, if any
         keep = self._kept_entry(key, first.group_index, made) if whole and self._keeps else None
         self._note("generated", **about, value=samples[-1].status.value, also=keep)
         if any(s.reward is not None or s.reward_failure is not None for s in samples):

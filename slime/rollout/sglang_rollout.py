@@ -366,7 +366,7 @@ async def _generate_with_retries(
     origin, allowed = copy_group([entry]), args.group_max_attempts
     durable = None if evaluation else ledger.current()
     if durable is not None and (found := durable.recall(entry)) is not None:
-        entry, durable = found, None  # finished before a crash: a reward of its group is all that may lack
+        return found  # finished before a crash; a reward of its group is all that may lack
     for attempt in range(1, allowed + 1):
         try:
             made = await generate_and_rm(args, entry, dict(sampling_params), evaluation=evaluation)

@@ -20,7 +20,7 @@ import platform
 import secrets
 import socket
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ _PACKAGES = (
     "flash-attn",
 )
 _FINISHED, _LOST = "finished", "lost: the process ended without a word"
+_SECRET = "********"  # what stands for one in the settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +126,39 @@ def choose_run_folder(base: str, resumption: Resumption | None) -> str:
             free = name
         if free is not None and not folder.exists():
             return free
+
+
+# Settings in which two starts of one run may differ.
+_OF_A_START = {
+    "load",
+    "run_dir",
+    "auto_resume",
+    "ckpt_step",
+    "log_level",
+    "quiet",
+    "show_sample_every",
+    "dry_run",
+}
+
+
+def goes_on_with(folder: Path, settings: dict[str, Any], save: str) -> bool:
+    """Whether a folder holds a run with these settings that saves there and did not finish."""
+    record = read_run(folder)
+    if record is None or record.last.exit == _FINISHED or not same_folder(record.last.checkpoints, save):
+        return False
+    known = {name: entry["value"] for name, entry in record.last.settings.items()}
+    settings = {name: _as_written(value) for name, value in settings.items()}
+    names = (known.keys() & settings.keys()) - _OF_A_START
+    return bool(names) and all(known[name] in (settings[name], _SECRET) for name in names)
+
+
+def _as_written(value: Any) -> Any:
+    """A setting as it comes back from run.json."""
+
+    def plain(part: Any) -> Any:
+        return asdict(part) if is_dataclass(part) and not isinstance(part, type) else str(part)
+
+    return json.loads(json.dumps(value, default=plain))
 
 
 def open_run_file(

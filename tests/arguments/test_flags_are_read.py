@@ -17,6 +17,7 @@ from slime.utils.misc import load_function
 ROOT = Path(__file__).parents[2]
 # Their effect is on other arguments: a file that is read, a value that is derived, a check that is made.
 USED_WHILE_PARSING = {
+    "auto_resume",
     "sglang_router_policy",
     "freeze_indexer",
     "num_layers_per_virtual_pipeline_stage",

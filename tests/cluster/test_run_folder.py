@@ -159,3 +159,16 @@ def test_metrics_on_a_full_disk_are_told(tmp_path):
             for step in range(200):
                 tracker.log({"text": "x" * 1000}, "train/step", step)
         tracker.finish()
+
+
+def test_the_same_command_goes_on_with_a_run_that_did_not_finish(tmp_path):
+    folder, flags = tmp_path / "run", {"save": str(tmp_path / "ckpt"), "lr": 0.25}
+    first = start(folder, error=RunStopped("the engines are gone"), **flags)
+    second = start(folder, error=KeyboardInterrupt(), **flags)
+    assert (second.run_id, second.num_starts) == (first.run_id, 2)
+    with pytest.raises(FolderTaken, match="belongs to run"):
+        start(folder, **{**flags, "lr": 0.5})
+    third = start(folder, **flags)
+    assert third.num_starts == 3
+    with pytest.raises(FolderTaken, match="finished"):
+        start(folder, **flags)

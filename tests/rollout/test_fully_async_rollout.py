@@ -161,6 +161,41 @@ def test_the_cursor_that_a_rollout_returns_contains_every_group_it_did_not_train
             assert_conserved(resumed)
 
 
+def test_in_deterministic_mode_two_runs_admit_and_use_the_same_whatever_the_timing(tmp_path):
+    def used(delays):
+        with FakeEngine(lambda payload, number: {"delay_s": delays[number % len(delays)]}) as engine:
+            flags = *FUNCTION, "--max-weight-staleness", "2", "--deterministic-mode"
+            args = make_args(tmp_path, engine, *flags, num_rollout=4)
+            source, seen = make_source(args), []
+            for rollout_id in range(4):
+                engine.version = f"run:{rollout_id + 1}"
+                output = rollout(args, source, rollout_id)
+                spans = [s.version_spans for s in flatten_samples(output.samples)]
+                seen.append((ids(output), spans, output.metrics))
+                assert engine.running == 0 or rollout_id == 3, "weights may change now"
+            assert_conserved(source)
+        return seen
+
+    assert used([0.0]) == used([0.03, 0.0, 0.01])
+
+
+def test_a_resumed_pool_holds_what_it_held_and_goes_on_as_if_nothing_had_been(tmp_path):
+    with FakeEngine() as engine:
+        flags = *FUNCTION, "--max-weight-staleness", "2", "--deterministic-mode"
+        args = make_args(tmp_path, engine, *flags, num_rollout=5)
+        source, outputs = make_source(args), []
+        for rollout_id in range(5):
+            engine.version = f"run:{rollout_id + 1}"
+            outputs.append(rollout(args, source, rollout_id))
+        resumed = make_source(args)
+        resumed.load_state_dict(outputs[1].cursor)
+        assert resumed.num_held == 8
+        for rollout_id in range(2, 5):
+            engine.version = f"run:{rollout_id + 1}"
+            output = rollout(args, resumed, rollout_id)
+            assert (ids(output), output.metrics) == (ids(outputs[rollout_id]), outputs[rollout_id].metrics)
+
+
 def test_evaluation_goes_beside_the_pool(tmp_path):
     eval_file = tmp_path / "eval.jsonl"
     eval_file.write_text('{"input": "e0", "label": "1"}\n')
@@ -241,14 +276,14 @@ def test_a_failed_reward_is_tried_again_and_stops_the_run_when_it_fails_for_ever
     assert_conserved(source)
 
 
-@pytest.mark.parametrize("flags", [("--deterministic-mode",), ("--partial-rollout",)])
+@pytest.mark.parametrize("flags", [("--partial-rollout",)])
 def test_flags_that_contradict_the_pool_are_refused(tmp_path, flags):
     args = make_args(tmp_path, None, *flags, engine_urls=("http://127.0.0.1:9",))
     with pytest.raises(ValueError, match=flags[0]):
         rollout(args, make_source(args))
 
 
-@pytest.mark.parametrize("flag", ["--deterministic-mode", "--partial-rollout", "--colocate"])
+@pytest.mark.parametrize("flag", ["--partial-rollout", "--colocate"])
 def test_such_flags_are_refused_when_they_are_parsed(tmp_path, flag):
     with pytest.raises(ValueError, match=f"{flag} with the fully asynchronous rollout function"):
         make_args(tmp_path, None, *FUNCTION, flag)

@@ -11,7 +11,6 @@ DEFAULT_ROLLOUT_FUNCTION = "slime.rollout.sglang_rollout.generate_rollout"
 FULLY_ASYNC_ROLLOUT_FUNCTION = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 REFUSED = {
     "colocate": "engines that give up the device for training cannot go on generating",
-    "deterministic_mode": "which weights make a token depends on timing there",
     "partial_rollout": "nothing is cut off there, so nothing is to be continued",
 }
 

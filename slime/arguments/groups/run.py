@@ -1,5 +1,6 @@
 """Flags and rules of the run as a whole: where settings come from, what it needs, which half of it runs."""
 
+import itertools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from slime.arguments.core.flag import flag, needs
 from slime.arguments.groups.data import DEFAULT_DATA_SOURCE
 from slime.arguments.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slime.catalog.datasets import ENDINGS, why_unreadable
-from slime.utils.run_file import choose_run_folder, resumption_of
+from slime.utils.run_file import choose_run_folder, goes_on_with, resumption_of
 
 ROW_RANGE = re.compile(r"^(.*)@\[-?\d*:-?\d*\]$")
 # What a model hub calls a model: `name` or `owner/name`. Anything else is meant as a path.
@@ -47,6 +48,12 @@ class RunFlags:
         "folder for metrics, logs and plots, of this run alone; default runs/<model>-<seed>, or the next "
         "free name",
         metavar="DIR",
+    )
+    auto_resume: bool = flag(
+        True,
+        "start anew although the folder holds a run with these very settings that did not finish; otherwise "
+        "such a run goes on from its last checkpoint, as with --load of its --save",
+        off="--no-auto-resume",
     )
     runtime: str = flag(
         "local", "local: child processes on this machine; ray: a Ray cluster", choices=("local", "ray")
@@ -175,10 +182,32 @@ def needed_flags(draft: Draft) -> None:
         raise Refused(missing)
 
 
+def auto_resume(draft: Draft) -> None:
+    """The same command goes on with its run: --load is --save, where the folder's run did not finish."""
+    if not draft.auto_resume or draft.load is not None or draft.save is None or draft.finetune:
+        return
+    given = [Path(draft.run_dir)] if draft.run_dir is not None else _folders(_base_folder(draft))
+    for folder in given:
+        if goes_on_with(folder, draft.values, draft.save):
+            draft.derive("load", draft.save, f"{folder} holds this run, unfinished (--no-auto-resume)")
+            if draft.run_dir is None:
+                draft.derive("run_dir", str(folder), "it holds this run, unfinished")
+            return
+
+
+def _folders(base: str) -> list[Path]:
+    names = itertools.chain([base], (f"{base}-{number}" for number in itertools.count(2)))
+    return list(itertools.takewhile(Path.exists, map(Path, names)))
+
+
+def _base_folder(draft: Draft) -> str:
+    model = Path(draft.hf_checkpoint).name if draft.hf_checkpoint else "run"
+    return f"runs/{model or 'run'}-{draft.seed}"
+
+
 def run_folder(draft: Draft) -> None:
     if draft.run_dir is None:
-        model = Path(draft.hf_checkpoint).name if draft.hf_checkpoint else "run"
-        base = f"runs/{model or 'run'}-{draft.seed}"
+        base = _base_folder(draft)
         folder = choose_run_folder(base, resumption_of(draft.load, draft.ckpt_step, draft.finetune))
         draft.derive(
             "run_dir", folder, "runs/<model>-<seed>" if folder == base else f"{base} is that of another run"
