@@ -30,6 +30,7 @@ from slime.agent.adapters import AgentAdapter
 from slime.agent.engine_access import EnginePolicy, Made
 from slime.agent.rendering import Renderer
 from slime.agent.session import Budget, Session
+from slime.utils import http_utils
 from slime.utils.types import Sample
 
 ROOT = Path(__file__).parent.parent
@@ -278,6 +279,7 @@ async def _hits(url: str, tokenizer: Any, sessions: int) -> dict[str, float]:
 
     for start in range(0, sessions, 4):
         await asyncio.gather(*(one(n) for n in range(start, start + 4)))
+    await http_utils.close_session()
     return {"hit_rate": found / asked}
 
 

@@ -47,11 +47,18 @@ class History:
 
     def __init__(self) -> None:
         self._roots: list[Said] = []
+        # The turn that was answered last, with its conversation: nearly always the one that goes on.
+        self._tip: tuple[Said, list[Message]] | None = None
 
     def find(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[Said | None, int]:
         """The last turn that `messages` continues, and how many of them are known by that."""
-        best: tuple[Said | None, int] = (None, 0)
         wanted = list(tools)
+        if self._tip is not None:
+            said, conversation = self._tip
+            known = len(conversation)
+            if len(messages) > known and messages[:known] == conversation and said.tools == wanted:
+                return said, known
+        best: tuple[Said | None, int] = (None, 0)
         open_ends = [(root, 0) for root in self._roots if root.tools == wanted]
         while open_ends:
             said, start = open_ends.pop()
@@ -74,9 +81,15 @@ class History:
     ) -> Said:
         # Clients send their tools with every request: one copy is enough.
         kept = parent.tools if parent is not None else list(tools)
-        said = Said([dict(message) for message in messages], answer, node, kept, parent)
+        said = Said([dict(message) for message in messages], dict(answer), node, kept, parent)
         said.has_thoughts = bool(answer.get(THOUGHTS)) or (parent is not None and parent.has_thoughts)
         (self._roots if parent is None else parent.children).append(said)
+        if self._tip is not None and self._tip[0] is parent:
+            conversation = self._tip[1]
+            conversation += [*said.messages, said.answer]
+        else:
+            conversation = said.conversation()
+        self._tip = (said, conversation)
         return said
 
 

@@ -250,7 +250,7 @@ class Session:
         node = parent.node
         ends = node.details.get("stop_id")
         added = self.renderer.extension(new, stop_id=ends)
-        return None if added is None else node.ids() + array("i", added)
+        return None if added is None else self.tree.ids_of(node) + array("i", added)
 
     def _check_open(self) -> None:
         if self.outcome != "open":

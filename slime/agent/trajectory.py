@@ -144,14 +144,24 @@ class TurnTree:
     def __init__(self) -> None:
         self.nodes: list[TurnNode] = []
         self.num_output_ids = 0
+        self._tip_ids = array("i")  # of the last node: nearly always the one that goes on
 
     def add(self, turn: TurnRecord, parent: TurnNode | None) -> TurnNode:
         """`turn.prompt_ids` begins with `parent.ids()`, which the caller has seen to."""
         known = parent.num_ids if parent is not None else 0
         node = TurnNode(len(self.nodes), parent, turn, turn.prompt_ids[known:])
+        if self.nodes and self.nodes[-1] is parent:
+            self._tip_ids += node.added_ids
+            self._tip_ids += node.output_ids
+        else:
+            self._tip_ids = node.ids()
         self.nodes.append(node)
         self.num_output_ids += len(node.output_ids)
         return node
+
+    def ids_of(self, node: TurnNode) -> array[int]:
+        """As `node.ids()`, at once for the last one; not to be changed."""
+        return self._tip_ids if node is self.nodes[-1] else node.ids()
 
     def find_parent(self, prompt_ids: Sequence[int]) -> TurnNode | None:
         """The longest turn that the prompt continues; None: it continues none."""
