@@ -6,7 +6,7 @@ of weight zero.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -14,9 +14,12 @@ from slime.arguments import Flags
 from slime.arguments.groups.objectives import PAIR_LOSSES
 from slime.batch.flops import sample_sizes, typical_cost
 from slime.batch.packing import balance, pack_first_fit, split_largest
+from slime.catalog.backends import BACKENDS
 from slime.utils.types import RolloutBatch
 
 logger = logging.getLogger(__name__)
+
+_UNITS_PER_RANK = 4  # at least, so that ranks can be given like shares of work
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +70,11 @@ def plan_steps(
     dp_size: int,
     cp_size: int = 1,
     cost: Callable[[int], float] = typical_cost,
+    prompts: Sequence[Hashable] | None = None,
 ) -> list[StepPlan]:
     """Split samples into steps of `--global-batch-size` rollouts, and steps into micro-batches, equally many.
+
+    `prompts`: what samples of one prompt have in common; they stay together where a micro-batch holds them.
 
     A last step with fewer rollouts is kept and has its own, smaller count: nothing is dropped.
     """
@@ -86,6 +92,8 @@ def plan_steps(
         chosen = rollouts[start : start + size]
         # What a micro-batch holds whole or not at all: a sample, or both answers of a pair that is compared.
         units = chosen if args.loss_type in PAIR_LOSSES else [[p] for rollout in chosen for p in rollout]
+        if prompts is not None:
+            units = _siblings([p for unit in units for p in unit], prompts, batch_lengths, args, dp_size)
         ranks = _split_step(args, units, batch_lengths, dp_size, cp_size, cost)
         steps.append(StepPlan(ranks=ranks, num_rollouts=len(chosen)))
     if len(rollouts) % size:
@@ -98,6 +106,27 @@ def plan_steps(
             len(rollouts) % size,
         )
     return steps
+
+
+def _siblings(
+    positions: list[int], prompts: Sequence[Hashable], lengths: Sequence[int], args: Flags, dp_size: int
+) -> list[list[int]]:
+    """Samples of one prompt in runs that fit a micro-batch, short enough that all ranks get a like share."""
+    most = len(positions) if dp_size == 1 else max(1, len(positions) // (_UNITS_PER_RANK * dp_size))
+    budget = _token_budget(args, 1)
+    families: dict[Hashable, list[int]] = {}
+    for position in positions:
+        families.setdefault(prompts[position], []).append(position)
+    units: list[list[int]] = []
+    for family in families.values():
+        unit: list[int] = []
+        for position in family:
+            if unit and (len(unit) == most or sum(lengths[p] for p in (*unit, position)) > budget):
+                units.append(unit)
+                unit = []
+            unit.append(position)
+        units.append(unit)
+    return units
 
 
 def _split_step(
@@ -190,7 +219,10 @@ def split_for_ranks(
 ) -> list[RankData]:
     """Each data-parallel rank's own samples and steps."""
     lengths = sample_sizes(batch)
-    plans = plan_steps(args, lengths, batch["rollout_ids"], dp_size=dp_size, cp_size=cp_size, cost=cost)
+    prompts = _prompts(batch) if _keeps_siblings(args, cp_size) else None
+    plans = plan_steps(
+        args, lengths, batch["rollout_ids"], dp_size=dp_size, cp_size=cp_size, cost=cost, prompts=prompts
+    )
     mask_totals = [float(mask.sum()) for mask in batch["loss_masks"]]
     shares: list[RankData] = []
     for rank in range(dp_size):
@@ -208,6 +240,20 @@ def split_for_ranks(
         same = [micro_batch for step in steps for micro_batch in step.micro_batches]
         shares.append(RankData(batch=take(batch, own), steps=steps, scoring=same))
     return _pack_scoring(args, shares, cp_size) if args.log_probs_max_tokens_per_gpu else shares
+
+
+def _keeps_siblings(args: Flags, cp_size: int) -> bool:
+    """Whether samples of one prompt should meet in a micro-batch, because the trainer computes it once."""
+    shares = BACKENDS[args.train_backend].shares_prompts and args.share_prefix is not False
+    return shares and args.use_dynamic_batch_size and cp_size == 1 and args.loss_type not in PAIR_LOSSES
+
+
+def _prompts(batch: RolloutBatch) -> list[Hashable]:
+    """A key for each sample, the same for those with the same prompt."""
+    return [
+        tokens[: len(tokens) - length].numpy().tobytes()
+        for tokens, length in zip(batch["tokens"], batch["response_lengths"], strict=True)
+    ]
 
 
 def _pack_scoring(args: Flags, shares: list[RankData], cp_size: int) -> list[RankData]:

@@ -24,6 +24,7 @@ class Backend:
     # --dtype is that of the weights; masters in float32 stand in the optimizer.
     weights_in_dtype: bool = False
     trains_transformers_model: bool = False  # its model is that of transformers, not a rewrite
+    shares_prompts: bool = False  # a prompt of several samples in a micro-batch is computed once
     families: tuple[str, ...] | None = None  # model types that it builds; None: whatever transformers has
     package: str | None = None  # module that has to be installed
     extra: str | None = None  # of slime, which installs it
@@ -33,10 +34,11 @@ BACKENDS: dict[str, Backend] = {
     "fsdp": Backend(
         "slime.backends.fsdp.create_backend",
         "any causal LM of transformers, sharded by PyTorch's FSDP",
-        flags=("fsdp_cpu_offload", "router_aux_loss_coef", "freeze_vision_tower"),
+        flags=("fsdp_cpu_offload", "router_aux_loss_coef", "freeze_vision_tower", "share_prefix"),
         flags_unread="only the FSDP trainer reads it; remove it or use --train-backend fsdp",
         reads_kept_checkpoints=True,
         trains_transformers_model=True,
+        shares_prompts=True,
     ),
     "megatron": Backend(
         "slime.backends.megatron.create_backend",

@@ -53,6 +53,12 @@ class FSDPFlags:
         "compile each decoder layer; default: on GPUs, for models at least 1024 wide that no tensor "
         "parallelism cuts",
     )
+    share_prefix: bool | None = flag(
+        None,
+        "samples of one prompt in a micro-batch share its tokens, which are computed once; gradients are the "
+        "same to rounding; default: where it saves at least an eighth of the tokens",
+        only_with=FSDP,
+    )
     router_aux_loss_coef: float | None = flag(
         None,
         "coefficient of a loss that evens out the use of experts within each sample; default: that of the "

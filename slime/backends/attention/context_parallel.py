@@ -198,6 +198,11 @@ class StreamShare:
     real: Tensor  # [T / size] whether a token is none of the padding
     nucleus: Nucleus | None = None  # of R_local rows
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all response tokens of the micro-batch are on this rank."""
+        return False
+
     def join(self, values: Tensor, count: int) -> Tensor:
         """All ranks' values of response tokens, [count], from this rank's, [R_local]."""
         return place_tokens(values, self.places, count, self.documents.group)

@@ -15,6 +15,7 @@ from torch import Tensor
 from slime.algorithms.expert_balance import load_metrics
 from slime.arguments import Args
 from slime.backends.attention.context_parallel import StreamShare
+from slime.backends.attention.shared_prompts import PromptShare
 from slime.backends.base import (
     Bucket,
     Denominators,
@@ -222,7 +223,7 @@ class FSDPBackend(TrainerBase):
         # The model stays in evaluation mode: engines know no dropout, so nor may the trained policy.
         with self._working():
             # All inputs cross before the loop: inside it the host never waits for the device.
-            for mb, share in [self._send(mb, self.model) for mb in mbs]:
+            for mb, share in [self._send(mb, self.model, loss) for mb in mbs]:
                 with self.experts.listening(mb):
                     out = self._forward(
                         mb, share, entropy=loss.needs_entropy, logits=loss.needs_logits, at_head=loss.at_head
@@ -244,20 +245,43 @@ class FSDPBackend(TrainerBase):
         finally:
             self.optimizer.zero_grad(set_to_none=True)
 
-    def _send(self, mb: MicroBatch, model: PackedLM) -> tuple[MicroBatch, StreamShare | None]:
-        """The micro-batch on the device, and this rank's share of it under context parallelism."""
+    def _send(
+        self, mb: MicroBatch, model: PackedLM, loss: Loss | None = None
+    ) -> tuple[MicroBatch, StreamShare | PromptShare | None]:
+        """The micro-batch on the device, and what stands for its stream: this rank's share of it under
+        context parallelism, or one in which samples share their prompt.
+        """
         if self.mesh.context_group is None:
-            return vision.with_images(mb, model.lm.config).to(self.device), None
+            prompts = PromptShare.of(mb) if self._shares_prompts(mb, model, loss) else None
+            sent = vision.with_images(mb, model.lm.config).to(self.device)
+            return sent, None if prompts is None else prompts.to(self.device)
         after = isinstance(model, PackedScalarLM) and bool(model.offset)
         size, rank = self.layout.cp_size, self.layout.cp_rank
         share = StreamShare.of(mb, size, rank, self.mesh.context_group, after_token=after)
         return mb.to(self.device), share.to(self.device)
 
+    def _shares_prompts(self, mb: MicroBatch, model: PackedLM, loss: Loss | None) -> bool:
+        """Not where something looks at each token of each document: whole logits, the balance of experts."""
+        looked_at = loss is not None and (loss.needs_logits or self.experts.has_balance)
+        plain = not mb.media and mb.routed_experts is None and isinstance(model, PackedCausalLM)
+        return (
+            self.args.share_prefix is not False
+            and plain
+            and not looked_at
+            and families.can_share_prompts(model.lm)
+        )
+
     def _forward(
-        self, mb: MicroBatch, share: StreamShare | None, *, model: PackedLM | None = None, **options: Any
+        self,
+        mb: MicroBatch,
+        share: StreamShare | PromptShare | None,
+        *,
+        model: PackedLM | None = None,
+        **options: Any,
     ) -> TokenOutputs:
         model = model or self.model
         if isinstance(model, PackedScalarLM):
+            assert not isinstance(share, PromptShare), "values are read from the micro-batch's own stream"
             return TokenOutputs.of_scalar_head(model(mb, share)[0])
         log_probs, entropies, full, extra = model(
             mb,

@@ -28,6 +28,10 @@ class ExpertWatch:
         for index, router in enumerate(routers(lm)):
             router.register_forward_hook(functools.partial(self._record, index))
 
+    @property
+    def has_balance(self) -> bool:
+        return self._balance != 0
+
     @contextmanager
     def listening(self, mb: MicroBatch) -> Iterator[None]:
         """Around a forward pass that trains: what a backward pass repeats is not heard, nor is padding."""

@@ -145,6 +145,11 @@ def run_whole(lm: HFModel, mb: MicroBatch) -> Tensor:
     return run_stream(lm, mb.input_ids, mb.position_ids, mb.documents)
 
 
+def can_share_prompts(lm: HFModel) -> bool:
+    """Whether tokens see earlier ones by attention alone, for which a stream can be rearranged."""
+    return runs_packed(lm) and not needs_whole_documents(lm) and vision.family_of(lm.config) is None
+
+
 def run_stream(lm: HFModel, input_ids: Tensor, position_ids: Tensor, documents: Any) -> Tensor:
     """Hidden states [T, H] of a packed stream, or of a rank's share of one."""
     for module in lm.modules():

@@ -18,13 +18,14 @@ from torch.distributed.tensor import DTensor
 from slime.algorithms.distillation import full_reverse_kl
 from slime.algorithms.logprobs import chunked_log_probs
 from slime.backends.attention.context_parallel import StreamShare
+from slime.backends.attention.shared_prompts import PromptShare
 from slime.backends.base import HeadFunction, MicroBatch
 from slime.backends.fsdp import families
 from slime.backends.fsdp.layers import HFModel, decoder_layers
 
 
-def run_decoder(lm: HFModel, mb: MicroBatch, share: StreamShare | None) -> Tensor:
-    """Hidden states [T, H] of the packed stream, or of this rank's share of it."""
+def run_decoder(lm: HFModel, mb: MicroBatch, share: StreamShare | PromptShare | None) -> Tensor:
+    """Hidden states [T, H] of the packed stream, or of what stands for it."""
     if share is None:
         return families.run_whole(lm, mb)
     return families.run_stream(lm, share.input_ids, share.position_ids, share.documents)
@@ -71,7 +72,7 @@ class PackedCausalLM(nn.Module):
     def forward(
         self,
         mb: MicroBatch,
-        share: StreamShare | None = None,
+        share: StreamShare | PromptShare | None = None,
         *,
         temperature: float,
         chunk_size: int = -1,
@@ -82,7 +83,8 @@ class PackedCausalLM(nn.Module):
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Log-probs [R], entropy [R] or None, logits [1, T, V] or None, the result of `at_head` or None.
 
-        With a `share` this rank runs its part of the stream, and the ranks' results are put together again.
+        With a `share` another stream stands for the micro-batch's own: one in which samples share prompts, or
+        this rank's part, and then the ranks' results are put together again.
         A tuple, so that FSDP finds the tensors.
         """
         hidden = run_decoder(self.lm, mb, share)
@@ -100,7 +102,8 @@ class PackedCausalLM(nn.Module):
             softcap=self.output.softcap,
         )
         if share is not None:
-            assert not logits and at_head is None, "the whole stream's logits are not on one rank"
+            assert not logits, "a micro-batch whose logits are asked for keeps its stream"
+            assert share.is_whole or at_head is None, "hidden states of all tokens are not on one rank"
             log_probs = share.join(log_probs, len(mb.targets))
             entropies = share.join(entropies, len(mb.targets)) if entropies is not None else None
         full = self._whole_logits(hidden, weight) if logits else None

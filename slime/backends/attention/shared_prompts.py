@@ -1,0 +1,154 @@
+"""Samples of one prompt share its tokens: a packed stream in which each prompt stands once.
+
+    documents  [P A1] [P A2] [Q B1]        ->  stream  [P] [A1] [A2] [Q B1]
+
+What a layer computes for a prompt's tokens depends on the prompt alone, so it is computed once, forward and
+backward. Attention alone looks further: a token of A2 attends to P and to A2. The gradients of the samples
+meet in the prompt's keys and values. Results equal those of the whole documents to rounding.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from slime.algorithms.attention_variants import PLAIN, Variant
+from slime.algorithms.nucleus import Nucleus
+from slime.backends.attention.packed import PackedDocuments, packed_attention, varlen_for
+from slime.backends.base import MicroBatch
+
+# Sharing costs attention a gather of keys and, on a GPU, its fastest kernels: it must save some tokens.
+_PAYS_FROM = 1 / 8
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTree:
+    """Which tokens of a stream with shared prompts see each other."""
+
+    whole: PackedDocuments  # the documents, each with its prompt
+    expand: Tensor  # [sum of lengths] for each token of the documents its place in the stream
+    own: Tensor  # [T] for each token of the stream its place in the documents
+    # Parts of the stream, and of the keys that each part attends to.
+    cu_query: Tensor  # [parts + 1] int32
+    cu_key: Tensor  # [parts + 1] int32
+    keys: Tensor  # [sum of keys] places in the stream
+    bound: int  # at least the longest part with its prompt; a power of two
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, variant: Variant = PLAIN
+    ) -> Tensor:
+        """[T, H, D]; a part's last token sees all keys of the part, the one before it one less, and so on."""
+        if (kernel := varlen_for(query, variant)) is not None:
+            key, value = key.index_select(0, self.keys), value.index_select(0, self.keys)
+            return kernel(
+                query, key, value, self.cu_query, self.cu_key, self.bound, self.bound, scale,
+                window=variant.window,
+            )  # fmt: skip
+        query, key, value = (x.index_select(0, self.expand) for x in (query, key, value))
+        out = packed_attention(query, key, value, self.whole, scale=scale, variant=variant)
+        return out.index_select(0, self.own)
+
+    def to(self, device: torch.device) -> "PromptTree":
+        names = ("expand", "own", "cu_query", "cu_key", "keys")
+        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
+        return replace(self, whole=self.whole.to(device), **moved)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptShare:
+    """A micro-batch whose samples share prompts, in place of its own stream; a view like a rank's share."""
+
+    input_ids: Tensor  # [1, T]
+    position_ids: Tensor  # [1, T]
+    documents: PromptTree
+    rows: Tensor  # [R] where in the stream the logits of each response token stand
+    places: Tensor  # [R] which response token that is: all of them, in order
+    nucleus: Nucleus | None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all response tokens of the micro-batch are here."""
+        return True
+
+    def join(self, values: Tensor, _count: int) -> Tensor:
+        return values
+
+    def to(self, device: torch.device) -> "PromptShare":
+        names = ("input_ids", "position_ids", "rows", "places")
+        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
+        nucleus = None if self.nucleus is None else self.nucleus.to(device)
+        return replace(self, **moved, documents=self.documents.to(device), nucleus=nucleus)
+
+    @classmethod
+    def of(cls, mb: MicroBatch) -> "PromptShare | None":
+        """The micro-batch, on the CPU, with each prompt once; None where that saves too little."""
+        lengths = mb.documents.lengths
+        if not mb.positions or len(lengths) < 2:
+            return None
+        ids = torch.split(mb.input_ids[0], list(lengths))
+        prompt_sizes = [n - r for n, r in zip(lengths, mb.response_lengths, strict=True)]
+        families = _same_prompts([x[:p] for x, p in zip(ids, prompt_sizes, strict=True)])
+        saved = sum(prompt_sizes[family[0]] * (len(family) - 1) for family in families)
+        if saved < _PAYS_FROM * sum(lengths):
+            return None
+        return _build(cls, mb, families, prompt_sizes)
+
+
+def _same_prompts(prompts: Sequence[Tensor]) -> list[list[int]]:
+    """Samples by prompt, in the order of their first."""
+    found: dict[bytes, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        found.setdefault(prompt.numpy().tobytes(), []).append(index)
+    return list(found.values())
+
+
+def _build(
+    cls: type[PromptShare], mb: MicroBatch, families: list[list[int]], prompt_sizes: list[int]
+) -> PromptShare:
+    lengths, starts = mb.documents.lengths, mb.documents.bounds.tolist()
+    picked: list[Tensor] = []  # by part of the stream: places in the documents
+    keys: list[Tensor] = []  # by part: places in the stream
+    expand: list[Tensor] = [torch.empty(0, dtype=torch.int64)] * len(lengths)
+    end = 0  # of the stream so far
+    for family in families:
+        first, size = family[0], prompt_sizes[family[0]]
+        if len(family) == 1:
+            picked.append(torch.arange(starts[first], starts[first + 1]))
+            expand[first] = torch.arange(end, end + lengths[first])
+            keys.append(expand[first])
+            end += lengths[first]
+            continue
+        prompt = torch.arange(end, end + size)
+        picked.append(torch.arange(starts[first], starts[first] + size))
+        keys.append(prompt)
+        end += size
+        for member in family:
+            own = lengths[member] - size
+            picked.append(torch.arange(starts[member] + size, starts[member + 1]))
+            expand[member] = torch.cat((prompt, torch.arange(end, end + own)))
+            keys.append(expand[member])
+            end += own
+    places = torch.cat(picked)
+    documents = PromptTree(
+        whole=mb.documents,
+        expand=torch.cat(expand),
+        own=places,
+        cu_query=_bounds(picked),
+        cu_key=_bounds(keys),
+        keys=torch.cat(keys),
+        bound=1 << (max(len(part) for part in keys) - 1).bit_length(),
+    )
+    return cls(
+        input_ids=mb.input_ids[:, places],
+        position_ids=mb.position_ids[:, places],
+        documents=documents,
+        rows=documents.expand[mb.logit_positions],
+        places=torch.arange(len(mb.logit_positions)),
+        nucleus=mb.nucleus,
+    )
+
+
+def _bounds(parts: Sequence[Tensor]) -> Tensor:
+    sizes = torch.tensor([0, *(len(part) for part in parts)])
+    return sizes.cumsum(0).to(torch.int32)

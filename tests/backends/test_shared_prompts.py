@@ -1,0 +1,134 @@
+"""Samples that share their prompt's tokens train as if each had its own: outputs, gradients, whole steps."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from trainer_helpers import meeting_point, trainer_args
+
+from slime.backends.attention.packed import packed_attention
+from slime.backends.attention.shared_prompts import PromptShare
+from slime.backends.fsdp import create_backend
+from slime.backends.shared.microbatch import build_micro_batch
+from slime.batch.convert import samples_to_batch
+from slime.batch.split import split_for_ranks
+from slime.step.training_step import TrainingStep
+from slime.utils.types import Sample
+
+
+def families_of_samples(groups, *, vocab=128, seed=0):
+    """`groups`: for each prompt its length and the lengths of its answers."""
+    generator = torch.Generator().manual_seed(seed)
+    samples = []
+    for number, (prompt_length, answers) in enumerate(groups):
+        prompt = torch.randint(4, vocab, (prompt_length,), generator=generator).tolist()
+        for length in answers:
+            answer = torch.randint(4, vocab, (length,), generator=generator).tolist()
+            sample = Sample(group_index=number, index=len(samples), tokens=prompt + answer)
+            sample.response_length, sample.status = length, Sample.Status.COMPLETED
+            sample.reward = float(torch.rand((), generator=generator))
+            sample.rollout_log_probs = [-1.0] * length
+            samples.append(sample)
+    return samples
+
+
+GROUPS = [(7, [3, 5, 1, 4]), (1, [2, 2]), (9, [6]), (12, [1, 1, 8])]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group():
+    dist.init_process_group("gloo", init_method=meeting_point(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def micro_batch(groups):
+    samples = families_of_samples(groups)
+    args = trainer_args("unused")
+    return build_micro_batch(samples_to_batch(args, samples), range(len(samples)))
+
+
+def test_the_stream_holds_each_prompt_once_and_predicts_the_same_tokens():
+    mb = micro_batch(GROUPS)
+    share = PromptShare.of(mb)
+    assert share.input_ids.shape[1] == sum(p + sum(answers) for p, answers in GROUPS)
+    assert torch.equal(share.input_ids[0][share.documents.expand], mb.input_ids[0])
+    assert torch.equal(share.position_ids[0][share.documents.expand], mb.position_ids[0])
+    assert torch.equal(share.input_ids[0][share.rows], mb.input_ids[0][mb.logit_positions])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_attention_and_its_gradients_equal_those_of_whole_documents(dtype):
+    mb = micro_batch(GROUPS)
+    tree = PromptShare.of(mb).documents
+    torch.manual_seed(0)
+    heads = [torch.randn(len(tree.own), n, 8, dtype=dtype, requires_grad=True) for n in (4, 2, 2)]
+    whole = packed_attention(*(x[tree.expand] for x in heads), mb.documents)[tree.own]
+    shared = tree.attend(*heads, None)
+    direction = torch.randn_like(whole)
+    torch.testing.assert_close(shared, whole)
+    expected = torch.autograd.grad((whole * direction).sum(), heads)
+    found = torch.autograd.grad((shared * direction).sum(), heads)
+    for ours, exact in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, exact)
+
+
+@pytest.mark.parametrize("groups", [[(5, [3])], [(3, [90, 100]), (3, [80])], [(4, [5]), (6, [5])]])
+def test_nothing_is_rearranged_where_little_would_be_saved(groups):
+    assert PromptShare.of(micro_batch(groups)) is None
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    import transformers
+    from tiny_model import make_tiny_model
+
+    root = tmp_path_factory.mktemp("models")
+    mixture = transformers.Qwen3MoeConfig(
+        vocab_size=128, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, head_dim=8,
+    )  # fmt: skip
+    mixture.save_pretrained(root / "mixture")
+    window = transformers.MistralConfig(
+        vocab_size=128, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=64, sliding_window=5, head_dim=8,
+    )  # fmt: skip
+    window.save_pretrained(root / "window")
+    make_tiny_model(root / "dense")
+    return root
+
+
+def step_of(folder, share, **changes):
+    args = trainer_args(folder, share_prefix=share, kl_loss_coef=0.0, **changes)
+    backend = create_backend(args, rank=0, world_size=1, device=torch.device("cpu"), random_weights=True)
+    data = split_for_ranks(args, samples_to_batch(args, families_of_samples(GROUPS)), 1)[0]
+    report = TrainingStep(backend, args, 0, data).run()
+    return report.summary, {name: p.detach().clone() for name, p in backend.model.lm.named_parameters()}
+
+
+@pytest.mark.parametrize(("name", "size"), [("dense", 32), ("dense", 3), ("mixture", 32), ("window", 32)])
+def test_a_step_with_shared_prompts_equals_one_without(folders, name, size, monkeypatch):
+    plain, plain_weights = step_of(folders / name, False, micro_batch_size=size)
+    made, build = [], PromptShare.of
+    monkeypatch.setattr(PromptShare, "of", lambda mb: made.append(build(mb)) or made[-1])
+    shared, weights = step_of(folders / name, None, micro_batch_size=size)
+    assert any(share is not None for share in made)
+    for key in ("train/loss", "train/grad_norm", "train/entropy_loss"):
+        assert shared[key] == pytest.approx(plain[key], rel=1e-5, abs=1e-6)
+    for key, value in weights.items():
+        torch.testing.assert_close(value, plain_weights[key], rtol=1e-4, atol=2e-5)
+
+
+def test_siblings_meet_in_a_micro_batch_and_ranks_get_like_shares():
+    samples = families_of_samples([(20, [5, 6, 7, 8])] * 4)
+    args = trainer_args("unused", use_dynamic_batch_size=True, max_tokens_per_gpu=110)
+    batch = samples_to_batch(args, samples)
+    (rank,) = split_for_ranks(args, batch, 1)
+    prompts = [
+        {bytes(rank.batch["tokens"][p][:20].numpy()) for p in positions}
+        for positions in rank.steps[0].micro_batches
+    ]
+    assert all(len(found) == 1 for found in prompts)
+    shares = split_for_ranks(args, batch, 2)
+    assert [len(share.steps[0].positions) for share in shares] == [8, 8]
+    apart = split_for_ranks(args.replace(share_prefix=False), batch, 1)[0]
+    assert sorted(apart.steps[0].positions) == sorted(rank.steps[0].positions)
