@@ -8,6 +8,17 @@ import pytest
 from protocol_checks import attributes_of, differences, members
 
 import slime
+from slime.agent.engine_access import EnginePolicy, Policy
+from slime.agent.environments.gymnasium import TextGymnasium
+from slime.agent.environments.protocol import Environment
+from slime.agent.environments.reasoning_gym import ReasoningGym
+from slime.agent.environments.textarena import TextArena
+from slime.agent.parsing import FormatParser
+from slime.agent.parsing.output import Parser, PlainParser
+from slime.agent.sandbox.base import Sandbox
+from slime.agent.sandbox.daytona import DaytonaSandbox
+from slime.agent.sandbox.e2b import E2BSandbox
+from slime.agent.sandbox.local import LocalSandbox
 from slime.arguments import Args, PluginArgs
 from slime.arguments.groups.trained_sampling import SamplingFlags
 from slime.backends.base import OutputMatrix, TrainBackend
@@ -15,6 +26,8 @@ from slime.backends.fsdp.backend import FSDPBackend
 from slime.backends.fsdp.dcp_checkpoint import CheckpointedTrainer
 from slime.catalog.trackers import TRACKERS
 from slime.catalog.transports import TRANSPORTS
+from slime.cluster import requests
+from slime.cluster.cluster import Cluster
 from slime.cluster.serving.engine_host import HostedEngine
 from slime.cluster.serving.front import Rotations
 from slime.engines.embedded import weights as embedded_weights
@@ -77,6 +90,11 @@ IMPLEMENTATIONS: dict[type, list[type]] = {
     Beating: [ProcessHandle],
     Ref: [SegmentRef],
     Future: [LocalFuture, Guarded, Ready],
+    Sandbox: [LocalSandbox, E2BSandbox, DaytonaSandbox],
+    Parser: [PlainParser, FormatParser],
+    Policy: [EnginePolicy],
+    Environment: [ReasoningGym, TextArena, TextGymnasium],
+    requests.Cluster: [Cluster],
 }
 
 OF_OPTIONAL_PACKAGES = {"backends/megatron/dist_checkpoint.TrainerState"}

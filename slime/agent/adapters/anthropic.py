@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from slime.agent.adapters.calls import Call, folded, function_tool, paired, text_parts
-from slime.agent.adapters.common import BaseAdapter, Protocol, Reply, Stream
+from slime.agent.adapters.common import BaseAdapter, Dialect, Reply, Stream
 from slime.agent.adapters.errors import ApiError, count, invalid, number, want
 from slime.agent.engine_access import Made
 from slime.agent.history import THOUGHTS, Message
@@ -25,7 +25,7 @@ _SERVER_TOOL = re.compile(r"_20\d{6}$")  # their names end with a date
 _STOP_REASONS = {"length": "max_tokens"}
 
 
-class Messages(Protocol):
+class Messages(Dialect):
     path = "/v1/messages"
 
     def read(self, body: dict[str, Any]) -> Call:

@@ -77,7 +77,7 @@ class Stream(ABC):
     def error(self, error: ApiError) -> bytes: ...
 
 
-class Protocol(ABC):
+class Dialect(ABC):
     """One API: how its requests are read and its answers written."""
 
     path: ClassVar[str]
@@ -127,7 +127,7 @@ class BaseAdapter:
     that no answer is ever replaced by a rendering of it.
     """
 
-    protocols: ClassVar[tuple[Protocol, ...]] = ()
+    protocols: ClassVar[tuple[Dialect, ...]] = ()
 
     def __init__(
         self,
@@ -251,7 +251,7 @@ class BaseAdapter:
             held.session.end()
             self._over.append(sid)
 
-    def _find(self, request: web.Request, protocol: Protocol, body: Mapping[str, Any]) -> _Open:
+    def _find(self, request: web.Request, protocol: Dialect, body: Mapping[str, Any]) -> _Open:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         bearer = token.strip() if scheme.lower() == "bearer" else None
         key = bearer or request.headers.get("X-Api-Key") or protocol.key_in(body) or "default"
@@ -267,7 +267,7 @@ class BaseAdapter:
     # -- one request ---------------------------------------------------------------------------------------
 
     def _handler(
-        self, protocol: Protocol, serve: Callable[[web.Request, Protocol, _Open, bytes, Any], Any]
+        self, protocol: Dialect, serve: Callable[[web.Request, Dialect, _Open, bytes, Any], Any]
     ) -> Callable[[web.Request], Any]:
         async def handle(request: web.Request) -> web.StreamResponse:
             try:
@@ -295,12 +295,12 @@ class BaseAdapter:
         return handle
 
     async def _count(
-        self, request: web.Request, protocol: Protocol, held: _Open, raw: bytes, body: dict[str, Any]
+        self, request: web.Request, protocol: Dialect, held: _Open, raw: bytes, body: dict[str, Any]
     ) -> web.StreamResponse:
         call = self._read(protocol, {"max_tokens": 1, **body})
         return web.json_response(protocol.count(held.session.count_tokens(call.messages, call.tools)))
 
-    def _read(self, protocol: Protocol, body: dict[str, Any]) -> Call:
+    def _read(self, protocol: Dialect, body: dict[str, Any]) -> Call:
         call = protocol.read(body)
         call.response_id, call.tokenizer = uuid4().hex[:24], self.tokenizer
         if self._folds:
@@ -308,7 +308,7 @@ class BaseAdapter:
         return call
 
     async def _turn(
-        self, request: web.Request, protocol: Protocol, held: _Open, raw: bytes, body: dict[str, Any]
+        self, request: web.Request, protocol: Dialect, held: _Open, raw: bytes, body: dict[str, Any]
     ) -> web.StreamResponse:
         call = self._read(protocol, body)
         digest = hashlib.blake2b(raw, digest_size=16).digest()
@@ -332,7 +332,7 @@ class BaseAdapter:
     async def _deliver(
         self,
         request: web.Request,
-        protocol: Protocol,
+        protocol: Dialect,
         held: _Open,
         call: Call,
         asked: Asked,
@@ -366,7 +366,7 @@ class BaseAdapter:
     async def _stream(
         self,
         request: web.Request,
-        protocol: Protocol,
+        protocol: Dialect,
         held: _Open,
         call: Call,
         asked: Asked,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from slime.agent.adapters.calls import Call, arguments_of, function_tool, paired, text_parts
-from slime.agent.adapters.common import Protocol, Reply, Stream
+from slime.agent.adapters.common import Dialect, Reply, Stream
 from slime.agent.adapters.errors import ApiError, count, invalid, number, want
 from slime.agent.engine_access import Made
 from slime.agent.history import THOUGHTS, Message
@@ -68,7 +68,7 @@ def tool_choice_of(body: Mapping[str, Any]) -> bool:
     return choice != "none"
 
 
-class ChatCompletions(Protocol):
+class ChatCompletions(Dialect):
     path = "/v1/chat/completions"
 
     def key_in(self, body: Mapping[str, Any]) -> str | None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from slime.agent.adapters.calls import Call, arguments_of, function_tool, paired, text_parts
-from slime.agent.adapters.common import Protocol, Reply, Stream
+from slime.agent.adapters.common import Dialect, Reply, Stream
 from slime.agent.adapters.errors import ApiError, invalid, want
 from slime.agent.adapters.openai_chat import openai_error, sampling_of, tool_choice_of
 from slime.agent.engine_access import Made
@@ -18,7 +18,7 @@ _TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "summary_text", "
 _ROLES = ("user", "assistant", "system", "developer")
 
 
-class Responses(Protocol):
+class Responses(Dialect):
     path = "/v1/responses"
 
     def key_in(self, body: Mapping[str, Any]) -> str | None:

@@ -54,6 +54,9 @@ class TextGymnasium:
         text = None if over else Observation(self._written(observation))
         return StepResult(text, reward=float(reward), done=bool(terminated), truncated=bool(truncated))
 
+    def score(self) -> None:
+        """The steps have said it all."""
+
     def close(self) -> None:
         self._env.close()
 

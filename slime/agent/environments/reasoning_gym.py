@@ -63,6 +63,9 @@ class ReasoningGym:
         score = self._tasks.score_answer(answer=answer, entry=self.entry)
         return StepResult(reward=float(score), done=True, info={"answer": str(self.entry["answer"])[:200]})
 
+    def score(self) -> None:
+        """The one step has said it all."""
+
     def _draw(self, item: Item) -> dict[str, Any]:
         for draw in range(MAX_DRAWS):
             entry: dict[str, Any] = self._tasks[(item.seed + draw * 2_654_435) % (2**31 - 1)]
