@@ -40,6 +40,7 @@ RUNS = ("RUN", "mytask/run", "runs/laptop-tools")
 EXECUTED = ("help", "new", "plan", "plot", "samples", "status", "watch")
 MODELS = ("DIR", "MODEL", "MODEL_DIR", "SAVED")
 OUTSIDE = (
+    "apt-get",
     "ray",
     "docker",
     "kubectl",
