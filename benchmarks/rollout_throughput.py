@@ -133,7 +133,7 @@ def serving(args: Args) -> Iterator[int]:
     service.fleet.launch()
     try:
         service.fleet.wait_ready()
-        yield service.start_routers(run_, args.sglang_router_port)[0]
+        yield service.start_routers(run_)[0][1]
     finally:
         run(http_utils.close_session())
         service.close()

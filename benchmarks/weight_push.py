@@ -31,10 +31,10 @@ from typing import Any
 from shapes import SHAPES, write_model
 
 from slime.arguments import Args, parse_args
-from slime.catalog.transports import TRANSPORTS
 from slime.cluster.residency import GENERATE, SYNC, TRAIN, Phase, Residency
 from slime.cluster.rollout_manager import RolloutProcess
 from slime.cluster.run import open_run
+from slime.cluster.run_ledger import find_resume
 from slime.cluster.train_actor import TrainActor
 from slime.cluster.train_group import RankProcesses, Ranks
 from slime.cluster.weight_push import WeightPush
@@ -104,7 +104,8 @@ class Stand:
         self._rollout = self._runtime.spawn(
             spec, RolloutProcess, args, self._run, self._placement, self._runtime
         )
-        facts = self._rollout.call(RolloutProcess.start, 0, None).result()
+        resume = find_resume(args, self._run, -1, overlapped=False)
+        facts = self._rollout.call(RolloutProcess.start, 0, None, resume).result()
         site = Site(device_count() > 0, True)
         self.transport = choose_transport(args.update_weight_transport, facts.transports, site)
         self._engine = EngineControl(facts.engine_urls[0], deadline_s=600.0)
@@ -131,7 +132,6 @@ class Stand:
         processes = RankProcesses(args, self._run, self._runtime, self._placement.trainer)
         try:
             ranks = processes.load(None).ranks
-            ranks.call(TrainActor.open_sender, self.transport, ())
             self._ranks.handles = ranks.handles
             push = WeightPush(
                 ranks,
@@ -140,7 +140,8 @@ class Stand:
                 self._run.run_id,
                 "bfloat16" if device_count() else None,
                 self._num_pushes,
-                live=TRANSPORTS[self.transport].live,
+                transport=self.transport,
+                engine_urls=(),
             )
             return [self._push(push) for _ in range(num_pushes)]
         finally:

@@ -1,6 +1,6 @@
 """Attention that is not plainly causal: sliding windows, chunks, attention sinks, soft-capped scores."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,9 +34,7 @@ def variant_of(module: nn.Module, mask: Any, options: Mapping[str, Any]) -> Vari
     Some families say a window only in a mask, which is not built here: their config says it too.
     """
     config: Any = getattr(module, "config", None)
-    kinds = getattr(config, "layer_types", None) or ()
-    layer = getattr(module, "layer_idx", None)
-    kind = kinds[layer] if layer is not None and layer < len(kinds) else ""
+    kind = _kind_of(module, getattr(config, "layer_types", None) or ())
     window, sinks = options.get("sliding_window"), options.get("s_aux")
     if window is None and "sliding" in kind:
         window = config.sliding_window
@@ -46,6 +44,14 @@ def variant_of(module: nn.Module, mask: Any, options: Mapping[str, Any]) -> Vari
     if window is None and chunk is None and sinks is None and options.get("softcap") is None:
         return PLAIN
     return Variant(window, chunk, options.get("softcap"), sinks)
+
+
+def _kind_of(module: nn.Module, kinds: Sequence[str]) -> str:
+    """Where all layers are of one kind no number is read: code compiled for one layer serves all."""
+    if all(kind == kinds[0] for kind in kinds):
+        return kinds[0] if kinds else ""
+    layer = getattr(module, "layer_idx", None)
+    return kinds[layer] if layer is not None and layer < len(kinds) else ""
 
 
 def sees(queries: int, keys: int, variant: Variant, device: torch.device) -> Tensor:

@@ -48,6 +48,10 @@ class PluginArgs(argparse.Namespace, Flags):
     num_layers: int | None
     moe_router_topk: int | None
 
+    def change(self, name: str, value: float) -> None:
+        """For what somebody changes while the run goes on: all who hold this object see it."""
+        vars(self)[name] = value
+
 
 def plugin_args(args: Args, run_info: RunInfo) -> PluginArgs:
     """A copy of all arguments, with the facts of this run laid over them."""

@@ -248,7 +248,7 @@ class RolloutManager:
 
     def change_setting(self, name: str, value: float) -> None:
         """Between two rollouts; plug-ins see it in their args."""
-        setattr(self._plugin_args, name, value)
+        self._plugin_args.change(name, value)
 
     # -- evaluation
 

@@ -168,7 +168,7 @@ class TrainActor:
 
     def change_setting(self, name: str, value: float) -> None:
         """From the next step on, also for plug-ins."""
-        setattr(self._plugin_args, name, value)
+        self._plugin_args.change(name, value)
         if name in ("lr", "rollout_temperature"):
             self._backend.change_setting(name, value)
 

@@ -275,6 +275,7 @@ FSDP_ONLY = (
     "only_train_params_name_list",
     "freeze_params_name_list",
     "router_aux_loss_coef",
+    "share_prefix",
 )
 NO_EFFECT_BESIDE |= {name: {"train_backend": "megatron"} for name in FSDP_ONLY}
 NO_EFFECT_BESIDE["logits_memory_gib"] = {"train_backend": "megatron", "tensor_model_parallel_size": 2}

@@ -177,6 +177,7 @@ def test_padded_batches_keep_the_order_of_tokens():
 
     class Echo:
         base_model = None
+        model_type = "echo"
 
         def __init__(self):
             self.config = self

@@ -132,3 +132,31 @@ def test_siblings_meet_in_a_micro_batch_and_ranks_get_like_shares():
     assert [len(share.steps[0].positions) for share in shares] == [8, 8]
     apart = split_for_ranks(args.replace(share_prefix=False), batch, 1)[0]
     assert sorted(apart.steps[0].positions) == sorted(rank.steps[0].positions)
+
+
+def test_layers_of_one_kind_are_compiled_once_for_all(folders, monkeypatch):
+    from torch._dynamo.testing import CompileCounter
+
+    from slime.backends.fsdp import layers
+
+    counter, compile_ = CompileCounter(), torch.compile
+    monkeypatch.setattr(
+        layers.torch, "compile", lambda function, **options: compile_(function, backend=counter, **options)
+    )
+    torch._dynamo.reset()
+    counts = []
+    for size in (2, 6):
+        import json
+        import shutil
+
+        folder = folders / f"dense-{size}"
+        shutil.copytree(folders / "dense", folder)
+        config = json.loads((folder / "config.json").read_text())
+        config.update(num_hidden_layers=size, layer_types=["full_attention"] * size)
+        (folder / "config.json").write_text(json.dumps(config))
+        torch._dynamo.reset()
+        counter.clear()
+        step_of(folder, None, micro_batch_size=32, compile=True)
+        counts.append(counter.frame_count)
+    torch._dynamo.reset()
+    assert counts[0] == counts[1] > 0

@@ -148,6 +148,7 @@ def schedule(num_rollout=5, start=0, **changes):
         "skip_eval_before_train": False,
         "save_interval": 2,
         "save": "ckpt",
+        "release_train": False,
         **changes,
     }
     return RolloutSchedule(SimpleNamespace(**args), start, num_rollout, None)

@@ -162,8 +162,10 @@ def test_a_model_that_is_nowhere_is_told_in_a_few_lines(world, end, monkeypatch)
 
 
 def test_a_folder_that_is_no_checkpoint_cannot_be_loaded(world, end):
-    ended = end("load", load=world / "model")
-    assert_one_message(ended, f"--load {world}/model", "no complete checkpoint", "--save")
+    (world / "notes").mkdir()
+    (world / "notes" / "todo.txt").write_text("train")
+    ended = end("load", load=world / "notes")
+    assert_one_message(ended, f"--load {world}/notes", "no complete checkpoint", "--save")
     assert not (world / "load" / "config.json").exists()
 
 

@@ -1,6 +1,5 @@
 """The functions that recipes for tools and code name: an agent with a calculator, a reward by tests."""
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -65,22 +64,3 @@ def test_the_reward_of_the_agent_looks_at_the_end(agent):
     assert score("so it is 42.<|im_end|>") == 1.0
     assert score("42 or 17, I do not know") == 0.0
     assert score("") == 0.0
-
-
-@pytest.mark.parametrize(
-    "program, share",
-    [
-        ("def f(x): return x + 1", 1.0),
-        ("def f(x): return 2", 0.5),
-        ("def f(x): return", 0.0),
-        ("import sys; sys.exit(0)", 0.0),
-        ("print('passed 2')\nraise SystemExit(3)", 0.0),
-        ("x = [0] * 10**10", 0.0),
-    ],
-)
-def test_programs_are_paid_by_the_tests_that_they_pass(program, share):
-    reward = load_function(f"{EXAMPLES}/code/reward.py:reward")
-    label = ["assert f(1) == 2", "assert f(2) == 3"]
-    sample = Sample(prompt="", response=f"Here:\n```python\n{program}\n```\n", label=label)
-    assert asyncio.run(reward(None, sample)) == share
-    assert asyncio.run(reward(None, Sample(prompt="", response="no program", label=label))) == 0.0

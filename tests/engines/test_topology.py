@@ -234,8 +234,8 @@ def test_external_engines_take_no_gpu_of_ours():
     args = parse("--rollout-external-engine-addrs", "10.0.0.5:30000", "10.0.0.6:30000", rollout_num_gpus=None)
     assert args.rollout_num_gpus == 0 and not args.colocate
     assert [slot.gpu_ids for slot in plan_placement(args, 1).engines] == [(), ()]
-    with pytest.raises(ValueError, match="--rollout-num-gpus is set beside --rollout-external-engine-addrs"):
-        parse("--rollout-external-engine-addrs", "10.0.0.5:30000")
+    with pytest.raises(ValueError, match="external engines bring their own GPUs"):
+        parse("--rollout-external-engine-addrs", "10.0.0.5:30000", strict=True)
 
 
 def test_engines_of_a_topology_get_the_gpus_after_the_trainers(write):

@@ -39,7 +39,7 @@ facts = {
 }
 print(json.dumps(facts), flush=True)
 print("an error", file=sys.stderr)
-print("warm" if "transformers" in sys.modules else "new")
+print("warm" if "transformers" in sys.modules else "new", flush=True)
 if sys.argv[2:] == ["nest"]:
     here = str(pathlib.Path(__file__))
     subprocess.run([sys.executable, here, str(os.getpid())], input="", text=True)
@@ -47,6 +47,14 @@ if sys.argv[2:] == ["nest"]:
 sys.exit(3)
 """
 WAIT = "import time\nprint('there', flush=True)\ntime.sleep(3600)\n"
+
+
+@pytest.fixture(autouse=True)
+def interruptible():
+    """A shell that starts the tests in the background has them ignore SIGINT, and new processes with them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

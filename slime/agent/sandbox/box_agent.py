@@ -99,6 +99,7 @@ class Agent:
         self.jobs: dict[int, Job] = {}
         self.by_fd: dict[int, Job] = {}
         self.busy, self.next_watch = False, 0.0
+        self.files_before = 0  # when the first of the commands that run began
         self.poll = select.poll()
         self.poll.register(requests, select.POLLIN)
         self.wake, wake_in = os.pipe()
@@ -187,6 +188,8 @@ class Agent:
     # -- commands
 
     def start(self, request: dict[str, Any], content: bytes) -> None:
+        if not self.jobs and self.own_root:
+            self.files_before = self.files_used()
         pipes = [os.pipe() for _ in range(3)]
         (stdin, feed), (out, out_in), (err, err_in) = pipes
         os.makedirs(request["cwd"], exist_ok=True)
@@ -366,7 +369,8 @@ class Agent:
         most = self.limits["memory_bytes"]
         if self.memory(pids, exact=False) > most and self.memory(pids, exact=True) > most:
             self.end_all("memory")
-        if self.own_root and self.files_used() > self.limits["num_files"]:
+        # A box that is too full already may be tidied up: only one that grows further is stopped.
+        if self.own_root and self.files_used() > max(self.limits["num_files"], self.files_before):
             self.end_all("files")
 
     def memory(self, pids: list[int], exact: bool) -> int:

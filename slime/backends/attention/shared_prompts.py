@@ -65,6 +65,7 @@ class PromptShare:
     rows: Tensor  # [R] where in the stream the logits of each response token stand
     places: Tensor  # [R] which response token that is: all of them, in order
     nucleus: Nucleus | None
+    copies: Tensor  # [T] for how many samples each token stands
 
     @property
     def is_whole(self) -> bool:
@@ -75,7 +76,7 @@ class PromptShare:
         return values
 
     def to(self, device: torch.device) -> "PromptShare":
-        names = ("input_ids", "position_ids", "rows", "places")
+        names = ("input_ids", "position_ids", "rows", "places", "copies")
         moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
         nucleus = None if self.nucleus is None else self.nucleus.to(device)
         return replace(self, **moved, documents=self.documents.to(device), nucleus=nucleus)
@@ -146,6 +147,7 @@ def _build(
         rows=documents.expand[mb.logit_positions],
         places=torch.arange(len(mb.logit_positions)),
         nucleus=mb.nucleus,
+        copies=torch.bincount(documents.expand),
     )
 
 

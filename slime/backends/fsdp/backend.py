@@ -224,7 +224,8 @@ class FSDPBackend(TrainerBase):
         with self._working():
             # All inputs cross before the loop: inside it the host never waits for the device.
             for mb, share in [self._send(mb, self.model, loss) for mb in mbs]:
-                with self.experts.listening(mb):
+                copies = share.copies if isinstance(share, PromptShare) else None
+                with self.experts.listening(mb, copies):
                     out = self._forward(
                         mb, share, entropy=loss.needs_entropy, logits=loss.needs_logits, at_head=loss.at_head
                     )

@@ -23,6 +23,7 @@ class ExpertWatch:
     def __init__(self, lm: HFModel, balance: float = 0.0) -> None:
         self._balance = balance
         self._listens = False
+        self._copies: Tensor | None = None
         self._counts: dict[int, Tensor] = {}
         self._routes: list[tuple[Tensor, Tensor]] = []  # by layer: logits [T, E], chosen [T, k]
         for index, router in enumerate(routers(lm)):
@@ -33,9 +34,12 @@ class ExpertWatch:
         return self._balance != 0
 
     @contextmanager
-    def listening(self, mb: MicroBatch) -> Iterator[None]:
-        """Around a forward pass that trains: what a backward pass repeats is not heard, nor is padding."""
-        self._listens, self._routes = bool(mb.positions), []
+    def listening(self, mb: MicroBatch, copies: Tensor | None = None) -> Iterator[None]:
+        """Around a forward pass that trains: what a backward pass repeats is not heard, nor is padding.
+
+        `copies` [T]: for how many samples each token of the stream stands; None: for one.
+        """
+        self._listens, self._routes, self._copies = bool(mb.positions), [], copies
         try:
             yield
         finally:
@@ -46,9 +50,12 @@ class ExpertWatch:
             return
         if self._balance:
             self._routes.append((output[0], output[-1]))
-        chosen = output[-1].detach().flatten()
+        picked = output[-1].detach()
+        chosen = picked.flatten()
         counts = torch.zeros(router.num_experts, dtype=torch.float64, device=chosen.device)
-        counts.index_add_(0, chosen, torch.ones_like(chosen, dtype=torch.float64))
+        once = torch.ones_like(chosen, dtype=torch.float64)
+        weights = once if self._copies is None else self._copies.repeat_interleave(picked.shape[-1]).double()
+        counts.index_add_(0, chosen, weights)
         self._counts[index] = self._counts[index] + counts if index in self._counts else counts
 
     def add_balance(
