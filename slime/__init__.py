@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Result", "Sample", "train"]
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 moved.install()
 
