@@ -28,7 +28,7 @@ PARALLEL := $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder --dur
 
 .PHONY: install quickstart test test-fast ci test-slow test-trackers test-browser test-gpu test-megatron
 .PHONY: test-agents test-sandbox test-environments agents-env test-sglang sglang-env
-.PHONY: lint format docs docs-site clean
+.PHONY: test-crash lint format docs docs-site clean
 
 install: $(STAMP)
 
@@ -58,6 +58,11 @@ ci: test
 
 test-slow: $(STAMP)
 	$(PYTEST) -m "slow and not megatron and not sglang and not gpu and not agents" --timeout 3600
+
+# Kills at random points of tiny runs, each held against an undisturbed one; `make test-crash KILLS=1000`.
+KILLS ?= 200
+test-crash: $(STAMP)
+	$(BIN)/python tests/crash/chains.py --kills $(KILLS) --folder $$(mktemp -d)
 
 # All trackers with their real packages; `make test` has those that are installed.
 test-trackers: $(STAMP)

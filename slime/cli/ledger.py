@@ -1,9 +1,8 @@
-"""`slime ledger`: prove that nothing was lost or trained twice, show one trajectory."""
+"""`slime ledger`: prove that nothing was lost or trained twice, show one trajectory, take a step again."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ _FINISHED = "finished"
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     try:
-        return {"audit": _audit, "show": _show}[options.action](options)
+        return {"audit": _audit, "show": _show, "replay": _replay}[options.action](options)
     except RecordError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -33,7 +32,7 @@ def _audit(options: argparse.Namespace) -> int:
     ended = run is not None and run.last.exit == _FINISHED
     found = audit(folder / RECORD_FILE, finished=ended)
     if options.json:
-        print(json.dumps({**dataclasses.asdict(found), "finished": ended}))
+        print(json.dumps({**vars(found), "finished": ended}))
         return 1 if found.violations else 0
     steps = f"{found.steps[0]} to {found.steps[-1]}" if found.steps else "none"
     print(f"{found.num_events} events of {found.num_starts} start(s); steps trained: {steps}")
@@ -90,6 +89,12 @@ def _why_not(record: Record, step: int) -> str:
     )
 
 
+def _replay(options: argparse.Namespace) -> int:
+    from slime.cli.replay import replay  # here: it loads torch and the whole loop
+
+    return replay(Path(options.run), options.step)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("slime ledger", description=__doc__, allow_abbrev=False)
     actions = parser.add_subparsers(dest="action", required=True)
@@ -100,6 +105,8 @@ def _parser() -> argparse.ArgumentParser:
     show = actions.add_parser("show", help="print a trajectory with its tokens")
     show.add_argument("--step", type=int, required=True, help="the rollout")
     show.add_argument("--sample", type=int, help="index of the sample; default: all of the step")
-    for action in (audit, show):
+    replay = actions.add_parser("replay", help="take a step again on the CPU and compare it with the log")
+    replay.add_argument("--step", type=int, required=True, help="the rollout")
+    for action in (audit, show, replay):
         action.add_argument("run", metavar="RUN", help="folder of the run")
     return parser

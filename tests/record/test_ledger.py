@@ -1,5 +1,6 @@
 """The ledger: what is finished is given back after a crash, and conservation is proven or refuted."""
 
+import json
 import re
 import sqlite3
 
@@ -86,6 +87,15 @@ def test_an_undisturbed_run_is_conserved(world):
     found = world.audit()
     assert found.violations == [] and found.steps == [0, 1, 2] and found.num_samples == 12
     assert found.committed == 1 and found.groups == {"kept": 6}
+
+
+def test_an_audit_as_json_is_json(world, capsys):
+    world.start()
+    world.step(0, [group_of(0)], commit=True)
+    world.stop()
+    assert command.main(["audit", str(world.path.parent), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["groups"] == {"kept": 1} and found["violations"] == [] and found["num_samples"] == 2
 
 
 def test_finished_samples_of_an_unfinished_rollout_come_back_with_every_number(world):

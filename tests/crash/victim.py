@@ -1,0 +1,110 @@
+"""A run that kills one of its own processes at a chosen point, as SIGKILL would from outside.
+
+    python tests/crash/victim.py '{"point": "push", "nth": 2, "delay_s": 0.01, "target": "trainer",
+                                   "note": "struck.json"}' train.py FLAGS...
+
+At the nth time that the point is reached, and a moment later, the target gets SIGKILL. What was struck is
+noted in a file first. The points are functions of the driver, which are wrapped here and nowhere else.
+"""
+
+import importlib
+import inspect
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+# Point -> where it is: a function that every run of the kind passes.
+POINTS = {
+    "generation": "slime.rollout.sglang_rollout:generate",
+    "scoring": "slime.rollout.sglang_rollout:_score",
+    "ledger write": "slime.record.ledger:Note.write",
+    "rollout handed over": "slime.rollout.ledger:Ledger.made",
+    "step": "slime.cluster.train_group:TrainGroup.train",
+    "step consumed": "slime.rollout.ledger:Ledger.trained",
+    "checkpoint begun": "slime.cluster.saving:stage_checkpoint",
+    "checkpoint completed": "slime.cluster.checkpoint:StagedCheckpoint.complete",
+    "push": "slime.cluster.weight_push:WeightPush.push",
+    "evaluation": "slime.cluster.rollout_manager:RolloutManager.evaluate",
+}
+# Target -> what its command line holds; the driver is this process.
+TARGETS = {
+    "driver": None,
+    "engine": "slime.engines.embedded",
+    "trainer": "slime.runtime.worker",
+    "reward worker": "rm_hub/workers/worker.py",
+}
+
+
+def main() -> None:
+    plan, script, flags = json.loads(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    set_trap(plan)
+    module = "slime.cli.train_async" if "async" in script else "slime.cli.train"
+    raise SystemExit(importlib.import_module(module).main(flags) or 0)
+
+
+def set_trap(plan: dict) -> None:
+    module, _, path = POINTS[plan["point"]].partition(":")
+    owner = importlib.import_module(module)
+    *parents, name = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    original, lock, count = getattr(owner, name), threading.Lock(), [0]
+
+    def reached() -> None:
+        with lock:
+            count[0] += 1
+            now = count[0] == plan["nth"]
+        if now:
+            threading.Thread(target=strike, args=(plan,), daemon=True).start()
+            if plan["target"] == "driver" and plan["delay_s"] == 0:
+                time.sleep(60)  # until it strikes: the point itself
+
+    if inspect.iscoroutinefunction(original):
+
+        async def trapped(*args, **kwargs):
+            reached()
+            return await original(*args, **kwargs)
+    else:
+
+        def trapped(*args, **kwargs):
+            reached()
+            return original(*args, **kwargs)
+
+    setattr(owner, name, trapped)
+
+
+def strike(plan: dict) -> None:
+    time.sleep(plan["delay_s"])
+    pattern = TARGETS[plan["target"]]
+    pids = [os.getpid()] if pattern is None else descendants(os.getpid(), pattern)
+    if not pids:
+        return  # it is not there now: nothing is struck
+    Path(plan["note"]).write_text(json.dumps({**plan, "pid": pids[0]}))
+    os.kill(pids[0], signal.SIGKILL)
+
+
+def descendants(pid: int, pattern: str) -> list[int]:
+    """Processes below this one whose command line holds the pattern."""
+    parents, words = {}, {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal():
+            try:
+                parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+                words[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue
+
+    def below(child: int) -> bool:
+        while child in parents and child != pid:
+            child = parents[child]
+        return child == pid
+
+    return sorted(p for p in parents if p != pid and pattern in words.get(p, "") and below(p))
+
+
+if __name__ == "__main__":
+    main()
