@@ -3,6 +3,7 @@
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
 from aiohttp import web
 from argument_helpers import declared
 
@@ -63,3 +64,30 @@ def test_retool_runs_the_program_and_trains_what_the_model_said(tmp_path):
     assert trained_text(sample, tokenizer) == f"{call}<eos>42<eos>"
     (sample,), _ = episode("retool", tmp_path, ["41"], prompt="21*2", label="42")
     assert (sample.reward, sample.metadata["tool_calls"]) == (0.0, 0)
+
+
+def edit(old, new):
+    return tool_model.call("edit_file", path="f.py", old=old, new=new)
+
+
+@pytest.mark.parametrize(
+    ("answers", "reward"),
+    [
+        ([edit("a+b", "a-b"), "done"], 1.0),
+        ([edit("a+b", "a*b"), tool_model.call("run_tests"), edit("a*b", "a-b"), "done"], 0.75),
+        ([edit("a+b", "a*b"), "done"], 0.0),
+        (["done"], 0.0),
+        ([edit("a+b", "a*b"), edit("a*b", "a//b"), edit("a//b", "a-b"), "done"], 0.0),
+        ([edit("return a+b", "return {9: 4, 8: 6}[a]"), tool_model.call("run_tests"), "done"], 0.0),
+    ],
+)
+def test_coding_agent_is_paid_for_a_repair_that_hidden_tests_accept(answers, reward, tmp_path):
+    label = {
+        "source": "def f(a, b):\n    return a+b\n",
+        "shown": ["assert f(9, 5) == 4", "assert f(8, 2) == 6"],
+        "hidden": ["assert f(7, 3) == 4"],
+    }
+    (sample,), _ = episode("coding_agent", tmp_path, answers, prompt="return a+b", label=label)
+    assert sample.reward == reward
+    if any("run_tests" in one for one in answers):
+        assert "<result>passed</result>" in sample.response or "<result>failed</result>" in sample.response
