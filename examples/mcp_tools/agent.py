@@ -1,0 +1,40 @@
+"""An agent whose tools are those of an MCP server: `generate` is a --custom-generate-function-path."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+from slime.agent.session import Budget, Session, SessionError
+from slime.agent.tools import McpServer, ToolSet
+
+BUDGET = Budget(max_turns=3, max_context_tokens=200, max_new_tokens=48)
+_servers: dict[asyncio.AbstractEventLoop, asyncio.Task[McpServer]] = {}
+
+
+async def server() -> McpServer:
+    """One server for all episodes of this process; it ends with the process."""
+    loop = asyncio.get_running_loop()
+    if loop not in _servers:
+        command = [sys.executable, str(Path(__file__).with_name("server.py"))]
+        _servers[loop] = asyncio.ensure_future(McpServer(command).__aenter__())
+    return await asyncio.shield(_servers[loop])
+
+
+async def generate(args, sample, sampling_params):
+    session = Session.of_run(args, sample, sampling_params, budget=BUDGET)
+    messages = [{"role": "user", "content": sample.prompt}]
+    tools = ToolSet((await server()).tools, max_chars=60)
+    answer = ""
+    try:
+        while True:
+            said = await session.turn(messages, tools=tools.schemas)
+            messages.append(said.message)
+            if not said.tool_calls:
+                answer = said.text
+                break
+            messages += await tools.answer(said.tool_calls)
+    except SessionError as error:
+        session.end(error.outcome, str(error))
+    right = float(answer.strip() == sample.label)
+    told = {"tool_calls": tools.num_calls, "tool_errors": tools.num_errors}
+    return session.samples(sample, reward=right, extra_metadata=told, args=args)
