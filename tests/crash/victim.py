@@ -7,6 +7,7 @@ At the nth time that the point is reached, and a moment later, the target gets S
 noted in a file first. The points are functions of the driver, which are wrapped here and nowhere else.
 """
 
+import functools
 import importlib
 import inspect
 import json
@@ -65,11 +66,13 @@ def set_trap(plan: dict) -> None:
 
     if inspect.iscoroutinefunction(original):
 
+        @functools.wraps(original)  # calls between processes go by name
         async def trapped(*args, **kwargs):
             reached()
             return await original(*args, **kwargs)
     else:
 
+        @functools.wraps(original)
         def trapped(*args, **kwargs):
             reached()
             return original(*args, **kwargs)
