@@ -122,7 +122,8 @@ print("CPU-SECONDS", time.process_time())
 
 def run_once(config: Path, folder: Path, *, on: bool) -> tuple[float, float]:
     """(median seconds of a step, CPU seconds of the driver in a step) of one run."""
-    words = ["--config", str(config), "--run-dir", str(folder), "--quiet"]
+    words = ["--config", str(config), "--run-dir", str(folder), "--quiet", "--no-auto-resume"]
+    words += ["--save", str(folder / "checkpoints"), "--save-hf", str(folder / "hf-{rollout_id}")]
     words += [] if on else ["--record-max-mib", "0"]
     command = [sys.executable, "-c", _DRIVER, "on" if on else "off", *words]
     done = subprocess.run(command, capture_output=True, text=True)
