@@ -50,6 +50,9 @@ class _Work:
     write: Callable[[sqlite3.Connection], object]
 
 
+_GATHER_S = 0.02  # how long the first of several events waits for the others
+
+
 class RecordWriter:
     """`max_bytes`: about how large the file may grow; the samples of the oldest rollouts go first.
 
@@ -145,6 +148,8 @@ class RecordWriter:
         notes: list[Note] = []
         with self._news:
             self._news.wait_for(lambda: self._waiting or self._closed)
+            if not self._closed:  # events come in crowds, and a transaction costs more than an event
+                self._news.wait_for(lambda: self._closed, _GATHER_S)
             while self._waiting:
                 first = self._waiting[0]
                 if not isinstance(first, Note):
