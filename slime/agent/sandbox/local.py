@@ -134,25 +134,20 @@ class LocalSandbox:
     async def close(self) -> None:
         """End the box and everything in it; returns when it is gone."""
         process, self._ended = self._process, self._ended or "the box is closed"
-        if process is not None and process.stdin is not None:
-            process.stdin.close()
-            try:
-                async with asyncio.timeout(_END_S):
-                    await process.wait()
-            except TimeoutError:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-                await process.wait()
-        if self._reader is not None:
-            self._reader.cancel()
-        self._fail_all(self._ended)
-        if self._user is not None:
-            if self._folder is not None:  # no namespace ends what is left when the agent was killed
-                await _end_everything_of(self._user.uid)
-            self._user.release()
-            self._user = None
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        try:
+            if process is not None:
+                await _end(process)
+        finally:
+            if self._reader is not None:
+                self._reader.cancel()
+            self._fail_all(self._ended)
+            if self._user is not None:
+                if self._folder is not None:  # no namespace ends what is left when the agent was killed
+                    await _end_everything_of(self._user.uid)
+                self._user.release()
+                self._user = None
+            if self._folder is not None:
+                shutil.rmtree(self._folder, ignore_errors=True)
 
     async def __aenter__(self) -> Self:
         return self if self.is_open else await self.start()
@@ -301,7 +296,7 @@ class LocalSandbox:
         except asyncio.CancelledError:
             if self._ended is None:  # the event loop ends before its boxes: now they can still be let go of
                 self._ended = "its event loop ended"
-                process._transport.close()  # type: ignore[attr-defined]
+                _let_go(process)
             raise
         except (asyncio.IncompleteReadError, ConnectionResetError):
             said = (await process.stderr.read(4096)).decode(errors="replace").strip()
@@ -319,6 +314,26 @@ class LocalSandbox:
 @functools.cache
 def _shell() -> str:
     return "/bin/bash" if Path("/bin/bash").exists() else "/bin/sh"
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Ask the box to end, by the end of its input; kill it when it does not."""
+    assert process.stdin is not None, "it is a pipe"
+    process.stdin.close()
+    try:
+        async with asyncio.timeout(_END_S):
+            await process.wait()
+    except TimeoutError:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+    finally:  # also of a task that its ending event loop cancels: afterwards no pipe can be closed
+        _let_go(process)
+
+
+def _let_go(process: asyncio.subprocess.Process) -> None:
+    """Close the pipes of a process, and kill it where it still runs; `Process` itself has no such method."""
+    process._transport.close()  # type: ignore[attr-defined]
 
 
 async def _end_everything_of(uid: int) -> None:
