@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 import io
-import logging
 import os
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-from slime.agent.sandbox.base import (
-    TIME_LIMIT_CODE,
-    CommandFailed,
-    ExecResult,
-    FileContent,
-    SandboxDied,
-    SandboxUnavailable,
-    content_bytes,
-)
-from slime.agent.sandbox.vendor import DEFAULT_LIFETIME_S, DEFAULT_TRIES, number_from, tried
-
-logger = logging.getLogger(__name__)
+from slime.agent.sandbox.base import TIME_LIMIT_CODE, ExecResult
+from slime.agent.sandbox.vendor import VendorSandbox
 
 _METADATA_KEY = "SLIME_AGENT_SANDBOX_IMAGE_METADATA_KEY"
 _FILE_S = 600
 
 
-class E2BSandbox:
+class E2BSandbox(VendorSandbox):
     """`image` is an E2B template; behind a gateway that routes by metadata, the value of the key that
     SLIME_AGENT_SANDBOX_IMAGE_METADATA_KEY names.
     """
+
+    kind = "e2b"
 
     def __init__(
         self,
@@ -38,20 +28,12 @@ class E2BSandbox:
         image_metadata_key: str | None = None,
         rpc_retries: int | None = None,
     ):
-        self.image = image
-        self.timeout = timeout or number_from("SLIME_AGENT_SANDBOX_LIFETIME_SEC", DEFAULT_LIFETIME_S)
+        super().__init__(image, timeout=timeout, rpc_retries=rpc_retries)
         self.image_metadata_key = image_metadata_key or os.environ.get(_METADATA_KEY) or None
-        self.rpc_retries = rpc_retries or number_from("SLIME_AGENT_SANDBOX_RPC_RETRIES", DEFAULT_TRIES)
-        self.sandbox_id = ""
-        self._box: Any = None
 
-    async def __aenter__(self) -> Self:
-        try:
-            from e2b import AsyncSandbox  # an extra, which most runs do without
-        except ImportError:
-            raise SandboxUnavailable(
-                "--sandbox e2b needs the package e2b: pip install 'slime[e2b]'"
-            ) from None
+    async def _start(self) -> Any:
+        from e2b import AsyncSandbox
+
         wanted: dict[str, Any] = {"timeout": self.timeout}
         size = os.environ.get("SLIME_AGENT_E2B_SANDBOX_SIZE")
         if self.image_metadata_key is not None:
@@ -60,73 +42,45 @@ class E2BSandbox:
             )
         elif self.image is not None:
             wanted["template"] = self.image
-        self._box = await tried("e2b: start", lambda: AsyncSandbox.create(**wanted), tries=self.rpc_retries)
-        self.sandbox_id = self._box.sandbox_id
-        return self
+        box = await self._tried("start", lambda: AsyncSandbox.create(**wanted))
+        self.sandbox_id = box.sandbox_id
+        return box
 
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        box, self._box = self._box, None
-        if box is None:
-            return
-        try:
-            await tried("e2b: end", box.kill, tries=self.rpc_retries)
-        except Exception as error:  # the vendor ends it when its lifetime is over
-            logger.warning("e2b box %s could not be ended: %s", self.sandbox_id, error)
+    async def _end(self, box: Any) -> None:
+        await self._tried("end", box.kill)
 
-    async def exec(
-        self,
-        cmd: str,
-        *,
-        user: str = "root",
-        env: dict[str, str] | None = None,
-        timeout: float = 120,
-        check: bool = False,
-        idempotent: bool = False,
+    async def _run(
+        self, cmd: str, user: str, env: dict[str, str] | None, timeout: float, idempotent: bool
     ) -> ExecResult:
-        from e2b import CommandExitException, TimeoutException  # installed: a box was started
+        from e2b import CommandExitException, TimeoutException
 
-        box = self._started()
+        run = self.box.commands.run
         try:
-            done = await tried(
-                f"e2b: {cmd[:60]!r}",
-                lambda: box.commands.run(cmd, user=user, envs=env or {}, timeout=timeout),
-                tries=self.rpc_retries,
+            done = await self._tried(
+                repr(cmd[:60]),
+                lambda: run(cmd, user=user, envs=env or {}, timeout=timeout),
                 repeat=idempotent,
             )
-            code, out, err = done.exit_code, done.stdout or "", done.stderr or ""
         except CommandExitException as error:
-            code, out, err = error.exit_code, error.stdout or "", error.stderr or ""
+            done = error
         except TimeoutException:
-            code, out, err = TIME_LIMIT_CODE, "", f"[stopped: it ran past its limit of {timeout:g} s]"
-        if check and code != 0:
-            raise CommandFailed(cmd, code, out, err)
-        return code, out, err
+            return TIME_LIMIT_CODE, "", ""
+        return done.exit_code, done.stdout or "", done.stderr or ""
 
-    async def write_file(self, sandbox_path: str, content: FileContent, *, user: str = "root") -> None:
-        box, data = self._started(), content_bytes(content)
-        await tried(
-            f"e2b: write {sandbox_path}",
-            lambda: box.files.write(sandbox_path, io.BytesIO(data), user=user, request_timeout=_FILE_S),
-            tries=self.rpc_retries,
+    async def _write(self, path: str, data: bytes, user: str) -> None:
+        write = self.box.files.write
+        await self._tried(
+            f"write {path}", lambda: write(path, io.BytesIO(data), user=user, request_timeout=_FILE_S)
         )
 
-    async def read_file(self, sandbox_path: str, *, user: str = "root") -> str:
-        from e2b import NotFoundException  # installed: a box was started
+    async def _read(self, path: str, user: str) -> bytes:
+        from e2b import NotFoundException
 
-        box = self._started()
+        read = self.box.files.read
         try:
-            data = await tried(
-                f"e2b: read {sandbox_path}",
-                lambda: box.files.read(sandbox_path, format="bytes", user=user, request_timeout=_FILE_S),
-                tries=self.rpc_retries,
+            data = await self._tried(
+                f"read {path}", lambda: read(path, format="bytes", user=user, request_timeout=_FILE_S)
             )
         except NotFoundException:
-            return ""
-        return bytes(data).decode(errors="replace")
-
-    def _started(self) -> Any:
-        if self._box is None:
-            raise SandboxDied("the box is not started, or ended; use `async with`")
-        return self._box
+            return b""
+        return bytes(data)

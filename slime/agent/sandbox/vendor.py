@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import logging
 import os
 import random
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from types import TracebackType
+from typing import Any, ClassVar, Self, TypeVar
 
-from slime.agent.sandbox.base import SandboxDied, SandboxError
+from slime.agent.sandbox.base import (
+    TIME_LIMIT_CODE,
+    CommandFailed,
+    ExecResult,
+    FileContent,
+    SandboxDied,
+    SandboxError,
+    SandboxUnavailable,
+    content_bytes,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +42,92 @@ _BROKEN = (
     "Unreachable",
     "Busy",
 )
+
+
+class VendorSandbox(abc.ABC):
+    """A box that a vendor runs. A kind of it says how the vendor's package starts, ends and uses one."""
+
+    kind: ClassVar[str]  # its --sandbox, its package and the extra of slime that installs it
+
+    def __init__(
+        self, image: str | None = None, *, timeout: int | None = None, rpc_retries: int | None = None
+    ):
+        self.image = image
+        self.timeout = timeout or number_from("SLIME_AGENT_SANDBOX_LIFETIME_SEC", DEFAULT_LIFETIME_S)
+        self.rpc_retries = rpc_retries or number_from("SLIME_AGENT_SANDBOX_RPC_RETRIES", DEFAULT_TRIES)
+        self.sandbox_id = ""
+        self._box: Any = None
+
+    @abc.abstractmethod
+    async def _start(self) -> Any: ...
+
+    @abc.abstractmethod
+    async def _end(self, box: Any) -> None: ...
+
+    @abc.abstractmethod
+    async def _run(
+        self, cmd: str, user: str, env: dict[str, str] | None, timeout: float, idempotent: bool
+    ) -> ExecResult: ...
+
+    @abc.abstractmethod
+    async def _write(self, path: str, data: bytes, user: str) -> None: ...
+
+    @abc.abstractmethod
+    async def _read(self, path: str, user: str) -> bytes:
+        """The content of a file; nothing where there is none."""
+
+    async def __aenter__(self) -> Self:
+        try:
+            self._box = await self._start()
+        except ImportError:  # an extra, which most runs do without
+            raise SandboxUnavailable(
+                f"--sandbox {self.kind} needs the package {self.kind}: pip install 'slime[{self.kind}]'"
+            ) from None
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        box, self._box = self._box, None
+        if box is None:
+            return
+        try:
+            await self._end(box)
+        except Exception as error:  # it ends by itself when its lifetime is over
+            logger.warning("%s box %s could not be ended: %s", self.kind, self.sandbox_id, error)
+
+    async def exec(
+        self,
+        cmd: str,
+        *,
+        user: str = "root",
+        env: dict[str, str] | None = None,
+        timeout: float = 120,
+        check: bool = False,
+        idempotent: bool = False,
+    ) -> ExecResult:
+        code, out, err = await self._run(cmd, user, env, timeout, idempotent)
+        if code == TIME_LIMIT_CODE:
+            err += f"[stopped: it ran past its limit of {timeout:g} s]"
+        if check and code != 0:
+            raise CommandFailed(cmd, code, out, err)
+        return code, out, err
+
+    async def write_file(self, sandbox_path: str, content: FileContent, *, user: str = "root") -> None:
+        await self._write(sandbox_path, content_bytes(content), user)
+
+    async def read_file(self, sandbox_path: str, *, user: str = "root") -> str:
+        return (await self._read(sandbox_path, user)).decode(errors="replace")
+
+    @property
+    def box(self) -> Any:
+        """The vendor's own object."""
+        if self._box is None:
+            raise SandboxDied("the box is not started, or ended; use `async with`")
+        return self._box
+
+    async def _tried(self, what: str, call: Callable[[], Awaitable[_T]], *, repeat: bool = True) -> _T:
+        return await tried(f"{self.kind}: {what}", call, tries=self.rpc_retries, repeat=repeat)
 
 
 def number_from(variable: str, default: int) -> int:

@@ -1,0 +1,57 @@
+"""Bodies of requests: JSON, manifests and tags; one that cannot be right is a BadRequest that says why."""
+
+import asyncio
+import json
+from typing import Any
+
+from aiohttp import web
+
+from slime.engines.embedded.requests import BadRequest
+from slime.wire.control import TAGS
+from slime.wire.manifest import WeightManifest
+from slime.wire.protocol import shown
+
+MAX_BODY_BYTES = 32 << 20  # JSON is read in one go, and nobody else is served meanwhile: a second at most
+_BODY_DEADLINE_S = 120.0
+
+
+async def read_json(request: web.Request) -> dict[str, Any]:
+    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise web.HTTPUnsupportedMediaType(
+            text="compressed bodies are not taken: a small one may unfold to any size\n"
+        )
+    try:
+        async with asyncio.timeout(_BODY_DEADLINE_S):
+            raw = await request.read()
+    except TimeoutError:
+        raise web.HTTPRequestTimeout(text=f"the body did not come within {_BODY_DEADLINE_S:g} s\n") from None
+    if not raw:
+        return {}
+    try:
+        body = json.loads(raw, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the body is not JSON: {shown(str(error))}") from error
+    if not isinstance(body, dict):
+        raise BadRequest("the body must be a JSON object")
+    return body
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+async def read_manifest(data: Any) -> WeightManifest:
+    """Read on another thread: that of a large model has tens of thousands of entries."""
+    try:
+        return await asyncio.to_thread(WeightManifest.from_json, data)
+    except ValueError as error:
+        raise BadRequest(str(error)) from error
+
+
+def read_tags(body: dict[str, Any]) -> list[str]:
+    tags = body.get("tags")
+    if tags is None:
+        return list(TAGS)
+    if not isinstance(tags, list) or any(tag not in TAGS for tag in tags):
+        raise BadRequest(f"tags is {shown(tags)}: expected a list out of {TAGS}")
+    return tags
