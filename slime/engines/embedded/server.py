@@ -15,6 +15,7 @@ from aiohttp import web
 from slime.arguments.groups.trained_sampling import refusal
 from slime.catalog.engines import ENGINES
 from slime.engines.embedded.adapter import AdaptedWeights, AdapterConfig
+from slime.engines.embedded.bodies import MAX_BODY_BYTES, read_json, read_manifest, read_tags
 from slime.engines.embedded.engine import Engine
 from slime.engines.embedded.images import ImageReader
 from slime.engines.embedded.loop import EngineLoop
@@ -32,16 +33,13 @@ from slime.engines.embedded.weights import (
 from slime.utils.http_utils import CLIENT
 from slime.utils.media.image_tokens import encoder_of
 from slime.utils.processing_utils import load_processor
-from slime.wire.control import PAUSE_MODES, TAGS
-from slime.wire.manifest import WeightManifest
+from slime.wire.control import PAUSE_MODES
 from slime.wire.protocol import shown
 
 logger = logging.getLogger(__name__)
 
 _DIALECT = ENGINES["embedded"].dialect
 
-_MAX_BODY_BYTES = 32 << 20  # JSON is read in one go, and nobody else is served meanwhile: a second at most
-_BODY_DEADLINE_S = 120.0
 _SMALL_BODY_BYTES = 1 << 18  # requests of up to so many bytes, and without text, are read where they come in
 
 
@@ -80,7 +78,7 @@ class Server:
 
     def make_app(self) -> web.Application:
         app = web.Application(
-            client_max_size=_MAX_BODY_BYTES, middlewares=[self._ask_for_token, _errors_as_json]
+            client_max_size=MAX_BODY_BYTES, middlewares=[self._ask_for_token, _errors_as_json]
         )
         both: dict[str, Handler] = {
             "/health": self.health,
@@ -134,7 +132,7 @@ class Server:
             return _error(
                 503, f"memory is released ({sorted(self.engine.released)}): call /resume_memory_occupation"
             )
-        body = await _read_json(request)
+        body = await read_json(request)
         self._check_adapter(body.pop("lora_path", None))
         sequences, is_list = await self._read(body, request.content_length)
         if request.headers.get("User-Agent") != CLIENT:
@@ -206,7 +204,7 @@ class Server:
         return response
 
     async def abort_request(self, request: web.Request) -> web.Response:
-        body = await _read_json(request)
+        body = await read_json(request)
         rid = body.get("rid")
         if not body.get("abort_all") and not isinstance(rid, str):
             raise BadRequest('give "rid": string, or "abort_all": true')
@@ -214,7 +212,7 @@ class Server:
         return web.Response()
 
     async def pause_generation(self, request: web.Request) -> web.Response:
-        mode = (await _read_json(request)).get("mode", "abort")
+        mode = (await read_json(request)).get("mode", "abort")
         if mode not in PAUSE_MODES:
             raise BadRequest(f"mode is {shown(mode)}: expected one of {PAUSE_MODES}")
         await self.loop.call_and_tell(self.engine.pause, mode)
@@ -304,7 +302,7 @@ class Server:
             source.close()
 
     async def update_weights_from_shared_memory(self, request: web.Request) -> web.Response:
-        manifest = await _manifest(await _read_json(request))
+        manifest = await read_manifest(await read_json(request))
         engine = self.engine
         count, _ = await self._update(
             lambda: SharedMemorySource.open(manifest),
@@ -315,8 +313,8 @@ class Server:
 
     async def load_adapter(self, request: web.Request) -> web.Response:
         """Low-rank adapters, by a manifest; all requests get them, whether or not they name them."""
-        body = await _read_json(request)
-        name, manifest = body.get("lora_name"), await _manifest(body.get("manifest"))
+        body = await read_json(request)
+        name, manifest = body.get("lora_name"), await read_manifest(body.get("manifest"))
         if not isinstance(name, str) or not name:
             raise BadRequest("lora_name must be a string")
         config, engine = AdapterConfig.from_json(body.get("config_dict")), self.engine
@@ -328,7 +326,7 @@ class Server:
         return _updated(manifest.version, count, manifest.nbytes, manifest.checksum)
 
     async def update_weights_from_disk(self, request: web.Request) -> web.Response:
-        body, engine = await _read_json(request), self.engine
+        body, engine = await read_json(request), self.engine
         path = body.get("model_path")
         if not isinstance(path, str):
             raise BadRequest("model_path must be a string")
@@ -340,26 +338,26 @@ class Server:
         return _updated(version, count, nbytes, None)
 
     async def join_group(self, request: web.Request) -> web.Response:
-        place = GroupPlace.from_json(await _read_json(request))
+        place = GroupPlace.from_json(await read_json(request))
         await asyncio.to_thread(self.groups.join, place)
         return web.json_response({"success": True, "message": f"rank {place.rank} of {place.name}"})
 
     async def leave_group(self, request: web.Request) -> web.Response:
-        name = (await _read_json(request)).get("group_name")
+        name = (await read_json(request)).get("group_name")
         left = await asyncio.to_thread(self.groups.leave, name)
         message = f"{name} is left" if left else f"{shown(name)} is not a group of this engine"
         return web.json_response({"success": left, "message": message}, status=200 if left else 400)
 
     async def update_weights_from_group(self, request: web.Request) -> web.Response:
         """One bucket. It comes while others generate; its copy stops them until the last bucket is in."""
-        body = await _read_json(request)
+        body = await read_json(request)
         version = str(body.get("weight_version") or self.engine.version)
         tensors = await asyncio.to_thread(self.groups.receive, body.get("group_name"), read_bucket(body))
         count, nbytes = await self.loop.call(self.engine.update_part, GroupSource(tensors), version)
         return _updated(version, count, nbytes, None)
 
     async def update_weight_version(self, request: web.Request) -> web.Response:
-        body = await _read_json(request)
+        body = await read_json(request)
         version = body.get("new_version")
         if not isinstance(version, str):
             raise BadRequest("new_version must be a string")
@@ -369,14 +367,16 @@ class Server:
         return web.json_response({"success": True, "message": f"weight version is now {version}"})
 
     async def weights_checker(self, request: web.Request) -> web.Response:
-        body = await _read_json(request)
+        body = await read_json(request)
         action = body.get("action")
         if action == "checksum":
             checksums = await self.loop.call(self.engine.checksums)
             return web.json_response({"success": True, "message": "", "checksums": checksums})
         if action in ("compare", "compare_adapter"):
             held = self.engine.weights if action == "compare" else self.engine.adapters
-            source = await asyncio.to_thread(SharedMemorySource.open, await _manifest(body.get("manifest")))
+            source = await asyncio.to_thread(
+                SharedMemorySource.open, await read_manifest(body.get("manifest"))
+            )
             try:
                 mismatched = await self.loop.call(held.differing, source)
             finally:
@@ -389,11 +389,11 @@ class Server:
     # -- memory ----------------------------------------------------------------------------------------------
 
     async def release_memory(self, request: web.Request) -> web.Response:
-        await self.loop.call(self.engine.release, _tags(await _read_json(request)))
+        await self.loop.call(self.engine.release, read_tags(await read_json(request)))
         return web.json_response(None)
 
     async def resume_memory(self, request: web.Request) -> web.Response:
-        await self.loop.call(self.engine.restore, _tags(await _read_json(request)))
+        await self.loop.call(self.engine.restore, read_tags(await read_json(request)))
         return web.json_response(None)
 
 
@@ -431,48 +431,6 @@ def _raise_failure(sequences: list[Sequence]) -> None:
         if sequence.failed and sequence.finish is not None:
             why = sequence.finish
             raise RequestFailed(why["status_code"], f"request {sequence.rid}: {why['message']}")
-
-
-async def _read_json(request: web.Request) -> dict[str, Any]:
-    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
-        raise web.HTTPUnsupportedMediaType(
-            text="compressed bodies are not taken: a small one may unfold to any size\n"
-        )
-    try:
-        async with asyncio.timeout(_BODY_DEADLINE_S):
-            raw = await request.read()
-    except TimeoutError:
-        raise web.HTTPRequestTimeout(text=f"the body did not come within {_BODY_DEADLINE_S:g} s\n") from None
-    if not raw:
-        return {}
-    try:
-        body = json.loads(raw, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise BadRequest(f"the body is not JSON: {shown(str(error))}") from error
-    if not isinstance(body, dict):
-        raise BadRequest("the body must be a JSON object")
-    return body
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no number of JSON")
-
-
-async def _manifest(data: Any) -> WeightManifest:
-    """Read on another thread: that of a large model has tens of thousands of entries."""
-    try:
-        return await asyncio.to_thread(WeightManifest.from_json, data)
-    except ValueError as error:
-        raise BadRequest(str(error)) from error
-
-
-def _tags(body: dict[str, Any]) -> list[str]:
-    tags = body.get("tags")
-    if tags is None:
-        return list(TAGS)
-    if not isinstance(tags, list) or any(tag not in TAGS for tag in tags):
-        raise BadRequest(f"tags is {shown(tags)}: expected a list out of {TAGS}")
-    return tags
 
 
 def _updated(version: str, count: int, nbytes: int, checksum: int | None) -> web.Response:
