@@ -4,8 +4,8 @@ import asyncio
 import sys
 from pathlib import Path
 
-from slime.agent.session import Budget, Session, SessionError
-from slime.agent.tools import McpServer, ToolSet
+from slime.agent.session import Budget, Session
+from slime.agent.tools import McpServer, ToolSet, answer_with_tools
 
 BUDGET = Budget(max_turns=3, max_context_tokens=200, max_new_tokens=48)
 _servers: dict[asyncio.AbstractEventLoop, asyncio.Task[McpServer]] = {}
@@ -22,19 +22,7 @@ async def server() -> McpServer:
 
 async def generate(args, sample, sampling_params):
     session = Session.of_run(args, sample, sampling_params, budget=BUDGET)
-    messages = [{"role": "user", "content": sample.prompt}]
     tools = ToolSet((await server()).tools, max_chars=60)
-    answer = ""
-    try:
-        while True:
-            said = await session.turn(messages, tools=tools.schemas)
-            messages.append(said.message)
-            if not said.tool_calls:
-                answer = said.text
-                break
-            messages += await tools.answer(said.tool_calls)
-    except SessionError as error:
-        session.end(error.outcome, str(error))
+    answer = await answer_with_tools(session, [{"role": "user", "content": sample.prompt}], tools)
     right = float(answer.strip() == sample.label)
-    told = {"tool_calls": tools.num_calls, "tool_errors": tools.num_errors}
-    return session.samples(sample, reward=right, extra_metadata=told, args=args)
+    return session.samples(sample, reward=right, extra_metadata=tools.counts, args=args)

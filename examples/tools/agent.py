@@ -4,22 +4,13 @@
 token ids: what the model wrote is never tokenised again, and what the tool wrote is not trained on.
 """
 
-import ast
-import operator
-
+from slime.agent.tools import ToolError, calculator
 from slime.rollout.sglang_rollout import GenerateState
 from slime.rollout.sglang_rollout import generate as ask_engine
 from slime.utils.types import Sample
 
 MAX_TURNS = 4
 CALL, END = "<calc>", "</calc>"
-OPERATORS = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.USub: operator.neg,
-}
 
 
 async def generate(args, sample, sampling_params):
@@ -48,26 +39,8 @@ def reward(args, sample):
 
 
 def calculate(text):
-    """The value of an expression of numbers and + - * /, or an error, as text for the model."""
+    """The value of an arithmetic expression, or an error, as text for the model."""
     try:
-        return f"{_value(ast.parse(text.strip(), mode='eval').body):g}"
-    except (
-        SyntaxError,
-        ValueError,
-        TypeError,
-        ZeroDivisionError,
-        OverflowError,
-        RecursionError,
-        MemoryError,
-    ):
-        return "error: not a sum of numbers"
-
-
-def _value(node):
-    if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
-        return node.value
-    if isinstance(node, ast.UnaryOp) and type(node.op) in OPERATORS:
-        return OPERATORS[type(node.op)](_value(node.operand))
-    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-        return OPERATORS[type(node.op)](_value(node.left), _value(node.right))
-    raise ValueError("not arithmetic")
+        return calculator(text)
+    except ToolError as error:
+        return f"error: {error}"

@@ -137,6 +137,11 @@ class ToolSet:
     def schemas(self) -> list[dict[str, Any]]:
         return [tool.schema() for tool in self.by_name.values()]
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """What an episode tells of its tools, in the metadata of its samples."""
+        return {"tool_calls": self.num_calls, "tool_errors": self.num_errors}
+
     async def answer(self, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Tool messages for the calls of a turn, as in OpenAI's messages (arguments as a dict or as JSON)."""
         functions = [call["function"] for call in calls]
