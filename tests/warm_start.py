@@ -72,7 +72,15 @@ _PR_SET_CHILD_SUBREAPER = 36
 _WORKER = "from slime.runtime.worker import main; main()"
 _SPAWNED = "from multiprocessing.spawn import spawn_main; "
 _ENGINE = "slime.engines.embedded"
-_SCRIPTS = ("train.py", "train_async.py", "live_rank.py", "stage_rank.py", "minimal_loop.py", "run_cells.py")
+_SCRIPTS = (
+    "train.py",
+    "train_async.py",
+    "victim.py",
+    "live_rank.py",
+    "stage_rank.py",
+    "minimal_loop.py",
+    "run_cells.py",
+)
 
 
 def interruptible() -> None:

@@ -135,6 +135,8 @@ class Cluster:
         scores = [f"eval/{dataset.name}" for dataset in self.args.eval_datasets]
         _tell("eval    %d: %s", rollout_id, _headline(metrics, scores))
         self._log(metrics, "eval", rollout_id)
+        # Only now: a run that was killed in between would take the evaluation for made, and miss its metrics.
+        self.rollout.call_control(RolloutManager.note_evaluated, rollout_id)
 
     def evaluate_what_was_missed(self) -> None:
         """The evaluation after the checkpoint's step, where the run was killed between the two."""

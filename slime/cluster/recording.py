@@ -127,6 +127,11 @@ class Recording:
         for row in self.actions(ASKED):
             self.answer(row.id, REFUSED, -1, why)
 
+    def flush(self) -> None:
+        """Returns when all that was told is written."""
+        if self.writer is not None:
+            self.writer.flush()
+
     def close(self) -> None:
         if self.writer is not None:
             self._refuse_open("the run has ended")

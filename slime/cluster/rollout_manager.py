@@ -222,6 +222,15 @@ class RolloutManager:
         if self._ledger is not None:
             self._ledger.trained(rollout_id)
 
+    def note_evaluated(self, rollout_id: int) -> None:
+        """The metrics of this evaluation are on the disk."""
+        if self._ledger is not None:
+            self._ledger.evaluated(rollout_id)
+
+    def write_ledger(self) -> None:
+        """Returns when every event until now is written: no checkpoint may know more than the ledger."""
+        self._recording.flush()
+
     def note_committed(self, rollout_id: int) -> None:
         """A checkpoint after this rollout's step is complete."""
         if self._ledger is not None:
@@ -258,8 +267,6 @@ class RolloutManager:
             samples = [sample for result in output.data.values() for sample in result["samples"]]
             save_rollout_dump(self._args.save_debug_rollout_data, f"eval_{rollout_id}", samples)
         self._recording.evaluation(rollout_id, output, self._engines.weights.version)
-        if self._ledger is not None:
-            self._ledger.evaluated(rollout_id)
         path = self._args.custom_eval_rollout_log_function_path
         if path:
             flag = "--custom-eval-rollout-log-function-path"

@@ -90,6 +90,7 @@ class Saver:
             inside = self._hf_inside(staged)
             if inside is not None and (staged.staging / inside / CARD).is_file():
                 files |= record_files(staged.staging, [str(inside / CARD)], sync=True)
+            self._rollout.call_control(RolloutManager.write_ledger).result()
             checkpoint = staged.complete(files, self._keep_last)
             self._rollout.call_control(RolloutManager.note_committed, staged.rollout_id)
         self._staged = None

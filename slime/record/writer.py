@@ -79,7 +79,7 @@ class RecordWriter:
         self._waiting: deque[_Rollout | _Work | Note] = deque()
         self._news = threading.Condition()
         self._missed = self._missed_events = 0
-        self._closed = False
+        self._closed = self._in_a_hurry = False  # the latter: somebody waits for what is waiting
         self._thread = threading.Thread(target=self._write_all, name="record", daemon=True)
         self._thread.start()
 
@@ -117,6 +117,18 @@ class RecordWriter:
             self._waiting.append(note)
             self._news.notify_all()
 
+    def flush(self) -> None:
+        """Returns when all that was handed over until now is written, or was told to be missing."""
+        done = threading.Event()
+        with self._news:
+            if self._closed:
+                return
+            self._in_a_hurry = True
+            self._waiting.append(_Work("nothing", lambda connection: done.set()))
+            self._news.notify_all()
+        while not done.wait(1.0) and self._thread.is_alive():
+            pass
+
     def close(self) -> None:
         """Writes what was handed over; safe to call twice."""
         if not self._closed:
@@ -149,13 +161,14 @@ class RecordWriter:
         with self._news:
             self._news.wait_for(lambda: self._waiting or self._closed)
             if not self._closed:  # events come in crowds, and a transaction costs more than an event
-                self._news.wait_for(lambda: self._closed, _GATHER_S)
+                self._news.wait_for(lambda: self._closed or self._in_a_hurry, _GATHER_S)
             while self._waiting:
                 first = self._waiting[0]
                 if not isinstance(first, Note):
                     if notes:
                         break
                     self._waiting.popleft()
+                    self._in_a_hurry = self._in_a_hurry and bool(self._waiting)
                     self._news.notify_all()
                     return first
                 notes.append(first)

@@ -2,15 +2,19 @@
 until it is finished, and held against an undisturbed one. `make test-crash` runs this file.
 
     python tests/crash/chains.py --kills 200 --seed 0 --folder /tmp/crash --table crash.md
+    python tests/crash/chains.py --folder /tmp/crash --sum     # the table of all seeds that were run there
 
-0 lost, 0 trained twice (`slime ledger audit`), the same ledger (its digest: tokens, log-probs, rewards,
-versions, drops, evaluations), the same metrics and the same bits in the last checkpoint.
+0 lost, 0 trained twice (`slime ledger audit`, after every start), the same ledger (its digest: tokens,
+log-probs, rewards, versions, drops, evaluations), the same metrics and the same bits in the last checkpoint.
+Processes are forked from one that has imported what they need (`warm_start.py`).
 """
 
 import argparse
 import json
 import math
+import os
 import random
+import resource
 import shutil
 import subprocess
 import sys
@@ -22,9 +26,14 @@ from pathlib import Path
 TESTS = Path(__file__).parent.parent
 sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 
+import warm_start  # noqa: E402
 from crash.victim import POINTS, TARGETS  # noqa: E402
 from loop_helpers import flags, series  # noqa: E402
 from tiny_model import make_tiny_model  # noqa: E402
+
+from slime.record import RECORD_FILE  # noqa: E402
+from slime.record.audit import Audit, audit  # noqa: E402
+from slime.utils.run_file import read_run  # noqa: E402
 
 POOL = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 MODES = {
@@ -47,7 +56,11 @@ async def reward(args, sample, **kwargs):
 '''
 # Never the same in two runs, killed or not: times, and what was in a cache.
 _TIMED = ("perf/", "time", "prefix_cache", "cached", "non_generation", "_s/", "queue", "step_time")
-PATIENCE_S = 900
+PATIENCE_S = 600
+# Kills that a run survives, and how often each process is chosen.
+MILD = ("engine", "reward worker", "router")
+WEIGHTS = {"driver": 5, "engine": 3, "trainer": 3, "reward worker": 2, "router": 0}
+OFTEN = {"generation": 10, "scoring": 10, "ledger write": 30}
 
 
 @dataclass
@@ -84,63 +97,85 @@ def settings(world: Path, run: str, mode: str, num_rollout: int) -> tuple[str, l
         "save_interval": 2,
         "eval_interval": 2,
         "eval_prompt_data": ["held", world / "eval.jsonl"],
+        "engine_restart_limit": 50,
         "skip_preflight": ["reward", "lengths", "machine"],
     }
     return script, flags(world, run, **more, **values)
 
 
-def start(world: Path, run: str, mode: str, num_rollout: int, plan: dict | None) -> int:
-    """One start of the run, to its end; the exit code."""
+def start(world: Path, run: str, mode: str, num_rollout: int, plans: list[dict]) -> int | None:
+    """One start of the run, to its end; the exit code, None: it hung."""
     script, words = settings(world, run, mode, num_rollout)
     root = TESTS.parent
     first = [sys.executable, str(root / script)]
-    if plan is not None:
-        first = [sys.executable, str(TESTS / "crash" / "victim.py"), json.dumps(plan), script]
+    if plans:
+        victim = str(TESTS / "crash" / "victim.py")
+        first = [sys.executable, victim, json.dumps(plans), str(world / f"{run}.struck"), script]
+    search = os.pathsep.join(filter(None, [str(root), str(TESTS), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search}
     with open(world / f"{run}.out", "a") as log:
-        log.write(f"--- {json.dumps(plan)}\n")
+        log.write(f"--- {json.dumps(plans)}\n")
         log.flush()
-        return subprocess.run(
-            [*first, *words], stdout=log, stderr=log, cwd=root, timeout=PATIENCE_S, check=False
-        ).returncode
+        try:
+            return subprocess.run(
+                [*first, *words],
+                stdout=log,
+                stderr=log,
+                cwd=root,
+                env=environment,
+                timeout=PATIENCE_S,
+                check=False,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            return None
 
 
-def draw_plan(draw: random.Random, world: Path, run: str, num_rollout: int) -> dict:
-    point = draw.choice(list(POINTS))
-    often = {"generation": 12, "scoring": 12, "ledger write": 40}
-    return {
-        "point": point,
-        "nth": draw.randint(1, often.get(point, 2)),
-        "delay_s": draw.choice([0, 0, 0.003, 0.03, 0.2]),
-        "target": draw.choices(list(TARGETS), [3, 1, 2, 1])[0],
-        "note": str(world / f"{run}.struck"),
-    }
+def draw_plans(draw: random.Random, mode: str) -> list[dict]:
+    """Up to four strikes of one start; those after one that ends the run are never reached."""
+    weights = {**WEIGHTS, **MODES[mode].get("weights", {})}
+    return [
+        {
+            "point": (point := draw.choice(list(POINTS))),
+            "nth": draw.randint(1, OFTEN.get(point, 2)),
+            "delay_s": draw.choice([0, 0, 0.003, 0.03, 0.2]),
+            "target": draw.choices(list(TARGETS), [weights[target] for target in TARGETS])[0],
+        }
+        for _ in range(draw.randint(2, 4))
+    ]
 
 
 def chain(world: Path, run: str, mode: str, num_rollout: int, draw: random.Random, most: int) -> Result:
     """Kill and start again until the run is finished; from `most` kills on it is left in peace."""
     result, note = Result(mode), world / f"{run}.struck"
-    code: int | None = None
-    while code != 0:
-        plan = draw_plan(draw, world, run, num_rollout) if len(result.kills) < most else None
+    code: int | None = -1
+    while code != 0 and not result.wrong:
+        plans = draw_plans(draw, mode) if len(result.kills) < most else []
         note.unlink(missing_ok=True)
-        code = start(world, run, mode, num_rollout, plan)
+        code = start(world, run, mode, num_rollout, plans)
         result.starts += 1
-        if note.exists():
-            result.kills.append({**json.loads(note.read_text()), "exit": code})
-        elif code != 0:
-            result.wrong.append(f"start {result.starts} ended with {code} and nothing was struck")
-            break
-    result.wrong += differences(world, run, f"reference-{mode.replace(' ', '-')}", num_rollout)
+        struck = [json.loads(line) for line in note.read_text().splitlines()] if note.exists() else []
+        result.kills += [{**kill, "exit": code} for kill in struck]
+        if code is None:
+            result.wrong.append(f"start {result.starts} hung; struck was {struck}")
+        elif code != 0 and all(kill["target"] in MILD for kill in struck):
+            result.wrong.append(f"start {result.starts} ended with {code}; struck was {struck}")
+        elif (world / run / RECORD_FILE).exists():
+            result.wrong += [
+                f"audit after start {result.starts}: {v}" for v in audited(world, run).violations
+            ]
+    if not result.wrong:
+        result.wrong += differences(world, run, f"reference-{mode.replace(' ', '-')}")
     return result
 
 
-def differences(world: Path, run: str, reference: str, num_rollout: int) -> list[str]:
+def differences(world: Path, run: str, reference: str) -> list[str]:
     """What a chain and the undisturbed run do not have in common."""
-    found, wanted = audit(world, run), audit(world, reference)
-    wrong = [f"audit: {violation}" for violation in found["violations"]]
+    found, wanted = audited(world, run), audited(world, reference)
+    wrong = [f"audit: {violation}" for violation in found.violations]
     for key in ("digest", "steps", "num_samples"):
-        if found[key] != wanted[key]:
-            wrong.append(f"ledger: {key} is {found[key]}, undisturbed {wanted[key]}")
+        ours, theirs = getattr(found, key), getattr(wanted, key)
+        if ours != theirs:
+            wrong.append(f"ledger: {key} is {ours}, undisturbed {theirs}")
     names = metric_names(world, reference)
     if names != metric_names(world, run):
         wrong.append(f"metrics: only one of the runs has {sorted(names ^ metric_names(world, run))[:5]}")
@@ -171,10 +206,11 @@ def metric_names(world: Path, run: str) -> set[str]:
     return {n for n in names if not any(word in n for word in _TIMED) and not n.endswith("/step")}
 
 
-def audit(world: Path, run: str) -> dict:
-    words = [sys.executable, "-m", "slime", "ledger", "audit", str(world / run), "--json"]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=TESTS.parent, check=False)
-    return json.loads(done.stdout)
+def audited(world: Path, run: str) -> Audit:
+    """As `slime ledger audit` does."""
+    started = read_run(world / run)
+    ended = started is not None and started.last.exit == "finished"
+    return audit(world / run / RECORD_FILE, finished=ended)
 
 
 def weights_of(folder: Path) -> dict[str, str]:
@@ -211,28 +247,60 @@ def weights_of(folder: Path) -> dict[str, str]:
 def reference(world: Path, mode: str, num_rollout: int) -> str:
     name = f"reference-{mode.replace(' ', '-')}"
     if not (world / f"{name}.done").exists():
-        code = start(world, name, mode, num_rollout, None)
+        code = start(world, name, mode, num_rollout, [])
         assert code == 0, (world / f"{name}.out").read_text()[-3000:]
         (world / f"{name}.done").touch()
     return name
 
 
 def table(results: list[Result]) -> str:
+    """What was seen, as Markdown: by way of running, then by place and process."""
     lines = [
-        "| what was running | kills | starts | lost or trained twice | other ends |",
-        "|---|---|---|---|---|",
+        "| what was running | chains | kills | starts | lost or trained twice | other ends |",
+        "|---|---|---|---|---|---|",
     ]
     for mode in dict.fromkeys(r.mode for r in results):
         own = [r for r in results if r.mode == mode]
-        bad = sum(any("audit" in w for w in r.wrong) for r in own)
-        other = sum(any("audit" not in w for w in r.wrong) for r in own)
+        bad = sum(any(w.startswith("audit") for w in r.wrong) for r in own)
+        other = sum(any(not w.startswith("audit") for w in r.wrong) for r in own)
         kills, starts = sum(len(r.kills) for r in own), sum(r.starts for r in own)
-        lines.append(f"| `{mode}`, {len(own)} chains | {kills} | {starts} | {bad} | {other} |")
-    kills = [kill for r in results for kill in r.kills]
-    for title, key in (("where", "point"), ("which process", "target")):
-        counts = Counter(kill[key] for kill in kills)
-        lines += ["", f"{title}: " + ", ".join(f"{what} {n}" for what, n in counts.most_common())]
+        lines.append(f"| {mode} | {len(own)} | {kills} | {starts} | {bad} | {other} |")
+    counts = Counter((kill["point"], kill["target"]) for r in results for kill in r.kills)
+    targets = [target for target in TARGETS if any(t == target for _, t in counts)]
+    lines += ["", "| where | " + " | ".join(targets) + " |", "|---" * (len(targets) + 1) + "|"]
+    for point in POINTS:
+        lines.append(f"| {point} | " + " | ".join(str(counts[point, t]) for t in targets) + " |")
     return "\n".join(lines)
+
+
+def sum_up(world: Path) -> str:
+    """The table of every seed that was run in this folder."""
+    rows = [row for path in sorted(world.glob("results-*.json")) for row in json.loads(path.read_text())]
+    return table([Result(**row) for row in rows])
+
+
+def run_chains(world: Path, options: argparse.Namespace) -> list[Result]:
+    results: list[Result] = []
+    began, draw = time.monotonic(), random.Random(options.seed)
+    while sum(len(r.kills) for r in results) < options.kills:
+        if (time.monotonic() - began) / 60 > options.minutes:
+            break
+        mode = options.modes[(options.seed + len(results)) % len(options.modes)]
+        reference(world, mode, options.rollouts)
+        run = f"chain-{options.seed}-{len(results)}"
+        result = chain(world, run, mode, options.rollouts, draw, options.most)
+        results.append(result)
+        what = ", ".join(f"{k['target']} at {k['point']}" for k in result.kills)
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        print(f"{run} ({mode}): {result.starts} starts, {len(result.kills)} kills: {what}", flush=True)
+        print(f"    {time.monotonic() - began:.0f} s, {used.ru_utime + used.ru_stime:.0f} CPU s", flush=True)
+        for wrong in result.wrong:
+            print(f"    WRONG: {wrong}", flush=True)
+        (world / f"results-{options.seed}.json").write_text(json.dumps([vars(r) for r in results]))
+        if not result.wrong:
+            shutil.rmtree(world / run, ignore_errors=True)
+            shutil.rmtree(world / f"{run}-ckpt", ignore_errors=True)
+    return results
 
 
 def main() -> int:
@@ -241,38 +309,25 @@ def main() -> int:
     )
     parser.add_argument("--kills", type=int, default=200, help="how many at least")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rollouts", type=int, default=4, help="of each run")
-    parser.add_argument("--most", type=int, default=6, help="kills of one run")
+    parser.add_argument("--rollouts", type=int, default=6, help="of each run")
+    parser.add_argument("--most", type=int, default=8, help="kills of one run")
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=math.inf, help="no new chain after so long")
     parser.add_argument("--table", type=Path)
+    parser.add_argument("--sum", action="store_true", help="run nothing; the table of what was run before")
     options = parser.parse_args()
-    world, began = options.folder, time.monotonic()
+    world = options.folder
+    if options.sum:
+        print(sum_up(world))
+        return 0
+    warm_start.install()
     if not (world / "reward.py").exists():
         make_world(world)
-    results: list[Result] = []
-    draw = random.Random(options.seed)
-    while sum(len(r.kills) for r in results) < options.kills:
-        if (time.monotonic() - began) / 60 > options.minutes:
-            break
-        mode = options.modes[len(results) % len(options.modes)]
-        reference(world, mode, options.rollouts)
-        run = f"chain-{options.seed}-{len(results)}"
-        result = chain(world, run, mode, options.rollouts, draw, options.most)
-        results.append(result)
-        what = ", ".join(f"{k['target']} at {k['point']}" for k in result.kills)
-        print(f"{run} ({mode}): {result.starts} starts, {len(result.kills)} kills: {what}", flush=True)
-        for wrong in result.wrong:
-            print(f"    WRONG: {wrong}", flush=True)
-        (world / f"results-{options.seed}.json").write_text(json.dumps([vars(r) for r in results]))
-        if not result.wrong:
-            shutil.rmtree(world / run, ignore_errors=True)
-            shutil.rmtree(world / f"{run}-ckpt", ignore_errors=True)
-    text = table(results)
-    print(text)
+    results = run_chains(world, options)
+    print(table(results))
     if options.table:
-        options.table.write_text(text + "\n")
+        options.table.write_text(table(results) + "\n")
     return 1 if any(r.wrong for r in results) else 0
 
 

@@ -1,5 +1,7 @@
 """A reduced set of the kills of `make test-crash`: three in a fully asynchronous run."""
 
+from pathlib import Path
+
 import pytest
 from crash import chains
 from crash.victim import POINTS, TARGETS, set_trap
@@ -11,7 +13,6 @@ PLANS = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_killed_asynchronous_run_ends_as_an_undisturbed_one_bit_for_bit(tmp_path, monkeypatch):
     world, mode = chains.make_world(tmp_path / "world"), "fully asynchronous"
@@ -19,8 +20,8 @@ def test_a_killed_asynchronous_run_ends_as_an_undisturbed_one_bit_for_bit(tmp_pa
     plans = iter(PLANS)
     monkeypatch.setattr(
         chains,
-        "draw_plan",
-        lambda draw, world, run, num: {**next(plans), "note": str(world / f"{run}.struck")},
+        "draw_plans",
+        lambda draw, mode: [next(plans)],
     )
     result = chains.chain(world, "killed", mode, 3, None, most=len(PLANS))
     assert result.wrong == []
@@ -38,5 +39,5 @@ def test_every_point_is_a_function_that_is_there(point, monkeypatch):
         owner = getattr(owner, parent)
     monkeypatch.setattr(owner, name, getattr(owner, name))  # put back afterwards
     before = getattr(owner, name)
-    set_trap({"point": point, "nth": 10**9, "delay_s": 0, "target": next(iter(TARGETS)), "note": ""})
+    set_trap({"point": point, "nth": 10**9, "delay_s": 0, "target": next(iter(TARGETS))}, Path())
     assert getattr(owner, name) is not before

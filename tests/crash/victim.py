@@ -1,12 +1,13 @@
-"""A run that kills one of its own processes at a chosen point, as SIGKILL would from outside.
+"""A run that kills some of its own processes at chosen points, as SIGKILL would from outside.
 
-    python tests/crash/victim.py '{"point": "push", "nth": 2, "delay_s": 0.01, "target": "trainer",
-                                   "note": "struck.json"}' train.py FLAGS...
+    python tests/crash/victim.py '[{"point": "push", "nth": 2, "delay_s": 0.01, "target": "trainer"}]' \\
+        struck.jsonl train.py FLAGS...
 
-At the nth time that the point is reached, and a moment later, the target gets SIGKILL. What was struck is
-noted in a file first. The points are functions of the driver, which are wrapped here and nowhere else.
+At the nth time that the point of a plan is reached, and a moment later, its target gets SIGKILL. What was
+struck is noted in a file. The points are functions of the driver, which are wrapped here and nowhere else.
 """
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -28,6 +29,8 @@ POINTS = {
     "step consumed": "slime.rollout.ledger:Ledger.trained",
     "checkpoint begun": "slime.cluster.saving:stage_checkpoint",
     "checkpoint completed": "slime.cluster.checkpoint:StagedCheckpoint.complete",
+    "checkpoint before its rename": "slime.cluster.checkpoint:_set_aside",
+    "checkpoint after its rename": "slime.cluster.rollout_manager:RolloutManager.note_committed",
     "push": "slime.cluster.weight_push:WeightPush.push",
     "evaluation": "slime.cluster.rollout_manager:RolloutManager.evaluate",
 }
@@ -37,17 +40,19 @@ TARGETS = {
     "engine": "slime.engines.embedded",
     "trainer": "slime.runtime.worker",
     "reward worker": "rm_hub/workers/worker.py",
+    "router": "sglang_router.launch_router",
 }
 
 
 def main() -> None:
-    plan, script, flags = json.loads(sys.argv[1]), sys.argv[2], sys.argv[3:]
-    set_trap(plan)
+    plans, note, script, flags = json.loads(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4:]
+    for plan in plans:
+        set_trap(plan, note)
     module = "slime.cli.train_async" if "async" in script else "slime.cli.train"
     raise SystemExit(importlib.import_module(module).main(flags) or 0)
 
 
-def set_trap(plan: dict) -> None:
+def set_trap(plan: dict, note: Path) -> None:
     module, _, path = POINTS[plan["point"]].partition(":")
     owner = importlib.import_module(module)
     *parents, name = path.split(".")
@@ -60,7 +65,7 @@ def set_trap(plan: dict) -> None:
             count[0] += 1
             now = count[0] == plan["nth"]
         if now:
-            threading.Thread(target=strike, args=(plan,), daemon=True).start()
+            threading.Thread(target=strike, args=(plan, note), daemon=True).start()
             if plan["target"] == "driver" and plan["delay_s"] == 0:
                 time.sleep(60)  # until it strikes: the point itself
 
@@ -80,14 +85,18 @@ def set_trap(plan: dict) -> None:
     setattr(owner, name, trapped)
 
 
-def strike(plan: dict) -> None:
+def strike(plan: dict, note: Path) -> None:
     time.sleep(plan["delay_s"])
     pattern = TARGETS[plan["target"]]
     pids = [os.getpid()] if pattern is None else descendants(os.getpid(), pattern)
-    if not pids:
-        return  # it is not there now: nothing is struck
-    Path(plan["note"]).write_text(json.dumps({**plan, "pid": pids[0]}))
-    os.kill(pids[0], signal.SIGKILL)
+    for pid in pids[-1:]:  # none: it is not there now, and nothing is struck
+        with open(note, "a") as file, contextlib.suppress(ProcessLookupError):
+            if pattern is not None:
+                os.kill(pid, signal.SIGKILL)
+            file.write(json.dumps({**plan, "pid": pid}) + "\n")
+            file.flush()
+            if pattern is None:
+                os.kill(pid, signal.SIGKILL)
 
 
 def descendants(pid: int, pattern: str) -> list[int]:

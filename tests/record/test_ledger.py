@@ -336,3 +336,15 @@ def test_a_record_that_holds_nothing_is_taken_over_and_one_with_samples_is_not(t
     writer.close()
     with pytest.raises(RecordError, match="is the record of run run, this is run other"):
         RecordWriter(tmp_path / "record.db", "other", MIB)
+
+
+def test_a_flush_returns_when_every_event_until_then_can_be_read(world):
+    ledger = world.start()
+    for rollout_id in range(5):
+        world.make(rollout_id, [group_of(rollout_id)])
+        ledger.trained(rollout_id)
+        world.writer.flush()
+        with LedgerReader(world.path) as reader:
+            assert [row.rollout for row in reader.events() if row.event == "consumed"][-1] == rollout_id
+    world.stop()
+    world.writer.flush()  # of a writer that is closed: nothing is waited for
