@@ -29,6 +29,7 @@ from slime.utils.step_folders import (
     StepFolder,
     by_size,
     find_step,
+    read_step,
     same_folder,
     step_folders,
     step_path,
@@ -89,7 +90,7 @@ class StagedCheckpoint:
         return self.staging.with_suffix("")
 
     def complete(self, files: Mapping[str, FileRecord], keep_last: int | None = None) -> StepFolder:
-        """One rename, when all is written and `files` recorded; then all but the `keep_last` newest go.
+        """One rename, when all is written and `files` recorded; all but the `keep_last` newest whole ones go.
 
         Wherever it is interrupted, every folder that looks like a checkpoint is a whole one.
         """
@@ -158,9 +159,24 @@ def _set_aside(folder: Path, rollout_id: int) -> None:
 
 
 def _remove_older(folder: Path, keep_last: int) -> None:
-    """Newest is what was saved last in the run's order, the largest rollout."""
-    steps = step_folders(folder)
-    for step in sorted(steps)[:-keep_last]:
-        # Renamed first: a folder half removed must not look complete.
-        doomed = steps[step].rename(steps[step].with_name(steps[step].name + ".tmp"))
-        shutil.rmtree(doomed)
+    """All but the newest that are whole (by their sizes): a damaged one is nothing to fall back on.
+
+    Newest is what was saved last in the run's order, the largest rollout.
+    """
+    num_whole = 0
+    for _, path in sorted(step_folders(folder).items(), reverse=True):
+        if num_whole == keep_last:
+            # Renamed first: a folder half removed must not look complete.
+            shutil.rmtree(path.rename(path.with_name(path.name + ".tmp")))
+        elif damage := _damage_by_size(path):
+            logger.warning("%s is damaged (%s): it does not count for --keep-last-n", path, damage)
+        else:
+            num_whole += 1
+
+
+def _damage_by_size(path: Path) -> str:
+    """The first reason; empty: none is seen without reading all of it."""
+    try:
+        return next(iter(by_size(read_step(path))), "")
+    except ValueError as error:
+        return str(error)

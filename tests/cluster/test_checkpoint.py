@@ -103,6 +103,21 @@ def test_only_the_last_checkpoints_stay(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_0000003", "step_0000004"]
 
 
+@pytest.mark.parametrize("harm", ["truncated", "a file is missing", "its manifest is missing"])
+def test_a_damaged_checkpoint_does_not_count_among_those_that_stay(tmp_path, caplog, harm):
+    for rollout_id in (1, 2, 3):
+        write(tmp_path, rollout_id)
+    hit = tmp_path / "step_0000003" / ("manifest.json" if "manifest" in harm else "trainer/__1_0.distcp")
+    hit.write_bytes(hit.read_bytes()[:-1]) if harm == "truncated" else hit.unlink()
+    staged, files = stage(tmp_path, 4)
+    staged.complete(files, keep_last=2)
+    assert sorted(step_folders(tmp_path)) == [2, 3, 4], "two that are whole, and the damaged one between"
+    assert "step_0000003 is damaged" in caplog.text and hit.name in caplog.text
+    staged, files = stage(tmp_path, 5)
+    staged.complete(files, keep_last=2)
+    assert sorted(step_folders(tmp_path)) == [4, 5]
+
+
 def test_a_run_that_goes_on_from_an_earlier_step_keeps_its_own_checkpoint_and_sets_later_ones_aside(tmp_path):
     for rollout_id in (1, 2, 3):
         write(tmp_path, rollout_id)

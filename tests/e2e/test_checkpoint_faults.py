@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 from loop_helpers import make_world, run_train, series, start_train, wait_for
@@ -43,6 +44,13 @@ def flip(path):
     path.write_bytes(data)
 
 
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+HARMS = (flip, truncate, Path.unlink)
+
+
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_a_flipped_bit_is_named_and_the_run_goes_on_from_the_checkpoint_before(world, trainer):
     if trainer == "megatron":
@@ -55,9 +63,11 @@ def test_a_flipped_bit_is_named_and_the_run_goes_on_from_the_checkpoint_before(w
     last = find_step(save, damage_of=by_content)
     assert last.manifest.rollout_id == LAST and "hf/model.safetensors" in last.manifest.files
     for name in sorted(path.relative_to(last.path) for path in last.path.rglob("*") if path.is_file()):
-        flip(last.path / name)
-        assert find_step(save, damage_of=by_content).manifest.rollout_id == LAST - 1, name
-        flip(last.path / name)
+        before = (last.path / name).read_bytes()
+        for harm in HARMS:
+            harm(last.path / name)
+            assert find_step(save, damage_of=by_content).manifest.rollout_id == LAST - 1, (name, harm)
+            (last.path / name).write_bytes(before)
     [weights] = [name for name in last.manifest.files if name.endswith("__0_0.distcp")]
     flip(last.path / weights)
     ended = replay(world, trainer, **flags)

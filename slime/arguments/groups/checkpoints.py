@@ -63,7 +63,11 @@ class CheckpointFlags:
         only_with=SAVES,
     )
     keep_last_n: int | None = flag(
-        None, "how many checkpoints of --save stay; default: all", ge=1, only_with=SAVES
+        None,
+        "how many checkpoints of --save stay, damaged ones not counted; default: all; 1 leaves none to fall "
+        "back on",
+        ge=1,
+        only_with=SAVES,
     )
     no_save_optim: bool = flag(
         False, "leave the optimizer out of checkpoints; they then load with --finetune only"
