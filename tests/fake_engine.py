@@ -20,12 +20,20 @@ class FakeEngine:
     as `{"delay_s": ...}`, `{"until": condition}`, `{"hold": True}` (until aborted, `tokens` made so far),
     `{"break": True}` (the connection ends), `{"break_when": n}` (when it has n such requests) or `{"tokens":
     [...], "finish": ...}`; `meta` adds to what an answer says about itself, `meta_of(tokens)` to what each
-    event of a stream does.
+    event of a stream does. `takes_groups`: it answers lists of requests, each as its script says, with an
+    event for each; one whose script is no answer (a status, a break) gets no event.
     """
 
     def __init__(
-        self, script: Script | None = None, *, num_tokens: int = 4, vocab: tuple[int, int] = (10, 60)
+        self,
+        script: Script | None = None,
+        *,
+        num_tokens: int = 4,
+        vocab: tuple[int, int] = (10, 60),
+        takes_groups: bool = True,
     ):
+        self.takes_groups = takes_groups
+        self.group_sizes: list[int] = []
         self.script, self.num_tokens, self.vocab = script, num_tokens, vocab
         self.version = "run:1"
         self.requests: list[dict[str, Any]] = []
@@ -71,6 +79,8 @@ class FakeEngine:
 
     async def _generate(self, request: web.Request) -> web.Response:
         payload = await request.json()
+        if isinstance(payload["input_ids"][0], list):
+            return await self._generate_group(request, payload)
         number = len(self.requests)
         self.requests.append(payload)
         self.headers.append(dict(request.headers))
@@ -89,6 +99,37 @@ class FakeEngine:
             return await self._answer(payload, action)
         finally:
             self.running -= 1
+
+    async def _generate_group(self, request: web.Request, payload: dict) -> web.StreamResponse:
+        if not self.takes_groups:
+            return web.json_response({"error": "this engine takes no lists"}, status=400)
+        fields = ("input_ids", "sampling_params", "rid")
+        members = [
+            {**payload, **dict(zip(fields, own, strict=True))}
+            for own in zip(*(payload[f] for f in fields), strict=True)
+        ]
+        self.group_sizes.append(len(members))
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+
+        async def answer(place: int, member: dict) -> None:
+            self.requests.append(member)
+            self.headers.append(dict(request.headers))
+            self.running += 1
+            self.most_running = max(self.most_running, self.running)
+            try:
+                action = self.script(member, len(self.requests) - 1) if self.script else None
+                if isinstance(action, dict) and action.get("break"):
+                    request.transport.abort()
+                elif not isinstance(action, (int, str)):
+                    body = json.loads((await self._answer(member, action)).body)
+                    await response.write(f"data: {json.dumps({**body, 'index': place})}\n\n".encode())
+            finally:
+                self.running -= 1
+
+        await asyncio.gather(*(answer(place, member) for place, member in enumerate(members)))
+        await response.write(b"data: [DONE]\n\n")
+        return response
 
     async def _answer(self, payload: dict, action: Any) -> web.Response:
         if isinstance(action, int):

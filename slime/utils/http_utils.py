@@ -69,6 +69,11 @@ def observed(observer: Observer) -> Iterator[None]:
         _observer.reset(token)
 
 
+def is_observed() -> bool:
+    """Whether somebody looks at what the running task posts."""
+    return _observer.get() is not None
+
+
 # Where an engine that is started reads the token it must ask for, and a run that
 # of engines which somebody else started.
 TOKEN_VARIABLE = "SLIME_ENGINE_TOKEN"

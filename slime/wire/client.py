@@ -7,6 +7,7 @@ from typing import Any
 from slime.utils import http_utils, waits
 from slime.utils.errors import EngineAnswerError
 from slime.wire.dialects import ID_IS_TAKEN
+from slime.wire.grouped import GroupedRequests
 from slime.wire.protocol import GenerateRequest, Generation
 
 _TAKEN_PAUSE_S = 0.5
@@ -20,7 +21,7 @@ class EngineClient:
     A refused or broken connection and a 5xx are tried again (the engine is being restarted, and a generation
     has no side effect); a 4xx is the request's own fault and raises `HttpError` at once. `max_running` caps
     the requests in flight from this client: the rest wait here, where they cost neither a socket nor an
-    engine's queue.
+    engine's queue. Requests that name the same `group` travel together.
     """
 
     def __init__(
@@ -30,6 +31,7 @@ class EngineClient:
         self.timeout_s = timeout_s
         self.max_retries = max_retries
         self._slots = asyncio.Semaphore(max_running)
+        self._grouped = GroupedRequests(f"{self.base_url}/generate", timeout_s)
 
     async def generate(
         self, request: GenerateRequest, headers: Mapping[str, str] | None = None
@@ -39,7 +41,12 @@ class EngineClient:
             raise ValueError(
                 "EngineClient.generate reads one final answer: use stream=False and sampling.n=1"
             )
-        answer = await self._post(request.to_json(), self._headers(request, headers), request.rid)
+        async with self._slots:
+            answer = await waits.within(
+                self._answer(request, headers or {}),
+                name=f"POST {self.base_url}/generate (request {request.rid})",
+                deadline_s=self.timeout_s,
+            )
         try:
             return Generation.from_json(answer)
         except ValueError as error:
@@ -61,14 +68,14 @@ class EngineClient:
         session = {SESSION_HEADER: request.session} if request.session is not None else {}
         return {**session, **(headers or {})}
 
-    async def _post(self, payload: dict[str, Any], headers: dict[str, str], rid: str | None) -> Any:
-        url = f"{self.base_url}/generate"
-        async with self._slots:
-            return await waits.within(
-                self._post_until_taken(url, payload, headers),
-                name=f"POST {url} (request {rid})",
-                deadline_s=self.timeout_s,
-            )
+    async def _answer(self, request: GenerateRequest, headers: Mapping[str, str]) -> Any:
+        answer, all_headers = None, self._headers(request, headers)
+        if not headers and self._grouped.takes(request):
+            answer = await self._grouped.answer(request, all_headers)
+        if answer is None:
+            url = f"{self.base_url}/generate"
+            answer = await self._post_until_taken(url, request.to_json(), all_headers)
+        return answer
 
     async def _post_until_taken(self, url: str, payload: dict[str, Any], headers: dict[str, str]) -> Any:
         """An engine that has not noticed that an earlier attempt's connection broke refuses its id as taken.

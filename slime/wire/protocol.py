@@ -129,6 +129,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     n: int = 1
     return_top_p_token_ids: bool = False  # travels inside custom_params, see slime.utils.top_p
+    stream_interval: int | None = None  # tokens from one event of a stream to the next; None: the engine's
 
     def __post_init__(self) -> None:
         checked = {
@@ -162,6 +163,8 @@ class SamplingParams:
                     f"min_new_tokens is {self.min_new_tokens}: it must not exceed max_new_tokens "
                     f"{self.max_new_tokens}"
                 )
+        if self.stream_interval is not None:
+            _integer("stream_interval", self.stream_interval, 1, MAX_INT32)
         if self.sampling_seed is not None:
             _integer("sampling_seed", self.sampling_seed, -MAX_INT64 - 1, MAX_INT64)
 
@@ -215,6 +218,7 @@ class GenerateRequest:
     image_data: Sequence[str] = ()  # data URLs, one for each image token of `input_ids`
     num_prompt_tokens: int | None = None  # what the engine must count, images expanded; None: not checked
     forbidden_ids: frozenset[int] = frozenset()  # that no answer may hold: image tokens
+    group: str | None = None  # requests of one group may travel as one; None: it goes alone
 
     def to_json(self) -> dict[str, Any]:
         out = {

@@ -235,6 +235,69 @@ def test_a_stream_is_cumulative_and_ends_with_done(engine):
     assert tuple(chunks[-1]["output_ids"]) == whole.ids and chunks[-1]["text"] == whole.text
 
 
+# -- groups --------------------------------------------------------------------------------------------------
+
+
+async def ask_together(engine, requests):
+    """The answers, and in how many HTTP requests they were asked for."""
+    posted, post, stream = [], http_utils.post, http_utils.stream
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(http_utils, "post", lambda url, *a, **k: posted.append(url) or post(url, *a, **k))
+        patch.setattr(http_utils, "stream", lambda url, *a, **k: posted.append(url) or stream(url, *a, **k))
+        answers = await asyncio.gather(*map(engine.client.generate, requests))
+    return answers, sum(url.endswith("/generate") for url in posted)
+
+
+def test_a_group_travels_as_one_request_with_the_answers_of_single_ones(engine):
+    lengths = [3, 25, 9, 25, 1, 14]
+    alone = [
+        engine.request(PROMPT[: 2 + i % 3], temperature=0.0, max_new_tokens=n, ignore_eos=True)
+        for i, n in enumerate(lengths)
+    ]
+    expected = [run(engine.client.generate(request)) for request in alone]
+    found, num_posts = run(ask_together(engine, [replace(request, group="g") for request in alone]))
+    assert num_posts == 1
+    for one, other in zip(found, expected, strict=True):
+        assert one.ids == other.ids and one.text == other.text and one.finish == other.finish
+        assert largest_difference(one.log_probs, other.log_probs) < 1e-4
+        assert one.weight_version == other.weight_version and one.spans == other.spans
+
+
+def test_the_members_of_a_group_have_their_own_seeds(engine):
+    alone = [engine.request(PROMPT, max_new_tokens=20, ignore_eos=True, sampling_seed=n) for n in range(4)]
+    expected = [run(engine.client.generate(request)).ids for request in alone]
+    found, num_posts = run(ask_together(engine, [replace(request, group="g") for request in alone]))
+    assert [one.ids for one in found] == expected and len(set(expected)) == 4 and num_posts == 1
+
+
+def test_one_member_of_a_group_can_be_aborted(engine):
+    async def scenario():
+        requests = [
+            replace(engine.request(PROMPT, max_new_tokens=count, ignore_eos=True), group="g")
+            for count in (450, 30, 450)
+        ]
+        asked = asyncio.create_task(ask_together(engine, requests))
+        await engine.running(tokens=5)
+        await engine.client.cancel([engine.url], [requests[0].rid])
+        return await asked
+
+    (first, second, third), num_posts = run(scenario())
+    assert num_posts == 1 and first.finish == "abort" and len(first.ids) < 450
+    assert (second.finish, third.finish) == ("length", "length") and len(third.ids) == 450
+
+
+def test_a_member_of_a_group_that_is_refused_is_named_and_the_others_are_answered(engine):
+    good = replace(engine.request(PROMPT, max_new_tokens=5, ignore_eos=True), group="g")
+    bad = replace(engine.request([5] * (CONTEXT + 10), max_new_tokens=5), group="g")
+
+    async def scenario():
+        return await asyncio.gather(*map(engine.client.generate, (good, bad)), return_exceptions=True)
+
+    answer, error = run(scenario())
+    assert len(answer.ids) == 5
+    assert isinstance(error, HttpError) and error.status == 400 and "longer" in str(error)
+
+
 # -- scheduling ----------------------------------------------------------------------------------------------
 
 

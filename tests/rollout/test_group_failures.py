@@ -28,7 +28,7 @@ def sample_3_is_garbage(payload, number):
 
 
 def test_drop_counts_the_group_and_fills_its_place(tmp_path):
-    with FakeEngine(sample_3_is_refused) as engine:
+    with FakeEngine(sample_3_is_refused, takes_groups=False) as engine:
         args = make_args(tmp_path, engine, "--group-failure-action", "drop")
         source = make_source(args)
         output = generate_rollout(args, 0, source)
@@ -80,7 +80,7 @@ def test_stop_ends_the_run_with_the_cause(tmp_path):
 
 
 def test_a_group_is_tried_as_often_as_it_is_told(tmp_path):
-    with FakeEngine(sample_3_is_garbage) as engine:
+    with FakeEngine(sample_3_is_garbage, takes_groups=False) as engine:
         args = make_args(tmp_path, engine, "--group-max-attempts", "5")
         with pytest.raises(GroupFailed, match="5 attempts were made"):
             generate_rollout(args, 0, make_source(args))

@@ -258,7 +258,7 @@ def test_garbage_for_ever_stops_the_run_and_loses_nothing(tmp_path):
 
 
 def test_a_client_error_is_not_retried(tmp_path):
-    with FakeEngine(lambda payload, number: 400) as engine:
+    with FakeEngine(lambda payload, number: 400, takes_groups=False) as engine:
         args = make_args(tmp_path, engine)
         source = make_source(args)
         with pytest.raises(HttpError, match="answered 400"):

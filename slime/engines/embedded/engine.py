@@ -150,7 +150,7 @@ class Engine:
             sequence.finish = self._finish_reason(sequence)
             if sequence.finish is not None:
                 self.scheduler.release(sequence)
-            if sequence.finish is not None or sequence.stream:
+            if sequence.finish is not None or sequence.has_event:
                 heard.append(sequence)
         if any(s.failed and s.finish and s.finish["err_type"] == NOT_FINITE for s in heard):
             self._wipe_cache()

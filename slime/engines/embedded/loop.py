@@ -21,17 +21,21 @@ CRASHED = 70  # exit status of an engine whose device is lost
 
 
 class Listener:
-    """The asyncio side of one sequence: `wait` returns when there is news."""
+    """The asyncio side of one request: `wait` returns when there is news, with the sequences it is of."""
 
     def __init__(self) -> None:
-        self._news = asyncio.Event()
+        self._event = asyncio.Event()
+        self._news: list[Sequence] = []
 
-    def notify(self) -> None:
-        self._news.set()
+    def notify(self, sequence: Sequence) -> None:
+        self._news.append(sequence)
+        self._event.set()
 
-    async def wait(self) -> None:
-        await self._news.wait()
-        self._news.clear()
+    async def wait(self) -> list[Sequence]:
+        await self._event.wait()
+        self._event.clear()
+        news, self._news = self._news, []
+        return news
 
 
 class EngineLoop:
@@ -52,9 +56,12 @@ class EngineLoop:
 
     # -- asyncio thread --------------------------------------------------------------------------------------
 
-    def submit(self, sequence: Sequence) -> Listener:
-        listener = self._listeners[sequence] = Listener()
-        self._post(lambda: self._add(sequence))
+    def submit(self, sequences: list[Sequence]) -> Listener:
+        """Queue all sequences of a request, one behind the other."""
+        listener = Listener()
+        for sequence in sequences:
+            self._listeners[sequence] = listener
+        self._post(lambda: self._add_all(sequences))
         return listener
 
     def forget(self, sequence: Sequence) -> None:
@@ -91,7 +98,7 @@ class EngineLoop:
         for sequence in sequences:
             listener = self._listeners.get(sequence)
             if listener is not None:
-                listener.notify()
+                listener.notify(sequence)
 
     # -- engine thread ---------------------------------------------------------------------------------------
 
@@ -99,14 +106,16 @@ class EngineLoop:
         if heard:
             self._loop.call_soon_threadsafe(self._tell, heard)
 
-    def _add(self, sequence: Sequence) -> None:
+    def _add_all(self, sequences: list[Sequence]) -> None:
+        self._tell_later([heard for sequence in sequences for heard in self._add(sequence)])
+
+    def _add(self, sequence: Sequence) -> list[Sequence]:
         try:
-            heard = self.engine.add(sequence)
+            return self.engine.add(sequence)
         except Exception as error:  # the request's, not the engine's
             logger.exception("a request could not be queued")
             sequence.finish = failure(500, f"not queued: {type(error).__name__}: {error}", "NotQueued")
-            heard = [sequence]
-        self._tell_later(heard)
+            return [sequence]
 
     def _abort_one(self, sequence: Sequence) -> None:
         if not sequence.done:

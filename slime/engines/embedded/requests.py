@@ -11,7 +11,7 @@ from slime.engines.embedded.images import BadImage, ImagePrompt, ImageReader
 from slime.engines.embedded.sequence import Sequence
 from slime.engines.embedded.text import Detokenizer
 from slime.utils import top_p
-from slime.wire.protocol import SamplingParams, shown
+from slime.wire.protocol import MAX_INT64, SamplingParams, shown
 
 FIELDS = (
     *("input_ids", "text", "image_data", "sampling_params", "return_logprob", "logprob_start_len"),
@@ -60,26 +60,39 @@ class RequestReader:
         raws = _per_prompt(
             "sampling_params", body.get("sampling_params"), len(prompts), (Mapping, type(None))
         )
-        samplings = [self._sampling(raw) for raw in raws]
-        _check_count(sum(sampling.n for sampling in samplings))
+        samplings = self._samplings(raws)
+        _check_count(sum(sampling.n for sampling, _ in samplings))
         rids = _per_prompt("rid", body.get("rid"), len(prompts), (str, type(None)))
         stream = _flag(body, "stream")
         return_logprob = _flag(body, "return_logprob")
         scored = _wants_score(body)
         sequences = []
-        for prompt, pictures, sampling, rid in zip(prompts, pictured, samplings, rids, strict=True):
+        for prompt, pictures, (sampling, seed), rid in zip(prompts, pictured, samplings, rids, strict=True):
             rid = rid or secrets.token_hex(16)
             if scored:
                 self._check_scored(prompt, sampling, return_logprob)
             for index in range(sampling.n):
                 # all n samples share the id: one abort ends them all
-                made = self._sequence(rid, prompt, sampling, index, return_logprob, stream, scored)
+                made = self._sequence(rid, prompt, sampling, seed, index, return_logprob, stream, scored)
                 made.pictures = pictures if pictures.images else None
                 sequences.append(made)
         is_list = is_batch or len(sequences) > 1
-        if stream and is_list:
-            raise BadRequest("stream is true: it takes one prompt and n = 1")
+        if stream and any(sampling.n > 1 for sampling, _ in samplings):
+            raise BadRequest("stream is true: it takes n = 1")
         return sequences, is_list
+
+    def _samplings(self, raws: list[Any]) -> list[tuple[SamplingParams, int | None]]:
+        """Of each prompt, with its seed; those that differ in nothing else are read once."""
+        made: list[tuple[SamplingParams, int | None]] = []
+        before: Any = None
+        for raw in raws:
+            seed = None if raw is None else raw.get("sampling_seed")
+            rest = None if raw is None else {**raw, "sampling_seed": None}
+            is_sound = seed is None or (type(seed) is int and abs(seed) <= MAX_INT64)
+            known = bool(made) and is_sound and rest == before
+            made.append((made[-1][0] if known else self._sampling(raw), seed))
+            before = rest
+        return made
 
     def _prompts(self, body: Mapping[str, Any]) -> tuple[list[list[int]], bool]:
         ids, text = body.get("input_ids"), body.get("text")
@@ -198,6 +211,7 @@ class RequestReader:
         rid: str,
         prompt: list[int],
         sampling: SamplingParams,
+        seed: int | None,
         index: int,
         return_logprob: bool,
         stream: bool,
@@ -205,7 +219,6 @@ class RequestReader:
     ) -> Sequence:
         room = self.limits.max_tokens - len(prompt)
         wanted = room if sampling.max_new_tokens is None else min(sampling.max_new_tokens, room)
-        seed = sampling.sampling_seed
         if seed is None:
             seed = self._random.getrandbits(63)
         return Sequence(

@@ -74,6 +74,11 @@ class Sequence:
         return np.concatenate((inside[:, start:end], place[:, inside.shape[1] - start :]), axis=1)
 
     @property
+    def has_event(self) -> bool:
+        """Whether its newest token makes an event of a stream."""
+        return self.stream and len(self.output) % (self.sampling.stream_interval or 1) == 0
+
+    @property
     def done(self) -> bool:
         return self.finish is not None
 

@@ -138,7 +138,7 @@ class Server:
         if request.headers.get("User-Agent") != CLIENT:
             self._note_bent(sequences)
         if sequences[0].stream:
-            return await self._stream(request, sequences[0])
+            return await self._stream(request, sequences, is_list)
         answers = await self._finish(sequences)
         return web.json_response(answers if is_list else answers[0])
 
@@ -168,9 +168,9 @@ class Server:
             raise BadRequest(f"lora_path is {shown(wanted)}: this engine has {held}")
 
     async def _finish(self, sequences: list[Sequence]) -> list[dict[str, Any]]:
-        listeners = [self.loop.submit(sequence) for sequence in sequences]
+        listener = self.loop.submit(sequences)
         try:
-            for listener in listeners:
+            while not all(sequence.done for sequence in sequences):
                 await listener.wait()
             _raise_failure(sequences)
             return [answer_json(sequence, self.engine.detokenizer) for sequence in sequences]
@@ -178,29 +178,44 @@ class Server:
             for sequence in sequences:
                 self.loop.forget(sequence)
 
-    async def _stream(self, request: web.Request, sequence: Sequence) -> web.StreamResponse:
+    async def _stream(
+        self, request: web.Request, sequences: list[Sequence], is_list: bool
+    ) -> web.StreamResponse:
+        """Events of all sequences of a request as they come; those of a list say whose they are by `index`.
+
+        Of a list, one that failed has no last event: whoever asks for it alone learns why.
+        """
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
-        listener = self.loop.submit(sequence)
+        waiting = {sequence: {"index": place} if is_list else {} for place, sequence in enumerate(sequences)}
+        listener = self.loop.submit(sequences)
         try:
-            finished = False
-            while not finished:
-                await listener.wait()
+            while waiting:
+                chunks = []
+                for sequence in dict.fromkeys(await listener.wait()):
+                    if sequence.failed:
+                        waiting.pop(sequence, None)
+                    elif sequence in waiting:
+                        chunk = answer_json(sequence, self.engine.detokenizer) | waiting[sequence]
+                        chunks.append(f"data: {json.dumps(chunk)}\n\n")
+                        if chunk["meta_info"]["finish_reason"] is not None:
+                            del waiting[sequence]
+                if not chunks and waiting:
+                    continue
                 if not response.prepared:
-                    _raise_failure([sequence])
+                    if not chunks:
+                        _raise_failure(sequences)
                     await response.prepare(request)
-                elif sequence.failed:  # what was sent cannot be taken back
+                elif not chunks and not is_list:  # what was sent cannot be taken back
                     if request.transport is not None:
                         request.transport.abort()
                     return response
-                chunk = answer_json(sequence, self.engine.detokenizer)
-                finished = chunk["meta_info"]["finish_reason"] is not None
-                await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
-            await response.write(b"data: [DONE]\n\n")
+                data = "".join(chunks).encode()
+                await (response.write(data) if waiting else response.write_eof(data + b"data: [DONE]\n\n"))
         finally:
-            self.loop.forget(sequence)
-        await response.write_eof()
+            for sequence in sequences:
+                self.loop.forget(sequence)
         return response
 
     async def abort_request(self, request: web.Request) -> web.Response:

@@ -16,6 +16,7 @@ from slime.utils.types import Sample
 from slime.wire.protocol import ADAPTER_NAME, GenerateRequest, Generation, SamplingParams, wrong_token_id
 
 _ASKS_WHAT_IS_KEPT = {"custom_params": {top_p.REQUEST_FIELD: True}}
+_EVAL_PROMPTS = 16  # that travel as one request
 _LOG_PROB_SLACK = 0.01  # rounding of a certain token's 0
 
 
@@ -199,4 +200,13 @@ def build_request(
         session=sample.session_id,
         stream=stream,
         extra=extra,
+        # Middlewares of the router are called with one sample's request and answer.
+        group=None if args.router_middleware_paths else _group(sample),
     )
+
+
+def _group(sample: Sample) -> str | None:
+    """Whom a request may travel with: its siblings; in an evaluation, which has few, a few prompts more."""
+    if sample.group_index is None:
+        return None
+    return str(sample.group_index) if is_trained() else f"eval {sample.group_index // _EVAL_PROMPTS}"

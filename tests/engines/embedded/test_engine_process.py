@@ -1,7 +1,9 @@
 """The engine as a process: it starts, reports its port, waits for weights, dies with its parent."""
 
+import asyncio
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -107,3 +109,21 @@ def test_a_taken_port_ends_the_process_before_the_model_is_loaded(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         ended = failed_start("--model-path", str(tmp_path), "--port", str(taken.getsockname()[1]))
     assert ended.returncode != 0 and "Address already in use" in ended.stderr
+
+
+def test_a_group_is_answered_to_the_bit_like_single_requests_where_each_is_computed_alone(
+    tied_folder, tmp_path
+):
+    flags = ("--max-running-requests", "1", "--max-total-tokens", "512", "--device", "cpu")
+    with start_engine(tied_folder, tmp_path, *flags) as (url, process, _, prefix):
+        engine = EngineUnderTest(url, tied_folder, process.pid, prefix)
+        alone = [
+            engine.request([5, 6, 7], max_new_tokens=8 + seed, sampling_seed=seed, ignore_eos=True)
+            for seed in range(6)
+        ]
+
+        async def together():
+            return await asyncio.gather(*(engine.client.generate(replace(r, group="g")) for r in alone))
+
+        found, expected = run(together()), [run(engine.client.generate(request)) for request in alone]
+    assert [(a.ids, a.log_probs) for a in found] == [(a.ids, a.log_probs) for a in expected]

@@ -64,7 +64,7 @@ REFUSED = {
     "sampling_params of a number": {"input_ids": IDS, "sampling_params": 5},
     "rid of an object": {"input_ids": IDS, "rid": {}},
     "rids for more prompts than there are": {"input_ids": IDS, "rid": ["a", "b"]},
-    "stream of two": {"input_ids": [[5], [6]], "stream": True},
+    "stream of two answers to one prompt": {"input_ids": IDS, "stream": True, "sampling_params": {"n": 2}},
     "stream of a number": {"input_ids": IDS, "stream": 1},
     "logprob_start_len out of range": {"input_ids": IDS, "logprob_start_len": 10**12},
     "logprob_start_len negative": {"input_ids": IDS, "logprob_start_len": -2},
