@@ -55,9 +55,10 @@ def check_reward(args: Args) -> Iterator[Finding]:
     if sample is None:
         return
     own = _own_generation(args)
-    if not own and not (args.custom_rm_path or args.rm_type or sample.metadata.get("rm_type")):
-        text = "no reward is given: set --rm-type, --custom-rm-path or rm_type in the rows' metadata."
-        yield Finding("error", "--rm-type", text)
+    if not (args.custom_rm_path or args.rm_type or sample.metadata.get("rm_type")):
+        if not own:  # a function of the user's may score what it makes
+            text = "no reward is given: set --rm-type, --custom-rm-path or rm_type in the rows' metadata."
+            yield Finding("error", "--rm-type", text)
     elif _can_be_tried(args, sample):
         with tempfile.TemporaryDirectory(prefix="slime-preflight-") as scratch:
             found = list(_try(_Trial(args, scratch), sample))

@@ -278,12 +278,14 @@ def test_a_judge_that_is_not_up_yet(start):
     passes(start, custom_rm_path=None, rm_type="remote_rm", rm_url="http://127.0.0.1:9/judge")
 
 
-def test_a_generate_function_that_makes_its_own_prompts_and_rewards(start, world, tmp_path):
+def test_a_generate_function_that_makes_its_own_prompts_and_rewards(start, world, tmp_path, caplog):
     file = tmp_path / "tasks.jsonl"
     file.write_text(json.dumps({"input": {"task": "x" * 5000}, "label": "1"}) + "\n")
     own = {"prompt_data": file, "custom_generate_function_path": f"{world}/rewards.py:generate"}
     passes(start, **own, **rewarded(world, "reads_what_generate_left"))
+    caplog.clear()
     passes(start, **own, custom_rm_path=None)  # it may set sample.reward itself
+    assert "has no reward" not in caplog.text
 
 
 def test_a_data_source_of_ones_own(start, world):
