@@ -68,7 +68,7 @@ def tell(run_dir: str, names: tuple[str, ...]) -> None:
     """The first and the last evaluation of a run, and the curve between."""
     rows = [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
     for name in names:
-        values = [row[name] for row in rows if name in row]
+        values = list({row["step"]: row[name] for row in rows if name in row}.values())
         if values:
             curve = " ".join(f"{value:.2f}" for value in values)
             print(f"{name}: {values[0]:.3f} before, {values[-1]:.3f} after   {curve}")

@@ -66,6 +66,23 @@ def test_retool_runs_the_program_and_trains_what_the_model_said(tmp_path):
     assert (sample.reward, sample.metadata["tool_calls"]) == (0.0, 0)
 
 
+def test_search_r1_finds_a_land_by_two_searches(tmp_path):
+    pytest.importorskip("bm25s", reason="the search tool: pip install 'slime[search]'")
+    world = load_function(f"{EXAMPLES / 'search_r1' / 'world.py'}:World")()
+    person = world.people[0]
+    town = world.town_of[person]
+    land = world.land_of[town]
+    calls = [tool_model.call("search", query=query) for query in ("land", person, town)]
+    question = {"prompt": f"land of {person}", "label": land}
+    (sample,), tokenizer = episode("search_r1", tmp_path, [*calls, land], **question)
+    assert (sample.reward, sample.metadata["tool_calls"]) == (1.0, 3)
+    assert "<result>nothing found; try other words</result>" in sample.response
+    assert f"<result>[1] {town} lies in {land}</result>" in sample.response
+    assert trained_text(sample, tokenizer) == "".join(f"{text}<eos>" for text in (*calls, land))
+    (sample,), _ = episode("search_r1", tmp_path, [land], **question)
+    assert (sample.reward, sample.metadata["tool_calls"]) == (1.0, 0)  # guessing pays when it is right
+
+
 def edit(old, new):
     return tool_model.call("edit_file", path="f.py", old=old, new=new)
 
