@@ -1,5 +1,6 @@
 """Settings of the whole suite. Nothing heavy is imported here, so that pure tests answer in a second."""
 
+import gc
 import logging
 import os
 
@@ -18,8 +19,18 @@ settings.load_profile("repeatable")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# What is imported while tests are collected stays: looking for garbage in it, then and after every test that
+# makes some, costs more than most tests.
+gc.disable()
+
 # Runs of training, engines and workers are forked from a process that has imported what they need.
 warm_start.install()
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure():

@@ -71,6 +71,8 @@ _ROOM = 16_384  # for the command line that a process shows
 _PR_SET_CHILD_SUBREAPER = 36
 _WORKER = "from slime.runtime.worker import main; main()"
 _SPAWNED = "from multiprocessing.spawn import spawn_main; "
+# The first line of a program (`python -c`) of tests that may be started so: one that looks at no imports.
+WARM = "# starts warm\n"
 _ENGINE = "slime.engines.embedded"
 _SCRIPTS = (
     "train.py",
@@ -98,7 +100,7 @@ def _program(words: list[str]) -> tuple[str, str, list[str]] | None:
             return "-m", rest[1], rest[2:]
         case ["-m", "slime", "train" | "train-async" | "quickstart", *_]:
             return "-m", rest[1], rest[2:]
-        case ["-c", code, *_] if code == _WORKER or code.startswith(_SPAWNED):
+        case ["-c", code, *_] if code == _WORKER or code.startswith((_SPAWNED, WARM)):
             return "-c", rest[1], rest[2:]
         case [script, *_] if Path(script).name in _SCRIPTS or Path(script).parent.name == "benchmarks":
             return "script", script, rest[1:]

@@ -1,5 +1,6 @@
 """The quick start writes complete data files and two runs whose flags parse."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -10,16 +11,23 @@ from slime.cli.quickstart import tiny
 from slime.cli.quickstart.data import write_data
 from slime.cli.quickstart.plan import RECIPES, build_rl_argv, build_sft_argv, machine_flags, write_run_file
 from slime.cli.quickstart.presets import PRESETS, describe
+from slime.cli.quickstart.tasks import SORT_DIGITS
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return tiny.make_checkpoint(tmp_path_factory.mktemp("checkpoint"), seed=0)
+    return tiny.make_checkpoint(tmp_path_factory.mktemp("quickstart") / "checkpoint", seed=0)
 
 
-def files_of(recipe, folder, *, seed=0):
+def files_of(recipe, folder):
     num_sft = recipe.warm_up.num_samples if recipe.warm_up else 0
-    return write_data(recipe.task, folder, seed=seed, num_sft=num_sft, num_rl=recipe.num_rl_prompts)
+    return write_data(recipe.task, folder, seed=0, num_sft=num_sft, num_rl=recipe.num_rl_prompts)
+
+
+@functools.cache
+def rl_files_of(task, num_rl, folder):
+    """Without the conversations of the warm-up, which are most of the data."""
+    return write_data(task, folder / f"{task.name}-{num_rl}", seed=0, num_sft=0, num_rl=num_rl)
 
 
 def rows(path):
@@ -27,7 +35,7 @@ def rows(path):
 
 
 def rl_args(recipe, checkpoint, tmp_path, **kwargs):
-    files = files_of(recipe, tmp_path / "data")
+    files = rl_files_of(recipe.task, recipe.num_rl_prompts, checkpoint.parent)
     return parse_args(
         build_rl_argv(recipe, checkpoint=checkpoint, files=files, run_dir=tmp_path / "rl", seed=5, **kwargs)
     )
@@ -43,9 +51,9 @@ def test_data_files_hold_what_they_promise(tmp_path):
 
 
 def test_the_same_seed_writes_the_same_data(tmp_path):
-    recipe = RECIPES["tiny"]
     first, again, other = (
-        files_of(recipe, tmp_path / name, seed=s) for name, s in (("a", 1), ("b", 1), ("c", 2))
+        write_data(SORT_DIGITS, tmp_path / name, seed=s, num_sft=500, num_rl=500)
+        for name, s in (("a", 1), ("b", 1), ("c", 2))
     )
     assert first.rl.read_bytes() == again.rl.read_bytes() != other.rl.read_bytes()
     assert first.sft.read_bytes() == again.sft.read_bytes() != other.sft.read_bytes()

@@ -3,10 +3,13 @@ phase, log lines in a file, everything within the width.
 """
 
 import pytest
+import warm_start
 from terminal import run_in_terminal
 
 # The quick start as it is, with a loop that only logs and writes metrics: the screen is what is tested.
-CHILD = """
+CHILD = (
+    warm_start.WARM
+    + """
 import json, logging, os, sys, warnings
 from pathlib import Path
 from slime.cli.quickstart import command
@@ -38,6 +41,7 @@ def loop(args):
 command.run_loop = loop
 sys.exit(command.main(["--run-dir", sys.argv[1]]))
 """
+)
 
 
 # The narrow one is where lines are cut and flooded first; the wide one is among the slow tests.
