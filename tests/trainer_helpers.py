@@ -1,4 +1,7 @@
-"""Shared by the trainer tests: settings, random ragged batches, a single-process group."""
+"""Shared by the trainer tests: settings, random ragged batches, a single-process group.
+
+Trainers are imported by the functions that make them: tests of batches need none.
+"""
 
 import atexit
 import os
@@ -10,12 +13,8 @@ import torch
 import torch.distributed as dist
 
 from slime.arguments import Args, default_args
-from slime.backends.fsdp import create_backend
-from slime.backends.fsdp.model import gather_full
-from slime.backends.shared.microbatch import build_micro_batches
 from slime.batch.convert import samples_to_batch
 from slime.batch.split import split_for_ranks
-from slime.step.training_step import TrainingStep
 from slime.utils.types import Sample
 
 
@@ -56,14 +55,20 @@ def random_samples(
 
 
 def backend_of(args):
+    from slime.backends.fsdp import create_backend
+
     return create_backend(args, rank=0, world_size=1, device="cpu")
 
 
 def weights_of(backend):
+    from slime.backends.fsdp.model import gather_full
+
     return {name: gather_full(p.data).clone() for name, p in backend.model.lm.named_parameters()}
 
 
 def train(backend, args, samples=None, *, rollout_id=0, **options):
+    from slime.step.training_step import TrainingStep
+
     batch = samples_to_batch(args, samples or random_samples(2, 4))
     return (
         TrainingStep(backend, args, rollout_id, split_for_ranks(args, batch, 1)[0], **options).run().summary
@@ -72,6 +77,8 @@ def train(backend, args, samples=None, *, rollout_id=0, **options):
 
 def engine_samples(backend, args, num_groups=2, group_size=4, noise=0.0, version=None):
     """Random samples whose engine log-probs are the trainer's own, plus noise."""
+    from slime.backends.shared.microbatch import build_micro_batches
+
     samples = random_samples(num_groups, group_size)
     batch = samples_to_batch(args, samples)
     mbs = build_micro_batches(batch, [[i] for i in range(len(samples))])
