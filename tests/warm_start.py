@@ -78,6 +78,7 @@ _SCRIPTS = (
     "train.py",
     "train_async.py",
     "victim.py",
+    "trapped_rank.py",
     "live_rank.py",
     "stage_rank.py",
     "minimal_loop.py",

@@ -17,6 +17,7 @@ from slime.observability.terminal.progress import Progress, duration, short
 from slime.preflight.trainer_plan import layer_parameters, outside_parameters, read_model
 from slime.record import RECORD_FILE
 from slime.utils.printable import printable
+from slime.utils.run_file import read_run
 from slime.utils.step_folders import step_folders
 
 Rows = list[tuple[str, str]]
@@ -69,6 +70,8 @@ def closing_rows(args: Args, progress: Progress, seconds: float, error: BaseExce
     checkpoints = step_folders(args.save) if args.save is not None else {}
     rows.append(("model", _where_is_the_model(args, progress, checkpoints, since=time.time() - seconds)))
     run = args.run_dir
+    record = read_run(Path(run))
+    rows += [("restarts", record.last.told_restarts)] if record is not None and record.last.restarts else []
     follow = [f"slime dashboard {run}", f"slime samples {run} --worst 5", f"slime plot {run}"]
     if error is not None and checkpoints and args.load == args.save:
         follow.insert(0, "the same command, which goes on from the last checkpoint")

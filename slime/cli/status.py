@@ -138,6 +138,8 @@ def _lines(run: Path, record: RunRecord, state: str, rows: list[dict[str, Any]])
             "  " + ", ".join(f"{name} {share:.0%}" for name, share in split.items()) + _speed(progress)
         )
     lines += [f"  {key} {values[key]:.4g}" for key in progress.evals]
+    if record.last.restarts:
+        lines.append(f"  {record.last.told_restarts}")
     if record.last.checkpoints:
         lines.append(f"  checkpoints in {record.last.checkpoints}")
     return lines

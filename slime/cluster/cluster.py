@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import concurrent.futures
+import contextlib
 import logging
 import statistics
 import time
@@ -11,9 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime.arguments import Args
-from slime.cluster.release import TrainerRelease
+from slime.cluster.release import OF_THE_FIRST_START, TrainerRelease
 from slime.cluster.requests import Requests
 from slime.cluster.residency import GENERATE, TRAIN, Residency
+from slime.cluster.restart.batches import Batches
+from slime.cluster.restart.recovery import Recovery
+from slime.cluster.restart.redo import Deed, Redo, SafeState
 from slime.cluster.rollout_manager import Generated, RolloutManager
 from slime.cluster.rollout_schedule import RolloutSchedule
 from slime.cluster.run_ledger import was_evaluated
@@ -26,9 +29,11 @@ from slime.observability import phases
 from slime.observability.advisories import Advisor
 from slime.observability.tracking import Tracker
 from slime.preflight.run_plan import RunPlan
-from slime.runtime.base import Future, Guarded, Handle, Ready
+from slime.runtime.base import Future, Handle, Ready
+from slime.step.metrics import StepReport
+from slime.utils.errors import RunStopped
 from slime.utils.run_identity import Run
-from slime.utils.step_folders import Manifest
+from slime.utils.step_folders import TRAINER, Manifest, step_path
 from slime.utils.types import RolloutBatch
 
 logger = logging.getLogger(__name__)
@@ -38,7 +43,8 @@ logger = logging.getLogger(__name__)
 class Cluster:
     """A run whose parts all stand; `slime.cluster.start.open_cluster` makes it and takes it down.
 
-    `failure`: gets the error of a process that is lost while nobody waits for it.
+    Whatever needs the trainer goes through `recovery`: a rank that is lost on the way is replaced, and what
+    was under way begins again. Rollouts and engines do not notice.
     """
 
     args: Args
@@ -51,7 +57,9 @@ class Cluster:
     saver: Saver | None  # None: the run keeps no checkpoints
     tracker: Tracker
     advisor: Advisor
-    failure: concurrent.futures.Future[None]
+    recovery: Recovery
+    redo: Redo
+    batches: Batches
     taken_up: dict[int, Generated]  # by rollout: what was in flight at the checkpoint
     timeline: Timeline
     requests: Requests
@@ -63,15 +71,19 @@ class Cluster:
     _step_started: float = field(default_factory=time.monotonic)
 
     def generate(self, rollout_id: int) -> Generated:
-        with self.residency.phase(GENERATE):
+        with self._generating(rollout_id):
             return self.collect(rollout_id, self.begin_generate(rollout_id))
 
+    def _generating(self, rollout_id: int) -> contextlib.AbstractContextManager[None]:
+        self.recovery.run(lambda: self.residency.enter(GENERATE), rollout_id)
+        return self.residency.phase(GENERATE)
+
     def begin_generate(self, rollout_id: int) -> Future[Generated]:
-        """It ends early when a trainer rank is lost, which nobody waits for meanwhile."""
+        """A trainer rank that is found to be lost meanwhile is noticed; where that ends the run, at once."""
         taken_up = self.taken_up.pop(rollout_id, None)
         if taken_up is not None:
             return Ready(taken_up)
-        return Guarded(self.rollout.call(RolloutManager.generate, rollout_id), self.failure)
+        return self.recovery.survive(self.rollout.call(RolloutManager.generate, rollout_id), rollout_id)
 
     def collect(self, rollout_id: int, future: Future[Generated]) -> Generated:
         with self.timeline.doing("generating", rollout_id) as wait:
@@ -84,16 +96,23 @@ class Cluster:
 
     def train(self, rollout_id: int, batch: RolloutBatch | None) -> None:
         self.requests.before_training(self, rollout_id)
-        with self.residency.phase(TRAIN), self.timeline.doing("training", rollout_id):
-            if self.release is not None and self.release.come_back():
-                self.requests.tell_again(self)
-            report = self.trainer.train(rollout_id, batch)
+
+        def train() -> StepReport:
+            with self.residency.phase(TRAIN), self.timeline.doing("training", rollout_id):
+                if self.release is not None and self.release.come_back():
+                    self.requests.tell_again(self)
+                return self.trainer.train(rollout_id, batch)
+
+        report = self.recovery.run(train, rollout_id)
+        self._note_trained(rollout_id, batch)
         self.rollout.call_control(RolloutManager.note_trained, rollout_id)
         self._pushes_at_training = self.weight_push.num_pushes if self.weight_push is not None else 0
         if self.args.record_max_mib:
-            self.timeline.add(self.trainer.ranks.call(TrainActor.take_notes))
+            notes = self.recovery.run(lambda: self.trainer.ranks.call(TrainActor.take_notes), rollout_id)
+            self.timeline.add(notes)
         if self.saver is not None:
-            self.saver.finish(wait=False)
+            saver = self.saver
+            self.recovery.run(lambda: saver.finish(wait=False), rollout_id)
         step_time = time.monotonic() - self._step_started
         self._step_started = time.monotonic()
         self._step_times.append(step_time)
@@ -109,6 +128,33 @@ class Cluster:
         if len(self._step_times) == _STEPS_MEASURED and self.plan is not None:
             self._tell_prediction(self.plan, peaks.get("perf/peak_memory_train_gib"))
 
+    def _note_trained(self, rollout_id: int, batch: RolloutBatch | None) -> None:
+        """It can be done again, should the trainer be lost before this step is in a checkpoint."""
+        if batch is None or not self.recovery.is_on:
+            return
+        self.batches.keep(rollout_id, batch)
+        self.recovery.trained(rollout_id)
+        self.redo.note(Deed(f"step {rollout_id + 1}", lambda: self._train_again(rollout_id)))
+
+    def _train_again(self, rollout_id: int) -> None:
+        batch = self.batches.get(rollout_id)
+        if batch is None:
+            raise RunStopped(
+                f"the trainer was lost ({self.recovery.cause}) and cannot be restarted: the batch of step "
+                f"{rollout_id + 1}, which it has to train on again, is not kept any more; save, or save more "
+                "often (--save, --save-interval)."
+            )
+        self.trainer.train(rollout_id, batch)
+
+    def change_trainer(self, name: str, value: float, rollout_id: int) -> None:
+        """A setting of the trainer from its next step on."""
+
+        def change() -> None:
+            self.trainer.ranks.call(TrainActor.change_setting, name, value)
+
+        self.recovery.run(change, rollout_id)
+        self.redo.note(Deed(f"--{name.replace('_', '-')} {value:g}", change, setting=(name, value)))
+
     def _tell_prediction(self, plan: RunPlan, peak_gib: float | None) -> None:
         """Once: what was predicted beside what the first steps took. The first step warms up."""
         resident = self.trainer.ranks.call(TrainActor.resident_bytes) if peak_gib is None else []
@@ -121,17 +167,20 @@ class Cluster:
             return
         first = rollout_id == self.schedule.start
         doing = phases.starting(phases.FIRST_PUSH) if first else phases.doing("pushing weights")
+        push = self.weight_push
         with self.timeline.noted("pushing weights", max(rollout_id - 1, 0)), doing:
-            metrics = self.weight_push.push()
+            metrics = self.recovery.run(push.push, max(rollout_id - 1, 0))
+        number = push.num_pushes
+        self.redo.note(Deed(f"weights {number}", lambda: push.push_again(number)))
         if metrics:
             self._log(metrics, "rollout", rollout_id)
         if self.release is not None and rollout_id < self.schedule.num_rollout:
-            self.release.leave()
+            self.recovery.run(self.release.leave, rollout_id)
 
     def evaluate(self, rollout_id: int) -> None:
-        with self.residency.phase(GENERATE), self.timeline.doing("evaluating", rollout_id):
+        with self._generating(rollout_id), self.timeline.doing("evaluating", rollout_id):
             evaluation = self.rollout.call(RolloutManager.evaluate, rollout_id)
-            metrics = Guarded(evaluation, self.failure).result()
+            metrics = self.recovery.survive(evaluation, rollout_id).result()
         scores = [f"eval/{dataset.name}" for dataset in self.args.eval_datasets]
         _tell("eval    %d: %s", rollout_id, _headline(metrics, scores))
         self._log(metrics, "eval", rollout_id)
@@ -149,12 +198,29 @@ class Cluster:
     def save(self, rollout_id: int, rollout: Generated, in_flight: Future[Generated] | None = None) -> None:
         """A checkpoint after `rollout` was trained; the next one is part of it where it is in flight."""
         assert self.saver is not None, "the schedule saves only with --save"
-        manifest = Manifest(rollout_id, self.run.run_id, self._pushes_at_training)
+        saver, manifest = self.saver, Manifest(rollout_id, self.run.run_id, self._pushes_at_training)
+
+        def save(*, wait: bool) -> float:
+            self._begin_save(rollout_id)
+            return saver.save(manifest, rollout.cursor, in_flight, wait=wait)
+
         with self.timeline.doing("saving", rollout_id):
-            seconds = self.saver.save(manifest, rollout.cursor, in_flight, wait=not self.args.async_save)
+            seconds = self.recovery.run(lambda: save(wait=not self.args.async_save), rollout_id)
+        if saver.is_writing:
+            name = f"the checkpoint of step {rollout_id + 1}"
+            self.redo.note(Deed(name, lambda: save(wait=True), saves=rollout_id))
         if self.release is not None:
             self.release.saved(rollout_id)
         self._log({"perf/save_model_time": seconds}, "rollout", rollout_id)
+
+    def _begin_save(self, rollout_id: int) -> None:
+        """Once it is complete, a trainer that is lost begins from it; without its optimizer none could."""
+        if self.recovery.is_on and not self.args.no_save_optim:
+            assert self.args.save is not None, "the schedule saves only with --save"
+            memories = tuple(self.trainer.ranks.call(TrainActor.memory))
+            args = self.args.replace(**OF_THE_FIRST_START)
+            folder = step_path(self.args.save, rollout_id) / TRAINER
+            self.redo.begin_save(SafeState(args, folder, rollout_id, memories))
 
     def end_step(
         self, rollout_id: int, rollout: Generated, in_flight: Future[Generated] | None = None

@@ -13,7 +13,7 @@ from slime.runtime.base import gather
 from slime.utils.step_folders import TRAINER, step_path
 
 # They are about what --load named, which is not what later processes begin from.
-_OF_THE_FIRST_START = {"finetune": False, "no_load_optim": False, "no_load_rng": False}
+OF_THE_FIRST_START = {"finetune": False, "no_load_optim": False, "no_load_rng": False}
 
 
 class TrainerRelease:
@@ -54,4 +54,4 @@ class TrainerRelease:
         """The checkpoint of this rollout is complete: the next processes begin from it."""
         assert self._args.save is not None, "the rules ask for --save"
         self._checkpoint = step_path(self._args.save, rollout_id) / TRAINER
-        self._args = self._args.replace(**_OF_THE_FIRST_START)
+        self._args = self._args.replace(**OF_THE_FIRST_START)

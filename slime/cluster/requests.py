@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import logging
 import time
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from slime.arguments import Args
 from slime.catalog.actions import ACTIONS
 from slime.cluster.recording import Recording
 from slime.cluster.residency import TRAIN, Residency
+from slime.cluster.restart.recovery import Recovery
 from slime.cluster.rollout_manager import Generated, RolloutManager
 from slime.cluster.rollout_schedule import RolloutSchedule
 from slime.cluster.saving import Saver
@@ -40,7 +40,9 @@ class Cluster(Protocol):
     residency: Residency
     saver: Saver | None
     timeline: Timeline
-    failure: concurrent.futures.Future[None]
+    recovery: Recovery
+
+    def change_trainer(self, name: str, value: float, rollout_id: int) -> None: ...
 
     def evaluate(self, rollout_id: int) -> None: ...
 
@@ -85,8 +87,7 @@ class Requests:
                     )
             if stop or not paused:
                 return stop
-            if cluster.failure.done():
-                cluster.failure.result()
+            cluster.recovery.look(rollout_id)
             with cluster.timeline.doing("paused", rollout_id):
                 time.sleep(_POLL_S)
 
@@ -95,7 +96,7 @@ class Requests:
         due = [entry for entry in self._for_trainer if entry[0] <= rollout_id]
         self._for_trainer = [entry for entry in self._for_trainer if entry[0] > rollout_id]
         for _, name, value in due:
-            cluster.trainer.ranks.call(TrainActor.change_setting, name, value)
+            cluster.change_trainer(name, value, rollout_id)
 
     def tell_again(self, cluster: Cluster) -> None:
         """New processes of the trainer began with the flags: they learn what was changed since."""
@@ -185,4 +186,4 @@ class Requests:
             cluster.rollout.call(RolloutManager.change_setting, setting, value)
             self._for_trainer.append((rollout_id + (2 if in_flight else 1), setting, value))
         else:
-            cluster.trainer.ranks.call(TrainActor.change_setting, setting, value)
+            cluster.change_trainer(setting, value, rollout_id)

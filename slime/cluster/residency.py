@@ -13,7 +13,7 @@ from slime.arguments import Args
 from slime.cluster.serving.engine_weights import EngineWeights
 from slime.cluster.train_actor import TrainActor
 from slime.cluster.train_group import Ranks
-from slime.runtime.base import Handle
+from slime.runtime.base import Handle, WorkerDied
 from slime.wire.control import Tag
 
 _MEMORY_DEADLINE_S = 600.0
@@ -69,7 +69,10 @@ class Residency:
 
     def _take_peak(self) -> int | None:
         """Of the device that was fullest since the last call; None on a CPU machine."""
-        peaks = [peak for peak in self._ranks.call(TrainActor.take_peak_memory) if peak is not None]
+        try:
+            peaks = [peak for peak in self._ranks.call(TrainActor.take_peak_memory) if peak is not None]
+        except WorkerDied:  # told to whoever needs the rank
+            return None
         return max(peaks, default=None)
 
     def _note_peak(self, name: str) -> None:

@@ -17,6 +17,7 @@ from slime.cluster.serving.engine_weights import EngineWeights
 from slime.observability import phases
 from slime.observability.logging_utils import configure_logger
 from slime.observability.metrics import eval_metrics, rollout_metrics
+from slime.record import RECORD_FILE, LedgerReader
 from slime.rollout import ledger
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
 from slime.rollout.dumps import load_rollout_dump, save_rollout_dump
@@ -230,6 +231,16 @@ class RolloutManager:
     def write_ledger(self) -> None:
         """Returns when every event until now is written: no checkpoint may know more than the ledger."""
         self._recording.flush()
+
+    def made_batch(self, rollout_id: int) -> RolloutBatch | None:
+        """The batch of a rollout as the ledger has it; None: it does not."""
+        if self._ledger is None or self._recording.writer is None:
+            return None
+        self._recording.writer.flush()
+        with LedgerReader(self._run.run_dir / RECORD_FILE) as reader:
+            made = reader.rollout(rollout_id, self._ledger.settings)
+        batch: RolloutBatch | None = None if made is None else made["batch"]
+        return batch
 
     def note_committed(self, rollout_id: int) -> None:
         """A checkpoint after this rollout's step is complete."""

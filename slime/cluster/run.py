@@ -7,7 +7,7 @@ from pathlib import Path
 
 from slime.arguments import Args
 from slime.utils import shm
-from slime.utils.run_file import close_run_file, open_run_file, resumption_of
+from slime.utils.run_file import add_restart, close_run_file, open_run_file, resumption_of
 from slime.utils.run_identity import Run
 from slime.utils.step_folders import StepFolder
 
@@ -35,6 +35,14 @@ def open_run(args: Args, checkpoint: StepFolder | None = None) -> Run:
         resumed,
     )
     return Run(record.id, run_dir, shm.make_prefix(), record.num_starts)
+
+
+def note_restart(run: Run, rollout_id: int, cause: str, begins_from: str) -> None:
+    """Records that the trainer was lost, where whoever asks how the run is doing looks."""
+    try:
+        add_restart(run.run_dir, {"step": rollout_id + 1, "cause": cause, "begins_from": begins_from})
+    except OSError as failure:
+        logger.warning("%s: the restart was not recorded: %s", run.run_dir, failure)
 
 
 def close_run(run: Run, error: BaseException | None, stopped: str | None = None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,10 @@ class Saver:
         ranks: Ranks[TrainActor],
         rollout: Handle[RolloutManager],
         models: Models | None = None,
+        on_commit: Callable[[int], object] = lambda rollout_id: None,
     ):
         self._folder, self._save_hf, self._keep_last = folder, save_hf, keep_last
-        self._ranks, self._rollout, self._models = ranks, rollout, models
+        self._ranks, self._rollout, self._models, self._on_commit = ranks, rollout, models, on_commit
         self._staged: StagedCheckpoint | None = None  # written by the ranks, not yet complete
         self._needed_bytes = 0  # what the last one took
 
@@ -94,9 +95,15 @@ class Saver:
             checkpoint = staged.complete(files, self._keep_last)
             self._rollout.call_control(RolloutManager.note_committed, staged.rollout_id)
         self._staged = None
+        self._on_commit(staged.rollout_id)
         if self._models is not None and inside is not None:
             self._models.push(staged.final / inside, staged.rollout_id)
         self._needed_bytes = sum(record.num_bytes for record in (checkpoint.manifest.files or {}).values())
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether the last checkpoint is not complete yet."""
+        return self._staged is not None
 
     def tell_of_loss(self) -> None:
         """A run that fails leaves the checkpoint that is being written incomplete."""

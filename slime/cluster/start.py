@@ -22,10 +22,14 @@ from slime.cluster.in_flight import read_in_flight, tell_differences
 from slime.cluster.published import Models
 from slime.cluster.release import TrainerRelease
 from slime.cluster.requests import Requests
-from slime.cluster.residency import Residency
-from slime.cluster.rollout_manager import Generated, RolloutFacts, RolloutProcess
+from slime.cluster.residency import TRAIN, Residency
+from slime.cluster.restart.batches import Batches
+from slime.cluster.restart.faults import headline
+from slime.cluster.restart.recovery import Recovery, Restart
+from slime.cluster.restart.redo import Redo, SafeState
+from slime.cluster.rollout_manager import Generated, RolloutFacts, RolloutManager, RolloutProcess
 from slime.cluster.rollout_schedule import RolloutSchedule
-from slime.cluster.run import close_run, open_run
+from slime.cluster.run import close_run, note_restart, open_run
 from slime.cluster.run_ledger import Resume, find_resume
 from slime.cluster.save_folder import open_save_folder, prepare_folder
 from slime.cluster.saving import Saver
@@ -36,14 +40,14 @@ from slime.cluster.train_actor import TrainActor
 from slime.cluster.train_group import RankProcesses, Ranks
 from slime.cluster.weight_push import PushToNobody, WeightPush
 from slime.observability import phases
-from slime.observability.advisories import Advisor, Facts
+from slime.observability.advisories import Advisor, Advisory, Facts
 from slime.observability.logging_utils import configure_logger
 from slime.observability.terminal.capture import log_to
 from slime.observability.tracking import Tracker
 from slime.preflight.report import COST, Report
 from slime.preflight.run import preflight
 from slime.runtime import create_runtime
-from slime.runtime.base import Future, Handle, Runtime, WorkerSpec, gather, in_background
+from slime.runtime.base import Future, Handle, Runtime, WorkerDied, WorkerSpec, gather, in_background
 from slime.runtime.janitor import Janitor
 from slime.runtime.placement import Placement, plan_placement
 from slime.utils import shm, waits
@@ -53,12 +57,14 @@ from slime.utils.folder_lock import FolderLock
 from slime.utils.model_config import context_of
 from slime.utils.run_identity import Run
 from slime.utils.step_folders import StepFolder
+from slime.utils.types import RolloutBatch
 from slime.weight_sync import Site, choose_adapter_transport, choose_transport
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_DEADLINE_S = 120.0  # overdue is a failure of the run: generous
 _ENGINES_CLOSE_DEADLINE_S = 60.0
+_READ_DEADLINE_S = 600.0  # a batch from the ledger
 
 
 @contextlib.contextmanager
@@ -128,10 +134,20 @@ def look_before_start(args: Args, *, overlapped: bool) -> Report:
 def _finish(cluster: Cluster) -> None:
     """The end of a run that did not fail: its last checkpoint is completed, and the ranks part in order."""
     with Closing() as closing:
-        closing.add(lambda: gather(cluster.trainer.ranks.begin(TrainActor.close), _CLOSE_DEADLINE_S))
+        closing.add(lambda: _part(cluster))
         if cluster.saver is not None:
-            saver = cluster.saver
-            closing.add(lambda: saver.finish(wait=True))
+            saver, last = cluster.saver, cluster.schedule.num_rollout - 1
+            closing.add(lambda: cluster.recovery.run(lambda: saver.finish(wait=True), last))
+
+
+def _part(cluster: Cluster) -> None:
+    """All is done and saved: a rank that is lost now is nobody's loss."""
+    try:
+        gather(cluster.trainer.ranks.begin(TrainActor.close), _CLOSE_DEADLINE_S)
+    except WorkerDied as error:
+        if not cluster.recovery.is_on:
+            raise
+        logger.warning("while the run ended: %s", headline(error))
 
 
 def _start(
@@ -183,11 +199,36 @@ def _start(
 
     def prepare_again() -> None:
         expect_rollouts()
-        assert isinstance(push, WeightPush), "the rules ask for engines and a trainer"
-        push.open_senders()
+        if push is not None:
+            push.open_senders()
 
+    limit = args.max_restarts if placement.trainer else 0
+    redo = Redo(SafeState(args, folder, beginning.rollout_id - 1), is_on=limit > 0)
     release = TrainerRelease(args, ranks, folder, prepare_again) if args.release_train else None
     manager = process.part(RolloutProcess.manager)
+
+    def restore(state: SafeState) -> None:
+        residency.enter(TRAIN)  # engines make room, as for any step
+        ranks.begin_again(state.args, state.folder)
+        prepare_again()
+        actors = trainer.ranks.handles
+        pairs = zip(actors, state.memories, strict=False)
+        gather([actor.call(TrainActor.remember, memory) for actor, memory in pairs])
+        for name, value in state.settings.items():
+            trainer.ranks.call(TrainActor.change_setting, name, value)
+
+    recovery = Recovery(limit, ranks, runtime, redo, restore, lambda restart: _tell_restart(run, restart))
+
+    def read_batch(rollout_id: int) -> RolloutBatch | None:
+        return manager.call_control(RolloutManager.made_batch, rollout_id).result(_READ_DEADLINE_S)
+
+    ledgered = args.save is not None and args.record_max_mib > 0 and not args.no_save_optim
+    batches = Batches(read_batch if ledgered else None)
+
+    def commit(rollout_id: int) -> None:
+        redo.commit(rollout_id)
+        batches.forget(redo.safe.rollout_id)
+
     recording = process.part(RolloutProcess.recording) if args.record_max_mib else None
     return Cluster(
         args,
@@ -197,17 +238,32 @@ def _start(
         trainer,
         residency,
         push,
-        Saver(Path(args.save), args.save_hf, args.keep_last_n, trainer.ranks, manager, models)
+        Saver(Path(args.save), args.save_hf, args.keep_last_n, trainer.ranks, manager, models, commit)
         if args.save
         else None,
         tracker,
         _open_advisor(args, overlapped),
-        runtime.failure,
+        recovery,
+        redo,
+        batches,
         beginning.taken_up,
         Timeline(recording),
         Requests(recording),
         release,
     )
+
+
+def _tell_restart(run: Run, restart: Restart) -> None:
+    """In run.json, which `slime status` reads, and the first time as advice."""
+    note_restart(run, restart.rollout_id, restart.cause, restart.begins_from)
+    if restart.number == 1:
+        advice = Advisory(
+            "trainer_restarted",
+            f"the trainer was lost at step {restart.rollout_id + 1} ({restart.cause}) and starts again from "
+            f"{restart.begins_from}",
+            f"look into {run.run_dir}/logs for the cause; a smaller --save-interval costs fewer steps",
+        )
+        logger.warning("advice: %s", advice, extra={"advisory": advice})
 
 
 def _open_advisor(args: Args, overlapped: bool) -> Advisor:

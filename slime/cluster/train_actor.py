@@ -185,9 +185,13 @@ class TrainActor:
 
     def export(self, version: str, dtype: str | None) -> Parcel | None:
         """The weights go out as `version`, see `RankSender.export`."""
-        self._version = int(version.rpartition(":")[2])
-        self.note_push(self._version)
+        self.note_version(int(version.rpartition(":")[2]))
         return self.sender().export(version, dtype)
+
+    def note_version(self, number: int) -> None:
+        """The current weights go out as version `number`, or did so before this process."""
+        self._version = number
+        self.note_push(number)
 
     def note_push(self, number: int) -> None:
         """Engines sample with these weights as version `number`, or did so in the run that is replayed."""

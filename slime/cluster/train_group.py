@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,19 @@ from slime.backends.base import Layout
 from slime.batch.split import split_for_ranks
 from slime.cluster.train_actor import RankProcess, TrainActor
 from slime.observability import phases
-from slime.runtime.base import Future, Handle, P, R, Renewable, Runtime, S, T, WorkerSpec, gather
+from slime.runtime.base import (
+    Future,
+    Handle,
+    P,
+    R,
+    Renewable,
+    Runtime,
+    S,
+    T,
+    WorkerDied,
+    WorkerSpec,
+    gather,
+)
 from slime.runtime.placement import Slot
 from slime.step.metrics import StepReport
 from slime.utils.checksums import FileRecord, find_damage
@@ -24,13 +37,22 @@ from slime.utils.run_identity import Run
 from slime.utils.types import RolloutBatch
 
 _START_DEADLINE_S = 1800.0
+_ASK_S = 10.0  # a rank whether it is there
+
+
+class TrainerLost(WorkerDied):
+    """Ranks were lost, and nobody has replaced them yet."""
 
 
 @dataclass(slots=True)
 class Presence:
-    """`away`: the trainer's processes have ended and will be back (--release-train); calls find nobody."""
+    """`away`: the trainer's processes have ended and will be back; calls find nobody.
+
+    `lost`: why they are gone, where that was not meant; calls fail until they are replaced.
+    """
 
     away: bool = False
+    lost: str | None = None
 
 
 class Ranks(Generic[T]):
@@ -46,6 +68,8 @@ class Ranks(Generic[T]):
     def begin(
         self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> list[Future[R]]:
+        if self._presence.lost is not None:
+            raise TrainerLost(self._presence.lost)
         handles = [] if self._presence.away else self.handles
         return [handle.call(method, *args, **kwargs) for handle in handles]
 
@@ -111,6 +135,34 @@ class RankProcesses:
     @property
     def away(self) -> bool:
         return self._presence.away
+
+    @property
+    def lost(self) -> str | None:
+        """Why the ranks are gone; None: they are there, or away on purpose."""
+        return self._presence.lost
+
+    def find_lost(self) -> list[WorkerDied]:
+        """The errors of those ranks whose process has ended or is given up."""
+        handles = [] if self._presence.away else self._renewable
+        calls = [handle.call_control(RankProcess.is_loaded) for handle in handles]
+        deadline, found = time.monotonic() + _ASK_S, []
+        for call in calls:
+            try:
+                call.result(max(0.0, deadline - time.monotonic()))
+            except WorkerDied as error:
+                found.append(error)
+            except Exception:  # it is there: whatever it says is not asked for here
+                continue
+        return found
+
+    def lose(self, cause: str) -> None:
+        """All processes end: those that are left wait for others that will not come."""
+        self.end()
+        self._presence.lost = cause
+
+    def find(self) -> None:
+        """They are about to be replaced: calls find nobody until then."""
+        self._presence.lost = None
 
     def end(self) -> None:
         """The processes end, and give back all memory; calls find nobody until `begin_again`."""

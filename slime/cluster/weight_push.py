@@ -10,7 +10,7 @@ from slime.cluster.residency import SYNC, Residency
 from slime.cluster.serving.engine_weights import EngineWeights
 from slime.cluster.train_actor import TrainActor
 from slime.cluster.train_group import Ranks
-from slime.runtime.base import Handle
+from slime.runtime.base import Handle, WorkerDied
 from slime.weight_sync import LiveReport, Parcel
 
 
@@ -40,6 +40,10 @@ class WeightPush:
         """The ranks learn how weights travel, and to whom."""
         self._ranks.call(TrainActor.open_sender, self._transport, self._engine_urls)
 
+    def push_again(self, number: int) -> None:
+        """Ranks that took the place of others learn that engines have their weights as this version."""
+        self._ranks.call(TrainActor.note_version, number)
+
     def push(self) -> dict[str, float]:
         started = time.monotonic()
         version = f"{self._run_id}:{self.num_pushes + 1}"
@@ -68,11 +72,12 @@ class WeightPush:
         """From pause to continue: nothing else happens in between."""
         started = time.monotonic()
         targets = self._engines.call_control(EngineWeights.begin_live).result()
-        reports = [
-            report
-            for report in self._senders.call(RankSender.send_live, version, self._dtype, targets)
-            if report is not None
-        ]
+        try:
+            sent = self._senders.call(RankSender.send_live, version, self._dtype, targets)
+        except WorkerDied:
+            self._engines.call_control(EngineWeights.abandon_live, targets).result()
+            raise
+        reports = [report for report in sent if report is not None]
         # Each rank that sends tells of the whole model, sent to engines of its own or in turns to all.
         failures = {url: why for report in reports for url, why in report.failures.items()}
         report = LiveReport(reports[0].num_tensors, reports[0].nbytes, failures)
@@ -94,7 +99,13 @@ class PushToNobody:
     def __init__(self, ranks: Ranks[TrainActor], done: int = 0):
         self._ranks, self.num_pushes = ranks, done
 
+    def open_senders(self) -> None:
+        """There is nobody to send to."""
+
+    def push_again(self, number: int) -> None:
+        self._ranks.call(TrainActor.note_push, number)
+
     def push(self) -> dict[str, float]:
+        self._ranks.call(TrainActor.note_push, self.num_pushes + 1)
         self.num_pushes += 1
-        self._ranks.call(TrainActor.note_push, self.num_pushes)
         return {}

@@ -145,6 +145,14 @@ class LedgerReader:
             found[rollout_id] = plain_bytes.loads(payload)
         return found
 
+    def rollout(self, rollout_id: int, settings: str) -> Any | None:
+        """A complete rollout; None: it is not kept, or was made with other settings."""
+        rows = self._ask(
+            "SELECT payload FROM ledger_rollouts WHERE rollout_id = ? AND settings = ?",
+            (rollout_id, settings),
+        )
+        return plain_bytes.loads(rows[0][0]) if rows else None
+
     def finished_entries(self, settings: str) -> dict[tuple[int, int, int], FinishedEntry]:
         """By sample index, attempt, and tokens at the start of generation."""
         rows = self._ask(

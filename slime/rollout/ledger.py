@@ -52,7 +52,7 @@ class Ledger:
         any_version: bool = False,
         known: Mapping[Key, FinishedEntry] | None = None,
     ):
-        self._writer, self._settings = writer, settings
+        self._writer, self.settings = writer, settings
         self._keeps, self._any_version = keeps, any_version
         self._known = dict(known or {})
         self._rollout = 0  # that events belong to
@@ -156,7 +156,7 @@ class Ledger:
             ],
         }
         return keep_entry(
-            key, group_index, self._version if version is None else version, self._settings, value
+            key, group_index, self._version if version is None else version, self.settings, value
         )
 
     # -- rollouts and steps
@@ -195,7 +195,7 @@ class Ledger:
 
     def made(self, rollout_id: int, value: Mapping[str, Any]) -> None:
         """The batch is whole: a run that is killed from now on trains on this very one."""
-        also = keep_rollout(rollout_id, self._settings, dict(value)) if self._keeps else None
+        also = keep_rollout(rollout_id, self.settings, dict(value)) if self._keeps else None
         self._note("made", rollout_id, also=also)
 
     def trained(self, rollout_id: int) -> None:

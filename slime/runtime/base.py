@@ -149,6 +149,9 @@ class Runtime(Protocol):
     def failure(self) -> concurrent.futures.Future[None]:
         """Gets the error of a worker that is silent for too long, whether or not somebody waits for it."""
 
+    def forget_failure(self) -> None:
+        """Whoever was lost has been replaced: `failure` is another future from now on."""
+
     def spawn(self, spec: WorkerSpec, cls: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
         """Makes an object of the class `cls` where `spec` says; returns at once."""
 

@@ -11,6 +11,7 @@ import concurrent.futures
 import logging
 import threading
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 from slime.runtime.base import WorkerDied
@@ -48,8 +49,8 @@ class Beating(Protocol):
 
 
 class _Watched:
-    def __init__(self, worker: Beating, limit_s: float, failure: concurrent.futures.Future[None]):
-        self.worker, self._limit_s, self._failure = worker, limit_s, failure
+    def __init__(self, worker: Beating, limit_s: float, tell: Callable[[WorkerSilent], None]):
+        self.worker, self._limit_s, self._tell = worker, limit_s, tell
         self._clock = SilenceClock(limit_s, 3 * BEAT_S)
         self._next_warning_s = limit_s * _FIRST_WARNING
         self._failed = False
@@ -64,8 +65,7 @@ class _Watched:
             error = WorkerSilent(f"{self._told()} (--worker-silence-timeout-s {self._limit_s:g})")
             logger.error("%s", error)
             self.worker.fail(error)
-            if not self._failure.done():
-                self._failure.set_exception(error)
+            self._tell(error)
         elif self._clock.silent_s >= self._next_warning_s:
             self._next_warning_s *= 2
             logger.warning("%s", self._told())
@@ -103,10 +103,18 @@ class HeartbeatWatch:
         if not self._limit_s:
             return
         with self._lock:
-            self._watched.append(_Watched(worker, self._limit_s, self.failure))
+            self._watched.append(_Watched(worker, self._limit_s, self._fail))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
                 self._thread.start()
+
+    def forget_failure(self) -> None:
+        """Who was silent has been replaced: `failure` is for the next one."""
+        self.failure = concurrent.futures.Future()
+
+    def _fail(self, error: WorkerSilent) -> None:
+        if not self.failure.done():
+            self.failure.set_exception(error)
 
     def close(self) -> None:
         self._closed.set()

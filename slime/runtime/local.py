@@ -238,6 +238,9 @@ class LocalRuntime:
     def failure(self) -> concurrent.futures.Future[None]:
         return self._heartbeats.failure
 
+    def forget_failure(self) -> None:
+        self._heartbeats.forget_failure()
+
     def spawn(self, spec: WorkerSpec, cls: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
         if spec.near_driver:
             near = InProcessHandle(lambda: cls(*args, **kwargs), spec.name)

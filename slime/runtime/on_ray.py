@@ -273,6 +273,9 @@ class RayRuntime:
     def failure(self) -> concurrent.futures.Future[None]:
         return self._heartbeats.failure
 
+    def forget_failure(self) -> None:
+        self._heartbeats.forget_failure()
+
     def spawn(self, spec: WorkerSpec, cls: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
         node = self._driver_node if spec.slot is None else self._nodes[spec.slot.machine]
         log = self._run_dir / "logs" / f"{spec.name}.log"  # on the machine where it runs

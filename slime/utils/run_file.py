@@ -59,6 +59,16 @@ class Start:
     resumed: dict[str, Any] | None = None
     end: str | None = None
     exit: str | None = None
+    restarts: tuple[dict[str, Any], ...] = ()  # of the trainer: when, at which step, why, from what
+
+    @property
+    def told_restarts(self) -> str:
+        """In a sentence; empty: there was none."""
+        if not self.restarts:
+            return ""
+        last, times = self.restarts[-1], len(self.restarts)
+        often = "once" if times == 1 else f"{times} times"
+        return f"trainer restarted {often}, last at step {last['step']} ({last['time']}): {last['cause']}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +148,7 @@ _OF_A_START = {
     "quiet",
     "show_sample_every",
     "dry_run",
+    "max_restarts",
 }
 
 
@@ -194,6 +205,14 @@ def close_run_file(folder: Path, error: BaseException | None, stopped: str | Non
     if record is not None:
         cause = stopped if error is None and stopped else _cause(error)
         write_run(folder, replace(record, last=replace(record.last, end=_now(), exit=cause)))
+
+
+def add_restart(folder: Path, restart: dict[str, Any]) -> None:
+    """The trainer of the current start was lost and begins again."""
+    record = read_run(folder)
+    if record is not None:
+        restarts = (*record.last.restarts, {"time": _now(), **restart})
+        write_run(folder, replace(record, last=replace(record.last, restarts=restarts)))
 
 
 def read_run(folder: Path) -> RunRecord | None:

@@ -15,12 +15,18 @@ class SharedMemorySender:
     transport = "shared_memory"
 
     def __init__(self, options: SenderOptions):
-        self._prefix = options.shm_prefix
+        # A mark of its own: a sender that takes the place of another knows what that one left.
+        self._prefix = f"{options.shm_prefix}-weights"
+        self._left = shm.list_segments(self._prefix)  # engines may need them until we have sent once
         self._sets: list[list[shm.Segment]] = [[], []]
         self._turn = 0
         self._buckets: list[BucketManifest] = []
 
     def send(self, bucket: NamedTensors) -> None:
+        if self._turn and self._left:
+            for name in self._left:
+                (shm.FOLDER / name).unlink(missing_ok=True)
+            self._left = []
         _, nbytes = plan_bucket(bucket)
         segment = self._segment(len(self._buckets), nbytes)
         self._buckets.append(fill_bucket(segment.name, segment.buffer, bucket))

@@ -111,6 +111,7 @@ def test_a_stopped_trainer_rank_ends_the_run_by_name(world):
         "custom_rm_path": f"{world}/slow.py:reward",
         "num_rollout": 1000,
         "worker_silence_timeout_s": 8,
+        "max_restarts": 0,
     }
     process = start_train(world, "frozen", **settings)
     driver = psutil.Process(process.pid)

@@ -44,6 +44,13 @@ class ClusterFlags:
         "is seen to compute gets 12 times as much; its work may take as long as it needs; 0: never",
         ge=0,
     )
+    max_restarts: int = flag(
+        3,
+        "how often in a row, without a new step in between, a trainer whose rank died or hangs is started "
+        "again, from its last checkpoint or the initial weights, while engines and rollouts stay; 0: the "
+        "first loss ends the run",
+        ge=0,
+    )
     train_env_vars: dict | None = flag(
         None, "environment variables of the trainer's processes, as JSON", metavar="JSON"
     )

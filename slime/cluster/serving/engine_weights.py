@@ -149,6 +149,18 @@ class EngineWeights:
         members = {url: self._members[url] for url in waiting}
         return tuple(Target(url, m.life, m.info.num_ranks, m.gpu_ids) for url, m in members.items())
 
+    def abandon_live(self, targets: tuple[Target, ...]) -> None:
+        """The trainer was lost on the way: engines stay paused, with whatever came, until the next push."""
+
+        async def end(url: str, info: EngineInfo) -> None:
+            if info.has_begin_end:
+                await self._control(url).end_update()
+
+        self._on_each([target.url for target in targets], end)
+        live, self._live = self._live, None
+        if live is not None:
+            live.close()
+
     def finish_live(self, version: str, targets: tuple[Target, ...], report: LiveReport) -> dict[str, float]:
         """Those that were reached go on; the others stay paused until `receive` brings them the copy."""
         started = time.monotonic()

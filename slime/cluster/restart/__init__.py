@@ -1,0 +1,1 @@
+"""A trainer that is lost and comes back while the run goes on."""

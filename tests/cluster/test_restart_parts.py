@@ -1,0 +1,161 @@
+"""The parts of a restart of the trainer: what is done again, from what, and how often."""
+
+import pytest
+
+from slime.cluster.restart.batches import Batches
+from slime.cluster.restart.faults import cause_of
+from slime.cluster.restart.recovery import Recovery, _Budget
+from slime.cluster.restart.redo import Deed, Redo, SafeState
+from slime.cluster.train_group import TrainerLost
+from slime.runtime.base import WorkerDied
+from slime.utils.errors import RunStopped
+
+
+def a_redo(done):
+    redo = Redo(SafeState(None, None, -1))
+
+    def deed(name, **more):
+        return Deed(name, lambda: done.append(name), **more)
+
+    return redo, deed
+
+
+def test_everything_behind_the_safe_state_is_done_again_in_order():
+    done = []
+    redo, deed = a_redo(done)
+    for name in ("weights 1", "step 1", "weights 2"):
+        redo.note(deed(name))
+    redo.run()
+    redo.run()  # the trainer was lost once more
+    assert done == ["weights 1", "step 1", "weights 2"] * 2
+
+
+def test_a_committed_state_covers_what_was_done_before_it_was_begun():
+    done = []
+    redo, deed = a_redo(done)
+    redo.note(deed("step 1", setting=("lr", 0.1)))
+    redo.begin_save(SafeState(None, "folder", 0))
+    redo.note(deed("weights 2"))  # while ranks still write
+    redo.commit(0)
+    redo.run()
+    assert done == ["weights 2"]
+    assert (redo.safe.rollout_id, redo.safe.settings) == (0, {"lr": 0.1})
+
+
+def test_a_checkpoint_that_was_being_written_is_written_again_at_its_place():
+    done = []
+    redo, deed = a_redo(done)
+    redo.note(deed("step 1"))
+
+    def save():
+        done.append("save")
+        redo.begin_save(SafeState(None, "folder", 0))
+        redo.commit(0)
+
+    redo.begin_save(SafeState(None, "folder", 0))
+    redo.note(Deed("save", save, saves=0))
+    redo.note(deed("step 2"))
+    redo.run()
+    assert done == ["step 1", "save", "step 2"]
+    redo.run()
+    assert done[3:] == ["step 2"], "what the checkpoint covers is not done a third time"
+
+
+def test_batches_in_memory_go_all_at_once_where_there_is_no_room():
+    batches = Batches(None, most_bytes=200)
+    batches.keep(0, {"tokens": [1]})
+    assert batches.get(0) == {"tokens": [1]}
+    batches.keep(1, {"tokens": list(range(1000))})
+    batches.keep(2, {"tokens": [3]})
+    assert [batches.get(i) for i in range(3)] == [None] * 3
+    batches.forget(2)  # a checkpoint covers them
+    batches.keep(3, {"tokens": [4]})
+    assert batches.get(3) == {"tokens": [4]}
+
+
+def test_pauses_grow_and_the_end_names_every_cause():
+    budget, pauses = _Budget(limit=3), []
+    for _ in range(3):
+        budget.spend(4, "trainer-0 was killed by signal 9", WorkerDied(""))
+        pauses.append(budget.pause_s)
+    assert pauses == [0.0, 2.0, 4.0]
+    with pytest.raises(RunStopped, match=r"lost 4 times.*\(--max-restarts 3\): step 5: .*; then step 5: .*x"):
+        budget.spend(4, "x", WorkerDied(""))
+
+
+class FakeRanks:
+    """Ranks of which those in `gone` have died."""
+
+    def __init__(self, gone=()):
+        self.gone, self.lost, self.num_losses = list(gone), None, 0
+
+    def find_lost(self):
+        return [WorkerDied(f"{name} was killed by signal 9; last lines of log:\nnone") for name in self.gone]
+
+    def lose(self, cause):
+        self.lost, self.num_losses, self.gone = cause, self.num_losses + 1, []
+
+    def find(self):
+        self.lost = None
+
+
+class FakeRuntime:
+    def forget_failure(self):
+        pass
+
+
+def test_an_error_is_a_fault_where_a_rank_is_gone_or_a_connection_broke():
+    said = RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:42")
+    assert cause_of(said, FakeRanks(["trainer-1"])) == "trainer-1 was killed by signal 9"
+    assert "the ranks lost each other (RuntimeError: [pair.cc" in cause_of(said, FakeRanks())
+    assert cause_of(ValueError("a mistake in a loss"), FakeRanks()) is None
+    assert cause_of(RuntimeError("CUDA out of memory"), FakeRanks()) is None
+    assert cause_of(WorkerDied("rollout was killed by signal 9"), FakeRanks()) is None
+
+
+def a_recovery(ranks, limit=2):
+    restored, told = [], []
+    recovery = Recovery(
+        limit, ranks, FakeRuntime(), Redo(SafeState(None, None, -1)), restored.append, told.append
+    )
+    return recovery, restored, told
+
+
+def test_work_is_begun_again_once_the_ranks_are_replaced():
+    ranks = FakeRanks()
+    recovery, restored, told = a_recovery(ranks)
+    answers = iter([WorkerDied("trainer-0 was killed"), TrainerLost("found later"), 7])
+
+    def work():
+        answer = next(answers)
+        if isinstance(answer, TrainerLost):
+            return 7
+        if isinstance(answer, Exception):
+            ranks.gone = ["trainer-0"]
+            raise answer
+        return answer
+
+    assert recovery.run(work, 4) == 7
+    assert len(restored) == 1 and (told[0].rollout_id, told[0].number) == (4, 1)
+
+
+def test_a_limit_of_zero_ends_the_run_with_the_first_loss():
+    ranks = FakeRanks(["trainer-0"])
+    recovery, restored, _ = a_recovery(ranks, limit=0)
+
+    def work():
+        raise WorkerDied("trainer-0 was killed by signal 9")
+
+    with pytest.raises(WorkerDied, match="trainer-0"):
+        recovery.run(work, 0)
+    assert not restored and not ranks.num_losses
+
+
+def test_a_new_step_pays_for_earlier_losses():
+    ranks = FakeRanks()
+    recovery, _, _ = a_recovery(ranks, limit=1)
+    for step in range(3):
+        ranks.gone, ranks.lost = ["trainer-0"], None
+        recovery.take_loss(WorkerDied("gone"), step)
+        recovery.trained(step)
+    assert recovery.num_restarts == 3
