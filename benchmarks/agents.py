@@ -166,7 +166,7 @@ class InstantPolicy:
     def __init__(self, ids: list[int]) -> None:
         self.ids = ids
 
-    async def complete(self, prompt_ids: Any, sampling: Any, *, session: str | None = None) -> Made:
+    async def complete(self, prompt_ids: Any, sampling: Any, **more: Any) -> Made:
         meta = {
             "finish_reason": {"type": "stop"},
             "weight_version": "run:1",

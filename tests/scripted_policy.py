@@ -16,7 +16,12 @@ class ScriptedPolicy:
         self.version = 1
 
     async def complete(
-        self, prompt_ids: Sequence[int], sampling: Mapping[str, Any], *, session: str | None = None
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Mapping[str, Any],
+        *,
+        session: str | None = None,
+        images: Any = None,
     ) -> Made:
         prompt = list(prompt_ids)
         ids, finish, stop_id = self.answer(prompt)
@@ -36,7 +41,12 @@ class ScriptedPolicy:
         return made
 
     async def stream(
-        self, prompt_ids: Sequence[int], sampling: Mapping[str, Any], *, session: str | None = None
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Mapping[str, Any],
+        *,
+        session: str | None = None,
+        images: Any = None,
     ) -> AsyncGenerator[Made, None]:
         made = await self.complete(prompt_ids, sampling)
         for count in range(1, len(made.ids)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import math
@@ -12,6 +13,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 from uuid import uuid4
 
+from slime.agent.pictures import PromptImages
+from slime.rollout.generation.requests import wrong_images
+from slime.rollout.generation.turnstile import current_turnstile
 from slime.utils import http_utils, top_p
 from slime.utils.errors import EngineAnswerError
 from slime.wire.client import EngineClient
@@ -96,11 +100,21 @@ class Policy(Protocol):
     """What a session asks: `slime.agent.engine_access.EnginePolicy`, or a double of it."""
 
     async def complete(
-        self, prompt_ids: Sequence[int], sampling: Mapping[str, Any], *, session: str | None = None
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Mapping[str, Any],
+        *,
+        session: str | None = None,
+        images: PromptImages | None = None,
     ) -> Made: ...
 
     def stream(
-        self, prompt_ids: Sequence[int], sampling: Mapping[str, Any], *, session: str | None = None
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Mapping[str, Any],
+        *,
+        session: str | None = None,
+        images: PromptImages | None = None,
     ) -> AsyncGenerator[Made, None]: ...
 
 
@@ -108,7 +122,8 @@ class EnginePolicy:
     """The engines behind one address. A task that is cancelled while it asks aborts its request there.
 
     An engine that is paused for a weight push with SGLang's "abort" mode lets go of its requests: they are
-    sent again with what was made so far, and each token keeps the version that made it.
+    sent again with what was made so far, and each token keeps the version that made it. So is what the end of
+    a rollout cut, once its turnstile lets the next request pass.
     """
 
     def __init__(
@@ -119,21 +134,31 @@ class EnginePolicy:
         self.extra = dict(extra or {})  # of every request: `lora_path`, say
 
     async def complete(
-        self, prompt_ids: Sequence[int], sampling: Mapping[str, Any], *, session: str | None = None
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Mapping[str, Any],
+        *,
+        session: str | None = None,
+        images: PromptImages | None = None,
     ) -> Made:
         """The whole answer."""
         made = Made()
-        async for request in self._requests(prompt_ids, sampling, session, stream=False, made=made):
+        async for request in self._requests(prompt_ids, sampling, session, images, stream=False, made=made):
             answer = await self._ask(request)
             _copy_into(made, made.plus(answer, final=answer.finish != "abort"))
         return made
 
     async def stream(
-        self, prompt_ids: Sequence[int], sampling: Mapping[str, Any], *, session: str | None = None
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Mapping[str, Any],
+        *,
+        session: str | None = None,
+        images: PromptImages | None = None,
     ) -> AsyncGenerator[Made, None]:
         """All that exists so far, again and again; the last has a `finish`."""
         made = Made()
-        async for request in self._requests(prompt_ids, sampling, session, stream=True, made=made):
+        async for request in self._requests(prompt_ids, sampling, session, images, stream=True, made=made):
             before = replace(made)
             async with aclosing(self._events(request)) as events:
                 async for answer, final in events:
@@ -146,13 +171,15 @@ class EnginePolicy:
         prompt_ids: Sequence[int],
         sampling: Mapping[str, Any],
         session: str | None,
+        images: PromptImages | None,
         *,
         stream: bool,
         made: Made,
     ) -> AsyncIterator[GenerateRequest]:
         """Requests until `made`, which the caller fills between two of them, has ended."""
-        params, idle = SamplingParams.from_json(dict(sampling)), 0
+        params, idle, turnstile = SamplingParams.from_json(dict(sampling)), 0, current_turnstile()
         while made.finish is None:
+            scope = await turnstile.passing() if turnstile is not None else None
             left = params
             if params.max_new_tokens is not None:
                 room = params.max_new_tokens - len(made.ids)
@@ -160,15 +187,21 @@ class EnginePolicy:
                     made.finish = "length"
                     return
                 left = replace(params, max_new_tokens=room, min_new_tokens=min(params.min_new_tokens, room))
-            count = len(made.ids)
-            yield GenerateRequest(
-                input_ids=[*prompt_ids, *made.ids],
-                sampling=left,
-                rid=uuid4().hex,
-                stream=stream,
-                session=session,
-                extra=self.extra,
-            )
+            count, rid = len(made.ids), uuid4().hex
+            with scope.sending(rid) if scope is not None else contextlib.nullcontext():
+                yield GenerateRequest(
+                    input_ids=[*(prompt_ids if images is None else images.wire_ids), *made.ids],
+                    image_data=images.urls if images is not None else (),
+                    num_prompt_tokens=len(prompt_ids) + count if images is not None else None,
+                    forbidden_ids=frozenset() if images is None else frozenset((images.image_token_id,)),
+                    sampling=left,
+                    rid=rid,
+                    stream=stream,
+                    session=session,
+                    extra=self.extra,
+                )
+            if scope is not None and scope.aborted:
+                continue  # not the engine's doing: the turnstile decides
             idle = 0 if len(made.ids) > count else idle + 1
             if made.finish is None and idle:
                 if idle > MAX_IDLE:
@@ -177,7 +210,7 @@ class EnginePolicy:
 
     async def _ask(self, request: GenerateRequest) -> Generation:
         try:
-            return _checked(await self.client.generate(request))
+            return _checked(await self.client.generate(request), request)
         except asyncio.CancelledError:
             await asyncio.shield(self.abort(request.rid))
             raise
@@ -187,7 +220,7 @@ class EnginePolicy:
         try:
             async with aclosing(self.client.stream(request)) as events:
                 async for event in events:
-                    answer, ended = _read_event(event)
+                    answer, ended = _read_event(event, request)
                     yield answer, ended
         except http_utils.HttpError as error:
             if 400 <= error.status < 500:
@@ -222,21 +255,23 @@ def _copy_into(made: Made, new: Made) -> None:
         setattr(made, name, getattr(new, name))
 
 
-def _read_event(event: Mapping[str, Any]) -> tuple[Generation, bool]:
+def _read_event(event: Mapping[str, Any], request: GenerateRequest) -> tuple[Generation, bool]:
     """An event, and whether it is the last: only then it says how the answer ended."""
     try:
         meta = dict(event["meta_info"])
         ended = meta.get("finish_reason") is not None
         meta["finish_reason"] = meta.get("finish_reason") or {"type": "abort"}
-        return _checked(Generation.from_json({**event, "meta_info": meta})), ended
+        return _checked(Generation.from_json({**event, "meta_info": meta}), request), ended
     except (KeyError, TypeError, ValueError) as error:
         raise EngineAnswerError(f"an event of the engine's stream cannot be right: {error}") from error
 
 
-def _checked(answer: Generation) -> Generation:
+def _checked(answer: Generation, request: GenerateRequest) -> Generation:
     """Token ids and log-probs that could be; training data is made of nothing else."""
     if answer.log_probs is None or not all(map(math.isfinite, answer.log_probs)):
         raise EngineAnswerError("the engine answered a turn without log-probs: its tokens cannot be trained")
+    if (wrong := wrong_images(request, answer)) is not None:
+        raise EngineAnswerError(f"the engine's answer to a turn cannot be right: {wrong}")
     return answer
 
 

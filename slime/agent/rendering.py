@@ -18,12 +18,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from slime.agent.pictures import Placed, expanded, for_template, pictures_in
+from slime.utils.media.pictures import NotAnImage
+
 Message = dict[str, Any]
 History = Literal["template", "extend"]
 
 _ANSWER = "Q7zANSWERzQ7"  # stands for an answer in the stand-in conversation
 _THOUGHT = "Q7zTHOUGHTzQ7"
 _CALL = {"id": "call00001", "type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}
+_TOOL = {"type": "function", "function": {"name": "look", "description": "it", "parameters": {}}}
 THINK_TAGS = ("<think>", "</think>")
 _WORD = re.compile(r"[A-Za-z0-9]+")
 
@@ -58,6 +62,7 @@ class Renderer:
         *,
         template_kwargs: Mapping[str, Any] | None = None,
         history: History = "template",
+        processor: Any = None,
     ) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(
@@ -65,6 +70,7 @@ class Renderer:
                 "chat_template.jinja to the model's folder"
             )
         self.tokenizer, self.history = tokenizer, history
+        self.processor = processor  # of models that read pictures; None: text only
         self.template_kwargs = dict(template_kwargs or {})
 
     def first_prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
@@ -80,7 +86,7 @@ class Renderer:
         """What the template writes; TemplateRefused where it raises."""
         try:
             text: str = self.tokenizer.apply_chat_template(
-                list(messages),
+                for_template(messages),
                 tools=list(tools) if tools else None,
                 tokenize=False,
                 add_generation_prompt=answer_follows,
@@ -94,6 +100,24 @@ class Renderer:
 
     def encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def with_pictures(
+        self, ids: list[int], messages: Sequence[Message], *, start: int
+    ) -> tuple[list[int], list[Placed]]:
+        """What was rendered of `messages`, and stands behind `start` ids, as the model reads it."""
+        pictures = pictures_in(messages)
+        if not pictures and self.processor is None:
+            return ids, []
+        if self.processor is None:
+            raise TemplateRefused("the model reads text only: it takes no images")
+        try:
+            return expanded(ids, pictures, self.processor, start=start)
+        except NotAnImage:
+            raise
+        except ValueError as error:
+            raise TemplateRefused(
+                f"the chat template of the model does not write each image where it is shown ({error})"
+            ) from error
 
     def extension(self, new_messages: Sequence[Message], *, stop_id: int | None) -> list[int] | None:
         """The ids that follow an answer; None: this template cannot say, so the conversation is rendered.
@@ -197,6 +221,10 @@ class Renderer:
                 extends = extends and self.extension(messages, stop_id=None) is not None
             except TemplateRefused:
                 refuses.append(name)
+        try:
+            self.first_prompt([{"role": "user", "content": "y"}], [_TOOL])
+        except TemplateRefused:
+            refuses.append("tools")
         if self._drops_thoughts_for_user:
             forks.append("a user message after an answer with thoughts")
         if self._drops_thoughts_for_tool:
@@ -221,6 +249,8 @@ def _check_taken(messages: Sequence[Message], text: str) -> None:
     """
     for message in messages:
         content = message.get("content")
+        if isinstance(content, list):
+            content = " ".join(part.get("text", "") for part in content)
         if message.get("role") == "assistant" or not isinstance(content, str):
             continue
         word = max(_WORD.findall(content), key=len, default="")

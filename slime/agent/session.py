@@ -19,7 +19,8 @@ from __future__ import annotations
 import logging
 import time
 from array import array
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from uuid import uuid4
@@ -28,10 +29,14 @@ from slime.agent.engine_access import Made, Policy, policy_of
 from slime.agent.history import THOUGHTS, History, Said
 from slime.agent.parsing import ParsedModelOutput, Parser, parser_for
 from slime.agent.parsing.output import plain_parser
+from slime.agent.pictures import Placed, PromptImages, images_of
 from slime.agent.rendering import Message, Renderer
 from slime.agent.trajectory import TurnNode, TurnRecord, TurnTree, samples_of
 from slime.data.mix import mix64
-from slime.utils.processing_utils import load_tokenizer
+from slime.observability.metrics import AGENT_KEY
+from slime.rollout.generation.turnstile import RolloutEnded, turnstile_for_session
+from slime.rollout.groups import without_response
+from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -97,7 +102,13 @@ class Asked:
     num_prompt: int
     number: int  # of the turn, from 1; retries count
     changed: dict[str, Any]  # sampling that the turn asked for itself
+    images: list[Placed]  # of the whole prompt
     at: float = field(default_factory=time.monotonic)
+
+    @property
+    def known(self) -> int:
+        """How many ids of the prompt exist in the turn that it continues."""
+        return self.parent.node.num_ids if self.parent is not None else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +155,11 @@ class Session:
         self.budget = budget or Budget()
         self.seed = seed  # None: the engine draws one for each turn
         self.args: Any = None  # of the run, which expert choices need
+        self.turnstile = turnstile_for_session()  # of the rollout that this is made in
         self.tree = TurnTree()
         self.outcome: Outcome = "open"
         self.reason: str | None = None  # of the outcome, in words
+        self.num_tool_errors = 0  # counted by whoever runs the tools
         self.metadata: dict[str, Any] = {}  # of the episode: part of each sample's metadata["session"]
         self._history = History()
         self._num_asked = 0
@@ -167,13 +180,19 @@ class Session:
         """For a generate function: the engines, tokenizer, sampling and seed of the run that called it."""
 
         tokenizer = load_tokenizer(args.hf_checkpoint)
+        processor = load_processor(args.hf_checkpoint) if args.multimodal_keys else None
         if budget is None:
             limits = [n for n in (args.rollout_max_context_len, args.max_context_len) if n is not None]
             most = sampling_params.get("max_new_tokens") or args.rollout_max_response_len
             budget = Budget(max_context_tokens=min(limits, default=None), max_new_tokens=most)
         session = cls(
             policy_of(args),
-            Renderer(tokenizer, template_kwargs=sample.apply_chat_template_kwargs, history=history),
+            Renderer(
+                tokenizer,
+                template_kwargs=sample.apply_chat_template_kwargs,
+                history=history,
+                processor=processor,
+            ),
             session_id=sample.session_id,
             sampling=sampling_params,
             budget=budget,
@@ -193,12 +212,36 @@ class Session:
     ) -> Answer:
         """Ask for the answer that follows `messages`, and record it; SessionError where it is not taken."""
         asked = self.ask(messages, tools, sampling)
-        made = await self.policy.complete(asked.prompt_ids, asked.sampling, session=self.session_id)
-        return self.record(asked, made)
+        return self.record(asked, await self.complete(asked))
 
-    def stream(self, asked: Asked) -> AsyncGenerator[Made, None]:
+    async def complete(self, asked: Asked) -> Made:
+        """The whole answer, which the caller records; RolloutEnded where the episode is cut short."""
+        with self._within_rollout():
+            return await self.policy.complete(
+                asked.prompt_ids, asked.sampling, session=self.session_id, images=self._images_of(asked)
+            )
+
+    async def stream(self, asked: Asked) -> AsyncGenerator[Made, None]:
         """The answer as it is made; the caller records the last value, or drops all of it."""
-        return self.policy.stream(asked.prompt_ids, asked.sampling, session=self.session_id)
+        with self._within_rollout():
+            answers = self.policy.stream(
+                asked.prompt_ids, asked.sampling, session=self.session_id, images=self._images_of(asked)
+            )
+            async with aclosing(answers):
+                async for made in answers:
+                    yield made
+
+    def _images_of(self, asked: Asked) -> PromptImages | None:
+        return images_of(asked.prompt_ids, asked.images, self.renderer.processor)
+
+    @contextmanager
+    def _within_rollout(self) -> Iterator[None]:
+        try:
+            with self.turnstile.entered():
+                yield
+        except RolloutEnded as ended:
+            self.end("aborted", str(ended))
+            raise
 
     def ask(
         self,
@@ -210,7 +253,7 @@ class Session:
         messages, tools = list(messages), list(tools or ())
         try:
             self._check_open()
-            ids, parent, new, fork = self._prompt(messages, tools)
+            ids, parent, new, fork, images = self._prompt(messages, tools)
             params = self._sampling_for(len(ids), sampling)
         except SessionError as error:
             self._refused = self._refused or error
@@ -218,7 +261,8 @@ class Session:
         self._num_asked += 1
         changed = {k: v for k, v in (sampling or {}).items() if v != self.sampling.get(k)}
         opens_thought = self.renderer.opens_thought(ids)
-        return Asked(ids, params, parent, new, tools, opens_thought, fork, len(ids), self._num_asked, changed)
+        number = self._num_asked
+        return Asked(ids, params, parent, new, tools, opens_thought, fork, len(ids), number, changed, images)
 
     def count_tokens(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> int:
         """How long the prompt of such a turn would be; nothing is asked."""
@@ -226,8 +270,8 @@ class Session:
 
     def _prompt(
         self, messages: list[Message], tools: list[Any]
-    ) -> tuple[Sequence[int], Said | None, list[Message], str | None]:
-        """(ids, the turn they continue, the messages beyond it, why history is rendered anew)."""
+    ) -> tuple[Sequence[int], Said | None, list[Message], str | None, list[Placed]]:
+        """(ids, the turn they continue, the messages beyond it, why history is rendered anew, images)."""
         if not messages:
             raise BadConversation("there is no message to answer")
         if messages[-1].get("role") == "assistant":
@@ -238,19 +282,29 @@ class Session:
         new = messages[known:]
         if parent is None:
             fork = "history" if self.tree.nodes else None
-            return self.renderer.first_prompt(new, tools), None, new, fork
+            ids, images = self._rendered(new, tools)
+            return ids, None, new, fork, images
         if not self.renderer.rewrites(new, has_thoughts=parent.has_thoughts):
-            ids = self._extended(parent, new)
-            if ids is not None:
-                return ids, parent, new, None
+            made = self._extended(parent, new)
+            if made is not None:
+                return made[0], parent, new, None, made[1]
         new = [*parent.conversation(), *new]
-        return self.renderer.first_prompt(new, tools), None, new, "template"
+        ids, images = self._rendered(new, tools)
+        return ids, None, new, "template", images
 
-    def _extended(self, parent: Said, new: Sequence[Message]) -> Sequence[int] | None:
+    def _rendered(self, messages: Sequence[Message], tools: list[Any]) -> tuple[list[int], list[Placed]]:
+        return self.renderer.with_pictures(self.renderer.first_prompt(messages, tools), messages, start=0)
+
+    def _extended(self, parent: Said, new: Sequence[Message]) -> tuple[Sequence[int], list[Placed]] | None:
         node = parent.node
         ends = node.details.get("stop_id")
         added = self.renderer.extension(new, stop_id=ends)
-        return None if added is None else self.tree.ids_of(node) + array("i", added)
+        if added is None:
+            return None
+        added, images = self.renderer.with_pictures(added, new, start=node.num_ids)
+        if self.renderer.processor is not None:
+            images = [*(one for before in node.chain() for one in before.images), *images]
+        return self.tree.ids_of(node) + array("i", added), images
 
     def _check_open(self) -> None:
         if self.outcome != "open":
@@ -288,6 +342,7 @@ class Session:
             made.meta_info(),
         )
         node = self.tree.add(turn, asked.parent.node if asked.parent is not None else None)
+        node.images = [one for one in asked.images if one.start >= asked.known]
         now = time.monotonic()
         node.details = {
             "tool_calls": [use["name"] for use in parsed.tool_uses],
@@ -322,6 +377,11 @@ class Session:
     @property
     def turns(self) -> list[TurnNode]:
         return self.tree.nodes
+
+    @property
+    def was_refused(self) -> bool:
+        """A turn was not taken: a budget was used up, or the context was full."""
+        return self._refused is not None
 
     @property
     def num_sampled_tokens(self) -> int:
@@ -368,12 +428,34 @@ class Session:
             extra_metadata={"session": told, **(extra_metadata or {})},
             max_sample_tokens=max_sample_tokens,
             args=args if args is not None else self.args,
+            processor=self.renderer.processor,
         )
+        if samples:  # once for the episode, however many samples it becomes
+            samples[0].metadata[AGENT_KEY] = self._costs()
         for sample in samples:
             sample.session_id = base_sample.session_id or self.session_id
             response = sample.tokens[len(sample.tokens) - sample.response_length :]
             sample.response = self.renderer.tokenizer.decode(response, skip_special_tokens=False)
-        return samples
+        return samples if self.outcome != "aborted" else [_given_up(base_sample, told)]
+
+    def _costs(self) -> dict[str, float]:
+        """What the metrics `rollout/agent/*` are made of."""
+        turns = self.tree.nodes
+        return {
+            "turns": len(turns),
+            "tool_calls": sum(len(turn.details["tool_calls"]) for turn in turns),
+            "tool_errors": self.num_tool_errors + sum(turn.ill_formed for turn in turns),
+            "forks": self.tree.num_forks,
+            "env_seconds": sum(turn.details["other_s"] for turn in turns),
+            "engine_seconds": sum(turn.details["engine_s"] for turn in turns),
+        }
+
+
+def _given_up(base_sample: Sample, told: dict[str, Any]) -> Sample:
+    """What stands for an episode that was cut short: nothing to train on, its prompt begins again."""
+    sample = without_response(base_sample)
+    sample.status, sample.metadata["session"] = Sample.Status.ABORTED, told
+    return sample
 
 
 def as_message(parsed: ParsedModelOutput, turn_name: str) -> Message:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from slime.agent.pictures import Placed, add_to_sample
 from slime.utils.types import Sample, SampleStatus
 
 # In Sample.metadata: one entry for each turn of the sample, see `TurnNode.describe`.
@@ -69,6 +70,7 @@ class TurnNode:
         "details",
         "finish",
         "ill_formed",
+        "images",
         "log_probs",
         "meta",
         "num_ids",
@@ -92,6 +94,7 @@ class TurnNode:
         self.meta = {name: turn.meta[name] for name in _KEPT_META if name in turn.meta}
         self.details: dict[str, Any] = {}  # what the record of the run shows of this turn: tool calls, ...
         self.reward: float | None = None  # of this turn alone; None: the episode's reward says it all
+        self.images: Sequence[Placed] = ()  # of its added ids; places count from the root
         self.replaced = False  # a client's rendering of it took its place: it is trained nowhere
         before = parent.num_ids if parent is not None else 0
         self.num_ids: int = before + len(self.added_ids) + len(self.output_ids)
@@ -204,11 +207,13 @@ def samples_of(
     extra_metadata: Mapping[str, Any] | None = None,
     max_sample_tokens: int | None = None,
     args: Any = None,
+    processor: Any = None,
 ) -> list[Sample]:
     """One sample for each leaf, in the order of their last turns; those without a trained token are left out.
 
     All share `rollout_id` (the base sample's, else its index) and the reward. Their response begins
-    after the first prompt. `args` is needed where the engine's answers hold expert choices.
+    after the first prompt. `args` is needed where the engine's answers hold expert choices, `processor`
+    where turns show pictures.
     """
     trained: set[int] = set()
     samples = []
@@ -220,8 +225,12 @@ def samples_of(
         sample.metadata["ill_formed"] = any(node.ill_formed for node in chain)
         sample.metadata["use_tool"] = any(node.details.get("tool_calls") for node in chain)
         sample.status = _STATUS_OF_FINISH.get(leaf.finish, SampleStatus.COMPLETED)
+        images = [one for node in chain for one in node.images]
         if max_sample_tokens is not None and len(sample.tokens) > max_sample_tokens:
-            _cut(sample, max_sample_tokens)
+            split = (one.start for one in images if one.start < max_sample_tokens < one.end)
+            _cut(sample, next(split, max_sample_tokens))
+        if processor is not None:
+            add_to_sample(sample, images, processor)
         if any(sample.loss_mask or ()):
             samples.append(sample)
     return samples

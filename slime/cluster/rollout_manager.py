@@ -21,6 +21,7 @@ from slime.record import RECORD_FILE, LedgerReader
 from slime.rollout import ledger
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
 from slime.rollout.dumps import load_rollout_dump, save_rollout_dump
+from slime.rollout.generation import turnstile
 from slime.rollout.generation.policy_requests import PolicyRequests, not_trained
 from slime.rollout.journal import CountingJournal
 from slime.rollout.ledger import Ledger, follow
@@ -94,6 +95,7 @@ class RolloutProcess:
         return self._engines.weights
 
     def close(self) -> None:
+        turnstile.forget_all()
         self._engines.close()
         ledger.use(None)
         self._recording.close()

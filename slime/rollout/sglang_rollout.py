@@ -35,6 +35,7 @@ from slime.rollout.generation.requests import (
     token_budget,
 )
 from slime.rollout.generation.scope import RequestScope, current_scope
+from slime.rollout.generation.turnstile import call_or_wait, can_be_kept
 from slime.rollout.groups import Entry, Group, copy_group, copy_sample, describe, describe_fully, is_finished
 from slime.rollout.rm_hub import RewardConfigError, score_samples
 from slime.rollout.rm_hub.hub import waits_for_group
@@ -94,7 +95,8 @@ class GenerateState(metaclass=_StatePerArgs):
     def __init__(self, args: PluginArgs) -> None:
         self.args = args
         self.tokenizer = load_tokenizer(args.hf_checkpoint)
-        self.processor = load_processor(args.hf_checkpoint) if args.multimodal_keys else None
+        shows = args.multimodal_keys or any(data.multimodal_keys for data in args.eval_datasets)
+        self.processor = load_processor(args.hf_checkpoint) if shows else None
         self._no_scope = RequestScope(args.rollout_max_context_len)
         # Semaphores and clients belong to the loop that waits on them: one of each per set of engines.
         self._semaphores: _PerLoop[Limit] = weakref.WeakKeyDictionary()
@@ -282,6 +284,15 @@ async def _call_generate(
     path = sample.generate_function_path or args.custom_generate_function_path
     if path is None:
         return await generate(args, sample, sampling_params)
+    call = _call_function(args, path, sample, sampling_params, evaluation)
+    if evaluation or not can_be_kept(args):
+        return await call
+    return await call_or_wait(sample, call)
+
+
+async def _call_function(
+    args: PluginArgs, path: str, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
+) -> Entry:
     function = load_function(path)
     options = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
     with (
@@ -395,8 +406,8 @@ async def abort(args: PluginArgs, rollout_id: int) -> None:
 
 async def abort_scope(args: PluginArgs, scope: RequestScope, rollout_id: int) -> None:
     """End the requests of one scope."""
-    scope.aborted = True
-    rids = sorted(scope.rids)
+    scope.abort()
+    rids = sorted(scope.rids.copy())  # threads of adapters change it
     if not rids:
         return
     logger.info("rollout %s: aborting %d requests", rollout_id, len(rids))

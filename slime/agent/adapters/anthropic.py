@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from slime.agent.adapters.calls import Call, folded, function_tool, paired, text_parts
+from slime.agent.adapters.calls import Call, content_parts, folded, function_tool, paired, text_parts
 from slime.agent.adapters.common import BaseAdapter, Dialect, Reply, Stream
 from slime.agent.adapters.errors import ApiError, count, invalid, number, want
 from slime.agent.engine_access import Made
@@ -22,6 +22,7 @@ _ERROR_TYPES = {
     "ours": "api_error",
 }
 _SERVER_TOOL = re.compile(r"_20\d{6}$")  # their names end with a date
+_MEDIA_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 _STOP_REASONS = {"length": "max_tokens"}
 
 
@@ -47,7 +48,7 @@ class Messages(Dialect):
             tools=_tools(body.get("tools")),
             sampling=_sampling(body),
             stream=want(body.get("stream") or False, bool, "stream", "a boolean"),
-            model=str(body.get("model") or "policy"),
+            model=want(body.get("model") or "policy", str, "model", "a string"),
             uses_tools=choice != "none",
         )
 
@@ -105,6 +106,27 @@ def _text(content: Any, where: str) -> str:
     return content if isinstance(content, str) else text_parts(content, where, ("text",))
 
 
+def _shown(content: Any, where: str) -> str | list[dict[str, Any]]:
+    """Text, or parts with pictures."""
+    return (
+        content if isinstance(content, str) else content_parts(content, where, ("text",), {"image": _source})
+    )
+
+
+def _source(block: dict[str, Any], where: str) -> str:
+    """The picture of a block, as a data URL or the address that it gives."""
+    source = want(block.get("source"), dict, f"{where}.source", "an object")
+    kind = source.get("type")
+    if kind == "url":
+        return str(want(source.get("url"), str, f"{where}.source.url", "a string"))
+    if kind != "base64":
+        raise invalid(f"{where}.source.type: Input should be 'base64' or 'url'")
+    media = want(source.get("media_type"), str, f"{where}.source.media_type", "a string")
+    if media not in _MEDIA_TYPES:
+        raise invalid(f"{where}.source.media_type: Input should be one of {', '.join(_MEDIA_TYPES)}")
+    return f"data:{media};base64,{want(source.get('data'), str, f'{where}.source.data', 'a string')}"
+
+
 def _add_message(messages: list[Message], given: Any, where: str) -> None:
     role = want(given, dict, where, "an object").get("role")
     content = given.get("content")
@@ -134,10 +156,10 @@ def _add_user_blocks(messages: list[Message], blocks: list[dict[str, Any]], wher
             continue
         name = f"{where}.content.{place}"
         identity = want(block.get("tool_use_id"), str, f"{name}.tool_use_id", "a string")
-        text = _text(block.get("content") or "", f"{name}.content")
-        messages.append({"role": "tool", "tool_call_id": identity, "content": text})
+        result = _shown(block.get("content") or "", f"{name}.content")
+        messages.append({"role": "tool", "tool_call_id": identity, "content": result})
     if texts:
-        messages.append({"role": "user", "content": _text(texts, f"{where}.content")})
+        messages.append({"role": "user", "content": _shown(texts, f"{where}.content")})
 
 
 def _answer(blocks: list[dict[str, Any]], where: str) -> Message:

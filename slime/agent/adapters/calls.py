@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from slime.agent.adapters.errors import invalid, want
 from slime.agent.history import Message
+from slime.agent.pictures import Shown, shown
+from slime.utils.media.pictures import NotAnImage
 
 
 @dataclass(slots=True)
@@ -52,15 +54,49 @@ def arguments_of(text: Any) -> Any:
 
 def text_parts(content: Any, where: str, kinds: Sequence[str]) -> str:
     """The text of a list of parts, all of which must be of one of `kinds`."""
-    texts = []
+    text = content_parts(content, where, kinds, {})
+    assert isinstance(text, str), "without pictures parts are text"
+    return text
+
+
+def content_parts(
+    content: Any,
+    where: str,
+    kinds: Sequence[str],
+    pictures: Mapping[str, Callable[[dict[str, Any], str], Any]],
+) -> str | list[dict[str, Any]]:
+    """The parts of a message: their text, or as templates take them where there are pictures among them.
+
+    `pictures` reads, by the type of a part, the address that the part gives of a picture.
+    """
+    texts: list[str] = []
+    parts: list[dict[str, Any]] = []
     for place, part in enumerate(want(content, list, where, "a string or a list")):
         name = f"{where}[{place}]"
         kind = want(part, dict, name, "an object").get("type")
+        if isinstance(kind, str) and kind in pictures:
+            parts.append({"type": "image", "image": _picture(pictures[kind](part, name), name)})
+            continue
         if kind not in kinds:
-            told = f"Invalid value: {kind!r}. Supported values are: {', '.join(kinds)}."
+            told = f"Invalid value: {kind!r}. Supported values are: {', '.join((*kinds, *pictures))}."
             raise invalid(told, f"{name}.type")
         texts.append(want(part.get("text", part.get("refusal")), str, f"{name}.text", "a string"))
-    return "\n".join(texts)
+        parts.append({"type": "text", "text": texts[-1]})
+    return "\n".join(texts) if len(texts) == len(parts) else parts
+
+
+def _picture(address: Any, where: str) -> Shown:
+    text = want(address, str, where, "a data URL")
+    if not text.startswith("data:"):
+        raise invalid(
+            f"{text[:60]!r} is not fetched: images are taken as data URLs (data:image/png;base64,...), since "
+            "this endpoint asks nobody else.",
+            where,
+        )
+    try:
+        return shown(text)
+    except NotAnImage as error:
+        raise invalid(f"Invalid image: {error}.", where) from None
 
 
 def paired(messages: list[Message]) -> list[Message]:
@@ -107,6 +143,9 @@ def _in_order(results: list[Message], wanted: list[str], at: int) -> list[Messag
             f"unexpected tool result {stray!r}: each result must have its call in the message before",
             f"messages[{at}].tool_call_id",
         )
+    twice = next((call for call in given if given.count(call) > 1), None)
+    if twice is not None:
+        raise invalid(f"the call {twice!r} has more than one result", f"messages[{at}].tool_call_id")
     missing = [call for call in wanted if call not in given]
     if missing:
         raise invalid(f"these calls have no result: {', '.join(missing)}", f"messages[{at}]")

@@ -122,9 +122,9 @@ class _Open:
 class BaseAdapter:
     """Serves `protocols` for any number of sessions; `app` is the aiohttp application.
 
-    A session's key is the Bearer token or X-Api-Key of a request; without either it is "default". An unknown
-    key is refused. `fork_threshold_tokens` is taken and does nothing: prompts extend the ids that exist, so
-    that no answer is ever replaced by a rendering of it.
+    A session's key is in the path (`/sessions/KEY/v1/...`), else the Bearer token or X-Api-Key of a request;
+    without any it is "default". An unknown key is refused. `fork_threshold_tokens` is taken and does nothing:
+    prompts extend the ids that exist, so that no answer is ever replaced by a rendering of it.
     """
 
     protocols: ClassVar[tuple[Dialect, ...]] = ()
@@ -144,9 +144,12 @@ class BaseAdapter:
         history: History = "template",
         policy: Policy | None = None,
         max_body_bytes: int = MAX_BODY_BYTES,
+        processor: Any = None,
     ) -> None:
         self.tokenizer, self.model_name = tokenizer, model_name
-        self.renderer = Renderer(tokenizer, template_kwargs=template_kwargs, history=history)
+        self.renderer = Renderer(
+            tokenizer, template_kwargs=template_kwargs, history=history, processor=processor
+        )
         self.policy: Policy = policy or EnginePolicy(sglang_url)
         self.parser = parser_for(tokenizer, tool_parser, reasoning_parser)
         self.max_turns_per_sid, self.debug_callback = max_turns_per_sid, debug_callback
@@ -162,10 +165,11 @@ class BaseAdapter:
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get("/v1/models", self._models)
         for protocol in self.protocols:
-            app.router.add_post(protocol.path, self._handler(protocol, self._turn))
-            if protocol.count(0) is not None:
-                path = f"{protocol.path}/count_tokens"
-                app.router.add_post(path, self._handler(protocol, self._count))
+            for prefix in ("", "/sessions/{sid}"):
+                path = f"{prefix}{protocol.path}"
+                app.router.add_post(path, self._handler(protocol, self._turn))
+                if protocol.count(0) is not None:
+                    app.router.add_post(f"{path}/count_tokens", self._handler(protocol, self._count))
         app.router.add_route("*", "/{path:.*}", self._not_found)
         return app
 
@@ -254,7 +258,8 @@ class BaseAdapter:
     def _find(self, request: web.Request, protocol: Dialect, body: Mapping[str, Any]) -> _Open:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         bearer = token.strip() if scheme.lower() == "bearer" else None
-        key = bearer or request.headers.get("X-Api-Key") or protocol.key_in(body) or "default"
+        named = request.match_info.get("sid") or bearer or request.headers.get("X-Api-Key")
+        key = named or protocol.key_in(body) or "default"
         held = self._sessions.get(key)
         if held is not None:
             return held
@@ -320,7 +325,7 @@ class BaseAdapter:
         asked = held.session.ask(call.messages, call.tools, call.sampling)
         if call.stream:
             return await self._stream(request, protocol, held, call, asked, digest)
-        made = await self.policy.complete(asked.prompt_ids, asked.sampling, session=held.session.session_id)
+        made = await held.session.complete(asked)
         return await self._deliver(request, protocol, held, call, asked, made, digest=digest)
 
     def _reply(self, held: _Open, call: Call, asked: Asked, made: Made) -> Reply:

@@ -13,6 +13,7 @@ from slime.agent.session import (
     TokenBudgetUsed,
     TurnBudgetUsed,
 )
+from slime.rollout.generation.turnstile import RolloutEnded
 from slime.utils.errors import EngineAnswerError
 from slime.utils.http_utils import HttpError
 from slime.utils.waits import WaitTimeout
@@ -47,7 +48,7 @@ def api_error(error: Exception) -> ApiError:
         return ApiError(400, "context", str(error), param="messages", retry=False)
     if isinstance(error, (TurnBudgetUsed, TokenBudgetUsed)):
         return ApiError(429, "budget", str(error), retry=False)
-    if isinstance(error, SessionClosed):
+    if isinstance(error, (SessionClosed, RolloutEnded)):
         return ApiError(503, "closed", str(error), retry=False)
     if isinstance(error, (BadConversation, TemplateRefused)):
         return invalid(str(error), "messages")

@@ -11,7 +11,7 @@ from slime.agent.adapters.common import BaseAdapter
 from slime.agent.adapters.openai_chat import ChatCompletions
 from slime.agent.adapters.openai_responses import Responses
 from slime.agent.aiohttp_threaded import AppHandle, run_app_in_thread
-from slime.utils.processing_utils import load_tokenizer
+from slime.utils.processing_utils import load_processor, load_tokenizer
 
 
 class AgentAdapter(BaseAdapter):
@@ -54,5 +54,7 @@ def _adapter_of(args: Any, options: dict[str, Any]) -> AgentAdapter:
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
     with _lock:
         if url not in _adapters:
+            if args.multimodal_keys:
+                options = {"processor": load_processor(args.hf_checkpoint), **options}
             _adapters[url] = AgentAdapter(load_tokenizer(args.hf_checkpoint), url, **options).start()
         return _adapters[url]

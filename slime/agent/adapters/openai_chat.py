@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from slime.agent.adapters.calls import Call, arguments_of, function_tool, paired, text_parts
+from slime.agent.adapters.calls import Call, arguments_of, content_parts, function_tool, paired
 from slime.agent.adapters.common import Dialect, Reply, Stream
 from slime.agent.adapters.errors import ApiError, count, invalid, number, want
 from slime.agent.engine_access import Made
@@ -56,7 +56,8 @@ def refuse_what_is_not_done(body: Mapping[str, Any]) -> None:
     """Wishes that cannot be met are refused rather than left out without a word."""
     if body.get("n") not in (None, 1):
         raise invalid("'n' above 1 is not supported: send the request again for another answer.", "n")
-    if (body.get("response_format") or {}).get("type") not in (None, "text"):
+    style = want(body.get("response_format") or {}, dict, "response_format", "an object")
+    if style.get("type") not in (None, "text"):
         raise invalid("'response_format' other than text is not supported.", "response_format")
 
 
@@ -90,7 +91,7 @@ class ChatCompletions(Dialect):
             tools=_tools(body.get("tools")),
             sampling=sampling_of(body, ("max_tokens", "max_completion_tokens")),
             stream=want(body.get("stream") or False, bool, "stream", "a boolean"),
-            model=str(body.get("model") or "policy"),
+            model=want(body.get("model") or "policy", str, "model", "a string"),
             logprobs=logprobs,
             include_usage=bool(want(options, dict, "stream_options", "an object").get("include_usage")),
             uses_tools=tool_choice_of(body),
@@ -238,8 +239,9 @@ def _message(given: Any, where: str) -> Message:
         raise invalid(f"Invalid value: {role!r}. Supported values are: {', '.join(_ROLES)}.", f"{where}.role")
     content = given.get("content")
     if isinstance(content, list):
-        content = text_parts(content, f"{where}.content", ("text", "refusal"))
-    if role != "assistant" or content is not None:
+        pictures = {"image_url": _image_url} if role in ("user", "tool") else {}
+        content = content_parts(content, f"{where}.content", ("text", "refusal"), pictures)
+    elif role != "assistant" or content is not None:
         want(content, str, f"{where}.content", "a string or a list")
     message: Message = {"role": "system" if role == "developer" else role, "content": content}
     if role == "tool":
@@ -247,6 +249,10 @@ def _message(given: Any, where: str) -> Message:
     if role == "assistant":
         _read_answer(message, given, where)
     return message
+
+
+def _image_url(part: dict[str, Any], where: str) -> Any:
+    return want(part.get("image_url"), dict, f"{where}.image_url", "an object").get("url")
 
 
 def _read_answer(message: Message, given: dict[str, Any], where: str) -> None:

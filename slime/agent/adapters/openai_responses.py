@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from slime.agent.adapters.calls import Call, arguments_of, function_tool, paired, text_parts
+from slime.agent.adapters.calls import Call, arguments_of, content_parts, function_tool, paired, text_parts
 from slime.agent.adapters.common import Dialect, Reply, Stream
 from slime.agent.adapters.errors import ApiError, invalid, want
 from slime.agent.adapters.openai_chat import openai_error, sampling_of, tool_choice_of
@@ -32,7 +32,8 @@ class Responses(Dialect):
             raise invalid(
                 "'previous_response_id' is not supported: send the whole input.", "previous_response_id"
             )
-        style = (body.get("text") or {}).get("format") or {}
+        text = want(body.get("text") or {}, dict, "text", "an object")
+        style = want(text.get("format") or {}, dict, "text.format", "an object")
         if style.get("type") not in (None, "text"):
             raise invalid("'text.format' other than text is not supported.", "text.format")
         messages: list[Message] = []
@@ -50,7 +51,7 @@ class Responses(Dialect):
             tools=_tools(body.get("tools")),
             sampling=sampling_of(body, ("max_output_tokens",)),
             stream=want(body.get("stream") or False, bool, "stream", "a boolean"),
-            model=str(body.get("model") or "policy"),
+            model=want(body.get("model") or "policy", str, "model", "a string"),
             uses_tools=tool_choice_of(body),
         )
 
@@ -84,12 +85,14 @@ def _add_item(messages: list[Message], item: Any, where: str) -> None:
             raise invalid(
                 f"Invalid value: {role!r}. Supported values are: {', '.join(_ROLES)}.", f"{where}.role"
             )
-        text = _text(item.get("content"), f"{where}.content")
+        place = f"{where}.content"
         if role == "assistant":
             answer = _answer(messages)
-            answer["content"] += text
+            answer["content"] += _text(item.get("content"), place)
+        elif role == "user":
+            messages.append({"role": "user", "content": _shown(item.get("content"), place)})
         else:
-            messages.append({"role": "user" if role == "user" else "system", "content": text})
+            messages.append({"role": "system", "content": _text(item.get("content"), place)})
     elif kind == "reasoning":
         parts = item.get("content") or item.get("summary") or []
         _answer(messages)[THOUGHTS] = _text(parts, f"{where}.summary")
@@ -102,10 +105,17 @@ def _add_item(messages: list[Message], item: Any, where: str) -> None:
         calls.append({"id": identity, "type": "function", "function": function})
     elif kind == "function_call_output":
         identity = want(item.get("call_id"), str, f"{where}.call_id", "a string")
-        text = _text(item.get("output"), f"{where}.output")
-        messages.append({"role": "tool", "tool_call_id": identity, "content": text})
+        result = _shown(item.get("output"), f"{where}.output")
+        messages.append({"role": "tool", "tool_call_id": identity, "content": result})
     else:
         raise invalid(f"Items of type {kind!r} are not supported.", f"{where}.type")
+
+
+def _shown(content: Any, where: str) -> str | list[dict[str, Any]]:
+    """Text, or parts with pictures."""
+    if isinstance(content, str):
+        return content
+    return content_parts(content, where, _TEXT_PARTS, {"input_image": lambda part, _: part.get("image_url")})
 
 
 def _text(content: Any, where: str) -> str:

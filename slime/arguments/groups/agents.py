@@ -62,7 +62,7 @@ class AgentFlags:
         "what becomes of an episode that --partial-rollout cuts short: it continues where it was, or starts "
         "again",
         choices=("continue", "restart"),
-        only_with=(ENV, CONTINUES),
+        only_with=CONTINUES,
     )
     turn_discount: float | None = flag(
         None,

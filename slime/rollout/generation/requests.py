@@ -121,7 +121,7 @@ def check_answer(args: PluginArgs, request: GenerateRequest, answer: Generation)
     """An answer that no engine in its senses gives must not become training data; it is asked for again."""
     wrong = (
         _wrong_with(args, request.sampling.max_new_tokens, answer)
-        or _wrong_images(request, answer)
+        or wrong_images(request, answer)
         or _wrong_nucleus(args, request, answer)
     )
     if wrong:
@@ -142,7 +142,7 @@ def _wrong_with(args: PluginArgs, budget: int | None, answer: Generation) -> str
     return None
 
 
-def _wrong_images(request: GenerateRequest, answer: Generation) -> str | None:
+def wrong_images(request: GenerateRequest, answer: Generation) -> str | None:
     """An engine that makes other tokens of pictures than we do, or an answer that would need one more."""
     expected = request.num_prompt_tokens
     if expected is not None and answer.prompt_tokens and answer.prompt_tokens != expected:

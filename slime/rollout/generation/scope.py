@@ -4,6 +4,7 @@ A scope lives in a context variable: every task that a rollout starts inherits i
 nothing that another rollout sent can be touched through it.
 """
 
+import asyncio
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -12,7 +13,8 @@ _current: ContextVar["RequestScope | None"] = ContextVar("slime_request_scope", 
 
 
 class RequestScope:
-    """Request ids in flight. `aborted` turns true once: work that has not begun then does not begin.
+    """Request ids in flight. `aborted` turns true once: work that has not begun then does not begin. Adapters
+    note ids from threads of their own.
 
     `engines`: whom "default" means for these requests, by the name of their router.
     """
@@ -21,7 +23,15 @@ class RequestScope:
         self.max_context_len = max_context_len  # prompt plus response; None: only the engine's own limit
         self.engines = engines
         self.rids: set[str] = set()
-        self.aborted = False
+        self.ended = asyncio.Event()
+
+    @property
+    def aborted(self) -> bool:
+        return self.ended.is_set()
+
+    def abort(self) -> None:
+        """From now on nothing begins; called on the loop of the rollout side."""
+        self.ended.set()
 
     @contextlib.contextmanager
     def sending(self, rid: str | None) -> Iterator[None]:
