@@ -127,7 +127,7 @@ test-sandbox: $(STAMP)
 
 # The families of --env with their real packages, and the examples that need them.
 test-environments: $(STAMP)
-	$(BIN)/python -m pip install -q $(CONSTRAINTS) -e ".[reasoning-gym,textarena,gymnasium]"
+	$(BIN)/python -m pip install -q $(CONSTRAINTS) -e ".[reasoning-gym,textarena,gymnasium,verifiers]"
 	$(PYTEST) -m "slow or not slow" --timeout 1800 tests/agent/environments
 
 lint: $(STAMP)

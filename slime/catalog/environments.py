@@ -21,6 +21,7 @@ class EnvironmentFamily:
     help: str
     package: str | None = None
     extra: str | None = None
+    plays_itself: bool = False  # its agent asks by HTTP: `module` has `play` instead of `make`
 
 
 ENVIRONMENTS: dict[str, EnvironmentFamily] = {
@@ -41,6 +42,13 @@ ENVIRONMENTS: dict[str, EnvironmentFamily] = {
         "environments whose observations and actions can be written as text: gymnasium:FrozenLake-v1",
         "gymnasium",
         "gymnasium",
+    ),
+    "verifiers": EnvironmentFamily(
+        f"{_ADAPTERS}.verifiers",
+        "tasksets of the package verifiers, with their own agents: verifiers:gsm8k-v1",
+        "verifiers",
+        "verifiers",
+        plays_itself=True,
     ),
     OWN: EnvironmentFamily(
         f"{_ADAPTERS}.own", "a class of yours: my_package.envs:Maze or path/to/file.py:Maze"

@@ -80,7 +80,26 @@ async def generate(
     args: PluginArgs, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Sample | list[Sample]:
     """Play one episode: a sample with its reward, or of several players one sample each."""
-    return await Episode(args, sample, sampling_params).play()
+    choice = choice_of(args, sample)
+    if not ENVIRONMENTS[choice.family].plays_itself:
+        return await Episode(args, sample, sampling_params).play()
+    module = import_module(ENVIRONMENTS[choice.family].module)
+    try:
+        made = await module.play(
+            args,
+            sample,
+            sampling_params,
+            task=choice.task,
+            options=options_of(args, choice),
+            item=item_of(args, sample),
+        )
+        if not made:
+            raise EnvironmentFailure("the policy was not asked")
+    except EnvironmentFailure as failure:
+        return failed(sample, choice, failure)
+    for one in made:
+        give_reward(args, one, float(one.reward or 0.0))
+    return made
 
 
 def choice_of(args: PluginArgs, sample: Sample) -> Choice:
@@ -91,9 +110,31 @@ def choice_of(args: PluginArgs, sample: Sample) -> Choice:
     return read_choices(str(name))[0]
 
 
+def options_of(args: PluginArgs, choice: Choice) -> dict[str, Any]:
+    return {**args.env_args.get("*", {}), **args.env_args.get(choice.short, {})}
+
+
 def make_environment(args: PluginArgs, choice: Choice) -> Any:
-    options = {**args.env_args.get("*", {}), **args.env_args.get(choice.short, {})}
-    return import_module(ENVIRONMENTS[choice.family].module).make(choice.task, options)
+    return import_module(ENVIRONMENTS[choice.family].module).make(choice.task, options_of(args, choice))
+
+
+def give_reward(args: PluginArgs, sample: Sample, total: float) -> None:
+    """The episode's reward, unless a reward of the run's own judges."""
+    sample.metadata["env_score"], sample.reward = total, None
+    if args.custom_rm_path or sample.custom_rm_path or args.rm_type or sample.metadata.get("rm_type"):
+        return
+    sample.reward = {args.reward_key: total} if args.reward_key else total
+
+
+def failed(sample: Sample, choice: Choice, failure: EnvironmentFailure) -> Sample:
+    """The typed outcome: no score, and the cause with the environment's name."""
+    reason = str(failure)
+    if not reason.startswith("environment "):
+        reason = f"environment {choice.name}: {reason}"
+    logger.warning("%s has no reward: %s", describe(sample), reason)
+    sample.status, sample.reward = Sample.Status.COMPLETED, None
+    sample.reward_failure = infra_error(reason)
+    return sample
 
 
 def item_of(args: PluginArgs, sample: Sample) -> Item:
@@ -135,7 +176,7 @@ class Episode:
             keep = self._can_continue()
             return self._cut_short(keep)
         except EnvironmentFailure as failure:
-            return self._failed(failure)
+            return failed(self.sample, self.choice, failure)
         finally:
             if not keep:
                 await asyncio.shield(self.calls.close())
@@ -293,18 +334,10 @@ class Episode:
             if self.players > 1:
                 sample.metadata[ROLE_KEY] = f"player {player}"
                 sample.rollout_id = self.sample.index if sample.rollout_id is None else sample.rollout_id
-            self._reward(sample, seat.total)
+            give_reward(self.args, sample, seat.total)
         self._tell_costs([seat.sample for seat in acted.values()])
         made = [seat.sample for _, seat in sorted(acted.items())]
         return made if self.players > 1 else made[0]
-
-    def _reward(self, sample: Sample, total: float) -> None:
-        """The episode's reward, unless a reward of the run's own judges."""
-        sample.metadata["env_score"] = total
-        args = self.args
-        if args.custom_rm_path or sample.custom_rm_path or args.rm_type or sample.metadata.get("rm_type"):
-            return
-        sample.reward = {args.reward_key: total} if args.reward_key else total
 
     def _tell_costs(self, samples: list[Sample]) -> None:
         """Of an episode of several players each sample carries its share."""
@@ -321,17 +354,6 @@ class Episode:
     def _note(self, info: Mapping[str, Any]) -> None:
         for seat in self.seats.values():
             seat.sample.metadata.update(info)
-
-    def _failed(self, failure: EnvironmentFailure) -> Sample:
-        """The typed outcome: no score, and the cause with the environment's name."""
-        reason = str(failure)
-        if not reason.startswith("environment "):
-            reason = f"environment {self.choice.name}: {reason}"
-        logger.warning("%s has no reward: %s", describe(self.sample), reason)
-        sample = self.sample
-        sample.status, sample.reward = Sample.Status.COMPLETED, None
-        sample.reward_failure = infra_error(reason)
-        return sample
 
     def _can_continue(self) -> bool:
         args = self.args

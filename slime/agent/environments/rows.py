@@ -57,7 +57,10 @@ def check_task(choice: Choice, source: str) -> None:
         raise ValueError(
             f"--env {choice.name} needs the package {row.package}: pip install 'slime[{row.extra}]'"
         )
-    names = import_module(row.module).task_names()
+    module = import_module(row.module)
+    if row.plays_itself:
+        module.check(choice.task)
+    names = module.task_names()
     if names is not None and choice.task not in names:
         near = difflib.get_close_matches(choice.task, names, n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}?" if near else f"there are {len(names)}, e.g. {names[0]}."

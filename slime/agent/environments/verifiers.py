@@ -1,0 +1,191 @@
+"""verifiers: its tasksets as they are, `--env verifiers:gsm8k-v1`.
+
+Such an environment runs its agent itself and asks a model by OpenAI's or Anthropic's API: it is pointed at
+the adapter, at an address that names the session, and every answer is recorded as the engine made it. Its
+reward is that of the agent's trace. Of a taskset every eighth task is held out for evaluation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import threading
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from slime.agent.adapters import adapter_of
+from slime.agent.environments.protocol import EnvironmentFailure, Item
+from slime.agent.session import Budget, Session
+from slime.arguments import PluginArgs
+from slime.data.mix import mix64
+from slime.utils.types import Sample
+
+MAX_TASKS = 100_000  # that are read of a taskset without an end
+HELD_OUT_EVERY = 8
+_NO_KEY = "SLIME_NO_API_KEY"  # a variable that nobody sets: the address is the key
+
+_lock = threading.Lock()
+_served: dict[tuple[str, str, asyncio.AbstractEventLoop], Served] = {}
+
+
+def task_names() -> None:
+    """Any that is installed; `check` imports it."""
+    return None
+
+
+def check(task: str) -> None:
+    """Raise ValueError for a taskset that cannot be imported."""
+    from verifiers.v1.utils.loaders import taskset_class
+
+    try:
+        taskset_class(task)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"--env verifiers:{task}: {error}") from None
+
+
+def config_of(task: str, options: Mapping[str, Any]) -> Any:
+    """The config of the environment: options of --env-args over ours.
+
+    An agent that the taskset does not bring is the plain loop over chat, not a shell on this machine.
+    """
+    from verifiers.v1.configs.env import EnvConfig
+    from verifiers.v1.env import Env
+    from verifiers.v1.envs.single_agent import SingleAgentEnvConfig
+    from verifiers.v1.utils.generic import concrete_type
+    from verifiers.v1.utils.loaders import default_harness_id, environment_class
+
+    own = default_harness_id(task)
+    agent = {"runtime": {"type": "subprocess"}, "harness": {"id": "null" if own == "bash" else own}}
+    given = json.loads(json.dumps(dict(options)))
+    kind = concrete_type(environment_class(task, given.get("id", "")), EnvConfig, origin=Env)
+    if kind is not SingleAgentEnvConfig:
+        raise ValueError(f"--env verifiers:{task}: environments of several agents are not trained.")
+    merged = {
+        **given,
+        "taskset": {**given.get("taskset", {}), "id": task},
+        "agent": {**agent, **given.get("agent", {})},
+    }
+    return SingleAgentEnvConfig.model_validate(merged)
+
+
+class Served:
+    """One environment; its servers run while episodes of it are played."""
+
+    def __init__(self, task: str, options: Mapping[str, Any]) -> None:
+        from verifiers.v1.utils.loaders import load_environment
+
+        self.env = load_environment(config_of(task, options))
+        tasks = list(itertools.islice(self.env.taskset, MAX_TASKS))
+        held_out = tasks[::HELD_OUT_EVERY]
+        self._tasks = {
+            True: held_out,
+            False: [one for place, one in enumerate(tasks) if place % HELD_OUT_EVERY] or tasks,
+        }
+        if not held_out:
+            raise EnvironmentFailure(f"environment verifiers:{task}: the taskset has no tasks")
+        self._players = 0
+        self._keeper: asyncio.Task[None] | None = None
+        self._ready: asyncio.Future[None] | None = None
+        self._over = asyncio.Event()
+
+    def task_for(self, item: Item) -> Any:
+        tasks = self._tasks[item.held_out]
+        return tasks[item.seed // 2 % len(tasks)]
+
+    @contextlib.asynccontextmanager
+    async def playing(self) -> AsyncIterator[None]:
+        self._players += 1
+        if self._keeper is None:
+            self._over = asyncio.Event()
+            self._ready = asyncio.get_running_loop().create_future()
+            self._keeper = asyncio.ensure_future(self._keep(self._ready, self._over))
+        try:
+            assert self._ready is not None, "set with the keeper"
+            await asyncio.shield(self._ready)
+            yield
+        finally:
+            self._players -= 1
+            if not self._players:
+                self._over.set()
+                self._keeper = None
+
+    async def _keep(self, ready: asyncio.Future[None], over: asyncio.Event) -> None:
+        """Enter and leave in one task."""
+        try:
+            async with self.env.serving():
+                ready.set_result(None)
+                await over.wait()
+        except (Exception, SystemExit) as error:  # SystemExit: a login that is missing
+            if not ready.done():
+                ready.set_exception(EnvironmentFailure(f"its servers do not start: {error}"))
+
+
+def _environment(task: str, options: Mapping[str, Any], loop: asyncio.AbstractEventLoop) -> Served:
+    """One in a process; reading a taskset may take a while, so this is called in a thread."""
+    key = (task, json.dumps(dict(options), sort_keys=True), loop)
+    with _lock:
+        if key not in _served:
+            _served[key] = Served(task, options)
+        return _served[key]
+
+
+async def play(
+    args: PluginArgs,
+    sample: Sample,
+    params: Mapping[str, Any],
+    *,
+    task: str,
+    options: Mapping[str, Any],
+    item: Item,
+) -> list[Sample]:
+    """The samples of one episode, scored; EnvironmentFailure where it has no score."""
+    served = await asyncio.to_thread(_environment, task, options, asyncio.get_running_loop())
+    adapter = await adapter_of(args)
+    sid = sample.session_id
+    assert sid is not None, "samples of a rollout have a session"
+    seed = mix64(args.rollout_seed, sample.index or 0, int(sample.metadata.get("attempt", 0)))
+    session = adapter.open_session(sid, params, budget=budget_of(args, params), seed=seed)
+    try:
+        async with served.playing(), asyncio.timeout(args.episode_timeout_s):
+            episode = await served.env.run_episode(
+                served.task_for(item), _context(f"{adapter.url}/sessions/{sid}")
+            )
+        reward = _score(episode, session)
+        return await adapter.finish_session(sid, base_sample=sample, reward=reward, args=args)
+    except TimeoutError:
+        raise EnvironmentFailure(
+            f"the episode took longer than --episode-timeout-s {args.episode_timeout_s}"
+        ) from None
+    finally:
+        if adapter.session(sid) is session:
+            await asyncio.shield(adapter.shutdown_session(sid))
+            adapter.drop_session(sid)
+
+
+def budget_of(args: PluginArgs, params: Mapping[str, Any]) -> Budget:
+    longest = params.get("max_new_tokens") or args.rollout_max_response_len
+    limits = [n for n in (args.rollout_max_context_len, args.max_context_len) if n is not None]
+    of_turn = args.turn_max_response_len or longest
+    return Budget(args.max_turns, min(limits, default=None), of_turn, longest)
+
+
+def _context(address: str) -> Any:
+    import verifiers.v1 as vf
+
+    # Sampling is the session's: what is not asked for, a client does not change.
+    return vf.ModelContext(
+        model="policy", client=vf.EvalClientConfig(base_url=f"{address}/v1", api_key_var=_NO_KEY)
+    )
+
+
+def _score(episode: Any, session: Session) -> float:
+    """The reward of the trace. What a budget of ours ended counts as it stands."""
+    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+    if errors and not session.was_refused:
+        last = errors[-1]
+        raise EnvironmentFailure(f"{last.type}: {last.message[:300]}")
+    if not episode.traces:
+        raise EnvironmentFailure("the episode has no trace")
+    return float(episode.traces[0].reward)
