@@ -165,7 +165,7 @@ async def play(
 
 
 def budget_of(args: PluginArgs, params: Mapping[str, Any]) -> Budget:
-    longest = params.get("max_new_tokens") or args.rollout_max_response_len
+    longest = int(params.get("max_new_tokens") or args.rollout_max_response_len or 4096)
     limits = [n for n in (args.rollout_max_context_len, args.max_context_len) if n is not None]
     of_turn = args.turn_max_response_len or longest
     return Budget(args.max_turns, min(limits, default=None), of_turn, longest)
