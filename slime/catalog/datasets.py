@@ -121,13 +121,21 @@ def _why_no_url(source: str) -> str | None:
     return None
 
 
+def _where_it_is_looked_for(path: Path) -> str:
+    here = Path.cwd()
+    above = next((folder for folder in here.parents if (folder / path).exists()), None)
+    return f"working directory: {here}" + (
+        f"; in {above} there is one: run the command there" if above else ""
+    )
+
+
 def _why_no_file(source: str) -> str | None:
     path = Path(source).expanduser()
     try:
         if not path.exists():
             beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
             near = difflib.get_close_matches(path.name, beside, n=1)
-            hint = f"did you mean {path.parent / near[0]}?" if near else f"working directory: {Path.cwd()}"
+            hint = f"did you mean {path.parent / near[0]}?" if near else _where_it_is_looked_for(path)
             return f"there is no such file ({hint})"
     except OSError as error:  # a folder on the way that may not be entered, a name that is too long
         return f"it cannot be looked at ({error.strerror})"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -66,10 +68,10 @@ async def generate(args, sample, sampling_params):
 
 _RUN = """# `slime train --config run.yaml`. Every flag of `slime train --help` may stand here.
 hf-checkpoint: {model}          # a Hugging Face folder, or a name on the hub
-prompt-data: {folder}/prompts.jsonl
+prompt-data: {prompts}
 input-key: prompt
 label-key: label
-{template}custom-rm-path: {folder}/reward.py:reward
+{template}custom-rm-path: {reward}
 {generate}
 num-rollout: 15                # steps
 rollout-batch-size: 16         # prompts in a step
@@ -81,19 +83,19 @@ lr-decay-style: constant
 use-dynamic-batch-size: true
 max-tokens-per-gpu: 8192
 {precision}
-run-dir: {folder}/run
-save: {folder}/checkpoints
-load: {folder}/checkpoints       # the same command goes on after any end
+run-dir: {run}
+save: {checkpoints}
+load: {checkpoints}       # the same command goes on after any end
 save-interval: 15
-save-hf: {folder}/trained-{{rollout_id}}    # the trained model, as a Hugging Face folder
+save-hf: {trained}    # the trained model, as a Hugging Face folder
 """
 
 _README = """# {name}
 
-    slime doctor --config {folder}/run.yaml       # is everything right?
-    slime train --config {folder}/run.yaml        # train
-    slime samples {folder}/run --best 5           # what did it write?
-    slime plot {folder}/run                       # did the reward rise?
+    slime doctor --config {config}       # is everything right?
+    slime train --config {config}        # train
+    slime samples {run} --best 5           # what did it write?
+    slime plot {run}                       # did the reward rise?
 
 Change `prompts.jsonl` (one JSON object a line), `reward.py` (a number for one answer), and then
 `hf-checkpoint` in `run.yaml`. The model in `model/` has random weights and writes single
@@ -113,7 +115,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"made {folder}: prompts.jsonl, reward.py, test_reward.py, run.yaml")
-    print(f"now:  slime train --config {folder / 'run.yaml'}")
+    print(f"now:  slime train --config {shlex.quote(str(folder / 'run.yaml'))}")
     return 0
 
 
@@ -122,7 +124,13 @@ def _write(folder: Path, model: str | None, *, with_generate: bool) -> None:
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "reward.py").write_text(_REWARD)
     (folder / "test_reward.py").write_text(_TEST)
-    (folder / "README.md").write_text(_README.format(name=folder.name, folder=folder))
+    (folder / "README.md").write_text(
+        _README.format(
+            name=folder.name,
+            config=shlex.quote(f"{folder}/run.yaml"),
+            run=shlex.quote(f"{folder}/run"),
+        )
+    )
     if with_generate:
         (folder / "generate.py").write_text(_GENERATE)
     own = model is None
@@ -130,10 +138,14 @@ def _write(folder: Path, model: str | None, *, with_generate: bool) -> None:
         from slime.cli.quickstart import tiny  # transformers is slow to import
 
         tiny.make_checkpoint(folder / "model", seed=0)
-    path = f"custom-generate-function-path: {folder}/generate.py:generate"
+    path = f"custom-generate-function-path: {_yaml(f'{folder}/generate.py:generate')}"
     text = _RUN.format(
-        folder=folder,
-        model=f"{folder}/model" if own else model,
+        prompts=_yaml(f"{folder}/prompts.jsonl"),
+        reward=_yaml(f"{folder}/reward.py:reward"),
+        run=_yaml(f"{folder}/run"),
+        checkpoints=_yaml(f"{folder}/checkpoints"),
+        trained=_yaml(f"{folder}/trained-{{rollout_id}}"),
+        model=_yaml(f"{folder}/model" if model is None else model),
         template="" if own else "apply-chat-template: true\n",
         generate=path if with_generate else f"# {path}",
         max_len=16 if own else 512,
@@ -141,6 +153,11 @@ def _write(folder: Path, model: str | None, *, with_generate: bool) -> None:
         precision="dtype: float32" if own else "",
     )
     (folder / "run.yaml").write_text(text)
+
+
+def _yaml(text: str) -> str:
+    """A text as a YAML value: in quotes where it has characters that could mean something there."""
+    return text if re.fullmatch(r"[\w./][\w./: {}-]*", text) and ": " not in text else json.dumps(text)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -69,13 +70,13 @@ def closing_rows(args: Args, progress: Progress, seconds: float, error: BaseExce
             rows.append((name, f"{first:.4g} at the start, {last:.4g} at the end, best {best:.4g}"))
     checkpoints = step_folders(args.save) if args.save is not None else {}
     rows.append(("model", _where_is_the_model(args, progress, checkpoints, since=time.time() - seconds)))
-    run = args.run_dir
-    record = read_run(Path(run))
+    record = read_run(Path(args.run_dir))
     rows += [("restarts", record.last.told_restarts)] if record is not None and record.last.restarts else []
+    run = shlex.quote(args.run_dir)  # commands to be copied
     follow = [f"slime dashboard {run}", f"slime samples {run} --worst 5", f"slime plot {run}"]
     if error is not None and checkpoints and args.load == args.save:
         follow.insert(0, "the same command, which goes on from the last checkpoint")
-    rows.append(("next", "\n".join([*follow, f"logs: {run}/logs"])))
+    rows.append(("next", "\n".join([*follow, f"logs: {args.run_dir}/logs"])))
     return rows
 
 

@@ -7,7 +7,13 @@ from pathlib import Path
 
 from slime.arguments import Args
 from slime.utils import shm
-from slime.utils.run_file import add_restart, close_run_file, open_run_file, resumption_of
+from slime.utils.run_file import (
+    add_restart,
+    changed_settings,
+    close_run_file,
+    open_run_file,
+    resumption_of,
+)
 from slime.utils.run_identity import Run
 from slime.utils.step_folders import StepFolder
 
@@ -34,6 +40,9 @@ def open_run(args: Args, checkpoint: StepFolder | None = None) -> Run:
         resumption_of(args.load, args.ckpt_step, args.finetune),
         resumed,
     )
+    if changed := changed_settings(record):
+        told = [f"{name} {before!r} -> {now!r}" for name, (before, now) in changed.items()]
+        logger.warning("this run goes on with other settings than before: %s", "; ".join(told))
     return Run(record.id, run_dir, shm.make_prefix(), record.num_starts)
 
 

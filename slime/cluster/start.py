@@ -103,8 +103,10 @@ def open_cluster(args: Args, *, overlapped: bool = False) -> Iterator[Cluster]:
             closing.add(runtime.close)
             if threading.current_thread() is threading.main_thread():
                 # A polite end closes everything in order, like Ctrl-C; after the run it is what it was.
-                before = signal.signal(signal.SIGTERM, _raise_interrupt)
-                folders.callback(signal.signal, signal.SIGTERM, before or signal.SIG_DFL)
+                for number in (signal.SIGTERM, signal.SIGHUP):
+                    if signal.getsignal(number) != signal.SIG_IGN:  # as with nohup
+                        before = signal.signal(number, _raise_interrupt)
+                        folders.callback(signal.signal, number, before or signal.SIG_DFL)
             cluster = _start(args, run, runtime, tracker, checkpoint, overlapped, closing, models)
             cluster.plan = report.plan
             cluster.requests.take_up(cluster)

@@ -14,8 +14,9 @@ def parse_json(text: str) -> Any:
     try:
         value = json.loads(text, object_pairs_hook=_unique_keys)
     except json.JSONDecodeError as error:
+        wrong = error.msg.removesuffix(" at")  # json's own words end in it now and then
         raise ValueError(
-            f"not valid JSON ({error.msg} at column {error.colno}{_near(text, error.pos)})"
+            f"not valid JSON ({wrong} at column {error.colno}{_near(text, error.pos)})"
         ) from None
     except RecursionError:
         raise ValueError(_too_deep()) from None

@@ -163,6 +163,18 @@ def goes_on_with(folder: Path, settings: dict[str, Any], save: str) -> bool:
     return bool(names) and all(known[name] in (settings[name], _SECRET) for name in names)
 
 
+def changed_settings(record: RunRecord) -> dict[str, tuple[Any, Any]]:
+    """By name, the value in the start before and in this one, of what a resumed run does otherwise."""
+    if not record.earlier:
+        return {}
+    before, now = (
+        {name: _as_written(entry["value"]) for name, entry in start.settings.items()}
+        for start in (record.earlier[-1], record.last)
+    )
+    names = sorted((before.keys() & now.keys()) - _OF_A_START)
+    return {name: (before[name], now[name]) for name in names if before[name] != now[name]}
+
+
 def _as_written(value: Any) -> Any:
     """A setting as it comes back from run.json."""
 

@@ -42,6 +42,17 @@ def test_doctor_lists_what_is_wrong(task, capsys):
     assert "all 200 prompts" in out and "no score" in out
 
 
+def test_a_name_with_odd_characters_works_and_commands_can_be_copied(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", "a#b: ü"]) == 0
+    assert "slime train --config 'a#b: ü/run.yaml'" in capsys.readouterr().out
+    assert main(["doctor", "--config", "a#b: ü/run.yaml"]) == 0
+    monkeypatch.chdir(tmp_path / "a#b: ü")
+    with pytest.raises(SystemExit):
+        main(["doctor", "--config", "run.yaml"])
+    assert f"in {tmp_path} there is one: run the command there" in capsys.readouterr().err
+
+
 def test_a_folder_that_is_there_is_left_alone(task, capsys):
     before = (task / "reward.py").read_text()
     assert main(["new", "mine"]) == 2

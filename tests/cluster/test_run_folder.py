@@ -70,6 +70,15 @@ def test_a_resumed_run_continues_its_folder(tmp_path):
     assert record.last.resumed["run"] == first.run_id and record.last.resumed["rollout"] == 1
 
 
+def test_a_run_that_goes_on_otherwise_says_so(tmp_path, caplog):
+    flags = {"save": str(tmp_path / "ckpt"), "load": str(tmp_path / "ckpt")}
+    start(tmp_path / "run", **flags, lr=0.25)
+    start(tmp_path / "run", **flags, lr=0.25)
+    assert "other settings" not in caplog.text
+    start(tmp_path / "run", **flags, lr=0.5)
+    assert "this run goes on with other settings than before: lr 0.25 -> 0.5" in caplog.text
+
+
 def test_weights_of_two_starts_never_have_one_version(tmp_path):
     flags = {"save": str(tmp_path / "ckpt"), "load": str(tmp_path / "ckpt")}
     assert start(tmp_path / "run", **flags).pushes_as != start(tmp_path / "run", **flags).pushes_as

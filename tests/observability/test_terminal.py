@@ -158,12 +158,13 @@ def test_dumb_terminals_get_plain_lines_and_no_color_no_colours(environment, mon
     assert terminal.is_live == ("NO_COLOR" in environment) == ("live" in written)
 
 
-def test_an_output_that_is_gone_does_not_end_anything():
+@pytest.mark.parametrize("length", [5, 100_000])  # one that the stream keeps, and one that it does not
+def test_an_output_that_is_gone_does_not_end_anything(length):
     reading, writing = os.pipe()
     os.close(reading)
     stream = os.fdopen(writing, "w")
     terminal = Terminal(stream)
-    terminal.print(Text("a" * 100_000))
+    terminal.print(Text("a" * length))
     terminal.print(Text("again"))
     with contextlib.suppress(OSError):
         stream.close()

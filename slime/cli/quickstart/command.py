@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import io
+import shlex
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -268,9 +269,9 @@ def report(
         f"{summary['num_samples']} samples, {summary['weight_pushes']} weight pushes, "
         f"{summary['wall_s']:.0f} s. Written to {folder}: {written}, run.yaml."
     )
-    screen.say(f"See all of it in a browser: slime dashboard {folder / 'rl'}")
+    screen.say(f"See all of it in a browser: slime dashboard {shlex.quote(str(folder / 'rl'))}")
     screen.say(f"Now change this: {folder / 'run.yaml'} (model, prompts, reward), and run it:")
-    screen.say(f"    slime train --config {folder / 'run.yaml'}")
+    screen.say(f"    slime train --config {shlex.quote(str(folder / 'run.yaml'))}")
 
 
 def verdict(summary: dict[str, Any], options: Options, screen: Screen) -> int:

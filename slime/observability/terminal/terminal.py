@@ -65,6 +65,8 @@ class Terminal:
                 self._write(erased + kept)
 
     def _rendered(self, renderable: RenderableType) -> str:
+        if self._broken:  # rich would flush the stream, and end the process for it
+            return ""
         self.console.size = ConsoleDimensions(*self.size)  # rich asks stdin, which may be another window
         with self.console.capture() as capture:
             self.console.print(renderable, soft_wrap=not self.is_live)
