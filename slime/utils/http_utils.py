@@ -24,6 +24,8 @@ from typing import Any, Protocol
 
 import aiohttp
 
+from slime.utils.open_files import most_requests, raise_limit
+
 CLIENT = "slime"  # how servers know requests whose sampling parameters were seen here
 _MAX_CONNECTIONS = 4096
 _BACKOFF_CAP_S = 5.0
@@ -128,9 +130,10 @@ def get_session() -> aiohttp.ClientSession:
     loop = asyncio.get_running_loop()
     session = _sessions.get(loop)
     if session is None or session.closed:
-        connector = aiohttp.TCPConnector(
-            limit=_MAX_CONNECTIONS, limit_per_host=0, keepalive_timeout=_KEEPALIVE_S
-        )
+        raise_limit()
+        # One of ours may go through our balancer, which has two more; what has no place waits here.
+        most = min(_MAX_CONNECTIONS, most_requests(files_each=3))
+        connector = aiohttp.TCPConnector(limit=most, limit_per_host=0, keepalive_timeout=_KEEPALIVE_S)
         session = aiohttp.ClientSession(
             connector=connector, timeout=aiohttp.ClientTimeout(total=None), headers={"User-Agent": CLIENT}
         )

@@ -12,9 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.utils.http_utils import TOKEN_VARIABLE, is_loopback
+from slime.utils.open_files import raise_limit
 
 if TYPE_CHECKING:
     from slime.engines.embedded.server import Server
+
+
+_BACKLOG = 1 << 14  # connections that wait to be taken; the system may allow fewer (net.core.somaxconn)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -114,12 +118,13 @@ async def _serve(args: argparse.Namespace) -> None:
     from aiohttp import web  # late: --help stays fast
 
     # Bound before the model loads: a taken port is known at once.
-    listener = socket.create_server((args.host, args.port), backlog=2048)
+    listener = socket.create_server((args.host, args.port), backlog=_BACKLOG)
+    raise_limit()
     # Bodies stay as they come: a compressed one is refused, and not unfolded first.
     app = _make_server(args).make_app()
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, auto_decompress=False)
     await runner.setup()
-    await web.SockSite(runner, listener, backlog=2048).start()
+    await web.SockSite(runner, listener, backlog=_BACKLOG).start()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

@@ -32,6 +32,7 @@ from slime.engines.embedded.weights import (
 )
 from slime.utils.http_utils import CLIENT
 from slime.utils.media.image_tokens import encoder_of
+from slime.utils.open_files import refusing_too_many
 from slime.utils.processing_utils import load_processor
 from slime.wire.control import PAUSE_MODES
 from slime.wire.protocol import shown
@@ -92,7 +93,7 @@ class Server:
             "/v1/loads": self.loads,
         }
         post: dict[str, Handler] = {
-            "/generate": self.generate,
+            "/generate": refusing_too_many(self.generate),
             "/abort_request": self.abort_request,
             "/pause_generation": self.pause_generation,
             "/continue_generation": self.continue_generation,
