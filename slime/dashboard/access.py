@@ -39,7 +39,7 @@ class Access:
 
     def has_token(self, request: web.Request) -> bool:
         given = request.headers.get("Authorization", "")
-        return hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode())
+        return hmac.compare_digest(given.encode(errors="surrogateescape"), f"Bearer {self.token}".encode())
 
     def known_host(self, request: web.Request) -> bool:
         """A page of another site cannot reach this one by a name of its own that leads to loopback."""

@@ -88,6 +88,8 @@ class Page:
             try:
                 found = work()
                 status = 404 if found is None else 200
+            except OverflowError:
+                found, status = {"error": "a number is too large"}, 400
             except (RecordError, ValueError, OSError) as error:
                 found, status = {"error": str(error)}, 400
             return status, json.dumps(found, default=str).encode()
@@ -107,7 +109,7 @@ class Page:
             body = await request.json()
             name, value = body["name"], body.get("value")
             value = float(value) if value is not None else None
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             raise web.HTTPBadRequest(text="an action is {name, value}") from None
 
         def write() -> dict[str, Any]:

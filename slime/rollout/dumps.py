@@ -36,7 +36,13 @@ def load_rollout_dump(
     content = load_plain(path)
     if not isinstance(content, dict) or "samples" not in content:
         raise ValueError(f"--load-debug-rollout-data: {path} is not a rollout dump (no 'samples' in it).")
-    samples = [Sample.from_dict(data) for data in content["samples"]]
+    try:
+        samples = [Sample.from_dict(data) for data in content["samples"]]
+    except (TypeError, ValueError, KeyError, AttributeError, LookupError) as error:
+        raise ValueError(
+            f"--load-debug-rollout-data: {path} holds something that is no sample "
+            f"({type(error).__name__}: {str(error)[:200]})."
+        ) from error
     if subsample is not None:
         samples = samples[: max(1, int(len(samples) * subsample))]
     return samples

@@ -1,11 +1,12 @@
 """The safetensors files of a model folder, and the index that says which of them holds which tensor."""
 
+import contextlib
 import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,7 +20,10 @@ def read_index(folder: Path) -> dict[str, str] | None:
     file = folder / INDEX
     if not file.is_file():
         return None
-    data = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not JSON: {str(error)[:200]}") from None
     names = data.get("weight_map") if isinstance(data, dict) else None
     # A file outside of the folder is none of the model's.
     if not isinstance(names, dict) or not all(
@@ -48,10 +52,20 @@ def all_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
-def tensor_names(file: Path) -> list[str]:
-    from safetensors import safe_open  # only needed where weights are read
+@contextlib.contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """ValueError: it was cut or changed, and what the library says of it."""
+    from safetensors import SafetensorError, safe_open  # only needed where weights are read
 
-    with safe_open(file, framework="pt") as tensors:
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            yield tensors
+    except SafetensorError as error:
+        raise ValueError(f"{file} is no safetensors file that is whole: {error}") from error
+
+
+def tensor_names(file: Path) -> list[str]:
+    with _opened(file) as tensors:
         return list(tensors.keys())
 
 
@@ -65,11 +79,9 @@ def files_by_tensor(folder: Path) -> dict[str, str]:
 
 def read_tensors(files: Iterable[Path], names: Iterable[str] | None = None) -> "Iterator[tuple[str, Tensor]]":
     """Every tensor of the files, one at a time; with `names` only those."""
-    from safetensors import safe_open  # only needed where weights are read
-
     wanted = None if names is None else set(names)
     for file in files:
-        with safe_open(file, framework="pt") as tensors:
+        with _opened(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118 - not a dict
                 if wanted is None or name in wanted:
                     yield name, tensors.get_tensor(name)

@@ -5,6 +5,11 @@ from typing import Any
 
 import yaml
 
+_MOST_VALUES = 100_000
+_SHOWN = 2000  # characters of what the parser says
+# What the parser lets through of a date, number or set that is none.
+_OF_ITS_CONSTRUCTORS = (ValueError, TypeError, OverflowError, AttributeError, LookupError)
+
 
 class _UniqueKeyLoader(yaml.SafeLoader):
     """Safe YAML that refuses a key written twice, where plain YAML would silently keep the last."""
@@ -28,10 +33,30 @@ def read_yaml_mapping(path: str, flag: str) -> dict[str, Any]:
         raise ValueError(f"{flag} is {path}: there is no such file.")
     try:
         content = yaml.load(file.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{flag} {path} is not valid YAML: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{flag} {path} is not valid YAML: it is nested too deeply.") from None
+    except (yaml.YAMLError, *_OF_ITS_CONSTRUCTORS) as error:
+        raise ValueError(f"{flag} {path} is not valid YAML: {str(error)[:_SHOWN]}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
         raise ValueError(f"{flag} {path} holds a {type(content).__name__}; write one `flag: value` per line.")
+    if _unfolds_beyond(content, _MOST_VALUES):
+        raise ValueError(
+            f"{flag} {path} holds more than {_MOST_VALUES} values once its references (*name) are followed."
+        )
     return content
+
+
+def _unfolds_beyond(value: Any, most: int) -> bool:
+    """Counted as it would be written out: a few lines of references to references are billions of values."""
+    left, stack = most, [value]
+    while stack:
+        found = stack.pop()
+        inner = [*found, *found.values()] if isinstance(found, dict) else found
+        if isinstance(inner, (list, tuple, set)):
+            left -= len(inner)
+            if left < 0:
+                return True
+            stack.extend(inner)
+    return False
