@@ -25,7 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         local = Path(options.local_checkpoint_dir)
         local.mkdir(parents=True, exist_ok=True)
         engine = read_address(options.engine, "--engine")
-        authorize(engine, os.environ.get(TOKEN_VARIABLE))
+        for url in (engine, options.source):
+            authorize(url, os.environ.get(TOKEN_VARIABLE))
         agent = WeightAgent(open_source(options.source), local, engine, options.wait_s)
         serve(agent.app(), options.host, options.port)
     return 0

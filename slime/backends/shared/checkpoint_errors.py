@@ -1,8 +1,36 @@
-"""Errors of checkpoint libraries, as errors that say what happened."""
+"""Errors of checkpoint libraries, as errors that say what happened; code in a checkpoint is never run."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from slime.utils.pickled_names import foreign_name
+
+_METADATA = ".metadata"  # of torch's distributed checkpoints, a pickle
+_SAFE_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # read by torch.load at every call
+_PARTS = "torch.distributed.checkpoint."
+_NAMES_OF_METADATA = frozenset(
+    {
+        *((f"{_PARTS}metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta")),
+        *((f"{_PARTS}metadata", name) for name in ("TensorStorageMetadata", "BytesStorageMetadata")),
+        *((f"{_PARTS}metadata", name) for name in ("ChunkStorageMetadata", "TensorProperties")),
+        (f"{_PARTS}metadata", "_MEM_FORMAT_ENCODING"),
+        (f"{_PARTS}filesystem", "_StorageInfo"),
+        ("torch.serialization", "_get_layout"),
+        *(("torch", name) for name in ("Size", "float64", "float32", "float16", "bfloat16", "bool")),
+        *(("torch", name) for name in ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32")),
+        *(("torch", name) for name in ("float8_e4m3fn", "float8_e5m2", "uint64", "device")),
+        *(("pathlib", name) for name in ("PosixPath", "PurePosixPath", "Path")),
+        ("pathlib._local", "PosixPath"),
+        ("collections", "OrderedDict"),
+        ("builtins", "set"),
+    }
+)
+
+
+class CodeInCheckpoint(ValueError):
+    """A checkpoint whose files would run code where they are read."""
 
 
 @contextmanager
@@ -20,12 +48,40 @@ def plain_errors() -> Iterator[None]:
 
 @contextmanager
 def unreadable_named(path: Path) -> Iterator[None]:
-    """Whatever a reader stumbles over in a damaged file: one error that names the file or folder."""
+    """Whatever a reader stumbles over in a damaged file: one error that names the file or folder.
+
+    Nothing in the folder is run: its metadata may hold what torch writes there, and the rest is plain values.
+    """
     try:
-        with plain_errors():
+        with plain_errors(), _plain_values_only():
+            _refuse_code(path / _METADATA)
             yield
+    except CodeInCheckpoint:
+        raise
     except Exception as error:  # readers of half a file raise anything: EOFError, KeyError, RuntimeError, ...
         raise ValueError(
             f"checkpoint {path} cannot be read: it is damaged or incomplete ({type(error).__name__}: "
             f"{error}); restore it, or use the one before it (--ckpt-step)."
         ) from error
+
+
+def _refuse_code(metadata: Path) -> None:
+    if metadata.is_file() and (name := foreign_name(metadata.read_bytes(), _NAMES_OF_METADATA)):
+        raise CodeInCheckpoint(
+            f"checkpoint {metadata.parent} is refused: {_METADATA} would run {name}, which no checkpoint of "
+            "slime's does; use one from a source that you trust."
+        )
+
+
+@contextmanager
+def _plain_values_only() -> Iterator[None]:
+    """Libraries that ask torch to read files with any code in them get plain values, or an error."""
+    before = os.environ.get(_SAFE_ONLY)
+    os.environ[_SAFE_ONLY] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(_SAFE_ONLY, None)
+        else:
+            os.environ[_SAFE_ONLY] = before

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from slime.arguments.groups.engine import CHECKSUMS, ENCODINGS
+from slime.utils.http_utils import with_token
 from slime.weight_sync.delta.codec import DeltaError
 
 INDEX, MANIFEST, WANTED = "published.json", "weights.json", "full.wanted"
@@ -232,14 +233,17 @@ class HttpSource:
         return target
 
     def want_full(self) -> None:
-        request = urllib.request.Request(f"{self._url}/want_full", data=b"{}", method="POST")
+        url = f"{self._url}/want_full"
+        headers = with_token(url, None)
+        request = urllib.request.Request(url, data=b"{}", method="POST", headers=headers)
         with urllib.request.urlopen(request, timeout=_HTTP_TIMEOUT_S):
             pass
 
     def _open(self, folder: str, file: str) -> Any:
         url = "/".join(part for part in (self._url, folder, file) if part)
         try:
-            return urllib.request.urlopen(url, timeout=_HTTP_TIMEOUT_S)
+            request = urllib.request.Request(url, headers=with_token(url, None))
+            return urllib.request.urlopen(request, timeout=_HTTP_TIMEOUT_S)
         except urllib.error.HTTPError as error:
             if error.code == 404:
                 raise FileNotFoundError(f"{url} is not published") from error

@@ -12,11 +12,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
+import secrets
 import socket
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 
 from slime.utils import http_utils, waits
 from slime.utils.errors import RunStopped
@@ -96,7 +99,19 @@ async def _close_session(app: web.Application) -> None:
 
 
 def serve(app: web.Application, host: str, port: int) -> None:
-    """Until it is ended; says first where it listens. Port 0: any free one."""
+    """Until it is ended; says first where it listens. Port 0: any free one.
+
+    Where other machines reach it, only those are served that have the token of the run's engines.
+    """
+    if not http_utils.is_loopback(host):
+        token = os.environ.get(http_utils.TOKEN_VARIABLE)
+        if not token:
+            raise ValueError(
+                f"--host is {host}: other machines would reach weights and engines without being asked who "
+                f"they are. Set {http_utils.TOKEN_VARIABLE} to a secret here and where its clients run, or "
+                "use 127.0.0.1."
+            )
+        app.middlewares.append(_asking_for(token))
     try:
         listener = socket.create_server((host, port))
     except OSError as error:
@@ -108,9 +123,21 @@ def serve(app: web.Application, host: str, port: int) -> None:
     web.run_app(app, sock=listener, print=None)
 
 
+def _asking_for(token: str) -> Middleware:
+    @web.middleware
+    async def ask(request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        if not secrets.compare_digest(given, f"Bearer {token}".encode()):
+            return web.json_response({"success": False, "message": "a token is needed"}, status=401)
+        return await handler(request)
+
+    return ask
+
+
 async def ask_agent(agent_url: str, version: str, *, load: bool) -> dict[str, Any]:
     """Exactly this version: the trainer's push names what it must hold."""
     url = f"{agent_url.rstrip('/')}/pull"
+    http_utils.authorize(url, os.environ.get(http_utils.TOKEN_VARIABLE))
     payload = {"version": version, "exact": True, "load": load}
     return await waits.within(
         http_utils.post(url, payload, max_retries=0), name=f"POST {url}", deadline_s=_ASK_DEADLINE_S

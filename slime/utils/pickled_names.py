@@ -1,0 +1,49 @@
+"""What a pickle would import, found without importing or running anything of it.
+
+The `.metadata` of a checkpoint in torch's distributed format is a pickle, which torch reads as it is: whoever
+can write one runs code in every process that loads the checkpoint. So it is looked through before.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Container
+from typing import Any
+
+
+class _StandIn:
+    """Takes the place of anything: made with any arguments, filled with any state, entries or items."""
+
+    def __init__(self, *args: Any, **named: Any) -> None: ...
+
+    def __setstate__(self, state: Any) -> None: ...
+
+    def __setitem__(self, key: Any, value: Any) -> None: ...
+
+    def append(self, value: Any) -> None: ...
+
+    def add(self, value: Any) -> None: ...
+
+
+class _Reader(pickle.Unpickler):
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        self.names: set[tuple[str, str]] = set()
+
+    def find_class(self, module: str, name: str) -> Any:
+        self.names.add((module, name))
+        return _StandIn
+
+    def persistent_load(self, pid: Any) -> Any:
+        return _StandIn()
+
+
+def foreign_name(data: bytes, allowed: Container[tuple[str, str]]) -> str | None:
+    """The first `module.name` that is not allowed; None: there is none. ValueError: it is no whole pickle."""
+    reader = _Reader(data)
+    try:
+        reader.load()
+    except Exception as error:  # half a pickle makes its reader raise anything
+        raise ValueError(f"it is no pickle that is whole ({type(error).__name__}: {error})") from None
+    return min((f"{m}.{n}" for m, n in reader.names if (m, n) not in allowed), default=None)
