@@ -34,13 +34,13 @@ POINTS = {
     "push": "slime.cluster.weight_push:WeightPush.push",
     "evaluation": "slime.cluster.rollout_manager:RolloutManager.evaluate",
 }
-# Target -> what its command line holds; the driver is this process.
-TARGETS = {
+# Target -> what its command line holds, one of several; the driver is this process.
+TARGETS: dict[str, tuple[str, ...] | None] = {
     "driver": None,
-    "engine": "slime.engines.embedded",
-    "trainer": "slime.runtime.worker",
-    "reward worker": "rm_hub/workers/worker.py",
-    "router": "sglang_router.launch_router",
+    "engine": ("slime.engines.embedded", "engines/sglang/launch.py"),
+    "trainer": ("slime.runtime.worker",),
+    "reward worker": ("rm_hub/workers/worker.py",),
+    "router": ("sglang_router.launch_router",),
 }
 
 
@@ -87,20 +87,20 @@ def set_trap(plan: dict, note: Path) -> None:
 
 def strike(plan: dict, note: Path) -> None:
     time.sleep(plan["delay_s"])
-    pattern = TARGETS[plan["target"]]
-    pids = [os.getpid()] if pattern is None else descendants(os.getpid(), pattern)
+    patterns = TARGETS[plan["target"]]
+    pids = [os.getpid()] if patterns is None else descendants(os.getpid(), patterns)
     for pid in pids[-1:]:  # none: it is not there now, and nothing is struck
         with open(note, "a") as file, contextlib.suppress(ProcessLookupError):
-            if pattern is not None:
+            if patterns is not None:
                 os.kill(pid, signal.SIGKILL)
             file.write(json.dumps({**plan, "pid": pid}) + "\n")
             file.flush()
-            if pattern is None:
+            if patterns is None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def descendants(pid: int, pattern: str) -> list[int]:
-    """Processes below this one whose command line holds the pattern."""
+def descendants(pid: int, patterns: tuple[str, ...]) -> list[int]:
+    """Processes below this one whose command line holds one of the patterns."""
     parents, words = {}, {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal():
@@ -115,7 +115,11 @@ def descendants(pid: int, pattern: str) -> list[int]:
             child = parents[child]
         return child == pid
 
-    return sorted(p for p in parents if p != pid and pattern in words.get(p, "") and below(p))
+    def fits(child: int) -> bool:
+        return child != pid and any(pattern in words.get(child, "") for pattern in patterns)
+
+    # A supervisor holds the command line of what it supervises.
+    return sorted(p for p in parents if fits(p) and "supervisor.py" not in words[p] and below(p))
 
 
 if __name__ == "__main__":
