@@ -118,6 +118,7 @@ def test_a_pickle_that_is_sent_runs_nothing(tmp_path):
 
 # Between processes that one run starts, over pipes that nobody else has; or read without running anything.
 PICKLES = {
+    "cluster/restart/batches.py",
     "api.py",  # a notebook's own functions, in its own folder
     "backends/torch_dist/pieces.py",  # stand-ins for every class
     "rollout/rm_hub/workers/pool.py",

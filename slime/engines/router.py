@@ -29,7 +29,7 @@ from slime.engines.fleet import Server
 from slime.engines.middleware import Middleware, RouterAnswer, RouterRequest, chain
 from slime.utils.async_utils import run
 from slime.utils.http_utils import get_session, with_token
-from slime.utils.open_files import raise_limit, refusing_too_many
+from slime.utils.open_files import raise_limit, refusing_too_many, tell_of_scarcity
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,6 @@ ENDPOINTS = frozenset(
     )
 )
 _MAX_BODY_BYTES = 256 * 1024**2
-_BACKLOG = 1 << 14  # connections that wait to be taken; the system may allow fewer
 _MAX_SESSIONS = 100_000  # the longest unused ones are forgotten
 _ALL_REFUSED_PAUSE_S = 0.2
 _DYING_PAUSE_S = 1.0  # an engine on its way out may take a connection for a moment
@@ -117,6 +116,7 @@ class Balancer:
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> int:
         """Serves; returns the port that was bound."""
         raise_limit()
+        tell_of_scarcity(asyncio.get_running_loop())
         app = web.Application(client_max_size=_MAX_BODY_BYTES)
         app.router.add_get("/workers", self._workers)
         app.router.add_get("/health", self._health)
@@ -124,7 +124,7 @@ class Balancer:
         self._runner = web.AppRunner(app, access_log=None, auto_decompress=False)
         await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, host, port, backlog=_BACKLOG).start()
+            await web.TCPSite(self._runner, host, port).start()
         except OSError as error:
             raise ValueError(
                 f"--sglang-router-port is {port}: it cannot be bound ({error.strerror}); choose another, or "

@@ -7,21 +7,26 @@ waits in the queue of the system is taken when there is room.
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import logging
 import math
 import os
 import resource
 import time
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from aiohttp import web
+
+logger = logging.getLogger(__name__)
 
 _MOST = 1 << 16  # what a process of ours may ever need
 _KEPT_BACK = 128  # for weights, logs, probes and libraries
 _RETRY_AFTER_S = 1
 _LOOK_EVERY_S = 0.5
+_TELL_EVERY_S = 30.0
 
 
 def raise_limit() -> int:
@@ -39,6 +44,24 @@ def most_requests(files_each: int = 1) -> int:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     places = _MOST if soft == resource.RLIM_INFINITY else soft
     return max(1, (places - min(_KEPT_BACK, places // 2)) // files_each)
+
+
+def tell_of_scarcity(loop: asyncio.AbstractEventLoop) -> None:
+    """That no connection can be taken is one line now and then, not a traceback for each that waits."""
+    before, last = loop.get_exception_handler(), -math.inf
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        nonlocal last
+        if not str(context.get("message")).startswith("socket.accept() out of system resource"):
+            loop.default_exception_handler(context) if before is None else before(loop, context)
+        elif time.monotonic() - last > _TELL_EVERY_S:
+            last = time.monotonic()
+            logger.warning(
+                "no place for more connections (ulimit -n is %d): others wait until some have ended",
+                resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+            )
+
+    loop.set_exception_handler(handle)
 
 
 class _Room:
@@ -76,8 +99,10 @@ def refusing_too_many(
                 f"{num_open} requests are open, as many as this process has files for: ask again later, or "
                 "raise its limit (ulimit -n)"
             )
-            headers = {"Retry-After": str(_RETRY_AFTER_S), "Connection": "close"}
-            return web.json_response({"error": {"message": text}}, status=503, headers=headers)
+            headers = {"Retry-After": str(_RETRY_AFTER_S)}
+            refused = web.json_response({"error": {"message": text}}, status=503, headers=headers)
+            refused.force_close()
+            return refused
         num_open += 1
         try:
             response = await handler(request)

@@ -10,6 +10,8 @@ from slime.utils.pickled_names import foreign_name
 _METADATA = ".metadata"  # of torch's distributed checkpoints, a pickle
 _SAFE_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # read by torch.load at every call
 _PARTS = "torch.distributed.checkpoint."
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
+# Values that say what lies where, and their kinds; none does anything when it is made.
 _NAMES_OF_METADATA = frozenset(
     {
         *((f"{_PARTS}metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta")),
@@ -17,6 +19,9 @@ _NAMES_OF_METADATA = frozenset(
         *((f"{_PARTS}metadata", name) for name in ("ChunkStorageMetadata", "TensorProperties")),
         (f"{_PARTS}metadata", "_MEM_FORMAT_ENCODING"),
         (f"{_PARTS}filesystem", "_StorageInfo"),
+        *((f"{_PARTS}planner", name) for name in ("SavePlan", "WriteItem", "WriteItemType")),
+        *((f"{_PARTS}planner", name) for name in ("TensorWriteData", "BytesIOWriteData")),
+        *((_MEGATRON, name) for name in ("MCoreMetadata", "MCoreSavePlan")),
         ("torch.serialization", "_get_layout"),
         *(("torch", name) for name in ("Size", "float64", "float32", "float16", "bfloat16", "bool")),
         *(("torch", name) for name in ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32")),

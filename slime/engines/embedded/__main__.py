@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.utils.http_utils import TOKEN_VARIABLE, is_loopback
-from slime.utils.open_files import raise_limit
+from slime.utils.open_files import raise_limit, tell_of_scarcity
 
 if TYPE_CHECKING:
     from slime.engines.embedded.server import Server
 
 
 _BACKLOG = 1 << 14  # connections that wait to be taken; the system may allow fewer (net.core.somaxconn)
+_TAKEN_AT_ONCE = 64  # of them; asyncio tries as many times again when there is no place for the first
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -124,7 +125,9 @@ async def _serve(args: argparse.Namespace) -> None:
     app = _make_server(args).make_app()
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, auto_decompress=False)
     await runner.setup()
-    await web.SockSite(runner, listener, backlog=_BACKLOG).start()
+    await web.SockSite(runner, listener, backlog=_TAKEN_AT_ONCE).start()
+    listener.listen(_BACKLOG)
+    tell_of_scarcity(asyncio.get_running_loop())
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
