@@ -118,7 +118,7 @@ def test_a_pickle_that_is_sent_runs_nothing(tmp_path):
 
 # Between processes that one run starts, over pipes that nobody else has; or read without running anything.
 PICKLES = {
-    "cluster/restart/batches.py",
+    "cluster/restart/batches.py",  # in the memory of the process
     "api.py",  # a notebook's own functions, in its own folder
     "backends/torch_dist/pieces.py",  # stand-ins for every class
     "rollout/rm_hub/workers/pool.py",
@@ -185,6 +185,16 @@ def test_a_checkpoint_is_read_and_one_with_code_in_its_metadata_is_refused(tmp_p
     with pytest.raises(CodeInCheckpoint, match=r"would run pathlib"), unreadable_named(tmp_path / "ckpt"):
         dcp().load(read, checkpoint_id=tmp_path / "ckpt")
     assert not (tmp_path / "ran").exists()
+
+
+def test_plans_of_a_save_which_megatron_keeps_in_its_metadata_are_none_of_what_is_refused(tmp_path):
+    from torch.distributed.checkpoint import planner
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    item = planner.WriteItem(MetadataIndex("a"), planner.WriteItemType.TENSOR)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps([planner.SavePlan([item]), torch.float32, Path("x")]))
+    with unreadable_named(tmp_path):
+        assert (tmp_path / ".metadata").is_file()
 
 
 def test_code_among_the_values_of_a_checkpoint_is_not_run(tmp_path):

@@ -64,6 +64,8 @@ def tell_differences(
     `ledgered`: the rollout behind the checkpoint comes from the ledger, so it is that of this very loop.
     """
     done = checkpoint.manifest.rollout_id
+    if done + 1 == args.num_rollout:
+        return  # nothing comes after it
     if not overlapped:
         if ledgered:
             return

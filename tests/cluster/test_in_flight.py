@@ -81,6 +81,7 @@ def test_a_batch_of_another_rollout_is_refused(tmp_path):
             "between two weight pushes (--update-weights-interval 2)",
         ),
         ({"update_weights_interval": 5}, GENERATED, True, None),
+        ({"num_rollout": 5}, None, True, None),  # it was the last
         (
             {"rollout_function_path": "a.b.generate_rollout_fully_async"},
             GENERATED,
@@ -93,6 +94,7 @@ def test_what_a_resume_cannot_repeat_is_said(tmp_path, caplog, changes, batch, o
     args = SimpleNamespace(
         **{
             "update_weights_interval": 1,
+            "num_rollout": 9,
             "rollout_function_path": "x.generate_rollout",
             "deterministic_mode": False,
             **changes,
