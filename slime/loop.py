@@ -1,12 +1,12 @@
 """The synchronous loop: generate, train, push weights, again. Also the map of the system: read it first."""
 
 from slime.arguments import Args
-from slime.cluster.start import open_cluster
+from slime.cluster.start import OpenCluster, open_cluster
 
 
-def train(args: Args) -> None:
-    """Run `args` to its end."""
-    with open_cluster(args) as cluster:  # engines, data source, trainer ranks
+def train(args: Args, opened: OpenCluster = open_cluster) -> None:
+    """Run `args` to its end. `opened`: what makes its parts; those of a simulation are modelled."""
+    with opened(args) as cluster:  # engines, data source, trainer ranks
         schedule = cluster.schedule
         cluster.push_weights(schedule.start)
         cluster.evaluate_what_was_missed()

@@ -7,13 +7,13 @@ version made each.
 
 from slime.arguments import Args
 from slime.arguments.rules import for_asynchronous_loop
-from slime.cluster.start import open_cluster
+from slime.cluster.start import OpenCluster, open_cluster
 
 
-def train(args: Args) -> None:
-    """Run `args` to its end."""
+def train(args: Args, opened: OpenCluster = open_cluster) -> None:
+    """Run `args` to its end. `opened`: what makes its parts; those of a simulation are modelled."""
     args = for_asynchronous_loop(args)
-    with open_cluster(args, overlapped=True) as cluster:
+    with opened(args, overlapped=True) as cluster:
         schedule = cluster.schedule
         cluster.push_weights(schedule.start)
         cluster.evaluate_what_was_missed()

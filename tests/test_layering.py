@@ -22,6 +22,7 @@ LAYERS = [
     {"preflight", "step", "runtime"},
     {"cluster", "dashboard"},
     {"loop", "loop_async"},
+    {"simulation"},
     {"cli"},
     {"api"},
 ]

@@ -49,6 +49,11 @@ COMMANDS = {
         "show which engine would run on which GPUs, and what a trainer layout would cost",
         goal="look before you start",
     ),
+    "simulate": Command(
+        "slime.cli.simulate",
+        "run a run on a virtual clock: step time, utilisation and waste of train:rollout splits, faults",
+        goal="look before you start",
+    ),
     "train": Command(
         "slime.cli.train", "train a model; same flags as `python train.py`", goal="train a model"
     ),

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 from slime.arguments import Args, explain_batch
 from slime.arguments.groups.objectives import SUPERVISED_LOSSES
@@ -65,6 +65,14 @@ logger = logging.getLogger(__name__)
 _CLOSE_DEADLINE_S = 120.0  # overdue is a failure of the run: generous
 _ENGINES_CLOSE_DEADLINE_S = 60.0
 _READ_DEADLINE_S = 600.0  # a batch from the ledger
+
+
+class OpenCluster(Protocol):
+    """`open_cluster`, or what stands for it in a simulation."""
+
+    def __call__(
+        self, args: Args, *, overlapped: bool = False
+    ) -> contextlib.AbstractContextManager[Cluster]: ...
 
 
 @contextlib.contextmanager
@@ -171,7 +179,7 @@ def _start(
     closing.add(lambda: process.call_control(RolloutProcess.close).result(_ENGINES_CLOSE_DEADLINE_S))
     ranks = RankProcesses(args, run, runtime, placement.trainer)
     checkpoint = _verify(args, checkpoint, ranks)  # while engines load
-    beginning = _begin_at(args, run, checkpoint, overlapped)
+    beginning = begin_at(args, run, checkpoint, overlapped)
     engines = process.part(RolloutProcess.weights)
     residency = Residency(args, engines, ranks.actors)
     rollout = process.call(
@@ -304,7 +312,7 @@ def _verify(args: Args, checkpoint: StepFolder | None, ranks: RankProcesses) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class _Beginning:
+class Beginning:
     """Where a run begins or goes on. `taken_up`: by rollout, what was in flight at the checkpoint."""
 
     rollout_id: int
@@ -314,11 +322,11 @@ class _Beginning:
     taken_up: dict[int, Generated] = field(default_factory=dict)
 
 
-def _begin_at(args: Args, run: Run, checkpoint: StepFolder | None, overlapped: bool) -> _Beginning:
+def begin_at(args: Args, run: Run, checkpoint: StepFolder | None, overlapped: bool) -> Beginning:
     """After the checkpoint, with the rollouts behind it that were complete when the run ended."""
     if args.finetune or (checkpoint is None and args.start_rollout_id is not None):
         resume = find_resume(args, run, (args.start_rollout_id or 0) - 1, overlapped=overlapped)
-        return _Beginning(args.start_rollout_id or 0, replace(resume, last_made=resume.committed, made={}))
+        return Beginning(args.start_rollout_id or 0, replace(resume, last_made=resume.committed, made={}))
     committed, num_pushes, in_flight = -1, 0, None
     if checkpoint is not None:
         committed, num_pushes = checkpoint.manifest.rollout_id, checkpoint.manifest.num_pushes
@@ -335,7 +343,7 @@ def _begin_at(args: Args, run: Run, checkpoint: StepFolder | None, overlapped: b
         state = taken_up[max(taken_up)].cursor
     else:
         state = rollout_state(checkpoint) if checkpoint is not None else None
-    return _Beginning(committed + 1, replace(resume, made={}), state, num_pushes, taken_up)
+    return Beginning(committed + 1, replace(resume, made={}), state, num_pushes, taken_up)
 
 
 def _open_push(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -12,6 +13,7 @@ T = TypeVar("T")
 _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
 _thread: threading.Thread | None = None
+_replacement: Callable[[Coroutine[Any, Any, Any]], Any] | None = None  # of a simulation; None: the real loop
 
 
 def get_loop() -> asyncio.AbstractEventLoop:
@@ -25,11 +27,25 @@ def get_loop() -> asyncio.AbstractEventLoop:
         return _loop
 
 
+@contextlib.contextmanager
+def replaced_by(runner: Callable[[Coroutine[Any, Any, Any]], Any]) -> Iterator[None]:
+    """Within this block `run` is `runner`: a simulation has a loop, and a time, of its own."""
+    global _replacement
+    before, _replacement = _replacement, runner
+    try:
+        yield
+    finally:
+        _replacement = before
+
+
 def run(coro: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
     """Run `coro` on the background loop and return its result; the caller's thread blocks.
 
     After `timeout_s` it is cancelled, and TimeoutError raised.
     """
+    if _replacement is not None:
+        result: T = _replacement(coro)
+        return result
     if threading.current_thread() is _thread:
         coro.close()
         raise RuntimeError(

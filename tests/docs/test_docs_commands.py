@@ -22,6 +22,7 @@ from slime.arguments.parser import build_parser, known_options
 from slime.cli.main import COMMANDS
 from slime.cli.main import main as run_slime
 from slime.cli.quickstart.command import parse_options
+from slime.cli.simulate import split_flags
 from slime.plugins import check_plugins
 
 PAGES = [
@@ -143,6 +144,8 @@ def _slime(name, words, world, monkeypatch):
         assert run_slime([name, *words]) == 0
     elif name == "quickstart":
         _known_flags(parse_options(words).extra)
+    elif name == "simulate":
+        _known_flags(split_flags(words)[1])
     else:
         _stop_after_parsing(monkeypatch)
         with pytest.raises(Parsed):

@@ -1,0 +1,86 @@
+"""GPUs and models that runs are planned for: what `slime plan --gpus` and `slime simulate` choose from.
+
+Rates of a GPU are what large operations reach, not what its data sheet promises: of the H200 as measured
+(docs/performance.md), of the others in proportion to their data sheets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class GpuRow:
+    """Operations and bytes per second of one GPU. `network`: its share of the way to other machines."""
+
+    flops: float  # bf16 matrix products
+    memory: float  # bytes per second
+    capacity: float  # bytes
+    link: float  # to the other GPUs of its machine, each way
+    network: float
+    per_node: int = 8
+
+
+GPUS = {
+    "h200": GpuRow(flops=760e12, memory=3.9e12, capacity=139 * 2**30, link=360e9, network=40e9),
+    "h100": GpuRow(flops=700e12, memory=2.7e12, capacity=79 * 2**30, link=360e9, network=40e9),
+    "h20": GpuRow(flops=125e12, memory=3.2e12, capacity=95 * 2**30, link=360e9, network=40e9),
+    "a100": GpuRow(flops=250e12, memory=1.6e12, capacity=79 * 2**30, link=240e9, network=20e9),
+    "b200": GpuRow(flops=1700e12, memory=6.4e12, capacity=178 * 2**30, link=720e9, network=40e9),
+}
+
+
+def _dense(
+    hidden: int, layers: int, heads: int, kv: int, feed_forward: int, vocab: int, tied: bool = False
+) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "head_dim": 128,
+        "intermediate_size": feed_forward,
+        "vocab_size": vocab,
+        "tie_word_embeddings": tied,
+    }
+
+
+def _experts(
+    dense: dict[str, Any], width: int, count: int, shared: int = 0, first: int = 0
+) -> dict[str, Any]:
+    return dense | {
+        "moe_intermediate_size": width,
+        "num_experts": count,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": shared,
+        "first_k_dense_replace": first,
+    }
+
+
+_QWEN3 = 151_936
+# The part of config.json that costs depend on; `--model` also takes a folder with the whole file.
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": _dense(1024, 28, 16, 8, 3072, _QWEN3, tied=True),
+    "qwen3-1.7b": _dense(2048, 28, 16, 8, 6144, _QWEN3, tied=True),
+    "qwen3-4b": _dense(2560, 36, 32, 8, 9728, _QWEN3, tied=True),
+    "qwen3-8b": _dense(4096, 36, 32, 8, 12288, _QWEN3),
+    "qwen3-14b": _dense(5120, 40, 40, 8, 17408, _QWEN3),
+    "qwen3-32b": _dense(5120, 64, 64, 8, 25600, _QWEN3),
+    "qwen2.5-7b": _dense(3584, 28, 28, 4, 18944, 152_064),
+    "qwen2.5-72b": _dense(8192, 80, 64, 8, 29568, 152_064),
+    "llama-3.1-8b": _dense(4096, 32, 32, 8, 14336, 128_256),
+    "llama-3.1-70b": _dense(8192, 80, 64, 8, 28672, 128_256),
+    "qwen3-30b-a3b": _experts(_dense(2048, 48, 32, 4, 6144, _QWEN3), 768, 128),
+    "qwen3-235b-a22b": _experts(_dense(4096, 94, 64, 4, 12288, _QWEN3), 1536, 128),
+    "glm-4.5-air": _experts(_dense(4096, 46, 96, 8, 10944, 151_552), 1408, 128, shared=1, first=1),
+    "glm-4.5": _experts(_dense(5120, 92, 96, 8, 12288, 151_552), 1536, 160, shared=1, first=3),
+    "deepseek-v3": _experts(_dense(7168, 61, 128, 128, 18432, 129_280), 2048, 256, shared=1, first=3)
+    | {
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+    },
+}

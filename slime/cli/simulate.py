@@ -1,0 +1,111 @@
+"""`slime simulate`: a run on a virtual clock, with modelled engines and trainers, in seconds."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from slime.arguments import Args, parse_args
+from slime.arguments.core.draft import ASYNCHRONOUS, SYNCHRONOUS
+from slime.arguments.groups.rollout import FULLY_ASYNC_ROLLOUT_FUNCTION
+from slime.cli.main import RUN_STOPPED, user_errors
+
+# A run to try faults on, where none is given; its sizes are changed by each seed.
+_FUZZED = "--hf-checkpoint none --rm-type math --rollout-batch-size 4 --n-samples-per-prompt 2 "
+_FUZZED += "--rollout-max-response-len 16"
+_FAULTS = {
+    "engine": "engines die",
+    "slow": "engines are four times slower for ten minutes",
+    "trainer": "a trainer rank dies",
+    "driver": "the driver is killed",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options, words = split_flags(list(argv or ()))
+    with user_errors(), tempfile.TemporaryDirectory() as folder:
+        logging.disable(logging.WARNING)  # what a run says of itself is of no run here
+        try:
+            args = _read(words, Path(folder), options)
+            # Here, because it loads torch, which a misspelt flag does not need.
+            from slime.simulation import report
+
+            if options.fuzz:
+                return _fuzz(args, options)
+            started = time.perf_counter()
+            rows, about = report.simulate_splits(args, options)
+        finally:
+            logging.disable(logging.NOTSET)
+        if options.json:
+            print(json.dumps({"about": about, "splits": [row.as_json() for row in rows]}, indent=2))
+        else:
+            print("\n".join([*about, *report.table(rows)]))
+            print(f"simulated in {time.perf_counter() - started:.1f} s")
+    return 0
+
+
+def split_flags(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The flags of this command, and those of the run."""
+    if words and not words[0].startswith("-"):
+        words = ["--config", *words]
+    return _parser().parse_known_args(words)
+
+
+def _fuzz(args: Args, options: argparse.Namespace) -> int:
+    from slime.simulation.fuzz import fuzz
+
+    found = fuzz(args, options.fuzz, options.seed, tell=lambda line: print(line, file=sys.stderr))
+    print("\n".join(found.lines()))
+    return RUN_STOPPED if found.failures else 0
+
+
+def _read(words: list[str], folder: Path, options: argparse.Namespace) -> Args:
+    """The settings of the run. No prompt of it is read: a simulation knows lengths only."""
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text('{"input": "a prompt", "label": ""}\n')
+    kind = SYNCHRONOUS if options.loop == "sync" else ASYNCHRONOUS
+    if options.loop == "fully-async":
+        words = [*words, "--rollout-function-path", FULLY_ASYNC_ROLLOUT_FUNCTION]
+    words = [*words, "--prompt-data", str(prompts), "--num-rollout", str(options.steps)]
+    given = {word.partition("=")[0] for word in words}
+    if options.fuzz and not given & {"--config", "--hf-checkpoint"}:
+        words = [*_FUZZED.split(), *words]
+    return parse_args(words, training_loop=kind)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="slime simulate",
+        usage="slime simulate [run.yaml] [flags of slime train] [flags below]",
+        description=__doc__.partition(":")[2].strip(),
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--loop", choices=("sync", "async", "fully-async"), default="sync", help="[sync]")
+    add("--steps", type=int, default=6, help="training steps to simulate [6]")
+    add("--seed", type=int, default=0, help="of lengths, rewards and faults [0]")
+    add("--lengths", default=None, metavar="MODEL",
+        help="answers: fixed:N, uniform:LOW:HIGH, lognormal:MEAN:SIGMA, exponential:MEAN or run:FOLDER, the "
+        "record of a run [lognormal, a quarter of --rollout-max-response-len, sigma 0.8]")  # fmt: skip
+    add("--prompt-tokens", type=float, default=256.0, help="length of a prompt [256]")
+    add("--reward-s", default="0", metavar="MEAN[:SIGMA]", help="seconds that a reward takes [0]")
+    add("--reward-failures", type=float, default=0.0, metavar="SHARE", help="rewards that fail [0]")
+    add("--gpu", default="h200", help="kind of GPU that costs are computed for [h200]")
+    add("--model", default=None, metavar="NAME",
+        help="its name, such as qwen3-235b-a22b, or a folder with config.json [--hf-checkpoint]")  # fmt: skip
+    add("--gpus", type=int, default=None,
+        help="try train:rollout splits of so many GPUs [the run's own numbers alone]")  # fmt: skip
+    add("--measured", default=None, metavar="FOLDER",
+        help="costs and lengths of a real run's first steps, instead of computed ones")  # fmt: skip
+    for kind, what in _FAULTS.items():
+        add(f"--{kind}-faults", type=float, default=0.0, metavar="N", help=f"{what}, times an hour [0]")
+    add("--fuzz", type=int, default=0, metavar="N",
+        help="N small runs with other faults each, every one audited; --seed is the first")  # fmt: skip
+    add("--json", action="store_true", help="for programs")
+    return parser

@@ -1,0 +1,368 @@
+"""What a step costs on many GPUs: a model of generation, training and the push, from sizes and rates.
+
+Calibrated on one H200 (docs/performance.md); everything between GPUs follows from the rates of their links
+and is held against published numbers by `benchmarks/scaling.py`. The assumptions are `ASSUMPTIONS`, which
+`slime plan --gpus` prints.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+from typing import Any
+
+from slime.batch.flops import ModelShape
+from slime.catalog.gpus import GpuRow
+from slime.preflight.trainer_plan import (
+    Sizes,
+    expert_imbalance,
+    layer_parameters,
+    number_of_experts,
+    outside_parameters,
+    plan_trainer,
+)
+
+# Share of the matrix rate that a training step reaches, attention counted: 0.73 at width 2,560 and 0.56 at
+# 1,024 (dense), and of that 0.73 with experts (six layers of Qwen3-30B-A3B: 0.51).
+_SHARE_WIDE, _SHARE_PER_WIDTH, _SHARE_EXPERTS = 0.837, 280.0, 0.73
+# One decode pass: kernels that wait for each other, however little they compute.
+_DECODE_S, _DECODE_LAYER_S = 0.5e-3, 70e-6
+_DECODE_SHARE = 0.6  # of the matrix rate, in decode and prefill
+_HOP_S = 12e-6  # one collective between GPUs of a machine; ten times that between machines
+_BUSIEST_EXPERT = 2.0  # load of the busiest over the mean
+_HIDDEN = 0.7  # of the gradient and parameter traffic, behind the backward pass
+_ROOM, _TRAINER_ROOM = 0.88, 0.92  # of a GPU's memory that an engine takes, or a trainer
+# Bytes per second of a push on one machine; with more it grows as the square root of their number.
+PUSH_RATES = {"same GPU": 60e9, "shared GPUs": 9e9, "broadcast": 8e9}
+_PUSH_S, _PAUSE_S = 0.9, 0.13
+_SWAP_S = 2.0  # engine and trainer change places on the device, both ways
+_MAX_RUNNING = 256
+_PARTS = 8  # splits that are looked at: 1/8 of the GPUs generate, 2/8, ...
+_LONG = 16_384  # tokens; shorter samples are not cut by context parallelism
+
+ASSUMPTIONS = (
+    "training: (0.837 - 280 / width) of the matrix rate with attention counted, 0.73 of that with experts",
+    "decode: 0.5 ms + 70 us a layer + weights or products, the slower, + caches; at most 256 requests",
+    "collectives of tensor and expert parallelism are not hidden; 70 % of gradient and parameter traffic is",
+    "the busiest expert has 2 times the mean load; pipeline bubble (pp - 1) / (micro-batches + pp - 1)",
+    "a push: 0.9 s + bytes at 60 GB/s on one GPU; on m machines 9 (in turns) or 8 GB/s x sqrt(m)",
+    "rewards take no time; answers are log-normal unless said otherwise; bf16 everywhere",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One rollout. `spread`: sigma of the logarithm of answer lengths; 0: all have the mean.
+
+    `passes`: without gradients before training (old policy, reference).
+    """
+
+    samples: int
+    prompt: float
+    answer: float
+    spread: float = 0.8
+    longest: float = math.inf
+    passes: int = 1
+    optimizer_steps: int = 1
+
+    def lengths(self, count: int = 64) -> list[float]:
+        """Answer lengths at equally likely places of the distribution, with the mean as given."""
+        if not self.spread:
+            return [self.answer] * count
+        places = [NormalDist().inv_cdf((i + 0.5) / count) for i in range(count)]
+        found = [min(self.longest, math.exp(self.spread * place)) for place in places]
+        scale = self.answer / (sum(found) / count)
+        for _ in range(8):  # what is cut off makes the others longer
+            cut = [min(self.longest, scale * math.exp(self.spread * place)) for place in places]
+            scale *= self.answer / (sum(cut) / count)
+        return [min(self.longest, scale * math.exp(self.spread * place)) for place in places]
+
+    @property
+    def tokens(self) -> float:
+        return self.samples * (self.prompt + self.answer)
+
+
+class Model:
+    """Numbers of a config.json that costs follow from."""
+
+    def __init__(self, config: dict[str, Any]):
+        self.config = config
+        shape = ModelShape.from_hf_config(_Config(config))
+        self.matrices, self.attention = shape.matrices, shape.attention
+        layers = config["num_hidden_layers"]
+        each = [layer_parameters(config, layer) for layer in range(layers)]
+        outside = list(outside_parameters(config).values())
+        self.parameters = sum(p.total for p in (*each, *outside))
+        self.expert_parameters = sum(p.experts for p in each)
+        self.layers, self.hidden = layers, config["hidden_size"]
+        self.experts, self.chosen = number_of_experts(config), config.get("num_experts_per_tok") or 0
+        if config.get("kv_lora_rank"):
+            cached = config["kv_lora_rank"] + config["qk_rope_head_dim"]
+        else:
+            heads = config["num_attention_heads"]
+            width = config.get("head_dim") or config["hidden_size"] // heads
+            cached = 2 * (config.get("num_key_value_heads") or heads) * width
+        self.cache_bytes = 2.0 * layers * cached  # of one token, bf16
+
+    @property
+    def share(self) -> float:
+        """Of the matrix rate, in training."""
+        dense = max(0.2, _SHARE_WIDE - _SHARE_PER_WIDTH / self.hidden)
+        return dense * (_SHARE_EXPERTS if self.experts else 1.0)
+
+    def forward_flops(self, lengths: Sequence[float]) -> float:
+        return sum(2 * self.matrices * n + self.attention * n * n for n in lengths)
+
+
+class _Config(Namespace):
+    def __init__(self, values: dict[str, Any]):
+        super().__init__(**values)
+
+    def get_text_config(self) -> _Config:
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlan:
+    """One engine on `gpus` GPUs; `decode_s` and `prefill_s` as modelled engines ask for them."""
+
+    model: Model
+    gpu: GpuRow
+    gpus: int
+    max_running: int
+
+    def decode_s(self, running: int, cached: float) -> float:
+        model, gpu, own = self.model, self.gpu, self.gpus
+        touched = 1 - (1 - model.chosen / model.experts) ** running if model.experts else 1.0
+        weights = 2 * (model.parameters - (1 - touched) * model.expert_parameters)
+        read = weights / (own * gpu.memory)
+        products = 2 * model.matrices * running / (own * gpu.flops * _DECODE_SHARE)
+        caches = cached * model.cache_bytes / (own * gpu.memory)
+        return (
+            _DECODE_S
+            + model.layers * (_DECODE_LAYER_S + self._talk_s(running))
+            + max(read, products)
+            + caches
+        )
+
+    def _talk_s(self, tokens: float) -> float:
+        if self.gpus == 1:
+            return 0.0
+        near = self.gpus <= self.gpu.per_node
+        rate, hop = (self.gpu.link, _HOP_S) if near else (self.gpu.network, 10 * _HOP_S)
+        return 2 * (hop + 4 * self.model.hidden * tokens / rate)
+
+    def prefill_s(self, tokens: float) -> float:
+        per_token = 2 * self.model.matrices / (self.gpus * self.gpu.flops * _DECODE_SHARE)
+        talk = (self._talk_s(4096) / 4096 if self.gpus > 1 else 0.0) * self.model.layers
+        return tokens * (per_token + talk)
+
+    def generate_s(self, work: Work, samples: float) -> float:
+        """All at once: a full engine while requests wait, then fewer and fewer until the longest ends."""
+        lengths = sorted(work.lengths())
+        running = min(float(self.max_running), samples)
+        cached = work.prompt + sum(lengths) / len(lengths) / 2
+        seconds = self.prefill_s(samples * work.prompt)
+        waiting = samples - running
+        seconds += waiting * work.answer / running * self.decode_s(int(running), running * cached)
+        before = 0.0
+        for i, length in enumerate(lengths):
+            left = running * (1 - i / len(lengths))
+            context = work.prompt + (before + length) / 2
+            seconds += (length - before) * self.decode_s(max(1, round(left)), left * context)
+            before = length
+        return seconds
+
+    def tokens_per_s(self, work: Work) -> float:
+        """With as many requests as fit, of all ages."""
+        running = self.max_running
+        lengths = work.lengths()
+        age = sum(n * n for n in lengths) / sum(lengths) / 2
+        decode = self.decode_s(running, running * (work.prompt + age))
+        return running / (decode + running * self.prefill_s(work.prompt) / work.answer)
+
+
+def engine_plans(model: Model, gpu: GpuRow, work: Work, *, most: int) -> Iterator[EnginePlan]:
+    """Sizes whose weights fit and leave room for caches."""
+    for gpus in (1, 2, 4, 8, 16, 32):
+        room = _ROOM * gpu.capacity * gpus - 2 * model.parameters
+        each = model.cache_bytes * (work.prompt + max(work.lengths()))
+        if gpus <= most and room > each and model.config["num_attention_heads"] % gpus == 0:
+            yield EnginePlan(model, gpu, gpus, max(1, min(_MAX_RUNNING, int(room / each))))
+
+
+@dataclass(frozen=True, slots=True)
+class TrainPlan:
+    """A layout and the seconds of one rollout's training by what they are for."""
+
+    sizes: Sizes
+    parts: dict[str, float]
+    memory: float  # bytes on the fullest rank
+    recompute: bool
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def words(self) -> str:
+        s = self.sizes
+        return f"tp {s.tp}, pp {s.pp}, cp {s.cp}, ep {s.ep}, dp {s.dp}" + (
+            ", recompute" if self.recompute else ""
+        )
+
+
+def train_plan(
+    model: Model,
+    gpu: GpuRow,
+    sizes: Sizes,
+    work: Work,
+    *,
+    tokens_at_once: int = 16_384,
+    recompute: bool = False,
+) -> TrainPlan:
+    """ValueError where the model cannot be cut so."""
+    lengths = [work.prompt + n for n in work.lengths()]
+    forward = model.forward_flops(lengths) / len(lengths) * work.samples
+    passes = work.passes + 3 + recompute
+    local = work.tokens / (sizes.dp * sizes.cp)  # tokens that one rank sees
+    micro = max(1, round(local / work.optimizer_steps / tokens_at_once))
+    options = Namespace(
+        num_micro_batches=micro,
+        max_tokens_per_gpu=tokens_at_once,
+        optimizer_cpu_offload=False,
+        optimizer_offload_fraction=0.0,
+        exp_avg_dtype="fp32",
+        exp_avg_sq_dtype="fp32",
+        activation_checkpointing="full" if recompute else "none",
+        moe_load_max_over_mean=_BUSIEST_EXPERT,
+    )
+    layout = plan_trainer(model.config, sizes, options)
+    compute = passes * forward / (sizes.ranks * gpu.flops * model.share)
+    parts = {"compute": compute}
+    if model.experts:
+        imbalance = expert_imbalance(model.experts, sizes.ep, _BUSIEST_EXPERT)
+        parts["expert imbalance"] = compute * (imbalance - 1) * 2 / 3  # what of it experts compute
+    talks = 2 * (passes - work.passes) / 3 * 2 + work.passes * 2  # all-reduces of a layer
+    if sizes.tp > 1:
+        rate = gpu.link if sizes.tp <= gpu.per_node else gpu.network
+        tokens = local * model.layers / sizes.pp
+        parts["tensor parallel"] = talks * tokens * 4 * model.hidden * (1 - 1 / sizes.tp) / rate
+    if sizes.ep > 1:
+        rate = gpu.link if sizes.ep * sizes.tp <= gpu.per_node else gpu.network
+        copies = model.chosen if rate == gpu.link else min(model.chosen, 4)
+        tokens = local * model.layers / sizes.pp / sizes.tp
+        parts["expert parallel"] = talks * tokens * 2 * model.hidden * copies * (1 - 1 / sizes.ep) / rate
+    if sizes.ranks > 1:
+        held = max(stage.parameters for stage in layout.stages)
+        rate = gpu.link if sizes.ranks <= gpu.per_node else gpu.network
+        parts["gradients"] = work.optimizer_steps * held * 6 / rate * (1 - _HIDDEN)
+    if sizes.pp > 1:
+        busy = sum(parts.values())
+        parts["pipeline bubble"] = busy * layout.bubble / max(1e-9, 1 - layout.bubble)
+    stepped = max(stage.optimizer for stage in layout.stages)
+    parts["optimizer"] = work.optimizer_steps * 2 * stepped / gpu.memory
+    return TrainPlan(sizes, parts, max(stage.total for stage in layout.stages), recompute)
+
+
+def layouts(model: Model, gpu: GpuRow, ranks: int, work: Work) -> Iterator[Sizes]:
+    """Those whose weights and gradients alone fit."""
+    dense = model.parameters - model.expert_parameters
+    contexts = (1, 2, 4, 8) if max(work.lengths()) > _LONG else (1,)
+    choices = itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16), contexts, (1, 4, 8, 16, 32, 64))
+    for tp, pp, cp, ep in choices:
+        if ranks % (tp * pp * cp) or ranks % (ep * pp) or (ep > 1 and not model.experts):
+            continue
+        if 6 * (dense / tp + model.expert_parameters / ep) / pp < _TRAINER_ROOM * gpu.capacity:
+            sizes = Sizes(ranks, tp, pp, 1, cp, ep, 1, tp > 1)
+            yield replace(sizes, last_layers=_last(model.layers, pp))
+
+
+def _last(layers: int, pp: int) -> int | None:
+    """Of the last stage, where the layers do not divide: 61 on 16 stages are 15 times 4 and 1."""
+    if pp == 1 or layers % pp == 0:
+        return None
+    return layers - (pp - 1) * -(-layers // pp)
+
+
+@functools.lru_cache(maxsize=4096)
+def best_training(model: Model, gpu: GpuRow, ranks: int, work: Work) -> TrainPlan | None:
+    """None: no layout fits."""
+    found: TrainPlan | None = None
+    for sizes in layouts(model, gpu, ranks, work):
+        for recompute in (False, True):
+            try:
+                plan = train_plan(model, gpu, sizes, work, recompute=recompute)
+            except ValueError:
+                break
+            if plan.memory <= _TRAINER_ROOM * gpu.capacity:
+                found = plan if found is None or plan.seconds < found.seconds else found
+                break  # recomputing what fits only costs time
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class RunCost:
+    """A whole step. `rollout_gpus` 0: engines and trainer take turns on all GPUs."""
+
+    gpus: int
+    rollout_gpus: int
+    engine: EnginePlan
+    trainer: TrainPlan
+    generate_s: float
+    push_s: float
+    swap_s: float
+    overlapped: bool
+
+    @property
+    def step_s(self) -> float:
+        if not self.overlapped:
+            return self.generate_s + self.trainer.seconds + self.push_s + self.swap_s
+        return max(self.generate_s, self.trainer.seconds + self.push_s)
+
+    @property
+    def way(self) -> str:
+        return (
+            "in turns" if not self.rollout_gpus else "asynchronous" if self.overlapped else "apart, in turns"
+        )
+
+
+def push_seconds(model: Model, gpu: GpuRow, gpus: int, *, apart: bool) -> float:
+    way = "broadcast" if apart else "same GPU" if gpus == 1 else "shared GPUs"
+    machines = max(1.0, gpus / gpu.per_node)
+    return _PUSH_S + 2 * model.parameters / (PUSH_RATES[way] * math.sqrt(machines))
+
+
+def best_runs(model: Model, gpu: GpuRow, gpus: int, work: Work) -> list[RunCost]:
+    """The best of each way to share the GPUs, fastest first: in turns, and apart for every split."""
+    found: list[RunCost] = []
+    whole = best_training(model, gpu, gpus, work)
+    engines = list(engine_plans(model, gpu, work, most=gpus))
+    if whole is not None and engines:
+        engine = min(engines, key=lambda e: e.generate_s(work, work.samples / (gpus // e.gpus)))
+        seconds = engine.generate_s(work, work.samples / (gpus // engine.gpus))
+        push = push_seconds(model, gpu, gpus, apart=False)
+        found.append(RunCost(gpus, 0, engine, whole, seconds, push, _SWAP_S, False))
+    for part in range(1, _PARTS):
+        rollout = gpus * part // _PARTS
+        trainer = best_training(model, gpu, gpus - rollout, work) if 0 < rollout < gpus else None
+        fitting = [e for e in engines if rollout and rollout % e.gpus == 0]
+        if trainer is None or not fitting:
+            continue
+        # Asynchronous: answers of all ages are in flight, so that no engine waits for the longest.
+        engine = max(fitting, key=lambda e: e.tokens_per_s(work) / e.gpus)
+        in_flight = min(engine.max_running, max(1, round(2 * work.samples / (rollout // engine.gpus))))
+        engine = replace(engine, max_running=in_flight)
+        rate = engine.tokens_per_s(work) * (rollout // engine.gpus)
+        seconds = work.samples * work.answer / rate
+        found.append(
+            RunCost(
+                gpus, rollout, engine, trainer, seconds, push_seconds(model, gpu, gpus, apart=True), 0.0, True
+            )
+        )
+    return sorted(found, key=lambda run: run.step_s)

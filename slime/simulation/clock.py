@@ -1,0 +1,256 @@
+"""Time that jumps: an event loop whose clock stands still while something is done and skips all waiting.
+
+Exactly one thread runs at any moment, so that a simulation is the same each time it is made. The driver's
+code waits by driving the loop; plain code of a rollout function runs as a strand, a thread that has its turn
+while the loop waits for it, as if it were one more callback.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import selectors
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from typing import Any, Generic
+
+from slime.runtime.base import Future, Handle, Ready, T
+from slime.runtime.worker import CONTROL
+from slime.utils import async_utils, waits
+from slime.utils.errors import RunStopped
+
+
+class Stalled(RunStopped):
+    """Somebody waits for something that nothing will bring about."""
+
+
+class _Jump(selectors.DefaultSelector):
+    """Does not wait: the time that it would have waited is over."""
+
+    passed: Callable[[float], None]
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        if timeout is None:
+            raise Stalled("the simulated run waits, and nothing is on its way: that is a hang.")
+        if timeout > 0:
+            self.passed(timeout)
+        return []
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop with a clock of its own."""
+
+    def __init__(self) -> None:
+        self._virtual_now = 0.0
+        selector = _Jump()
+        super().__init__(selector)
+        self._clock_resolution = 1e-6
+        selector.passed = self._pass
+
+    def _pass(self, seconds: float) -> None:
+        self._virtual_now += seconds
+
+    def time(self) -> float:
+        return self._virtual_now
+
+
+class _Ended(BaseException):
+    """The process that a strand was part of is no more."""
+
+
+class Clock:
+    """The loop, and all who wait on it."""
+
+    def __init__(self) -> None:
+        self.loop = VirtualLoop()
+        self._interrupt: BaseException | None = None
+        self._strands: list[Strand] = []
+
+    @property
+    def now(self) -> float:
+        return self.loop.time()
+
+    def at(self, when: float, call: Callable[..., object], *args: Any) -> asyncio.TimerHandle:
+        return self.loop.call_at(when, call, *args)
+
+    def interrupt(self, error: BaseException) -> None:
+        """Whatever the driver waits for now, it gets this instead."""
+        self._interrupt = error
+        self.loop.stop()
+
+    def wait(self, future: asyncio.Future[Any], deadline_s: float | None = None) -> bool:
+        """Time passes until it is done; False: the deadline came first."""
+        if self._interrupt is not None:
+            self._raise()
+        if future.done():
+            return True
+        late = None if deadline_s is None else self.now + deadline_s
+        timer = None if late is None else self.at(late, self.loop.stop)
+        future.add_done_callback(self._stop)
+        try:
+            while not future.done() and (late is None or self.now < late):
+                self.loop.run_forever()
+                if self._interrupt is not None:
+                    self._raise()
+        finally:
+            future.remove_done_callback(self._stop)
+            if timer is not None:
+                timer.cancel()
+        return future.done()
+
+    def _stop(self, _: object) -> None:
+        self.loop.stop()
+
+    def _raise(self) -> None:
+        error, self._interrupt = self._interrupt, None
+        assert error is not None
+        raise error
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """`slime.utils.async_utils.run` of a simulated process."""
+        strand = _strand_of_thread.get(threading.get_ident())
+        if strand is not None:
+            return strand.wait_for(coroutine)
+        task = self.loop.create_task(coroutine)
+        self.wait(task)
+        return task.result()
+
+    def strand(self, work: Callable[[], Any], name: str) -> asyncio.Future[Any]:
+        strand = Strand(self.loop, work, name)
+        self._strands = [s for s in self._strands if not s.future.done()] + [strand]
+        return strand.future
+
+    def end_all(self) -> None:
+        """What ran in the process is over: tasks and strands end where they are."""
+        for strand in self._strands:
+            strand.end()
+        self._strands = []
+        for _ in range(3):  # what is cancelled may begin something else
+            tasks = [task for task in asyncio.all_tasks(self.loop) if not task.done()]
+            if not tasks:
+                break
+            for task in tasks:
+                task.cancel()
+            self._interrupt = None
+            self.wait(asyncio.gather(*tasks, return_exceptions=True), 1.0)
+        self._interrupt = None
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Within this block coroutines of the whole process run on this clock."""
+        with async_utils.replaced_by(self.run):
+            try:
+                yield
+            finally:
+                self.end_all()
+                self.loop.close()
+
+
+_strand_of_thread: dict[int, Strand] = {}
+
+
+class Strand:
+    """Plain code that waits for coroutines. It begins when the loop comes to it."""
+
+    def __init__(self, loop: VirtualLoop, work: Callable[[], Any], name: str):
+        self._loop, self._work = loop, work
+        self.future: asyncio.Future[Any] = loop.create_future()
+        self._its_turn, self._our_turn = threading.Semaphore(0), threading.Semaphore(0)
+        self._ended = False
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+        loop.call_soon(self._begin)
+
+    def _begin(self) -> None:
+        if not self._ended:
+            self._thread.start()
+            self._our_turn.acquire()
+
+    def _main(self) -> None:
+        _strand_of_thread[threading.get_ident()] = self
+        try:
+            result, error = self._work(), None
+        except _Ended:
+            result, error = None, None
+        except BaseException as raised:  # whatever was raised belongs to the caller
+            result, error = None, raised
+        finally:
+            del _strand_of_thread[threading.get_ident()]
+        if not self._ended:
+            if error is None:
+                self.future.set_result(result)
+            else:
+                self.future.set_exception(error)
+        self._our_turn.release()
+
+    def wait_for(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Called in the strand: the loop goes on until the coroutine is done."""
+        if self._ended:
+            coroutine.close()
+            raise _Ended
+        task = self._loop.create_task(coroutine)
+        task.add_done_callback(self._resume)
+        self._our_turn.release()
+        self._its_turn.acquire()
+        if self._ended:
+            raise _Ended
+        return task.result()
+
+    def _resume(self, _: object) -> None:
+        if not self._ended:
+            self._its_turn.release()
+            self._our_turn.acquire()
+
+    def end(self) -> None:
+        self._ended = True
+        if self._thread.is_alive():
+            self._its_turn.release()
+            self._our_turn.acquire()
+        self.future.cancel()
+
+
+class VirtualFuture(Generic[T]):
+    """An answer that takes virtual time (a `slime.runtime.base.Future`)."""
+
+    def __init__(self, clock: Clock, future: asyncio.Future[T], name: str):
+        self._clock, self._future, self._name = clock, future, name
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def result(self, deadline_s: float | None = None, /) -> T:
+        if not self._clock.wait(self._future, deadline_s):
+            raise waits.WaitTimeout(f"{self._name}: not done after {deadline_s} s")
+        return self._future.result()
+
+
+class ModelledHandle(Handle[T]):
+    """An object on the virtual clock; what its methods await takes virtual time.
+
+    `strands`: methods of the work lane are plain code that waits for coroutines, one call after another.
+    """
+
+    def __init__(self, clock: Clock, target: T, name: str, *, strands: bool = False):
+        self.name, self._clock, self._target, self._strands = name, clock, target, strands
+        self._last: asyncio.Future[Any] | None = None
+
+    def send(self, lane: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
+        call = getattr(self._target, method)
+        name = f"{self.name}.{method}"
+        if self._strands and lane != CONTROL:
+            before, loop = self._last, self._clock.loop
+
+            async def in_order() -> Any:
+                if before is not None:
+                    await asyncio.wait([before])
+                return await self._clock.strand(lambda: call(*args, **kwargs), name)
+
+            self._last = loop.create_task(in_order())
+            return VirtualFuture(self._clock, self._last, name)
+        value = call(*args, **kwargs)
+        if isinstance(value, Awaitable):
+            task = asyncio.ensure_future(value, loop=self._clock.loop)
+            return VirtualFuture(self._clock, task, name)
+        return Ready(value)
+
+    def kill(self) -> None:
+        """Nothing to end: it lives in this process."""

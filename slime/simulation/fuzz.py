@@ -1,0 +1,163 @@
+"""Small simulated runs, each with other settings and other faults, held against the ledger's invariants.
+
+A seed says all of it: the loop, its settings, when which part dies. A seed that fails does so each time.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from slime.arguments import Args
+from slime.arguments.groups.rollout import FULLY_ASYNC_ROLLOUT_FUNCTION
+from slime.simulation.costs import Costs, EngineCost, TrainerCost
+from slime.simulation.run import Measured, Simulation
+from slime.simulation.settings import simulated_args
+from slime.simulation.workload import Fault, FaultPlan, LengthModel, RewardModel, Workload
+from slime.utils.errors import RunStopped
+
+_FILTER = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
+_TELL_EVERY_S = 10.0
+_KINDS = ("engine", "slow", "trainer", "driver", "driver")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One run to be made."""
+
+    args: Args
+    costs: Costs
+    workload: Workload
+    overlapped: bool
+    words: str  # what it is, for whoever looks at a failure
+
+
+@dataclass
+class Found:
+    """What came of all of them. `failures`: seed -> what is wrong."""
+
+    num_runs: int = 0
+    kinds: Counter[str] = field(default_factory=Counter)
+    starts: int = 0
+    redone: int = 0
+    recalled: int = 0
+    samples: int = 0
+    stopped: int = 0  # ended by a rule of theirs, for example too many attempts
+    failures: dict[int, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def lines(self) -> list[str]:
+        faults = ", ".join(f"{n} {kind}" for kind, n in sorted(self.kinds.items())) or "none"
+        lines = [
+            f"{self.num_runs} runs in {self.seconds:.0f} s; faults: {faults}; {self.starts} starts, "
+            f"{self.redone} steps taken again, {self.recalled} samples from the ledger, "
+            f"{self.samples} samples trained, "
+            f"{self.stopped} runs stopped by a rule of theirs",
+        ]
+        for seed, what in self.failures.items():
+            lines.append(f"FAILED: seed {seed}: {what}\n  again: slime simulate --fuzz 1 --seed {seed}")
+        return lines if self.failures else [*lines, "every one conserved its samples"]
+
+
+def fuzz(args: Args, count: int, first_seed: int, tell: Callable[[str], None] = lambda _: None) -> Found:
+    found, started, told = Found(), time.monotonic(), time.monotonic()
+    for seed in range(first_seed, first_seed + count):
+        case = make_case(args, seed)
+        problem, measured = run_case(case)
+        found.num_runs += 1
+        found.kinds.update(fault.kind for fault in case.workload.faults.faults)
+        found.starts += measured.num_starts
+        found.stopped += measured.error is not None
+        if measured.audit is not None:
+            found.redone += measured.audit.redone
+            found.recalled += measured.audit.recalled
+            found.samples += measured.audit.num_samples
+        if problem is not None:
+            found.failures[seed] = f"{problem} ({case.words})"
+            tell(f"seed {seed}: {problem}")
+        if time.monotonic() - told > _TELL_EVERY_S:
+            told = time.monotonic()
+            tell(f"{found.num_runs} of {count} runs, {len(found.failures)} failures")
+    found.seconds = time.monotonic() - started
+    return found
+
+
+def run_case(case: Case) -> tuple[str | None, Measured]:
+    """What is wrong with it, None: nothing; and what it was like."""
+    simulation = Simulation(case.args, case.costs, case.workload, overlapped=case.overlapped, keeps=True)
+    try:
+        measured = simulation.run()
+    except RunStopped as error:
+        if type(error).__name__ == "Stalled":
+            return f"a hang: {error}", simulation.measured
+        simulation.measured.error = str(error)
+        return None, simulation.measured
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        return f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})", simulation.measured
+    if measured.audit is not None and measured.audit.violations:
+        return "; ".join(measured.audit.violations[:3]), measured
+    expected = case.args.num_rollout or 0
+    if measured.error is None and measured.audit is not None and len(measured.audit.steps) != expected:
+        return f"{len(measured.audit.steps)} steps were trained, {expected} were asked for", measured
+    return None, measured
+
+
+def make_case(args: Args, seed: int) -> Case:
+    draw = random.Random(seed)
+    loop = draw.choice(("sync", "async", "fully-async", "fully-async"))
+    size = draw.randint(2, 4)
+    changes: dict[str, Any] = {
+        "rollout_batch_size": size,
+        "n_samples_per_prompt": 2,
+        "global_batch_size": 2 * size,
+        "rollout_max_response_len": 16,
+        "save_interval": draw.randint(1, 3),
+        "keep_last_n": None,
+        "rollout_num_gpus_per_engine": 1,
+        "colocate": False,
+        "sglang_server_concurrency": draw.randint(2, 8),
+        "group_failure_action": "retry",
+        "group_max_attempts": 6,
+        "reward_failure_action": draw.choice(("retry", "drop")),
+        "dynamic_sampling_filter_path": _FILTER if draw.random() < 0.3 else None,
+        "deterministic_mode": draw.random() < 0.2,
+        "rollout_shuffle": False,
+        "max_weight_staleness": draw.randint(0, 2) if loop == "fully-async" else 1,
+        "update_weights_interval": 1,
+        "max_restarts": draw.choice((0, 3, 3)),
+    }
+    if loop == "sync":
+        changes["over_sampling_batch_size"] = size + draw.randint(0, 3)
+        changes["partial_rollout"] = draw.random() < 0.5
+    if loop == "fully-async":
+        changes["rollout_function_path"] = FULLY_ASYNC_ROLLOUT_FUNCTION
+    steps = draw.randint(3, 6)
+    small = simulated_args(args.replace(**changes), steps=steps, unit=1, keeps=True)
+    engines = draw.randint(1, 3)
+    costs = Costs(
+        engines,
+        EngineCost(0.1, 0.01, 0.0, 0.001, draw.randint(1, 8)),
+        TrainerCost(1, draw.uniform(0.1, 4.0), 0.001, push_s=0.1, save_s=draw.choice((0.0, 0.5))),
+        pause_s=0.2,
+    )
+    faults = [
+        Fault(draw.uniform(0.0, 5.0 * steps), draw.choice(_KINDS), draw.randrange(8), 5.0, 5.0)
+        for _ in range(draw.randint(0, 4))
+    ]
+    workload = Workload(
+        LengthModel("uniform", (1.0, 20.0), 16.0, seed),
+        3.0,
+        RewardModel(draw.choice((0.0, 0.5)), 0.5, draw.choice((0.0, 0.0, 0.05, 0.2)), seed),
+        FaultPlan(tuple(sorted(faults, key=lambda f: f.at)), draw.uniform(0.5, 6.0), 2.0),
+        unit=1,
+        seed=seed,
+    )
+    about = {name: changes[name] for name in ("rollout_batch_size", "save_interval", "deterministic_mode")}
+    struck = ", ".join(f"{fault.kind} at {fault.at:.2f} s" for fault in workload.faults.faults) or "no fault"
+    return Case(small, costs, workload, loop != "sync", f"{loop}, {steps} steps, {about}, {struck}")

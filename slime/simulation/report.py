@@ -1,0 +1,207 @@
+"""Simulates the splits of a run between training and generation, and says which is best."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from slime.arguments import Args
+from slime.arguments.groups.topology import plain_topology
+from slime.catalog.gpus import GPUS, MODELS, GpuRow
+from slime.preflight.step_costs import (
+    ASSUMPTIONS,
+    EnginePlan,
+    Model,
+    TrainPlan,
+    Work,
+    best_training,
+    engine_plans,
+    push_seconds,
+)
+from slime.preflight.trainer_plan import read_model
+from slime.simulation.costs import Costs, TrainerCost, measured_costs
+from slime.simulation.run import Measured, Simulation
+from slime.simulation.settings import simulated_args, unit_for
+from slime.simulation.workload import FaultPlan, LengthModel, RewardModel, Workload
+
+_SWAP_S, _PAUSE_S = 2.0, 0.13
+_HOURS = 24.0  # of injected faults
+_PARTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One split. `rollout_gpus` 0: engines and trainer take turns."""
+
+    train_gpus: int
+    rollout_gpus: int
+    engines: int
+    measured: Measured
+
+    def as_json(self) -> dict[str, Any]:
+        found = self.measured
+        about = asdict(self) | {"measured": None}
+        return about | {
+            "step_s": found.step_s,
+            "engine_busy": found.engine_busy,
+            "engine_running": found.engine_running,
+            "trainer_busy": found.trainer_busy,
+            "wasted": found.wasted,
+            "staleness": found.staleness,
+            "counts": dict(found.counts),
+            "starts": found.num_starts,
+            "error": found.error,
+        }
+
+
+def simulate_splits(args: Args, options: argparse.Namespace) -> tuple[list[Row], list[str]]:
+    """One simulation for each split, fastest first; and what it was computed from."""
+    overlapped = options.loop != "sync"
+    most = float(args.rollout_max_response_len or 4096)
+    default = f"lognormal:{most / 4:g}:0.8"
+    source = options.lengths or (f"run:{options.measured}" if options.measured else default)
+    lengths = LengthModel.parse(source, most, options.seed)
+    unit = unit_for(lengths.mean)
+    mean, _, sigma = options.reward_s.partition(":")
+    rates = {kind: getattr(options, f"{kind}_faults") for kind in ("engine", "slow", "trainer", "driver")}
+    keeps = bool(rates["trainer"] or rates["driver"])
+    rewards = RewardModel(float(mean), float(sigma or 0), options.reward_failures, options.seed)
+    about = [
+        f"{args.rollout_batch_size} prompts x {args.n_samples_per_prompt} answers of about "
+        f"{lengths.mean:.0f} tokens ({source}), {options.steps} steps, "
+        f"seed {options.seed}; one token stands for {unit}"
+    ]
+    rows = []
+    for train, rollout, costs in _splits(args, options, lengths, about):
+        faults = FaultPlan.drawn(rates, _HOURS * 3600, options.seed)
+        workload = Workload(lengths, options.prompt_tokens, rewards, faults, unit, options.seed)
+        small = simulated_args(_with_engines(args, costs), steps=options.steps, unit=unit, keeps=keeps)
+        simulation = Simulation(small, costs, workload, overlapped=overlapped, keeps=keeps)
+        simulation.run()
+        rows.append(Row(train, rollout, costs.num_engines, simulation.shares()))
+    return sorted(rows, key=lambda row: row.measured.step_s), about
+
+
+def _with_engines(args: Args, costs: Costs) -> Args:
+    each = args.rollout_num_gpus_per_engine
+    return args.replace(
+        rollout_num_gpus=costs.num_engines * each,
+        engine_topology=plain_topology(args.hf_checkpoint, costs.num_engines * each, each),
+        sglang_server_concurrency=min(args.sglang_server_concurrency, costs.engine.max_running),
+    )
+
+
+def _splits(
+    args: Args, options: argparse.Namespace, lengths: LengthModel, about: list[str]
+) -> list[tuple[int, int, Costs]]:
+    own = args.actor_num_nodes * (args.actor_num_gpus_per_node or 1)
+    rollout = args.rollout_num_gpus or 1
+    if options.measured:
+        costs, told = measured_costs(Path(options.measured))
+        about += told
+        return [(own, 0 if args.colocate else rollout, costs)]
+    if options.gpu not in GPUS:
+        raise ValueError(f"--gpu {options.gpu!r} is none of {', '.join(GPUS)}.")
+    model, gpu = Model(model_config(options.model or args.hf_checkpoint or "")), GPUS[options.gpu]
+    samples = args.rollout_batch_size * args.n_samples_per_prompt
+    spread = 0.0 if lengths.kind == "fixed" else 0.8
+    steps = args.num_steps_per_rollout
+    passes = int(steps > 1) + int(bool(args.use_kl_loss or args.kl_coef))
+    work = Work(samples, options.prompt_tokens, lengths.mean, spread, lengths.most, passes, steps)
+    about.append(
+        f"costs: {model.parameters / 1e9:.1f}B parameters on {options.gpu}; {'; '.join(ASSUMPTIONS)}"
+    )
+    if args.colocate:
+        shares = [(options.gpus or own, 0)]
+    elif options.gpus is None:
+        shares = [(own, rollout)]
+    else:
+        parts = [options.gpus * part // _PARTS for part in range(1, _PARTS)]
+        shares = [(options.gpus - part, part) for part in dict.fromkeys(parts) if 0 < part < options.gpus]
+    found = []
+    for train, generate in shares:
+        there = generate or train
+        trainer = best_training(model, gpu, train, work)
+        engines = [e for e in engine_plans(model, gpu, work, most=there) if there % e.gpus == 0]
+        if trainer is None or not engines:
+            about.append(f"{train} + {generate} GPUs: the model does not fit")
+            continue
+        engine = min(engines, key=lambda e: e.generate_s(work, samples / (there // e.gpus)))
+        found.append(
+            (train, generate, _costs(engine, there, trainer, model, work, gpu, colocated=not generate))
+        )
+    if not found:
+        raise ValueError(f"no split of --gpus {options.gpus or own} {options.gpu} holds this model.")
+    return found
+
+
+def _costs(
+    engine: EnginePlan,
+    gpus: int,
+    trainer: TrainPlan,
+    model: Model,
+    work: Work,
+    gpu: GpuRow,
+    *,
+    colocated: bool,
+) -> Costs:
+    compute, dp = trainer.parts["compute"], trainer.sizes.dp
+    lengths = [work.prompt + n for n in work.lengths()]
+    pairs = model.attention * sum(n * n for n in lengths) / model.forward_flops(lengths)
+    each = work.samples / dp / len(lengths)  # samples of a rank for each of these lengths
+    push = push_seconds(model, gpu, trainer.sizes.ranks + (0 if colocated else gpus), apart=not colocated)
+    swap = _SWAP_S / 2 if colocated else 0.0
+    cost = TrainerCost(
+        dp_size=dp,
+        fixed_s=trainer.seconds - compute,
+        per_token_s=compute * (1 - pairs) / (each * sum(lengths)),
+        per_pair_s=compute * pairs / (each * sum(n * n for n in lengths)),
+        push_s=max(0.0, push - _PAUSE_S),
+        swap_s=swap,
+        save_s=16 * model.parameters / (trainer.sizes.ranks * 1e9),
+    )
+    return Costs(gpus // engine.gpus, engine, cost, pause_s=_PAUSE_S, swap_s=swap)
+
+
+def model_config(name: str) -> dict[str, Any]:
+    """Of a name of the catalog, or of a folder."""
+    key = name.rpartition("/")[2].lower()
+    if key in MODELS:
+        return MODELS[key]
+    if (Path(name) / "config.json").is_file():
+        return read_model(name)
+    raise ValueError(
+        f"--model {name!r} is no folder with a config.json and none of {', '.join(MODELS)}: name one of them "
+        "with --model, whatever --hf-checkpoint is."
+    )
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    lines = [
+        "train  rollout  engines   step s  engines busy  running  trainer busy  wasted  staleness by age"
+    ]
+    for row in rows:
+        found = row.measured
+        ages = "  ".join(f"{age}: {share:.0%}" for age, share in found.staleness.items()) or "-"
+        lines.append(
+            f"{row.train_gpus:>5}  {row.rollout_gpus or 'same':>7}  {row.engines:>7}  {found.step_s:>7.4g}  "
+            f"{found.engine_busy:>12.0%}  {found.engine_running:>7.0f}  {found.trainer_busy:>12.0%}  "
+            f"{found.wasted:>6.1%}  {ages}" + (f"  ({found.error})" if found.error else "")
+        )
+    best = rows[0]
+    if len(rows) > 1:
+        lines.append(
+            f"best: {best.train_gpus} GPUs train, {best.rollout_gpus} generate: "
+            f"{best.measured.step_s:.4g} s a step"
+        )
+    counts = {name: int(n) for name, n in sorted(best.measured.counts.items()) if n}
+    lines.append(f"of the {'best' if len(rows) > 1 else 'run'}: {json.dumps(counts)}")
+    if best.measured.num_starts > 1:
+        lines.append(f"starts: {best.measured.num_starts}")
+    if best.measured.audit is not None:
+        lines.append("ledger: " + ("; ".join(best.measured.audit.violations) or "conserved"))
+    return lines

@@ -1,0 +1,415 @@
+"""Makes a simulated run: the real loop and all its parts, over modelled engines and a modelled trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import random
+import shutil
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slime import loop, loop_async
+from slime.arguments import Args
+from slime.cluster.checkpoint import resolve_load
+from slime.cluster.cluster import Cluster
+from slime.cluster.recording import Recording
+from slime.cluster.requests import Requests
+from slime.cluster.residency import TRAIN, Residency
+from slime.cluster.restart.batches import Batches
+from slime.cluster.restart.recovery import Recovery
+from slime.cluster.restart.redo import Redo, SafeState
+from slime.cluster.rollout_manager import RolloutManager
+from slime.cluster.rollout_schedule import RolloutSchedule
+from slime.cluster.run_ledger import open_ledger
+from slime.cluster.saving import Saver
+from slime.cluster.start import Beginning, begin_at
+from slime.cluster.timeline import Timeline
+from slime.cluster.weight_push import WeightPush
+from slime.record import RECORD_FILE
+from slime.record.audit import Audit, audit
+from slime.record.ledger import Note
+from slime.record.writer import RecordWriter
+from slime.rollout import fully_async_rollout, ledger, sglang_rollout
+from slime.runtime.base import WorkerDied
+from slime.simulation import workload as work
+from slime.simulation.clock import Clock, ModelledHandle
+from slime.simulation.costs import Costs
+from slime.simulation.engines import ROUTER, ModelledEngine, ModelledFleet
+from slime.simulation.trainer import ModelledProcesses, ModelledTrainGroup
+from slime.utils import http_utils
+from slime.utils.run_identity import Run
+
+_MAX_STARTS = 40
+_GATHER_S = 0.02  # as in slime.record.writer: what is not written yet is lost with the process
+
+
+class Killed(BaseException):
+    """The driver got SIGKILL."""
+
+
+@dataclass
+class Measured:
+    """What a simulated run was like. Times are virtual seconds, tokens are real ones."""
+
+    step_ends: list[float] = field(default_factory=list)  # when each training step was over
+    logged: dict[int, dict[str, float]] = field(default_factory=dict)  # by rollout
+    counts: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    wall_s: float = 0.0
+    engine_busy: float = 0.0  # share of the engines' time in which they had requests
+    engine_running: float = 0.0  # requests at once, on average, of each engine
+    trainer_busy: float = 0.0
+    engine_tokens: float = 0.0
+    trained_tokens: float = 0.0  # of answers
+    train_s: float = 0.0
+    num_starts: int = 0
+    audit: Audit | None = None
+    error: str | None = None
+
+    @property
+    def step_s(self) -> float:
+        """Mean time from one training step to the next; the first one has nothing before it."""
+        ends = self.step_ends
+        return (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else self.wall_s
+
+    @property
+    def wasted(self) -> float:
+        """Share of generated tokens that were never trained on."""
+        return max(0.0, 1 - self.trained_tokens / self.engine_tokens) if self.engine_tokens else 0.0
+
+    @property
+    def staleness(self) -> dict[int, float]:
+        """Share of trained tokens by their age in weight pushes."""
+        ages: defaultdict[int, float] = defaultdict(float)
+        for metrics in self.logged.values():
+            for name, value in metrics.items():
+                if name.startswith("train/staleness/lag_"):
+                    ages[int(name.rpartition("_")[2])] += value
+        total = sum(ages.values())
+        return {age: ages[age] / total for age in sorted(ages)} if total else {}
+
+
+class _DelayedWriter:
+    """Events reach the disk a moment later; a killed process takes the last of them with it."""
+
+    def __init__(self, clock: Clock, writer: RecordWriter):
+        self._clock, self._writer = clock, writer
+        self._waiting: list[Callable[[], None]] = []
+        self._timer: Any = None
+        self._dead = False
+
+    def note(self, note: Note) -> None:
+        self._later(lambda: self._writer.note(note))
+
+    def add(self, *args: Any, **kwargs: Any) -> None:
+        self._later(lambda: self._writer.add(*args, **kwargs))
+
+    def submit(self, *args: Any) -> None:
+        self._later(lambda: self._writer.submit(*args))
+
+    def _later(self, write: Callable[[], None]) -> None:
+        if self._dead:
+            return
+        self._waiting.append(write)
+        if self._timer is None:
+            self._timer = self._clock.at(self._clock.now + _GATHER_S, self._write)
+
+    def flush(self) -> None:
+        self._write()
+        self._writer.flush()
+
+    def _write(self) -> None:
+        self._timer = None
+        waiting, self._waiting = self._waiting, []
+        for write in waiting:
+            write()
+
+    def kill(self) -> None:
+        self._dead, self._waiting = True, []
+
+    def close(self) -> None:
+        self._write()
+        self._dead = True
+        self._writer.close()
+
+
+class _Metrics:
+    """What a run logs, with the virtual time (as `slime.observability.tracking.Tracker`)."""
+
+    def __init__(self, clock: Clock, measured: Measured):
+        self._clock, self._measured = clock, measured
+
+    def log(self, metrics: dict[str, float], axis: str, step: int) -> None:
+        measured = self._measured
+        if axis == "rollout/step":
+            measured.logged.setdefault(step, {}).update(metrics)
+            for name, value in metrics.items():
+                if name.startswith(("rollout/groups/", "rollout/waste/")):
+                    measured.counts[name.partition("/")[2]] += value
+            if "perf/step_time" in metrics:
+                measured.step_ends.append(self._clock.now)
+
+
+class _NeverSilent:
+    """The runtime as a recovery sees it: no process of it hangs."""
+
+    def __init__(self) -> None:
+        self.failure: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+    def forget_failure(self) -> None: ...
+
+
+class _NoAdvice:
+    def observe(self, metrics: object, step: int) -> tuple[()]:
+        return ()
+
+
+class Simulation:
+    """One run of `args` (see `settings.simulated_args`) from its start to its end, with its restarts.
+
+    `overlapped`: with the asynchronous loop. `keeps`: with checkpoints and the ledger, which is audited.
+    """
+
+    def __init__(
+        self, args: Args, costs: Costs, workload: work.Workload, *, overlapped: bool, keeps: bool = False
+    ):
+        self.args, self.costs, self.workload = args, costs, workload
+        self.overlapped, self.keeps = overlapped, keeps
+        self.clock = Clock()
+        self.measured = Measured()
+        self._folder = Path()
+        self._fleet: ModelledFleet | None = None
+        self._trainer: ModelledTrainGroup | None = None
+        self._writer: _DelayedWriter | None = None
+        self._fleet_s = 0.0  # engines x seconds
+
+    def run(self) -> Measured:
+        random.seed(self.workload.seed)  # pauses between attempts
+        self.workload.__post_init__()
+        with tempfile.TemporaryDirectory(prefix="slime-simulate-", dir=_fast_folder()) as folder:
+            self._folder = Path(folder)
+            with self.clock.running(), _plug_ins(self.workload), http_utils.answered_here(self._servers()):
+                for fault in self.workload.faults.faults:
+                    self.clock.at(fault.at, self._strike, fault)
+                self._run_with_restarts()
+            self.measured.wall_s = self.clock.now
+            if self.keeps and self.measured.error is None:
+                self.measured.audit = audit(self._folder / RECORD_FILE, finished=True)
+        return self.measured
+
+    def _run_with_restarts(self) -> None:
+        train = loop_async.train if self.overlapped else loop.train
+        args = self.args.replace(run_dir=str(self._folder))
+        if self.keeps:
+            args = args.replace(save=str(self._folder / "save"), load=str(self._folder / "save"))
+        while self.measured.num_starts < _MAX_STARTS:
+            self.measured.num_starts += 1
+            try:
+                train(args, opened=self._open)
+                return
+            except Killed:
+                pass
+            except WorkerDied:
+                if not self.keeps:
+                    self.measured.error = "a trainer rank died in a run without --save"
+                    return
+            self._forget_process()
+            self.clock.run(_sleep(self.workload.faults.run_restart_s))
+        self.measured.error = f"the run was started {_MAX_STARTS} times and did not come to its end"
+
+    def _forget_process(self) -> None:
+        """What lived in the memory of the driver is gone."""
+        self.clock.end_all()
+        fully_async_rollout._workers.clear()
+        ledger.use(None)
+
+    def _strike(self, fault: work.Fault) -> None:
+        fleet, plan = self._fleet, self.workload.faults
+        if fleet is None or self._trainer is None:
+            return  # the run is down already
+        if fault.kind == "engine":
+            fleet.die(fault.which, plan.engine_restart_s)
+        elif fault.kind == "slow":
+            fleet.slow_down(fault.which, fault.amount, fault.for_s)
+        elif fault.kind == "trainer":
+            self._trainer.rank.die()
+        elif fault.kind == "driver":
+            if self._writer is not None:
+                self._writer.kill()
+            self.clock.interrupt(Killed())
+
+    @contextlib.contextmanager
+    def _open(self, args: Args, *, overlapped: bool = False) -> Iterator[Cluster]:
+        """As `slime.cluster.start.open_cluster`, with modelled processes."""
+        run = Run("simulated", self._folder, "simulated", self.measured.num_starts)
+        costs, clock, unit = self.costs, self.clock, self.workload.unit
+        left: dict[str, float] = {}
+        engines = [
+            ModelledEngine(clock, costs.engine, self.workload.lengths, f"modelled-engine-{i}", unit, left)
+            for i in range(costs.num_engines)
+        ]
+        fleet = ModelledFleet(clock, engines, costs.pause_s, costs.swap_s)
+        trainer = ModelledTrainGroup(args, clock, costs.trainer, unit)
+        recording = Recording(run, args)
+        if recording.writer is not None:
+            self._writer = recording.writer = _DelayedWriter(clock, recording.writer)  # type: ignore[assignment]
+        began = clock.now
+        with contextlib.ExitStack() as closing:
+            closing.callback(self._account, fleet, trainer, began)
+            closing.callback(recording.close)
+            closing.callback(ledger.use, None)
+            checkpoint = resolve_load(args.load, args.save, args.ckpt_step)
+            beginning = begin_at(args, run, checkpoint, overlapped)
+            recording.begin(beginning.rollout_id)
+            durable = open_ledger(args, run, recording, beginning.resume)
+            ledger.use(durable)
+            manager = RolloutManager(
+                args,
+                run,
+                fleet,  # type: ignore[arg-type]
+                recording,
+                beginning.rollout_id,
+                beginning.rollout_state,
+                durable,
+            )
+            self._fleet, self._trainer = fleet, trainer
+            closing.callback(self._gone)
+            rollout = ModelledHandle(clock, manager, "rollout", strands=True)
+            weights: Any = ModelledHandle(clock, fleet, "engines")
+            residency = Residency(args, weights, trainer.ranks)
+            push = WeightPush(
+                trainer.ranks,
+                weights,
+                residency,
+                run.pushes_as,
+                None,
+                beginning.num_pushes,
+                transport="disk",
+                engine_urls=fleet.urls,
+            )
+            recovery, redo, batches = self._recovery(args, beginning, trainer, residency, push, manager)
+
+            def commit(rollout_id: int) -> None:
+                redo.commit(rollout_id)
+                batches.forget(redo.safe.rollout_id)
+
+            saver = None
+            if args.save:
+                about = (Path(args.save), None, args.keep_last_n, trainer.ranks, rollout, None, commit)
+                saver = Saver(*about)
+            facts = manager.facts
+            cluster = Cluster(
+                args,
+                run,
+                RolloutSchedule(args, beginning.rollout_id, facts.num_rollout, facts.num_rollout_per_epoch),
+                rollout,
+                trainer,
+                residency,
+                push,
+                saver,
+                _Metrics(clock, self.measured),  # type: ignore[arg-type]
+                _NoAdvice(),  # type: ignore[arg-type]
+                recovery,
+                redo,
+                batches,
+                beginning.taken_up,
+                Timeline(None),
+                Requests(None),
+            )
+            yield cluster
+            if saver is not None:
+                recovery.run(lambda: saver.finish(wait=True), cluster.schedule.num_rollout)
+
+    def _recovery(
+        self,
+        args: Args,
+        beginning: Beginning,
+        trainer: ModelledTrainGroup,
+        residency: Residency,
+        push: WeightPush,
+        manager: RolloutManager,
+    ) -> tuple[Recovery, Redo, Batches]:
+        """The real restart of a lost trainer, as `slime.cluster.start` puts it together."""
+        redo = Redo(SafeState(args, None, beginning.rollout_id - 1), is_on=args.max_restarts > 0)
+
+        def restore(state: SafeState) -> None:
+            trainer.rank.come_back()
+            residency.enter(TRAIN)
+            self.clock.run(_sleep(self.workload.faults.run_restart_s / 2))
+            push.open_senders()
+            for memory in state.memories:
+                trainer.rank.remember(memory)
+
+        recovery = Recovery(
+            args.max_restarts,
+            ModelledProcesses(trainer),  # type: ignore[arg-type]
+            _NeverSilent(),  # type: ignore[arg-type]
+            redo,
+            restore,
+            lambda restart: None,
+        )
+        return recovery, redo, Batches(manager.made_batch if self.keeps else None)
+
+    def _servers(self) -> dict[str, Any]:
+        """Addresses of engines outlive them: who asks while a run is down is refused."""
+
+        def server(origin: str) -> Any:
+            async def answer(*request: Any) -> Any:
+                if self._fleet is None:
+                    raise ConnectionRefusedError(f"{origin} is down")
+                return await self._fleet.servers[origin](*request)
+
+            return answer
+
+        origins = [ROUTER, *(f"http://modelled-engine-{i}:1" for i in range(self.costs.num_engines))]
+        return {origin: server(origin) for origin in origins}
+
+    def _gone(self) -> None:
+        self._fleet = None
+
+    def _account(self, fleet: ModelledFleet, trainer: ModelledTrainGroup, began: float) -> None:
+        measured, passed = self.measured, self.clock.now - began
+        self._fleet_s += passed * len(fleet.engines)
+        busy = sum(engine.busy_s for engine in fleet.engines)
+        measured.engine_busy += busy  # shares once the run is over
+        measured.engine_running += sum(engine.running_s for engine in fleet.engines)
+        measured.engine_tokens += sum(engine.tokens for engine in fleet.engines)
+        measured.train_s += trainer.busy_s
+        measured.trained_tokens += trainer.tokens - trainer.num_samples * self.workload.prompt_tokens
+
+    def shares(self) -> Measured:
+        """The sums over all starts, as shares of the time that the run took."""
+        measured = self.measured
+        measured.engine_running /= max(measured.engine_busy, 1e-9)
+        measured.engine_busy /= max(self._fleet_s, 1e-9)
+        measured.trainer_busy = measured.train_s / max(measured.wall_s, 1e-9)
+        return measured
+
+
+async def _sleep(seconds: float) -> None:
+    await asyncio.sleep(seconds)
+
+
+@contextlib.contextmanager
+def _plug_ins(workload: work.Workload) -> Iterator[None]:
+    """Prompts and rewards are of the workload, and no tokenizer is needed."""
+    before = sglang_rollout.load_tokenizer
+    sglang_rollout.load_tokenizer = lambda *_: None  # type: ignore[assignment]
+    work.use(workload)
+    try:
+        yield
+    finally:
+        sglang_rollout.load_tokenizer = before
+        work.use(None)
+        fully_async_rollout._workers.clear()
+
+
+def _fast_folder() -> str | None:
+    """Memory, where the machine has it as a folder: nothing of a simulation is kept."""
+    shared = Path("/dev/shm")
+    return str(shared) if shared.is_dir() and shutil.disk_usage(shared).free > 1 << 28 else None

@@ -1,0 +1,185 @@
+"""A modelled trainer: takes the batches, pushes and checkpoints of a run, and the time a cost model says."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from slime.arguments import Args
+from slime.backends.base import Layout
+from slime.batch.flops import sample_sizes
+from slime.batch.split import split_for_ranks
+from slime.cluster.checkpoint import files_of_rank
+from slime.cluster.rank_notes import RankNotes
+from slime.cluster.train_actor import Memory
+from slime.cluster.train_group import Presence, Ranks, TrainGroup
+from slime.runtime.base import Future, WorkerDied
+from slime.simulation.clock import Clock, ModelledHandle
+from slime.step.agreement import Agreement
+from slime.step.metrics import StepReport
+from slime.utils.checksums import FileRecord, record_files
+from slime.utils.types import RolloutBatch
+from slime.weight_sync import Parcel
+
+
+class TrainerCosts(Protocol):
+    """Seconds of the trainer, all its GPUs together."""
+
+    @property
+    def dp_size(self) -> int: ...
+
+    @property
+    def push_s(self) -> float:
+        """Until weights are on their way; engines wait for their own part."""
+
+    @property
+    def save_s(self) -> float: ...
+
+    @property
+    def swap_s(self) -> float:
+        """Colocated: into its place on the device, and out of it."""
+
+    def step_s(self, lengths_by_rank: Sequence[Sequence[float]]) -> float: ...
+
+
+class ModelledRank:
+    """What the driver asks of trainer ranks beside training; see `slime.cluster.train_actor.TrainActor`."""
+
+    def __init__(self, clock: Clock, costs: TrainerCosts):
+        self._clock, self._costs, self._saved_in = clock, costs, Path()
+        self._death: asyncio.Future[None] = clock.loop.create_future()
+        self.version: int | None = None  # of the weights, as engines will know them
+
+    async def work(self, seconds: float) -> None:
+        """Takes its time; WorkerDied if it does not live that long."""
+        if not self._death.done():
+            await asyncio.wait([self._death], timeout=seconds)
+        if self._death.done():
+            raise self.dead()
+
+    @property
+    def is_dead(self) -> bool:
+        return self._death.done()
+
+    @staticmethod
+    def dead() -> WorkerDied:
+        return WorkerDied("trainer-0 was killed by signal 9 (an injected fault)")
+
+    def die(self) -> None:
+        if not self._death.done():
+            self._death.set_result(None)
+
+    def come_back(self) -> None:
+        """Another process takes its place; what it knows it is told."""
+        self._death, self.version = self._clock.loop.create_future(), None
+
+    def memory(self) -> Memory:
+        return Memory(self.version, Agreement())
+
+    def remember(self, memory: Memory) -> None:
+        self.version = memory.version
+
+    def note_version(self, number: int) -> None:
+        self.version = number
+
+    def take_peak_memory(self) -> None:
+        return None
+
+    def take_notes(self) -> RankNotes:
+        return RankNotes()
+
+    def open_sender(self, transport: str, engine_urls: tuple[str, ...]) -> None: ...
+
+    def close(self) -> None: ...
+
+    async def move(self, *, params: str, optimizer: str) -> None:
+        await self.work(self._costs.swap_s / 2)
+
+    async def export(self, version: str, dtype: str | None) -> Parcel:
+        await self.work(self._costs.push_s)
+        self.version = int(version.rpartition(":")[2])
+        return Parcel(version, "disk", 1, 1, None, None)
+
+    async def save(self, path: Path) -> None:
+        self._saved_in = path.parent
+        await self.work(self._costs.save_s)
+        path.mkdir(parents=True)
+        (path / "modelled").write_text("weights")
+
+    def finish_save(self, *, wait: bool) -> dict[str, FileRecord]:
+        return record_files(self._saved_in, files_of_rank(self._saved_in, 0, 1))
+
+
+class _RankHandle(ModelledHandle[ModelledRank]):
+    """Who calls a dead process hears of it."""
+
+    def send(self, lane: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
+        if not self._target.is_dead:
+            return super().send(lane, method, args, kwargs)
+        failed: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        failed.set_exception(self._target.dead())
+        return failed
+
+
+class ModelledProcesses:
+    """The rank's process as the recovery of a run sees it (`slime.cluster.train_group.RankProcesses`)."""
+
+    def __init__(self, trainer: ModelledTrainGroup):
+        self._trainer = trainer
+
+    @property
+    def lost(self) -> str | None:
+        return self._trainer.presence.lost
+
+    def find_lost(self) -> list[WorkerDied]:
+        return [self._trainer.rank.dead()] if self._trainer.rank.is_dead else []
+
+    def lose(self, cause: str) -> None:
+        self._trainer.presence.lost = cause
+
+    def find(self) -> None:
+        self._trainer.presence.lost = None
+
+
+class ModelledTrainGroup(TrainGroup):
+    """The real split of a batch over ranks; a step lasts as long as that of the busiest."""
+
+    def __init__(self, args: Args, clock: Clock, costs: TrainerCosts, unit: int):
+        self.rank = ModelledRank(clock, costs)
+        handle = _RankHandle(clock, self.rank, "trainer-0")
+        self._args, self._clock, self._costs, self._unit = args, clock, costs, unit
+        self.presence = Presence()
+        self.ranks = Ranks([handle], self.presence)  # type: ignore[list-item]
+        self._layouts = [Layout(dp_size=costs.dp_size)]
+        self.busy_s = self.tokens = 0.0
+        self.num_samples = 0
+
+    def train(self, rollout_id: int, batch: RolloutBatch | None) -> StepReport:
+        if batch is None:
+            return StepReport({}, [], [])
+        shares = split_for_ranks(self._args, batch, self._costs.dp_size)
+        lengths = [[size * self._unit for size in sample_sizes(share.batch)] for share in shares]
+        seconds = self._costs.step_s(lengths)
+        self._clock.run(self.rank.work(seconds))
+        self.busy_s += seconds
+        self.tokens += sum(map(sum, lengths))
+        self.num_samples += sum(map(len, lengths))
+        ages = _ages(batch, self.rank.version)
+        if self.rank.version is not None:
+            self.rank.version += 1
+        return StepReport(ages, [], [])
+
+
+def _ages(batch: RolloutBatch, version: int | None) -> dict[str, float]:
+    """Share of tokens by how many versions they are behind the weights that they train."""
+    if version is None or "versions" not in batch:
+        return {}
+    found = torch.cat([versions.long() for versions in batch["versions"]])
+    counts = torch.bincount((version - found[found >= 0]).clamp(min=0))
+    total = max(1, int(counts.sum()))
+    return {f"train/staleness/lag_{age}": float(n) / total for age, n in enumerate(counts.tolist()) if n}

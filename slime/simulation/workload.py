@@ -1,0 +1,191 @@
+"""What a simulated run works on: prompts, lengths of answers, rewards, and what goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slime.arguments import PluginArgs
+from slime.data.mix import mix64
+from slime.record import RECORD_FILE, Record, Select
+from slime.rollout.data_source import RolloutDataSourceWithBuffer
+from slime.rollout.groups import Group
+from slime.utils.reward_failure import RewardFailure, infra_error
+from slime.utils.types import Sample
+
+PROMPTS, REWARD = f"{__name__}.ModelledPrompts", f"{__name__}.modelled_reward"
+
+
+@dataclass(frozen=True, slots=True)
+class LengthModel:
+    """Tokens of answers. `kind` "list": each of `values` is as likely; else `values` are its parameters.
+
+    Example: LengthModel("lognormal", (900.0, 1.0), 8192) has mean 900 before the cut, and a spread of
+    sigma 1 in the logarithm.
+    """
+
+    kind: str
+    values: tuple[float, ...]
+    most: float
+    seed: int = 0
+
+    @classmethod
+    def parse(cls, text: str, most: float, seed: int) -> LengthModel:
+        """`fixed:900`, `uniform:100:1000`, `lognormal:900:1.0`, `exponential:900`, or `run:FOLDER`."""
+        kind, _, rest = text.partition(":")
+        if kind == "run":
+            return cls("list", tuple(lengths_of_run(Path(rest))), most, seed)
+        counts = {"fixed": 1, "uniform": 2, "lognormal": 2, "exponential": 1}
+        try:
+            values = tuple(float(word) for word in rest.split(":"))
+            if len(values) != counts[kind] or min(values) <= 0:
+                raise ValueError
+        except (KeyError, ValueError):
+            raise ValueError(
+                f"--lengths {text!r} is none of fixed:N, uniform:LOW:HIGH, lognormal:MEAN:SIGMA, "
+                "exponential:MEAN, run:FOLDER, with numbers above 0."
+            ) from None
+        return cls(kind, values, most, seed)
+
+    def answer(self, seed: int) -> float:
+        """One that is longer than `most` stays so: whoever asks for it cuts it off."""
+        draw = random.Random(mix64(self.seed, seed))
+        match self.kind:
+            case "fixed":
+                length = self.values[0]
+            case "uniform":
+                length = draw.uniform(*self.values)
+            case "lognormal":
+                mean, sigma = self.values
+                length = draw.lognormvariate(math.log(mean) - sigma * sigma / 2, sigma)
+            case "exponential":
+                length = draw.expovariate(1 / self.values[0])
+            case _:
+                length = draw.choice(self.values)
+        return max(1.0, length)
+
+    @property
+    def mean(self) -> float:
+        """Of answers as they are cut off."""
+        return sum(min(self.most, self.answer(i)) for i in range(2000)) / 2000
+
+
+def lengths_of_run(folder: Path, last_step: int | None = None) -> list[float]:
+    """Of all answers that the record of a run has; up to a step where one is named."""
+    with Record(folder / RECORD_FILE) as record:
+        answers = record.answers(Select(kind="train", limit=1_000_000))
+    found = [float(a.num_tokens) for a in answers if last_step is None or a.rollout_id <= last_step]
+    if not found:
+        raise ValueError(f"{folder} has no recorded answers: it was run with --record-max-mib 0.")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class RewardModel:
+    """Seconds a score takes (log-normal around `mean_s`), how often answers are right, how often it fails."""
+
+    mean_s: float = 0.0
+    sigma: float = 0.0
+    failures: float = 0.0
+    seed: int = 0
+
+    def seconds(self, sample: Sample) -> float:
+        if not self.mean_s or not self.sigma:
+            return self.mean_s
+        draw = random.Random(mix64(self.seed, 1, sample.index or 0))
+        return draw.lognormvariate(math.log(self.mean_s) - self.sigma**2 / 2, self.sigma)
+
+    def score(self, sample: Sample, draw: random.Random) -> float | RewardFailure:
+        if draw.random() < self.failures:
+            return infra_error("an injected failure")
+        easy = random.Random(mix64(self.seed, 2, sample.group_index or 0)).random()
+        return float(draw.random() < easy)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """`kind`: engine, slow, trainer or driver. `which`: engine; `amount`: factor of a slow one."""
+
+    at: float
+    kind: str
+    which: int = 0
+    amount: float = 1.0
+    for_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class FaultPlan:
+    """What goes wrong at which second, and how long it takes to be there again."""
+
+    faults: tuple[Fault, ...] = ()
+    engine_restart_s: float = 60.0
+    run_restart_s: float = 120.0
+
+    @classmethod
+    def drawn(
+        cls, rates: dict[str, float], until_s: float, seed: int, *, slow_factor: float = 4.0, **delays: float
+    ) -> FaultPlan:
+        """`rates`: faults per hour of each kind, as a Poisson process."""
+        draw, faults = random.Random(seed), []
+        for kind, rate in sorted(rates.items()):
+            at = draw.expovariate(rate / 3600) if rate > 0 else math.inf
+            while at < until_s:
+                faults.append(Fault(at, kind, draw.randrange(1 << 16), slow_factor, 600.0))
+                at += draw.expovariate(rate / 3600)
+        return cls(tuple(sorted(faults, key=lambda fault: fault.at)), **delays)
+
+
+@dataclass
+class Workload:
+    """All of it. `unit`: how many tokens one token of the simulation stands for."""
+
+    lengths: LengthModel
+    prompt_tokens: float
+    rewards: RewardModel = field(default_factory=RewardModel)
+    faults: FaultPlan = field(default_factory=FaultPlan)
+    unit: int = 1
+    seed: int = 0
+    draws: random.Random = field(default_factory=random.Random)
+
+    def __post_init__(self) -> None:
+        self.draws = random.Random(self.seed)
+
+
+_current: Workload | None = None
+
+
+def use(workload: Workload | None) -> None:
+    """What the plug-ins below work on, in this process."""
+    global _current
+    _current = workload
+
+
+def current() -> Workload:
+    assert _current is not None, "a simulation sets it before it begins"
+    return _current
+
+
+class ModelledPrompts(RolloutDataSourceWithBuffer):
+    """The real buffer, cursor and journal before prompts that are only lengths (--data-source-path)."""
+
+    def _make_group(self, prompt: Sample) -> Group:
+        count = max(1, round(current().prompt_tokens / current().unit))
+        prompt.tokens = [1] * count
+        prompt.prompt = f"prompt {self.sample_group_index}"
+        return super()._make_group(prompt)
+
+
+async def modelled_reward(args: PluginArgs, sample: Sample | Sequence[Sample], **_: Any) -> Any:
+    """For --custom-rm-path."""
+    samples = [sample] if isinstance(sample, Sample) else list(sample)
+    model, draws = current().rewards, current().draws
+    seconds = max(model.seconds(one) for one in samples)
+    if seconds:
+        await asyncio.sleep(seconds)
+    scores = [model.score(one, draws) for one in samples]
+    return scores[0] if isinstance(sample, Sample) else scores

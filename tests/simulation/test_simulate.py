@@ -1,0 +1,205 @@
+"""The real loop on a virtual clock: it is exact, it ends, and what is wrong with it is found."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from slime.arguments import Args, parse_args
+from slime.cli.main import main
+from slime.rollout import fully_async_rollout
+from slime.rollout.collection.collector import Collector
+from slime.rollout.ledger import Ledger
+from slime.simulation.clock import Clock, Stalled
+from slime.simulation.costs import Costs, EngineCost, TrainerCost, measured_costs
+from slime.simulation.engines import ModelledEngine
+from slime.simulation.fuzz import fuzz, make_case, run_case
+from slime.simulation.run import Measured, Simulation
+from slime.simulation.settings import simulated_args
+from slime.simulation.workload import Fault, FaultPlan, LengthModel, RewardModel, Workload
+
+FULLY_ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
+
+
+@pytest.fixture
+def args(tmp_path: Path) -> Args:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"input": "a"}\n')
+    words = f"--hf-checkpoint none --prompt-data {prompts} --rm-type math --rollout-batch-size 4 "
+    words += "--n-samples-per-prompt 2 --num-rollout 5 --rollout-max-response-len 40"
+    return parse_args(words.split())
+
+
+def simulate(args: Args, *, overlapped: bool = False, keeps: bool = False, **about) -> Measured:
+    """Answers of 20 tokens at 0.1 s a token whatever else runs, training of 3 s, a push of 0.5 s."""
+    costs = Costs(1, EngineCost(0.1, 0.0, 0.0, 0.0, 64), TrainerCost(1, 3.0, 0.0, push_s=0.5))
+    workload = Workload(about.pop("lengths", LengthModel("fixed", (20.0,), 40.0)), 4.0, **about)
+    small = simulated_args(args, steps=5, unit=1, keeps=keeps)
+    simulation = Simulation(small, costs, workload, overlapped=overlapped, keeps=keeps)
+    simulation.run()
+    return simulation.shares()
+
+
+def test_time_jumps_to_what_comes_next_and_a_hang_is_an_error():
+    clock = Clock()
+    with clock.running():
+        clock.run(asyncio.sleep(3600.0))
+        assert clock.now == pytest.approx(3600.0)
+        with pytest.raises(Stalled, match="hang"):
+            clock.run(asyncio.Event().wait())
+
+
+def test_a_synchronous_step_is_the_sum_of_its_parts(args):
+    measured = simulate(args)
+    assert measured.step_s == pytest.approx(20 * 0.1 + 3.0 + 0.5, rel=1e-3)
+    assert measured.engine_busy == pytest.approx(2.0 / 5.5, rel=0.1)
+    assert measured.staleness == {0: 1.0}
+    assert measured.wasted == pytest.approx(0.0, abs=1e-6)
+
+
+def test_an_overlapped_step_is_the_longer_of_the_two_and_one_version_behind(args):
+    measured = simulate(args, overlapped=True)
+    assert measured.step_s == pytest.approx(3.0 + 0.5, rel=1e-3)
+    assert set(measured.staleness) == {0, 1}  # the first batch is made and trained by the first weights
+
+
+def test_slow_rewards_cost_the_pool_less_than_the_synchronous_loop(args):
+    rewards = RewardModel(mean_s=10.0, sigma=1.0)
+    waits = simulate(args, rewards=rewards)
+    pool = simulate(
+        args.replace(rollout_function_path=FULLY_ASYNC, max_weight_staleness=3),
+        overlapped=True,
+        rewards=rewards,
+    )
+    assert pool.step_s < 0.6 * waits.step_s
+    assert max(pool.staleness) <= 4
+
+
+def test_a_request_slows_down_with_those_beside_it():
+    clock = Clock()
+    with clock.running():
+        lengths = LengthModel("fixed", (10.0,), 100.0)
+        engine = ModelledEngine(clock, EngineCost(0.0, 1.0, 0.0, 0.0, 2), lengths, "one", 1, {})
+
+        def ask(number: int):
+            return engine.generate(
+                {"input_ids": [1], "rid": f"{number}-x", "sampling_params": {"max_new_tokens": 50}}
+            )
+
+        async def three() -> list[float]:
+            async def one(number: int) -> float:
+                await ask(number)
+                return clock.now
+
+            return list(await asyncio.gather(*(one(i) for i in range(3))))
+
+        # Two at once take 2 s a token; the third waits for a place and is alone.
+        assert clock.run(three()) == pytest.approx([20.0, 20.0, 30.0])
+        assert engine.tokens == pytest.approx(30.0)
+
+
+def test_faults_of_every_kind_are_survived_and_nothing_is_lost(args):
+    faults = FaultPlan(
+        tuple(
+            Fault(at, kind, 0, 3.0, 5.0) for at, kind in ((1.0, "engine"), (7.0, "driver"), (13.0, "trainer"))
+        ),
+        engine_restart_s=2.0,
+        run_restart_s=5.0,
+    )
+    measured = simulate(args.replace(save_interval=2), keeps=True, faults=faults)
+    assert measured.num_starts == 2  # a lost trainer is replaced while the run goes on
+    assert measured.audit is not None and measured.audit.violations == []
+    assert measured.audit.steps == [0, 1, 2, 3, 4]
+
+
+def test_a_seed_is_the_same_run_each_time(args):
+    seeds = range(20, 24)
+    first = [run_case(make_case(args, seed)) for seed in seeds]
+    again = [run_case(make_case(args, seed)) for seed in seeds]
+    for (_, one), (_, other) in zip(first, again, strict=True):
+        assert one.audit is not None and other.audit is not None
+        assert (one.wall_s, one.step_ends, one.audit.digest) == (
+            other.wall_s,
+            other.step_ends,
+            other.audit.digest,
+        )
+
+
+def test_orders_of_faults_conserve_every_sample(args):
+    found = fuzz(args, 12, first_seed=100)
+    assert found.failures == {}
+    assert found.kinds["driver"] and found.kinds["trainer"] and found.kinds["engine"]
+    assert found.starts > 12
+
+
+def test_a_group_that_is_forgotten_is_found_with_the_seed_that_shows_it(args, monkeypatch):
+    def loses_a_group(self, ticket, group, cause, hint=""):
+        self._forget(ticket)  # and never gives it back
+
+    monkeypatch.setattr(Collector, "_requeue", loses_a_group)
+    found = fuzz(args, 12, first_seed=100)
+    assert found.failures
+    seed, what = next(iter(found.failures.items()))
+    assert "lost" in what
+    problem, _ = run_case(make_case(args, seed))
+    assert problem is not None and problem in what
+
+
+def test_a_resume_that_forgets_what_was_made_is_found(args, monkeypatch):
+    monkeypatch.setattr(Ledger, "resumed", lambda self, committed, last_made: None)
+    assert fuzz(args, 12, first_seed=100).failures
+
+
+def test_lengths_are_as_they_are_asked_for_and_a_mistake_is_named():
+    model = LengthModel.parse("lognormal:900:0.5", 1e9, seed=3)
+    assert model.mean == pytest.approx(900, rel=0.05)
+    assert model.answer(7) == model.answer(7)
+    with pytest.raises(ValueError, match="--lengths 'normal:3'"):
+        LengthModel.parse("normal:3", 10, 0)
+
+
+def test_costs_of_a_real_run_are_its_medians(tmp_path):
+    rows = [
+        {
+            "rollout/step": i,
+            "perf/step_time": 5.0,
+            "perf/rollout_time": 2.0,
+            "perf/train_time": 2.5,
+            "perf/update_weights_time": 0.25,
+            "rollout/num_samples": 8,
+            "rollout/response_len/mean": 50.0,
+        }
+        for i in range(14)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    costs, told = measured_costs(tmp_path)
+    assert costs.engine.decode_s(8, 0.0) == pytest.approx(8 * 2.0 / 400)
+    assert costs.trainer.step_s([[1.0]]) == pytest.approx(2.75)
+    assert "took 5 s" in told[-1]
+    with pytest.raises(ValueError, match="no metrics"):
+        measured_costs(tmp_path / "nowhere")
+
+
+def test_the_command_prints_the_splits_and_the_best_of_them(capsys):
+    words = "simulate --hf-checkpoint Qwen/Qwen3-4B --rm-type math --rollout-batch-size 4 --gpus 4 --steps 3 "
+    words += "--n-samples-per-prompt 2 --rollout-max-response-len 1024 --loop fully-async"
+    assert main(words.split()) == 0
+    printed = capsys.readouterr().out
+    assert "best: " in printed and "engines busy" in printed
+    assert printed.count("%  ") > 3
+
+
+def test_a_model_that_nobody_knows_is_an_error_with_the_names(capsys):
+    words = "simulate --hf-checkpoint no/such --rm-type math --rollout-batch-size 4 --n-samples-per-prompt 2 "
+    with pytest.raises(SystemExit):
+        main([*words.split(), "--rollout-max-response-len", "64"])
+    assert "qwen3-4b" in capsys.readouterr().err
+
+
+def test_the_pool_of_a_killed_run_is_not_that_of_the_next(args):
+    faults = FaultPlan((Fault(4.0, "driver"),), run_restart_s=1.0)
+    pool = args.replace(rollout_function_path=FULLY_ASYNC, save_interval=1)
+    measured = simulate(pool, overlapped=True, keeps=True, faults=faults)
+    assert measured.audit is not None and measured.audit.violations == []
+    assert fully_async_rollout._workers == {}
