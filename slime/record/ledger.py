@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -53,9 +53,15 @@ class LedgerRow:
     value: str | None
 
 
+KeptEntry = tuple[int, int, int, int | None, int | None, str, bytes]  # a row of ledger_samples
+
+
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What a writer adds: an event, and what else is done in the same transaction."""
+    """What a writer adds: an event, and what else is done in the same transaction.
+
+    `entry`: a finished sample that is put where a run that goes on finds it.
+    """
 
     time: float
     event: Event
@@ -65,24 +71,33 @@ class Note:
     attempt: int | None = None
     value: str | None = None
     also: Callable[[sqlite3.Connection], object] | None = None
+    entry: KeptEntry | None = None
 
-    def write(self, connection: sqlite3.Connection, start: int) -> None:
-        connection.execute(
-            "INSERT INTO ledger (time, start, event, rollout, group_index, sample_index, attempt, value) "
-            "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                self.time,
-                start,
-                self.event,
-                self.rollout,
-                self.group_index,
-                self.sample_index,
-                self.attempt,
-                self.value,
-            ),
-        )
-        if self.also is not None:
-            self.also(connection)
+    def row(self, start: int) -> tuple[object, ...]:
+        about = (self.group_index, self.sample_index, self.attempt)
+        return (self.time, start, self.event, self.rollout, *about, self.value)
+
+
+def write_notes(connection: sqlite3.Connection, notes: Sequence[Note], start: int) -> None:
+    """Events that waited together, with what belongs to them; `start`: number of the run's start."""
+    connection.executemany(
+        "INSERT INTO ledger (time, start, event, rollout, group_index, sample_index, attempt, value) "
+        "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        [note.row(start) for note in notes],
+    )
+    entries: list[KeptEntry] = []
+    for note in notes:
+        if note.entry is not None:
+            entries.append(note.entry)
+        if note.also is not None:  # in their order: it may remove what was put there before
+            _write_entries(connection, entries)
+            entries = []
+            note.also(connection)
+    _write_entries(connection, entries)
+
+
+def _write_entries(connection: sqlite3.Connection, entries: Sequence[KeptEntry]) -> None:
+    connection.executemany("INSERT OR REPLACE INTO ledger_samples VALUES (?, ?, ?, ?, ?, ?, ?)", entries)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,17 +184,21 @@ class LedgerReader:
 
 
 def keep_entry(
-    key: tuple[int, int, int], group_index: int | None, version: int | None, settings: str, value: object
-) -> Callable[[sqlite3.Connection], object]:
-    """Puts a finished sample where a run that goes on finds it. `value` must not be changed any more."""
+    key: tuple[int, int, int],
+    group_index: int | None,
+    version: int | None,
+    settings: str,
+    value: object,
+    *,
+    is_small: bool = False,  # it holds few numbers
+) -> KeptEntry | None:
+    """A finished sample as the ledger keeps it. At once: what it is made of may change later.
 
-    def keep(connection: sqlite3.Connection) -> None:
-        payload = _packed(value, f"sample {key[0]}")
-        if payload is not None:
-            values = (*key, group_index, version, settings, payload)
-            connection.execute("INSERT OR REPLACE INTO ledger_samples VALUES (?, ?, ?, ?, ?, ?, ?)", values)
-
-    return keep
+    None: it holds something that no file can.
+    """
+    pack = plain_bytes.dumps_small if is_small else plain_bytes.dumps
+    payload = _packed(value, f"sample {key[0]}", pack)
+    return None if payload is None else (*key, group_index, version, settings, payload)
 
 
 def keep_rollout(rollout_id: int, settings: str, value: object) -> Callable[[sqlite3.Connection], object]:
@@ -194,10 +213,10 @@ def keep_rollout(rollout_id: int, settings: str, value: object) -> Callable[[sql
     return keep
 
 
-def _packed(value: object, name: str) -> bytes | None:
+def _packed(value: object, name: str, pack: Callable[[Any], bytes] = plain_bytes.dumps) -> bytes | None:
     """None: it holds something that no file can, so that after a crash it is made again."""
     try:
-        return plain_bytes.dumps(value)
+        return pack(value)
     except plain_bytes.ForeignValue as error:
         logger.info("%s holds %s: it is not kept, and made again after a crash", name, error)
         return None

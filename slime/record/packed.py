@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
 
+_IS_LITTLE = sys.byteorder == "little"
+
 
 def pack_ids(ids: Sequence[int]) -> bytes:
     """The first byte says how many bytes each id takes. Example: [5, 300] -> b"\\x02\\x05\\x00\\x2c\\x01"."""
+    if _IS_LITTLE and type(ids) is list and max(ids, default=0) < 1 << 16:
+        return b"\x02" + array("H", ids).tobytes()  # short lists are the most: numpy takes a while to begin
     values = np.asarray(ids, dtype="<u4")
     largest = int(values.max()) if len(values) else 0
     width = 2 if largest < 1 << 16 else 3 if largest < 1 << 24 else 4
@@ -28,6 +34,8 @@ def unpack_ids(data: bytes) -> list[int]:
 
 def pack_floats(values: Sequence[float]) -> bytes:
     """float32, little-endian."""
+    if _IS_LITTLE and type(values) is list and set(map(type, values)) <= {float}:
+        return array("f", values).tobytes()
     return np.asarray(values, dtype="<f4").tobytes()
 
 
@@ -38,6 +46,8 @@ def unpack_floats(data: bytes) -> list[float]:
 
 def pack_mask(mask: Sequence[int]) -> bytes:
     """Lengths of its runs, beginning with zeros. Example: [1, 1, 0] -> runs 0, 2, 1."""
+    if type(mask) is list and mask and mask.count(1) == len(mask):
+        return pack_ids([0, len(mask)])
     values = np.asarray(mask, dtype=bool)
     edges = np.flatnonzero(np.diff(values)) + 1 if len(values) else np.array([], dtype=int)
     runs = np.diff(np.concatenate([[0], edges, [len(values)]]))

@@ -1,12 +1,17 @@
 """Plain values (numbers, text, lists, dicts, arrays, tensors) as bytes and back, exactly and without code.
 
 Long lists of numbers, which samples are made of, take as many bytes per number as the largest needs; floats
-four where that loses nothing. Anything else than plain values is a `ForeignValue`, which says where it is.
+four where that loses nothing. What a dict holds beside lists and dicts is one piece of JSON, which is written
+many times faster than value by value. Anything else than plain values is a `ForeignValue`, which says where
+it is.
 """
 
 from __future__ import annotations
 
+import json
 import struct
+import sys
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +19,10 @@ import numpy as np
 
 _SHORT = 4  # lists below this many entries are written entry by entry
 _WIDTHS = ("<i1", "<i2", "<i4", "<i8")
+_CODES = "bhiq"  # the same widths, as `array` names them
+_LONG = 64  # from so many entries on numpy, which takes a while to begin, is the faster
+_SCALARS = frozenset({type(None), bool, int, float, str})  # what JSON gives back as it was
+_as_json = json.JSONEncoder(ensure_ascii=False, check_circular=False).encode
 
 
 class ForeignValue(ValueError):
@@ -25,6 +34,19 @@ def dumps(value: Any) -> bytes:
     out = bytearray()
     _write(out, value, "")
     return bytes(out)
+
+
+def dumps_small(value: Any) -> bytes:
+    """The same for values of few numbers: as one piece of JSON, where that gives the same value back.
+
+    A number or text of another class (numpy's) comes back as Python's own.
+    """
+    try:
+        text = _as_json(value)
+        same = json.loads(text) == value
+    except (ValueError, TypeError, RecursionError):
+        same = False
+    return b"T" + _text(text) if same else dumps(value)
 
 
 def loads(data: bytes) -> Any:
@@ -48,7 +70,7 @@ def _write(out: bytearray, value: Any, where: str) -> None:
         writer(out, value, where)
     elif isinstance(value, np.generic):
         _head(out, b"G", _text(value.dtype.str), _blob(value.tobytes()))
-    elif type(value).__module__ == "torch" and type(value).__name__ == "Tensor":
+    elif _is_tensor(value):
         _write_tensor(out, value)
     else:
         raise ForeignValue(f"a {type(value).__qualname__} at {where or 'its top'}")
@@ -64,19 +86,42 @@ def _write_int(out: bytearray, value: int, where: str) -> None:
 def _write_list(out: bytearray, value: list[Any], where: str) -> None:
     kinds = set(map(type, value)) if len(value) >= _SHORT else set()
     if kinds == {int}:
-        try:
-            _write_numbers(out, b"i", np.array(value, dtype="<i8"))
+        width = _width(min(value), max(value))
+        if width is not None:
+            _head(out, b"i", bytes([width]), _blob(_bytes_of(_CODES[width], value)))
             return
-        except OverflowError:
-            pass
     if kinds == {float}:
-        whole = np.array(value, dtype="<f8")
-        with np.errstate(over="ignore"):
-            half = whole.astype("<f4")
-        exact = half.astype("<f8").tobytes() == whole.tobytes()
-        _head(out, b"f", bytes([4 if exact else 8]), _blob((half if exact else whole).tobytes()))
+        _write_floats(out, value)
+        return
+    if len(kinds) == 1 and _is_tensor(value[0]) and _are_rows(value):
+        _write_rows(out, value)
         return
     _write_entries(out, b"L", value, where)
+
+
+def _width(low: int, high: int) -> int | None:
+    """Which of the widths is the first to hold both; None: none does."""
+    return next((n for n, bits in enumerate((7, 15, 31, 63)) if -1 << bits <= low and high < 1 << bits), None)
+
+
+def _bytes_of(code: str, value: list[Any]) -> bytes:
+    numbers = array(code, value)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers.tobytes()
+
+
+def _write_floats(out: bytearray, value: list[float]) -> None:
+    if len(value) < _LONG:
+        whole, half = _bytes_of("d", value), array("f", value)
+        exact = _bytes_of("d", half.tolist()) == whole
+        _head(out, b"f", bytes([4 if exact else 8]), _blob(_bytes_of("f", value) if exact else whole))
+        return
+    doubles = np.array(value, dtype="<f8")
+    with np.errstate(over="ignore"):
+        singles = doubles.astype("<f4")
+    exact = singles.astype("<f8").tobytes() == doubles.tobytes()
+    _head(out, b"f", bytes([4 if exact else 8]), _blob((singles if exact else doubles).tobytes()))
 
 
 def _write_entries(out: bytearray, tag: bytes, value: Any, where: str) -> None:
@@ -86,10 +131,26 @@ def _write_entries(out: bytearray, tag: bytes, value: Any, where: str) -> None:
 
 
 def _write_dict(out: bytearray, value: dict[Any, Any], where: str) -> None:
+    if set(map(type, value)) == {str} and _write_object(out, value, where):
+        return
     _head(out, b"M", _length(len(value)))
     for key, item in value.items():
         _write(out, key, f"{where}[key {key!r}]")
         _write(out, item, f"{where}[{key!r}]")
+
+
+def _write_object(out: bytearray, value: dict[str, Any], where: str) -> bool:
+    """A dict with names for keys: its JSON with null for what is no scalar, and those by their place."""
+    try:
+        text = _as_json({key: item if type(item) in _SCALARS else None for key, item in value.items()})
+    except ValueError:  # an integer of thousands of digits
+        return False
+    rest = [pair for pair in enumerate(value.items()) if type(pair[1][1]) not in _SCALARS]
+    _head(out, b"O", _text(text), _length(len(rest)))
+    for place, (key, item) in rest:
+        out += _length(place)
+        _write(out, item, f"{where}[{key!r}]")
+    return True
 
 
 def _write_array(out: bytearray, value: np.ndarray[Any, Any], where: str) -> None:
@@ -109,6 +170,25 @@ def _write_tensor(out: bytearray, value: Any) -> None:
     except TypeError:  # bfloat16 and its like, which numpy does not have
         array = flat.view(torch.uint8).numpy()
     _write_values(out, array)
+
+
+def _is_tensor(value: Any) -> bool:
+    return type(value).__module__ == "torch" and type(value).__name__ == "Tensor"
+
+
+def _are_rows(tensors: list[Any]) -> bool:
+    """Whether they are what a batch holds of its samples: one row each, of one kind."""
+    dtype = tensors[0].dtype
+    return all(t.dtype == dtype and t.dim() == 1 and t.device.type == "cpu" for t in tensors)
+
+
+def _write_rows(out: bytearray, tensors: list[Any]) -> None:
+    """As one tensor, and the length of each."""
+    import torch  # as above
+
+    out += b"C"
+    _write(out, [len(tensor) for tensor in tensors], "")
+    _write_tensor(out, torch.cat([tensor.detach() for tensor in tensors]))
 
 
 def _write_values(out: bytearray, flat: np.ndarray[Any, Any]) -> None:
@@ -208,6 +288,34 @@ def _read_dict(data: memoryview, at: int) -> tuple[dict[Any, Any], int]:
     return made, at
 
 
+def _read_object(data: memoryview, at: int) -> tuple[dict[str, Any], int]:
+    text, at = _read_text(data, at)
+    made = json.loads(text)
+    if not isinstance(made, dict):
+        raise TypeError("no object")
+    names = list(made)
+    count, at = _read_length(data, at)
+    for _ in range(count):
+        place, at = _read_length(data, at)
+        made[names[place]], at = _read(data, at)
+    return made, at
+
+
+def _read_json(data: memoryview, at: int) -> tuple[Any, int]:
+    text, at = _read_text(data, at)
+    return json.loads(text), at
+
+
+def _read_rows(data: memoryview, at: int) -> tuple[list[Any], int]:
+    lengths, at = _read(data, at)
+    if bytes(data[at : at + 1]) != b"X":
+        raise KeyError("no tensor")
+    tensor, at = _read_tensor(data, at + 1)
+    if not isinstance(lengths, list) or sum(lengths) != len(tensor):
+        raise IndexError("rows of another length")
+    return [row.clone() for row in tensor.split(lengths)], at
+
+
 def _read_numbers(data: memoryview, at: int) -> tuple[np.ndarray[Any, Any], int]:
     width = _WIDTHS[data[at]]
     blob, at = _read_blob(data, at + 1)
@@ -250,6 +358,8 @@ def _read_tensor(data: memoryview, at: int) -> tuple[Any, int]:
     except TypeError:
         like = np.dtype("<u1")
     values, at = _read_values(data, at, like)
+    if not len(values):  # nothing that could be looked at as another type
+        return torch.empty(0, dtype=dtype).reshape(shape), at
     tensor = torch.from_numpy(values)
     return (tensor if tensor.dtype == dtype else tensor.view(dtype)).reshape(shape), at
 
@@ -281,6 +391,9 @@ _READERS: dict[bytes, Callable[[memoryview, int], tuple[Any, int]]] = {
     b"U": _of(_read_entries, tuple),
     b"E": _of(_read_entries, set),
     b"M": _read_dict,
+    b"O": _read_object,
+    b"T": _read_json,
+    b"C": _read_rows,
     b"i": _of(_read_numbers, lambda values: values.tolist()),
     b"f": _read_floats,
     b"G": _read_scalar,

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.record.entries import Entry, prompt_hash, prompt_text
-from slime.record.ledger import MILESTONES, Note
+from slime.record.ledger import MILESTONES, Note, write_notes
 from slime.record.packed import pack_floats, pack_ids, pack_mask
 from slime.record.schema import create_or_open
 from slime.utils.types import Sample
@@ -78,6 +78,7 @@ class RecordWriter:
         self._connection = create_or_open(path, run_id)
         self._waiting: deque[_Rollout | _Work | Note] = deque()
         self._news = threading.Condition()
+        self._is_idle = False  # the thread waits for something to do
         self._missed = self._missed_events = 0
         self._closed = self._in_a_hurry = False  # the latter: somebody waits for what is waiting
         self._thread = threading.Thread(target=self._write_all, name="record", daemon=True)
@@ -111,11 +112,12 @@ class RecordWriter:
             self._waiting.append(item)
             self._news.notify_all()
 
-    def note(self, note: Note) -> None:
-        """Hand over an event of the ledger. Never waits: the event loop calls it."""
+    def note(self, *notes: Note) -> None:
+        """Hand over events of the ledger. Never waits: the event loop calls it."""
         with self._news:
-            self._waiting.append(note)
-            self._news.notify_all()
+            self._waiting.extend(notes)
+            if self._is_idle:  # while it gathers, to wake it for each would cost more than to write it
+                self._news.notify_all()
 
     def flush(self) -> None:
         """Returns when all that was handed over until now is written, or was told to be missing."""
@@ -159,7 +161,9 @@ class RecordWriter:
         """A rollout, or all events that wait before the next one; None: nothing will come any more."""
         notes: list[Note] = []
         with self._news:
+            self._is_idle = True
             self._news.wait_for(lambda: self._waiting or self._closed)
+            self._is_idle = False
             if not self._closed:  # events come in crowds, and a transaction costs more than an event
                 self._news.wait_for(lambda: self._closed or self._in_a_hurry, _GATHER_S)
             while self._waiting:
@@ -195,8 +199,7 @@ class RecordWriter:
         )
         self._connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
         with self._connection as connection:
-            for note in notes:
-                note.write(connection, self._start)
+            write_notes(connection, notes, self._start)
             self._note_missed(connection)
         if self._committed is not None:
             done = [note.rollout for note in notes if note.event in ("committed", "resumed")]

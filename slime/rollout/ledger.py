@@ -12,11 +12,13 @@ import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from slime.record.ledger import (
     Event,
     FinishedEntry,
+    KeptEntry,
     Note,
     forget_entries,
     forget_rollouts,
@@ -25,13 +27,16 @@ from slime.record.ledger import (
 )
 from slime.record.writer import RecordWriter
 from slime.rollout.collection.versions import newest_version
-from slime.rollout.groups import Entry, Group, attempt_of, copy_sample, is_finished
+from slime.rollout.groups import Entry, Group, attempt_of, is_finished
 from slime.rollout.journal import CountingJournal, Outcome
 from slime.utils.types import Sample, flatten_samples, version_number
 
 logger = logging.getLogger(__name__)
 
 Key = tuple[int, int, int]  # sample index, attempt, response tokens at the start
+_NOT_KEPT = ("multimodal_inputs", "trace")
+_FEW_TOKENS = 100
+_EMPTY_FIELDS = frozenset(f.name for f in fields(Sample) if f.default is None)
 _GREEDY = "greedy_baseline"  # in the metadata of an answer that is only compared with
 
 
@@ -133,30 +138,32 @@ class Ledger:
         if key is None or is_finished(origin):
             return
         first, samples = flatten_samples([origin])[0], flatten_samples([made])
-        about = {"group": first.group_index, "sample": first.index, "attempt": key[1]}
+        now, about = time.time(), (first.group_index, first.index, key[1])
         whole = is_finished(made) and not any(
             s.reward_failure for s in samples
         )  # with its own reward, if any
         keep = self._kept_entry(key, first.group_index, made) if whole and self._keeps else None
-        self._note("generated", **about, value=samples[-1].status.value, also=keep)
+        status = samples[-1].status.value
+        notes = [Note(now, "generated", self._rollout, *about, status, entry=keep)]
         if any(s.reward is not None or s.reward_failure is not None for s in samples):
-            self._note("scored", **about, value=_rewards(samples))
+            notes.append(Note(now, "scored", self._rollout, *about, _rewards(samples)))
+        self._writer.note(*notes)
 
     def scored(self, group: Group) -> None:
         """The samples of a group got their rewards together."""
         for index, attempt in _groups([group]):
             self._note("scored", group=index, attempt=attempt, value=_rewards(flatten_samples(group)))
 
-    def _kept_entry(self, key: Key, group_index: int | None, made: Entry) -> Any:
-        version = newest_version([made])
-        value = {
-            "fan_out": isinstance(made, list),
-            "samples": [
-                {**copy_sample(s).to_dict(), "multimodal_inputs": None} for s in flatten_samples([made])
-            ],
-        }
+    def _kept_entry(self, key: Key, group_index: int | None, made: Entry) -> KeptEntry | None:
+        samples, version = flatten_samples([made]), newest_version([made])
+        value = {"fan_out": isinstance(made, list), "samples": [_kept_fields(s) for s in samples]}
         return keep_entry(
-            key, group_index, self._version if version is None else version, self.settings, value
+            key,
+            group_index,
+            self._version if version is None else version,
+            self.settings,
+            value,
+            is_small=sum(len(s.tokens) for s in samples) <= _FEW_TOKENS,
         )
 
     # -- rollouts and steps
@@ -258,6 +265,17 @@ def _key(entry: Entry) -> Key | None:
     if isinstance(entry, list) or entry.index is None or entry.metadata.get(_GREEDY):
         return None
     return entry.index, attempt_of(entry), entry.response_length
+
+
+def _kept_fields(sample: Sample) -> dict[str, Any]:
+    """What the sample is made again from: neither its media nor when it was worked on, and no empty field."""
+    kept = {
+        name: value
+        for name, value in sample.to_dict().items()
+        if name not in _NOT_KEPT and (value is not None or name not in _EMPTY_FIELDS)
+    }
+    kept["version_spans"] = list(map(list, sample.version_spans))  # tuples again when they are read
+    return kept
 
 
 def _rewards(samples: Sequence[Sample]) -> str:

@@ -67,7 +67,7 @@ class SpecInfo:
         self.completion_token_num += meta_info.get("completion_tokens", 0)
 
     def to_dict(self) -> dict[str, int]:
-        return dataclasses.asdict(self)
+        return dict(vars(self))
 
     @classmethod
     def from_dict(cls, data: dict[str, int]) -> SpecInfo:
@@ -90,7 +90,7 @@ class PrefixCacheInfo:
         self.total_prompt_tokens += meta_info.get("prompt_tokens", 0)
 
     def to_dict(self) -> dict[str, int]:
-        return dataclasses.asdict(self)
+        return dict(vars(self))
 
     @classmethod
     def from_dict(cls, data: dict[str, int]) -> PrefixCacheInfo:

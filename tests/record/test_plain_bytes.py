@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.record.plain_bytes import ForeignValue, dumps, loads
+from slime.record.plain_bytes import ForeignValue, dumps, dumps_small, loads
 from slime.utils.types import Sample
 
 atoms = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
@@ -25,6 +25,7 @@ values = st.recursive(
 @settings(deadline=None, max_examples=150)
 def test_a_value_comes_back_as_it_was(value):
     assert repr(loads(dumps(value))) == repr(value), "with types, order, and the bits of floats"
+    assert repr(loads(dumps_small(value))) == repr(value)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,18 @@ def test_a_tensor_comes_back_with_its_type_and_shape(tensor):
     assert found.dtype == tensor.dtype and found.shape == tensor.shape and torch.equal(found, tensor)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bfloat16, torch.bool])
+def test_the_rows_of_a_batch_come_back_one_by_one(dtype):
+    rows = [torch.arange(length).to(dtype) for length in (3, 0, 70, 1, 5)]
+    packed = dumps({"rows": rows, "few": rows[:2], "mixed": [*rows, torch.zeros(2, 2)]})
+    found = loads(packed)
+    assert [row.dtype for row in found["rows"]] == [dtype] * 5
+    for name, expected in (("rows", rows), ("few", rows[:2]), ("mixed", [*rows, torch.zeros(2, 2)])):
+        assert len(found[name]) == len(expected) and all(map(torch.equal, found[name], expected))
+    found["rows"][0][:] = 0  # a row of its own, no part of another's memory
+    assert torch.equal(found["rows"][2], rows[2])
+
+
 @pytest.mark.parametrize("array", [np.arange(6, dtype="u2").reshape(2, 3), np.array([1.5]), np.zeros((0, 2))])
 def test_an_array_comes_back(array):
     found = loads(dumps([array, array.dtype.type(3)]))
@@ -54,6 +67,8 @@ def test_an_array_comes_back(array):
 def test_a_sample_takes_a_few_bytes_per_token():
     sample = Sample(tokens=list(range(1000, 9000)), rollout_log_probs=[-0.5] * 8000, loss_mask=[1] * 8000)
     packed = dumps(sample.to_dict())
+    short = Sample(tokens=[5, 6, 7], response_length=1, metadata={"a": (1, {2: 3})}, loss_mask=[1])
+    assert Sample.from_dict(loads(dumps_small(short.to_dict()))) == short
     assert len(packed) < 8000 * 7 + 2000
     assert Sample.from_dict(loads(packed)) == sample
 
