@@ -15,8 +15,9 @@ import copy
 import functools
 import inspect
 import logging
+import os
+import random
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 _VERSION = 1
 _CHILDREN = "_trace_children"
+_ids = random.Random()  # of its own: nobody seeds it
+os.register_at_fork(after_in_child=_ids.seed)
 T = TypeVar("T")
 
 # trace id -> span that is open in this task; tasks inherit it, so spans nest across a gather.
@@ -350,4 +353,4 @@ def _identity(event: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _new_id() -> str:
-    return uuid.uuid4().hex[:16]
+    return f"{_ids.getrandbits(64):016x}"

@@ -14,6 +14,7 @@ T = TypeVar("T")
 Entry: TypeAlias = Sample | list[Sample]
 Group: TypeAlias = list[Entry]
 
+_OF_PLAIN_TUPLES = ("version_spans", "image_spans", "turn_rewards")  # fields whose entries never change
 FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
 _EXCERPT = 80  # characters of either end
 # In Sample.metadata: how often this sample's generation was thrown away and begun again.
@@ -70,7 +71,8 @@ def copy_sample(sample: Sample) -> Sample:
     fields = vars(new)
     for name, value in fields.items():
         if isinstance(value, (list, dict)) and name not in ("multimodal_inputs", "multimodal_train_inputs"):
-            fields[name] = copy.deepcopy(value) if _is_nested(value) else value.copy()
+            nested = name not in _OF_PLAIN_TUPLES and _is_nested(value)
+            fields[name] = copy.deepcopy(value) if nested else value.copy()
     new.spec_info = _bare_copy(sample.spec_info)
     new.prefix_cache_info = _bare_copy(sample.prefix_cache_info)
     return new

@@ -5,6 +5,7 @@ It is known by its parameters: one is called `completions`, and the first is not
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,8 +31,9 @@ class ColumnsAsked:
     everything: bool
 
 
+@functools.lru_cache(maxsize=128)
 def takes_columns(function: Callable[..., Any]) -> bool:
-    """Whether a reward function is called as TRL calls one."""
+    """Whether a reward function is called as TRL calls one. Remembered: it is asked for every sample."""
     names = list(_parameters(function))
     return "completions" in names and names[0] != "args"
 

@@ -195,7 +195,7 @@ def build_request(
         image_data=image_data,
         num_prompt_tokens=len(sample.tokens) if image_data else None,
         forbidden_ids=forbidden,
-        sampling=SamplingParams.from_json(params),
+        sampling=_sampling(params),
         rid=f"{sample.index}-{uuid4().hex}",
         session=sample.session_id,
         stream=stream,
@@ -203,6 +203,21 @@ def build_request(
         # Middlewares of the router are called with one sample's request and answer.
         group=None if args.router_middleware_paths else _group(sample),
     )
+
+
+def _sampling(params: dict[str, Any]) -> SamplingParams:
+    seed = params.pop("sampling_seed")
+    try:
+        shared = _sampling_but_seed(tuple((name, type(value), value) for name, value in params.items()))
+    except TypeError:  # a list of stops has no hash
+        shared = SamplingParams.from_json(params)
+    return shared if seed is None else shared.with_seed(seed)
+
+
+@functools.lru_cache(maxsize=64)
+def _sampling_but_seed(params: tuple[tuple[str, type, Any], ...]) -> SamplingParams:
+    """Remembered: the samples of a rollout differ in their seeds alone."""
+    return SamplingParams.from_json({name: value for name, _, value in params})
 
 
 def _group(sample: Sample) -> str | None:
