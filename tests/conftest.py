@@ -3,6 +3,8 @@
 import gc
 import logging
 import os
+import re
+from pathlib import Path
 
 import pytest
 import warm_start
@@ -25,6 +27,21 @@ gc.disable()
 
 # Runs of training, engines and workers are forked from a process that has imported what they need.
 warm_start.install()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A file all of whose tests are left out by `-m` is not imported: Megatron alone takes seconds.
+
+    Where it is named on the command line, pytest says how many of its tests are left out.
+    """
+    wanted = config.option.markexpr
+    if collection_path.suffix != ".py" or " or " in wanted:
+        return None
+    if any(Path(word.partition("::")[0]).absolute() == collection_path for word in config.args):
+        return None
+    marks = re.search(r"^pytestmark = (\[.*?\]|.*?)$", collection_path.read_text(), re.MULTILINE | re.DOTALL)
+    kinds = re.findall(r"pytest\.mark\.(\w+)", marks[1]) if marks else []
+    return True if any(f"not {kind}" in wanted for kind in kinds) else None
 
 
 def pytest_collection_finish():
