@@ -130,10 +130,6 @@ class Answer:
         """As in OpenAI's messages, but with `arguments` as a dict."""
         return self.message.get("tool_calls") or []
 
-    @property
-    def was_cut(self) -> bool:
-        return self.made.finish == "length"
-
 
 class Session:
     """Turns of one episode. `reward` of a `TurnNode` in `turns` may be set at any time before `samples`."""

@@ -159,7 +159,6 @@ class Dataset:
                 max_length,
             )
         self.origin_samples = kept
-        self.num_filtered = len(read) - len(kept)
         self.seed = seed
         self.epoch_id = -1  # -1: file order, no epoch has been shuffled
         self.order: list[int] = list(range(len(kept)))

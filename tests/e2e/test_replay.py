@@ -7,7 +7,7 @@ import json
 import pytest
 from loop_helpers import make_world, metrics, run_train, series
 
-NUM_ROLLOUTS = 5
+NUM_ROLLOUTS = 3
 COMPARED = ("train/loss", "train/pg_loss", "train/grad_norm", "train/entropy_loss")
 VARIANTS = {
     "ray": {"runtime": "ray"},
@@ -19,7 +19,7 @@ VARIANTS = {
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """A live run of five rollouts with two optimizer steps each, recorded."""
+    """A live run of three rollouts with two optimizer steps each, recorded."""
     folder = make_world(tmp_path_factory.mktemp("replay"))
     run_train(folder, "live", **settings(), save_debug_rollout_data=f"{folder}/dump/{{rollout_id}}.pt")
     return folder

@@ -60,7 +60,6 @@ class TextArena:
             self._seat, self.num_players = item.seed // 2 % self._players, 1
         else:
             self.num_players = self._players
-        self._illegal_before = 0
         player, text = self._observe()
         if self._seat is not None:
             played = self._play_others(player, text)

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-Grid = tuple[int, int, int]  # time, height, width in patches
-
 
 def grid_positions(
     tokens: Sequence[int], grids: Sequence[Sequence[int]], image_token_id: int, merge_size: int

@@ -14,7 +14,6 @@ from slime.arguments import Args
 from slime.utils.safetensors_files import write_tensors
 
 NAME = "default"  # what peft calls an adapter that was given no other name
-FACTORS = ("lora_A", "lora_B")
 ALL_LINEAR = ["all-linear"]
 
 
