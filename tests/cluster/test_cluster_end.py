@@ -41,7 +41,9 @@ def run_of(part, tmp_path, staged=None):
         for step in (part.finish, part.dismiss, part.end):
             closing.add(step)
         yield
-        _finish(SimpleNamespace(saver=saver, trainer=SimpleNamespace(ranks=ranks)))
+        recovery = SimpleNamespace(run=lambda work, rollout_id: work(), is_on=False)
+        schedule, trainer = SimpleNamespace(num_rollout=4), SimpleNamespace(ranks=ranks)
+        _finish(SimpleNamespace(saver=saver, trainer=trainer, schedule=schedule, recovery=recovery))
 
 
 STAGED = SimpleNamespace(rollout_id=3)
