@@ -6,8 +6,8 @@ edits are made there, and the tests that give the reward run there, those that t
 
 from slime.agent.rewards.code import count_passed
 from slime.agent.rewards.programs import Checks
-from slime.agent.session import Budget, Session, SessionError
-from slime.agent.tools import BoxTools, ToolSet
+from slime.agent.session import Budget, Session
+from slime.agent.tools import BoxTools, ToolSet, answer_with_tools
 
 BUDGET = Budget(max_turns=6, max_context_tokens=360, max_new_tokens=40)
 MAX_EDITS, COST_OF_AN_EDIT = 2, 0.25
@@ -16,7 +16,6 @@ SECONDS = 20.0
 
 async def generate(args, sample, sampling_params):
     session = Session.of_run(args, sample, sampling_params, budget=BUDGET)
-    messages = [{"role": "user", "content": sample.prompt}]
     shown, hidden = sample.label["shown"], sample.label["hidden"]
     edits = 0
     async with BoxTools(args.sandbox, timeout_s=SECONDS) as files:
@@ -38,15 +37,7 @@ async def generate(args, sample, sampling_params):
             return "passed" if await passes(shown) else "failed"
 
         tools = ToolSet([edit_file, run_tests], max_chars=80)
-        try:
-            while True:
-                said = await session.turn(messages, tools=tools.schemas)
-                messages.append(said.message)
-                if not said.tool_calls:
-                    break
-                messages += await tools.answer(said.tool_calls)
-        except SessionError as error:
-            session.end(error.outcome, str(error))
+        await answer_with_tools(session, [{"role": "user", "content": sample.prompt}], tools)
         repaired = edits > 0 and await passes([*shown, *hidden])
     reward = repaired * (1 - COST_OF_AN_EDIT * max(0, edits - 1))
     told = {"repaired": float(repaired), "edits": edits, "tool_errors": tools.num_errors}
