@@ -120,7 +120,7 @@ def compare_in_groups(
         _split_by_role(groups, samples),
         rollout_ids,
         baseline="mean_std" if scaled else estimator.baseline,
-        lengths=[float(_loss_mask(sample).sum()) for sample in samples],
+        lengths=[_num_trained(sample) for sample in samples],
         greedy_rewards=[sample.metadata.get(GREEDY_REWARD_KEY) for sample in samples],
     )
 
@@ -245,8 +245,8 @@ def _add_optional(batch: RolloutBatch, samples: list[Sample]) -> None:
     if _all_or_none(samples, "rollout_routed_experts"):
         batch["routed_experts"] = [torch.tensor(s.rollout_routed_experts) for s in samples]
     versions = [_token_versions(sample) for sample in samples]
-    if any((numbers >= 0).any() for numbers in versions):
-        batch["versions"] = versions
+    if any(max(numbers, default=-1) >= 0 for numbers in versions):
+        batch["versions"] = [torch.tensor(numbers, dtype=torch.int32) for numbers in versions]
     if any(sample.train_metadata is not None for sample in samples):
         batch["metadata"] = [sample.train_metadata for sample in samples]
     if any(sample.multimodal_train_inputs is not None for sample in samples):
@@ -306,6 +306,13 @@ def _loss_mask(sample: Sample) -> torch.Tensor:
     return torch.tensor(sample.loss_mask, dtype=torch.int32)
 
 
+def _num_trained(sample: Sample) -> float:
+    """The sum of its loss mask."""
+    if sample.remove_sample:
+        return 0.0
+    return float(sample.response_length if sample.loss_mask is None else sum(sample.loss_mask))
+
+
 def _shown_rewards(samples: list[Sample], raw_reward: list[Any]) -> list[Any]:
     """A rollout may report another number for people than the one it trains on: metadata["raw_reward"]."""
     if not any("raw_reward" in sample.metadata for sample in samples):
@@ -313,18 +320,18 @@ def _shown_rewards(samples: list[Sample], raw_reward: list[Any]) -> list[Any]:
     return [sample.metadata.get("raw_reward", raw) for sample, raw in zip(samples, raw_reward, strict=True)]
 
 
-def _token_versions(sample: Sample) -> torch.Tensor:
+def _token_versions(sample: Sample) -> list[int]:
     """[R] weight version number of each response token; -1: none recorded, or none that is a number.
 
     Where only the versions of whole answers were noted, the oldest of them stands for all tokens.
     """
     answers = [] if sample.version_spans else map(version_number, sample.weight_versions)
     oldest = min((number for number in answers if number is not None), default=-1)
-    versions = torch.full((sample.response_length,), oldest, dtype=torch.int32)
+    versions = [oldest] * sample.response_length
     for version, start, end in sample.version_spans:
         number = version_number(version)
         if number is not None:
-            versions[start:end] = number
+            versions[start:end] = [number] * len(versions[start:end])
     return versions
 
 
@@ -332,8 +339,12 @@ def _fill_versions(batch: RolloutBatch, engine_version: str) -> None:
     number = version_number(engine_version)
     if number is None:
         return
-    unknown = [torch.full((length,), -1, dtype=torch.int32) for length in batch["response_lengths"]]
-    pairs = zip(batch.get("versions", unknown), batch["loss_masks"], strict=True)
+    rows = batch.get("versions")
+    if rows is None:
+        rows = [torch.full((length,), -1, dtype=torch.int32) for length in batch["response_lengths"]]
+    elif not (torch.cat(rows) < 0).any():
+        return  # the usual case: every token names its version
+    pairs = zip(rows, batch["loss_masks"], strict=True)
     batch["versions"] = [
         torch.where((versions < 0) & (mask != 0), number, versions) for versions, mask in pairs
     ]

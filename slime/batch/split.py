@@ -15,6 +15,7 @@ from slime.arguments.groups.objectives import PAIR_LOSSES
 from slime.batch.flops import sample_sizes, typical_cost
 from slime.batch.packing import balance, pack_first_fit, split_largest
 from slime.catalog.backends import BACKENDS
+from slime.utils.tensor_pickle import pack_rows, unpack_rows
 from slime.utils.types import RolloutBatch
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,14 @@ class RankData:
     batch: RolloutBatch
     steps: list[RankStep]
     scoring: list[list[int]]  # micro-batches of passes before training; positions as in those of the steps
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _with_rows, (pack_rows(self.batch), self.steps, self.scoring)
+
+
+def _with_rows(batch: Mapping[str, Any], steps: list[RankStep], scoring: list[list[int]]) -> RankData:
+    """A share as it comes out of a pickle."""
+    return RankData(cast(RolloutBatch, unpack_rows(batch)), steps, scoring)
 
 
 def plan_steps(
@@ -223,7 +232,7 @@ def split_for_ranks(
     plans = plan_steps(
         args, lengths, batch["rollout_ids"], dp_size=dp_size, cp_size=cp_size, cost=cost, prompts=prompts
     )
-    mask_totals = [float(mask.sum()) for mask in batch["loss_masks"]]
+    mask_totals = [float(sum(mask.tolist())) for mask in batch["loss_masks"]]
     shares: list[RankData] = []
     for rank in range(dp_size):
         own = [p for step in plans for micro_batch in step.ranks[rank] for p in micro_batch]

@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from slime.utils import top_p
 from slime.utils.types import RolloutBatch, Sample, TokenKey, is_score
 
@@ -68,14 +70,28 @@ def validate_batch(batch: RolloutBatch, *, source: str = "the train data") -> No
             f"{source} has one of rollout_top_p_token_ids and rollout_top_p_token_offsets: it needs both."
         )
     for position in range(num_samples):
-        _check_position(batch, position, source)
+        _check_lengths(batch, position, source)
+    # All masks and log-probs in one go; who is wrong is looked for only if somebody is.
+    sound = _is_mask(torch.cat(batch["loss_masks"]))
+    if "rollout_log_probs" in batch:
+        sound = sound and bool(torch.cat(batch["rollout_log_probs"]).isfinite().all())
+    for position in range(num_samples):
+        _check_values(batch, position, source, sound=sound)
 
 
-def _check_position(batch: RolloutBatch, position: int, source: str) -> None:
-    length = batch["response_lengths"][position]
-    name = (
+def _name(batch: RolloutBatch, position: int, source: str) -> str:
+    return (
         f"sample {batch['sample_indices'][position] if 'sample_indices' in batch else position} of {source}"
     )
+
+
+def _is_mask(values: torch.Tensor) -> bool:
+    return bool(((values == 0) | (values == 1)).all())
+
+
+def _check_lengths(batch: RolloutBatch, position: int, source: str) -> None:
+    length = batch["response_lengths"][position]
+    name = _name(batch, position, source)
     total = len(batch["tokens"][position])
     if not 0 <= length <= total - 1:
         raise ValueError(
@@ -87,18 +103,24 @@ def _check_position(batch: RolloutBatch, position: int, source: str) -> None:
             raise ValueError(
                 f"{key} has {len(batch[key][position])} entries for {length} response tokens in {name}."
             )
-    mask = batch["loss_masks"][position]
-    if not ((mask == 0) | (mask == 1)).all():
+
+
+def _check_values(batch: RolloutBatch, position: int, source: str, *, sound: bool) -> None:
+    """`sound`: masks and log-probs were looked at already."""
+    name = _name(batch, position, source)
+    if not sound and not _is_mask(batch["loss_masks"][position]):
         raise ValueError(f"loss_masks of {name} holds other values than 0 and 1: a token is trained or not.")
     if not math.isfinite(batch["rewards"][position]):
         raise ValueError(
             f"the reward of {name} is {batch['rewards'][position]}: only a finite number can be trained on."
         )
-    if "rollout_log_probs" in batch and not batch["rollout_log_probs"][position].isfinite().all():
+    known = sound or "rollout_log_probs" not in batch
+    if not known and not batch["rollout_log_probs"][position].isfinite().all():
         raise ValueError(
             f"rollout_log_probs of {name} holds NaN or inf: the engine returned a broken log-prob."
         )
     if "rollout_top_p_token_ids" in batch:
+        total, length = len(batch["tokens"][position]), batch["response_lengths"][position]
         pair = batch["rollout_top_p_token_ids"][position], batch["rollout_top_p_token_offsets"][position]
         wrong = top_p.wrong_with(*pair, batch["tokens"][position][total - length :].tolist())
         if wrong:

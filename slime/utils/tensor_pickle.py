@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,6 +18,42 @@ class _TensorPickler(pickle.Pickler):
         if not plain or value.requires_grad or value.dtype is torch.bfloat16:
             return NotImplemented
         return torch.from_numpy, (value.numpy(),)
+
+
+class Rows:
+    """Tensors of one dimension and one kind as a single one: each by itself takes long to be pickled.
+
+    Example: of tensors [5, 6] and [7] this is the tensor [5, 6, 7] with lengths [2, 1].
+    """
+
+    def __init__(self, tensors: list[torch.Tensor]):
+        self._joined, self._lengths = torch.cat(tensors), [len(tensor) for tensor in tensors]
+
+    def tensors(self) -> list[torch.Tensor]:
+        return list(self._joined.split(self._lengths))
+
+
+def pack_rows(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with `Rows` in place of lists that can be joined."""
+    return {key: Rows(value) if _can_be_joined(value) else value for key, value in values.items()}
+
+
+def unpack_rows(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value.tensors() if isinstance(value, Rows) else value for key, value in values.items()}
+
+
+def _can_be_joined(value: Any) -> bool:
+    if type(value) is not list or len(value) < 2 or type(value[0]) is not torch.Tensor:
+        return False
+    dtype = value[0].dtype
+    return all(
+        type(t) is torch.Tensor
+        and t.dtype is dtype
+        and t.dim() == 1
+        and t.device.type == "cpu"
+        and not t.requires_grad
+        for t in value
+    )
 
 
 def dumps(value: Any) -> bytes:

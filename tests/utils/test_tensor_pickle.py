@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 
-from slime.utils.tensor_pickle import dumps
+from slime.utils.tensor_pickle import dumps, pack_rows, unpack_rows
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool, torch.float32, torch.bfloat16])
@@ -34,3 +34,14 @@ def test_parameters_stay_parameters():
     weight = torch.nn.Parameter(torch.ones(2))
     again = pickle.loads(dumps(weight))
     assert isinstance(again, torch.nn.Parameter) and again.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bfloat16])
+def test_rows_of_a_batch_travel_as_one_tensor_and_come_back_one_by_one(dtype):
+    rows = [torch.arange(length).to(dtype) for length in (3, 0, 2)]
+    batch = {"rows": rows, "mixed": [rows[0], torch.zeros(2, 2)], "names": ["a", "b"], "one": rows[:1]}
+    again = unpack_rows(pickle.loads(dumps(pack_rows(batch))))
+    assert again["names"] == batch["names"] and again.keys() == batch.keys()
+    for key in ("rows", "mixed", "one"):
+        assert len(again[key]) == len(batch[key]) and all(map(torch.equal, again[key], batch[key]))
+    assert [row.dtype for row in again["rows"]] == [dtype] * 3
