@@ -23,7 +23,7 @@ class BlockAllocator:
 
     def __init__(self, num_blocks: int, block_size: int, *, reuse: bool = True):
         self.num_blocks = num_blocks
-        self._reuse = reuse  # False: nothing is kept, so that what a request computes never depends on others
+        self.reuse = reuse  # False: nothing is kept, so that what a request computes never depends on others
         self.block_size = block_size
         self._free: deque[int] = deque(range(1, num_blocks + 1))
         self._holders = [0] * (num_blocks + 1)
@@ -82,7 +82,7 @@ class BlockAllocator:
     def keep(self, blocks: Sequence[int], tokens: Sequence[int]) -> None:
         """Offer the full blocks of a computed sequence for reuse. The holder goes on holding them."""
         serial = _ROOT
-        for index in range(len(tokens) // self.block_size if self._reuse else 0):
+        for index in range(len(tokens) // self.block_size if self.reuse else 0):
             block = blocks[index]
             key = (serial, tuple(tokens[index * self.block_size : (index + 1) * self.block_size]))
             known = self._by_key.get(key)

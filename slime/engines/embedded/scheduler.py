@@ -189,11 +189,26 @@ class Scheduler:
                 sequence.blocks.append(block)
 
     def _admit(self) -> None:
+        """Those that fit; siblings of a prompt that is being computed wait for its pages, a pass later."""
+        if not self.waiting or not self._free_slots:
+            return
+        held_back: list[Sequence] = []
+        try:
+            self._admit_all_but(held_back)
+        finally:
+            self.waiting.extendleft(reversed(held_back))
+
+    def _admit_all_but(self, held_back: list[Sequence]) -> None:
         budget = self.prefill_budget - sum(s.num_tokens - s.num_computed for s in self.running)
+        begun = {self._next_page(s, s.num_computed) for s in self.running} - {None}
         while self.waiting and self._free_slots and budget > 0:
             sequence = self.waiting[0]
             tokens = sequence.tokens
             shared = self.allocator.match(sequence.keys)
+            page = self._next_page(sequence, len(shared) * self.allocator.block_size)
+            if page is not None and page in begun:
+                held_back.append(self.waiting.popleft())
+                continue
             self.allocator.hold(shared)
             missing = self.allocator.blocks_for(len(tokens)) - len(shared)
             # Leave a page for each running sequence, or the newcomer would be retracted at once.
@@ -211,6 +226,15 @@ class Scheduler:
             self._slots.fill(sequence)
             self.running.append(self.waiting.popleft())  # last: whatever raises above, it is in a queue
             budget -= len(tokens) - sequence.num_computed
+            begun.add(page)
+
+    def _next_page(self, sequence: Sequence, num_computed: int) -> tuple[int, ...] | None:
+        """All tokens up to the end of the page that comes next, if others could take it over."""
+        size = self.allocator.block_size
+        end = (num_computed // size + 1) * size
+        if not self.allocator.reuse or end >= sequence.num_tokens:
+            return None
+        return tuple(sequence.keys[:end])
 
     def _chunks(self) -> list[Chunk]:
         budget, chunks = self.prefill_budget, []

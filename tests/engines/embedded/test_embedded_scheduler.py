@@ -87,6 +87,26 @@ def test_siblings_share_the_pages_of_their_prompt(folder):
     assert engine.allocator.num_free >= engine.allocator.num_blocks - 6 - 4 * 2
 
 
+def test_siblings_that_come_together_compute_their_prompt_once(folder, monkeypatch):
+    engine = make_engine(folder, max_running=16)
+    sequences = make_requests(engine, 12, new_tokens=20)
+    for number, sequence in enumerate(sequences):
+        sequence.prompt = [5 + (number // 6 + 1) * i % 90 for i in range(50 + number // 6)]
+    computed, forward = [], engine.runner.forward
+    monkeypatch.setattr(
+        engine.runner, "forward", lambda plan: computed.append(plan.token_ids.numel()) or forward(plan)
+    )
+    run_all(engine, sequences)
+    num_decoded = sum(len(s.output) - 1 for s in sequences)
+    # Two prompts of 50 and 51 tokens whole, and of each sibling what is behind its three full pages.
+    assert sum(computed) - num_decoded == 50 + 51 + 5 * (2 + 3)
+    assert [s.cached_tokens for s in sequences] == 2 * [0, 48, 48, 48, 48, 48]
+    model = load_model(folder)
+    for sequence in sequences:
+        expected = plain_log_probs(model, sequence.prompt, sequence.output)
+        assert largest_difference(sequence.log_probs, expected) < 1e-4
+
+
 def test_a_half_applied_update_is_never_served(folder):
     engine = make_engine(folder)
 
