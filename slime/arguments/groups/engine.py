@@ -76,7 +76,7 @@ class EngineFlags:
         only_with=_read_by("embedded_dtype"),
     )
     embedded_max_running_requests: int = flag(
-        256,
+        512,
         "requests decoded together; 1 computes each alone and keeps no prefixes, as --deterministic-mode "
         "does",
         ge=1,
