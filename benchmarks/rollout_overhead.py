@@ -44,11 +44,11 @@ async def reward(args: Any, sample: Any, **kwargs: Any) -> float:
 
 
 class FakeInstantEngine(asyncio.Protocol):
-    """One connection of a server that reads each request whole and answers
-    the same 64 tokens. It computes nothing.
+    """One connection of a server that reads each request whole and answers the same 64 tokens, to a group
+    with an event for each member. It computes nothing.
     """
 
-    answer = b""
+    answer, generation = b"", b""
     open_now = most_open = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -71,15 +71,19 @@ class FakeInstantEngine(asyncio.Protocol):
                 length, answer = int(head.partition(b"content-length:")[2].split(b"\r\n")[0]), self.answer
             if len(self.rest) < end + 4 + length:
                 return
+            if (body := self.rest[end + 4 : end + 4 + length]).startswith(b'{"input_ids": [['):
+                answer = self._events(len(json.loads(body)["rid"]))
             self.rest = self.rest[end + 4 + length :]
             self.transport.write(answer)
 
+    def _events(self, count: int) -> bytes:
+        events = (b'data: {"index": %d, %s\n\n' % (place, self.generation[1:]) for place in range(count))
+        return _http(b"".join(events) + b"data: [DONE]\n\n", b"text/event-stream")
 
-def _http(body: bytes) -> bytes:
-    return b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (
-        len(body),
-        body,
-    )
+
+def _http(body: bytes, kind: bytes = b"application/json") -> bytes:
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: %s\r\nContent-Length: %d\r\n\r\n" % (kind, len(body))
+    return head + body
 
 
 def serve(port_pipe: Any) -> None:
@@ -94,9 +98,8 @@ def serve(port_pipe: Any) -> None:
         "weight_version": "run:1",
         "output_token_logprobs": [[-0.123456789 - i / 1000, token, None] for i, token in enumerate(ids)],
     }
-    FakeInstantEngine.answer = _http(
-        json.dumps({"text": "answer " * 20, "output_ids": ids, "meta_info": meta}).encode()
-    )
+    generation = json.dumps({"text": "answer " * 20, "output_ids": ids, "meta_info": meta}).encode()
+    FakeInstantEngine.generation, FakeInstantEngine.answer = generation, _http(generation)
 
     async def main() -> None:
         server = await asyncio.get_running_loop().create_server(
