@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 _VERSION = 1
 _CHILDREN = "_trace_children"
+_COMPLETE = {"version", "trace_id", "events", "attempt", "sample_id", "group_id"}
 _ids = random.Random()  # of its own: nobody seeds it
 os.register_at_fork(after_in_child=_ids.seed)
 T = TypeVar("T")
@@ -277,7 +278,10 @@ def _completed(
     attempt: int = 0,
 ) -> dict[str, Any]:
     """The same dict with whatever it lacks filled in (a new one for None)."""
-    trace = {} if trace is None else trace
+    if trace is None:
+        trace = {}
+    elif trace.keys() >= _COMPLETE and None not in (trace["sample_id"], trace["group_id"]):
+        return trace
     trace.setdefault("version", _VERSION)
     trace.setdefault("trace_id", trace_id or _new_id())
     trace.setdefault("events", [])
@@ -324,8 +328,12 @@ def _write(
         "group_id": handle.group_id,
         "attempt": handle.attempt,
     }
-    optional = {"span_id": span_id, "parent_span_id": parent, "attrs": _plain(dict(attrs)) if attrs else None}
-    event.update({key: value for key, value in optional.items() if value is not None})
+    if span_id is not None:
+        event["span_id"] = span_id
+    if parent is not None:
+        event["parent_span_id"] = parent
+    if attrs:
+        event["attrs"] = _plain(dict(attrs))
     if handle.carrier is not None:
         handle.carrier["events"].append(event)
 
