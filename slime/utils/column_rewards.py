@@ -31,9 +31,17 @@ class ColumnsAsked:
     everything: bool
 
 
-@functools.lru_cache(maxsize=128)
 def takes_columns(function: Callable[..., Any]) -> bool:
-    """Whether a reward function is called as TRL calls one. Remembered: it is asked for every sample."""
+    """Whether a reward function is called as TRL calls one."""
+    try:
+        return _names_completions(function)
+    except TypeError:  # an object without a hash
+        return _names_completions.__wrapped__(function)
+
+
+@functools.lru_cache(maxsize=128)
+def _names_completions(function: Callable[..., Any]) -> bool:
+    """Remembered: it is asked for every sample."""
     names = list(_parameters(function))
     return "completions" in names and names[0] != "args"
 

@@ -64,6 +64,8 @@ class GroupedRequests:
     def _send(self, key: tuple[Any, ...], batch: _Batch) -> None:
         if self._gathering.get(key) is batch:
             del self._gathering[key]
+        if batch.is_left:
+            return
         if len(batch.members) == 1:
             batch.give_up()
         else:
@@ -95,6 +97,11 @@ class _Batch:
         self.task: asyncio.Task[None] | None = None
         self._num_left = 0
 
+    @property
+    def is_left(self) -> bool:
+        """Nobody waits for an answer any more."""
+        return self._num_left == len(self.members)
+
     def settle(self, event: Any) -> None:
         place = _finished_member(event)
         if place is not None and place < len(self.futures) and not self.futures[place].done():
@@ -110,7 +117,7 @@ class _Batch:
         """Its asker has gone on. When nobody is left the connection closes, by which engines end the rest."""
         self.futures[place].cancel()
         self._num_left += 1
-        if self._num_left == len(self.members) and self.task is not None:
+        if self.is_left and self.task is not None:
             self.task.cancel()
 
 

@@ -101,3 +101,16 @@ def test_a_group_that_nobody_waits_for_any_more_is_hung_up():
     with FakeEngine(lambda payload, _: {"hold": True}) as engine:
         run(scene(engine), timeout_s=60)
     assert engine.group_sizes == [3] and engine.running == 0
+
+
+def test_a_group_whose_members_all_leave_at_once_is_never_sent():
+    async def scene(engine):
+        client = EngineClient(engine.url, max_retries=0)
+        tasks = [asyncio.ensure_future(client.generate(request(n))) for n in range(3)]
+        asyncio.get_running_loop().call_soon(lambda: [task.cancel() for task in tasks])
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await client.generate(request(9, group=None))
+
+    with FakeEngine() as engine:
+        run(scene(engine), timeout_s=60)
+    assert engine.group_sizes == [] and [r["rid"] for r in engine.requests] == ["r9"]
