@@ -26,7 +26,6 @@ POINTS = {
     "push": ("slime.weight_sync.shared_memory:SharedMemorySender.send", True),
     "checkpoint": ("slime.backends.fsdp.dcp_checkpoint:_write", True),
     "checksums": ("slime.cluster.train_actor:TrainActor.finish_save", False),
-    "peer copy": ("slime.cluster.train_actor:TrainActor.copy_state", False),
 }
 _TRAPS = "SLIME_TEST_TRAPS"
 

@@ -22,7 +22,7 @@ from slime.arguments.groups.algorithm import (
     reference_model,
 )
 from slime.arguments.groups.checkpoints import checkpoints, kept_models, megatron_checkpoints
-from slime.arguments.groups.cluster import devices, release_train
+from slime.arguments.groups.cluster import devices, peer_copies, release_train
 from slime.arguments.groups.data import columns, length_of_run
 from slime.arguments.groups.engine import engine_choice, reproducible_engine, weight_sync
 from slime.arguments.groups.evaluation import evaluation
@@ -85,6 +85,7 @@ RULES: tuple[Rule, ...] = (
     trained_sampling,
     reproducible_engine,
     release_train,
+    peer_copies,
     weight_sync,
     refuse_flags_without_effect,
     fully_async_rollout,

@@ -204,6 +204,7 @@ perf/update_weights_density: share of the values that changed, with deltas
 perf/engines_evicted: engines that a push took out of rotation = 0
 perf/engines_missed: engines that a push did not reach = 0
 perf/save_model_time: seconds of a checkpoint
+perf/peer_copy_time: seconds of a copy of the trainer's state in shared memory (--peer-copies)
 perf/peak_memory_<phase>_gib: most device memory in use in a phase: rollout, offload, train, push
     = below the device's memory by a few GiB
 """

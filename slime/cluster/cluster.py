@@ -15,6 +15,7 @@ from slime.cluster.release import OF_THE_FIRST_START, TrainerRelease
 from slime.cluster.requests import Requests
 from slime.cluster.residency import GENERATE, TRAIN, Residency
 from slime.cluster.restart.batches import Batches
+from slime.cluster.restart.peer_copies import PeerCopies
 from slime.cluster.restart.recovery import Recovery
 from slime.cluster.restart.redo import Deed, Redo, SafeState
 from slime.cluster.rollout_manager import Generated, RolloutManager
@@ -63,6 +64,7 @@ class Cluster:
     taken_up: dict[int, Generated]  # by rollout: what was in flight at the checkpoint
     timeline: Timeline
     requests: Requests
+    copies: PeerCopies | None = None  # --peer-copies
     release: TrainerRelease | None = None  # --release-train; None: the trainer's processes stay
     plan: RunPlan | None = None  # what a look before the start predicted
     stopped: str | None = None  # why the loop ended early, on request
@@ -107,6 +109,12 @@ class Cluster:
         self._note_trained(rollout_id, batch)
         self.rollout.call_control(RolloutManager.note_trained, rollout_id)
         self._pushes_at_training = self.weight_push.num_pushes if self.weight_push is not None else 0
+        copies = self.copies
+        if copies is not None and copies.are_due(rollout_id) and not self.schedule.save_after(rollout_id):
+            with self.timeline.doing("copying state", rollout_id) as copying:
+                self.recovery.run(lambda: copies.write(rollout_id), rollout_id)
+            self.batches.forget(self.redo.safe.rollout_id)
+            self._log({"perf/peer_copy_time": copying.age_s}, "rollout", rollout_id)
         if self.args.record_max_mib:
             notes = self.recovery.run(lambda: self.trainer.ranks.call(TrainActor.take_notes), rollout_id)
             self.timeline.add(notes)

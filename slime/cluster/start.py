@@ -25,6 +25,7 @@ from slime.cluster.requests import Requests
 from slime.cluster.residency import TRAIN, Residency
 from slime.cluster.restart.batches import Batches
 from slime.cluster.restart.faults import headline
+from slime.cluster.restart.peer_copies import PeerCopies
 from slime.cluster.restart.recovery import Recovery, Restart
 from slime.cluster.restart.redo import Redo, SafeState
 from slime.cluster.rollout_manager import Generated, RolloutFacts, RolloutManager, RolloutProcess
@@ -259,6 +260,7 @@ def _start(
         beginning.taken_up,
         Timeline(recording),
         Requests(recording),
+        PeerCopies(args, run.shm_prefix, trainer.ranks, redo) if args.peer_copies and limit else None,
         release,
     )
 

@@ -6,6 +6,7 @@ import concurrent.futures
 import datetime
 import logging
 import resource
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -210,6 +211,16 @@ class TrainActor:
     def save(self, path: Path) -> None:
         self._saved_in, self._recording = path.parent, None
         self._backend.save(path)
+        if self._kept is not None and self._rank == 0:
+            self._kept.save(path)
+
+    def copy_state(self, path: Path) -> None:
+        """All that a checkpoint holds, whole when every rank has returned; what was there before goes."""
+        if self._rank == 0:
+            shutil.rmtree(path, ignore_errors=True)
+        dist.barrier()
+        self._backend.save(path)
+        self._backend.finish_save(wait=True)
         if self._kept is not None and self._rank == 0:
             self._kept.save(path)
 

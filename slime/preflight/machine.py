@@ -132,6 +132,18 @@ def check_memory(args: Args, plan: RunPlan) -> Iterator[Finding]:
             has = f"this machine has {device.room / 2**30:.1f}"
             text = f"all processes together need about {total / 2**30:.1f} GiB, {has}."
             yield Finding("warning", COST, text)
+    yield from check_copies(plan)
+
+
+def check_copies(plan: RunPlan) -> Iterator[Finding]:
+    """Whether both copies of --peer-copies find their place."""
+    free = shutil.disk_usage(shm.FOLDER).free
+    if plan.copies > free:
+        text = f"two copies of the trainer's state need about {plan.copies / 2**30:.2f} GiB of {shm.FOLDER}, "
+        text += (
+            f"which has {free / 2**30:.2f} GiB left: enlarge it (docker: --shm-size), or leave the flag out."
+        )
+        yield Finding("warning", "--peer-copies", text)
 
 
 def _check_room(args: Args) -> Iterator[Finding]:

@@ -56,6 +56,7 @@ class RunPlan:
     take_turns: bool
     generate_s: float
     train_s: float
+    copies: float = 0.0  # --peer-copies, in the shared memory of the machine
 
     @property
     def peak(self) -> float:
@@ -78,6 +79,10 @@ class RunPlan:
             for side, parts in sides.items()
             if parts
         ]
+        if self.copies:
+            shown.append(
+                f"--peer-copies: {self.copies / GIB:.2f} GiB of shared memory, two copies of the state"
+            )
         shown.append(
             f"a step: about {self.step_s:.3g} s (generate {self.generate_s:.3g}, train {self.train_s:.3g})"
         )
@@ -130,12 +135,15 @@ def plan_run(args: Args, device: Device, prompt_tokens: float | None = None) -> 
         raise ValueError(
             f"--hf-checkpoint {args.hf_checkpoint}: no plan of such a model ({error!r})."
         ) from None
+    copies = 0.0
+    if args.peer_copies:
+        ranks = args.actor_num_nodes * (args.actor_num_gpus_per_node or 1)
+        copies = 2.0 * ranks * (trainer.get("weights", 0.0) + trainer.get("optimizer", 0.0))
     if not device.is_gpu:
         trainer, engine = (side and side | {"process": float(_PROCESS)} for side in (trainer, engine))
     generate_s, train_s = _seconds(args, shape, device, prompt_tokens or _PROMPT)
-    return RunPlan(
-        trainer, engine, bool(args.colocate), generate_s if serves else 0.0, train_s if trains else 0.0
-    )
+    seconds = generate_s if serves else 0.0, train_s if trains else 0.0
+    return RunPlan(trainer, engine, bool(args.colocate), *seconds, copies)
 
 
 class _Config(Namespace):

@@ -7,6 +7,7 @@ Standard library only.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -22,7 +23,10 @@ def remove_when_gone(fd: int, pattern: str) -> None:
     for pause_s in (_GRACE_S, 0.0):
         folder, _, name = pattern.rpartition("/")
         for path in Path(folder).glob(name):
-            path.unlink(missing_ok=True)
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
         time.sleep(pause_s)
 
 

@@ -149,6 +149,7 @@ _OF_A_START = {
     "show_sample_every",
     "dry_run",
     "max_restarts",
+    "peer_copies",
 }
 
 

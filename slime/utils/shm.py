@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -88,8 +89,15 @@ def list_segments(prefix: str) -> list[str]:
 
 
 def unlink_prefix(prefix: str) -> None:
-    """Remove every segment of a run; safe to call from several processes at once."""
+    """Remove every segment and folder of a run; safe to call from several processes at once."""
     for path in FOLDER.glob(f"{prefix}-*"):
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
         path.unlink(missing_ok=True)
 
 
@@ -99,6 +107,6 @@ def unlink_stale() -> list[str]:
     for path in FOLDER.glob("slime-*-*"):
         pid = path.name.split("-")[1]
         if pid.isdigit() and not psutil.pid_exists(int(pid)):
-            path.unlink(missing_ok=True)
+            _remove(path)
             removed.append(path.name)
     return removed

@@ -51,6 +51,13 @@ class ClusterFlags:
         "first loss ends the run",
         ge=0,
     )
+    peer_copies: int = flag(
+        0,
+        "every so many rollouts the trainer's state is copied into the machine's shared memory (two copies "
+        "of weights and optimizer, see `slime plan --config`), so that a rank that is lost costs no more "
+        "steps than that; 0: it goes back to the last checkpoint",
+        ge=0,
+    )
     train_env_vars: dict | None = flag(
         None, "environment variables of the trainer's processes, as JSON", metavar="JSON"
     )
@@ -89,6 +96,33 @@ def release_train(draft: Draft) -> None:
         draft.idle.append("--async-save is set, but --release-train waits for each checkpoint.")
         draft.derive("async_save", False, "release_train")
     draft.derive("offload_train", False, "release_train: its processes end")
+
+
+def peer_copies(draft: Draft) -> None:
+    """A copy is a whole checkpoint, in memory that every rank can read."""
+    if not draft.peer_copies:
+        return
+    why = None
+    if not draft.max_restarts:
+        why = "no lost trainer is started again (--max-restarts 0)"
+    elif draft.debug_rollout_only:
+        why = "nothing is trained"
+    elif draft.release_train:
+        why = "--release-train has a checkpoint of every rollout"
+    if why is not None:
+        draft.idle.append(f"--peer-copies is set, but {why}.")
+        draft.derive("peer_copies", 0, why)
+        return
+    if draft.no_save_optim:
+        raise ValueError("--peer-copies needs the optimizer in what is saved; remove --no-save-optim.")
+    if draft.actor_num_nodes > 1:
+        raise ValueError(
+            f"--peer-copies are in the shared memory of one machine, and --actor-num-nodes is "
+            f"{draft.actor_num_nodes}; use a small --save-interval with a fast disk instead."
+        )
+    if draft.async_save:
+        draft.idle.append("--async-save is set, but --peer-copies waits for each checkpoint.")
+        draft.derive("async_save", False, "peer_copies")
 
 
 def devices(draft: Draft) -> None:
