@@ -1,6 +1,6 @@
 """The examples that learn from what tools and environments answer, run as their READMEs say. Minutes each.
 
-pip install -e ".[search]"
+pip install -e ".[search,reasoning-gym]"
 python -m pytest -m slow tests/agent/test_examples_learn.py
 """
 
@@ -18,8 +18,9 @@ ROOT = Path(__file__).parents[2]
 LEARNT = {
     "retool": {"held_out": (0.55, 0.70)},
     "search_r1": {"town": (0.30, 0.45), "land": (0.30, 0.30)},
+    "reasoning_gym": {"spell_backward": (0.70, 0.70), "palindrome_generation": (0.70, 0.66)},
 }
-NEEDS = {"search_r1": "bm25s"}
+NEEDS = {"search_r1": "bm25s", "reasoning_gym": "reasoning_gym"}
 
 
 @pytest.mark.slow
